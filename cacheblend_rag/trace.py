@@ -1,8 +1,9 @@
-"""The trace of a blend pass: the chosen tokens and their scores, layer by layer; bounded."""
+"""The trace of a blend pass: chosen tokens, deviations, the question's attention; bounded."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,6 +11,10 @@ MOST_TOKENS = 4096
 """Most tokens traced per selection: those with the highest scores."""
 MOST_SELECTIONS = 8
 MOST_LAYERS = 1024
+MOST_SAMPLED = 8
+"""Most layers of which single tokens, or the question's attention, are traced."""
+MOST_WORDS = 300
+"""Most characters of a sentence in a trace."""
 
 
 @dataclass(frozen=True)
@@ -49,39 +54,210 @@ class TracedSelection:
         deviations = len(self.key_deviations)
         if deviations not in {0, count} or len(self.value_deviations) != deviations:
             raise ValueError("a selection needs two deviations for each token, or none")
-        if any(b <= a for a, b in pairwise((-1, *self.positions))):
-            raise ValueError("positions of a selection must rise")
-        numbers = (*self.scores, *self.key_deviations, *self.value_deviations)
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError("a selection holds NaN or infinity")
+        _check_rising(self.positions, "a selection")
+        _check_finite((*self.scores, *self.key_deviations, *self.value_deviations), "a selection")
+
+
+@dataclass(frozen=True)
+class Deviations:
+    """Squared differences of tokens' fresh KV from their cached KV, in one layer and one of K, V.
+
+    They are summed over heads and components, before the fresh KV replaces the cached KV.
+
+    Args:
+        mean: over tokens.
+        median: over tokens; of two in the middle their mean.
+        most: the largest.
+        size: mean squared length of the tokens' fresh keys or values, to compare layers by.
+        by_check: Spearman's rank correlation over the tokens known at both, with the deviations
+            at the layer that ``Trace.reference`` names; None for that layer and those before it, or
+            if all are alike.
+        by_score: the same with the scores of the first choice of tokens.
+
+    Raises:
+        ValueError: when a number is not finite, or a correlation is above 1.
+    """
+
+    mean: float
+    median: float
+    most: float
+    size: float
+    by_check: float | None = None
+    by_score: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_finite((self.mean, self.median, self.most, self.size), "a layer", least=0.0)
+        for found in (self.by_check, self.by_score):
+            if found is not None and not abs(found) <= 1:
+                raise ValueError(f"a rank correlation of {found}")
+
+
+@dataclass(frozen=True)
+class TracedLayer:
+    """How far fresh KV is from cached KV in one layer.
+
+    Args:
+        layer: its index.
+        tokens: how many tokens with cached KV were recomputed there.
+        keys: deviations of their keys.
+        values: deviations of their values.
+
+    Raises:
+        ValueError: for a layer that cannot be, or without tokens.
+    """
+
+    layer: int
+    tokens: int
+    keys: Deviations
+    values: Deviations
+
+    def __post_init__(self) -> None:
+        _check_layer(self.layer, "a layer")
+        if self.tokens < 1:
+            raise ValueError(f"tokens={self.tokens} of a layer")
+
+
+@dataclass(frozen=True)
+class TracedTokens:
+    """The deviations of single recomputed tokens in one layer, as in ``Deviations``.
+
+    Args:
+        layer: its index.
+        positions: of the tokens in the prompt, rising; the MOST_TOKENS with the highest deviations
+            of values if there are more.
+        key_deviations: one per token.
+        value_deviations: one per token.
+
+    Raises:
+        ValueError: when it is longer than MOST_TOKENS, or its parts do not fit one another.
+    """
+
+    layer: int
+    positions: tuple[int, ...]
+    key_deviations: tuple[float, ...]
+    value_deviations: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _check_layer(self.layer, "tokens")
+        count = len(self.positions)
+        if count > MOST_TOKENS:
+            raise ValueError(f"{count} tokens of a layer are more than {MOST_TOKENS}")
+        if {len(self.key_deviations), len(self.value_deviations)} != {count}:
+            raise ValueError("tokens of a layer need two deviations each")
+        _check_rising(self.positions, "tokens")
+        _check_finite((*self.key_deviations, *self.value_deviations), "tokens", least=0.0)
+
+
+@dataclass(frozen=True)
+class TracedAttention:
+    """What the question attends to in one layer, as shares of its attention probability.
+
+    The mean over heads, and over the question's last 64 rows: the tokens after the last chunk. The
+    three shares sum to 1, less what an attention sink takes.
+
+    Args:
+        layer: its index.
+        rows: how many rows of the question were measured.
+        recomputed: the share of tokens with cached KV that this layer recomputed.
+        reused: the share of tokens that kept their cached KV.
+        computed: the share of all other tokens: text, missed chunks, the question itself.
+
+    Raises:
+        ValueError: when these are no shares.
+    """
+
+    layer: int
+    rows: int
+    recomputed: float
+    reused: float
+    computed: float
+
+    def __post_init__(self) -> None:
+        _check_layer(self.layer, "attention")
+        shares = (self.recomputed, self.reused, self.computed)
+        _check_finite(shares, "attention", least=0.0)
+        if self.rows < 1 or sum(shares) > 1.01:
+            raise ValueError(f"attention of {self.rows} rows sums to {sum(shares):.3f}")
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The choices of a blend pass, and how much it recomputed.
+    """What a blend pass chose, how much it recomputed, and what that changed.
 
     Args:
         selections: the choices, in order; empty if everything or nothing was to be recomputed.
         rows: per layer, how many tokens with cached KV were recomputed there. A check layer
             computes all tokens that it chooses from.
-        truncated: whether something is left out: tokens of a selection beyond the MOST_TOKENS of
-            the highest scores, or selections beyond MOST_SELECTIONS.
+        truncated: whether something is left out: tokens beyond MOST_TOKENS, selections beyond
+            MOST_SELECTIONS, layers beyond MOST_LAYERS.
+        layers: the layers that recomputed tokens with cached KV, in order.
+        tokens: deviations of single tokens in a few layers, spread evenly, in order.
+        reference: the layer that ``Deviations.by_check`` compares with: the first check layer or,
+            if tokens were chosen before layer 0, layer 1, the first whose values depend on other
+            tokens. None without recomputed tokens there.
+        protected: positions of tokens with cached KV that may not be recomputed, rising; at most
+            MOST_TOKENS.
+        attention: what the question attends to, in a few layers, spread evenly, in order.
+        no_attention: why ``attention`` is empty, None if it is not.
 
     Raises:
-        ValueError: when it is longer than that.
+        ValueError: when it is longer than that, or out of order.
     """
 
     selections: tuple[TracedSelection, ...] = ()
     rows: tuple[int, ...] = ()
     truncated: bool = False
+    layers: tuple[TracedLayer, ...] = ()
+    tokens: tuple[TracedTokens, ...] = ()
+    reference: int | None = None
+    protected: tuple[int, ...] = ()
+    attention: tuple[TracedAttention, ...] = ()
+    no_attention: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.selections) > MOST_SELECTIONS or len(self.rows) > MOST_LAYERS:
             raise ValueError(f"a trace of {len(self.selections)} selections, {len(self.rows)} rows")
         if any(count < 0 for count in self.rows):
             raise ValueError("a trace has a negative number of rows")
+        for name, most in (("layers", MOST_LAYERS), ("tokens", MOST_SAMPLED),
+                           ("attention", MOST_SAMPLED)):  # fmt: skip
+            parts: Sequence[TracedLayer | TracedTokens | TracedAttention] = getattr(self, name)
+            if len(parts) > most:
+                raise ValueError(f"a trace of {len(parts)} {name}")
+            _check_rising([part.layer for part in parts], f"layers of {name}")
+        if self.reference is not None:
+            _check_layer(self.reference, "the reference")
+        if len(self.protected) > MOST_TOKENS:
+            raise ValueError(f"{len(self.protected)} protected tokens are more than {MOST_TOKENS}")
+        _check_rising(self.protected, "protected tokens")
+        if self.no_attention is not None and len(self.no_attention) > MOST_WORDS:
+            raise ValueError(f"no_attention is longer than {MOST_WORDS} characters")
 
     def fits(self, tokens: int) -> bool:
         """Whether it is possible for a prompt of so many tokens."""
-        ends = (one.positions[-1] for one in self.selections if one.positions)
-        return max((*ends, -1)) < tokens and max((*self.rows, 0)) <= tokens
+        listed = (
+            *(one.positions for one in self.selections),
+            *(one.positions for one in self.tokens),
+            self.protected,
+        )
+        ends = (positions[-1] for positions in listed if positions)
+        counts = (*(one.tokens for one in self.layers), *(one.rows for one in self.attention))
+        return max((*ends, -1)) < tokens and max((*self.rows, *counts, 0)) <= tokens
+
+
+def _check_rising(positions: Sequence[int], where: str) -> None:
+    if any(b <= a for a, b in pairwise((-1, *positions))):
+        raise ValueError(f"positions of {where} must rise")
+
+
+def _check_finite(numbers: Iterable[float], where: str, least: float = -math.inf) -> None:
+    for number in numbers:
+        if not math.isfinite(number):
+            raise ValueError(f"{where} holds NaN or infinity")
+        if number < least:
+            raise ValueError(f"{where} holds {number}, which is below {least:g}")
+
+
+def _check_layer(layer: int, where: str) -> None:
+    if not 0 <= layer < MOST_LAYERS:
+        raise ValueError(f"layer={layer} of {where}")

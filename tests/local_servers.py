@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from http.client import HTTPConnection
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Self
 
 from cacheblend_rag.errors import EngineUnavailableError
@@ -25,6 +26,7 @@ S3_CREDENTIALS: Mapping[str, str] = {
 }  # fmt: skip
 """moto lets everybody in, but asks for a name."""
 GET_REDIS = "apt-get install -y redis-server"
+GET_PROMETHEUS = "apt-get install -y --no-install-recommends prometheus"
 GET_S3 = "pip install 'moto[s3]' flask flask-cors"
 
 
@@ -98,6 +100,18 @@ def s3_server() -> Server:
     for name, value in S3_CREDENTIALS.items():
         os.environ.setdefault(name, value)
     return server
+
+
+def prometheus_server(config: Path, folder: Path) -> Server:
+    """Start a Prometheus with a configuration; it keeps what it scrapes in a folder.
+
+    Raises EngineUnavailableError when it is not installed.
+    """
+    found = shutil.which("prometheus")
+    if found is None:
+        raise EngineUnavailableError(f"prometheus is not installed: {GET_PROMETHEUS}")
+    address = f"--web.listen-address={HOST}:{{port}}"
+    return Server([found, f"--config.file={config}", f"--storage.tsdb.path={folder}", address])
 
 
 def redis_url(server: Server, options: str = "") -> str:

@@ -181,7 +181,7 @@ class _Measurement:
         check_blend(self.plan, generation, ratio, tier)
         if turn:
             seconds = generation.report.seconds
-            self.loads[tier, ratio].append((seconds.load, seconds.load_hidden))
+            self.loads[tier, ratio].append((seconds.look_up + seconds.load, seconds.load_hidden))
         return _first_token_seconds(generation)
 
     def _row(self, case: tuple[str, float], runs: Mapping[str, Sequence[float]]) -> TtftRow:

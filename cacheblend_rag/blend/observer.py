@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.stack import AttentionCall
 
@@ -36,6 +37,14 @@ class Observer:
 
     def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
         """Called before attention is computed, with its call, rows, and the layer's fused keys."""
+
+    def replacing(
+        self, layer: int, rows: Rows, keys: Tensor, values: Tensor, fused: FusedKV
+    ) -> None:
+        """Called before rows' fresh KV (1, kv_heads, rows, head_dim) replaces what is in ``fused``.
+
+        Once per layer and row, in blocks of rows.
+        """
 
     def computed(self, layer: int, rows: Rows) -> None:
         """Called with the rows whose fresh KV a layer has computed."""

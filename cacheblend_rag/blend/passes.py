@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.attention import attend_rows
+from cacheblend_rag.blend.choice_log import log_choice
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.narrowing import QuestionAttention
@@ -113,7 +114,8 @@ class BlendPass:
     go by the scores of the last choice. layers: run only so many of the first layers, for their KV;
     None is all. before_layer: steps that copy a layer's cached KV into the buffer, run before the
     layer. observers: watch the pass; without any, nothing is computed or read back for them.
-    on_layer: called with each layer whose KV is final.
+    on_layer: called with each layer whose KV is final. on_check: called as each check begins, once
+    the device has finished the layers before it. request_id: names the pass in logs.
 
     Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
     in between. Afterwards ``stats`` is complete and, if needed, ``hidden`` are the last tokens'
@@ -137,6 +139,8 @@ class BlendPass:
     layers: int | None = None
     before_layer: Callable[[int], Steps[None]] | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
+    on_check: Callable[[], None] | None = None
+    request_id: str = ""
     hidden: Tensor = field(init=False)
     stats: PassStats = field(init=False)
 
@@ -228,6 +232,8 @@ class BlendPass:
         chunks = self.candidates.chunks
         own = None if chunks is None else chunks[candidates]
         best = candidates[self.schedule.budget.rows(scores, own, count).numpy()]
+        ranks_by = None if layer in self.schedule.narrowings else self.schedule.selector
+        log_choice(self.request_id, layer, ranks_by, candidates, scores, chosen=best)
         if self.observers:
             deviations = () if evidence is None else deviations_of(evidence)
             selection = Selection(layer, candidates, scores, best, *deviations)
@@ -286,7 +292,13 @@ class BlendPass:
         """Keep a block's fresh KV; if it is the only one, repair what is stored beside it."""
         if self._changes is not None and len(self._blocks) == 1 and self._repairs(call.layer):
             self._changes.apply(self.fused, call.layer, call.key, call.value)
+        if call.layer not in self.schedule.checks:  # where all rows were written before
+            self._replacing(call.layer, block.rows, call.key, call.value)
         self.fused.write(call.layer, block.rows, call.key, call.value)
+
+    def _replacing(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
+        for observer in self.observers:
+            observer.replacing(layer, rows, keys, values, self.fused)
 
     def _repair_ahead(self, layer: int) -> None:
         """Repair a layer before the first of several blocks attends.
@@ -310,6 +322,8 @@ class BlendPass:
     def _check(self, layer: int, ratio: float) -> None:
         """Compare fresh with cached KV, keep all fresh KV of this layer, narrow the rows."""
         with _Timer(self.stats, self._device):
+            if self.on_check is not None:
+                self.on_check()
             keys, values = self._fresh(layer)
             self.stats.work += self.stack.costs[layer].probe(len(self._rows))
             here = self._rows.host
@@ -326,6 +340,7 @@ class BlendPass:
             )
             scores = self.schedule.selector.score(evidence)
             kept = self._kept(layer, rows.host, scores, ratio, evidence)
+            self._replacing(layer, self._rows, keys, values)
             self.fused.write(layer, self._rows, keys, values)
             self._go_on(kept)
 

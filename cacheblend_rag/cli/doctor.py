@@ -1,4 +1,4 @@
-"""``cacheblend-rag doctor``: checks versions, devices, models, stores and servers."""
+"""``cacheblend-rag doctor``: checks versions, devices, models, stores, servers and requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli import options, output
+from cacheblend_rag.cli import asking, options, output
+from cacheblend_rag.cli.doctor_request import RequestOptions, diagnose_request
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS
 from cacheblend_rag.observe import diagnosis
@@ -29,23 +30,86 @@ def doctor_command(
         str | None,
         typer.Option(help="A server's URL: check that instead. CACHEBLEND_API_KEY is its key."),
     ] = None,
+    prompt: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Run the prompt in this file, and say what is wrong."),
+    ] = None,
+    collection: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="The same with --question to a collection of `index`."),
+    ] = None,
+    question: Annotated[
+        str | None, typer.Option("--question", "-q", help="With --collection: the question.")
+    ] = None,
+    top_k: asking.TopKOption = asking.TOP_K,
+    runs: Annotated[int, typer.Option(min=1, help="How often a request is timed each way.")] = 3,
+    answer_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of the answer over which predictions are compared.")
+    ] = 16,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="With a request: run `verify` on its model, too.")
+    ] = False,
+    ratio: asking.RatioOption = None,
+    selector: asking.SelectorOption = None,
+    check_layers: Annotated[
+        str | None, typer.Option(metavar="LAYER,...", help="Where hkvd compares KV.")
+    ] = None,
+    profile: options.ProfileOption = None,
+    instruction: Annotated[
+        str | None,
+        typer.Option(help="With --prompt: the text that chunks were computed after."),
+    ] = None,
+    lead_in: Annotated[
+        str | None, typer.Option(help="With --prompt: none, bos, instruction or document.")
+    ] = None,
     namespace: Annotated[
-        str, typer.Option(help="With --url: the namespace that the server should have.")
+        str, typer.Option(help="With --url or --prompt: the namespace of chunks and server.")
     ] = "default",
     kv_path: Annotated[
         Path | None,
-        typer.Option(envvar=options.KV_PATH_VARIABLE, help="A folder of chunk KV to check."),
+        typer.Option(
+            envvar=options.KV_PATH_VARIABLE,
+            help="A folder of chunk KV to check; with --prompt, the one that is read.",
+        ),
     ] = None,
+    store: options.StoreOption = None,
     device: options.DeviceOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Check versions, devices, the model and a store, or a server; exit code 1 if it cannot blend.
 
-    With --url, --model names the tokenizer that must be the server's.
+    With --url, --model names the tokenizer that must be the server's. With --prompt or
+    --collection, a request is run, and what is wrong with it named; exit code 1 if there is a
+    fault.
     """
     if url is not None:
         check_server_url(url)
-        check_namespace(namespace)
+    check_namespace(namespace)
+    if prompt is not None or collection is not None or question is not None:
+        given = RequestOptions(
+            prompt=prompt,
+            collection=collection,
+            question=question,
+            model=model,
+            url=url,
+            namespace=namespace,
+            kv_path=kv_path,
+            store=store,
+            instruction=instruction,
+            lead_in=lead_in,
+            ratio=ratio,
+            selector=selector,
+            check_layers=check_layers,
+            profile=profile,
+            device=device,
+            top_k=top_k,
+            runs=runs,
+            answer_tokens=answer_tokens,
+            verify=verify,
+        )
+        diagnose_request(given, as_json=as_json)
+        return
+    if url is not None:
         _check_url(url, model, namespace, as_json=as_json)
         return
     with output.stdout_reserved(as_json):

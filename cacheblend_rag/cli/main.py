@@ -20,6 +20,7 @@ from cacheblend_rag.cli.chat import chat_command
 from cacheblend_rag.cli.demo import demo_command
 from cacheblend_rag.cli.doctor import doctor_command
 from cacheblend_rag.cli.eval import evaluate_command
+from cacheblend_rag.cli.explain import explain_command
 from cacheblend_rag.cli.index import index_command
 from cacheblend_rag.cli.models import models_app
 from cacheblend_rag.cli.serve import PASS_ON, serve_command
@@ -83,6 +84,7 @@ app.command("demo")(demo_command)
 app.command("index")(index_command)
 app.command("ask")(ask_command)
 app.command("chat")(chat_command)
+app.command("explain")(explain_command)
 app.command("analyze")(analyze_command)
 app.command("eval")(evaluate_command)
 app.command("tune")(tune_command)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from cacheblend_rag.printable import printable as printable  # noqa: PLC0414 - commands' name for it
 from cacheblend_rag.rag import progress
 from cacheblend_rag.rag.progress import ProgressCallbacks
 
@@ -36,7 +36,6 @@ INTERRUPTED = 130
 LINE_SECONDS = 15.0
 NAME_CELLS, BAR_CELLS = 30, 20
 PADDING = 2
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def result_console() -> Console:
@@ -58,11 +57,6 @@ def tell(message: str) -> None:
     """Print why a command fails, as one line on stderr."""
     line = " ".join(printable(message).split())
     sys.stderr.write(f"cacheblend-rag: {line}\n")
-
-
-def printable(text: str) -> str:
-    """Return text without control characters, line breaks and tabs aside: terminals obey them."""
-    return CONTROL.sub("", text)
 
 
 def print_json(plain: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,6 +88,7 @@ class Request:
         cancel: is set to stop the work. request_id: names it in its report and in vLLM's logs.
         steering: what the guard decided about it.
         made_at: a reading of ``time.perf_counter`` once it was prepared.
+        headers: sent with it to vLLM, such as the trace that it belongs to.
     """
 
     prepared: PreparedPrompt
@@ -99,3 +101,4 @@ class Request:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
     steering: Steering = NOT_STEERED
     made_at: float = field(default_factory=time.perf_counter)
+    headers: Mapping[str, str] = field(default_factory=dict)

@@ -350,8 +350,8 @@ class Engine(Backend):
         """Call a hook with each request of this engine, and its answer, before its caller gets it.
 
         Args:
-            hook: is called after those that were added before; may return a changed answer. Its
-                exceptions are logged once, and fail no request.
+            hook: is called after those added before; may return a changed answer. Its exceptions
+                are logged once, and fail no request. A RequestWatcher sees requests begin, too.
         """
         self._parts.after_answer.add(hook)
 

@@ -67,7 +67,8 @@ class PreparedPrompt:
         placed: the chunks in it, in order, with the keys that their KV is stored under.
         unmatched: reports of expected chunks that were not found in it.
         room: tokens that an answer may have within the context window, at least 1.
-        seconds: duration of preparing.
+        find_seconds: duration of finding known chunks in the text.
+        tokenize_seconds: duration of all of preparing after that.
         expects_chunks: whether known or hinted chunks are expected in it.
         conversation: the one that it belongs to, or None.
         segments: parts of the conversation's earlier turns in it, in order, beside the chunks.
@@ -82,11 +83,17 @@ class PreparedPrompt:
     placed: tuple[PlacedChunk, ...]
     unmatched: tuple[ChunkReport, ...]
     room: int
-    seconds: float
+    find_seconds: float
+    tokenize_seconds: float
     expects_chunks: bool
     conversation: ConversationKV | None = None
     segments: tuple[PlacedChunk, ...] = ()
     shared_tokens: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Duration of preparing."""
+        return self.find_seconds + self.tokenize_seconds
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -158,6 +165,7 @@ class PromptPreparer:
         started = time.perf_counter()
         plain = prompt.prompt if isinstance(prompt, TurnPrompt) else prompt
         segmented = self._segments(plain, hints)
+        found = time.perf_counter()
         encoded = segmented.encode(self.encoder)
         if not segmented.segments or not encoded.token_ids:
             raise PromptError("prompt is empty: give at least one token")
@@ -170,15 +178,16 @@ class PromptPreparer:
             placed=tuple(place_chunks(encoded.spans, self.lead_in)),
             unmatched=tuple(self._unmatched(encoded, hints)),
             room=self._room(len(encoded.token_ids)),
-            seconds=time.perf_counter() - started,
+            find_seconds=found - started,
+            tokenize_seconds=time.perf_counter() - found,
             expects_chunks=bool(hints or encoded.spans),
         )
         if isinstance(prompt, TurnPrompt):
-            return self._in_conversation(prepared, prompt, started)
+            return self._in_conversation(prepared, prompt, found)
         return prepared
 
     def _in_conversation(
-        self, prompt: PreparedPrompt, turn: TurnPrompt, started: float
+        self, prompt: PreparedPrompt, turn: TurnPrompt, found: float
     ) -> PreparedPrompt:
         """Return a prompt with the parts of earlier turns in it, up to the new question.
 
@@ -197,7 +206,7 @@ class PromptPreparer:
             conversation=turn.conversation,
             segments=tuple(segments),
             shared_tokens=shared,
-            seconds=time.perf_counter() - started,
+            tokenize_seconds=time.perf_counter() - found,
         )
 
     def _shared_tokens(self, token_ids: Sequence[int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, replace
 from threading import Event
 from typing import Any, cast
@@ -18,8 +18,9 @@ from cacheblend_rag.engines.guard import Guard
 from cacheblend_rag.engines.idle import Activity
 from cacheblend_rag.engines.lifetime import Lifetime
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPreparer
+from cacheblend_rag.engines.request_log import log_report
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.stream import Cancellation
+from cacheblend_rag.engines.stream import Cancellation, Stream
 from cacheblend_rag.report import (
     BlendReport,
     PhaseSeconds,
@@ -81,25 +82,40 @@ class QuestionTime:
 
     def generate(self, request: Request) -> Generation:
         """Answer a request."""
-        with self.activity.working():
-            return _generation(self.backend._start(request).last())
+        with self._working(request):
+            return _generation(self._start(request).last())
 
     def stream(self, request: Request) -> Iterator[Delta]:
         """Answer a request piece by piece; closing the iterator stops the work."""
-        pieces = self._pieces(iter(self.backend._start(request)))
+        pieces = self._pieces(request)
         next(pieces)
         return pieces
 
-    def _pieces(self, deltas: Iterator[Delta]) -> Iterator[Delta]:
+    def _pieces(self, request: Request) -> Iterator[Delta]:
         """Yield nothing, then the pieces: closing it before the first piece stops the work, too."""
-        with self.activity.working(), closing(cast("Generator[Delta]", deltas)):
-            yield cast(Delta, None)
-            yield from deltas
+        with self._working(request):
+            deltas = iter(self._start(request))
+            with closing(cast("Generator[Delta]", deltas)):
+                yield cast(Delta, None)
+                yield from deltas
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Generation]:
         """Answer several requests, some at a time, in groups that share chunks."""
+        with self._working(*requests):
+            return answer_batch(self._start, requests, self.backend._wanting)
+
+    def _start(self, request: Request) -> Stream[Delta]:
+        return self.backend._start(self.after_answer.begin(request))
+
+    @contextmanager
+    def _working(self, *requests: Request) -> Iterator[None]:
+        """Be at work on requests, and tell the hooks of what ends them without an answer."""
         with self.activity.working():
-            return answer_batch(self.backend._start, requests, self.backend._wanting)
+            try:
+                yield
+            except BaseException as error:
+                self.after_answer.fail(requests, error)
+                raise
 
     async def agenerate(
         self,
@@ -131,8 +147,8 @@ class QuestionTime:
                 yield delta
 
     async def _apieces(self, request: Request) -> Any:
-        with self.activity.working():
-            async with aclosing(cast(Any, aiter(self.backend._start(request)))) as deltas:
+        with self._working(request):
+            async with aclosing(cast(Any, aiter(self._start(request)))) as deltas:
                 async for delta in deltas:
                     yield delta
 
@@ -151,12 +167,14 @@ class QuestionTime:
         hooks: whether the after-answer hooks run.
         """
         self.lifetime.check()
+        report = self.report(request, prefill)
+        log_report(report)
         answer = Generation(
             text=text,
             token_ids=tuple(token_ids),
             finish_reason=finish_reason,
             prompt_tokens=len(request.prepared.token_ids),
-            report=self.report(request, prefill),
+            report=report,
             sampling=request.sampling,
         )
         return Delta("", self.after_answer.run(request, answer) if hooks else answer)
@@ -167,6 +185,8 @@ class QuestionTime:
         tokens = len(prepared.token_ids)
         reused, recomputed = reused_and_recomputed(prefill.chunks)
         reused += prefill.prefix_tokens
+        began = request.made_at - prepared.seconds
+        starts = {"tokenize": began + prepared.find_seconds, **prefill.starts}
         return BlendReport(
             engine=self.backend.name,
             blended=prefill.blended,
@@ -182,10 +202,15 @@ class QuestionTime:
             or (request.steering.raised if prefill.blended else None),
             lead_in=self.preparer.lead_in.name,
             compute_share=prefill.compute_share,
-            seconds=PhaseSeconds(prepare=prepared.seconds, **prefill.seconds),
+            seconds=PhaseSeconds(
+                find=prepared.find_seconds,
+                tokenize=prepared.tokenize_seconds,
+                load_by_tier=dict(prefill.load_by_tier),
+                **prefill.seconds,
+            ),
             chunks=(*prefill.chunks, *prepared.unmatched),
             request_id=request.request_id,
-            starts=PhaseStarts.of(prefill.starts, request.made_at - prepared.seconds),
+            starts=PhaseStarts.of(starts, began),
             trace=prefill.trace,
             prefix_tokens=prefill.prefix_tokens,
         )

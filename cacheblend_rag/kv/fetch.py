@@ -16,6 +16,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.access_log import FoundChunks
 from cacheblend_rag.kv.budget import Reservation
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.layer_wait import LayerWait
 from cacheblend_rag.kv.opening import Way
 from cacheblend_rag.kv.packed_kv import LayerKV
 from cacheblend_rag.kv.reading import SharedReads
@@ -175,6 +176,12 @@ class LayerSource:
             for place, chunk, first in self._asked(layer):
                 self._begin(place, chunk, first, anyway=True)
             self._read_ahead()
+
+    def waiting(self, layer: int) -> LayerWait:
+        """Begin to read a layer, as ``want``; returns the measurement of the wait for it."""
+        with self._lock:
+            self.want(layer)
+            return LayerWait((c.tier, place.parts[first]) for place, c, first in self._asked(layer))
 
     def layer(self, layer: int) -> list[LayerKV | StoreError]:
         """Return one layer of all used chunks, in order, after waiting for them.

@@ -21,11 +21,13 @@ from cacheblend_rag.blend.transfer import LayerPart, Numbers, Sendable, Upload
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource, Threshold
+from cacheblend_rag.kv.layer_wait import LayerWait
 from cacheblend_rag.kv.lookup import miss_of
 from cacheblend_rag.kv.packed_kv import LayerKV, PackedLayer
 from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.shared_chunk import Found
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.prefill.load_times import LoadTimes
 from cacheblend_rag.report import MissReason
 
 WAIT_SECONDS = 0.001
@@ -107,7 +109,7 @@ class ChunkLoader:
     """Copies chunks into the buffer of a pass, the same on all ranks.
 
     places: their destinations, in the order of ``source``. fused: the buffer, set by ``into``;
-    finding chunks needs none.
+    finding chunks needs none. times: of waiting for layers, and of copying them.
 
     On a GPU a layer is copied on the copy stream, and the compute stream waits for it; while a
     layer is computed, the next one is copied if it has been read.
@@ -119,7 +121,7 @@ class ChunkLoader:
         self.stack, self.source = stack, source
         self.chunks = [LoadedChunk(*place) for place in places]
         self._laid: set[int] = set()
-        self._seconds = self._sending = 0.0
+        self.times = LoadTimes()
         self._buffers = pinned_buffers_of(stack.geometry.device)
         self._parts: list[LayerKV | StoreError] | None = None
         self._upload: Upload | None = None
@@ -176,8 +178,10 @@ class ChunkLoader:
             return
         parts = yield from self._layer(layer, used)
         if self._buffers is None:
-            for part in _placed(layer, used, parts):
-                self.fused.place(layer, part.start, *part.kv.arrived(part.kv.tensors), part.turn)
+            with self.times.laying():
+                for part in _placed(layer, used, parts):
+                    kv = part.kv.arrived(part.kv.tensors)
+                    self.fused.place(layer, part.start, *kv, part.turn)
         else:
             self._arrive()
             self._look_ahead(self._buffers, layer + 1, used)
@@ -185,9 +189,11 @@ class ChunkLoader:
 
     def _layer(self, layer: int, used: Sequence[LoadedChunk]) -> Steps[list[LayerKV]]:
         """Wait until all ranks have one layer of all chunks."""
-        started = time.perf_counter()
+        laid = self.times.laid
         if self._parts is None:
-            self.source.want(layer)
+            wait = self.source.waiting(layer)
+        else:
+            wait = LayerWait((chunk.tier or "", None) for chunk in used)
         while True:
             if self._parts is None and self.source.wait(WAIT_SECONDS):
                 self._parts = self.source.layer(layer)
@@ -202,8 +208,7 @@ class ChunkLoader:
                 time.sleep(WAIT_SECONDS)  # for a buffer
             yield
         self._parts = None
-        self._seconds += time.perf_counter() - started - self._sending
-        self._sending = 0.0
+        self.times.waited(wait.began, wait.seconds(without=self.times.laid - laid))
         if not all(sound):
             self._lose(used, parts or [], sound)
         return [part for part in parts or () if not isinstance(part, StoreError)]
@@ -215,14 +220,12 @@ class ChunkLoader:
         sound = [part for part in parts if not isinstance(part, StoreError)]
         if self._buffers is None or len(sound) < len(parts):
             return True
-        started = time.perf_counter()
-        if self._upload is None:
-            free = self._free or self._buffers.copy_stream.worked()
-            placed = _placed(layer, used, sound)
-            self._upload = Upload(self._buffers, self.fused, layer, placed, free)
-        is_sent = self._upload.go_on()
-        self._sending += time.perf_counter() - started
-        return is_sent
+        with self.times.laying():
+            if self._upload is None:
+                free = self._free or self._buffers.copy_stream.worked()
+                placed = _placed(layer, used, sound)
+                self._upload = Upload(self._buffers, self.fused, layer, placed, free)
+            return self._upload.go_on()
 
     def _arrive(self) -> None:
         """Make the compute stream wait for the queued copies."""
@@ -236,7 +239,6 @@ class ChunkLoader:
         if layer < self.stack.geometry.layers and self.source.is_read(layer):
             self._parts = self.source.layer(layer)
             self._is_sent(layer, used, self._parts)
-            self._sending = 0.0
 
     def _lose(
         self,
@@ -257,11 +259,6 @@ class ChunkLoader:
         self._arrive()  # late rows would fall on those of the next pass
         self._parts = self._free = None
         self.source.rewind()
-
-    def taken_seconds(self) -> float:
-        """Return the seconds spent waiting for layers since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
 
 
 def _placed(layer: int, used: Sequence[LoadedChunk], parts: Sequence[LayerKV]) -> list[LayerPart]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,9 +22,11 @@ from cacheblend_rag.memory import NO_ROOM, no_room
 from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LoadedChunk, LostChunkError, Place
 from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.prefill.pass_times import PassTimes
 from cacheblend_rag.prefill.policy import NOT_STORED, refusal
 from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from cacheblend_rag.prefill.protection import free_tokens
+from cacheblend_rag.prefill.question_follower import OnLayer, followed
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.reason import Reason, ReasonCode
@@ -39,6 +40,8 @@ CONTEXT_KEPT = Reason(
 """The reason if all chunks are contextual, since recomputing would lose their context."""
 ALL_EXACT = Reason(ReasonCode.EXACT, "nothing to recompute: the reused KV is exact")
 """The reason if all that is reused goes on where earlier turns of a conversation ended."""
+COMPUTING = ("lay_in", "early_layers", "recompute")
+"""The phases whose seconds, less waiting, are those of a pass's work."""
 FASTER_WITHOUT = Reason(ReasonCode.SLOW, "ordinary prefill is faster")
 """The reason if another rank decided to load nothing."""
 
@@ -51,7 +54,7 @@ class FusedPrompt:
     selector: the rule that chose rows. selector_reason: why it is not the config's, if so. seconds:
     by phase, as PhaseSeconds names them. ratio_reason: what was chosen by measured speeds. trace:
     the chosen tokens and their scores, if the config requests it. prefix_tokens: tokens whose KV
-    is that of a stored or held prefix.
+    is that of a stored or held prefix. load_by_tier: the seconds of waiting for stored KV, by tier.
     """
 
     fused: FusedKV
@@ -65,6 +68,7 @@ class FusedPrompt:
     ratio_reason: Reason | None = None
     trace: Trace | None = None
     prefix_tokens: int = 0
+    load_by_tier: dict[str, float] = field(default_factory=dict)
 
     @property
     def blended(self) -> bool:
@@ -76,11 +80,14 @@ class FusedPrompt:
 class NotWorthLoading:
     """A prompt that is not blended: the reason, and the reports of its chunks.
 
-    Too little of it is stored, memory is short, or it is computed faster than loaded.
+    Too little of it is stored, memory is short, or it is computed faster than loaded. seconds,
+    starts: of asking the store, as of FusedPrompt and its stopwatch.
     """
 
     why: Reason
     chunks: list[ChunkReport]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    starts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,8 @@ class PromptPass:
     pass; it sees the pass again from its start after a chunk was lost. lack_of_room: called once
     chunks are found; returns why memory is too short for the pass, or None. prefix_blocks: how many
     blocks of the tokens before the first chunk are read; those that are found stay as stored. held:
-    the KV of the first tokens, if the caller has it; then no blocks are read.
+    the KV of the first tokens, if the caller has it; then no blocks are read. request_id: names it
+    in logs.
     found: the reports of chunks by then, as if all found chunks were used.
     """
 
@@ -124,7 +132,7 @@ class PromptPass:
     needs_hidden: bool = True
     until: int | None = None
     attention: Attention | None = None
-    on_layer: Callable[[int, FusedKV], None] | None = None
+    on_layer: OnLayer | None = None
     on_restart: Callable[[], None] | None = None
     controller: Controller | None = None
     own_seconds: Callable[[], float] = time.perf_counter
@@ -132,13 +140,15 @@ class PromptPass:
     lack_of_room: Callable[[], str | None] | None = None
     prefix_blocks: int = 0
     held: HeldPrefix | None = None
+    request_id: str = ""
     found: list[ChunkReport] = field(default_factory=list, init=False)
     watch: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.watch = Stopwatch(self.stack.geometry.device)
         self._began, self._own_began = time.perf_counter(), self.own_seconds()
-        self._work = 0.0
+        self._work = self._looked_up = 0.0
+        self._load_by_tier: dict[str, float] = {}
         self._ratio_reason: Reason | None = None
 
     def steps(self) -> Steps[FusedPrompt | NotWorthLoading]:
@@ -151,23 +161,26 @@ class PromptPass:
         """
         yield  # before anything is taken: the caller waits for it first
         loader = ChunkLoader(self.stack, self._places(), self.source)
+        before = self.watch.seconds.get("look_up", 0.0)
         yield from loader.heads()
-        self.watch.lap("load")
+        self.watch.lap("look_up")
+        self._looked_up = self.watch.seconds["look_up"] - before
         if refused := self._refused(loader):
-            return refused
+            return replace(refused, seconds=self.watch.seconds, starts=self.watch.starts)
         yield
         loader.into(self._buffer())
         yield
+        times = PassTimes(self.watch, loader.times, self._load_by_tier)
         while True:
             try:
-                done = yield from self._blended(loader)
+                done = yield from self._blended(loader, times)
             except LostChunkError:
-                self._charge(loader, "recompute")
+                times.end()
                 if self.on_restart is not None:
                     self.on_restart()
             else:
-                hidden = self.source.busy.total - done.seconds["load"]
-                done.seconds["load_hidden"] = max(0.0, hidden)
+                waited = self._looked_up + done.seconds.get("load", 0.0)
+                done.seconds["load_hidden"] = max(0.0, self.source.busy.total - waited)
                 self._measure(done)
                 return done
 
@@ -231,7 +244,8 @@ class PromptPass:
         """Record the times of reading and computing, without other requests' steps."""
         if self.controller is not None:
             own, all_ = self.own_seconds() - self._own_began, time.perf_counter() - self._began
-            seconds = done.seconds["recompute"] * own / max(all_, own, 1e-9)
+            seconds = sum(done.seconds.get(phase, 0.0) for phase in COMPUTING)
+            seconds *= own / max(all_, own, 1e-9)
             self.controller.rates.record("blend", self._work, seconds)
             for tier, (nbytes, seconds) in self.source.measured().items():
                 self.controller.speeds.record(tier, nbytes, seconds)
@@ -242,16 +256,18 @@ class PromptPass:
             return RingKV(geometry, tokens)
         return FusedKV(geometry, tokens, self.reserve)
 
-    def _blended(self, loader: ChunkLoader) -> Steps[FusedPrompt]:
+    def _blended(self, loader: ChunkLoader, times: PassTimes) -> Steps[FusedPrompt]:
         """Run the pass over the available chunks; raises LostChunkError."""
         schedule = plan_schedule(self.config, self.stack.geometry.layers)
         candidates, has_prior = self._candidates(loader, schedule)
         schedule, selector, selector_reason = self._workable(schedule, candidates, has_prior)
         if schedule.selector.needs_question and schedule.chooses:
+            times.probe()
             candidates.question_attention = yield from self._probe(loader, candidates, schedule)
-            self._charge(loader, "selection")
-        of_chunks = candidates.cached & (cast(Tensor, candidates.chunks) >= 0)
-        recorder = TraceRecorder(of_chunks.numpy()) if self.config.trace else None
+            times.end()
+        recorder = None
+        if self.config.trace:
+            recorder = TraceRecorder(self.stack, candidates, schedule, self._question_start)
         run = BlendPass(
             self.stack,
             self.token_ids[: self.until],
@@ -262,16 +278,17 @@ class PromptPass:
             attention=self.attention,
             question_start=self._question_start,
             before_layer=partial(self._load, loader),
-            on_layer=self.on_layer,
+            on_layer=followed(self.stack, self.token_ids, self.until, recorder, self.on_layer),
+            on_check=times.check,
+            request_id=self.request_id,
             observers=[one for one in (recorder, self.observer) if one is not None],
         )
+        times.layers(run)
         try:
             yield from run.steps()
         finally:
             self._work += run.stats.work
-        self._charge(loader, "recompute")
-        began = run.stats.selection_began
-        self.watch.move(run.stats.selection_seconds, "recompute", "selection", began)
+        times.end()
         run.stats.work = self._work
         return FusedPrompt(
             fused=loader.fused,
@@ -285,6 +302,7 @@ class PromptPass:
             ratio_reason=self._ratio_reason,
             trace=None if recorder is None else recorder.trace(),
             prefix_tokens=self._held_tokens + len(self._blocks(loader)) * BLOCK_TOKENS,
+            load_by_tier=self._load_by_tier,
         )
 
     @property
@@ -295,16 +313,12 @@ class PromptPass:
         """Copy one layer of all cached KV into the buffer; raises LostChunkError."""
         yield from loader.load(layer)
         if self.held is not None:
-            self.held.place(layer, loader.fused)
+            with loader.times.laying():
+                self.held.place(layer, loader.fused)
 
     def _reports(self, loader: ChunkLoader) -> list[ChunkReport]:
         pairs = zip(self.placed, self._chunks(loader), strict=True)
         return [_report(placed, chunk) for placed, chunk in pairs]
-
-    def _charge(self, loader: ChunkLoader, phase: str) -> None:
-        """Add the time since the last reading to a phase, without the time of loading in it."""
-        self.watch.lap(phase)
-        self.watch.move(loader.taken_seconds(), phase, "load")
 
     def _candidates(self, loader: ChunkLoader, schedule: Schedule) -> tuple[Candidates, bool]:
         """Return the candidates among the prompt's tokens, and whether any has a prior."""

@@ -10,7 +10,7 @@ from cacheblend_rag.blend.passes import synchronize
 
 
 class Stopwatch:
-    """Adds up seconds by phase; on an accelerator each reading first synchronizes.
+    """Adds up seconds by phase; on an accelerator ``lap`` first synchronizes.
 
     seconds: by phase. starts: readings of ``time.perf_counter`` when phases first began. Both
     dictionaries are updated in place.
@@ -31,11 +31,16 @@ class Stopwatch:
         """Discard the time since the last reading."""
         self._last = time.perf_counter()
 
-    def lap(self, phase: str) -> None:
-        """Add the time since the last reading to ``phase``."""
-        synchronize(self.device)
-        self.add(phase, time.perf_counter() - self._last, self._last)
-        self.skip()
+    def lap(self, phase: str, *, waits: bool = True) -> None:
+        """Add the time since the last reading to ``phase``.
+
+        waits: for an accelerator's queue; else what is queued counts for the next phase.
+        """
+        if waits:
+            synchronize(self.device)
+        now = time.perf_counter()
+        self.add(phase, now - self._last, self._last)
+        self._last = now
 
     def add(self, phase: str, seconds: float, began: float) -> None:
         """Add seconds that were measured elsewhere; began: when they began to be spent."""
@@ -50,4 +55,4 @@ class Stopwatch:
         self._add(target, seconds)
 
     def _add(self, phase: str, seconds: float) -> None:
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        self.seconds[phase] = max(0.0, self.seconds.get(phase, 0.0) + seconds)  # rounding

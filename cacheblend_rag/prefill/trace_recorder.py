@@ -2,34 +2,113 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from cacheblend_rag.blend.attention import attention_mass
+from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.observer import Observer, Selection
-from cacheblend_rag.blend.rows import Mask, Rows
-from cacheblend_rag.blend.schedule import top_rows
-from cacheblend_rag.trace import MOST_LAYERS, MOST_SELECTIONS, MOST_TOKENS, Trace, TracedSelection
+from cacheblend_rag.blend.passes import Candidates
+from cacheblend_rag.blend.rows import Mask, Positions, Rows
+from cacheblend_rag.blend.schedule import Schedule, top_rows
+from cacheblend_rag.blend.selectors.hkvd import squared_deviation
+from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
+from cacheblend_rag.prefill.rank_correlation import rank_correlation
+from cacheblend_rag.trace import (
+    MOST_LAYERS,
+    MOST_SELECTIONS,
+    MOST_TOKENS,
+    Deviations,
+    Trace,
+    TracedAttention,
+    TracedLayer,
+    TracedSelection,
+    TracedTokens,
+)
+
+SAMPLED_LAYERS = 4
+"""Layers of which single tokens, and the question's attention, are recorded."""
+QUESTION_ROWS = 64
+"""The question's last rows, whose attention is recorded: bounds the time and memory it takes."""
+ROWS_AT_ONCE = 4096
+"""Rows whose KV is compared in one operation: bounds the size of temporary tensors."""
+NOT_COMPUTED = "no row of the question was computed beside the chunks"
+
+Measured = NDArray[np.float32]
 
 
 class TraceRecorder(Observer):
-    """Records the choices of a pass over one prompt.
+    """Records one pass over one prompt.
 
-    cached: (tokens,) bool, which have cached KV. It copies scores and deviations back from the
-    device at each choice.
+    candidates: of the pass, for the whole prompt. schedule: of the pass. question_start: position
+    of the question's first token. Scores are read back from the device at each choice, all else by
+    ``trace()``, which all ranks of a finished pass must call.
     """
 
-    def __init__(self, cached: Mask) -> None:
-        self._cached = cached
+    def __init__(
+        self, stack: DecoderStack, candidates: Candidates, schedule: Schedule, question_start: int
+    ) -> None:
+        self._stack, self._question_start = stack, question_start
+        self._held: Mask = candidates.cached.numpy()  # a cached prefix included
+        chunks = candidates.chunks
+        self._cached: Mask = self._held if chunks is None else self._held & (chunks.numpy() >= 0)
+        self._protected = np.flatnonzero(self._cached & ~candidates.eligible.numpy())
+        layers = stack.geometry.layers
+        self._reference = min(schedule.checks, default=1)
+        self._sampled = frozenset(_spread(self._reference, layers - 1))
+        self._attended_layers = frozenset(_spread(layers // SAMPLED_LAYERS, layers - 1))
         self._selections: list[TracedSelection] = []
-        self._rows: list[int] = []
+        self._rows: dict[int, Positions] = {}
         self._truncated = False
+        self._index: dict[int, tuple[Rows, Tensor, Rows]] = {}
+        self._changed: dict[int, list[tuple[Positions, Tensor]]] = defaultdict(list)
+        self._mass: dict[int, Tensor] = {}
+        self._asking: dict[int, int] = defaultdict(int)
+        self.no_attention = NOT_COMPUTED
+
+    def replacing(
+        self, layer: int, rows: Rows, keys: Tensor, values: Tensor, fused: FusedKV
+    ) -> None:
+        """Compare the fresh KV of rows that have cached KV with it."""
+        if layer >= MOST_LAYERS:
+            return
+        index, cached = self._with_cached_kv(rows)
+        whole = fused.of_layer(layer)
+        for start in range(0, len(cached), ROWS_AT_ONCE):
+            part = slice(start, start + ROWS_AT_ONCE)
+            here = cached.device[part]
+            fresh = [kv[0].index_select(1, index[part]) for kv in (keys, values)]
+            pairs = zip(fresh, whole, strict=True)
+            changes = [squared_deviation(now, then.index_select(1, here)) for now, then in pairs]
+            sizes = [kv.float().square_().sum((0, 2)) for kv in fresh]
+            self._changed[layer].append((cached.host[part], torch.stack((*changes, *sizes))))
+
+    def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
+        """Add up what the question's last rows attend to, in some layers."""
+        if call.layer not in self._attended_layers:
+            return
+        asked = max(self._question_start, keys.shape[2] - QUESTION_ROWS)
+        begin = int(np.searchsorted(rows.host, asked))
+        if begin == len(rows):
+            return
+        shares = attention_mass(
+            call.query[:, :, begin:], keys, rows.part(begin, len(rows)),
+            scaling=call.scaling, window=call.window, softcap=call.softcap, sinks=call.sinks,
+        ).sum((0, 1))  # fmt: skip
+        self._mass[call.layer] = self._mass.get(call.layer, 0) + shares
+        self._asking[call.layer] += len(rows) - begin
 
     def computed(self, layer: int, rows: Rows) -> None:
-        """Count the rows of a layer that had cached KV."""
+        """Note the rows of a layer."""
         if layer >= MOST_LAYERS:
             self._truncated = True
             return
-        self._rows.append(int(self._cached[rows.host].sum()))
+        self._rows[layer] = rows.host
 
     def selected(self, selection: Selection) -> None:
         """Record a selection; of a long one, only the tokens with the highest scores."""
@@ -54,8 +133,145 @@ class TraceRecorder(Observer):
         )
 
     def trace(self) -> Trace:
-        """Return the trace."""
-        return Trace(tuple(self._selections), tuple(self._rows), self._truncated)
+        """Return the trace of a finished pass; collective."""
+        changed = self._all_changed()
+        attention = self._all_attention()
+        protected = self._protected.tolist()
+        samples = [self._sample(layer, changed[layer]) for layer in sorted(changed)]
+        self._truncated |= len(protected) > MOST_TOKENS
+        return Trace(
+            selections=tuple(self._selections),
+            rows=tuple(int(self._cached[rows].sum()) for rows in self._rows.values()),
+            truncated=self._truncated,
+            layers=tuple(_Layers(changed, self._reference, self._selections).traced()),
+            tokens=tuple(one for one in samples if one is not None),
+            reference=self._reference if self._reference in changed else None,
+            protected=tuple(protected[:MOST_TOKENS]),
+            attention=attention,
+            no_attention=None if attention else self.no_attention,
+        )
+
+    def _with_cached_kv(self, rows: Rows) -> tuple[Tensor, Rows]:
+        """Return the indices of the rows that have cached KV, and these rows."""
+        if id(rows) not in self._index:
+            found = np.flatnonzero(self._cached[rows.host])
+            device = self._stack.geometry.device
+            index = torch.from_numpy(found).to(device, non_blocking=True)
+            # The rows are kept, so that their id is not another's.
+            self._index[id(rows)] = (rows, index, Rows.at(rows.host[found], device))
+        return self._index[id(rows)][1:]
+
+    def _all_changed(self) -> dict[int, tuple[Positions, Measured]]:
+        """Return positions and four numbers each, of all ranks' heads, by layer."""
+        parts = [(layer, *part) for layer, found in self._changed.items() for part in found]
+        if not parts:
+            return {}
+        whole = torch.cat([numbers for _, _, numbers in parts], 1)
+        most = torch.finfo(torch.float32).max
+        whole = self._stack.all_reduce(whole, "sum").cpu().nan_to_num(most, most, 0)
+        lengths = [len(positions) for _, positions, _ in parts]
+        split = torch.split(whole, lengths, 1)
+        found: dict[int, list[tuple[Positions, Measured]]] = defaultdict(list)
+        for (layer, positions, _), numbers in zip(parts, split, strict=True):
+            found[layer].append((positions, numbers.numpy()))
+        return {layer: _joined(blocks) for layer, blocks in sorted(found.items())}
+
+    def _all_attention(self) -> tuple[TracedAttention, ...]:
+        """Return the shares of tokens by what became of them, over all ranks' heads, by layer."""
+        layers = sorted(layer for layer in self._mass if layer in self._rows)
+        if not layers:
+            return ()
+        device, heads = self._stack.geometry.device, self._stack.geometry.heads
+        kinds = torch.from_numpy(np.stack([self._kinds(layer) for layer in layers])).to(device)
+        mass = torch.stack([self._mass[layer] for layer in layers])
+        sums = torch.einsum("lkt,lt->lk", kinds.float(), mass)
+        count = torch.tensor(float(heads), device=device).expand(len(layers), 1)
+        *found, total = self._stack.all_reduce(torch.cat((sums, count), 1), "sum").cpu().T.tolist()
+        shares = zip(layers, total, *found, strict=True)
+        return tuple(
+            TracedAttention(layer, self._asking[layer], *(
+                max(0.0, one) / (every * self._asking[layer]) for one in sums
+            ))
+            for layer, every, *sums in shares
+        )  # fmt: skip
+
+    def _kinds(self, layer: int) -> Mask:
+        """(3, tokens) bool: which tokens are recomputed in a layer, reused, computed."""
+        fresh = np.zeros_like(self._held)
+        fresh[self._rows[layer]] = True
+        return np.stack((self._held & fresh, self._held & ~fresh, ~self._held))
+
+    def _sample(self, layer: int, found: tuple[Positions, Measured]) -> TracedTokens | None:
+        if layer not in self._sampled:
+            return None
+        positions, (keys, values, *_) = found
+        if len(positions) > MOST_TOKENS:
+            best = np.sort(np.argsort(-values, kind="stable")[:MOST_TOKENS])
+            positions, keys, values, self._truncated = (
+                positions[best], keys[best], values[best], True
+            )  # fmt: skip
+        return TracedTokens(
+            layer, tuple(positions.tolist()), tuple(keys.tolist()), tuple(values.tolist())
+        )
+
+
+class _Layers:
+    """Sums up the deviations of each layer.
+
+    changed: positions and (4, tokens) of keys' and values' deviations and sizes, by layer.
+    reference: see Trace. selections: the choices, in order.
+    """
+
+    def __init__(
+        self,
+        changed: dict[int, tuple[Positions, Measured]],
+        reference: int,
+        selections: Sequence[TracedSelection],
+    ) -> None:
+        self._changed, self._reference = changed, reference
+        first = selections[0] if selections else TracedSelection(None, (), (), ())
+        self._scores = np.array(first.positions, np.int64), np.array(first.scores)
+
+    def traced(self) -> list[TracedLayer]:
+        return [
+            TracedLayer(layer, len(positions), self._of(layer, 0), self._of(layer, 1))
+            for layer, (positions, _) in self._changed.items()
+            if len(positions)
+        ]
+
+    def _of(self, layer: int, kind: int) -> Deviations:
+        """kind: 0 for keys, 1 for values."""
+        positions, numbers = self._changed[layer]
+        found = numbers[kind].astype(np.float64)
+        known, by_check = self._changed.get(self._reference), None
+        if known is not None and layer > self._reference:
+            by_check = _common(positions, found, known[0], known[1][kind])
+        return Deviations(
+            mean=float(found.mean()),
+            median=float(np.median(found)),
+            most=float(found.max()),
+            size=float(numbers[kind + 2].astype(np.float64).mean()),
+            by_check=by_check,
+            by_score=_common(positions, found, *self._scores),
+        )
+
+
+def _joined(blocks: Sequence[tuple[Positions, Measured]]) -> tuple[Positions, Measured]:
+    positions, numbers = zip(*blocks, strict=True)
+    return np.concatenate(positions), np.concatenate(numbers, 1)
+
+
+def _common(
+    positions: Positions, numbers: Measured, others: Positions, theirs: Measured
+) -> float | None:
+    """Return the rank correlation over the positions that both have."""
+    _, here, there = np.intersect1d(positions, others, assume_unique=True, return_indices=True)
+    return rank_correlation(numbers[here], theirs[there])
+
+
+def _spread(first: int, last: int) -> list[int]:
+    """Return some layers from first to last, spread evenly, both included."""
+    return sorted({round(one) for one in np.linspace(min(first, last), last, SAMPLED_LAYERS)})
 
 
 def _numbers(values: Tensor | None, kept: Tensor) -> tuple[float, ...]:

@@ -80,7 +80,7 @@ class _Prompts:
         self.engine.prefixes.drain()
         if turn and bool(report.prefix_tokens) != reuses:
             raise ConfigError(f"{report.prefix_tokens} tokens were reused as a prefix in {name}")
-        return report.seconds.time_to_first_token - report.seconds.prepare
+        return report.seconds.time_to_first_token - report.seconds.find - report.seconds.tokenize
 
 
 def measure_prefix(plan: PrefixPlan, advance: Advance = lambda _: None) -> dict[str, Any]:

@@ -235,3 +235,32 @@ def test_long_documents(bench):
     assert first["bytes_on_disk"] < second["bytes_on_disk"]
     assert second["memory_before"] < second["peak_memory"]
     assert 0 < second["mean_kl"] < 10
+
+
+def test_what_spans_cost(bench):
+    given = (
+        "tracing", "--model", "demo", "--chunks", 2, "--sentences", 6, "--repeat", 2,
+    )  # fmt: skip
+    found = bench(*given, "--json").json
+    assert found["blended"]
+    assert found["prompt_tokens"] > 2 * 6 * 10
+    off, on, again = found["runs"].values()
+    assert [len(run) for run in (off, on, again)] == [2, 2, 2]
+    turns = [one / other - 1 for one, other in zip(on, off, strict=True)]
+    assert found["slowdown"] == pytest.approx(sum(turns) / 2)
+    assert found["making_share"] == found["making_seconds"] / found["off_seconds"]
+    assert found["received_spans"] > 3 * 3, "of three requests, each with phases below"
+    assert "what spans cost" in bench(*given).stdout
+
+
+def test_what_a_trace_adds(bench):
+    given = (
+        "trace_overhead", "--model", "demo", "--chunks", 2, "--chunk-tokens", 40, "--repeat", 1,
+    )  # fmt: skip
+    found = bench(*given, "--json").json
+    assert found["prompt_tokens"] > 80
+    assert [row["selector"] for row in found["rows"]] == ["question_mid", "hkvd"]
+    for row in found["rows"]:
+        assert {len(taken) for taken in row["runs"].values()} == {1}
+        assert set(row["seconds"]) == set(row["runs"])
+    assert "overhead" in bench(*given, "--selector", "hkvd").stdout

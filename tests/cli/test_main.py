@@ -19,7 +19,7 @@ def test_help_names_every_command(cli):
     assert all(name in text for name in ("demo", "eval", "bench", "store", "doctor"))
 
 
-@pytest.mark.parametrize("command", ["demo", "eval", "doctor", "bench", "store"])
+@pytest.mark.parametrize("command", ["demo", "eval", "doctor", "explain", "bench", "store"])
 def test_every_command_has_help(cli, command):
     outcome = cli(command, "--help")
     assert outcome.code == 0

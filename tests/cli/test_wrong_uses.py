@@ -19,6 +19,8 @@ from cacheblend_rag.rag.readers import FileReader
 ASK = ("ask", "Who?", "--from", "{collection}")
 CHAT = ("chat", "--from", "{collection}")
 ANALYZE = ("analyze", "{file}.txt", "--model", "demo", "--kv-path", "{new}")
+DOCTOR = ("doctor", "--collection", "{collection}", "--question", "Who?")
+DOCTOR_DEMO = ("doctor", "--prompt", "{file}", "--model", "demo")
 INDEX = ("index", "{notes}", "--into", "{new}", "--model", "demo")
 WRONG = {
     # what Typer itself finds
@@ -72,6 +74,25 @@ WRONG = {
     ("serve", "demo", "--namespace", "\ud800"): "namespace='\\ud800' holds a lone surrogate",
     ("store", "ls", "--kv-path", "{store}", "--namespace", "\udcff"): "holds a lone surrogate",
     ("doctor", "--url", "http://host:1", "--namespace", "\udcff"): "holds a lone surrogate",
+    # requests to diagnose
+    ("doctor", "--prompt", "{nothing}"): "cannot be read as UTF-8 text",
+    ("doctor", "--prompt", "{file}.txt"): "is empty: give the whole prompt",
+    ("doctor", "--prompt", "{file}", "--collection", "{collection}"): "give one of them",
+    ("doctor", "--question", "Who?"): "give --collection, too",
+    ("doctor", "--collection", "{collection}"): "give --question",
+    (*DOCTOR, "--kv-path", "{store}"): "--kv-path: a collection has its own, leave it out",
+    (*DOCTOR, "--ratio", "2"): "'--ratio'",
+    (*DOCTOR, "--selector", "guess"): "selector='guess' must be one of",
+    (*DOCTOR, "--check-layers", "one"): "--check-layers",
+    (*DOCTOR, "--check-layers", "0"): "check_layers=(0,) must be a list of one layer index or more",
+    (*DOCTOR, "--runs", "0"): "'--runs'",
+    (*DOCTOR, "--url", "localhost"): "must be like http://host:8000",
+    (*DOCTOR, "--verify", "--url", "http://host:1"): "leave out --url",
+    ("doctor", "--prompt", "{file}", "--model", "./none"): "there is no such folder",
+    (*DOCTOR_DEMO, "--check-layers", "99"): "check_layers=(99,) must be below",
+    (*DOCTOR_DEMO, "--kv-path", "{collection}"): "is a collection: its store is --kv-path",
+    ("doctor", "--prompt", "{file}", "--lead-in", "preface"): "lead_in='preface'",
+    ("doctor", "--prompt", "{file}", "--store", "host_byte=1"): "(did you mean 'host_bytes'?)",
     # documents to analyze
     ("analyze",): "missing argument 'FILE'",
     ("analyze", "{nothing}"): "does not exist",
@@ -87,6 +108,23 @@ WRONG = {
     (*ANALYZE, "--resume", "{nothing}/answers"): "cannot be written",
     (*ANALYZE, "--kv-path", "{collection}"): "is a collection",
     (*ANALYZE, "--store", "host_byte=1"): "(did you mean 'host_bytes'?)",
+    # what is to be explained
+    ("explain",): "give one of QUESTION, --prompt FILE or --report FILE",
+    ("explain", "Who?", "--report", "{file}"): "give one of QUESTION, --prompt FILE or --report",
+    ("explain", " ", "--from", "{collection}"): "the question is empty",
+    ("explain", "Who?", "--from", "{nothing}"): "holds no collection",
+    ("explain", "Who?", "--url", "http://host:1"): "--url is for --prompt FILE",
+    ("explain", "--prompt", "{file}", "--url", "localhost"): "must be like http://host:8000",
+    ("explain", "--prompt", "{nothing}"): "cannot be read",
+    ("explain", "--prompt", "{file}", "--passage", "{nothing}"): "--passage",
+    ("explain", "--prompt", "{file}", "--model", "./none"): "there is no such folder",
+    ("explain", "--prompt", "{file}", "--selector", "guess"): "selector='guess' must be one of",
+    ("explain", "--prompt", "{file}", "--kv-path", "{collection}"): "is a collection",
+    ("explain", "--prompt", "{file}", "--namespace", "\udcff"): "holds a lone surrogate",
+    ("explain", "--report", "{nothing}"): "cannot be read",
+    ("explain", "--report", "{file}"): "is not a JSON file",
+    ("explain", "--report", "{file}", "--compare"): "--compare asks the engine",
+    ("explain", "Who?", "--html", "{nothing}/page.html"): "name a file in an existing folder",
     # selectors
     (*ASK, "--selector", "guess"): "selector='guess' must be one of",
     (*ANALYZE, "--selector", "guess"): "selector='guess' must be one of",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 import zlib
 from collections.abc import AsyncIterable, Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
@@ -33,7 +35,9 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.engines import filling as filling_module
 from cacheblend_rag.engines import idle, index_time
+from cacheblend_rag.engines.after_answer import RequestWatcher
 from cacheblend_rag.engines.answer import Delta, Request
+from cacheblend_rag.engines.comparison import compare_with_full_prefill
 from cacheblend_rag.engines.idle import IdleJob
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.tally import Stored, Tally
@@ -43,6 +47,7 @@ from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.rag.document_report import Combine
 from cacheblend_rag.reason import ReasonCode
+from cacheblend_rag.report import PREFILL_PHASES
 from cacheblend_rag.text.encoder import PromptEncoder
 from tests.models import make_tokenizer, prompt_of, words
 
@@ -146,6 +151,28 @@ class Fills:
 
 async def _astreamed(engine: Engine, prompt: PromptLike) -> Generation:
     return joined([delta async for delta in engine.astream(prompt, SHORT)])
+
+
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+
+
+class Noting(RequestWatcher):
+    """Notes requests as they begin, with CALLER, and how they end."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Request, str]] = []
+        self.answered: list[tuple[Request, Generation]] = []
+        self.failures: list[tuple[Request, BaseException]] = []
+
+    def begins(self, request: Request) -> Request:
+        self.begun.append((request, CALLER.get()))
+        return replace(request, headers={"x-seen": request.request_id})
+
+    def __call__(self, request: Request, answer: Generation) -> None:
+        self.answered.append((request, answer))
+
+    def failed(self, request: Request, error: BaseException) -> None:
+        self.failures.append((request, error))
 
 
 WAYS: dict[str, Callable[[Engine, PromptLike], Generation]] = {
@@ -338,7 +365,7 @@ class EngineContract:
         assert report.engine == engine.name
         assert report.lead_in == engine.lead_in.kind
         assert 0 < report.compute_share <= 1
-        assert all(seconds >= 0 for seconds in vars(report.seconds).values())
+        assert all(getattr(report.seconds, phase) >= 0 for phase in PREFILL_PHASES)
         assert json.loads(json.dumps(report.to_dict()))["chunks"][3]["reason"] == "not stored"
 
     def test_a_report_names_its_request_and_when_its_phases_began(
@@ -347,17 +374,31 @@ class EngineContract:
         chunks = texts.chunks(40, 30)
         engine.precompute(chunks, progress=False)
         ids = set()
-        for prompt in (texts.asking(*chunks), texts.asking(*reversed(chunks)), texts.text(20)):
+        unchecked = CONFIG.with_changes(selector="chunk_head")
+        for prompt, config in (
+            (texts.asking(*chunks), CONFIG),
+            (texts.asking(*reversed(chunks)), unchecked),
+            (texts.text(20), CONFIG),
+        ):
             begun = time.perf_counter()
-            report = engine.generate(prompt, SHORT, config=CONFIG).report
+            report = engine.generate(prompt, SHORT, config=config).report
             took = time.perf_counter() - begun
             told = json.loads(json.dumps(report.to_dict()))
             ids.add(told["request_id"])
             starts, seconds = told["starts"], told["seconds"]
-            assert starts["prepare"] == 0.0
+            assert starts["find"] == 0.0
             for phase, start in starts.items():
                 assert start is None or 0 <= start <= took, phase
                 assert start is not None or seconds[phase] == 0, phase
+            assert 0 < seconds["time_to_first_token"] <= took
+            assert math.isclose(
+                seconds["time_to_first_token"], sum(seconds[phase] for phase in PREFILL_PHASES)
+            )
+            assert math.isclose(
+                sum(seconds["load_by_tier"].values()), seconds["load"], abs_tol=1e-9
+            )
+            if config is unchecked or not report.blended:
+                assert (seconds["early_layers"], starts["early_layers"]) == (0, None)
         assert len(ids) == 3
         assert all(re.fullmatch("[0-9a-f]{16}", one) for one in ids)
 
@@ -379,7 +420,27 @@ class EngineContract:
             assert report.trace.rows[-1] == report.recomputed_tokens == 14
             assert not report.trace.truncated
             assert json.loads(json.dumps(report.to_dict()))["trace"]["rows"][-1] == 14
+            told = report.explain()
+            assert sum(chunk.recomputed for chunk in told.chunks) == 14
+            assert json.loads(json.dumps(told.to_dict()))["blended"]
         assert engine.generate(texts.text(20), SHORT, config=asked).report.trace is None
+
+    def test_a_prompt_is_compared_with_full_prefill_at_once(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        chunks = texts.chunks(40, 30)
+        engine.precompute(chunks, progress=False)
+        prompt = texts.asking(*chunks)
+        answer = engine.generate_full(prompt, SHORT).token_ids
+        exact, reused = (
+            compare_with_full_prefill(engine, prompt, answer, config) for config in (ALL, REUSE)
+        )
+        if not engine.compares:
+            assert exact is reused is None
+            return
+        assert exact is not None
+        assert reused is not None
+        assert 0 <= exact.blend <= reused.blend
 
     def test_full_prefill_is_the_answer_at_ratio_1(self, engine: Engine, texts: Texts) -> None:
         document = texts.document(40, 30, 50)
@@ -1288,6 +1349,49 @@ class EngineContract:
         assert caplog.text.count("RuntimeError: the hook broke") == 1
         assert caplog.text.count("broken") > 0, "the hook is named"
 
+    @pytest.mark.parametrize("way", WAYS)
+    def test_watchers_see_requests_begin_where_their_caller_is(
+        self, hooked: Engine, texts: Texts, way: str
+    ) -> None:
+        watcher = Noting()
+        hooked.after_answer(watcher)
+        token = CALLER.set(way)
+        try:
+            answer = WAYS[way](hooked, texts.text(20))
+        finally:
+            CALLER.reset(token)
+        [(begun, caller)] = watcher.begun
+        [(answered, told)] = watcher.answered
+        assert caller == way
+        assert (told, watcher.failures) == (answer, [])
+        assert begun.request_id == answered.request_id == answer.report.request_id
+        assert answered.headers == {"x-seen": begun.request_id}, "the changed request was served"
+
+    @pytest.mark.parametrize("way", [*WAYS, "left"])
+    def test_watchers_see_requests_that_get_no_answer(
+        self, hooked: Engine, texts: Texts, way: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        watcher = Noting()
+        hooked.after_answer(watcher)
+        if way == "left":
+            stream: Any = hooked.stream(texts.text(20), LONG)
+            next(stream)
+            stream.close()
+            expected: type[BaseException] = GeneratorExit
+        else:
+
+            def broken(request: Request) -> Any:
+                raise ConfigError("it broke")
+
+            monkeypatch.setattr(hooked, "_start", broken)
+            with pytest.raises(ConfigError, match="it broke"):
+                WAYS[way](hooked, texts.text(20))
+            expected = ConfigError
+        [(begun, _)] = watcher.begun
+        [(failed, error)] = watcher.failures
+        assert failed.request_id == begun.request_id
+        assert isinstance(error, expected)
+
     def test_a_siblings_hooks_are_its_own(
         self, engine: Engine, hooked: Engine, texts: Texts
     ) -> None:
@@ -1432,7 +1536,8 @@ class EngineContract:
         answer = WAYS[way](engine, prepared)
         assert encoded == []
         assert answer.prompt_tokens == len(prepared.token_ids)
-        assert answer.report.seconds.prepare == prepared.seconds
+        told = answer.report.seconds
+        assert (told.find, told.tokenize) == (prepared.find_seconds, prepared.tokenize_seconds)
         assert answer.report.blended == (way != "generate_full")
         assert engine.prepare(prepared) is prepared
         WAYS[way](engine, prepared.text)

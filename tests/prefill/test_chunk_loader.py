@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -20,7 +21,7 @@ from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.tiers import Tier
 from cacheblend_rag.prefill import prompt_pass
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
-from cacheblend_rag.report import PhaseSeconds
+from cacheblend_rag.report import PREFILL_PHASES, PhaseSeconds, PhaseStarts
 from tests.blend.fake_stack import LAYERS, FakeStack
 from tests.kv.samples import SlowBytes
 from tests.prefill.prompts import SPANS, Ranks, chunk_kv, placed, prompt_ids, run
@@ -263,7 +264,46 @@ def test_loading_that_takes_less_than_computing_is_hidden(
     assert found.seconds["load_hidden"] > 0.1
 
 
+@pytest.mark.parametrize("slow", ["heads", "layers"])
+def test_a_slow_tier_is_waited_for_under_its_phase_and_its_name(
+    slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunk a is in memory; b and c are in a tier whose heads, or whose first layers, come late.
+
+    They come 50 ms after somebody began to wait for them, however slow the machine is.
+    """
+    waiting = threading.Event()
+    name = "take" if slow == "heads" else "waiting"
+    own = getattr(LayerSource, name)
+
+    def noting(source: LayerSource, *given: Any) -> Any:
+        begun = None if slow == "heads" else own(source, *given)
+        waiting.set()
+        return own(source, *given) if begun is None else begun
+
+    def gate(*_: Any) -> None:
+        assert waiting.wait(10)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(LayerSource, name, noting)
+    host, tier = HostTier(None), slow_tier("bc")
+    setattr(tier, "head_gate" if slow == "heads" else "gate", gate)
+    with TieredKVStore([host]) as store:
+        store.put(NAMES["a"].key, chunk_kv(FakeStack(), NAMES["a"]))
+        found, _ = over([host, tier], recompute_ratio=0.3, selector="hkvd")
+    assert [chunk.tier for chunk in found.chunks] == ["host", "bytes", "bytes"]
+    assert set(found.load_by_tier) == {"host", "bytes"}
+    assert math.isclose(sum(found.load_by_tier.values()), found.seconds["load"], abs_tol=1e-9)
+    if slow == "heads":
+        assert found.seconds["look_up"] >= 0.05
+    else:
+        assert found.load_by_tier["bytes"] >= 0.05
+
+
 def test_seconds_that_are_hidden_are_no_part_of_the_first_tokens() -> None:
-    seconds = PhaseSeconds(prepare=1, load=2, selection=4, recompute=8, first_token=16, decode=32)
-    assert seconds.time_to_first_token == 31
-    assert replace(seconds, load_hidden=64.0).time_to_first_token == 31
+    powers = {phase: float(2**index) for index, phase in enumerate(PREFILL_PHASES)}
+    seconds = PhaseSeconds(**powers, decode=1e6)
+    assert seconds.time_to_first_token == 2 ** len(PREFILL_PHASES) - 1
+    assert replace(seconds, load_hidden=64.0) != seconds
+    assert replace(seconds, load_hidden=64.0).time_to_first_token == seconds.time_to_first_token
+    assert tuple(vars(PhaseStarts())) == (*PREFILL_PHASES, "decode")

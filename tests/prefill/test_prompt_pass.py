@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, TieredKVStore
-from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
+from cacheblend_rag.blend import BlendPass, FusedKV, passes, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import probe_question
 from cacheblend_rag.blend.rotary import rotated
-from cacheblend_rag.blend.selectors import SELECTORS
+from cacheblend_rag.blend.selectors import SELECTORS, make_selector
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
@@ -28,6 +28,7 @@ from cacheblend_rag.prefill.controller import Decision, Kind, Rates, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NOT_STORED
 from cacheblend_rag.prefill.prompt_pass import (
+    COMPUTING,
     CONTEXT_KEPT,
     FusedPrompt,
     NotWorthLoading,
@@ -384,11 +385,13 @@ def test_seconds_are_charged_to_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     watch.lap("recompute")
     watch.move(0.25, "recompute", "selection")
     assert watch.seconds == {"load": 11.0, "recompute": 0.75, "selection": 0.25}
-    assert watch.starts == {"load": 0, "recompute": 3}
+    assert watch.starts == {"load": 0, "recompute": 2}
     watch.move(0.0, "recompute", "load", 7.0)
     watch.move(0.0, "recompute", "selection", 8.0)
     watch.lap("recompute")
-    assert watch.starts == {"load": 0, "recompute": 3, "selection": 8.0}, "of the first time"
+    assert watch.starts == {"load": 0, "recompute": 2, "selection": 8.0}, "of the first time"
+    watch.move(1e6, "recompute", "load")
+    assert watch.seconds["recompute"] == 0, "never below 0"
     assert Stopwatch(torch.device("cpu")).seconds == {}
 
 
@@ -398,14 +401,67 @@ def test_every_phase_of_a_prompt_is_timed(selector: str) -> None:
     work = prompt_pass(filled(placed()), placed(), selector=selector, recompute_ratio=0.3)
     found = finished(work)
     assert found.seconds is work.watch.seconds
-    assert set(found.seconds) == {"load", "load_hidden", "recompute", "selection"}
+    taken = time.perf_counter() - began
     chooses = SELECTORS[selector].fixed_ratio is None
-    assert (found.seconds["selection"] > 0) == chooses
-    assert min(found.seconds["load"], found.seconds["recompute"]) > 0
+    wanted = {"look_up", "load", "lay_in", "recompute"}
+    wanted |= {"selection"} if chooses else set()
+    wanted |= {"early_layers"} if chooses and make_selector(selector).needs_fresh_kv else set()
+    assert set(work.watch.starts) == wanted
+    assert set(found.seconds) == wanted | {"load_hidden"}
+    assert min(found.seconds[phase] for phase in wanted) > 0
+    found.seconds.pop("load_hidden")
+    assert sum(found.seconds.values()) <= taken
+    assert found.load_by_tier == {"host": pytest.approx(found.seconds["load"])}
     starts = work.watch.starts
-    assert ("selection" in starts) == chooses
-    assert began <= starts["load"] <= starts.get("selection", starts["recompute"])
-    assert max(starts.values()) <= time.perf_counter()
+    assert began <= starts["look_up"] <= starts["lay_in"] <= starts["load"]
+    assert max(starts.values()) <= began + taken
+
+
+def test_slow_layers_count_for_the_phase_that_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers 0 and 1 run before the check at layer 2, the others after it."""
+    run_layer = FakeStack.run_layer
+
+    def slow_at(slow: int) -> dict[str, float]:
+        def slowly(self: FakeStack, layer: int, *rest: Any) -> Any:
+            time.sleep(0.05 if layer == slow else 0)
+            return run_layer(self, layer, *rest)
+
+        monkeypatch.setattr(FakeStack, "run_layer", slowly)
+        options = {"selector": "hkvd", "check_layers": (2,), "recompute_ratio": 0.3}
+        return finished(prompt_pass(filled(placed()), placed(), **options)).seconds
+
+    early, late = slow_at(1), slow_at(2)
+    assert early["early_layers"] >= 0.05
+    assert late["recompute"] >= 0.05
+
+
+@pytest.mark.parametrize(
+    ("config", "waits"),
+    [
+        ({"selector": "none"}, 2),
+        ({"selector": "prior"}, 3),
+        ({"selector": "question"}, 4),
+        ({"selector": "hkvd", "check_layers": (2,)}, 3),
+        ({"selector": "hkvd", "check_layers": (1, 2)}, 4),
+    ],
+)
+def test_the_device_is_waited_for_at_choices_only(
+    config: dict[str, Any], waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once chunks are found, after a probe, at each choice, at the end: never for a phase alone."""
+    counted: list[torch.device] = []
+    for module in (stopwatch, passes):
+        monkeypatch.setattr(module, "synchronize", counted.append)
+    finished(prompt_pass(filled(placed()), placed(), recompute_ratio=0.3, **config))
+    assert len(counted) == waits
+
+
+def test_asking_the_store_is_timed_when_it_leads_to_nothing() -> None:
+    work = prompt_pass(filled([]), placed())
+    refused = run(work.steps())
+    assert isinstance(refused, NotWorthLoading)
+    assert set(refused.seconds) == set(refused.starts) == {"look_up"}
+    assert refused.seconds["look_up"] > 0
 
 
 # Ranks
@@ -580,7 +636,8 @@ def test_what_others_do_meanwhile_is_no_time_of_the_pass() -> None:
     controller.rates = rates
     options = {"controller": controller, "own_seconds": lambda: time.perf_counter() / 4}
     found = finished(prompt_pass(filled(placed()), placed(), None, options))
-    assert rates.seconds == [pytest.approx(found.seconds["recompute"] / 4, rel=0.5)]
+    computing = sum(found.seconds.get(phase, 0.0) for phase in COMPUTING)
+    assert rates.seconds == [pytest.approx(computing / 4, rel=0.5)]
 
 
 def test_a_controller_knows_which_chunks_are_not_recomputed() -> None:

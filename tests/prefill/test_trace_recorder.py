@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.blend import passes
+from cacheblend_rag.blend import passes, plan_schedule
 from cacheblend_rag.blend.observer import Observer, Selection
+from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.selectors import SELECTORS, Evidence
 from cacheblend_rag.blend.selectors.hkvd import HKVD
@@ -19,7 +20,7 @@ from cacheblend_rag.prefill.prompt_pass import FusedPrompt
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.trace import Trace
 from tests.blend.fake_stack import LAYERS, FakeStack
-from tests.blend.test_passes import Case, Prompt, Slow
+from tests.blend.test_passes import ENDS, Case, Prompt, Slow
 from tests.prefill.prompts import Ranks, filled, finished, placed, prompt_pass
 
 CHECKS: tuple[dict[str, Any], ...] = (
@@ -34,9 +35,20 @@ BEFORE: tuple[dict[str, Any], ...] = tuple(
 
 
 def traced(prompt: Prompt, config: BlendConfig, **options: Any) -> tuple[Trace, Slow]:
-    recorder = TraceRecorder(prompt.candidates.cached.numpy())
+    recorder = recorder_of(prompt.candidates, config)
     case = Case.of(prompt, config, observers=[recorder], **options)
     return recorder.trace(), Slow(case)
+
+
+def recorder_of(known: Candidates, config: BlendConfig | None = None) -> TraceRecorder:
+    schedule = plan_schedule(config or BlendConfig(), LAYERS)
+    return TraceRecorder(FakeStack(), known, schedule, ENDS["c"])
+
+
+def all_cached(tokens: int) -> Candidates:
+    known = Candidates.none(tokens)
+    known.cached = known.eligible = torch.ones(tokens, dtype=torch.bool)
+    return known
 
 
 @pytest.mark.parametrize("settings", [*CHECKS, *BEFORE], ids=str)
@@ -138,7 +150,7 @@ def selection(scores: Tensor, chosen: int = 2) -> Selection:
 
 def test_of_a_long_selection_the_highest_scores_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_recorder, "MOST_TOKENS", 3)
-    recorder = TraceRecorder(torch.ones(12, dtype=torch.bool).numpy())
+    recorder = recorder_of(all_cached(12))
     recorder.selected(selection(torch.tensor([0.1, 0.5, 0.3, 0.2, 0.9])))
     (one,) = recorder.trace().selections
     assert (one.positions, one.chosen) == ((2, 4, 8), (True, False, True))
@@ -147,7 +159,7 @@ def test_of_a_long_selection_the_highest_scores_are_kept(monkeypatch: pytest.Mon
 
 
 def test_what_has_no_score_is_left_out_and_many_selections_are_cut() -> None:
-    recorder = TraceRecorder(torch.ones(12, dtype=torch.bool).numpy())
+    recorder = recorder_of(all_cached(12))
     odd = selection(torch.tensor([0.1, -torch.inf, torch.nan, 0.2]), chosen=1)
     for _ in range(trace_recorder.MOST_SELECTIONS):
         recorder.selected(odd)
@@ -160,7 +172,7 @@ def test_what_has_no_score_is_left_out_and_many_selections_are_cut() -> None:
 
 
 def test_overflown_deviations_are_the_largest_number() -> None:
-    recorder = TraceRecorder(torch.ones(4, dtype=torch.bool).numpy())
+    recorder = recorder_of(all_cached(4))
     scores = torch.tensor([1.0, 2.0])
     most = torch.finfo(torch.float32).max
     odd = torch.tensor([torch.inf, torch.nan])
@@ -174,11 +186,14 @@ def test_rows_are_counted_in_no_more_layers_than_a_trace_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trace_recorder, "MOST_LAYERS", 2)
-    recorder = TraceRecorder(torch.tensor([True, False, True]).numpy())
+    known = Candidates.none(3)
+    known.cached = known.eligible = torch.tensor([True, False, True])
+    recorder = recorder_of(known)
     rows = Rows.where(torch.tensor([True, True, False]).numpy(), torch.device("cpu"))
     for layer in range(3):
         recorder.computed(layer, rows)
-    assert recorder.trace() == Trace(rows=(1, 1), truncated=True)
+    trace = recorder.trace()
+    assert (trace.rows, trace.truncated) == ((1, 1), True)
 
 
 def test_ranks_trace_the_same_with_the_deviations_of_all_heads() -> None:

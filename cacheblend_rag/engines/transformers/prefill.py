@@ -29,6 +29,9 @@ from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
 from cacheblend_rag.settings import BlendConfig
 
+NOT_ASKED = PrefillReport()
+"""Of a prompt for which the store was not asked yet."""
+
 
 @dataclass
 class Prefilled:
@@ -50,8 +53,12 @@ class Prefilled:
 def ordinary_prefill(
     ordinary: OrdinaryPrefill, token_ids: Sequence[int], reserve: int, report: PrefillReport
 ) -> Steps[Prefilled]:
-    """Run the model's own prefill; report: the reason, and the reports of chunks."""
-    watch = Stopwatch(run_device(ordinary.model))
+    """Run the model's own prefill.
+
+    report: the reason, the reports of chunks, and what asking the store has taken.
+    """
+    device = run_device(ordinary.model)
+    watch = Stopwatch(device, dict(report.seconds), dict(report.starts))
     cache, logits = ordinary.prefill(token_ids, reserve)
     watch.lap("recompute")
     yield
@@ -63,7 +70,8 @@ class PromptChunks:
     """The stored parts of one prompt: blocks of its prefix, and its chunks.
 
     placed: its chunks, and the parts of its conversation's earlier turns, in order. prefix: its
-    first blocks, None if none are looked up. found: the chunks' reports, once the store was asked.
+    first blocks, None if none are looked up. asked: what the store was asked before has taken.
+    request_id: names it in logs. found: the chunks' reports, once the store was asked for them.
     """
 
     def __init__(
@@ -72,10 +80,13 @@ class PromptChunks:
         store: TieredKVStore,
         placed: Sequence[PlacedChunk],
         prefix: StoredPrefix | None = None,
+        *,
+        asked: PrefillReport = NOT_ASKED,
+        request_id: str = "",
     ) -> None:
         self.token_ids, self.store = prompt.token_ids, store
         self.prefix, self.blocks = prefix, () if prefix is None else prefix.keys
-        self.placed = placed
+        self.placed, self.asked, self.request_id = placed, asked, request_id
         self.found: list[ChunkReport] = []
 
     def source(self, stack: DecoderStack, config: BlendConfig) -> LayerSource:
@@ -110,9 +121,10 @@ def blended_prefill(
         reserve,
         controller=controller,
         prefix_blocks=len(chunks.blocks),
+        request_id=chunks.request_id,
     )
-    if chunks.prefix is not None:
-        work.watch.add("load", chunks.prefix.seconds, chunks.prefix.began)
+    work.watch.seconds.update(chunks.asked.seconds)
+    work.watch.starts.update(chunks.asked.starts)
     try:
         done = yield from work.steps()
     finally:
@@ -133,6 +145,7 @@ def blended_prefill(
         starts=work.watch.starts,
         trace=done.trace,
         prefix_tokens=done.prefix_tokens,
+        load_by_tier=done.load_by_tier,
     )
     cache = FusedCache(done.fused, ids.numel(), stack.windows)
     return Prefilled(cache, logits, report, done.seconds, work.watch.starts)

@@ -16,6 +16,7 @@ from cacheblend_rag.engines.batch_order import chunks_of
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS, FusedCache
 from cacheblend_rag.engines.transformers.model_steps import run_steps, run_when_idle
 from cacheblend_rag.engines.transformers.prefill import (
+    NOT_ASKED,
     Prefilled,
     PromptChunks,
     blended_prefill,
@@ -82,21 +83,26 @@ class Prefiller:
         prompt, stack = request.prepared, self.tried.stack
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
         prefix, told = self._stored_prefix(request), None
-        parts = parts_of(request)
+        asked, parts = _asked(prefix), parts_of(request)
         if stack is not None and not _is_refused(request) and parts:
-            chunks = PromptChunks(prompt, self.store, parts, prefix)
+            chunks = PromptChunks(
+                prompt, self.store, parts, prefix, asked=asked, request_id=request.request_id
+            )
             blended = self._blended(stack, request, chunks, reserve, turn)
             if not isinstance(blended, NotWorthLoading):
                 return blended
-            told = PrefillReport(blended.why, chunks=blended.chunks)
-        told = told or self._told_unasked(request)
+            told = _with_times(PrefillReport(blended.why, chunks=blended.chunks), blended)
+        told = told or _with_times(self._told_unasked(request), asked)
         if stack and prefix and prefix.tokens >= max(1, LEAST_SHARE * len(prompt.token_ids)):
-            chunks = PromptChunks(prompt, self.store, (), prefix)
+            chunks = PromptChunks(
+                prompt, self.store, (), prefix, asked=told, request_id=request.request_id
+            )
             continued = self._blended(stack, request, chunks, reserve, turn)
             if continued is None:
                 return None
             if isinstance(continued, Prefilled):
                 return _told(continued, told)
+            told = _with_times(told, continued)
         return self._ordinarily(request, reserve, told)
 
     def keep(self, request: Request, prefilled: Prefilled, writer: PrefixWriter) -> None:
@@ -208,7 +214,8 @@ class Prefiller:
         logger.warning(
             "a prompt of %d tokens is not blended: %s (%s)", len(chunks.token_ids), NO_ROOM, lack
         )
-        return NotWorthLoading(no_room(lack), chunks.missed(NO_ROOM))
+        told = NotWorthLoading(no_room(lack), chunks.missed(NO_ROOM))
+        return replace(told, seconds=chunks.asked.seconds, starts=chunks.asked.starts)
 
     def _run_pass(
         self,
@@ -267,5 +274,18 @@ def _told(continued: Prefilled, told: PrefillReport) -> Prefilled:
         prefix_tokens=own.prefix_tokens,
         seconds=own.seconds,
         starts=own.starts,
+        load_by_tier=own.load_by_tier,
     )
     return replace(continued, report=report)
+
+
+def _asked(prefix: StoredPrefix | None) -> PrefillReport:
+    """Return what looking up a prefix has taken."""
+    if prefix is None:
+        return NOT_ASKED
+    return PrefillReport(seconds={"look_up": prefix.seconds}, starts={"look_up": prefix.began})
+
+
+def _with_times(told: PrefillReport, spent: PrefillReport | NotWorthLoading) -> PrefillReport:
+    """Return a report with the times spent so far."""
+    return replace(told, seconds=spent.seconds, starts=spent.starts)

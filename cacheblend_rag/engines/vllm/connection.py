@@ -259,8 +259,9 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
 
 
 def _headers(request: VLLMRequest) -> dict[str, str]:
-    """Return what says who is to serve a request, and what vLLM is to call it."""
+    """Return what says who is to serve a request, what vLLM is to call it, and its own headers."""
     told = {
+        **request.headers,
         REPLICA_HEADER: "" if request.replica is None else str(request.replica),
         REQUEST_ID_HEADER: request.request_id,
         AFFINITY_HEADER: request.affinity,

@@ -217,6 +217,7 @@ class VLLMEngine(Engine):
             self._salt(request),
             request_id=request.request_id,
             affinity=affinity_of(chunk.key for chunk in request.prepared.placed),
+            headers=request.headers,
         )
         if request.full:
             return Sent(plain, reason=FULL_PREFILL)

@@ -111,6 +111,7 @@ class InProcessVLLM(Transport):
             vllm_sampling(request),
             f"cacheblend-{request.request_id or uuid.uuid4().hex}",
             data_parallel_rank=request.replica,
+            trace_headers=dict(request.headers) or None,
         )
         async with aclosing(outputs) as steps:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from cacheblend_rag.engines.answer import FinishReason
@@ -14,7 +15,7 @@ from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
 from cacheblend_rag.trace import Trace
 
-PHASES = frozenset({"load", "selection", "recompute"})
+PHASES = frozenset({"look_up", "load", "lay_in", "early_layers", "selection", "recompute"})
 """Phases that the worker measures; the client measures the others."""
 
 
@@ -50,9 +51,9 @@ def prefill_report(
     done = result if isinstance(result, BlendResult) else _unblended(sent, result)
     told = zip(done.chunks, sent.placed, strict=False)
     chunks = [replace(chunk, document_id=placed.document_id) for chunk, placed in told]
-    phases = {name: done.seconds.get(name, 0.0) for name in PHASES}
     blended = any(chunk.hit for chunk in chunks)
-    first_token = max(0.0, times.first - sum(phases.values()))
+    phases, by_tier = _phases(done, times.first)
+    first_token = max(0.0, times.first - math.fsum(phases.values()))
     starts = {
         name: min(max(0.0, done.starts[name]), times.first) for name in PHASES & done.starts.keys()
     }
@@ -75,17 +76,35 @@ def prefill_report(
         },
         starts={name: times.started + seconds for name, seconds in starts.items()},
         trace=_trace(sent, done),
+        load_by_tier=by_tier,
         prefix_tokens=min(max(done.prefix_tokens, 0), sent.placed[0].start) if sent.placed else 0,
     )
 
 
+def _phases(done: BlendResult, first: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the worker's seconds by phase, and those of loading by tier.
+
+    They are scaled down if they do not fit within the time to the first token.
+    """
+    phases = {name: done.seconds.get(name, 0.0) for name in PHASES}
+    whole = math.fsum(phases.values())
+    scale = 1.0 if whole <= first else first / whole
+    by_tier = {tier: seconds * scale for tier, seconds in done.load_by_tier.items()}
+    return {name: seconds * scale for name, seconds in phases.items()}, by_tier
+
+
 def _unblended(sent: Sent, result: Result | None) -> BlendResult:
     """Return what ordinary prefill did, as the result of a blend that reused no chunk."""
-    missed = _missed(sent, result)
+    done = BlendResult(_missed(sent, result))
     if not isinstance(result, Declined) or result.compute_share is None:
-        return BlendResult(missed)
-    held = result.prefix_tokens or 0
-    return BlendResult(missed, compute_share=result.compute_share, prefix_tokens=held)
+        return done
+    return replace(
+        done,
+        compute_share=result.compute_share,
+        prefix_tokens=result.prefix_tokens or 0,
+        seconds=result.seconds or {},
+        starts=result.starts or {},
+    )
 
 
 def _trace(sent: Sent, done: BlendResult) -> Trace | None:

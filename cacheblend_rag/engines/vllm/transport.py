@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cacheblend_rag.engines.background import BackgroundLoop
@@ -58,7 +58,7 @@ class VLLMRequest:
     salt: requests with the same one, or none, share vLLM's prefix cache. replica: the engine
     behind the address that serves it; None is any. request_id: the id that vLLM uses for it; with
     "" the transport chooses one. affinity: what a proxy chooses a replica by, see affinity_of; ""
-    leaves it the choice.
+    leaves it the choice. headers: further ones of HTTP; vLLM in process reads those of a trace.
     """
 
     token_ids: tuple[int, ...]
@@ -68,6 +68,7 @@ class VLLMRequest:
     replica: int | None = None
     request_id: str = ""
     affinity: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Transport(ABC):

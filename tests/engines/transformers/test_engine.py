@@ -24,6 +24,7 @@ from cacheblend_rag import (
     TransformersEngine,
 )
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
+from cacheblend_rag.report import PREFILL_PHASES
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import make_model, words
@@ -54,6 +55,34 @@ def test_the_report_adds_up(make_engine: EngineFactory) -> None:
     assert report.recompute_ratio == 0.2
     assert report.seconds.time_to_first_token > 0
     assert report.to_dict()["seconds"]["time_to_first_token"] > 0
+
+
+def test_every_phase_of_a_blended_answer_is_timed(make_engine: EngineFactory) -> None:
+    engine = make_engine(recompute_ratio=0.2, selector="hkvd")
+    engine.precompute(CHUNKS, progress=False)
+    report = engine.generate(TEXT, SHORT).report
+    assert report.blended
+    starts = [getattr(report.starts, phase) for phase in PREFILL_PHASES]
+    assert None not in starts
+    assert min(getattr(report.seconds, phase) for phase in PREFILL_PHASES) > 0
+    early, selected, rest = starts[5:8]
+    assert early < selected < rest < report.starts.first_token
+    assert set(report.seconds.load_by_tier) == {"host"}
+
+
+def test_asking_the_store_in_vain_is_part_of_the_time_to_the_first_token(
+    make_engine: EngineFactory,
+) -> None:
+    engine = make_engine()
+    engine.register(CHUNKS)
+    report = engine.generate(TEXT, SHORT).report
+    assert not report.blended
+    assert report.seconds.look_up > 0
+    assert report.starts.look_up is not None
+    assert report.seconds.recompute > 0
+    assert (report.seconds.load, report.seconds.load_by_tier) == (0, {})
+    full = engine.generate_full(TEXT, SHORT).report
+    assert (full.seconds.look_up, full.starts.look_up) == (0, None)
 
 
 def test_text_segments_messages_and_parts_are_the_same_prompt(make_engine: EngineFactory) -> None:

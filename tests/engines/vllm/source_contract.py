@@ -134,7 +134,10 @@ CONTRACT: dict[str, dict[str, Name]] = {
         "AsyncLLM": Name(
             members={
                 "from_engine_args": ("engine_args",),
-                "generate": ("prompt", "sampling_params", "request_id", "data_parallel_rank"),
+                "generate": (
+                    *("prompt", "sampling_params", "request_id", "data_parallel_rank"),
+                    "trace_headers",
+                ),
                 **fields("shutdown", "model_config"),
             }
         ),

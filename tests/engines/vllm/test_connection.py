@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from traceback import TracebackException
@@ -21,6 +22,8 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams, open_engine
+from cacheblend_rag.engines.after_answer import RequestWatcher
+from cacheblend_rag.engines.answer import Request
 from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.vllm.connection import ServerConnection
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
@@ -54,7 +57,7 @@ class CannedServer:
     """Answers ``/v1/models`` and completions; ``orders`` notes the kinds of orders that came.
 
     said: what blend orders bring. fail: a status for completions that are no status orders.
-    breaks: how many streams break off after their first token. names, affinities: headers.
+    breaks: how many streams break off after their first token. names, affinities, traces: headers.
     """
 
     def __init__(self) -> None:
@@ -69,6 +72,7 @@ class CannedServer:
         self.bodies: list[dict[str, Any]] = []
         self.names: list[str | None] = []
         self.affinities: list[str | None] = []
+        self.traces: list[str | None] = []
         self.url = ""
 
     def params(self, body: dict[str, Any]) -> dict[str, Any] | None:
@@ -92,6 +96,7 @@ def listening(canned: CannedServer) -> Iterator[CannedServer]:
             canned.bodies.append(body)
             canned.names.append(self.headers["X-Request-Id"])
             canned.affinities.append(self.headers["X-CacheBlend-Affinity"])
+            canned.traces.append(self.headers["traceparent"])
             if isinstance(body["prompt"], str):
                 count = len(body["prompt"].split())
                 return self.reply(200, completion(prompt_token_ids=[UNKNOWN] * count))
@@ -187,6 +192,28 @@ def one_line(error: BaseException) -> str:
     return str(error)
 
 
+def test_a_requests_headers_are_sent_and_replace_none_of_ours(
+    canned: CannedServer, connect: Open
+) -> None:
+    sent = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "X-Request-Id": "other"}
+
+    class Sending(RequestWatcher):
+        def begins(self, request: Request) -> Request:
+            return replace(request, headers=sent)
+
+    engine = connect()
+    assert set(canned.traces) == {None}, "asking for the status belongs to no request"
+    canned.traces.clear()
+    canned.names.clear()
+    engine.after_answer(Sending())
+    answer = engine.generate(PROMPT, FOUR)
+    joined = list(engine.stream(PROMPT, FOUR))
+    assert len(joined) > 1
+    assert canned.orders == ["status", "blend", "blend", "report"]
+    assert canned.traces == [sent["traceparent"], sent["traceparent"], None]
+    assert canned.names[0] == answer.report.request_id
+
+
 def test_a_report_comes_with_the_answer_and_after_a_stream(
     canned: CannedServer, connect: Open
 ) -> None:
@@ -212,7 +239,7 @@ def test_what_a_server_says_of_starts_and_of_a_trace_is_held_against_the_request
     engine = connect()
     tokens = engine.generate(PROMPT, FOUR).prompt_tokens
     selection = {"layer": 1, "positions": [tokens], "scores": [0.5], "chosen": [True]}
-    starts = {"load": -1.0, "recompute": 1e300, "decode": 5.0, "colour": 1.0}
+    starts = {"load": 0.0, "recompute": 5e5, "decode": 5.0, "colour": 1.0}
     good = {"rows": [3, 1], "selections": [{**selection, "positions": [tokens - 1]}]}
     bad = {"rows": [3, 1], "selections": [selection]}
     traced = engine.config.with_changes(trace=True)
@@ -229,6 +256,19 @@ def test_what_a_server_says_of_starts_and_of_a_trace_is_held_against_the_request
     assert found[0] is not None
     assert found[0].rows == (3, 1)
     assert found[1:] == [None, None]
+
+
+def test_a_servers_seconds_fit_within_the_time_to_the_first_token(
+    canned: CannedServer, connect: Open
+) -> None:
+    engine = connect()
+    tiers = {"host": 1e5, "disk": 3e5}
+    canned.said = {"chunks": [HIT], "seconds": {"load": 4e5, "lay_in": 1e5}, "load_by_tier": tiers}
+    seconds = engine.generate(PROMPT, FOUR).report.seconds
+    assert 0 < seconds.time_to_first_token < 60
+    assert seconds.load == pytest.approx(4 * seconds.lay_in)
+    assert seconds.load_by_tier["disk"] == pytest.approx(0.75 * seconds.load)
+    assert seconds.load_by_tier["host"] == pytest.approx(0.25 * seconds.load)
 
 
 @pytest.mark.parametrize(("told", "held"), [(16, 16), (10**9, 20), (-5, 0)])

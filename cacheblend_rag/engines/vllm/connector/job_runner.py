@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.engines.request_log import log_blend
 from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
 from cacheblend_rag.engines.vllm.connector.keeping import keep
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
@@ -186,8 +188,11 @@ class JobRunner:
         handed_over = started - max(0.0, time.time() - allotted.arrived)
         work = self._pass(allotted, source)
         done = yield from work.steps()
+        starts = {phase: max(0.0, at - handed_over) for phase, at in work.watch.starts.items()}
         if isinstance(done, NotWorthLoading):
-            return self._declined(allotted, done.why, tuple(done.chunks))
+            told = self._declined(allotted, done.why, tuple(done.chunks))
+            return replace(told, seconds=done.seconds, starts=starts)
+        log_blend(allotted.request_id, done.chunks, done.seconds, done.load_by_tier)
         return BlendResult(
             chunks=tuple(done.chunks),
             selector=done.selector,
@@ -197,9 +202,10 @@ class JobRunner:
             wall_seconds=time.perf_counter() - started,
             selector_reason=done.selector_reason,
             ratio_reason=done.ratio_reason,
-            starts={phase: at - handed_over for phase, at in work.watch.starts.items()},
+            starts=starts,
             trace=done.trace,
             prefix_tokens=done.prefix_tokens,
+            load_by_tier=done.load_by_tier,
         )
 
     def _pass(self, allotted: Allotted, source: LayerSource) -> PromptPass:
@@ -228,6 +234,7 @@ class JobRunner:
             controller=Controller(self.stack.costs, self.rates, self.store.speeds),
             lack_of_room=partial(self._lack_of_room, len(allotted.tokens), checks=bool(checks)),
             held=paged.prefix(allotted.prefix),
+            request_id=allotted.request_id,
         )
 
     def _compare(self, allotted: Allotted, source: LayerSource) -> Work:

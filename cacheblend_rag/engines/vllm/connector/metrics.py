@@ -1,4 +1,4 @@
-"""Counters of blending for vLLM's metrics endpoint and its log line."""
+"""Counters and histograms of blending for vLLM's metrics endpoint and its log line."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections import Counter as CountOf
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
+from cacheblend_rag.engines import metric_names
+from cacheblend_rag.engines.metric_names import Metric
 from cacheblend_rag.engines.vllm.protocol import (
     BlendResult,
     CompareResult,
@@ -21,29 +23,30 @@ from cacheblend_rag.engines.vllm.protocol import (
 )
 from cacheblend_rag.prefill.policy import NOT_STORED
 from cacheblend_rag.reason import ReasonCode
-from cacheblend_rag.report import reused_and_recomputed
+from cacheblend_rag.report import PREFILL_PHASES, reused_and_recomputed
 
 PREFIX = "vllm:cacheblend_"
-COUNTERS = {
-    "chunk_hits": "Chunks of prompts whose stored KV was reused.",
-    "reused_tokens": "Prompt tokens that kept their stored KV.",
-    "recomputed_tokens": "Prompt tokens that had stored KV and were computed afresh.",
-    "blended_requests": "Requests answered with stored KV.",
-    "blend_seconds": "Seconds of work on blended requests.",
-    "guard_samples": "Blended answers that were compared with full prefill.",
-    "guard_divergence": "Sum of their divergences from it, in nats per token.",
+COUNTERS: Mapping[str, Metric] = {
+    **metric_names.COUNTERS,
+    "blend_seconds": Metric("Seconds of work on blended requests."),
 }
-COUNTERS_BY_REASON = {
-    "chunk_misses": "Chunks of prompts whose KV was not stored, or not usable, by reason code.",
-    "fallbacks": "Requests to be blended that ordinary prefill answered, by reason code.",
+HISTOGRAMS: Mapping[str, Metric] = {
+    **metric_names.HISTOGRAMS,
+    "guard_sample_divergence": Metric(
+        "Divergence of blended answers from full prefill, in nats per token.",
+        None,
+        metric_names.NATS,
+    ),
 }
-REASON_LABEL = "reason"
+KEPT = 1024
+"""Most values of a histogram's label that are kept between two readings."""
 
 
 class BlendStats(KVConnectorStats):
-    """Counts since the last reading, by the names in COUNTERS and COUNTERS_BY_REASON.
+    """Counts and values since the last reading, by the names in COUNTERS and HISTOGRAMS.
 
-    Those by reason have one count per code.
+    A counter with a label has one count per value of it. Histograms have a list of values per
+    value of their label, under "" without one.
     """
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
@@ -56,19 +59,20 @@ class BlendStats(KVConnectorStats):
         if isinstance(result, CompareResult):
             _add(self.data, "guard_samples", 1)
             _add(self.data, "guard_divergence", result.divergence)
+            _add(self.data, "guard_sample_divergence", {"": [result.divergence]})
             return
         chunks = (result.chunks or ()) if isinstance(result, BlendResult | Declined) else ()
-        seconds = getattr(result, "work_seconds", None) or 0.0
-        hits = sum(chunk.hit for chunk in chunks)
+        hits = CountOf(chunk.tier or "unknown" for chunk in chunks if chunk.hit)
         reused, recomputed = reused_and_recomputed(chunks)
         counted = {
             "chunk_hits": hits,
             "reused_tokens": reused,
             "recomputed_tokens": recomputed,
-            "blended_requests": int(hits > 0),
-            "blend_seconds": seconds,
+            "blended_requests": int(bool(hits)),
+            "blend_seconds": getattr(result, "work_seconds", None) or 0.0,
             "chunk_misses": CountOf(chunk.reason_code for chunk in chunks if not chunk.hit),
             "fallbacks": {} if hits else {_fallback_code(result): 1},
+            **_values(result, blended=bool(hits)),
         }
         for name, value in counted.items():
             _add(self.data, name, value)
@@ -76,8 +80,8 @@ class BlendStats(KVConnectorStats):
     def reset(self) -> None:
         """Count from zero again."""
         self.data: dict[str, Any] = {
-            **dict.fromkeys(COUNTERS, 0),
-            **{name: {} for name in COUNTERS_BY_REASON},
+            **{name: {} if metric.label else 0 for name, metric in COUNTERS.items()},
+            **{name: {} for name in HISTOGRAMS},
         }
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -87,11 +91,13 @@ class BlendStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the numbers of vLLM's log line: sums, then the counts by code."""
-        told: dict[str, int | float] = {name: round(self.data[name], 3) for name in COUNTERS}
-        for name in COUNTERS_BY_REASON:
-            told[name] = sum(self.data[name].values())
-            told |= {f"{name}_{code}": count for code, count in self.data[name].items()}
+        """Return the numbers of vLLM's log line: sums, then the counts by label."""
+        told: dict[str, int | float] = {}
+        for name, metric in COUNTERS.items():
+            counts = self.data[name]
+            told[name] = sum(counts.values()) if metric.label else round(counts, 3)
+            if metric.label:
+                told |= {f"{name}_{value}": count for value, count in counts.items()}
         return told
 
     def is_empty(self) -> bool:
@@ -99,14 +105,29 @@ class BlendStats(KVConnectorStats):
         return not any(self.data.values())
 
 
+def _values(result: Result, *, blended: bool) -> dict[str, dict[str, list[float]]]:
+    """Return the values of histograms that a result adds."""
+    if not isinstance(result, BlendResult | Declined):
+        return {}
+    seconds = result.seconds or {}
+    told = {"phase_seconds": {name: [seconds[name]] for name in PREFILL_PHASES if name in seconds}}
+    if isinstance(result, BlendResult) and blended:
+        told["load_seconds"] = {tier: [spent] for tier, spent in result.load_by_tier.items()}
+        told["recompute_ratio"] = {"": [result.ratio]}
+    return told
+
+
 def _add(data: dict[str, Any], name: str, value: Any) -> None:
-    """Add to the count of a name, or to its counts by code."""
-    if name not in COUNTERS_BY_REASON:
+    """Add to the count of a name, to its counts by label, or to its lists of values."""
+    if name in HISTOGRAMS:
+        for label, values in value.items():
+            kept = data[name].setdefault(label, [])
+            kept += values[: KEPT - len(kept)]
+    elif COUNTERS[name].label is None:
         data[name] += value
-        return
-    counts = data[name]
-    for code, count in value.items():
-        counts[str(code)] = counts.get(str(code), 0) + count
+    else:
+        for label, count in value.items():
+            data[name][str(label)] = data[name].get(str(label), 0) + count
 
 
 def _fallback_code(result: Result) -> ReasonCode:
@@ -119,9 +140,9 @@ def _fallback_code(result: Result) -> ReasonCode:
 
 
 class BlendPromMetrics(KVConnectorPromMetrics):
-    """A Prometheus counter for each of COUNTERS and COUNTERS_BY_REASON, of each engine.
+    """A Prometheus metric for each of COUNTERS and HISTOGRAMS, of each engine.
 
-    The latter have the label ``reason``, whose values are codes (ReasonCode).
+    Values of the label ``reason`` are codes (ReasonCode), those of ``phase`` PREFILL_PHASES.
     """
 
     def __init__(
@@ -132,22 +153,30 @@ class BlendPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        kind = metric_types[Counter]
+
+        def made(kind: Any, name: str, metric: Metric, **options: Any) -> Any:
+            labels = [*labelnames, *([metric.label] if metric.label else [])]
+            return kind(name=PREFIX + name, documentation=metric.text, labelnames=labels, **options)
+
         self._counters = {
-            name: kind(name=PREFIX + name, documentation=text, labelnames=labelnames)
-            for name, text in COUNTERS.items()
+            name: made(metric_types[Counter], name, one) for name, one in COUNTERS.items()
         }
-        self._counters_by_reason = {
-            name: kind(
-                name=PREFIX + name, documentation=text, labelnames=[*labelnames, REASON_LABEL]
-            )
-            for name, text in COUNTERS_BY_REASON.items()
+        self._histograms = {
+            name: made(metric_types[Histogram], name, one, buckets=one.buckets)
+            for name, one in HISTOGRAMS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, counter in self._counters.items():
-            counter.labels(*labels).inc(transfer_stats_data.get(name, 0))
-        for name, counter in self._counters_by_reason.items():
-            for code, count in transfer_stats_data.get(name, {}).items():
-                counter.labels(*labels, code).inc(count)
+            counted = transfer_stats_data.get(name, 0)
+            if COUNTERS[name].label is None:
+                counter.labels(*labels).inc(counted)
+                continue
+            for value, count in (counted or {}).items():
+                counter.labels(*labels, value).inc(count)
+        for name, histogram in self._histograms.items():
+            for value, observed in transfer_stats_data.get(name, {}).items():
+                own = [value] if HISTOGRAMS[name].label else []
+                for one in observed:
+                    histogram.labels(*labels, *own).observe(one)

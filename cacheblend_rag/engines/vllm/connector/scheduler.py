@@ -272,6 +272,7 @@ def _repeated(result: BlendResult, prefix: int) -> BlendResult:
         compute_share=0.0,
         seconds={},
         starts={},
+        load_by_tier={},
         work_seconds=0.0,
         wall_seconds=0.0,
         chunks=tuple(

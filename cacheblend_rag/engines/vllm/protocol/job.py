@@ -23,7 +23,7 @@ from cacheblend_rag.settings import BlendConfig, LeadInKind
 
 PARAMETER = "cacheblend"
 SALT_PREFIX = "cacheblend-"
-VERSION = 4
+VERSION = 5
 MOST_KEYS = 4096
 """Most keys, or segments to keep, in one job; clients split longer lists."""
 _HASH = re.compile(r"(?:[0-9a-f]{32})?")

@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
-from types import NoneType
-from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, get_args, get_origin
 
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR, ConnectorStatus
+from cacheblend_rag.plain import field_types, read_plain
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.trace import Trace
 
-T = TypeVar("T")
+MOST_SECONDS = 1e6
+MOST_TIMES = 32
+"""Most phases, or tiers, that times come for."""
+LONGEST_NAME = 64
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,10 @@ class BlendResult:
     """The result of a blend; the fields are those of BlendReport and FusedPrompt.
 
     seconds: of the pass, by phase. starts: when phases began, in seconds since vLLM received the
-    request. trace: of the choices, if the job requests it. work_seconds: spent by the worker on the
-    job. wall_seconds: from the job's begin to its end, other requests' steps included.
-    prefix_tokens: those before the first chunk that were read from vLLM's prefix cache.
+    request. load_by_tier: the seconds of ``load``, by the tier that was waited for. trace: of the
+    choices, if the job requests it. work_seconds: spent by the worker on the job. wall_seconds:
+    from the job's begin to its end, other requests' steps included. prefix_tokens: those before the
+    first chunk that were read from vLLM's prefix cache.
     """
 
     chunks: tuple[ChunkReport, ...]
@@ -44,6 +47,7 @@ class BlendResult:
     starts: Mapping[str, float] = field(default_factory=dict)
     trace: Trace | None = None
     prefix_tokens: int = 0
+    load_by_tier: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,8 @@ class Declined:
 
     reason: why. chunks: the prompt's chunks, all missed, if they were looked up. prefix_tokens:
     those before the first chunk that vLLM's prefix cache holds. compute_share: work of what
-    follows, as a share of the whole prompt's. Both are None if no worker had the job.
+    follows, as a share of the whole prompt's. seconds, starts: of asking the store, as of
+    BlendResult. All are None if no worker had the job.
     """
 
     reason: Reason
@@ -133,6 +138,8 @@ class Declined:
     work_seconds: float | None = None
     prefix_tokens: int | None = None
     compute_share: float | None = None
+    seconds: Mapping[str, float] | None = None
+    starts: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -188,7 +195,7 @@ TOLD_BY: Mapping[str, type[Any]] = {
 
 def params_of(result: Result) -> dict[str, Any]:
     """Return plain JSON values for ``kv_transfer_params``."""
-    hints = _hints(type(result))  # type: ignore[arg-type]  # a class is hashable
+    hints = field_types(type(result))  # type: ignore[arg-type]  # a class is hashable
     told = {one.name: getattr(result, one.name) for one in fields(result)}
     plain = {name: _plain(value, hints[name]) for name, value in told.items() if value is not None}
     return {PARAMETER: plain}
@@ -222,11 +229,26 @@ def result_of(params: Mapping[str, Any] | None) -> Result | None:
         return None
     kind = next((kind for name, kind in TOLD_BY.items() if name in sent), PrefetchResult)
     try:
-        read: Result = _read(kind, sent)
+        read: Result = read_plain(kind, sent)
+        if isinstance(read, BlendResult | Declined):
+            _check_times(read)
     except (TypeError, ValueError, OverflowError) as error:
         why = f"the connector's answer cannot be read: {error!s:.100}"
         return Failed(Reason(ReasonCode.NO_ANSWER, why))
     return read
+
+
+def _check_times(told: BlendResult | Declined) -> None:
+    """Raise ValueError unless the times of a result are possible."""
+    by_tier = told.load_by_tier if isinstance(told, BlendResult) else {}
+    for name, of in (("seconds", told.seconds), ("starts", told.starts), ("load_by_tier", by_tier)):
+        if len(of or {}) > MOST_TIMES or any(len(key) > LONGEST_NAME for key in of or {}):
+            raise ValueError(f"{name} holds too many or too long names")
+        if any(not 0 <= value <= MOST_SECONDS for value in (of or {}).values()):
+            raise ValueError(f"{name} must be between 0 and {MOST_SECONDS:,.0f} seconds")
+    waited, whole = math.fsum(by_tier.values()), (told.seconds or {}).get("load", 0.0)
+    if by_tier and not math.isclose(waited, whole, rel_tol=1e-6, abs_tol=1e-6):
+        raise ValueError("load_by_tier does not add up to load")
 
 
 def status_of(params: Mapping[str, Any] | None) -> ConnectorStatus:
@@ -240,69 +262,3 @@ def status_of(params: Mapping[str, Any] | None) -> ConnectorStatus:
             return ConnectorStatus(False, why)
         case _:
             return ConnectorStatus(False, Reason(ReasonCode.NO_ANSWER, "no status came"))
-
-
-def _read(kind: type[T], sent: Any) -> T:
-    """Read a dataclass; unknown fields, of a newer version, are ignored."""
-    if not isinstance(sent, Mapping):
-        raise ValueError(f"{kind.__name__} must be an object")
-    hints = _hints(kind)  # type: ignore[arg-type]  # a class is hashable
-    return kind(**{name: _value(name, hints[name], sent[name]) for name in hints if name in sent})
-
-
-@cache
-def _hints(kind: type[Any]) -> Mapping[str, Any]:
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
-
-
-def _value(name: str, hint: Any, sent: Any) -> Any:
-    """Read a field; raises ValueError unless its value has the type ``hint``."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if NoneType in inner:
-        return None if sent is None else _value(name, inner[0], sent)
-    if hint is Reason:
-        return _reason(name, sent)
-    if is_dataclass(hint):
-        return _read(cast(type[Any], hint), sent)
-    if origin is tuple:
-        return tuple(_value(name, inner[0], value) for value in _checked(name, sent, list, tuple))
-    if origin is Mapping and inner[0] is Reason:
-        return dict(_counted(name, row) for row in _checked(name, sent, list))
-    if origin is Mapping:
-        named = _checked(name, sent, dict).items()
-        return {_checked(name, key, str): _value(name, inner[1], value) for key, value in named}
-    if hint is float:
-        return _finite(name, _checked(name, sent, float, int))
-    return _checked(name, sent, str if origin is Literal else hint)  # others may know more reasons
-
-
-def _reason(name: str, sent: Any) -> Reason:
-    """Read a code, which may be a newer version's, and a sentence."""
-    code, sentence = (_checked(name, part, str) for part in _row(name, sent, 2))
-    return Reason(ReasonCode.named(code), sentence)
-
-
-def _counted(name: str, sent: Any) -> tuple[Reason, int]:
-    """Read a reason, and its count."""
-    row = _row(name, sent, 3)
-    return _reason(name, row[:2]), _checked(name, row[2], int)
-
-
-def _row(name: str, sent: Any, length: int) -> list[Any]:
-    row: list[Any] = _checked(name, sent, list)
-    if len(row) != length:
-        raise ValueError(f"{name} holds {len(row)} values instead of {length}")
-    return row
-
-
-def _finite(name: str, sent: float) -> float:
-    if not math.isfinite(sent):
-        raise ValueError(f"{name} is no number")
-    return float(sent)
-
-
-def _checked(name: str, sent: Any, *kinds: type[Any]) -> Any:
-    if type(sent) not in kinds:
-        raise ValueError(f"{name} is a {type(sent).__name__}")
-    return sent

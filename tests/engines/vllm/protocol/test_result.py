@@ -64,6 +64,8 @@ RESULTS: tuple[Result, ...] = (
     NO_REPORT,
     Declined(Reason(ReasonCode.TOO_SHORT, "too few"), (MISS,), 0.5),
     Declined(FULL, prefix_tokens=128, compute_share=0.75),
+    Declined(FULL, (MISS,), seconds={"look_up": 0.25}, starts={"look_up": 0.0}),
+    BlendResult((HIT,), seconds={"load": 0.75}, load_by_tier={"host": 0.25, "disk": 0.5}),
     BlendResult((HIT,), prefix_tokens=128),
     Failed(Reason(ReasonCode.FAILED, "blending failed: KeyError"), 0.5),
     CANCELLED,
@@ -144,7 +146,7 @@ def test_a_blends_names_on_the_wire_are_settled() -> None:
     plain = sent(BLEND)["cacheblend"]
     assert set(plain) == {
         "selector", "ratio", "compute_share", "seconds", "wall_seconds", "work_seconds", "chunks",
-        "starts", "prefix_tokens",
+        "starts", "prefix_tokens", "load_by_tier",
     }  # fmt: skip
     assert plain["chunks"][1] == {
         "chunk_id": "1" * 32,
@@ -214,6 +216,21 @@ def test_where_no_connector_spoke_there_is_no_result(params: Any) -> None:
         ({"chunks": [], "ratio": float("nan")}, "ratio is no number"),
         ({"chunks": [], "ratio": 10**400}, "too large"),
         ({"chunks": [], "seconds": {"load": None}}, "seconds is a NoneType"),
+        ({"chunks": [], "seconds": {"load": -0.5}}, "seconds must be between 0 and 1,000,000"),
+        ({"chunks": [], "seconds": {"load": 2e6}}, "seconds must be between 0 and"),
+        ({"chunks": [], "seconds": {"load": float("inf")}}, "seconds is no number"),
+        ({"chunks": [], "starts": {"load": -1}}, "starts must be between 0 and"),
+        ({"chunks": [], "starts": {"load": float("nan")}}, "starts is no number"),
+        ({"chunks": [], "seconds": {str(n): 1 for n in range(33)}}, "seconds holds too many"),
+        ({"chunks": [], "load_by_tier": {str(n): 0 for n in range(33)}}, "load_by_tier holds too"),
+        ({"chunks": [], "load_by_tier": {"x" * 65: 0}}, "load_by_tier holds too many or too long"),
+        ({"chunks": [], "load_by_tier": {"disk": -1e-3}}, "load_by_tier must be between 0 and"),
+        ({"chunks": [], "load_by_tier": {"disk": 1}}, "load_by_tier does not add up to load"),
+        (
+            {"chunks": [], "seconds": {"load": 1}, "load_by_tier": {"a": 0.5, "b": 0.25}},
+            "load_by_tier does not add up",
+        ),
+        ({"reason": ["slow", "x"], "seconds": {"look_up": -1}}, "seconds must be between"),
         ({"computed": True}, "computed is a bool"),
         ({"computed": 1, "refused": {3: 4}}, "refused is a dict"),
         ({"computed": 1, "refused": [["slow", "x"]]}, "refused holds 2 values instead of 3"),

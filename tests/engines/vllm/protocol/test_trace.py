@@ -22,12 +22,32 @@ from cacheblend_rag.engines.vllm.protocol import (
 )
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import ChunkReport
-from cacheblend_rag.trace import MOST_LAYERS, MOST_SELECTIONS, MOST_TOKENS, Trace, TracedSelection
+from cacheblend_rag.trace import (
+    MOST_LAYERS,
+    MOST_SAMPLED,
+    MOST_SELECTIONS,
+    MOST_TOKENS,
+    MOST_WORDS,
+    Deviations,
+    Trace,
+    TracedAttention,
+    TracedLayer,
+    TracedSelection,
+    TracedTokens,
+)
 from tests.engines.vllm.hostile import HOSTILE, mutated
 
 EARLY = TracedSelection(None, (3, 5, 9), (0.5, -1.0, 0.25), (True, False, True))
 AT_LAYER = TracedSelection(1, (3, 9), (1e-9, 3e38), (False, True), (0.0, 1.5), (1e-9, 3e38))
-TRACE = Trace((EARLY, AT_LAYER), (3, 3, 1), truncated=True)
+LAYER = TracedLayer(
+    1, 3, Deviations(1.5, 1.0, 3e38, 9.0), Deviations(0.5, 0.25, 1.0, 4.0, 0.5, -1.0)
+)
+TOKENS = TracedTokens(1, (3, 9), (0.5, 1.5), (0.25, 1e-9))
+ATTENTION = TracedAttention(2, 4, 0.25, 0.5, 0.125)
+TRACE = Trace(
+    (EARLY, AT_LAYER), (3, 3, 1), truncated=True, layers=(LAYER,), tokens=(TOKENS,), reference=1,
+    protected=(4, 7), attention=(ATTENTION,),
+)  # fmt: skip
 RESULT = BlendResult(
     (ChunkReport("0" * 32, 3, 9, True, tier="host"),), starts={"load": 0.25}, trace=TRACE
 )
@@ -69,7 +89,35 @@ def test_a_trace_survives_json() -> None:
         ],
         "rows": [3, 3, 1],
         "truncated": True,
-    }
+        "layers": [
+            {
+                "layer": 1,
+                "tokens": 3,
+                "keys": {
+                    "mean": 1.5, "median": 1.0, "most": 3e38, "size": 9.0,
+                    "by_check": None, "by_score": None,
+                },
+                "values": {
+                    "mean": 0.5, "median": 0.25, "most": 1.0, "size": 4.0,
+                    "by_check": 0.5, "by_score": -1.0,
+                },
+            }
+        ],
+        "tokens": [
+            {
+                "layer": 1,
+                "positions": [3, 9],
+                "key_deviations": [0.5, 1.5],
+                "value_deviations": [0.25, 1e-9],
+            }
+        ],
+        "reference": 1,
+        "protected": [4, 7],
+        "attention": [
+            {"layer": 2, "rows": 4, "recomputed": 0.25, "reused": 0.5, "computed": 0.125}
+        ],
+        "no_attention": None,
+    }  # fmt: skip
 
 
 def test_a_result_without_a_trace_has_none_on_the_wire() -> None:
@@ -77,6 +125,20 @@ def test_a_result_without_a_trace_has_none_on_the_wire() -> None:
 
 
 LONG = list(range(MOST_TOKENS + 1))
+
+
+def plain_part(name: str, /, **changes: Any) -> dict[str, Any]:
+    return plain_trace(**{name: [{**sent()["trace"][name][0], **changes}]})
+
+
+def plain_layer(**changes: Any) -> dict[str, Any]:
+    values = {**sent()["trace"]["layers"][0]["values"], **changes}
+    return plain_part("layers", values=values)
+
+
+def many(name: str, count: int) -> dict[str, Any]:
+    (one,) = sent()["trace"][name]
+    return plain_trace(**{name: [{**one, "layer": layer} for layer in range(count)]})
 
 
 @pytest.mark.parametrize(
@@ -113,6 +175,32 @@ LONG = list(range(MOST_TOKENS + 1))
         (plain_selection(key_deviations=[1.0], value_deviations=[1.0]), "two deviations"),
         (plain_selection(key_deviations=[math.nan, 1.0]), "key_deviations is no number"),
         (plain_selection(value_deviations=None), "value_deviations is a NoneType"),
+        (plain_trace(layers={}), "layers is a dict"),
+        (plain_trace(layers=sent()["trace"]["layers"] * 2), "must rise"),
+        (plain_part("layers", layer=-1), "layer=-1"),
+        (plain_part("layers", tokens=0), "tokens=0"),
+        (plain_part("layers", keys=None), "Deviations must be an object"),
+        (plain_layer(mean=-1.0), "below 0"),
+        (plain_layer(most=math.inf), "most is no number"),
+        (plain_layer(median="1"), "median is a str"),
+        (plain_layer(by_check=1.5), "a rank correlation of 1.5"),
+        (plain_layer(by_score=math.nan), "by_score is no number"),
+        (many("tokens", MOST_SAMPLED + 1), f"a trace of {MOST_SAMPLED + 1} tokens"),
+        (many("attention", MOST_SAMPLED + 1), f"a trace of {MOST_SAMPLED + 1} attention"),
+        (plain_part("tokens", positions=[9, 3]), "must rise"),
+        (plain_part("tokens", key_deviations=[1.0]), "two deviations each"),
+        (plain_part("tokens", value_deviations=[1.0, -1.0]), "below 0"),
+        (
+            plain_part("tokens", positions=LONG, key_deviations=LONG, value_deviations=LONG),
+            "more than",
+        ),
+        (plain_part("attention", recomputed=0.9), "sums to"),
+        (plain_part("attention", reused=-0.1), "below 0"),
+        (plain_part("attention", rows=0), "attention of 0 rows"),
+        (plain_trace(reference=-1), "layer=-1"),
+        (plain_trace(protected=[4, 4]), "must rise"),
+        (plain_trace(protected=LONG), "more than"),
+        (plain_trace(no_attention="x" * (MOST_WORDS + 1)), "longer than"),
     ],
 )
 def test_a_hostile_trace_is_a_failure_that_says_why(trace: Any, said: str) -> None:
@@ -136,6 +224,10 @@ def test_a_trace_of_another_prompt_does_not_fit() -> None:
     assert TRACE.fits(10)
     assert not TRACE.fits(9)
     assert not Trace(rows=(11,)).fits(10)
+    assert not Trace(protected=(10,)).fits(10)
+    assert not Trace(tokens=(TOKENS,)).fits(9)
+    assert not Trace(layers=(LAYER,)).fits(2)
+    assert not Trace(attention=(ATTENTION,)).fits(3)
     assert Trace().fits(0)
 
 

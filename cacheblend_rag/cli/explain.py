@@ -1,0 +1,236 @@
+"""``cacheblend-rag explain``: why a prompt was served as it was, token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cacheblend_rag.cli import asking, options, output
+from cacheblend_rag.errors import ConfigError, PromptError, StoreError
+from cacheblend_rag.models import DEFAULT_MODEL
+from cacheblend_rag.rag import checks
+from cacheblend_rag.rag.answering import clean_question
+from cacheblend_rag.rag.collection import DEFAULT_FOLDER
+from cacheblend_rag.rag.collection_engine import Placement
+from cacheblend_rag.rag.ordering import PassageOrder
+from cacheblend_rag.settings import EMBEDDED, check_namespace
+from cacheblend_rag.settings.secret import check_server_url
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.observe.explained import Explained
+
+MAX_TOKENS = 16
+WAYS = "give one of QUESTION, --prompt FILE or --report FILE"
+
+
+def explain_command(
+    question: Annotated[
+        str | None, typer.Argument(metavar="[QUESTION]", help="A question to a collection.")
+    ] = None,
+    *,
+    folder: asking.FromOption = DEFAULT_FOLDER,
+    prompt: Annotated[
+        Path | None, typer.Option("--prompt", metavar="FILE", help="A file that holds a prompt.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            help="What `ask --json`, `explain --json` or report.to_dict() wrote; loads no model.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="With --prompt: a server's URL. CACHEBLEND_API_KEY is its key."),
+    ] = None,
+    model: options.ModelOption = DEFAULT_MODEL,
+    kv_path: Annotated[
+        Path | None,
+        typer.Option(
+            envvar=options.KV_PATH_VARIABLE,
+            help="With --prompt: the folder of chunk KV, and of the list of known chunks.",
+        ),
+    ] = None,
+    passage: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="With --prompt: a text file that is a known chunk."),
+    ] = None,
+    instruction: Annotated[
+        str | None,
+        typer.Option(help="With --prompt: the instruction that chunks were precomputed after."),
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="With --prompt: of the chunk KV.")] = "default",
+    top_k: asking.TopKOption = asking.TOP_K,
+    order: asking.OrderOption = PassageOrder.SCORE,
+    max_tokens: options.MaxTokensOption = MAX_TOKENS,
+    ratio: asking.RatioOption = None,
+    selector: asking.SelectorOption = None,
+    profile: options.ProfileOption = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Also measure full prefill: its time, and how far the blend is."
+        ),
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write one page that needs no script and no network."),
+    ] = None,
+    engine: options.EngineOption = None,
+    device: options.DeviceOption = None,
+    store: options.StoreOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Explain which chunks were reused and why, which tokens were recomputed, and what it cost.
+
+    The prompt is answered once with a trace. A report needs one, too, to explain tokens.
+    """
+    if sum(one is not None for one in (question, prompt, report)) != 1:
+        raise ConfigError(f"explain: {WAYS}")
+    _check_options(prompt, url, html, compare and report is not None)
+    asked = clean_question(question) if question is not None else ""
+    with output.stdout_reserved(as_json):
+        if report is not None:
+            from cacheblend_rag.observe.report_file import read_explained
+
+            found = read_explained(report)
+        elif prompt is not None:
+            text = _read(prompt, "--prompt")
+            known = [_read(one, "--passage") for one in passage or ()]
+            check_namespace(namespace)
+            checks.check_blend(ratio, selector)
+            opened = _opened(
+                url or engine or EMBEDDED,
+                model=model,
+                kv_path=kv_path,
+                instruction=instruction,
+                namespace=namespace,
+                device=device,
+                store=store,
+                profile=profile,
+            )
+            found = _explained_prompt(
+                opened,
+                text,
+                known,
+                ratio=ratio,
+                selector=selector,
+                max_tokens=max_tokens,
+                compare=compare,
+            )
+        else:
+            placement = Placement(device, options.collection_store(store), profile=profile)
+            with asking.opened(folder, placement, engine, ratio, selector) as asker:
+                from cacheblend_rag.observe.explained import explain_prompt
+
+                sources = asker.retrieve(asked, top_k, order)
+                fitted = asker.fit((), asked, sources, max_tokens)
+                found = explain_prompt(
+                    asker.engine,
+                    fitted.prepared,
+                    config=asker.config,
+                    max_tokens=max_tokens,
+                    compare=compare,
+                )
+    _show(found, html, as_json=as_json)
+
+
+def _check_options(prompt: Path | None, url: str | None, html: Path | None, clash: bool) -> None:
+    """Raise errors that are known before anything is loaded."""
+    if url is not None:
+        check_server_url(url)
+        if prompt is None:
+            raise ConfigError("--url is for --prompt FILE: a collection knows its server")
+    if clash:
+        raise ConfigError("--compare asks the engine, which a report no longer can: leave it out")
+    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
+        raise StoreError(f"--html {html} cannot be written: name a file in an existing folder")
+
+
+def _read(path: Path, option: str) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise PromptError(f"{option} {path} cannot be read: {why}") from error
+
+
+def _opened(
+    kind: str,
+    *,
+    model: str,
+    kv_path: Path | None,
+    instruction: str | None,
+    namespace: str,
+    device: str | None,
+    store: list[str] | None,
+    profile: str | None,
+) -> Engine:
+    """Open the engine of a prompt; what can be checked is checked before anything is loaded."""
+    from cacheblend_rag.settings import EngineConfig, Profile
+
+    folder = None if kv_path is None else options.store_folder(kv_path)
+    settings = options.store_settings(store, kv_path=folder)
+    checks.check_engine(kind)
+    checks.check_model(model)
+    checks.check_placement(device)
+    given: dict[str, Any] = {} if instruction is None else {"instruction": instruction}
+    config = EngineConfig(
+        engine=kind,
+        model=model,
+        namespace=namespace,
+        store=settings,
+        device=device,
+        profile=Profile.chosen(profile),
+        **given,
+    )
+    from cacheblend_rag.engines.factory import open_engine
+    from cacheblend_rag.engines.quiet_import import quiet_libraries
+
+    with output.progress_bar() as bar:
+        with bar.phase("loading the libraries"):
+            quiet_libraries()
+        with bar.phase(f"loading the model {model}"):
+            return open_engine(config)
+
+
+def _explained_prompt(
+    engine: Engine,
+    text: str,
+    passages: list[str],
+    *,
+    ratio: float | None,
+    selector: str | None,
+    max_tokens: int,
+    compare: bool,
+) -> Explained:
+    from cacheblend_rag.observe.explained import explain_prompt
+
+    try:
+        engine.register(passages)
+        config = engine.config.with_given(recompute_ratio=ratio, selector=selector)
+        return explain_prompt(engine, text, config=config, max_tokens=max_tokens, compare=compare)
+    finally:
+        engine.close()
+
+
+def _show(found: Explained, html: Path | None, *, as_json: bool) -> None:
+    if html is not None:
+        from cacheblend_rag.observe.explain_page import explain_page
+
+        try:
+            html.write_bytes(explain_page(found).encode("utf-8", "replace"))
+        except OSError as error:
+            raise StoreError(f"--html {html} cannot be written: {error.strerror}") from error
+    if as_json:
+        output.print_json(found.to_dict())
+        return
+    from cacheblend_rag.cli.explain_view import print_explained
+
+    print_explained(found)
+    if html is not None:
+        output.side_console().print(f"page: {html}", markup=False, soft_wrap=True)

@@ -1,0 +1,387 @@
+"""Explains a request's report: what was reused and why, what it cost, and what recomputing changed.
+
+It reads a report by the names of its fields, so that reports, which are built on it, can offer it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
+
+from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.trace import Trace, TracedAttention, TracedLayer, TracedSelection
+
+BINS = 24
+ROUNDING = 1e-9
+"""Deviations below this share of the largest are rounding: the tokens did not change."""
+LAST_PHASE = "first_token"
+"""The phase that ends with the first token; later ones are no part of the time to it."""
+NO_TRACE = "the report holds no trace: ask with BlendConfig(trace=True)"
+
+
+class ChunkFacts(Protocol):
+    """What is read of a ChunkReport."""
+
+    @property
+    def chunk_id(self) -> str: ...
+    @property
+    def document_id(self) -> str | None: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def hit(self) -> bool: ...
+    @property
+    def reason(self) -> str | None: ...
+    @property
+    def reason_code(self) -> ReasonCode | None: ...
+    @property
+    def tier(self) -> str | None: ...
+    @property
+    def recomputed(self) -> int: ...
+    @property
+    def edge_tokens(self) -> int: ...
+
+
+class ReportFacts(Protocol):
+    """What is read of a BlendReport."""
+
+    @property
+    def blended(self) -> bool: ...
+    @property
+    def reason(self) -> Reason | None: ...
+    @property
+    def selector(self) -> str: ...
+    @property
+    def selector_reason(self) -> Reason | None: ...
+    @property
+    def ratio_reason(self) -> Reason | None: ...
+    @property
+    def recompute_ratio(self) -> float: ...
+    @property
+    def compute_share(self) -> float: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def reused_tokens(self) -> int: ...
+    @property
+    def recomputed_tokens(self) -> int: ...
+    @property
+    def computed_tokens(self) -> int: ...
+    @property
+    def chunks(self) -> Sequence[ChunkFacts]: ...
+    @property
+    def seconds(self) -> Any: ...
+    @property
+    def starts(self) -> Any: ...
+    @property
+    def trace(self) -> Trace | None: ...
+
+
+@dataclass(frozen=True)
+class ExplainedToken:
+    """A token of a chunk that was recomputed, or that might not be.
+
+    Args:
+        position: in the prompt.
+        fate: ``recomputed`` (chosen by its score), ``all`` (everything was recomputed) or
+            ``protected`` (it keeps what its own document told it).
+        score: the selector's; None if it was not scored.
+        rank: by score among all tokens that could be chosen, from 1; None without a score.
+        deviation: squared difference of its fresh value from the cached one, in the first layer
+            where that is recorded; None if it is in none.
+    """
+
+    position: int
+    fate: str
+    score: float | None = None
+    rank: int | None = None
+    deviation: float | None = None
+
+
+@dataclass(frozen=True)
+class ExplainedChunk:
+    """The fate of a chunk, and why.
+
+    Args:
+        chunk_id: as in its report.
+        document_id: as in its report.
+        start: as in its report; -1 if it is not in the prompt.
+        tokens: how many of its tokens are in the prompt.
+        hit: whether its KV was reused.
+        code: the code of the reason of a miss, None on a hit.
+        why: a sentence.
+        tier: where its KV came from.
+        recomputed: how many of its tokens were recomputed.
+        edge_tokens: how many the tokenizer joins with the text beside it.
+        marked: its tokens that were recomputed or protected, rising; empty without a trace.
+    """
+
+    chunk_id: str
+    document_id: str | None
+    start: int
+    tokens: int
+    hit: bool
+    code: str | None
+    why: str
+    tier: str | None
+    recomputed: int
+    edge_tokens: int
+    marked: tuple[ExplainedToken, ...] = ()
+
+
+@dataclass(frozen=True)
+class ExplainedPhase:
+    """A phase of a request.
+
+    Args:
+        name: as in PhaseSeconds.
+        start: seconds since the request began, None if it did not take place.
+        seconds: how long it took.
+        share: of the time to the first token; 0 for phases after it.
+        parts: its seconds by part (such as the tier that KV was loaded from), if they are known.
+    """
+
+    name: str
+    start: float | None
+    seconds: float
+    share: float
+    parts: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How often deviations of values lie between two edges, on a logarithmic scale.
+
+    Args:
+        layer: where they were measured.
+        edges: of the bins, rising; one more than bins.
+        recomputed: per bin, how many tokens that were recomputed in later layers, too.
+        others: per bin, how many tokens that were not.
+        zeros: tokens that did not change but for rounding.
+    """
+
+    layer: int
+    edges: tuple[float, ...]
+    recomputed: tuple[int, ...]
+    others: tuple[int, ...]
+    zeros: int = 0
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a report says, in sentences and numbers that can be drawn.
+
+    Args:
+        summary: what was reused, what it cost, what it saved, in one or two sentences.
+        blended: whether any chunk was reused.
+        code: the code of the reason why not, None if one was.
+        chunks: one for each chunk of the report.
+        phases: in their order.
+        first_token_seconds: the time to the first token.
+        compute_share: floating-point work, as a share of full prefill's.
+        histogram: of deviations at the check layer, or the first layer whose values depend on
+            other tokens; None without a trace of them.
+        layers: deviations and rank correlations, by layer.
+        reference: the layer that the correlations ``by_check`` compare with, None for none.
+        attention: what the question attends to, by layer.
+        notes: what is missing, and why.
+    """
+
+    summary: str
+    blended: bool
+    code: str | None
+    chunks: tuple[ExplainedChunk, ...]
+    phases: tuple[ExplainedPhase, ...]
+    first_token_seconds: float
+    compute_share: float
+    histogram: Histogram | None = None
+    layers: tuple[TracedLayer, ...] = ()
+    reference: int | None = None
+    attention: tuple[TracedAttention, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+
+def explain(report: ReportFacts) -> Explanation:
+    """Return the explanation of a BlendReport."""
+    trace = report.trace or Trace()
+    first = float(report.seconds.time_to_first_token)
+    marked = _marked(report, trace)
+    return Explanation(
+        summary=_summary(report, first),
+        blended=report.blended,
+        code=None if report.reason is None else report.reason.code.value,
+        chunks=tuple(_chunk(chunk, report, marked) for chunk in report.chunks),
+        phases=tuple(_phases(report, first)),
+        first_token_seconds=first,
+        compute_share=report.compute_share,
+        histogram=_histogram(trace),
+        layers=trace.layers,
+        reference=trace.reference,
+        attention=trace.attention,
+        notes=tuple(_notes(report)),
+    )
+
+
+def _summary(report: ReportFacts, first: float) -> str:
+    tokens = f"{report.prompt_tokens:,} tokens"
+    if not report.blended:
+        why = f": {report.reason}" if report.reason else ""
+        return f"Ordinary prefill computed {tokens}{why}. First token after {first:.3f} s."
+    return (
+        f"Of {tokens}, {report.reused_tokens:,} were reused as stored, "
+        f"{report.recomputed_tokens:,} recomputed ({_rule(report)}) and "
+        f"{report.computed_tokens:,} computed: {100 * report.compute_share:.1f} % of full "
+        f"prefill's work. First token after {first:.3f} s."
+    )
+
+
+def _rule(report: ReportFacts) -> str:
+    return f"{report.selector}, ratio {report.recompute_ratio:g}"
+
+
+def _notes(report: ReportFacts) -> Iterable[str]:
+    for reason in (report.selector_reason, report.ratio_reason):
+        if reason is not None:
+            yield str(reason)
+    if not report.blended:
+        return
+    if report.trace is None:
+        yield NO_TRACE
+        return
+    if report.trace.no_attention is not None:
+        yield f"the question's attention is not known: {report.trace.no_attention}"
+    if report.trace.truncated:
+        yield "the trace is cut: it holds the tokens with the highest scores only"
+    if not report.trace.selections and report.recomputed_tokens:
+        yield "every token was recomputed, so none was chosen by a score"
+
+
+def _phases(report: ReportFacts, first: float) -> Iterable[ExplainedPhase]:
+    """Yield the phases that can have a start, in the order of their fields."""
+    names = [one.name for one in fields(report.starts)]
+    last = names.index(LAST_PHASE) if LAST_PHASE in names else len(names)
+    for index, name in enumerate(names):
+        seconds = float(getattr(report.seconds, name))
+        parts = getattr(report.seconds, f"{name}_by_tier", None)
+        share = seconds / first if first > 0 and index <= last else 0.0
+        known = tuple(parts.items()) if isinstance(parts, Mapping) else ()
+        yield ExplainedPhase(name, getattr(report.starts, name), seconds, share, known)
+
+
+def _chunk(
+    chunk: ChunkFacts, report: ReportFacts, marked: Mapping[int, ExplainedToken]
+) -> ExplainedChunk:
+    code = None if chunk.reason_code is None else chunk.reason_code.value
+    here = range(chunk.start, chunk.start + chunk.tokens) if chunk.hit else range(0)
+    own = tuple(marked[at] for at in here if at in marked)
+    return ExplainedChunk(
+        chunk_id=chunk.chunk_id,
+        document_id=chunk.document_id,
+        start=chunk.start,
+        tokens=chunk.tokens,
+        hit=chunk.hit,
+        code=code,
+        why=_why(chunk, report, own),
+        tier=chunk.tier,
+        recomputed=chunk.recomputed,
+        edge_tokens=chunk.edge_tokens,
+        marked=own,
+    )
+
+
+def _why(chunk: ChunkFacts, report: ReportFacts, own: Sequence[ExplainedToken]) -> str:
+    edges = f"; {_counted(chunk.edge_tokens)} at its edges joined with the text beside it, computed"
+    edge = edges if chunk.edge_tokens else ""
+    if not chunk.hit:
+        where = f" ({chunk.tier})" if chunk.tier else ""
+        return f"computed: {chunk.reason or 'no reason given'}{where}{edge}"
+    parts = [f"reused from {chunk.tier or 'memory'}"]
+    ranks = [token.rank for token in own if token.rank is not None and token.fate == "recomputed"]
+    if not chunk.recomputed:
+        parts.append("nothing recomputed")
+    elif ranks:
+        of = f"{_counted(chunk.recomputed)} recomputed by {report.selector}"
+        parts.append(f"{of}, ranks {min(ranks):,} to {max(ranks):,}")
+    else:
+        parts.append(f"{_counted(chunk.recomputed)} recomputed")
+    protected = sum(token.fate == "protected" for token in own)
+    if protected:
+        parts.append(f"{_counted(protected)} protected, since fresh KV would forget its document")
+    return ", ".join(parts) + edge
+
+
+def _counted(tokens: int) -> str:
+    return f"{tokens:,} token" + ("" if tokens == 1 else "s")
+
+
+def _marked(report: ReportFacts, trace: Trace) -> dict[int, ExplainedToken]:
+    """Return the recomputed and the protected tokens of reused chunks, by position."""
+    found = {at: ExplainedToken(at, "protected") for at in trace.protected}
+    deviations: dict[int, float] = {}
+    for one in reversed(trace.tokens):
+        deviations |= zip(one.positions, one.value_deviations, strict=True)
+    for choice in reversed(trace.selections):
+        if choice.value_deviations:
+            deviations |= zip(choice.positions, choice.value_deviations, strict=True)
+    if trace.selections:
+        last = trace.selections[-1]
+        ranks = _ranks(last)
+        chosen = zip(last.positions, last.scores, last.chosen, strict=True)
+        for at, score, is_chosen in chosen:
+            if is_chosen:
+                found[at] = ExplainedToken(at, "recomputed", score, ranks[at], deviations.get(at))
+    elif report.recomputed_tokens:
+        whole = (one for one in report.chunks if one.hit and one.recomputed == one.tokens)
+        for chunk in whole:
+            for at in range(chunk.start, chunk.start + chunk.tokens):
+                found[at] = ExplainedToken(at, "all", deviation=deviations.get(at))
+    return dict(sorted(found.items()))
+
+
+def _ranks(choice: TracedSelection) -> dict[int, int]:
+    """Return each token's rank by its score, from 1; the first of equal ones comes first."""
+    scored = zip(choice.scores, choice.positions, strict=True)
+    order = sorted(scored, key=lambda pair: (-pair[0], pair[1]))
+    return {position: rank for rank, (_, position) in enumerate(order, start=1)}
+
+
+def _histogram(trace: Trace) -> Histogram | None:
+    """Return the deviations of all candidates at the first check, or of recomputed tokens."""
+    last = trace.selections[-1:]
+    kept = {at for one in last for at, on in zip(one.positions, one.chosen, strict=True) if on}
+    for choice in trace.selections:
+        if choice.layer is not None and any(choice.value_deviations):
+            return _binned(choice.layer, choice.positions, choice.value_deviations, kept)
+    for one in trace.tokens:
+        if any(one.value_deviations):
+            return _binned(one.layer, one.positions, one.value_deviations, set(one.positions))
+    return None
+
+
+def _binned(
+    layer: int, positions: Sequence[int], deviations: Sequence[float], kept: set[int]
+) -> Histogram:
+    least = max(deviations) * ROUNDING
+    pairs = [
+        (math.log10(one), at) for at, one in zip(positions, deviations, strict=True) if one > least
+    ]
+    low, high = min(pairs)[0], max(pairs)[0]
+    step = (high - low) / BINS or 0.1
+    counts = {True: [0] * BINS, False: [0] * BINS}
+    for value, at in pairs:
+        counts[at in kept][min(BINS - 1, int((value - low) / step))] += 1
+    return Histogram(
+        layer,
+        tuple(10 ** min(308.0, low + step * index) for index in range(BINS + 1)),
+        tuple(counts[True]),
+        tuple(counts[False]),
+        len(positions) - len(pairs),
+    )

@@ -1,0 +1,253 @@
+"""Each check draws its finding from facts alone, and draws none at the edge of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig, BlendReport, ChunkReport, FindingCode, Reason, ReasonCode
+from cacheblend_rag.observe.doctor import memory, quality, reuse, speed
+from cacheblend_rag.observe.doctor.diagnose import CHECKS, examine
+from cacheblend_rag.observe.doctor.evidence import (
+    Evidence,
+    MemoryFacts,
+    ModelVerdict,
+    PromptFacts,
+    TierFacts,
+    Trial,
+)
+from cacheblend_rag.observe.doctor.finding import SEVERITY
+from cacheblend_rag.observe.doctor.machine import CpuLoad
+from cacheblend_rag.observe.doctor.similar import SimilarChunk
+from cacheblend_rag.prefill.comparing import Comparison
+from cacheblend_rag.report import PhaseSeconds
+from cacheblend_rag.trace import Trace, TracedSelection
+
+CHUNKS = ("one passage", "another passage", "a third passage")
+PROMPT = PromptFacts(
+    tokens=1200,
+    chunks=CHUNKS,
+    chunk_tokens=(350, 350, 350),
+    known_chunks=9,
+    before="Read the notes.\n\n",
+    after="\n\nQuestion: Who lives in Rome?\nAnswer:",
+    instruction="Read the notes.\n\n",
+)
+QUIET = CpuLoad(own=0.5, other=0.02, steal=0.0, idle=0.48)
+BUSY = CpuLoad(own=0.3, other=0.7, steal=0.0, idle=0.0)
+
+
+def seconds(load: float = 0.0, recompute: float = 0.2, tier: str = "disk") -> PhaseSeconds:
+    return PhaseSeconds(load=load, recompute=recompute, load_by_tier={tier: load} if load else {})
+
+
+def report(*, reason: Any = None, tier: str | None = "host", **changed: Any) -> BlendReport:
+    chunks = [ChunkReport(str(at), 350 * at, 350, reason is None, reason, tier) for at in range(3)]
+    given: dict[str, Any] = {
+        "engine": "transformers",
+        "blended": reason is None,
+        "reason": None if reason is None else Reason(ReasonCode.NO_CHUNK, "none"),
+        "prompt_tokens": 1200,
+        "reused_tokens": 966,
+        "recomputed_tokens": 84,
+        "computed_tokens": 150,
+        "recompute_ratio": 0.08,
+        "selector": "question_mid",
+        "lead_in": "document",
+        "compute_share": 0.2,
+        "seconds": seconds(),
+        "chunks": tuple(chunks),
+    }
+    return BlendReport(**{**given, **changed})
+
+
+def trial(loss: float, ratio: float = 0.08, share: float = 0.2, **changed: Any) -> Trial:
+    told = report(recompute_ratio=ratio, compute_share=share, **changed)
+    return Trial(BlendConfig(recompute_ratio=ratio), told, Comparison(loss))
+
+
+HEALTHY = Evidence(
+    PROMPT,
+    BlendConfig(),
+    first=report(),
+    blends=(report(), report()),
+    fulls=(report(seconds=seconds(recompute=1.0)),) * 2,
+    in_force=trial(0.02),
+    load=QUIET,
+)
+
+
+def codes(evidence: Evidence) -> list[str]:
+    return [finding.code.value for finding in examine(evidence)]
+
+
+def of(**changed: Any) -> Evidence:
+    return replace(HEALTHY, **changed)
+
+
+def missing(reason: Any, tier: str | None = None) -> Evidence:
+    missed = report(reason=reason, tier=tier)
+    return of(first=missed, blends=(missed,), in_force=None)
+
+
+def test_nothing_is_found_in_healthy_facts() -> None:
+    assert codes(HEALTHY) == []
+
+
+SLOW = report(seconds=seconds(load=0.6), tier="disk")
+LATE = Trace(
+    selections=(TracedSelection(3, (1, 2), (0.0, 1.0), (False, True)),), rows=(9, 9, 9, 9, 1, 1)
+)
+SIMILAR = SimilarChunk("a", "white space", 1.0, "a b", "a\nb")
+SOONER = replace(report(reason="slow"), reason=Reason(ReasonCode.SLOW, "3 ms"))
+PLANTED: dict[str, Evidence] = {
+    "model_fails_verify": of(verdict=ModelVerdict(False, {"positions": "off"}, "do not blend")),
+    "cannot_be_blended": of(
+        refusal=Reason(ReasonCode.UNSUPPORTED_LAYERS, "no"), first=None, blends=(), in_force=None
+    ),
+    "no_room": missing("no room"),
+    "question_registered": of(prompt=replace(PROMPT, chunk_tokens=(350, 350, 9), after=" ")),
+    "other_instruction": of(prompt=replace(PROMPT, before="Be brief.\n\n")),
+    "ratio_too_low": of(in_force=trial(0.12, 0.01), more=trial(0.03, 0.16)),
+    "predictions_differ": of(in_force=trial(0.5), more=trial(0.4, 0.16)),
+    "guard_stopped": missing("stopped by the guard"),
+    "tier_fails": missing("store error", "redis"),
+    "damaged": missing("damaged"),
+    "other_model": missing("other model"),
+    "white_space_differs": of(prompt=replace(PROMPT, chunks=()), similar=(SIMILAR,)),
+    "text_differs": of(
+        prompt=replace(PROMPT, chunks=()), similar=(replace(SIMILAR, differs="text"),)
+    ),
+    "not_stored": missing("not stored"),
+    "no_known_chunk": of(prompt=replace(PROMPT, chunks=()), first=None, in_force=None),
+    "prompt_too_short": missing("too short"),
+    "machine_busy": of(load=BUSY),
+    "tier_slow": of(first=SLOW, tiers={"disk": TierFacts(read_seconds=0.5, read_bytes=9)}),
+    "check_layer_late": of(
+        config=BlendConfig(check_layers=(3,)), in_force=trial(0.02, 0.1, 0.7, trace=LATE)
+    ),
+    "ratio_too_high": of(in_force=trial(0.0, 0.9, 0.92)),
+    "prefill_sooner": of(
+        blends=(report(), SOONER),
+        in_force=None,
+    ),
+}
+
+
+def test_every_code_is_planted_and_documented_in_its_order() -> None:
+    codes = [code.value for code in FindingCode]
+    assert list(PLANTED) == codes
+    assert len(CHECKS) == len(codes)
+    page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == codes
+
+
+@pytest.mark.parametrize("code", PLANTED)
+def test_a_planted_fact_is_found_alone(code: str) -> None:
+    assert codes(PLANTED[code]) == [code]
+
+
+@pytest.mark.parametrize("code", PLANTED)
+def test_a_finding_says_what_to_change_from_what_to_what(code: str) -> None:
+    (found,) = examine(PLANTED[code])
+    assert found.sentence.endswith(".")
+    assert found.evidence
+    assert all(getattr(found.change, one.name) for one in fields(found.change))
+    assert found.change.present != found.change.proposed
+    assert found.to_dict()["code"] == code
+
+
+EDGES: dict[str, Evidence] = {
+    "a loss that a higher ratio leaves": of(in_force=trial(0.12, 0.01), more=trial(0.1, 0.16)),
+    "a small loss": of(in_force=trial(0.04, 0.01), more=trial(0.0, 0.16)),
+    "a loss at the default ratio": of(in_force=trial(0.2), more=trial(0.05, 0.16)),
+    "what full prefill loses, too": of(
+        in_force=replace(trial(0.0), divergence=Comparison(0.9, 0.8))
+    ),
+    "an early check layer": of(in_force=trial(0.02, 0.1, 0.7, trace=replace(LATE, rows=(9,) * 8))),
+    "a late check layer that costs little": of(in_force=trial(0.02, 0.1, 0.3, trace=LATE)),
+    "a wait that was a hiccup": of(
+        first=SLOW, tiers={"disk": TierFacts(read_seconds=0.01, read_bytes=9)}
+    ),
+    "a wait for memory": of(
+        first=report(seconds=seconds(load=0.6, tier="host")),
+        tiers={"host": TierFacts(read_bytes=9)},
+    ),
+    "a wait that is short beside full prefill": of(
+        first=SLOW, fulls=(report(seconds=seconds(recompute=9.0)),)
+    ),
+    "others at work, but idle CPUs": of(load=replace(BUSY, idle=0.5)),
+    "a short prompt with a gain": of(prompt=replace(PROMPT, tokens=700)),
+    "more text before the first chunk": of(
+        prompt=replace(PROMPT, before="Read the notes.\n\nContext:\n")
+    ),
+    "an instruction that no chunk was computed after": of(
+        prompt=replace(PROMPT, before="Be brief.", lead_in="bos")
+    ),
+    "a long last chunk, and no question": of(prompt=replace(PROMPT, after="\n\nAnswer:")),
+    "a model that passes": of(verdict=ModelVerdict(True)),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_nothing_is_found_in(edge: str) -> None:
+    assert codes(EDGES[edge]) == []
+
+
+def test_a_busy_machine_silences_what_times_say_and_nothing_else() -> None:
+    silenced = ("tier_slow", "prefill_sooner")
+    for code, evidence in PLANTED.items():
+        expected = ["machine_busy"] if code in silenced else sorted({code, "machine_busy"})
+        assert sorted(codes(replace(evidence, load=BUSY))) == expected
+
+
+def test_findings_are_ordered_by_severity_notes_last() -> None:
+    few = report().chunks[:2]
+    lost = ChunkReport("2", 700, 40, False, "not stored")
+    first = replace(report(), chunks=(*few, lost))
+    evidence = of(first=first, load=BUSY, prompt=replace(PROMPT, before="Be brief."))
+    found = examine(evidence)
+    assert [one.code.value for one in found] == ["other_instruction", "machine_busy", "not_stored"]
+    assert [one.is_fault for one in found] == [True, True, False]
+    assert SEVERITY[FindingCode.NOT_STORED] < SEVERITY[FindingCode.MACHINE_BUSY]
+
+
+def test_what_to_lower_is_the_memory_for_chunks_if_that_is_enough() -> None:
+    facts = MemoryFacts(needed=300 << 20, available=100 << 20, kept=1 << 30)
+    found = memory.no_room(replace(missing("no room"), memory=facts))
+    assert found is not None
+    change = found.change
+    assert (change.setting, change.proposed) == ("host_bytes", "824 MiB")
+    found = memory.no_room(replace(missing("no room"), memory=replace(facts, kept=50 << 20)))
+    assert found is not None
+    change = found.change
+    assert change.setting == "tokens of the prompt"
+    assert change.proposed.startswith("400,")
+
+
+def test_a_request_without_any_memory_is_found() -> None:
+    evidence = of(first=None, blends=(), in_force=None, memory=MemoryFacts(lack="out of memory"))
+    assert codes(evidence)[0] == "no_room"
+
+
+def test_a_higher_ratio_is_advised_at_the_default_only_if_much_is_lost() -> None:
+    found = quality.ratio_too_low(of(in_force=trial(0.6), more=trial(0.1, 0.16)))
+    assert found is not None
+    assert found.change.proposed == "0.16"
+
+
+def test_a_late_check_layer_tells_what_an_earlier_one_costs() -> None:
+    evidence = replace(PLANTED["check_layer_late"], earlier=trial(0.02, 0.1, 0.3))
+    found = speed.check_layer_late(evidence)
+    assert found is not None
+    assert found.evidence["compute_share_at_proposed"] == 0.3
+
+
+def test_a_failing_tier_is_named_though_others_had_the_chunks() -> None:
+    found = reuse.tier_fails(of(tiers={"host": TierFacts(), "redis": TierFacts(errors=2)}))
+    assert found is not None
+    assert found.evidence == {"chunks_missed": 0, "redis_errors": 2, "redis_skipped": 0}

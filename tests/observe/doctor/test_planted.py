@@ -1,0 +1,224 @@
+"""Each planted fault is the first finding of the doctor, on a real engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import Chunk, Diagnosis, Document, Finding, TieredKVStore, diagnose
+from cacheblend_rag.demo.corpus import OTHER_FRAMES
+from cacheblend_rag.engines.transformers import prefiller
+from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.kv import DiskTier
+from cacheblend_rag.kv.tiers.redis import RedisTier
+from cacheblend_rag.observe.doctor.machine import Machine
+from cacheblend_rag.quality.verify.gate import verify_engine
+from tests.local_servers import free_port
+from tests.observe.doctor.conftest import (
+    HEAD,
+    EngineMaker,
+    IdleMachine,
+    documents,
+    prompts,
+    text_of,
+)
+from tests.quality.verify.test_gate import DATA, opened
+from tests.refusing import RefusingDevice, on_device
+
+(PROMPT,) = prompts()
+TEXT = text_of(PROMPT)
+
+
+def examined(engine: Any, prompt: str = TEXT, **options: Any) -> Diagnosis:
+    options = {"machine": IdleMachine(), "runs": 1, "answer_tokens": 8, **options}
+    return diagnose(engine, prompt, **options)
+
+
+def first(diagnosis: Diagnosis) -> Finding:
+    assert diagnosis.has_fault
+    found = diagnosis.findings[0]
+    assert found.change.setting
+    assert found.change.proposed != found.change.present
+    return found
+
+
+def test_ratio_too_low(make: EngineMaker) -> None:
+    engine = make(recompute_ratio=0.01, lead_in="instruction")
+    engine.precompute(documents(PROMPT), progress=False)
+    found = first(examined(engine))
+    assert found.code == "ratio_too_low"
+    assert found.symptom == "quality"
+    assert found.evidence["loss_at_proposed"] < 0.6 * found.evidence["loss_nats_per_token"]
+    assert found.change.setting == "recompute_ratio"
+    assert float(found.change.proposed) > float(found.change.present) == 0.01
+
+
+def test_ratio_too_high(make: EngineMaker) -> None:
+    engine = make(recompute_ratio=0.9)
+    engine.precompute(documents(PROMPT), progress=False)
+    found = first(examined(engine))
+    assert found.code == "ratio_too_high"
+    assert found.evidence["compute_share"] > 0.7
+    assert found.evidence["compute_share_at_proposed"] < 0.3
+    assert float(found.change.proposed) < 0.9
+
+
+def test_check_layer_late(make: EngineMaker) -> None:
+    engine = make(selector="hkvd", check_layers=(3,), recompute_ratio=0.16)
+    engine.precompute(documents(PROMPT), progress=False)
+    found = first(examined(engine))
+    assert found.code == "check_layer_late"
+    assert (found.evidence["check_layer"], found.evidence["layers"]) == (3, 4)
+    assert found.evidence["compute_share"] > 0.7 > found.evidence["compute_share_at_proposed"]
+    assert found.change.proposed == "(1,)"
+
+
+def test_question_registered(make: EngineMaker) -> None:
+    engine = make()
+    question = f"Question: {PROMPT.question.question}\nAnswer:"
+    engine.precompute([*documents(PROMPT), Chunk(question)], progress=False)
+    found = first(examined(engine))
+    assert found.code == "question_registered"
+    assert found.evidence["words_after_last_chunk"] == 0
+    assert question[:20] in found.change.present
+
+
+def test_white_space_differs(make: EngineMaker) -> None:
+    engine = make()
+    engine.precompute(documents(PROMPT), progress=False)
+    prompt = text_of(PROMPT, lambda chunk: textwrap.fill(chunk, 60))
+    found = first(examined(engine, prompt))
+    assert found.code == "white_space_differs"
+    assert found.evidence["chunks_in_other_form"] == len(PROMPT.retrieved)
+    assert "\\n" in found.change.present
+    assert "\\n" not in found.change.proposed
+
+
+def test_text_differs(make: EngineMaker) -> None:
+    engine = make()
+    lower = [
+        Document(one.document_id, tuple(chunk.lower() for chunk in one.chunks))
+        for one in documents(PROMPT)
+    ]
+    engine.precompute(lower, progress=False)
+    found = first(examined(engine))
+    assert found.code == "text_differs"
+    assert found.evidence["chunks_in_other_form"] == len(PROMPT.retrieved)
+    assert found.evidence["shared_runs_of_words"] == 1.0
+    assert str(found.evidence["in_prompt"]).lower() == found.evidence["registered"]
+
+
+class SlowDisk(DiskTier):
+    def _read(self, *arguments: Any, **options: Any) -> Any:
+        time.sleep(0.2)
+        return super()._read(*arguments, **options)
+
+
+def test_tier_slow(make: EngineMaker, tmp_path: Path) -> None:
+    engine = make(store=TieredKVStore([SlowDisk(tmp_path)]), cost_model=False)
+    engine.precompute(documents(PROMPT), progress=False)
+    found = first(examined(engine))
+    assert found.code == "tier_slow"
+    assert found.evidence["waited_seconds_disk"] > 0.5 * found.evidence["first_token_seconds"]
+    assert found.evidence["bytes"] > 1 << 20
+    assert "'disk'" in found.change.present
+
+
+def test_tier_fails(make: EngineMaker) -> None:
+    engine = make(store=TieredKVStore([RedisTier(host="127.0.0.1", port=free_port())]))
+    engine.precompute(documents(PROMPT), progress=False, register_only=True)
+    found = first(examined(engine))
+    assert found.code == "tier_fails"
+    assert found.evidence["chunks_missed"] == len(PROMPT.retrieved)
+    assert found.evidence["redis_errors"] + found.evidence["redis_skipped"] > 0
+    assert "'redis'" in found.sentence
+
+
+def test_prompt_too_short(make: EngineMaker) -> None:
+    (short,) = prompts(chunks=1)
+    engine = make()
+    engine.precompute(documents(short), progress=False)
+    found = first(examined(engine, text_of(short)))
+    assert found.code == "prompt_too_short"
+    assert found.evidence["prompt_tokens"] < 256
+    assert found.evidence["reusable_tokens"] < found.evidence["min_tokens"] == 256
+
+
+def test_other_instruction(make: EngineMaker) -> None:
+    engine = make(lead_in="instruction")
+    engine.precompute(documents(PROMPT), progress=False)
+    found = first(examined(engine, TEXT.replace(HEAD, OTHER_FRAMES[0].head)))
+    assert found.code == "other_instruction"
+    assert found.evidence["loss_nats_per_token"] >= 0
+    assert HEAD[:20] in found.change.present
+    assert OTHER_FRAMES[0].head[:20] in found.change.proposed
+
+
+def test_kv_that_another_instruction_computed(make: EngineMaker) -> None:
+    store = TieredKVStore.open()
+    other = make(store=store, instruction=OTHER_FRAMES[0].head)
+    other.precompute(documents(PROMPT), progress=False)
+    engine = make(store=store)
+    engine.register(documents(PROMPT))
+    found = first(examined(engine))
+    assert found.code == "other_model"
+    assert found.evidence["chunks"] == len(PROMPT.retrieved)
+
+
+def test_no_room(make: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    engine.precompute(documents(PROMPT), progress=False)
+    refusing = on_device(RefusingDevice(most=1 << 20), prefiller.blended_prefill)
+    monkeypatch.setattr(prefiller, "blended_prefill", refusing)
+    found = first(examined(engine, machine=IdleMachine(available=1 << 20)))
+    assert found.code == "no_room"
+    assert found.symptom == "memory"
+    assert found.evidence["needed_bytes"] > found.evidence["available_bytes"] == 1 << 20
+    assert "out of memory" in str(found.evidence["allocator"])
+    assert found.change.setting == "host_bytes"  # what chunk KV takes there is more than enough
+
+
+def test_model_fails_verify(make: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    verified, rotation = opened(), TransformersStack.rotation
+    monkeypatch.setattr(TransformersStack, "rotation", lambda s, offset: rotation(s, offset + 1))
+    verdict = verify_engine(verified, DATA)
+    engine = make()
+    engine.precompute(documents(PROMPT), progress=False)
+    found = first(examined(engine, verdict=verdict))
+    assert found.code == "model_fails_verify"
+    assert "positions" in found.evidence
+    assert found.change.effect == verdict.advice
+
+
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """Processes that do nothing but use a CPU each."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
+
+
+def test_machine_busy(make: EngineMaker) -> None:
+    machine = Machine()
+    if (counters := machine.counters()) is None:
+        pytest.skip("no CPU counters on this system")
+    engine = make()
+    engine.precompute(documents(PROMPT), progress=False)
+    with neighbours(counters.cpus):
+        diagnosis = examined(engine, machine=machine)
+    found = first(diagnosis)
+    assert found.code == "machine_busy"
+    assert found.evidence["others_cpu_share"] > 0.25
+    assert len(diagnosis.findings) == 1
