@@ -97,7 +97,7 @@ def damaged(evidence: Evidence) -> Finding | None:
         "Stored KV of the prompt's chunks is damaged, or was signed with another key.",
         {"damaged_chunks": chunks, "chunks_with_bad_signature": forged},
         SettingChange(
-            "CACHEBLEND_STORE_KEY" if forged else "store",
+            "CACHEBLEND_MAC_KEY" if forged else "store",
             "another key" if forged else "holds damaged chunks",
             "the key that chunks were stored with"
             if forged
