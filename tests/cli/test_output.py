@@ -48,6 +48,7 @@ def test_terminals_are_sent_no_control_characters():
 
 def test_a_terminal_shows_phases_tasks_and_notes(monkeypatch):
     shown = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")  # on a dumb terminal nothing is drawn twice
     console = Console(file=shown, force_terminal=True, width=120)
     monkeypatch.setattr(output, "side_console", lambda: console)
     with output.progress_bar() as watcher:
@@ -69,6 +70,7 @@ def test_a_terminal_shows_phases_tasks_and_notes(monkeypatch):
 
 def test_progress_is_a_line_a_task_however_long_its_words_are(monkeypatch):
     shown = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
     console = Console(file=shown, force_terminal=True, width=80)
     monkeypatch.setattr(output, "side_console", lambda: console)
     with output.progress_bar() as watcher:
