@@ -156,3 +156,16 @@ def test_large_shapes_take_the_documented_prompts(name, chunks):
     assert plan.prompt_tokens <= options["max_model_len"] <= plan.model_shape.max_positions
     # 32 layers of keys and values, 8 heads of 128, 2 bytes each
     assert options["kv_cache_memory_bytes"] >= plan.prompt_tokens * 32 * 2 * 8 * 128 * 2
+
+
+@needs_vllm
+def test_kept_turns(bench):
+    found = bench(
+        "kept_turns", "--model", "demo", "--turns", 2, "--passages", 2, "--passage-tokens", 60,
+        "--answer-tokens", 4, "--prompt-tokens", 1500, "--json",
+    ).json  # fmt: skip
+    first, second = found["turns"]
+    assert first["prompt_tokens"] < second["prompt_tokens"]
+    assert 0 < second["reused_tokens"] < second["prompt_tokens"]
+    assert 0 < second["compute_share"] < 1, "the first turn and the passages are reused"
+    assert second["keep_seconds"] > 0

@@ -36,6 +36,7 @@ from cacheblend_rag import (
     open_engine,
     trace_requests,
 )
+from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import generate_prompts
 from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
@@ -98,7 +99,9 @@ def engine(receiver: OTLPReceiver) -> Iterator[VLLMEngine]:
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_BSP_SCHEDULE_DELAY": "200",
     }
-    with running_server("demo", flags=flags, environment=environment) as server:
+    with running_server(
+        MODEL_FOLDER, served_name="demo", flags=flags, environment=environment
+    ) as server:
         guard = GuardConfig(sample_share=1.0)
         engine = open_engine(server.url, model="demo", config=CONFIG, instruction=HEAD, guard=guard)
         assert isinstance(engine, VLLMEngine)
