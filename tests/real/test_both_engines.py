@@ -58,6 +58,8 @@ def test_greedy_tokens_agree(
     pair: tuple[VLLMEngine, TransformersEngine], exact: TransformersEngine, prompt: str
 ) -> None:
     there, here = pair
+    if here.dtype != "float32" and prompt != PROMPTS[0]:
+        pytest.skip("in 16 bits, which many processors compute slowly, one prompt must do")
     full, blended = there.generate_full(prompt, GREEDY), there.generate(prompt, GREEDY)
     assert all(chunk.hit for chunk in blended.report.chunks)
     for mine, other in (
