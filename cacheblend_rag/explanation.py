@@ -265,7 +265,7 @@ def _notes(report: ReportFacts) -> Iterable[str]:
 
 
 def _phases(report: ReportFacts, first: float) -> Iterable[ExplainedPhase]:
-    """Yield the phases that can have a start, in the order of their fields."""
+    """Yield each phase with its start and duration, in the order of PhaseStarts."""
     names = [one.name for one in fields(report.starts)]
     last = names.index(LAST_PHASE) if LAST_PHASE in names else len(names)
     for index, name in enumerate(names):

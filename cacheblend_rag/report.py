@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -84,6 +85,17 @@ class ChunkReport:
     def reason_code(self) -> ReasonCode | None:
         """The code of ``reason``, None on a hit."""
         return None if self.reason is None else code_of(self.reason)
+
+
+def count_chunks(chunks: Iterable[ChunkReport]) -> tuple[Counter[str], Counter[str]]:
+    """Return how many chunks were hits, by tier, and how many were misses, by reason code."""
+    hits, misses = Counter[str](), Counter[str]()
+    for chunk in chunks:
+        if chunk.hit:
+            hits[chunk.tier or "unknown"] += 1
+        else:
+            misses[str(chunk.reason_code)] += 1
+    return hits, misses
 
 
 def reused_and_recomputed(chunks: Iterable[ChunkReport]) -> tuple[int, int]:

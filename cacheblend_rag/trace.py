@@ -13,7 +13,7 @@ MOST_SELECTIONS = 8
 MOST_LAYERS = 1024
 MOST_SAMPLED = 8
 """Most layers of which single tokens, or the question's attention, are traced."""
-MOST_WORDS = 300
+MOST_CHARACTERS = 300
 """Most characters of a sentence in a trace."""
 
 
@@ -150,7 +150,7 @@ class TracedTokens:
 
 @dataclass(frozen=True)
 class TracedAttention:
-    """What the question attends to in one layer, as shares of its attention probability.
+    """Where the question's attention probability goes in one layer, as shares of it.
 
     The mean over heads, and over the question's last 64 rows: the tokens after the last chunk. The
     three shares sum to 1, less what an attention sink takes.
@@ -230,8 +230,8 @@ class Trace:
         if len(self.protected) > MOST_TOKENS:
             raise ValueError(f"{len(self.protected)} protected tokens are more than {MOST_TOKENS}")
         _check_rising(self.protected, "protected tokens")
-        if self.no_attention is not None and len(self.no_attention) > MOST_WORDS:
-            raise ValueError(f"no_attention is longer than {MOST_WORDS} characters")
+        if self.no_attention is not None and len(self.no_attention) > MOST_CHARACTERS:
+            raise ValueError(f"no_attention is longer than {MOST_CHARACTERS} characters")
 
     def fits(self, tokens: int) -> bool:
         """Whether it is possible for a prompt of so many tokens."""

@@ -154,10 +154,7 @@ def diagnose_request(given: RequestOptions, *, as_json: bool) -> None:
 
 
 def _text_of(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise PromptError(f"--prompt {path} cannot be read as UTF-8 text: {error}") from error
+    text = options.read_text(path, "--prompt")
     if not text.strip():
         raise PromptError(f"--prompt {path} is empty: give the whole prompt")
     return text
@@ -170,27 +167,21 @@ def _opened(
     if text is None:
         yield from _of_collection(given, progress)
         return
-    from cacheblend_rag.engines.factory import open_engine
-    from cacheblend_rag.engines.quiet_import import quiet_libraries
+    from cacheblend_rag.rag.loading import load_engine
     from cacheblend_rag.settings import EngineConfig, LeadInConfig, Profile
 
     store = options.store_settings(given.store, kv_path=given.store_folder)
-    with progress.phase("loading the libraries"):
-        quiet_libraries()
-    with progress.phase("loading the model"):
-        engine = open_engine(
-            EngineConfig(
-                engine=given.url or EMBEDDED,
-                model=given.model or ("" if given.url else DEFAULT_MODEL),
-                instruction=given.instruction or "",
-                namespace=given.namespace,
-                store=store.with_changes(read_only=given.kv_path is not None or store.outlives),
-                profile=Profile.chosen(given.profile),
-                device=given.device,
-                lead_in=LeadInConfig.of(given.lead_in),
-            )
-        )
-    with closing(engine):
+    settings = EngineConfig(
+        engine=given.url or EMBEDDED,
+        model=given.model or ("" if given.url else DEFAULT_MODEL),
+        instruction=given.instruction or "",
+        namespace=given.namespace,
+        store=store.with_changes(read_only=given.kv_path is not None or store.outlives),
+        profile=Profile.chosen(given.profile),
+        device=given.device,
+        lead_in=LeadInConfig.of(given.lead_in),
+    )
+    with closing(load_engine(settings, progress)) as engine:
         config = engine.config.with_changes(**given.overrides())
         yield OpenedRequest(engine, text, config)
 

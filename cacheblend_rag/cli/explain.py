@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli import asking, options, output
-from cacheblend_rag.errors import ConfigError, PromptError, StoreError
+from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.answering import clean_question
@@ -99,8 +99,8 @@ def explain_command(
 
             found = read_explained(report)
         elif prompt is not None:
-            text = _read(prompt, "--prompt")
-            known = [_read(one, "--passage") for one in passage or ()]
+            text = options.read_text(prompt, "--prompt")
+            known = [options.read_text(one, "--passage") for one in passage or ()]
             check_namespace(namespace)
             checks.check_blend(ratio, selector)
             opened = _opened(
@@ -151,14 +151,6 @@ def _check_options(prompt: Path | None, url: str | None, html: Path | None, clas
         raise StoreError(f"--html {html} cannot be written: name a file in an existing folder")
 
 
-def _read(path: Path, option: str) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise PromptError(f"{option} {path} cannot be read: {why}") from error
-
-
 def _opened(
     kind: str,
     *,
@@ -188,14 +180,10 @@ def _opened(
         profile=Profile.chosen(profile),
         **given,
     )
-    from cacheblend_rag.engines.factory import open_engine
-    from cacheblend_rag.engines.quiet_import import quiet_libraries
+    from cacheblend_rag.rag.loading import load_engine
 
     with output.progress_bar() as bar:
-        with bar.phase("loading the libraries"):
-            quiet_libraries()
-        with bar.phase(f"loading the model {model}"):
-            return open_engine(config)
+        return load_engine(config, bar)
 
 
 def _explained_prompt(

@@ -30,7 +30,7 @@ STYLES = {
 
 
 def print_explained(found: Explained) -> None:
-    """Print everything that is known, in sections."""
+    """Print an explained prompt: summary, phases, chunks, highlighted tokens, deviations."""
     from cacheblend_rag.observe.explain_page import passages
 
     console, told = output.result_console(), found.explanation

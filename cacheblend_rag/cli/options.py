@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.errors import ConfigError, ModelLoadError, StoreError
+from cacheblend_rag.errors import ConfigError, ModelLoadError, PromptError, StoreError
 from cacheblend_rag.models import LOCAL_MODELS, check, is_local
 from cacheblend_rag.rag.checks import DTYPES
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
@@ -228,3 +228,12 @@ def layers(text: str, option: str) -> tuple[int, ...]:
 def names(text: str) -> tuple[str, ...]:
     """Split comma-separated names, without blanks around them."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def read_text(path: Path, option: str) -> str:
+    """Return the text of an option's file; raises PromptError if it cannot be read."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it holds other bytes"
+        raise PromptError(f"{option} {path} cannot be read as UTF-8 text: {why}") from error

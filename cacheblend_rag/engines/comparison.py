@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cacheblend_rag.blend.steps import run_to_end
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.guard_reference import reference_of
 from cacheblend_rag.engines.prepare import PromptLike
@@ -54,10 +55,5 @@ def compare_with_full_prefill(
             return None
         if reference == prepared.token_ids:
             reference = None  # full prefill of the prompt itself
-    steps = engine._compare(request, Compared(prepared.token_ids, tuple(answer), reference))
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            found: Comparison | None = done.value
-            return found
+    compared = Compared(prepared.token_ids, tuple(answer), reference)
+    return run_to_end(engine._compare(request, compared))

@@ -92,7 +92,7 @@ class PreparedPrompt:
 
     @property
     def seconds(self) -> float:
-        """Duration of preparing."""
+        """Seconds spent finding chunks in the text and tokenizing it."""
         return self.find_seconds + self.tokenize_seconds
 
     @property

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from cacheblend_rag.report import PREFILL_PHASES, BlendReport, ChunkReport, reused_and_recomputed
+from cacheblend_rag.report import (
+    PREFILL_PHASES,
+    BlendReport,
+    ChunkReport,
+    count_chunks,
+    reused_and_recomputed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +56,7 @@ def log_blend(
 def hits(chunks: Iterable[ChunkReport]) -> str:
     """Return how many chunks were hits in which tier, and misses by code."""
     chunks = list(chunks)
-    found = Counter(chunk.tier or "unknown tier" for chunk in chunks if chunk.hit)
-    missed = Counter(code.value for chunk in chunks if (code := chunk.reason_code) is not None)
+    found, missed = count_chunks(chunks)
     told = [f"{count} {name}" for name, count in sorted((found + missed).items())]
     return f"{found.total()} of {len(chunks)} chunks hit" + (f" ({', '.join(told)})" * bool(told))
 

@@ -27,7 +27,7 @@ class LayerWait:
                 read.add_done_callback(partial(_note, at))
 
     def seconds(self, without: float = 0.0) -> dict[str, float]:
-        """Return the seconds since the beginning by tier, as ``shared`` says.
+        """Return how long each tier was waited for, in seconds; see ``shared``.
 
         without: seconds since the last read that were spent on other work.
         """

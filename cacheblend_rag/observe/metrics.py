@@ -13,7 +13,7 @@ from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.metric_names import COUNTERS, HISTOGRAMS, SECONDS, Metric
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.reason import ReasonCode
-from cacheblend_rag.report import PREFILL_PHASES, BlendReport, reused_and_recomputed
+from cacheblend_rag.report import PREFILL_PHASES, BlendReport, count_chunks, reused_and_recomputed
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -124,11 +124,11 @@ class EngineMetrics:
         """Count one report."""
         counters, seconds = self._counters, report.seconds
         counters["requests"].inc()
-        for chunk in report.chunks:
-            if chunk.hit:
-                counters["chunk_hits"].labels(chunk.tier or "unknown").inc()
-            elif chunk.reason_code is not None:
-                counters["chunk_misses"].labels(chunk.reason_code.value).inc()
+        for name, counts in zip(
+            ("chunk_hits", "chunk_misses"), count_chunks(report.chunks), strict=True
+        ):
+            for value, count in counts.items():
+                counters[name].labels(value).inc(count)
         reused, recomputed = reused_and_recomputed(report.chunks)
         counters["reused_tokens"].inc(reused)
         counters["recomputed_tokens"].inc(recomputed)

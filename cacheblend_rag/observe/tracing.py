@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
@@ -22,7 +21,7 @@ from cacheblend_rag.engines.answer import Generation, Request
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
 from cacheblend_rag.errors import MissingExtraError
-from cacheblend_rag.report import REASONS, BlendReport, PhaseSeconds, PhaseStarts
+from cacheblend_rag.report import REASONS, BlendReport, PhaseSeconds, PhaseStarts, count_chunks
 from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
@@ -239,8 +238,7 @@ def _blended(report: BlendReport) -> Iterator[tuple[str, Value]]:
         reason = getattr(report, name)
         if reason is not None:
             yield f"{OURS}{name}_code", reason.code.value
-    hits = Counter(chunk.tier or "unknown" for chunk in report.chunks if chunk.hit)
-    misses = Counter(str(chunk.reason_code) for chunk in report.chunks if not chunk.hit)
+    hits, misses = count_chunks(report.chunks)
     yield f"{OURS}chunk_hits", hits.total()
     yield f"{OURS}chunk_misses", misses.total()
     for tier, count in hits.items():

@@ -23,7 +23,7 @@ MOST_TOKENS = 512
 
 
 class QuestionFollower:
-    """Computes the tokens that follow a pass, and shows an observer their attention.
+    """Runs the question's tokens through each layer after a blend pass, for a trace of attention.
 
     token_ids: (tokens,) int64, the whole prompt. first: position of the first token that the pass
     leaves out. Its fresh KV goes into the buffer beside the pass's, which it does not change.
@@ -75,7 +75,7 @@ def followed(
 
 
 def _refusal(tokens: int) -> str | None:
-    """Return why so many tokens after a pass are not run, None if they are."""
+    """Return why the attention of so many question tokens is not traced; None if it is."""
     if tokens == 0:
         return "the prompt ends with a chunk, and the engine computes its last token after the pass"
     if tokens > MOST_TOKENS:

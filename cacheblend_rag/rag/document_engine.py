@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.demo import corpus as demo_corpus
-from cacheblend_rag.engines.factory import open_engine
-from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.errors import PromptError, StoreError
 from cacheblend_rag.models import DEFAULT_MODEL, knows_only_the_demo
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.extracting import EXTRACTORS
+from cacheblend_rag.rag.loading import load_engine
 from cacheblend_rag.rag.progress import ProgressCallbacks
 from cacheblend_rag.rag.readers import FileReader, UnreadableFileError
 from cacheblend_rag.rag.toy_vocabulary import foreign_warning, is_foreign
@@ -78,23 +77,19 @@ class AnalysisEngine:
         """Open the engine."""
         from cacheblend_rag.settings import EngineConfig, Profile
 
-        with progress.phase("loading the libraries"):
-            quiet_libraries()
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         toy = knows_only_the_demo(self.model)
         instruction = demo_corpus.INSTRUCTION if toy else INSTRUCTION
-        with progress.phase(f"loading the model {self.model}"):
-            return open_engine(
-                EngineConfig(
-                    engine=self.engine,
-                    model=self.model,
-                    instruction=partial(default_lead_in, instruction=instruction),
-                    store=self.store,
-                    profile=Profile.chosen(self.profile),
-                    device=self.device,
-                    dtype=self.dtype,
-                )
-            )
+        config = EngineConfig(
+            engine=self.engine,
+            model=self.model,
+            instruction=partial(default_lead_in, instruction=instruction),
+            store=self.store,
+            profile=Profile.chosen(self.profile),
+            device=self.device,
+            dtype=self.dtype,
+        )
+        return load_engine(config, progress)
 
     def config(self, engine: Engine) -> BlendConfig:
         """Return the settings of the opened engine's requests."""

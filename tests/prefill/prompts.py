@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cacheblend_rag import BlendConfig, TieredKVStore
 from cacheblend_rag.blend.stack import Reduction
+from cacheblend_rag.blend.steps import run_to_end as run
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
@@ -74,15 +75,6 @@ def prompt_pass(
 
 def finished(work: PromptPass) -> FusedPrompt:
     return run(work.steps())
-
-
-def run(steps: Any) -> Any:
-    """What a generator returns in the end."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            return done.value
 
 
 class Ranks:

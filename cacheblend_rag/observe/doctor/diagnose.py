@@ -42,11 +42,11 @@ class Verified(Protocol):
 
     @property
     def failed(self) -> Sequence[FailedCheck]:
-        """The checks that failed."""
+        """The checks of the model that failed."""
 
     @property
     def advice(self) -> str:
-        """One line: whether to blend the model."""
+        """One line of advice: whether to use blending with this model."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class PromptFacts:
 
 @dataclass(frozen=True)
 class Trial:
-    """The same prompt, blended with a config.
+    """One request with the prompt under a given BlendConfig, and its result.
 
     Args:
         config: the settings.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter as CountOf
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ from cacheblend_rag.engines.vllm.protocol import (
 )
 from cacheblend_rag.prefill.policy import NOT_STORED
 from cacheblend_rag.reason import ReasonCode
-from cacheblend_rag.report import PREFILL_PHASES, reused_and_recomputed
+from cacheblend_rag.report import PREFILL_PHASES, count_chunks, reused_and_recomputed
 
 PREFIX = "vllm:cacheblend_"
 COUNTERS: Mapping[str, Metric] = {
@@ -39,11 +38,13 @@ HISTOGRAMS: Mapping[str, Metric] = {
     ),
 }
 KEPT = 1024
-"""Most values of a histogram's label that are kept between two readings."""
+"""Most observations kept per histogram and label value until vLLM collects them."""
 
 
 class BlendStats(KVConnectorStats):
-    """Counts and values since the last reading, by the names in COUNTERS and HISTOGRAMS.
+    """Counter increments and histogram observations since vLLM last collected them.
+
+    They are named as in COUNTERS and HISTOGRAMS.
 
     A counter with a label has one count per value of it. Histograms have a list of values per
     value of their label, under "" without one.
@@ -62,7 +63,7 @@ class BlendStats(KVConnectorStats):
             _add(self.data, "guard_sample_divergence", {"": [result.divergence]})
             return
         chunks = (result.chunks or ()) if isinstance(result, BlendResult | Declined) else ()
-        hits = CountOf(chunk.tier or "unknown" for chunk in chunks if chunk.hit)
+        hits, misses = count_chunks(chunks)
         reused, recomputed = reused_and_recomputed(chunks)
         counted = {
             "chunk_hits": hits,
@@ -70,7 +71,7 @@ class BlendStats(KVConnectorStats):
             "recomputed_tokens": recomputed,
             "blended_requests": int(bool(hits)),
             "blend_seconds": getattr(result, "work_seconds", None) or 0.0,
-            "chunk_misses": CountOf(chunk.reason_code for chunk in chunks if not chunk.hit),
+            "chunk_misses": misses,
             "fallbacks": {} if hits else {_fallback_code(result): 1},
             **_values(result, blended=bool(hits)),
         }

@@ -23,11 +23,11 @@ from cacheblend_rag.engines.vllm.protocol import (
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.trace import (
+    MOST_CHARACTERS,
     MOST_LAYERS,
     MOST_SAMPLED,
     MOST_SELECTIONS,
     MOST_TOKENS,
-    MOST_WORDS,
     Deviations,
     Trace,
     TracedAttention,
@@ -200,7 +200,7 @@ def many(name: str, count: int) -> dict[str, Any]:
         (plain_trace(reference=-1), "layer=-1"),
         (plain_trace(protected=[4, 4]), "must rise"),
         (plain_trace(protected=LONG), "more than"),
-        (plain_trace(no_attention="x" * (MOST_WORDS + 1)), "longer than"),
+        (plain_trace(no_attention="x" * (MOST_CHARACTERS + 1)), "longer than"),
     ],
 )
 def test_a_hostile_trace_is_a_failure_that_says_why(trace: Any, said: str) -> None:
