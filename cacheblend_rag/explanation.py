@@ -1,84 +1,19 @@
-"""Explains a request's report: what was reused and why, what it cost, and what recomputing changed.
-
-It reads a report by the names of its fields, so that reports, which are built on it, can offer it.
-"""
+"""Explains a report: what was reused and why, what it cost, and what recomputing changed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.report import PREFILL_PHASES, BlendReport, ChunkReport
 from cacheblend_rag.trace import Trace, TracedAttention, TracedLayer, TracedSelection
 
 BINS = 24
 ROUNDING = 1e-9
 """Deviations below this share of the largest are rounding: the tokens did not change."""
-LAST_PHASE = "first_token"
-"""The phase that ends with the first token; later ones are no part of the time to it."""
 NO_TRACE = "the report holds no trace: ask with BlendConfig(trace=True)"
-
-
-class ChunkFacts(Protocol):
-    """What is read of a ChunkReport."""
-
-    @property
-    def chunk_id(self) -> str: ...
-    @property
-    def document_id(self) -> str | None: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def hit(self) -> bool: ...
-    @property
-    def reason(self) -> str | None: ...
-    @property
-    def reason_code(self) -> ReasonCode | None: ...
-    @property
-    def tier(self) -> str | None: ...
-    @property
-    def recomputed(self) -> int: ...
-    @property
-    def edge_tokens(self) -> int: ...
-
-
-class ReportFacts(Protocol):
-    """What is read of a BlendReport."""
-
-    @property
-    def blended(self) -> bool: ...
-    @property
-    def reason(self) -> Reason | None: ...
-    @property
-    def selector(self) -> str: ...
-    @property
-    def selector_reason(self) -> Reason | None: ...
-    @property
-    def ratio_reason(self) -> Reason | None: ...
-    @property
-    def recompute_ratio(self) -> float: ...
-    @property
-    def compute_share(self) -> float: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def reused_tokens(self) -> int: ...
-    @property
-    def recomputed_tokens(self) -> int: ...
-    @property
-    def computed_tokens(self) -> int: ...
-    @property
-    def chunks(self) -> Sequence[ChunkFacts]: ...
-    @property
-    def seconds(self) -> Any: ...
-    @property
-    def starts(self) -> Any: ...
-    @property
-    def trace(self) -> Trace | None: ...
 
 
 @dataclass(frozen=True)
@@ -209,7 +144,7 @@ class Explanation:
         return asdict(self)
 
 
-def explain(report: ReportFacts) -> Explanation:
+def explain(report: BlendReport) -> Explanation:
     """Return the explanation of a BlendReport."""
     trace = report.trace or Trace()
     first = float(report.seconds.time_to_first_token)
@@ -230,7 +165,7 @@ def explain(report: ReportFacts) -> Explanation:
     )
 
 
-def _summary(report: ReportFacts, first: float) -> str:
+def _summary(report: BlendReport, first: float) -> str:
     tokens = f"{report.prompt_tokens:,} tokens"
     if not report.blended:
         why = f": {report.reason}" if report.reason else ""
@@ -243,11 +178,11 @@ def _summary(report: ReportFacts, first: float) -> str:
     )
 
 
-def _rule(report: ReportFacts) -> str:
+def _rule(report: BlendReport) -> str:
     return f"{report.selector}, ratio {report.recompute_ratio:g}"
 
 
-def _notes(report: ReportFacts) -> Iterable[str]:
+def _notes(report: BlendReport) -> Iterable[str]:
     for reason in (report.selector_reason, report.ratio_reason):
         if reason is not None:
             yield str(reason)
@@ -264,20 +199,17 @@ def _notes(report: ReportFacts) -> Iterable[str]:
         yield "every token was recomputed, so none was chosen by a score"
 
 
-def _phases(report: ReportFacts, first: float) -> Iterable[ExplainedPhase]:
+def _phases(report: BlendReport, first: float) -> Iterable[ExplainedPhase]:
     """Yield each phase with its start and duration, in the order of PhaseStarts."""
-    names = [one.name for one in fields(report.starts)]
-    last = names.index(LAST_PHASE) if LAST_PHASE in names else len(names)
-    for index, name in enumerate(names):
+    for name in (one.name for one in fields(report.starts)):
         seconds = float(getattr(report.seconds, name))
-        parts = getattr(report.seconds, f"{name}_by_tier", None)
-        share = seconds / first if first > 0 and index <= last else 0.0
-        known = tuple(parts.items()) if isinstance(parts, Mapping) else ()
+        share = seconds / first if first > 0 and name in PREFILL_PHASES else 0.0
+        known = tuple(report.seconds.load_by_tier.items()) if name == "load" else ()
         yield ExplainedPhase(name, getattr(report.starts, name), seconds, share, known)
 
 
 def _chunk(
-    chunk: ChunkFacts, report: ReportFacts, marked: Mapping[int, ExplainedToken]
+    chunk: ChunkReport, report: BlendReport, marked: Mapping[int, ExplainedToken]
 ) -> ExplainedChunk:
     code = None if chunk.reason_code is None else chunk.reason_code.value
     here = range(chunk.start, chunk.start + chunk.tokens) if chunk.hit else range(0)
@@ -297,7 +229,7 @@ def _chunk(
     )
 
 
-def _why(chunk: ChunkFacts, report: ReportFacts, own: Sequence[ExplainedToken]) -> str:
+def _why(chunk: ChunkReport, report: BlendReport, own: Sequence[ExplainedToken]) -> str:
     edges = f"; {_counted(chunk.edge_tokens)} at its edges joined with the text beside it, computed"
     edge = edges if chunk.edge_tokens else ""
     if not chunk.hit:
@@ -322,7 +254,7 @@ def _counted(tokens: int) -> str:
     return f"{tokens:,} token" + ("" if tokens == 1 else "s")
 
 
-def _marked(report: ReportFacts, trace: Trace) -> dict[int, ExplainedToken]:
+def _marked(report: BlendReport, trace: Trace) -> dict[int, ExplainedToken]:
     """Return the recomputed and the protected tokens of reused chunks, by position."""
     found = {at: ExplainedToken(at, "protected") for at in trace.protected}
     deviations: dict[int, float] = {}

@@ -16,6 +16,7 @@ from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from cacheblend_rag.prefill.protection import LEAST_CHANGE
+from cacheblend_rag.trace import Trace
 from tests.blend.fake_stack import VOCABULARY, FakeStack, plain_kv
 
 T = TypeVar("T")
@@ -119,3 +120,16 @@ class Ranks:
         both = list(self._parts)
         self._met.wait()
         return both
+
+
+def traces_alone_and_of_ranks(**config: Any) -> tuple[Trace, Trace]:
+    """The traces of a pass by one rank, and by two, which must agree."""
+
+    def traced_by(_: int, stack: FakeStack | None) -> Trace:
+        trace = finished(prompt_pass(filled(placed()), placed(), stack, trace=True, **config)).trace
+        assert trace is not None
+        return trace
+
+    first, second = Ranks().run(traced_by)
+    assert first == second
+    return traced_by(0, None), first

@@ -18,7 +18,14 @@ from cacheblend_rag.trace import Deviations, Trace
 from tests.blend import test_passes
 from tests.blend.fake_stack import LAYERS, FakeStack, Reference
 from tests.blend.test_passes import ENDS, TOKENS, Case, Prompt, Slow
-from tests.prefill.prompts import SPANS, Ranks, filled, finished, placed, prompt_pass
+from tests.prefill.prompts import (
+    SPANS,
+    filled,
+    finished,
+    placed,
+    prompt_pass,
+    traces_alone_and_of_ranks,
+)
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"selector": "hkvd", "check_layers": (1,)},
@@ -247,16 +254,7 @@ def test_what_is_not_followed_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_trace_the_same_layers_and_attention() -> None:
-    config: dict[str, Any] = {"selector": "hkvd", "recompute_ratio": 0.3, "trace": True}
-
-    def traced_by(_: int, stack: FakeStack | None) -> Trace:
-        trace = finished(prompt_pass(filled(placed()), placed(), stack, **config)).trace
-        assert trace is not None
-        return trace
-
-    alone = traced_by(0, None)
-    first, second = Ranks().run(traced_by)
-    assert first == second
+    alone, first = traces_alone_and_of_ranks(selector="hkvd", recompute_ratio=0.3)
     for one, both in zip(alone.layers, first.layers, strict=True):
         assert both.values.mean == pytest.approx(2 * one.values.mean)
         assert both.keys.size == pytest.approx(2 * one.keys.size)

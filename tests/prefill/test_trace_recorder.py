@@ -21,7 +21,13 @@ from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.trace import Trace
 from tests.blend.fake_stack import LAYERS, FakeStack
 from tests.blend.test_passes import ENDS, Case, Prompt, Slow
-from tests.prefill.prompts import Ranks, filled, finished, placed, prompt_pass
+from tests.prefill.prompts import (
+    filled,
+    finished,
+    placed,
+    prompt_pass,
+    traces_alone_and_of_ranks,
+)
 
 CHECKS: tuple[dict[str, Any], ...] = (
     {"selector": "hkvd", "check_layers": (1,)},
@@ -197,16 +203,7 @@ def test_rows_are_counted_in_no_more_layers_than_a_trace_holds(
 
 
 def test_ranks_trace_the_same_with_the_deviations_of_all_heads() -> None:
-    config: dict[str, Any] = {"selector": "hkvd", "recompute_ratio": 0.3, "trace": True}
-
-    def traced_by(_: int, stack: FakeStack | None) -> Trace:
-        trace = finished(prompt_pass(filled(placed()), placed(), stack, **config)).trace
-        assert trace is not None
-        return trace
-
-    alone = traced_by(0, None)
-    first, second = Ranks().run(traced_by)
-    assert first == second
+    alone, first = traces_alone_and_of_ranks(selector="hkvd", recompute_ratio=0.3)
     (one,), (both,) = alone.selections, first.selections
     assert (one.positions, one.chosen) == (both.positions, both.chosen)
     for part in ("scores", "key_deviations", "value_deviations"):
