@@ -3,25 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
 
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text.encoder import Tokenizer
+from cacheblend_rag.text.tools import Tool, ToolChoice, check_choice, check_tools
 
 Message = Mapping[str, Any]
 CONTENT = "alpha"
 """Stands for a message's text."""
 
 
+@dataclass(frozen=True)
+class ChatPrompt:
+    """Chat messages, and the tools that the answer may call.
+
+    Messages are in the OpenAI form: ``{"role": ..., "content": ...}``; those of an assistant may
+    have ``tool_calls``, and the tools' results are messages of the role ``tool``.
+
+    Args:
+        messages: the chat so far.
+        tools: ``{"type": "function", "function": {"name": ..., "description": ..., "parameters":
+            a JSON schema}}``.
+        tool_choice: ``auto``: the model decides; ``none``: it is told of no tool; ``required``: it
+            calls at least one; ``{"type": "function", "function": {"name": ...}}``: that one.
+
+    Raises:
+        PromptError: when a tool or the choice is malformed.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "messages", _as_list(self.messages))
+        object.__setattr__(self, "tools", check_tools(self.tools))
+        check_choice(self.tool_choice, self.tools)
+
+
 def render_messages(
-    messages: Sequence[Message], tokenizer: Tokenizer, add_generation_prompt: bool = True
+    messages: Sequence[Message] | ChatPrompt,
+    tokenizer: Tokenizer,
+    add_generation_prompt: bool = True,
 ) -> str:
     """Render chat messages with the tokenizer's template; raises as BlendPrompt.from_messages."""
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise PromptError("messages must be a non-empty list of {'role': ..., 'content': ...}")
-    plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    chat = messages if isinstance(messages, ChatPrompt) else ChatPrompt(messages)
+    plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages)]
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError(
             "the tokenizer has no chat template: pass the prompt as a plain string or set "
@@ -34,6 +65,12 @@ def render_messages(
     except (TemplateError, TypeError, ValueError) as error:
         raise PromptError(f"the chat template refused the messages: {error}") from error
     return str(rendered)
+
+
+def _as_list(messages: object) -> tuple[Message, ...]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise PromptError("messages must be a non-empty list of {'role': ..., 'content': ...}")
+    return tuple(messages)
 
 
 def begins_as_rendered(text: str, tokenizer: Tokenizer) -> bool:

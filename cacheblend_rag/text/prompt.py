@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.text.chat import Message, render_messages
+from cacheblend_rag.text.chat import ChatPrompt, Message, render_messages
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import PromptEncoder, Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -106,7 +106,7 @@ class BlendPrompt:
     @classmethod
     def from_messages(
         cls,
-        messages: Sequence[Message],
+        messages: Sequence[Message] | ChatPrompt,
         registry: ChunkRegistry,
         tokenizer: Tokenizer,
         hints: Sequence[Chunk | str] = (),
