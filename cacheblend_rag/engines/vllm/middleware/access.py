@@ -99,10 +99,14 @@ class AccessMiddleware:
         if not may_change:
             raise _lacks_store_key("release")
         try:
-            freed = await release_memory(self._app, scope)
+            freed = await self._freed(scope)
         except CacheBlendError as error:
             raise RefusedRequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
         await _answer(HTTPStatus.OK, {"released_bytes": freed}, send)
+
+    async def _freed(self, scope: Scope) -> int:
+        """Release memory; returns the freed bytes."""
+        return await release_memory(self._app, scope)
 
     def _checked_key(self, scope: Scope) -> tuple[Scope, bool]:
         """Return the request for vLLM, and whether it may change the store."""
