@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from ipaddress import ip_address
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from cacheblend_rag.engines.vllm.middleware.access import KEY_VARIABLE, AccessMiddleware
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.middleware.release import Scope
@@ -31,20 +28,3 @@ def guard(app: FastAPI, api_key: str | None) -> None:
     """
     app.state.args = SimpleNamespace(api_key=[api_key] if api_key else None)
     app.add_middleware(ServerAccess)
-
-
-def check_exposure(host: str) -> None:
-    """Raise ConfigError when others could reach the server, and no key is set."""
-    if not is_loopback(host) and not os.environ.get(KEY_VARIABLE):
-        raise ConfigError(
-            f"--host {host}: other machines can reach it: set {KEY_VARIABLE} to a key that clients "
-            "must send, or listen on 127.0.0.1"
-        )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a host."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

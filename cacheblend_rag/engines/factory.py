@@ -68,7 +68,7 @@ def open_engine(
 
 
 def _open(config: EngineConfig) -> Engine:
-    kind = _pick_engine(config) if config.engine == AUTO else config.engine
+    kind = pick_engine(config) if config.engine == AUTO else config.engine
     if kind == EMBEDDED:
         return open_transformers(config)
     if not isinstance(config.model, str | Path):
@@ -77,8 +77,8 @@ def _open(config: EngineConfig) -> Engine:
     return open_vllm(config) if kind == VLLM else _open_server(config)
 
 
-def _pick_engine(config: EngineConfig) -> str:
-    """Return the kind of engine that ``auto`` selects here."""
+def pick_engine(config: EngineConfig) -> str:
+    """Return the kind of engine that ``auto`` selects here for a config; logs why."""
     import torch
 
     if not isinstance(config.model, str | Path):
