@@ -32,6 +32,7 @@ RETRY_SECONDS = 2
 TOO_LONG = "context_length_exceeded"
 _NAMED = re.compile(r"[a-z][a-z_.]*(?==)")
 """The field that a ConfigError begins with."""
+_OF_TOOLS = re.compile(r"tools|tool_choice")
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -100,7 +101,9 @@ def of_engine(error: Exception, prompt_field: str) -> ApiError:
     if isinstance(error, PromptTooLongError):
         return ApiError(HTTPStatus.BAD_REQUEST, said, param=prompt_field, code=TOO_LONG)
     if isinstance(error, PromptError):
-        return ApiError(HTTPStatus.BAD_REQUEST, said, param=prompt_field)
+        named = _OF_TOOLS.match(said)
+        param = named.group() if named else prompt_field
+        return ApiError(HTTPStatus.BAD_REQUEST, said, param=param)
     if isinstance(error, ConfigError | MissingExtraError):
         named = _NAMED.match(said)
         return ApiError(HTTPStatus.BAD_REQUEST, said, param=named and named.group())

@@ -216,8 +216,6 @@ def serve_command(
     checks.check_model(model)
     if kept.kv_path is not None:
         kept = kept.with_changes(kv_path=_made(Path(kept.kv_path)))
-    if not kept.outlives:
-        output.warn("chunk KV is kept in memory only, until the server ends: --kv-path keeps it")
     told = {name: value for name, value in shared.items() if value is not None}
     if is_here:
         if verify:
@@ -248,6 +246,7 @@ def _become_vllm(
         flags=flags,
         settings=ConnectorSettings(store=kept, **told),
     )
+    serve_here.warn_of_memory(kept)
     has_key = serve.flag_value(flags, (KEY_FLAG,)) or os.environ.get(KEY_VARIABLE)
     if not (has_key or is_loopback(address.host)):
         output.warn(

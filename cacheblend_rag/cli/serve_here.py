@@ -72,6 +72,12 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def warn_of_memory(store: StoreConfig) -> None:
+    """Warn when a server's chunk KV ends with it."""
+    if not store.outlives:
+        output.warn("chunk KV is kept in memory only, until the server ends: --kv-path keeps it")
+
+
 def serve_model(
     model: str,
     address: Address,
@@ -97,6 +103,7 @@ def serve_model(
         fill_on_miss=not store.read_only,
         **settings,
     )
+    warn_of_memory(store)
     with output.progress_bar(lines=True) as bar:
         engine = load_engine(config, bar)
     with closing(engine):

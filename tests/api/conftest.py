@@ -41,9 +41,16 @@ def http(app) -> httpx.AsyncClient:
     return http_client(app)
 
 
-@pytest.fixture
-def client(http) -> openai.AsyncOpenAI:
-    """An unmodified OpenAI client."""
+def openai_client(app) -> openai.AsyncOpenAI:
+    """An unmodified OpenAI client of an application in this process."""
     return openai.AsyncOpenAI(
-        base_url="http://server/v1", api_key="sesame", http_client=http, max_retries=0
+        base_url="http://server/v1",
+        api_key="sesame",
+        http_client=http_client(app),
+        max_retries=0,
     )
+
+
+@pytest.fixture
+def client(app) -> openai.AsyncOpenAI:
+    return openai_client(app)

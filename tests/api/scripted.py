@@ -35,9 +35,10 @@ class Script:
 class ScriptedEngine(ToyEngine):
     """Answers every prompt by its script, and keeps what it was asked."""
 
-    def __init__(self, **settings: Any) -> None:
-        tokenizer = make_tokenizer()
-        tokenizer.chat_template = TEMPLATE
+    def __init__(self, tokenizer: Any = None, **settings: Any) -> None:
+        if tokenizer is None:
+            tokenizer = make_tokenizer()
+            tokenizer.chat_template = TEMPLATE
         self.script = Script()
         super().__init__(tokenizer, **settings)
 

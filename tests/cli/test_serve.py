@@ -14,6 +14,8 @@ from cacheblend_rag.engines.vllm import serve as vllm_serve
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from tests.readme import blocks, commands
 
+ON_VLLM = ("--engine", "vllm")
+
 
 @pytest.fixture
 def executed(monkeypatch):
@@ -39,10 +41,10 @@ def executed(monkeypatch):
 )
 def test_serve_says_when_anyone_may_ask(cli, executed, monkeypatch, options, warned):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    outcome = cli("serve", "demo", *options)
+    outcome = cli("serve", "demo", *ON_VLLM, *options)
     assert ("may ask, store, evict and release: set VLLM_API_KEY" in outcome.stderr) == warned
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
-    assert "may ask" not in cli("serve", "demo", *options).stderr
+    assert "may ask" not in cli("serve", "demo", *ON_VLLM, *options).stderr
 
 
 @pytest.mark.usefixtures("smollm2_folder")
@@ -59,7 +61,7 @@ def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
     options = ("--kv-path", tmp_path / "kv", "--disk-gib", 0.5, "--synchronous", "--port", 9001)
     steps = ("--slice-seconds", 0.05, "--step-tokens", 1024, "--guard", 0.02)
     flags = ("--dtype", "float32", "--enforce-eager", "-tp", "2")
-    outcome = cli("serve", "demo", *options, *steps, *flags)
+    outcome = cli("serve", "demo", *ON_VLLM, *options, *steps, *flags)
     assert outcome.code == 0, outcome.stderr
     [command] = executed
     assert command[-5:] == list(flags)
@@ -79,13 +81,13 @@ def test_serve_reads_the_folder_of_chunk_kv_from_the_environment(
 ):
     monkeypatch.setenv("CACHEBLEND_KV_PATH", str(tmp_path / "kv"))
     for given, kept in ((), "kv"), (("--kv-path", tmp_path / "other"), "other"):
-        assert cli("serve", "demo", *given).code == 0
+        assert cli("serve", "demo", *ON_VLLM, *given).code == 0
         told = json.loads(executed[-1][executed[-1].index("--kv-transfer-config") + 1])
         assert told["kv_connector_extra_config"]["kv_path"] == str(tmp_path / kept)
 
 
 def test_serve_settles_what_is_not_given_as_the_connector_does_and_shows_it(cli, executed):
-    assert cli("serve", "demo").code == 0
+    assert cli("serve", "demo", *ON_VLLM).code == 0
     told = json.loads(executed[0][executed[0].index("--kv-transfer-config") + 1])
     settled = told["kv_connector_extra_config"]
     assert settled == ConnectorSettings().to_extra_config()
@@ -96,7 +98,7 @@ def test_serve_settles_what_is_not_given_as_the_connector_does_and_shows_it(cli,
 
 @pytest.mark.usefixtures("model_cache")
 def test_serve_converts_a_gguf_file_and_tells_clients_no_folder(cli, executed, gguf_file):
-    assert cli("serve", gguf_file).code == 0
+    assert cli("serve", gguf_file, *ON_VLLM).code == 0
     [command] = executed
     assert command[command.index("--model") + 1] == models.resolve(gguf_file)
     assert command[command.index("--served-model-name") + 1] == "tiny.F32"
@@ -106,9 +108,10 @@ def test_serve_says_what_is_wrong_in_one_line(cli, executed, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     for arguments, said in (
-        (("--dtype", "float32", "demo"), "comes before the model"),
-        (("demo", "--kv-path", file / "kv"), "cannot be used"),
-        (("demo", "--kv-transfer-config", "{}"), "set by cacheblend-rag"),
+        (("--enforce-eager", "demo"), "comes before the model"),
+        (("demo", *ON_VLLM, "--kv-path", file / "kv"), "cannot be used"),
+        (("demo", *ON_VLLM, "--device", "cpu"), "leave it out with vLLM"),
+        (("demo", *ON_VLLM, "--kv-transfer-config", "{}"), "set by cacheblend-rag"),
     ):
         outcome = cli("serve", *arguments)
         assert outcome.code == 2
@@ -119,7 +122,7 @@ def test_serve_says_what_is_wrong_in_one_line(cli, executed, tmp_path):
 
 def test_serve_keeps_secrets_out_of_logs(cli, executed, caplog):
     caplog.set_level("DEBUG")
-    outcome = cli("-vv", "serve", "demo", "--api-key", "sesame")
+    outcome = cli("-vv", "serve", "demo", *ON_VLLM, "--api-key", "sesame")
     assert executed[0][-2:] == ["--api-key", "sesame"]
     assert "sesame" not in outcome.stdout + outcome.stderr + caplog.text
     assert "memory only" in outcome.stderr
@@ -134,7 +137,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(cli, executed, monkeypa
         listening.listen()
         port = listening.getsockname()[1]
         for host in ("127.0.0.1", "localhost", "0.0.0.0"):  # noqa: S104
-            outcome = cli("serve", "demo", "--host", host, "--port", port)
+            outcome = cli("serve", "demo", *ON_VLLM, "--host", host, "--port", port)
             assert outcome.code == 2
             assert f"port {port} of {host} is in use: stop what listens there" in outcome.stderr
             assert outcome.stderr.count("\n") == 1
@@ -146,6 +149,6 @@ def test_a_free_port_and_a_socket_file_are_not_refused(cli, executed):
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        assert cli("serve", "demo", "--port", port, "--uds", "vllm.sock").code == 0
-    assert cli("serve", "demo", "--port", port).code == 0
+        assert cli("serve", "demo", *ON_VLLM, "--port", port, "--uds", "vllm.sock").code == 0
+    assert cli("serve", "demo", *ON_VLLM, "--port", port).code == 0
     assert len(executed) == 2
