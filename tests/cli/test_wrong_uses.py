@@ -200,7 +200,7 @@ WRONG = {
     (*HERE, "--max-num-seqs", "4"): "--max-num-seqs is an option of vLLM, and this is served by",
     (*HERE, "--synchronous"): "--synchronous is an option of vLLM",
     (*HERE, "--api-key", "sesame"): "--api-key is an option of vLLM: set VLLM_API_KEY instead",
-    (*HERE, "--host", "0.0.0.0"): "set VLLM_API_KEY to a key that clients must send",
+    (*HERE, "--host", "10.0.0.1"): "set VLLM_API_KEY to a key that clients must send",
     (*HERE, "--device", "gpu"): "device='gpu' is not available here",
     (*HERE, "--dtype", "int8"): "dtype='int8' must be one of",
     (*HERE, "--cite"): "give --collection too",
