@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.api.errors import ApiError
 from cacheblend_rag.api.gate import Gate
+from cacheblend_rag.api.openai_errors import ApiError
 from cacheblend_rag.engines.answer import Delta, Generation
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.sampling import SEED_LIMIT, SamplingParams

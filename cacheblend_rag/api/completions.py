@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from cacheblend_rag.api import fields
 from cacheblend_rag.api.answers import Asked, Pieces, usage
-from cacheblend_rag.api.errors import ApiError, bad_field
 from cacheblend_rag.api.logprobs import completion_logprobs
+from cacheblend_rag.api.openai_errors import ApiError, bad_field
 from cacheblend_rag.api.serving import Serving
 from cacheblend_rag.api.sources import extra_of
 from cacheblend_rag.api.wire import DONE, event

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cacheblend_rag.api.errors import ApiError, bad_field
+from cacheblend_rag.api.openai_errors import ApiError, bad_field
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.structured import StructuredOutputs
 from cacheblend_rag.errors import ConfigError

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from cacheblend_rag.api.errors import ApiError
+from cacheblend_rag.api.openai_errors import ApiError
 
 T = TypeVar("T")
 

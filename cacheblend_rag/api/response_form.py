@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cacheblend_rag.api.answers import Asked, Pieces
-from cacheblend_rag.api.errors import ApiError
 from cacheblend_rag.api.logprobs import response_logprobs
+from cacheblend_rag.api.openai_errors import ApiError
 from cacheblend_rag.api.sources import extra_of, sources_text
 from cacheblend_rag.api.wire import event
 from cacheblend_rag.engines.answer import Generation

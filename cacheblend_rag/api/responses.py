@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from cacheblend_rag.api import fields
 from cacheblend_rag.api.answers import Asked
-from cacheblend_rag.api.errors import bad_field
+from cacheblend_rag.api.openai_errors import bad_field
 from cacheblend_rag.api.response_form import ResponseForm
 from cacheblend_rag.api.serving import Serving
 from cacheblend_rag.text.chat import ChatPrompt

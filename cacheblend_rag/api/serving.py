@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cacheblend_rag.api.answers import Asked, Log, Pieces
-from cacheblend_rag.api.errors import ApiError, of_engine
 from cacheblend_rag.api.gate import ClientGoneError, Gate, while_connected
+from cacheblend_rag.api.openai_errors import ApiError, of_engine
 from cacheblend_rag.api.wire import EventStream, json_response
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
 
