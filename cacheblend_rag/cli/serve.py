@@ -21,6 +21,7 @@ from cacheblend_rag.engines.vllm.middleware.access import (
     MAX_BODY_MIB,
     STORE_KEY_VARIABLE,
 )
+from cacheblend_rag.engines.vllm.middleware.tenants import DEFAULT_NAMESPACE, read_tenants
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models import LOCAL_MODELS, public_name, resolve
 from cacheblend_rag.rag import checks
@@ -110,6 +111,14 @@ def serve_command(
             show_default="none",
         ),
     ] = None,
+    tenants: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of namespaces and the SHA-256 of their keys (`cacheblend-rag tenant`); "
+            "SIGHUP rereads it.",
+            show_default="the server's own keys only",
+        ),
+    ] = None,
     max_body_mib: Annotated[
         int, typer.Option(min=1, help="Longest body of a request, in MiB.")
     ] = MAX_BODY_MIB,
@@ -122,7 +131,7 @@ def serve_command(
     """Start a vLLM server that blends; all other options are passed to vLLM unchanged.
 
     VLLM_API_KEY in the environment is the key that clients must send, on every path but /health;
-    CACHEBLEND_STORE_KEY is the key for storing, evicting and releasing chunk KV.
+    CACHEBLEND_STORE_KEY is the key for documents, and for storing, evicting and releasing chunk KV.
     """
     from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 
@@ -137,8 +146,11 @@ def serve_command(
         raise ConfigError("--disk-gib is room in a folder: give --kv-path too")
     if kept.kv_path is None and kept.tiers is None and kept.host_bytes == 0:
         raise ConfigError("--host-gib 0 keeps no KV anywhere: give --kv-path, or more memory")
+    if tenants is not None:
+        _check_tenants(tenants, namespace, context.args)
     given: dict[str, Any] = {
         "namespace": namespace,
+        "tenants": True if tenants else None,
         "slice_seconds": slice_seconds,
         "step_tokens": step_tokens,
         "attention": attention,
@@ -163,7 +175,7 @@ def serve_command(
     if not kept.outlives:
         output.warn("chunk KV is kept in memory only, until the server ends: --kv-path keeps it")
     has_key = serve.flag_value(context.args, (KEY_FLAG,)) or os.environ.get(KEY_VARIABLE)
-    if not (has_key or _is_loopback(host)):
+    if not (has_key or tenants or _is_loopback(host)):
         output.warn(
             f"any client of {host}:{port} may ask, store, evict and release: set "
             f"{KEY_VARIABLE}, and "
@@ -172,8 +184,28 @@ def serve_command(
     if verify:
         _verify(model, serve.flag_value(context.args, (DTYPE_FLAG,)))
     logger.info("starting %s", shlex.join(command[: len(command) - len(context.args)]))
-    environment = {**os.environ, **kept.environment(), BODY_VARIABLE: str(max_body_mib)}
+    environment = {
+        **os.environ,
+        **kept.environment(),
+        **serve.server_environment(tenants),
+        BODY_VARIABLE: str(max_body_mib),
+    }
     os.execve(command[0], command, environment)  # noqa: S606  # signals and exit code: vLLM's own
+
+
+def _check_tenants(path: Path, namespace: str | None, flags: list[str]) -> None:
+    """Refuse a tenants' file that is wrong, before the model is loaded."""
+    if namespace is not None:
+        raise ConfigError(
+            "--tenants names the namespaces: leave --namespace out; the server's own keys are the "
+            f"namespace {DEFAULT_NAMESPACE}"
+        )
+    own = (
+        serve.flag_value(flags, (KEY_FLAG,)),
+        os.environ.get(KEY_VARIABLE),
+        os.environ.get(STORE_KEY_VARIABLE),
+    )
+    read_tenants(path, filter(None, own))
 
 
 def _verify(model: str, dtype: str | None) -> None:
