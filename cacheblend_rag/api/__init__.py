@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server over any engine, for a laptop: ``create_app`` (see ``app``)."""
+"""An OpenAI-compatible server over any engine, and HTTP routes for documents on vLLM's too."""

@@ -6,13 +6,15 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cacheblend_rag.api import access, chat, completions, openai_errors, responses
+from cacheblend_rag.api.documents import documents_router
 from cacheblend_rag.api.gate import RUNNING, WAITING, Gate
 from cacheblend_rag.api.serving import Serving
+from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE
 
 if TYPE_CHECKING:
     from cacheblend_rag.api.collection import Retriever
@@ -29,7 +31,7 @@ def create_app(
     running: int = RUNNING,
     waiting: int = WAITING,
     retriever: Retriever | None = None,
-    documents: APIRouter | None = None,
+    documents: bool = True,
 ) -> FastAPI:
     """Return an application with the routes of the OpenAI API.
 
@@ -41,7 +43,7 @@ def create_app(
         running: so many answers are computed at the same time; others wait.
         waiting: so many requests wait; further ones get 503 with Retry-After.
         retriever: finds passages for chats without tools.
-        documents: more routes, under the same keys and limits.
+        documents: whether clients may store and evict documents.
 
     Raises:
         ConfigError: when CACHEBLEND_MAX_BODY_MIB is no positive number.
@@ -53,8 +55,9 @@ def create_app(
     access.guard(app, api_key)
     _add_facts(app, serving)
     _add_answers(app, serving)
-    if documents is not None:
-        app.include_router(documents)
+    if documents:
+        setattr(app.state, DOCUMENTS_STATE, engine)
+        app.include_router(documents_router(engine_of))
     if find_spec("prometheus_client") is not None:
         _add_metrics(app, engine)
     return app

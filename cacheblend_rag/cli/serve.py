@@ -22,6 +22,7 @@ from cacheblend_rag.engines.vllm.middleware.access import (
     MAX_BODY_MIB,
     STORE_KEY_VARIABLE,
 )
+from cacheblend_rag.engines.vllm.middleware.tenants import DEFAULT_NAMESPACE, read_tenants
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, public_name, resolve
 from cacheblend_rag.rag import checks
@@ -134,6 +135,14 @@ def serve_command(
             show_default="none",
         ),
     ] = None,
+    tenants: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of namespaces and the SHA-256 of their keys (`cacheblend-rag tenant`); "
+            "SIGHUP rereads it.",
+            show_default="the server's own keys only",
+        ),
+    ] = None,
     max_body_mib: Annotated[
         int, typer.Option(min=1, help="Longest body of a request, in MiB.")
     ] = MAX_BODY_MIB,
@@ -157,8 +166,8 @@ def serve_command(
     """Start an OpenAI-compatible server that blends: vLLM's, or one over the embedded engine.
 
     All other options are passed to vLLM unchanged. VLLM_API_KEY in the environment is the key that
-    clients must send, on every path but /health; CACHEBLEND_STORE_KEY is the key for storing,
-    evicting and releasing chunk KV.
+    clients must send, on every path but /health; CACHEBLEND_STORE_KEY is the key for documents,
+    and for storing, evicting and releasing chunk KV.
     """
     flags = ([DTYPE_FLAG, dtype] if dtype else []) + context.args
     of_vllm = {
@@ -166,6 +175,7 @@ def serve_command(
         "slice_seconds": slice_seconds,
         "step_tokens": step_tokens,
         "asynchronous": False if synchronous else None,
+        "tenants": True if tenants else None,
     }
     only_vllm = _only_vllm(context.args, of_vllm)
     address = serve_here.Address(host, port, max_body_mib)
@@ -205,6 +215,8 @@ def serve_command(
         raise ConfigError("--disk-gib is room in a folder: give --kv-path too")
     if kept.kv_path is None and kept.tiers is None and kept.host_bytes == 0:
         raise ConfigError("--host-gib 0 keeps no KV anywhere: give --kv-path, or more memory")
+    if tenants is not None:
+        _check_tenants(tenants, namespace, context.args)
     is_here = serve_here.picked(engine, model, device) == EMBEDDED
     if is_here:
         _refuse(only_vllm, "this is served by the embedded engine")
@@ -223,7 +235,7 @@ def serve_command(
         serve_here.serve_model(model, address, kept, device=device, dtype=_plain(dtype), **told)
         return
     told |= {name: value for name, value in of_vllm.items() if value is not None}
-    _become_vllm(model, address, flags, kept, told, verify=verify)
+    _become_vllm(model, address, flags, kept, told, tenants=tenants, verify=verify)
 
 
 def _become_vllm(
@@ -233,6 +245,7 @@ def _become_vllm(
     kept: StoreConfig,
     told: Mapping[str, Any],
     *,
+    tenants: Path | None,
     verify: bool,
 ) -> None:
     """Replace this process by vLLM's server. told: settings of the connector."""
@@ -248,7 +261,7 @@ def _become_vllm(
     )
     serve_here.warn_of_memory(kept)
     has_key = serve.flag_value(flags, (KEY_FLAG,)) or os.environ.get(KEY_VARIABLE)
-    if not (has_key or is_loopback(address.host)):
+    if not (has_key or tenants or is_loopback(address.host)):
         output.warn(
             f"any client of {address.host}:{address.port} may ask, store, evict and release: set "
             f"{KEY_VARIABLE}, and "
@@ -257,7 +270,12 @@ def _become_vllm(
     if verify:
         _verify(model, serve.flag_value(flags, (DTYPE_FLAG,)))
     logger.info("starting %s", shlex.join(command[: len(command) - len(flags)]))
-    environment = {**os.environ, **kept.environment(), BODY_VARIABLE: str(address.max_body_mib)}
+    environment = {
+        **os.environ,
+        **kept.environment(),
+        **serve.server_environment(tenants),
+        BODY_VARIABLE: str(address.max_body_mib),
+    }
     os.execve(command[0], command, environment)  # noqa: S606  # signals and exit code: vLLM's own
 
 
@@ -299,6 +317,21 @@ def _given(context: typer.Context, kv_path: Path | None) -> Path | None:
     """Return ``kv_path`` unless the environment gave it."""
     source = context.get_parameter_source("kv_path")
     return None if source is not None and source.name == "ENVIRONMENT" else kv_path
+
+
+def _check_tenants(path: Path, namespace: str | None, flags: list[str]) -> None:
+    """Refuse a tenants' file that is wrong, before the model is loaded."""
+    if namespace is not None:
+        raise ConfigError(
+            "--tenants names the namespaces: leave --namespace out; the server's own keys are the "
+            f"namespace {DEFAULT_NAMESPACE}"
+        )
+    own = (
+        serve.flag_value(flags, (KEY_FLAG,)),
+        os.environ.get(KEY_VARIABLE),
+        os.environ.get(STORE_KEY_VARIABLE),
+    )
+    read_tenants(path, filter(None, own))
 
 
 def _verify(model: str, dtype: str | None) -> None:

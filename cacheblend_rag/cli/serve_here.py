@@ -23,6 +23,8 @@ from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.settings import AUTO, EMBEDDED, VLLM
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from cacheblend_rag.settings import StoreConfig
 
 KINDS = (AUTO, VLLM, EMBEDDED)
@@ -106,10 +108,12 @@ def serve_model(
     warn_of_memory(store)
     with output.progress_bar(lines=True) as bar:
         engine = load_engine(config, bar)
+    os.environ[BODY_VARIABLE] = str(address.max_body_mib)
     with closing(engine):
         from cacheblend_rag.api.app import create_app
 
-        _run(address, public_name(model), lambda: create_app(engine, name=public_name(model)))
+        name = public_name(model)
+        _run(address, name, create_app(engine, name=name))
 
 
 def serve_collection(
@@ -130,6 +134,7 @@ def serve_collection(
         raise ConfigError("--store kv_path: a collection keeps its KV in its own folder")
     with output.progress_bar(lines=True) as bar:
         asker = Asker(folder, placement, engine, progress=bar)
+    os.environ[BODY_VARIABLE] = str(address.max_body_mib)
     with asker:
         from cacheblend_rag.api.app import create_app
         from cacheblend_rag.api.collection import Retriever, name_of
@@ -138,19 +143,19 @@ def serve_collection(
         asker.engine.guard = GuardConfig.optional(guard)
         retriever = Retriever(asker, top_k, order, cites)
         name = name_of(folder)
-        _run(address, name, lambda: create_app(asker.engine, name=name, retriever=retriever))
+        made = create_app(asker.engine, name=name, retriever=retriever, documents=False)
+        _run(address, name, made)
 
 
-def _run(address: Address, name: str, made: Any) -> None:
+def _run(address: Address, name: str, app: FastAPI) -> None:
     from cacheblend_rag.api.run import run
 
     log = logging.getLogger("cacheblend_rag.api")
     if not log.isEnabledFor(logging.INFO):
         log.setLevel(logging.INFO)
-    os.environ[BODY_VARIABLE] = str(address.max_body_mib)
 
     def ready() -> None:
         host = f"[{address.host}]" if ":" in address.host else address.host
         output.say(f"{name} is served at http://{host}:{address.port}/v1")
 
-    run(made(), address.host, address.port, ready)
+    run(app, address.host, address.port, ready)

@@ -143,6 +143,22 @@ class Backend(ABC):
     def _evict(self, keys: Sequence[KVKey]) -> int:
         """Drop the KV of keys; returns how many were stored."""
 
+    def stored(self, keys: Sequence[KVKey]) -> list[bool]:
+        """Return for each key whether its KV is stored; by default, looks among all stored keys.
+
+        Raises:
+            ConfigError: when the engine cannot tell.
+        """
+        there = set(self._stored_keys())
+        return [key in there for key in keys]
+
+    def stored_chunks(self) -> int | None:
+        """Return how many chunks are stored for this engine; None if it cannot tell."""
+        try:
+            return len({(key.chunk_id, key.context_id) for key in self._stored_keys()})
+        except ConfigError:
+            return None
+
     def _forget(self, keys: Sequence[KVKey]) -> None:
         """Drop KV in memory that another writer has evicted from a shared store."""
         self._evict(keys)

@@ -59,3 +59,27 @@ async def test_long_and_deep_bodies_are_refused(engine, monkeypatch):
         "/v1/chat/completions", content=deep, headers={"content-type": "application/json"}
     )
     assert (answer.status_code, "nested deeper" in answer.text) == (400, True)
+
+
+async def test_documents_are_stored_under_the_store_key_and_reused(engine, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    monkeypatch.setenv("CACHEBLEND_STORE_KEY", "open")
+    http = http_client(create_app(engine))
+    path, text = "/v1/cacheblend/documents/notes/a.md", " ".join(["w5"] * 300)
+    body = {"chunks": [text]}
+    assert (await http.put(path, json=body)).status_code == 401
+    assert (await http.put(path, json=body, headers=bearer("sesame"))).status_code == 403
+    stored = await http.put(path, json=body, headers=bearer("open"))
+    assert (stored.status_code, stored.json()["computed"]) == (200, 1)
+    asked = {"messages": [{"role": "user", "content": f"w3 {text} w4"}]}
+    answer = await http.post("/v1/chat/completions", json=asked, headers=bearer("sesame"))
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert (await http.delete(path, headers=bearer("open"))).status_code == 200
+    answer = await http.post("/v1/chat/completions", json=asked, headers=bearer("sesame"))
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_a_server_of_a_collection_takes_no_documents(engine):
+    http = http_client(create_app(engine, documents=False))
+    answer = await http.put("/v1/cacheblend/documents/a", json={"chunks": ["w3"]})
+    assert answer.status_code in {404, 501}

@@ -125,7 +125,7 @@ class VLLMEngine(Engine):
             if self.status.namespace not in {"", namespace_id(namespace)}:
                 raise ConfigError(
                     f"namespace={namespace!r} is not the server's: give the one it was started "
-                    "with (cacheblend-rag serve --namespace)"
+                    "with (cacheblend-rag serve --namespace), or that of the key (--tenants)"
                 )
             if self.status.profile:
                 profile = Profile.of(json.loads(self.status.profile))
@@ -367,6 +367,19 @@ class VLLMEngine(Engine):
         return document_plans(
             plan if fits(plan, plan.context) else replace(plan, context=()) for plan in plans
         )
+
+    def stored(self, keys: Sequence[KVKey]) -> list[bool]:
+        """Return for each key whether its KV is stored, on every replica if they share no folder.
+
+        Raises:
+            EngineUnavailableError: when the connector does not say.
+        """
+        return self.transport.run(self._jobs.lookup(keys)) if keys else []
+
+    def stored_chunks(self) -> int | None:
+        """Return how many chunks the server's store holds; see StoredKV."""
+        self.status = self._jobs.status = ask_status(self.transport)
+        return self.status.store.chunks
 
     def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
         return self.transport.run(self._jobs.verify(keys))

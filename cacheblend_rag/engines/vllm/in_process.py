@@ -108,7 +108,7 @@ class InProcessVLLM(Transport):
             prompt["cache_salt"] = request.salt
         outputs = self.vllm.generate(
             prompt,
-            vllm_sampling(request),
+            self._parameters(request),
             f"cacheblend-{request.request_id or uuid.uuid4().hex}",
             data_parallel_rank=request.replica,
             trace_headers=dict(request.headers) or None,
@@ -119,6 +119,10 @@ class InProcessVLLM(Transport):
                     yield _piece(step)
             except EngineDeadError as error:
                 raise EngineUnavailableError("vLLM has ended with an error; see its log") from error
+
+    def _parameters(self, request: VLLMRequest) -> Any:
+        """Return vLLM's SamplingParams of a request."""
+        return vllm_sampling(request)
 
     async def _stop(self) -> None:
         self.vllm.shutdown()

@@ -25,6 +25,7 @@ from cacheblend_rag.engines.vllm.connector.metadata import StepJobs, StepResults
 from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.connector.scheduler import ConnectorScheduler
 from cacheblend_rag.engines.vllm.connector.settings import PLAIN, ConnectorSettings
+from cacheblend_rag.engines.vllm.connector.tenants import Tenants
 from cacheblend_rag.engines.vllm.connector.worker import ConnectorWorker
 from cacheblend_rag.engines.vllm.versions import check_version
 
@@ -63,6 +64,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
                 step_tokens=settings.step_tokens,
                 block_size=vllm_config.cache_config.block_size,
                 shares_prefix=settings.attention not in PLAIN and not drops,
+                tenants=Tenants(settings),
             )
         else:
             self._worker = ConnectorWorker(

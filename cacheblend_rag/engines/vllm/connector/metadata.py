@@ -15,6 +15,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     Declined,
     Failed,
     KeepResult,
+    LookupResult,
     PrecomputeResult,
     ReleaseResult,
     Result,
@@ -31,7 +32,8 @@ class Allotted:
     tokens: the whole prompt. first, until: tokens [first, until) must be provided; those before are
     in the cache already. block_ids: the request's blocks. wait: whether it is needed in this step.
     arrived: when vLLM received the request, in seconds of ``time.time``. shared: tokens in the
-    blocks before the first chunk, which ordinary requests may share.
+    blocks before the first chunk, which ordinary requests may share. namespace: of its KV; None is
+    the server's.
     """
 
     request_id: str
@@ -43,6 +45,7 @@ class Allotted:
     wait: bool = False
     arrived: float = 0.0
     shared: int = 0
+    namespace: str | None = None
 
     @property
     def prefix(self) -> int:
@@ -84,6 +87,10 @@ class StepResults(KVConnectorWorkerMetadata):
             mine = self.results.get(request_id, RANK_FAILED)
             if isinstance(mine, ReleaseResult) and isinstance(result, ReleaseResult):
                 self.results[request_id] = replace(mine, released=mine.released + result.released)
+            if isinstance(mine, LookupResult) and isinstance(result, LookupResult):
+                both = tuple(index for index in mine.found if index in set(result.found))
+                self.results[request_id] = replace(mine, found=both)
+                continue
             if isinstance(mine, KeepResult) and isinstance(result, KeepResult):
                 both = tuple(start for start in mine.kept if start in result.kept)
                 refused = mine.refused or result.refused

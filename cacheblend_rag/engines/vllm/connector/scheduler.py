@@ -20,6 +20,7 @@ from cacheblend_rag.engines.vllm.connector.metadata import (
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
 from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
 from cacheblend_rag.engines.vllm.connector.prefix import set_apart
+from cacheblend_rag.engines.vllm.connector.tenants import NO_NAMESPACE, Tenants
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     BlendResult,
@@ -60,6 +61,7 @@ class Pending:
     mark: a blend's, see ``set_apart``; equal work has the same. work: the blend's, see
     ``_work_of``. shared: tokens in the blocks that it shares with ordinary requests. may_go_on:
     whether it is a blend of exact KV only, looked up as an ordinary request until it is begun.
+    namespace: of the KV that it may use.
     """
 
     job: BlendJob | None
@@ -72,6 +74,7 @@ class Pending:
     work: str = ""
     shared: int = 0
     may_go_on: bool = False
+    namespace: str | None = None
     result: Result | None = None
 
 
@@ -94,13 +97,14 @@ class ConnectorScheduler:
         step_tokens: int,
         block_size: int,
         shares_prefix: bool,
+        tenants: Tenants | None = None,
     ) -> None:
         self.asynchronous, self.step_tokens = asynchronous, step_tokens
         self._block_size, self._shares_prefix = block_size, shares_prefix
         self.pending: dict[str, Pending] = {}
         self.late: dict[str, Pending] = {}
         self.reports: OrderedDict[str, Result] = OrderedDict()
-        self._model, self._refusal = model, refusal
+        self._model, self._refusal, self._tenants = model, refusal, tenants
         self._blended: OrderedDict[str, BlendResult] = OrderedDict()
         self._traced: deque[str] = deque()
         self._stats = BlendStats()
@@ -110,7 +114,7 @@ class ConnectorScheduler:
 
     def add(self, request: Request) -> None:
         """Read a new request's job; a blend's blocks are set apart before vLLM looks it up."""
-        pending = read_job(request, self._refusal, self._model)
+        pending = self._read(request)
         self.pending[request.request_id] = pending
         if pending.job is None or not pending.blends:
             return
@@ -118,6 +122,20 @@ class ConnectorScheduler:
         pending.may_go_on = shares and goes_on(pending.job)
         if not pending.may_go_on:
             self._set_apart(request, pending, pending.job.chunks[0].start if shares else 0)
+
+    def _read(self, request: Request) -> Pending:
+        """Read a new request's job, for the request's own namespace."""
+        if self._tenants is None:
+            return read_job(request, self._refusal, self._model)
+        namespace = self._tenants.namespace_of(request)
+        pending = read_job(request, self._refusal, self._model)
+        if namespace is None and (pending.job or pending.reason):
+            pending = Pending(None, NO_NAMESPACE, blends=pending.blends)
+        pending.namespace = namespace
+        if pending.report_id:
+            pending.report_id = f"{pending.report_id} {namespace}"
+        self._tenants.set_apart(request, namespace, self._block_size)
+        return pending
 
     def _set_apart(self, request: Request, pending: Pending, start: int) -> None:
         pending.shared = set_apart(request, start, self._block_size, pending.mark)
@@ -181,6 +199,7 @@ class ConnectorScheduler:
                 wait=not self._may_wait(pending.job),
                 arrived=request.arrival_time,
                 shared=pending.shared,
+                namespace=pending.namespace,
             )
         )
 
@@ -213,7 +232,7 @@ class ConnectorScheduler:
         if pending is None:
             return None
         if pending.job is not None and pending.job.kind == "report":
-            return params_of(self.reports.pop(pending.job.report_id, NO_REPORT))
+            return params_of(self.reports.pop(pending.report_id, NO_REPORT))
         if pending.sent and pending.result is None:
             self._gone.append(request.request_id)
             self.late[request.request_id] = pending

@@ -44,6 +44,9 @@ class ConnectorSettings(Settings):
     """Where each worker keeps chunk KV."""
     namespace: Namespace = "default"
     """The namespace of all KV of this server."""
+    tenants: Flag = False
+    """Whether clients' keys decide the namespace of each request (``serve --tenants``); requests
+    that came past the access middleware then reuse nothing."""
     asynchronous: Flag = True
     """Blend between scheduler steps, so that other requests keep decoding; always so if all layers
     have a sliding window."""

@@ -33,6 +33,7 @@ Kind = Literal[
     "precompute",
     "compare",
     "keep",
+    "lookup",
     "verify",
     "evict",
     "prefetch",
@@ -113,8 +114,9 @@ class SentLeadIn:
 
 @dataclass(frozen=True)
 class BlendJob:
-    """One request's work: fuse the chunks of its prompt, store them, or verify, evict or prefetch
-    others; ``keep`` the KV of a conversation's turn; or ``release`` the memory that chunks take.
+    """One request's work: fuse the chunks of its prompt, store them, or look up, verify, evict or
+    prefetch others; ``keep`` the KV of a conversation's turn; or ``release`` the memory that chunks
+    take.
 
     Two kinds only ask: ``status`` for the state of the connector, ``report`` for the result of the
     finished request that had the same ``report_id``.
@@ -122,10 +124,10 @@ class BlendJob:
     tokens: lead-in and document to be computed (precompute), the prompt to be blended again
     (compare), or that and its answer (keep). answer, reference: what it is compared on and with,
     see Compared (compare only); without a reference it is the prompt.
-    keys: (chunk id, context id) of chunks to verify, evict or prefetch. turns: whether they are of
-    conversations' turns (evict only). report_id: 32 hex digits under which the result is kept for a
-    later ``report``, or "". idle: only to be worked on while nothing else is (precompute; compare
-    and keep always are). kept: what to store, in order (keep only).
+    keys: (chunk id, context id) of chunks to look up, verify, evict or prefetch. turns: whether
+    they are of conversations' turns (evict only). report_id: 32 hex digits under which the
+    result is kept for a later ``report``, or "". idle: only to be worked on while nothing else is
+    (precompute; compare and keep always are). kept: what to store, in order (keep only).
     """
 
     kind: Kind

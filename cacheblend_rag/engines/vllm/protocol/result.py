@@ -66,6 +66,14 @@ class PrecomputeResult:
 
 
 @dataclass(frozen=True)
+class LookupResult:
+    """The result of lookup. found: which of the job's keys are stored, as indices, in order."""
+
+    found: tuple[int, ...]
+    work_seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class VerifyResult:
     """The result of verify: how many chunks were checked.
 
@@ -162,6 +170,7 @@ Result: TypeAlias = (
     | PrecomputeResult
     | CompareResult
     | KeepResult
+    | LookupResult
     | VerifyResult
     | EvictResult
     | ReleaseResult
@@ -186,6 +195,7 @@ TOLD_BY: Mapping[str, type[Any]] = {
     "computed": PrecomputeResult,
     "divergence": CompareResult,
     "kept": KeepResult,
+    "found": LookupResult,
     "verified": VerifyResult,
     "evicted": EvictResult,
     "released": ReleaseResult,
