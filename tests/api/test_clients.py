@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -47,14 +47,13 @@ def server(tmp_path_factory, passage):
         assert process.poll() is None, (folder / "log").read_text()
         assert time.monotonic() < end
         time.sleep(0.1)
-    asked = urllib.request.Request(
+    stored = httpx.put(
         f"{url}/v1/cacheblend/documents/notes",
-        json.dumps({"chunks": [passage]}).encode(),
-        {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"},
-        method="PUT",
+        json={"chunks": [passage]},
+        headers={"Authorization": f"Bearer {KEY}"},
+        timeout=120,
     )
-    with urllib.request.urlopen(asked) as stored:  # noqa: S310
-        assert json.load(stored)["computed"] == 1
+    assert stored.json()["computed"] == 1
     yield url
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0, "told to end, it ends without an error"
@@ -67,9 +66,8 @@ def server(tmp_path_factory, passage):
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health") as answer:  # noqa: S310
-            return answer.status == 200
-    except OSError:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
         return False
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import nullcontext
 
 import pytest
 
 from cacheblend_rag import models
-from cacheblend_rag.cli import serve
+from cacheblend_rag.api import app
+from cacheblend_rag.cli import serve, serve_here
 from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.engines import factory
 from cacheblend_rag.engines.vllm import serve as vllm_serve
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from tests.readme import blocks, commands
@@ -26,6 +29,58 @@ def executed(monkeypatch):
         serve.os, "execve", lambda path, command, environment: commands.append(command)
     )
     return commands
+
+
+@pytest.fixture
+def served_here(monkeypatch):
+    """What `serve` would have served in this process, after its checks."""
+    served = []
+    monkeypatch.setattr(serve_here, "load_engine", lambda config, _: served.append(config))
+    monkeypatch.setattr(serve_here, "closing", lambda _: nullcontext())
+    monkeypatch.setattr(serve_here, "_run", lambda address, name, _: served.append((address, name)))
+    monkeypatch.setattr(app, "create_app", lambda *_, **__: None)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setenv("CACHEBLEND_MAX_BODY_MIB", "1")
+    return served
+
+
+def test_without_a_gpu_the_embedded_engine_is_served(cli, executed, served_here, tmp_path):
+    options = ("--port", 9001, "--kv-path", tmp_path / "kv", "--namespace", "mine")
+    more = ("--guard", 0.5, "--profile", "speed", "--dtype", "half", "--max-body-mib", 3)
+    for engine in ((), ("--engine", "transformers")):
+        assert cli("serve", "demo", *engine, *options, *more).code == 0
+        config, (address, name) = served_here[-2:]
+        assert (config.engine, config.model, config.dtype) == ("transformers", "demo", "float16")
+        assert (config.namespace, config.profile.name) == ("mine", "speed")
+        assert (config.guard.sample_share, config.fill_on_miss) == (0.5, True)
+        assert config.store.kv_path == str(tmp_path / "kv")
+        assert (address.host, address.port, address.max_body_mib) == ("127.0.0.1", 9001, 3)
+        assert name == "demo"
+    assert executed == []
+
+
+@pytest.mark.usefixtures("smollm2_folder")
+def test_smollm2_is_served_if_no_model_is_named(cli, executed, served_here):
+    assert cli("serve", "--engine", "transformers").code == 0
+    assert served_here[0].model == "smollm2"
+
+
+def test_vllm_is_served_where_it_can_run(cli, executed, served_here, monkeypatch):
+    monkeypatch.setattr(factory, "pick_engine", lambda config: "vllm")
+    assert cli("serve", "demo", "--max-num-seqs", "4").code == 0
+    assert (len(executed), served_here) == (1, [])
+
+
+def test_other_machines_need_a_key_to_reach_the_embedded_engine(cli, served_here, monkeypatch):
+    asked = ("serve", "demo", "--engine", "transformers", "--host", "10.0.0.1")
+    refused = cli(*asked)
+    assert (refused.code, refused.stderr.count("\n")) == (2, 1)
+    assert "set VLLM_API_KEY to a key that clients must send" in refused.stderr
+    assert served_here == []
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    monkeypatch.setattr(serve.serve, "check_port", lambda *_: None)
+    assert cli(*asked).code == 0
+    assert served_here
 
 
 @pytest.mark.parametrize(
