@@ -103,7 +103,7 @@ class Load:
         stream = self.client.chat.completions.create(
             model=MODEL, messages=self.messages(draw), max_tokens=SHORT, stream=True
         )
-        if not [chunk for chunk in stream][-1].choices[0].finish_reason:
+        if not list(stream)[-1].choices[0].finish_reason:
             raise ValueError("a stream has no end")
 
     def leave(self, draw: random.Random) -> None:
