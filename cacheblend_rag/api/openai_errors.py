@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 2
 """What a client that came while too many others wait is told to wait."""
 TOO_LONG = "context_length_exceeded"
-_NAMED = re.compile(r"[a-z][a-z_.]*(?==)")
+_NAMED = re.compile(r"[a-z][a-z_.]*(?==)|structured_outputs[a-z_.]*")
 """The field that a ConfigError begins with."""
 _OF_TOOLS = re.compile(r"tools|tool_choice")
 _TYPES = {

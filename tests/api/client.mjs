@@ -30,6 +30,18 @@ for await (const event of await client.responses.create({
 })) {
   deltas.push(event.type);
 }
+const parameters = {
+  type: "object",
+  properties: { on: { type: "boolean" } },
+  required: ["on"],
+  additionalProperties: false,
+};
+const called = await client.chat.completions.create({
+  ...asked,
+  max_tokens: 64,
+  tools: [{ type: "function", function: { name: "light", parameters } }],
+  tool_choice: { type: "function", function: { name: "light" } },
+});
 const failed = await client.chat.completions
   .create({ ...asked, model: "other" })
   .catch((error) => ({ status: error.status, code: error.code }));
@@ -40,6 +52,7 @@ console.log(
     helped: await helper.finalContent(),
     cached: whole.usage.prompt_tokens_details.cached_tokens,
     streamedCached: usage.prompt_tokens_details.cached_tokens,
+    arguments: called.choices[0].message.tool_calls[0].function.arguments,
     models: (await client.models.list()).data.map((one) => one.id),
     response: response.output_text,
     last: deltas.at(-1),

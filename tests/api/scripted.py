@@ -42,6 +42,9 @@ class ScriptedEngine(ToyEngine):
         self.script = Script()
         super().__init__(tokenizer, **settings)
 
+    def _check_sampling(self, sampling: Any) -> None:
+        """Its answers have the form that the test says, whatever is asked for."""
+
     def _answer(self, request: Request) -> Iterator[Delta]:
         script, told = self.script, []
         script.sampled.append(request.sampling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import openai
@@ -26,8 +28,9 @@ QUESTION = "Question: Who?\nAnswer:"
 
 @pytest.fixture(scope="module")
 def passage() -> str:
-    (document, *_), _ = generate_collection(1, 1, seed=5)
-    return document.text
+    """Long enough to be blended."""
+    documents, _ = generate_collection(3, 1, seed=5)
+    return "\n\n".join(document.text for document in documents)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +102,8 @@ def test_openai_python(client, passage, expected):
     stream = client.chat.completions.create(**asked, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
     with client.chat.completions.stream(**asked) as helper:
-        assert helper.get_final_completion().choices[0].message.content == expected
+        *_, last = (event.snapshot for event in helper if event.type == "content.delta")
+        assert last == expected
     assert client.completions.create(model="demo", prompt="Who?", max_tokens=2).choices[0].text
     answer = client.responses.create(model="demo", input="Who?", max_output_tokens=4)
     assert answer.output_text
@@ -183,7 +187,46 @@ def test_npms_openai(server, passage, expected, tmp_path):
     told = json.loads(ran.stdout)
     assert told["whole"] == told["streamed"] == told["helped"] == expected
     assert told["cached"] == told["streamedCached"] > 0
+    assert json.loads(told["arguments"])["on"] in {True, False}
     assert told["models"] == ["demo"]
     assert told["response"]
     assert told["last"] in {"response.completed", "response.incomplete"}
     assert told["failed"] == {"status": 404, "code": "model_not_found"}
+
+
+def test_forms_and_calls_hold_with_every_client(server, client):
+    """Whatever the model would say: answers are held to the form."""
+    from langchain_openai import ChatOpenAI
+    from llama_index.llms.openai_like import OpenAILike
+    from pydantic import BaseModel
+
+    class Light(BaseModel):
+        """Switch a light."""
+
+        room: Literal["kitchen", "hall"]
+        on: bool
+
+    parsed = client.chat.completions.parse(
+        model="demo", messages=[{"role": "user", "content": "Light!"}], response_format=Light
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Light)
+    response = client.responses.parse(model="demo", input="Light!", text_format=Light)
+    assert isinstance(response.output_parsed, Light)
+    model = ChatOpenAI(base_url=f"{server}/v1", api_key=KEY, model="demo", max_tokens=64)
+    for method in ("json_schema", "function_calling"):
+        answer = model.with_structured_output(Light, method=method).invoke("Light!")
+        assert isinstance(answer, Light), method
+    bound = model.bind_tools([Light], tool_choice="any")
+    (call,) = bound.invoke("Light!").tool_calls[:1]
+    assert (call["name"], Light(**call["args"])) == ("Light", Light(**call["args"]))
+    *_, last = itertools.accumulate(bound.stream("Light!"))
+    assert last.tool_calls[0]["name"] == "Light"
+    like = OpenAILike(
+        api_base=f"{server}/v1",
+        api_key=KEY,
+        model="demo",
+        is_chat_model=True,
+        is_function_calling_model=True,
+        max_tokens=64,
+    )
+    assert isinstance(like.as_structured_llm(Light).complete("Light!").raw, Light)

@@ -19,7 +19,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 def asker(indexed):  # noqa: F811
     folder, asked = indexed
     with Asker(folder) as asker:
-        yield asker, [one.text for one in asked]
+        yield asker, [one.question for one in asked]
 
 
 def chat(client, *contents, **more):

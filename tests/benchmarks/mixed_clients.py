@@ -64,15 +64,17 @@ class Load:
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=3)
         documents, asked = generate_collection(24, 24, seed=11)
         self.texts = [document.text for document in documents]
-        self.questions = [one.text for one in asked]
+        self.questions = [one.question for one in asked]
 
     def run(self, number: int) -> None:
         """Call the server until the time is over."""
         draw = random.Random(number)
         deeds: list[Callable[[random.Random], None]] = [
             *(self.chat, self.stream, self.leave, self.complete, self.form, self.tool),
-            *(self.respond, self.store, self.malformed, self.malformed, self.malformed),
+            *(self.respond, self.store),
         ]
+        if number % 2:
+            deeds = [self.malformed]
         while not self.stop.is_set():
             deed = draw.choice(deeds)
             try:
