@@ -192,7 +192,7 @@ def main(
         written = log or Path(folder) / "log"
         command = [
             *(sys.executable, "-m", "cacheblend_rag", "serve", MODEL, "--engine", "transformers"),
-            *("--port", str(port), "--kv-path", f"{folder}/kv", "--host-gib", "0.25"),
+            *("--port", str(port), "--kv-path", f"{folder}/kv", "--host-gib", "0.05"),
         ]
         with written.open("wb") as output:
             server = subprocess.Popen(command, stderr=output, env={**os.environ})
@@ -210,6 +210,8 @@ def main(
         f"memory: {sizes[0]:.0f} MiB at first, {settled[0]:.0f} after a fifth of the time, "
         f"{max(sizes):.0f} at most, {settled[-1]:.0f} at the end; exit code {code}"
     )
+    tenths = [sizes[len(sizes) * tenth // 10] for tenth in range(10)]
+    print("memory at each tenth of the time:", *(f"{size:.0f}" for size in tenths))
     for fault in load.faults[:20]:
         print(fault)
     raise typer.Exit(bool(load.faults) or growth > most_mib or code != 0)
