@@ -130,6 +130,15 @@ CONTRACT: dict[str, dict[str, Name]] = {
         ),
     },
     "vllm.entrypoints.openai.api_server": {},
+    "vllm.plugins.endpoint_plugins.interface": {
+        "EndpointPlugin": Name(
+            members={
+                "attach_router": ("app",),
+                "init_state": ("engine_client", "state", "args"),
+                **fields("name", "required_tasks"),
+            }
+        ),
+    },
     "vllm.v1.engine.async_llm": {
         "AsyncLLM": Name(
             members={
@@ -138,7 +147,8 @@ CONTRACT: dict[str, dict[str, Name]] = {
                     *("prompt", "sampling_params", "request_id", "data_parallel_rank"),
                     "trace_headers",
                 ),
-                **fields("shutdown", "model_config"),
+                "add_request": ("request_id", "prompt", "params"),
+                **fields("shutdown", "model_config", "vllm_config"),
             }
         ),
     },
@@ -219,6 +229,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "request_id",
                 "max_tokens",
                 "kv_transfer_params",
+                "sampling_params",
                 "num_prompt_tokens",
                 "prompt_token_ids",
                 "cache_salt",
