@@ -49,6 +49,7 @@ def server(start_server: ServerFactory, tmp_path_factory: pytest.TempPathFactory
     return start_server(
         MODEL_FOLDER,
         "--enable-prompt-tokens-details",
+        "--enable-scale-out",
         served_name="demo",
         settings=ConnectorSettings(store=StoreConfig(kv_path=folder / "kv")),
         tenants=folder / "tenants.toml",
