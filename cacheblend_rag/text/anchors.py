@@ -20,10 +20,9 @@ Integers = NDArray[np.int64]
 OFFSET_BITS = 27
 ZERO = 1 << (OFFSET_BITS - 1)
 """The low bits of the diagonal of a sequence that begins with the prompt."""
-MOST_PLACES = 64
-"""Places that are looked at where more sequences have the same window; the first ones added."""
-SLOTS_PER_HASH = 16
-FEWEST_SLOT_BITS = 12
+FEWEST_BITS = 8
+MARK_BITS = 4
+"""Marks have so many bits more than there are hashes: few others have a mark by chance."""
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 LAST_FACTOR = np.uint64(0xD6E8FEB86659FD93)
 HALF = np.uint64(32)
@@ -75,7 +74,7 @@ def _hashed(columns: Iterable[NDArray[np.integer]], count: int) -> Hashes:
 class Hits:
     """Windows of a prompt that are anchors: diagonals, positions and crowds, all (hits,).
 
-    crowds: how many places the anchor of a hit has, MOST_PLACES at most.
+    crowds: how many places the anchor of a hit has, as far as they are looked at.
     """
 
     diagonals: Integers
@@ -96,10 +95,12 @@ class Anchors:
     """Anchors by their hash, never changed once made.
 
     hashes: (distinct,), sorted. starts: (distinct + 1,) into ``places``, in which the places of one
-    hash stand in the order in which their sequences were added.
+    hash stand in the order in which their sequences were added. Two tables shorten a search: a bit
+    for every value of a hash's first bits that occurs, and, by fewer of them, where in ``hashes``
+    those begin.
     """
 
-    __slots__ = ("_marks", "_shift", "hashes", "places", "starts")
+    __slots__ = ("_begins", "_begins_shift", "_marks", "_marks_shift", "hashes", "places", "starts")
 
     def __init__(self, hashes: Hashes, places: Integers) -> None:
         """Take sorted hashes, and the place of each."""
@@ -108,9 +109,12 @@ class Anchors:
         firsts = np.flatnonzero(is_first)
         self.hashes, self.places = hashes[firsts], places
         self.starts = np.append(firsts, hashes.size).astype(np.uint32)
-        bits = max(FEWEST_SLOT_BITS, (SLOTS_PER_HASH * firsts.size).bit_length())
-        self._shift = np.uint64(64 - bits)
-        self._marks = self._marked(bits)
+        bits = max(FEWEST_BITS, firsts.size.bit_length())
+        self._begins_shift = np.uint64(64 - bits)
+        counts = np.bincount(self._cells(self.hashes), minlength=1 << bits)
+        self._begins = np.append(0, np.cumsum(counts)).astype(np.uint32)
+        self._marks_shift = np.uint64(64 - bits - MARK_BITS)
+        self._marks = self._marked(bits + MARK_BITS)
 
     @classmethod
     def sort(cls, hashes: Sequence[Hashes], places: Sequence[Integers]) -> Anchors:
@@ -127,7 +131,7 @@ class Anchors:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        arrays = (self.hashes, self.starts, self.places, self._marks)
+        arrays = (self.hashes, self.starts, self.places, self._begins, self._marks)
         return sum(array.nbytes for array in arrays)
 
     def joined(self, later: Anchors, gone: Integers) -> Anchors:
@@ -143,18 +147,18 @@ class Anchors:
         places[at], places[is_known] = new_places, known_places
         return Anchors(hashes, places)
 
-    def hits(self, seen: Hashes, most: int) -> Hits:
+    def hits(self, seen: Hashes, most: int, most_places: int) -> Hits:
         """Return where the windows of a prompt are anchors.
 
         seen: their hashes. most: hits; anchors that many sequences have are left out first.
+        most_places: of one anchor; the first ones added.
         """
-        slots = (seen >> self._shift).view(np.int64)
+        slots = (seen >> self._marks_shift).view(np.int64)
         maybe = np.flatnonzero(self._marks[slots >> 3] & (1 << (slots & 7)))
-        low = np.searchsorted(self.hashes[:-1], seen[maybe])  # :-1 keeps it within the array
-        is_anchor = self.hashes[low] == seen[maybe]
+        is_anchor, low = self._look_up(seen[maybe])
         positions, low = maybe[is_anchor], low[is_anchor]
         crowds = (self.starts[low + 1] - self.starts[low]).astype(np.int64)
-        crowds = np.minimum(crowds, MOST_PLACES)
+        crowds = np.minimum(crowds, most_places)
         if crowds.sum() > most:
             order = np.argsort(crowds, kind="stable")
             order = order[np.cumsum(crowds[order]) <= most]
@@ -162,6 +166,25 @@ class Anchors:
         at = np.repeat(self.starts[low], crowds) + ramps(crowds)
         positions = np.repeat(positions, crowds)
         return Hits(self.places[at] + positions, positions, np.repeat(crowds, crowds))
+
+    def _look_up(self, seen: Hashes) -> tuple[NDArray[np.bool_], Integers]:
+        """Return which hashes there are, and their indices; binary search in all cells at once."""
+        cells = self._cells(seen)
+        low = self._begins[cells].astype(np.int64)
+        high = self._begins[cells + 1].astype(np.int64)
+        is_there = low < high
+        wide = np.flatnonzero(high - low > 1)
+        while wide.size:
+            middle = (low[wide] + high[wide]) // 2
+            is_above = self.hashes[middle] > seen[wide]
+            high[wide[is_above]] = middle[is_above]
+            low[wide[~is_above]] = middle[~is_above]
+            wide = wide[high[wide] - low[wide] > 1]
+        is_there[is_there] = self.hashes[low[is_there]] == seen[is_there]
+        return is_there, low
+
+    def _cells(self, hashes: Hashes) -> Integers:
+        return (hashes >> self._begins_shift).view(np.int64)
 
     def _without(self, gone: Integers) -> tuple[Hashes, Integers]:
         hashes = np.repeat(self.hashes, np.diff(self.starts))
@@ -173,7 +196,7 @@ class Anchors:
     def _marked(self, bits: int) -> NDArray[np.uint8]:
         """Return a table of bits, set for the slots that hashes fall into."""
         marks = np.zeros(1 << (bits - 3), np.uint8)
-        slots = (self.hashes >> self._shift).view(np.int64)
+        slots = (self.hashes >> self._marks_shift).view(np.int64)
         if slots.size:
             cells = slots >> 3
             firsts = np.flatnonzero(np.diff(cells, prepend=-1))

@@ -11,7 +11,7 @@ searches read both.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -31,7 +31,13 @@ from cacheblend_rag.text.anchors import (
     anchors_of,
     window_hashes,
 )
-from cacheblend_rag.text.token_runs import Budget, Diagonal, equal_runs, without_overlaps
+from cacheblend_rag.text.token_runs import (
+    LEAST_COMPARED,
+    Diagonals,
+    budget,
+    equal_runs,
+    without_overlaps,
+)
 
 Name = TypeVar("Name", bound=Hashable)
 SomeTokens = Sequence[int] | NDArray[np.integer]
@@ -40,6 +46,8 @@ WINDOW = 8
 """Tokens that an anchor is the hash of."""
 BATCH = 1024
 """Sequences whose anchors are computed together."""
+MOST_PLACES = 64
+"""Places that are looked at where more sequences have the same window; the first ones added."""
 MOST_HITS = 1 << 15
 """Places that a search may always look at, besides one for every other token of the prompt."""
 LEAST_MERGED = 1 << 14
@@ -203,67 +211,66 @@ class TokenIndex(Generic[Name]):
             levels = self._levels
         diagonals = self._diagonals(prompt, levels)
         runs = equal_runs(prompt, diagonals, self.least)
-        numbers = np.array([one.number for one in diagonals], np.int64)
         found = []
-        for begin, stop, source in without_overlaps(runs, numbers, self.least):
-            one = diagonals[source]
-            known = self._known.get(one.number)
-            if known is not None:
-                skip = one.skip + begin - one.start
+        for begin, stop, source in without_overlaps(runs, diagonals.numbers, self.least):
+            known = self._known.get(diagonals.numbers[source])
+            if known is not None:  # not forgotten meanwhile
+                skip = begin - diagonals.shifts[source]
                 found.append(TokenRun(known[0], start + begin, start + stop, skip))
         return found
 
-    def _diagonals(self, prompt: Tokens, levels: Sequence[Anchors]) -> list[Diagonal]:
-        """Return the diagonals to compare, the most promising first, within the budget.
+    def _diagonals(self, prompt: Tokens, levels: Sequence[Anchors]) -> Diagonals:
+        """Return the diagonals to compare: those with many hits, then those with one.
 
-        Those with one hit only, the most by far in ordinary text, are compared around it first.
+        The latter, the most by far in ordinary text, are compared around their hit before.
         """
         seen = window_hashes(prompt, self._window)
         most = MOST_HITS + prompt.size // 2
-        hits = [level.hits(seen, most) for level in levels if level.size]
-        if not any(one.diagonals.size for one in hits):
-            return []
-        joined = Hits.joined(hits)
-        keys, firsts, counts = np.unique(joined.diagonals, return_index=True, return_counts=True)
+        places = MOST_PLACES + len(self._gone)  # forgotten sequences take no others' places
+        parts = [level.hits(seen, most, places) for level in levels if level.size]
+        if not any(part.diagonals.size for part in parts):
+            return Diagonals()
+        hits = Hits.joined(parts)
+        keys, firsts, counts = np.unique(hits.diagonals, return_index=True, return_counts=True)
         is_single = counts == 1
         singles = firsts[is_single]
-        singles = singles[np.argsort(joined.crowds[singles], kind="stable")]
-        around = self._within_budget(
-            prompt, joined.diagonals[singles], joined.positions[singles], self.least - self._window
-        )
-        near = list(around)
-        good = np.unique(equal_runs(prompt, near, self.least).sources).tolist()
-        single_keys = [
-            (near[index].number << OFFSET_BITS) + ZERO + near[index].start - near[index].skip
-            for index in good
+        singles = singles[np.argsort(hits.crowds[singles], kind="stable")]
+        margin = self.least - self._window
+        lows = np.maximum(hits.positions[singles] - margin, 0)
+        highs = np.minimum(hits.positions[singles] + self._window + margin, prompt.size)
+        near = self._within_budget(prompt, hits.diagonals[singles], lows, highs)
+        good = [
+            (near.numbers[source] << OFFSET_BITS) + ZERO + near.shifts[source]
+            for source in equal_runs(prompt, near, self.least).sources.tolist()
         ]
         several = keys[~is_single]
         several = several[np.argsort(-counts[~is_single], kind="stable")]
-        chosen = np.concatenate([several, np.array(single_keys, np.int64)])
-        return list(self._within_budget(prompt, chosen))
+        chosen = np.concatenate([several, np.array(good, np.int64)])
+        return self._within_budget(
+            prompt, chosen, np.zeros_like(chosen), np.full_like(chosen, prompt.size)
+        )
 
     def _within_budget(
-        self,
-        prompt: Tokens,
-        keys: Integers,
-        positions: Integers | None = None,
-        margin: int = 0,
-    ) -> Iterator[Diagonal]:
-        """Yield diagonals, whole or within a margin of the windows at positions."""
-        budget = Budget(prompt.size)
-        for index, key in enumerate(keys.tolist()):
-            number = key >> OFFSET_BITS
+        self, prompt: Tokens, keys: Integers, lows: Integers, highs: Integers
+    ) -> Diagonals:
+        """Return diagonals within [low, high) of the prompt, as many as the budget allows."""
+        left, found = budget(prompt.size), Diagonals()
+        numbers, shifts = (keys >> OFFSET_BITS).tolist(), ((keys & (2 * ZERO - 1)) - ZERO).tolist()
+        bounds = zip(numbers, shifts, lows.tolist(), highs.tolist(), strict=True)
+        for number, shift, low, high in bounds:
             known = self._known.get(number)
             if known is None:
                 continue
-            shift, tokens = (key & (2 * ZERO - 1)) - ZERO, known[1]
-            start, stop = max(shift, 0), min(shift + tokens.size, prompt.size)
-            if positions is not None:
-                at = int(positions[index])
-                start, stop = max(start, at - margin), min(stop, at + self._window + margin)
-            if not budget.allows(stop - start):
-                return
-            yield Diagonal(number, start, start - shift, tokens[start - shift : stop - shift])
+            tokens = known[1]
+            start, stop = max(low, shift), min(high, shift + len(tokens))
+            left -= max(stop - start, LEAST_COMPARED)
+            if left < 0:
+                break
+            found.numbers.append(number)
+            found.shifts.append(shift)
+            found.starts.append(start)
+            found.pieces.append(tokens[start - shift : stop - shift])
+        return found
 
 
 def _as_array(tokens: SomeTokens) -> Tokens:

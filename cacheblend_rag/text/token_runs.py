@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -18,17 +18,18 @@ LEAST_COMPARED = 128
 """What comparing few tokens counts at least: the time it takes is that of its calls."""
 
 
-@dataclass(frozen=True, slots=True)
-class Diagonal:
-    """Where tokens of a sequence may stand in a prompt: ``known`` would begin at ``start``.
+@dataclass(slots=True, eq=False)
+class Diagonals:
+    """Where tokens of sequences may stand in a prompt, most promising first; lists of one length.
 
-    number: the sequence's. skip: index in it of the first token of ``known``.
+    numbers: the sequences'. shifts: where in the prompt the sequence would begin; negative where
+    only its end stands there. starts: where in the prompt ``pieces``, tokens of it, would begin.
     """
 
-    number: int
-    start: int
-    skip: int
-    known: Tokens
+    numbers: list[int] = field(default_factory=list)
+    shifts: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    pieces: list[Tokens] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,32 +45,26 @@ Kept = tuple[int, int, int]
 """A run that is kept: start, end, and the index of the diagonal that it is from."""
 
 
-class Budget:
-    """Limits how many tokens a search compares: repetitive tokens would take seconds otherwise.
+def budget(tokens: int) -> int:
+    """Return how many tokens a search of a prompt of so many may compare.
 
-    What is not compared is not found: that loses reuse, and never changes an answer.
+    Repetitive tokens would take seconds otherwise. What is not compared is not found: that loses
+    reuse, and never changes an answer.
     """
-
-    def __init__(self, tokens: int) -> None:
-        self._left = COMPARED_TOKENS + COMPARED_PER_TOKEN * tokens
-
-    def allows(self, tokens: int) -> bool:
-        """Whether so many may still be compared; counts them."""
-        self._left -= max(tokens, LEAST_COMPARED)
-        return self._left >= 0
+    return COMPARED_TOKENS + COMPARED_PER_TOKEN * tokens
 
 
-def equal_runs(prompt: Tokens, diagonals: Sequence[Diagonal], least: int) -> Runs:
+def equal_runs(prompt: Tokens, diagonals: Diagonals, least: int) -> Runs:
     """Return the runs of at least ``least`` tokens in which diagonals equal the prompt."""
     nothing = np.empty(0, np.int64)
-    if not diagonals:
+    if not diagonals.pieces:
         return Runs(nothing, nothing, nothing)
-    sizes = np.array([one.known.size for one in diagonals], np.int64)
-    starts = np.array([one.start for one in diagonals], np.int64)
+    sizes = np.array([piece.size for piece in diagonals.pieces], np.int64)
+    starts = np.array(diagonals.starts, np.int64)
     ends = np.cumsum(sizes)
     shifts = starts - (ends - sizes)  # from an index in all diagonals' tokens to one in the prompt
     at = np.arange(int(ends[-1])) + np.repeat(shifts, sizes)
-    is_same = np.concatenate([one.known for one in diagonals]) == prompt[at]
+    is_same = np.concatenate(diagonals.pieces) == prompt[at]
     is_first, is_last = is_same.copy(), is_same.copy()
     is_first[1:] &= ~is_same[:-1]
     is_last[:-1] &= ~is_same[1:]
@@ -82,11 +77,11 @@ def equal_runs(prompt: Tokens, diagonals: Sequence[Diagonal], least: int) -> Run
     return Runs(sources, firsts + shifts[sources], stops + shifts[sources])
 
 
-def without_overlaps(runs: Runs, numbers: Integers, least: int) -> list[Kept]:
+def without_overlaps(runs: Runs, numbers: Sequence[int], least: int) -> list[Kept]:
     """Return runs that do not overlap, in order: the longest win, then the lowest numbers.
 
-    The others keep what is left of them, if it has ``least`` tokens. numbers: (diagonals,), their
-    sequences'.
+    The others keep what is left of them, if it has ``least`` tokens. numbers: of the diagonals'
+    sequences.
     """
     waiting = [
         (start - end, number, start, end, source)
@@ -111,12 +106,12 @@ def without_overlaps(runs: Runs, numbers: Integers, least: int) -> list[Kept]:
     return taken
 
 
-def _not_inside_others(runs: Runs, numbers: Integers) -> list[list[int]]:
+def _not_inside_others(runs: Runs, numbers: Sequence[int]) -> list[list[int]]:
     """Return number, start, end and source of the runs that lie in no other one.
 
     What is left of a run that lies inside another is never more than what is left of the other.
     """
-    own = numbers[runs.sources]
+    own = np.array(numbers, np.int64)[runs.sources]
     order = np.lexsort((own, -runs.ends, runs.starts))
     ends = runs.ends[order]
     is_outer = np.ones(ends.size, np.bool_)
