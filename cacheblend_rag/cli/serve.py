@@ -119,6 +119,14 @@ def serve_command(
             show_default="the server's own keys only",
         ),
     ] = None,
+    find: Annotated[
+        str | None,
+        typer.Option(
+            help="Find stored chunks in prompts of any client: on, asked (where a request asks "
+            "for it) or off.",
+            show_default="on",
+        ),
+    ] = None,
     max_body_mib: Annotated[
         int, typer.Option(min=1, help="Longest body of a request, in MiB.")
     ] = MAX_BODY_MIB,
@@ -156,6 +164,7 @@ def serve_command(
         "attention": attention,
         "profile": profile,
         "guard": guard,
+        "find": find,
     }
     told = {name: value for name, value in given.items() if value is not None}
     if serve.flag_value(context.args, (SOCKET_FLAG,)) is None:

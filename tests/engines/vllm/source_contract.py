@@ -51,6 +51,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "min_p",
                 "output_kind",
                 "extra_args",
+                "prompt_logprobs",
             )
         ),
         "RequestOutputKind": Name(members=fields("DELTA")),
@@ -180,6 +181,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                     "per_engine_labelvalues",
                 ),
                 **fields(
+                    "shutdown",
                     "requires_kv_delivery",
                     "save_kv_layer",
                     "wait_for_save",
@@ -239,7 +241,24 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "prompt_embeds",
                 "block_hashes",
                 "update_block_hashes",
+                "sampling_params",
+                "skip_reading_prefix_cache",
+                "resumable",
+                "prefill_stats",
+                "status",
             )
+        ),
+        "RequestStatus": Name(members=fields("WAITING_FOR_REMOTE_KVS")),
+    },
+    "vllm.v1.metrics.stats": {
+        "PrefillStats": Name(
+            members={
+                "set": (
+                    *("num_prompt_tokens", "num_local_cached_tokens"),
+                    "num_external_cached_tokens",
+                ),
+                **fields("num_prompt_tokens", "num_local_cached_tokens"),
+            }
         ),
     },
     "vllm.v1.kv_cache_interface": {

@@ -84,7 +84,7 @@ def shared(llama: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> InProcess
     """The shared vLLM, as if it had been started with tenants."""
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     settings = ConnectorSettings(tenants=True)
-    monkeypatch.setattr(llama.scheduler_connector, "_tenants", Tenants(settings))
+    monkeypatch.setattr(llama.scheduler_connector.finding, "tenants", Tenants(settings))
     monkeypatch.setattr(llama.worker_connector, "_settings", settings)
     return llama
 
@@ -283,7 +283,7 @@ def test_n_answers_are_of_one_namespace(shared: InProcessEngine) -> None:
     sampling.output_kind = type(sampling.output_kind).FINAL_ONLY
     made = with_namespace(sampling, "acme")
     seen: list[str | None] = []
-    tenants = shared.scheduler_connector._tenants
+    tenants = shared.scheduler_connector.finding.tenants
     namespace_of = tenants.namespace_of
 
     def noting(request: Any) -> str | None:
