@@ -17,6 +17,8 @@ LONGEST_SEPARATOR = 256
 LEAST_CHUNK_TOKENS, CHUNK_TOKENS, MOST_CHUNK_TOKENS = 16, 512, 8192
 MOST_LISTED = 1000
 SHOWN = 40
+UNREADABLE = "\ufffd"
+"""What a server reads bytes of a path as that are not UTF-8."""
 
 Text = Annotated[str, Field(min_length=1, max_length=LONGEST_CHUNK)]
 
@@ -109,7 +111,7 @@ def read_document(body: bytes) -> DocumentIn:
 
 def check_id(document_id: str) -> None:
     """Raise RequestError for an id that cannot be logged or listed, such as one with a line end."""
-    if not document_id.isprintable() or not document_id.strip():
+    if not document_id.isprintable() or not document_id.strip() or UNREADABLE in document_id:
         raise RequestError(
             f"document_id {document_id[:SHOWN]!r} must be printable characters, in UTF-8",
             param="document_id",

@@ -143,6 +143,14 @@ def serve_command(
             show_default="the server's own keys only",
         ),
     ] = None,
+    find: Annotated[
+        str | None,
+        typer.Option(
+            help="Find stored chunks in prompts of any client: on, asked (where a request asks "
+            "for it) or off.",
+            show_default="on",
+        ),
+    ] = None,
     max_body_mib: Annotated[
         int, typer.Option(min=1, help="Longest body of a request, in MiB.")
     ] = MAX_BODY_MIB,
@@ -176,6 +184,7 @@ def serve_command(
         "step_tokens": step_tokens,
         "asynchronous": False if synchronous else None,
         "tenants": True if tenants else None,
+        "find": find,
     }
     only_vllm = _only_vllm(context.args, of_vllm)
     address = serve_here.Address(host, port, max_body_mib)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -207,3 +208,71 @@ def test_a_free_port_and_a_socket_file_are_not_refused(cli, executed):
         assert cli("serve", "demo", *ON_VLLM, "--port", port, "--uds", "vllm.sock").code == 0
     assert cli("serve", "demo", *ON_VLLM, "--port", port).code == 0
     assert len(executed) == 2
+
+
+def test_serve_with_tenants(cli, executed, tmp_path, monkeypatch):
+    environments = []
+    monkeypatch.setattr(
+        serve.os,
+        "execve",
+        lambda path, command, environment: (
+            executed.append(command),
+            environments.append(environment),
+        ),
+    )
+    for name in ("VLLM_API_KEY", "CACHEBLEND_STORE_KEY", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    made = cli("tenant", "acme")
+    (tmp_path / "tenants.toml").write_text(made.stdout)
+    keys = [line.rpartition(" ")[2] for line in made.stderr.splitlines()]
+    assert len(keys) == 2
+    assert not any(key in made.stdout for key in keys)
+    outcome = cli(
+        "-vv", "serve", "demo", *ON_VLLM, "--host", "10.0.0.1", "--tenants", "tenants.toml"
+    )
+    assert outcome.code == 0
+    assert "may ask" not in outcome.stderr, "each needs a key"
+    settings = json.loads(executed[0][executed[0].index("--kv-transfer-config") + 1])
+    assert settings["kv_connector_extra_config"]["tenants"] is True
+    (told,) = environments
+    assert told["CACHEBLEND_TENANTS"] == str(tmp_path / "tenants.toml")
+    assert len(told["CACHEBLEND_NAMESPACE_SECRET"]) == 64
+    assert told["CACHEBLEND_NAMESPACE_SECRET"] not in outcome.stdout + outcome.stderr
+    cli("serve", "demo", *ON_VLLM, "--tenants", "tenants.toml")
+    assert len({one["CACHEBLEND_NAMESPACE_SECRET"] for one in environments}) == 2
+    cli("serve", "demo", *ON_VLLM)
+    assert "CACHEBLEND_NAMESPACE_SECRET" not in environments[-1]
+    monkeypatch.setenv("VLLM_API_KEY", keys[0])
+    for arguments, said in (
+        (("--tenants", "none.toml"), "none.toml cannot be read"),
+        (("--tenants", "tenants.toml", "--namespace", "x"), "leave --namespace out"),
+        (("--tenants", "tenants.toml"), "is the server's own key: make another"),
+    ):
+        refused = cli("serve", "demo", *ON_VLLM, *arguments)
+        assert refused.code == 2
+        assert said in refused.stderr
+        assert refused.stderr.count("\n") == 1
+    assert len(executed) == 3
+
+
+def test_serve_names_the_plugins_that_vllm_would_load_without_a_list(monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    found = {"vllm.general_plugins": ["lora", "x"], "vllm.platform_plugins": ["npu"]}
+    monkeypatch.setattr(
+        vllm_serve,
+        "entry_points",
+        lambda group: [SimpleNamespace(name=name) for name in found.get(group, ())],
+    )
+    assert vllm_serve.server_environment() == {"VLLM_PLUGINS": "cacheblend,lora,npu,x"}
+    monkeypatch.setenv("VLLM_PLUGINS", "x")
+    assert vllm_serve.server_environment() == {"VLLM_PLUGINS": "cacheblend,x"}
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    assert vllm_serve.server_environment() == {"VLLM_PLUGINS": "cacheblend"}
+
+
+def test_a_tenants_name_that_cannot_be_one_is_refused(cli):
+    for name in ("", " ", "a\nb", "x" * 201):
+        outcome = cli("tenant", name)
+        assert (outcome.code, outcome.stdout) == (2, "")
+        assert "printable characters" in outcome.stderr

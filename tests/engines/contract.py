@@ -940,6 +940,18 @@ class EngineContract:
         assert answer.token_ids == wanted
         assert [chunk.hit for chunk in answer.report.chunks] == [True, True]
 
+    def test_which_chunks_are_stored(self, engine: Engine, texts: Texts) -> None:
+        document, other = texts.document(30, 20), texts.document(25)
+        engine.precompute([document], progress=False)
+        keys = [engine.key(chunk) for chunk in (*document.to_chunks(), *other.to_chunks())]
+        assert engine.stored(keys) == [True, True, False]
+        assert engine.stored(keys[::-1]) == [False, True, True]
+        assert engine.stored([]) == []
+        assert engine.stored_chunks() in {2, None}
+        engine.evict_document(document.document_id)
+        assert engine.stored(keys) == [False] * 3
+        assert engine.stored_chunks() in {0, None}
+
     def test_an_evicted_document_is_forgotten(self, engine: Engine, texts: Texts) -> None:
         document, other = texts.document(30, 20), texts.document(25)
         engine.precompute([document, other], progress=False)

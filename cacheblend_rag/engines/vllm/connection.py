@@ -261,7 +261,7 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
             "repetition_penalty": asked.repetition_penalty,
             "ignore_eos": asked.ignore_eos,
             "cache_salt": request.salt,
-            "kv_transfer_params": request.job.to_params() if request.job else None,
+            "kv_transfer_params": request.params,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "structured_outputs": form.to_vllm() if form else None,

@@ -168,5 +168,5 @@ def vllm_sampling(request: VLLMRequest) -> Any:
     return VLLMSamplingParams(
         **plain,
         output_kind=RequestOutputKind.DELTA,
-        extra_args=({"kv_transfer_params": request.job.to_params()} if request.job else None),
+        extra_args={"kv_transfer_params": request.params},
     )

@@ -52,6 +52,8 @@ NO_STATS = "--disable-log-stats"
 DATA_PARALLEL_FLAGS = ("--data-parallel-size", "-dp")
 MEMORY_FLAGS = ("--gpu-memory-utilization",)
 FORMS_FLAG = "--structured-outputs-config"
+USAGE_FLAGS = ("--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details")
+"""Whether responses tell how many tokens of a prompt were reused (``cached_tokens``)."""
 HOST = "127.0.0.1"
 PORT = 8000
 START_SECONDS = 600.0
@@ -93,6 +95,7 @@ def server_command(
     own = connector and not flag_value(flags, MEMORY_FLAGS)
     memory = [MEMORY_FLAGS[0], str(memory_share())] if own else []
     forms = [] if flag_value(flags, (FORMS_FLAG,)) else [FORMS_FLAG, json.dumps(COMPACT_FORMS)]
+    usage = [USAGE_FLAGS[0]] if connector and not has_flag(flags, USAGE_FLAGS) else []
     timings = [] if NO_STATS in flags else ["--enable-per-request-metrics"]
     served_name = served_name or public_name(str(model))
     return [
@@ -100,6 +103,7 @@ def server_command(
         *("--served-model-name", served_name, "--host", host, "--port", str(port)),
         *transfer,
         *memory,
+        *usage,
         *timings,
         *(forms if connector else []),
         *flags,
@@ -160,6 +164,11 @@ def flag_value(flags: Sequence[str], names: Sequence[str]) -> str | None:
         if name.replace("_", "-") in names:
             found = value if joined else following
     return found
+
+
+def has_flag(flags: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether an option without a value is among vLLM's flags, by any of its names."""
+    return any(flag.partition("=")[0].replace("_", "-") in names for flag in flags)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.logprobs import RawLogprob
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm.protocol import BlendJob
+from cacheblend_rag.engines.vllm.protocol import OFF_PARAMS, BlendJob
 from cacheblend_rag.errors import EngineUnavailableError
 
 T = TypeVar("T")
@@ -72,6 +72,11 @@ class VLLMRequest:
     request_id: str = ""
     affinity: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The request's ``kv_transfer_params``: without a job, that no chunks are to be found."""
+        return OFF_PARAMS if self.job is None else self.job.to_params()
 
 
 class Transport(ABC):

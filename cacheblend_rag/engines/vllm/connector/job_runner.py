@@ -38,6 +38,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     PrefetchResult,
     ReleaseResult,
     SentChunk,
+    SentLeadIn,
     VerifyResult,
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
@@ -117,7 +118,7 @@ class JobRunner:
         job = allotted.job
         if self.store.read_only and job.kind in WRITING:
             return Failed(READ_ONLY)
-        model = self._fingerprint(allotted, of_turns=job.turns)
+        model = self._fingerprint(allotted, job.lead_in, of_turns=job.turns)
         named = [KVKey(chunk, model, context) for chunk, context in job.keys]
         if job.kind == "evict":
             return (yield from evict(self.store, named))
@@ -176,14 +177,15 @@ class JobRunner:
 
     def _chunk_keys(self, allotted: Allotted) -> list[KVKey]:
         """Return the keys of the chunks that a job has tokens of."""
-        of_chunks, of_turns = (self._fingerprint(allotted, of_turns=one) for one in (False, True))
+        lead_in, chunks = allotted.job.lead_in, allotted.job.chunks
+        leads = [chunk.lead_in or lead_in for chunk in chunks]
+        prints = {
+            (lead, turn): self._fingerprint(allotted, lead, of_turns=turn)
+            for lead, turn in {(lead, c.turn) for lead, c in zip(leads, chunks, strict=True)}
+        }
         return [
-            KVKey(
-                chunk_id(c.own_tokens(allotted.tokens)),
-                of_turns if c.turn else of_chunks,
-                c.context_id,
-            )
-            for c in allotted.job.chunks
+            KVKey(chunk_id(c.own_tokens(allotted.tokens)), prints[lead, c.turn], c.context_id)
+            for lead, c in zip(leads, chunks, strict=True)
         ]
 
     def _blend(self, allotted: Allotted, source: LayerSource) -> Work:
@@ -279,7 +281,7 @@ class JobRunner:
             job.config,
             needs_hidden=False,
         )
-        turns = self._fingerprint(allotted, of_turns=True)
+        turns = self._fingerprint(allotted, job.lead_in, of_turns=True)
         parts = [
             KVPart(
                 KVKey(chunk_id(job.tokens[one.start : one.end]), turns, one.context_id),
@@ -321,20 +323,28 @@ class JobRunner:
     def _written(self, allotted: Allotted, writer: ChunkWriter) -> Work:
         """Compute chunks while earlier ones are written."""
         keys, counts = self._chunk_keys(allotted), Counter[str]()
+        put, lost = list[KVKey](), set[KVKey]()
         for done in self._computed(allotted, keys):
-            if done is not None and not isinstance(done, NoRoom):
+            if isinstance(done, NoRoom):
+                lost |= {plan.key for plan in done.chunks}
+            elif done is not None:
                 plan, kv = done
                 counts["computed"] += 1
                 counts["tokens"] += kv.tokens
+                put.append(plan.key)
                 yield from writer.put(plan.key, kv)
             yield
         stored = yield from writer.finish()
+        fresh = {key for key, one in zip(put, writer.results, strict=True) if one}
+        lost |= set(put) - fresh
         return PrecomputeResult(
             computed=stored,
             skipped=len(keys) - counts["computed"],
             computed_tokens=counts["tokens"],
             refused=dict(writer.refused),
             failed=dict(writer.failed),
+            fresh=tuple(i for i, key in enumerate(keys) if key in fresh),
+            lost=tuple(i for i, key in enumerate(keys) if key in lost),
         )
 
     def _computed(self, allotted: Allotted, keys: Sequence[KVKey]) -> Computed:
@@ -353,9 +363,8 @@ class JobRunner:
         document = DocumentPlan(list(allotted.tokens), list(zip(plans, starts, strict=True)))
         return compute_document(self.stack, document, self.store)
 
-    def _fingerprint(self, allotted: Allotted, *, of_turns: bool = False) -> str:
+    def _fingerprint(self, allotted: Allotted, lead: SentLeadIn, *, of_turns: bool = False) -> str:
         """Return what a job's keys depend on; its namespace is its request's, never a client's."""
-        lead = allotted.job.lead_in
         parts = {"lead_in": lead.name, "lead_tokens": lead.tokens, "window": lead.window}
         namespace = self._namespace if allotted.namespace is None else allotted.namespace
         of_chunks = fingerprint({**self.identity, **parts}, namespace)

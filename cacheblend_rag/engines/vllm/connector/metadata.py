@@ -80,7 +80,8 @@ class StepResults(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Keep the first rank's results, unless another rank reports an error.
 
-        Released bytes are summed; of a turn's segments those are kept that all ranks have stored.
+        Released bytes are summed; of a turn's segments, and of chunks, those are stored that all
+        ranks have stored.
         """
         assert isinstance(other, StepResults)  # noqa: S101 (all ranks run this connector)
         for request_id, result in other.results.items():
@@ -96,6 +97,11 @@ class StepResults(KVConnectorWorkerMetadata):
                 refused = mine.refused or result.refused
                 self.results[request_id] = replace(mine, kept=both, refused=refused)
                 continue
+            if isinstance(mine, PrecomputeResult) and isinstance(result, PrecomputeResult):
+                lost = tuple(sorted({*mine.lost, *result.lost}))
+                fresh = tuple(sorted({*mine.fresh, *result.fresh} - {*lost}))
+                mine, result = (replace(one, fresh=fresh, lost=lost) for one in (mine, result))
+                self.results[request_id] = mine
             is_elsewhere = isinstance(mine, Failed) and mine.error == RANK_FAILED.error
             if is_elsewhere or _stored(result) < _stored(mine):
                 self.results[request_id] = result

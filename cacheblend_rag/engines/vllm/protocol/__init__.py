@@ -3,6 +3,7 @@
 A job is sent with a request, a result comes back with the request's last output.
 """
 
+from cacheblend_rag.engines.vllm.protocol.find import OFF_PARAMS, FindJob
 from cacheblend_rag.engines.vllm.protocol.job import (
     BlendJob,
     SentChunk,
@@ -30,6 +31,7 @@ from cacheblend_rag.engines.vllm.protocol.result import (
 from cacheblend_rag.engines.vllm.protocol.status import ConnectorStatus
 
 __all__ = [
+    "OFF_PARAMS",
     "BlendJob",
     "BlendResult",
     "CompareResult",
@@ -37,6 +39,7 @@ __all__ = [
     "Declined",
     "EvictResult",
     "Failed",
+    "FindJob",
     "KeepResult",
     "Late",
     "LookupResult",

@@ -71,6 +71,7 @@ class SentChunk:
     after: tuple[int, ...] = ()
     turn: bool = False
     exact: bool = False
+    lead_in: SentLeadIn | None = None
 
     def own_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of the chunk by itself; tokens: the prompt or document."""
@@ -225,7 +226,8 @@ class BlendJob:
             raise ConfigError(f"{PARAMETER}.version must be {VERSION}")
         kind = sent.get("kind")
         if kind not in KINDS:
-            raise ConfigError(f"{PARAMETER}.kind={kind!r} must be one of {', '.join(KINDS)}")
+            known = ", ".join((*KINDS, "find", "off"))
+            raise ConfigError(f"{PARAMETER}.kind={kind!r} must be one of {known}")
         config = sent.get("config", {})
         if not isinstance(config, Mapping):
             raise ConfigError(f"{PARAMETER}.config must be an object")
