@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from shutil import which
 from typing import Any
 
 import httpx
@@ -18,6 +20,8 @@ from cacheblend_rag.engines.vllm.namespaces import FIELD
 from cacheblend_rag.engines.vllm.serve import RunningServer
 from cacheblend_rag.errors import ConfigError
 from tests.engines.vllm.conftest import ServerFactory
+from tests.guides.pages import blocks
+from tests.readme import DOCS
 
 OWN, OWN_STORE = "own key", "own store key"
 TENANTS = ("acme", "globex")
@@ -220,3 +224,22 @@ def test_a_plain_client_reuses_a_document_until_it_is_deleted(ask: Ask) -> None:
     assert reused("globex asks", "three?") == 0
     assert ask("DELETE", f"{DOCUMENTS}/found", "acme stores").json()["evicted"] == 1
     assert reused("acme asks", "four?") == 0
+
+
+def test_the_pages_examples_run(server: RunningServer) -> None:
+    """Those of docs/http.md, with curl and in JavaScript, as they stand there."""
+    bodies = [block.body for block in blocks(DOCS / "http.md")]
+    (shell,) = [body for body in bodies if body.startswith("curl -X PUT")]
+    (script,) = [body for body in bodies if "storeDocument(" in body]
+    environment = {**os.environ, "CACHEBLEND_STORE_KEY": "acme stores"}
+    ways = {"curl": ["bash", "-c", shell], "node": ["node", "--input-type=module", "-e", script]}
+    for program, command in ways.items():
+        if which(program) is None:
+            continue
+        command[-1] = command[-1].replace("http://127.0.0.1:8000", server.url)
+        ended = subprocess.run(
+            command, check=False, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert "manuals/pump.md" in ended.stdout
+        assert '"chunks":2' in ended.stdout or "chunks: 2" in ended.stdout

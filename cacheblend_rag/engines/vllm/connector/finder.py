@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -26,7 +26,7 @@ from cacheblend_rag.engines.vllm.protocol import (
 )
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import namespace_id
-from cacheblend_rag.text.token_index import TokenIndex
+from cacheblend_rag.text.token_index import TokenIndex, TokenRun
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,9 @@ GAP = 16
 """Most tokens between two chunks of a document that follow one another: a separator."""
 EDGES = 4
 """Most tokens that a chunk may lack in a prompt to count as the document before the next one."""
+STEP = 16
+"""A part of a chunk begins and ends at a multiple of so many of its tokens. Whoever knows a part
+could otherwise try, one token after another, what comes next: ``cached_tokens`` would tell."""
 REFRESH_SECONDS = 0.5
 CLOSE_SECONDS = 10.0
 LEADS = {"document": 0, "instruction": 1, "bos": 2, "none": 3}
@@ -134,6 +137,9 @@ class Finder:
             try:
                 tokens = known.index.tokens(run.name)
             except KeyError:  # forgotten this very moment
+                continue
+            run = _in_steps(run, len(tokens))
+            if run.end - run.start < LEAST_RUN:
                 continue
             before = found[-1] if found else None
             chosen = min(variants, key=lambda one: (not _continues(one, before), one.rank))
@@ -323,6 +329,18 @@ class Finder:
                 self._file.discard(names)
             except (sqlite3.Error, OSError) as error:
                 self._give_up(error)
+
+
+def _in_steps(run: TokenRun[str], length: int) -> TokenRun[str]:
+    """Cut off what is known of a chunk's part beyond whole steps, but for the chunk's own edges."""
+    first, end = run.skip, run.skip + run.end - run.start
+    if first > EDGES:
+        first = -(-first // STEP) * STEP
+    if length - end > EDGES:
+        end = max(end // STEP * STEP, first)
+    return replace(
+        run, start=run.start + first - run.skip, end=run.start + end - run.skip, skip=first
+    )
 
 
 def _continues(variant: _Variant, before: FoundChunk | None) -> bool:

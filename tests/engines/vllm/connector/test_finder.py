@@ -106,8 +106,31 @@ def test_a_part_names_the_whole_chunk(finder: Finder) -> None:
     learn(finder, job(long))
     tokens = [*QUESTION, *long[30:90], 3, 3, *long[93:], *QUESTION]
     parts = finder.find("default", tokens)
-    assert [(p.sent.start, p.sent.end) for p in parts] == [(12, 72), (74, 181)]
+    assert [(p.sent.start, p.sent.end) for p in parts] == [(14, 62), (77, 181)]
     assert {p.sent.own_tokens(tokens) for p in parts} == {long}
+
+
+def test_who_knows_a_part_cannot_try_what_comes_next(finder: Finder) -> None:
+    """What is found tells no single token beyond what was known, on either side."""
+    secret = tuple(range(5000, 5200))
+    learn(finder, job(secret))
+
+    def told(*tokens: int) -> list[tuple[int, int]]:
+        found = finder.find("default", [*QUESTION, *tokens, *QUESTION])
+        return [(one.sent.end - one.sent.start, len(one.sent.before)) for one in found]
+
+    for known in (secret[40:90], secret[:57], secret[100:150], secret[:64]):
+        at = secret.index(known[0])
+        end = at + len(known)
+        nothing = told(9, *known, 9)
+        for more in range(1, -end % 16 or 16):
+            assert told(9, *known, *secret[end : end + more], 9) == nothing, "right, and not told"
+        if at:
+            for more in range(1, at % 16 or 16):
+                assert told(9, *secret[at - more : at], *known, 9) == nothing
+        assert told(9, *known, *secret[end : end + 16], 9) != nothing, (
+            "16 at once cannot be guessed"
+        )
 
 
 def test_the_last_token_is_vllms(finder: Finder) -> None:

@@ -184,10 +184,10 @@ def test_parts_of_cut_and_edited_text_are_reused(engine: InProcessEngine) -> Non
     edited = [*chunk[:90], 5, 5, *chunk[93:], *engine.tokenize(words(20, 63))]
     [first, second] = ask(engine, cut, edited, params=find(recompute_ratio=0.0))
     told = [(c["start"], c["tokens"]) for c in first.params[PARAMETER]["chunks"]]
-    assert told == [(9, len(chunk) - 70)]
+    assert told == [(19, len(chunk) - 80)], "parts begin and end at multiples of 16 tokens"
     told = [(c["start"], c["tokens"]) for c in second.params[PARAMETER]["chunks"]]
-    assert told == [(0, 90), (92, len(chunk) - 93)]
-    assert (first.cached, second.cached) == (len(chunk) - 70, len(chunk) - 3)
+    assert told == [(0, 80), (95, len(chunk) - 96)]
+    assert (first.cached, second.cached) == (len(chunk) - 80, len(chunk) - 16)
     for prompt in (cut, edited):
         [exact] = ask(engine, prompt, params=find(recompute_ratio=1.0))
         assert exact.logprobs == pytest.approx(plain(engine, prompt).logprobs, abs=1e-5)
