@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
+from cacheblend_rag.engines.vllm.connector.continued import Continued
 from cacheblend_rag.engines.vllm.connector.finder import Finder, FoundChunk
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
 from cacheblend_rag.engines.vllm.connector.pending import Pending
@@ -52,13 +53,15 @@ class Finding:
     Args:
         finder: knows the stored chunks.
         settings: of the connector: which requests are searched, and how they are blended.
+        block_size: tokens a block of vLLM's cache.
     """
 
-    def __init__(self, finder: Finder, settings: ConnectorSettings) -> None:
+    def __init__(self, finder: Finder, settings: ConnectorSettings, block_size: int) -> None:
         self.finder, self.mode = finder, settings.find
         self._namespace = settings.namespace
         profile = settings.profile
         self.config = profile.blended(BlendConfig()) if profile else BlendConfig()
+        self._continued = Continued(block_size)
         self._gives_up = False
 
     @classmethod
@@ -72,7 +75,7 @@ class Finding:
             lambda: _model_of(vllm_config, settings),
             read_only=store.read_only,
         )
-        return cls(finder, settings)
+        return cls(finder, settings, vllm_config.cache_config.block_size)
 
     def namespace_of(self, request: Request) -> str:
         """Return the namespace whose chunks a request may use."""
@@ -102,7 +105,11 @@ class Finding:
             return Pending(None, blends=False)
         why = NEVER if self.mode == "off" else refusal or _obstacle(request)
         if why is None:
-            found = self._find(request, config, stats)
+            try:
+                found = self._find(request, config, stats)
+            except Exception:  # whatever it is, it must not end vLLM
+                logger.exception("request %s is not searched for chunks", request.request_id)
+                found = NO_CHUNK
             if isinstance(found, Pending):
                 found.answers = wish is not None
                 return found
@@ -130,10 +137,15 @@ class Finding:
         sent = tuple(one.sent for one in found)
         lead_in = sent[0].lead_in
         assert lead_in is not None  # noqa: S101 (the finder gives each chunk its own)
+        stretches, held = self._continued.stretches(
+            request, found, config, _mark(request, found, config)
+        )
         return Pending(
             BlendJob("blend", lead_in, sent, config=config),
-            mark=_mark(request, found, config),
+            mark=stretches[-1].mark,
             names=tuple(one.name for one in found),
+            stretches=stretches,
+            held=held,
         )
 
     def note_result(self, pending: Pending, result: Result) -> None:
