@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LONGEST_REASON = 500
 MISSING = "not stored"
 """The miss reason of a chunk that is in no tier."""
 NEVER = Reason(ReasonCode.UNSUPPORTED_REQUEST, "the server searches no prompts (serve --find off)")
@@ -97,24 +98,26 @@ class Finding:
             if wish is None and isinstance(params, Mapping) and PARAMETER in params:
                 return None
             config = self.config if wish is None else self._config(wish)
-        except ConfigError as error:
-            return Pending(None, Reason(ReasonCode.MALFORMED_JOB, f"malformed job: {error}"))
+        except Exception as error:  # whatever it is, it must not end vLLM
+            said = str(error) if isinstance(error, ConfigError) else type(error).__name__
+            why = f"malformed job: {said[:LONGEST_REASON]}"
+            return Pending(None, Reason(ReasonCode.MALFORMED_JOB, why))
         if wish is None and (self.mode != "on" or self._gives_up):
             return Pending(None, blends=False)
         if wish is not None and not wish.wanted:
             return Pending(None, blends=False)
-        why = NEVER if self.mode == "off" else refusal or _obstacle(request)
-        if why is None:
+        found: Pending | Reason | None = NEVER if self.mode == "off" else refusal
+        found = found or _obstacle(request)
+        if found is None:
             try:
                 found = self._find(request, config, stats)
-            except Exception:  # whatever it is, it must not end vLLM
+            except Exception:  # as above
                 logger.exception("request %s is not searched for chunks", request.request_id)
                 found = NO_CHUNK
-            if isinstance(found, Pending):
-                found.answers = wish is not None
-                return found
-            why = found
-        return Pending(None, why if wish is not None else None, blends=False)
+        if isinstance(found, Pending):
+            found.answers = wish is not None
+            return found
+        return Pending(None, found if wish is not None else None, blends=False)
 
     def _config(self, wish: FindJob) -> BlendConfig:
         return self.config.with_changes(**wish.config) if wish.config else self.config
@@ -151,7 +154,7 @@ class Finding:
     def note_result(self, pending: Pending, result: Result) -> None:
         """Learn from the result of a job which chunks are stored, and which are no longer."""
         job = pending.job
-        if job is None or pending.request is None:
+        if job is None or pending.request is None or self.mode == "off":
             return
         namespace = self.namespace_of(pending.request)
         match result:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from cacheblend_rag.engines.vllm.connector.continued import Stretch
-from cacheblend_rag.engines.vllm.connector.finding import Finding
+from cacheblend_rag.engines.vllm.connector.finding import LONGEST_REASON, Finding
 from cacheblend_rag.engines.vllm.connector.going_on import goes_on, gone_on, is_held
 from cacheblend_rag.engines.vllm.connector.metadata import (
     Allotted,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-LONGEST_REASON = 500
 CARRIER_TOKENS = 2
 """Tokens after which a request that only carries a job ends; results may take as many."""
 KEPT_REPORTS = 1024

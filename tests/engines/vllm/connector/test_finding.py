@@ -290,6 +290,7 @@ def test_who_is_searched(
         ({**TELLING, "config": 3}, "config must be an object"),
         ({**TELLING, "config": {"recompute_ratio": 7}}, "recompute_ratio=7"),
         ({**TELLING, "config": {"colour": 7}}, "colour"),
+        ({**TELLING, "config": {3: 7}}, "TypeError"),
         ({"kind": "seek", "version": VERSION}, "release, status, report, find, off"),
     ],
 )
