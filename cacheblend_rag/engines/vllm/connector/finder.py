@@ -39,6 +39,8 @@ EDGES = 4
 STEP = 16
 """A part of a chunk begins and ends at a multiple of so many of its tokens. Whoever knows a part
 could otherwise try, one token after another, what comes next: ``cached_tokens`` would tell."""
+MANY = 256
+"""Chunks from which on they are added to the index together."""
 REFRESH_SECONDS = 0.5
 CLOSE_SECONDS = 10.0
 LEADS = {"document": 0, "instruction": 1, "bos": 2, "none": 3}
@@ -238,12 +240,12 @@ class Finder:
                 self._open()
             return
         try:
-            for row, stored in self._file.news():
-                if stored is not None:
-                    self._add(stored, row)
-                elif (name := self._rows.pop(row, None)) is not None:
-                    self._drop(name, row)
-                    self._discard(name)
+            for rows in self._file.news():
+                for row, stored in rows.items():
+                    if stored is None and (name := self._rows.pop(row, None)) is not None:
+                        self._drop(name, row)
+                        self._discard(name)
+                self._add_many([(row, stored) for row, stored in rows.items() if stored])
         except (sqlite3.Error, OSError) as error:
             self._give_up(error)
 
@@ -287,10 +289,24 @@ class Finder:
         runs = known.index.find(job.tokens, sent.context_start, sent.start)
         return runs[-1].name if runs and sent.start - runs[-1].end <= GAP else ""
 
+    def _add_many(self, rows: Sequence[tuple[int, StoredTokens]]) -> None:
+        """Add chunks of the file; many at once are many times faster than one by one."""
+        if len(rows) >= MANY:
+            for namespace in {one.name.namespace for _, one in rows}:
+                known = self._known.setdefault(namespace, _Known())
+                known.index.add_many(
+                    (one.tokens, one.name.chunk_id)
+                    for _, one in rows
+                    if one.name.namespace == namespace
+                )
+        for row, stored in rows:
+            self._add(stored, row)
+
     def _add(self, stored: StoredTokens, row: int | None, *, anew: bool = True) -> None:
         name = stored.name
         known = self._known.setdefault(name.namespace, _Known())
-        known.index.add(stored.tokens, name.chunk_id)
+        if name.chunk_id not in known.index:
+            known.index.add(stored.tokens, name.chunk_id)
         with self._lock:
             old = known.variants.get(name.chunk_id, ())
             others = tuple(one for one in old if one.name != name)

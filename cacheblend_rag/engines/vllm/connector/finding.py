@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
+from cacheblend_rag.engines.vllm.connector.continued import Continued
 from cacheblend_rag.engines.vllm.connector.finder import Finder, FoundChunk
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
 from cacheblend_rag.engines.vllm.connector.pending import Pending
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LONGEST_REASON = 500
 MISSING = "not stored"
 """The miss reason of a chunk that is in no tier."""
 NEVER = Reason(ReasonCode.UNSUPPORTED_REQUEST, "the server searches no prompts (serve --find off)")
@@ -53,13 +55,15 @@ class Finding:
     Args:
         finder: knows the stored chunks.
         settings: of the connector: which requests are searched, and how they are blended.
+        block_size: tokens a block of vLLM's cache.
     """
 
-    def __init__(self, finder: Finder, settings: ConnectorSettings) -> None:
+    def __init__(self, finder: Finder, settings: ConnectorSettings, block_size: int) -> None:
         self.finder, self.mode = finder, settings.find
         self.tenants = Tenants(settings)
         profile = settings.profile
         self.config = profile.blended(BlendConfig()) if profile else BlendConfig()
+        self._continued = Continued(block_size)
         self._gives_up = False
 
     @classmethod
@@ -73,7 +77,7 @@ class Finding:
             lambda: _model_of(vllm_config, settings),
             read_only=store.read_only,
         )
-        return cls(finder, settings)
+        return cls(finder, settings, vllm_config.cache_config.block_size)
 
     def pending(
         self, request: Request, refusal: Reason | None, stats: BlendStats
@@ -91,20 +95,26 @@ class Finding:
             if wish is None and isinstance(params, Mapping) and PARAMETER in params:
                 return None
             config = self.config if wish is None else self._config(wish)
-        except ConfigError as error:
-            return Pending(None, Reason(ReasonCode.MALFORMED_JOB, f"malformed job: {error}"))
+        except Exception as error:  # whatever it is, it must not end vLLM
+            said = str(error) if isinstance(error, ConfigError) else type(error).__name__
+            why = f"malformed job: {said[:LONGEST_REASON]}"
+            return Pending(None, Reason(ReasonCode.MALFORMED_JOB, why))
         if wish is None and (self.mode != "on" or self._gives_up):
             return Pending(None, blends=False)
         if wish is not None and not wish.wanted:
             return Pending(None, blends=False)
-        why = NEVER if self.mode == "off" else refusal or _obstacle(request)
-        if why is None:
-            found = self._find(request, config, stats)
-            if isinstance(found, Pending):
-                found.answers = wish is not None
-                return found
-            why = found
-        return Pending(None, why if wish is not None else None, blends=False)
+        found: Pending | Reason | None = NEVER if self.mode == "off" else refusal
+        found = found or _obstacle(request)
+        if found is None:
+            try:
+                found = self._find(request, config, stats)
+            except Exception:  # as above
+                logger.exception("request %s is not searched for chunks", request.request_id)
+                found = NO_CHUNK
+        if isinstance(found, Pending):
+            found.answers = wish is not None
+            return found
+        return Pending(None, found if wish is not None else None, blends=False)
 
     def _config(self, wish: FindJob) -> BlendConfig:
         return self.config.with_changes(**wish.config) if wish.config else self.config
@@ -130,17 +140,22 @@ class Finding:
         sent = tuple(one.sent for one in found)
         lead_in = sent[0].lead_in
         assert lead_in is not None  # noqa: S101 (the finder gives each chunk its own)
+        stretches, held = self._continued.stretches(
+            request, found, config, _mark(request, found, config)
+        )
         return Pending(
             BlendJob("blend", lead_in, sent, config=config),
-            mark=_mark(request, found, config),
+            mark=stretches[-1].mark,
             names=tuple(one.name for one in found),
+            stretches=stretches,
+            held=held,
         )
 
     def note_result(self, pending: Pending, result: Result) -> None:
         """Learn from the result of a job which chunks are stored, and which are no longer."""
         job = pending.job
         namespace = pending.namespace
-        if job is None or namespace is None:
+        if job is None or namespace is None or self.mode == "off":
             return
         match result:
             case PrecomputeResult() if job.kind == "precompute":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.vllm.protocol import BlendJob, Result
@@ -11,6 +11,7 @@ from cacheblend_rag.reason import Reason
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from cacheblend_rag.engines.vllm.connector.continued import Stretch
     from cacheblend_rag.engines.vllm.connector.token_file import Name
 
 
@@ -25,7 +26,9 @@ class Pending:
     whether it is a blend of exact KV only, looked up as an ordinary request until it is begun.
     first: tokens that vLLM's prefix cache has. names: of the chunks that were found here, if the
     request brought none. answers: whether the client, which knows of jobs, gets the result.
-    request: vLLM's. namespace: of the KV that it may use; None is of none.
+    request: vLLM's. namespace: of the KV that it may use; None is of none. stretches: how the
+    blocks of found chunks are set apart. held: how many of the job's first chunks an earlier prompt
+    may have left in vLLM's prefix cache. parts: all of the job, and what is left if it has.
     """
 
     job: BlendJob | None
@@ -44,3 +47,42 @@ class Pending:
     answers: bool = True
     request: Request | None = None
     namespace: str | None = None
+    stretches: tuple[Stretch, ...] = ()
+    held: int = 0
+    parts: tuple[Part, Part] | None = None
+
+    def split(self, shared: int) -> None:
+        """Split the job at the chunks that are held, if there are others.
+
+        shared: tokens in the blocks before the first of the others.
+        """
+        if self.job is not None and 0 < self.held < len(self.job.chunks):
+            later = replace(self.job, chunks=self.job.chunks[self.held :])
+            self.parts = (
+                Part(self.job, self.names, self.shared),
+                Part(later, self.names[self.held :], shared),
+            )
+
+    def choose(self, computed: int) -> None:
+        """Blend only what vLLM's prefix cache lacks; computed: tokens that it has."""
+        if self.parts is not None and self.job is not None:
+            whole, later = self.parts
+            part = later if computed >= later.shared else whole
+            self.job, self.names, self.shared = part.job, part.names, part.shared
+
+    @property
+    def is_too_little(self) -> bool:
+        """Whether what is left to blend is less than ``min_tokens``."""
+        if self.job is None or self.parts is None:
+            return False
+        tokens = sum(chunk.end - chunk.start for chunk in self.job.chunks)
+        return tokens < self.job.config.min_tokens
+
+
+@dataclass(frozen=True)
+class Part:
+    """A blend of some chunks. shared: tokens in the blocks before, whose KV is taken as it is."""
+
+    job: BlendJob
+    names: tuple[Name, ...]
+    shared: int

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from cacheblend_rag.engines.vllm.connector.finding import Finding
+from cacheblend_rag.engines.vllm.connector.continued import Stretch
+from cacheblend_rag.engines.vllm.connector.finding import LONGEST_REASON, Finding
 from cacheblend_rag.engines.vllm.connector.going_on import goes_on, gone_on, is_held
 from cacheblend_rag.engines.vllm.connector.metadata import (
     Allotted,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-LONGEST_REASON = 500
 CARRIER_TOKENS = 2
 """Tokens after which a request that only carries a job ends; results may take as many."""
 KEPT_REPORTS = 1024
@@ -105,7 +105,7 @@ class ConnectorScheduler:
         shares = self._shares_prefix and self.asynchronous and pending.job.config.reuse_prefix
         pending.may_go_on = shares and goes_on(pending.job)
         if not pending.may_go_on:
-            self._set_apart(request, pending, pending.job.chunks[0].start if shares else 0)
+            self._set_apart(request, pending.job, shares=shares)
 
     def _read(self, request: Request) -> Pending:
         """Return the state of a new request, for its own namespace."""
@@ -121,8 +121,16 @@ class ConnectorScheduler:
             pending.report_id = f"{pending.report_id} {namespace}"
         return pending
 
-    def _set_apart(self, request: Request, pending: Pending, start: int) -> None:
-        pending.shared = set_apart(request, start, self._block_size, pending.mark)
+    def _set_apart(self, request: Request, job: BlendJob, *, shares: bool) -> None:
+        """Set a blend's blocks apart: all of them, or those from its first chunk on."""
+        pending, size = self.pending[request.request_id], self._block_size
+        if not shares:
+            set_apart(request, 0, size, pending.mark)
+            return
+        stretches = pending.stretches or (Stretch(job.chunks[0].start, pending.mark),)
+        ends = [set_apart(request, one.start, size, one.mark) for one in stretches]
+        pending.shared = ends[0]
+        pending.split(ends[-1])
 
     def promise(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the computed ones will be provided, and whether async.
@@ -134,16 +142,18 @@ class ConnectorScheduler:
             return 0, False
         if not pending.blends:
             request.max_tokens = min(request.max_tokens, CARRIER_TOKENS)
+        pending.choose(computed)
         tokens = pending.job.chunks[-1].end if pending.blends else 1
         if pending.may_go_on:
             if is_held(pending.job, request.num_prompt_tokens, computed, self._block_size):
                 pending.result = gone_on(pending.job, tuple(request.prompt_token_ids), computed)
                 return 0, False
             pending.may_go_on = False
-            self._set_apart(request, pending, pending.job.chunks[0].start)
+            self._set_apart(request, pending.job, shares=True)
         # Of what was blended before, only an incomplete last block is missing: vLLM computes it.
         is_repeat = bool(pending.names) and computed > pending.shared
-        if tokens - computed < (self._block_size if is_repeat else 1):
+        least = self._block_size if is_repeat else 1
+        if tokens - computed < least or pending.is_too_little:
             self._note_repeat(pending, _work_of(request, pending.mark, tokens))
             return 0, False
         work = _work_of(request, pending.mark, tokens)

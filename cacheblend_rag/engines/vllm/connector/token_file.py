@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ WAIT_SECONDS = 10.0
 MOST_TOKENS = 1 << 20
 KEPT_REMOVALS = 100_000
 """Removals that other engines may still have to read; more than a look's worth by far."""
-ROWS_AT_ONCE = 1000
+ROWS_AT_ONCE = 8192
 TABLES = (
     """CREATE TABLE IF NOT EXISTS chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL, namespace TEXT NOT NULL,
@@ -127,26 +127,24 @@ class TokenFile:
             with self._writing():
                 self._delete(names)
 
-    def news(self) -> Iterator[tuple[int, StoredTokens | None]]:
+    def news(self) -> Iterator[Mapping[int, StoredTokens | None]]:
         """Yield what was removed and added since the last call, this object's changes included.
 
-        A row's number comes with its chunk, or with None if it was removed. Invalid rows are left
+        Each yields rows by their numbers: a chunk, or None if it was removed. Invalid rows are left
         out.
         """
         (version,) = self._file.execute("PRAGMA data_version").fetchone()
         if version == self._seen and self._file.total_changes == self._changes:
             return
         select = "SELECT id, chunk FROM removals WHERE id > ? ORDER BY id"
-        for number, removed in self._file.execute(select, (self._last_removal,)).fetchall():
-            self._last_removal = number
-            if isinstance(removed, int):
-                yield removed, None
+        removals = self._file.execute(select, (self._last_removal,)).fetchall()
+        if removals:
+            self._last_removal = removals[-1][0]
+            yield {row: None for _, row in removals if isinstance(row, int)}
         while rows := self._rows():
-            for number, *row in rows:
-                self._last_chunk = number
-                read = _read(row)
-                if read is not None:
-                    yield number, read
+            self._last_chunk = rows[-1][0]
+            read = ((number, _read(row)) for number, *row in rows)
+            yield {number: one for number, one in read if one is not None}
         self._seen, self._changes = version, self._file.total_changes
 
     def _rows(self) -> list[tuple[Any, ...]]:

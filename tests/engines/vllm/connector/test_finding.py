@@ -178,6 +178,47 @@ def test_repeats_come_out_of_the_prefix_cache(engine: InProcessEngine) -> None:
     assert other.cached == told[0].cached
 
 
+def test_a_conversation_goes_on_in_the_prefix_cache(engine: InProcessEngine) -> None:
+    first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, 41)))
+    [answer] = ask(engine, first, max_tokens=140)
+    work = counted("blend_seconds")
+    later = (*first, *answer.tokens, *engine.tokenize(words(9, 42)))
+    [told] = ask(engine, later)
+    assert counted("blend_seconds") == work, "nothing is blended again"
+    assert told.cached > len(first)
+    unlike = (*first[:-3], 5, 5, 5, *answer.tokens)
+    [told] = ask(engine, unlike)
+    assert told.cached <= 301, "rows are chosen for another question"
+    assert counted("blend_seconds") > work
+
+
+def test_only_new_chunks_are_blended_in_an_agents_next_step(engine: InProcessEngine) -> None:
+    exact = find(recompute_ratio=1.0)
+    new = engine.tokenize(SPACED.to_chunks()[0].text)
+    for params in (find(), exact):
+        first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, 43)))
+        [answer] = ask(engine, first, params=params, max_tokens=140)
+        later = (*first, *answer.tokens, *new, *engine.tokenize(words(30, 44)))
+        [told] = ask(engine, later, params=params)
+        told_of = told.params[PARAMETER]
+        assert [chunk["tokens"] for chunk in told_of["chunks"]] == [70]
+        assert told_of["prefix_tokens"] > 301
+        assert told.cached > len(first) - 128
+    assert told.logprobs == pytest.approx(plain(engine, later).logprobs, abs=1e-4)
+
+
+def test_what_is_left_of_a_prompt_may_be_too_little(engine: InProcessEngine) -> None:
+    some = find(min_tokens=100)
+    first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, 45)))
+    [answer] = ask(engine, first, params=some, max_tokens=140)
+    new = engine.tokenize(SPACED.to_chunks()[0].text)
+    later = (*first, *answer.tokens, *new, *engine.tokenize(words(30, 46)))
+    work = counted("blend_seconds")
+    [told] = ask(engine, later, params=some)
+    assert counted("blend_seconds") == work
+    assert told.params[PARAMETER]["reason"][0] == "prefix_cached"
+
+
 def test_parts_of_cut_and_edited_text_are_reused(engine: InProcessEngine) -> None:
     chunk = engine.tokenize(DOCUMENTS[1].to_chunks()[0].text)
     cut = [*engine.tokenize(words(9, 61)), *chunk[70:], *engine.tokenize(words(20, 62))]
@@ -249,6 +290,7 @@ def test_who_is_searched(
         ({**TELLING, "config": 3}, "config must be an object"),
         ({**TELLING, "config": {"recompute_ratio": 7}}, "recompute_ratio=7"),
         ({**TELLING, "config": {"colour": 7}}, "colour"),
+        ({**TELLING, "config": {3: 7}}, "TypeError"),
         ({"kind": "seek", "version": VERSION}, "release, status, report, find, off"),
     ],
 )
@@ -314,6 +356,19 @@ def test_context_that_a_prompt_lacks_is_protected_as_our_client_does(
     mine = [(c.start, c.end, c.context_id, c.protected) for c in own.job.chunks]
     assert [(c.sent.start, c.sent.end, c.sent.context_id, c.sent.protected) for c in found] == mine
     assert {protected for *_, protected in mine} == {True, False}
+
+
+def test_a_search_that_fails_is_its_requests_only(
+    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("planted")
+
+    prompt = tokens_of(engine, retrieved())
+    monkeypatch.setattr(engine.scheduler_connector.finding.finder, "find", fail)
+    [told] = ask(engine, prompt, params=find())
+    assert told.params[PARAMETER]["reason"][0] == "no_chunk"
+    assert told.cached == 0
 
 
 def test_the_mark_is_of_all_that_kv_depends_on(engine: InProcessEngine) -> None:
