@@ -310,8 +310,8 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         if hints is None:
             hints = current_hints()
         asked = AskedTools.of(options)
-        if asked.answer_tool is not None:
-            options.pop("response_format")
+        if asked.tools and asked.choice != "none":
+            options.pop("response_format", None)  # the calls are the form
         prompt: Prompt
         if asked.tools:
             prompt = ChatPrompt(to_chat_messages(messages), asked.tools, asked.choice)

