@@ -16,7 +16,7 @@ from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import BaseTool, create_retriever_tool
 from pydantic import BaseModel
 
-from langchain_cacheblend import CacheBlendTransformer, ChatCacheBlend
+from langchain_cacheblend import CacheBlendChatMessageHistory, CacheBlendTransformer, ChatCacheBlend
 from langchain_cacheblend.middleware import CacheBlendMiddleware
 from tests.models import random_engine, smollm2_engine
 from tests.scripted import Asked, Call, scripted
@@ -155,3 +155,13 @@ def test_smollm2_searches_and_answers_from_what_it_found() -> None:
     report = answer.response_metadata["cacheblend"]
     assert report["reused_tokens"] > report["prompt_tokens"] / 2
     assert "Nephthys" in answer.text
+
+
+def test_a_sessions_turns_are_reused_where_tools_are_called(llm: ChatCacheBlend) -> None:
+    history = CacheBlendChatMessageHistory(llm)
+    agent = create_agent(llm, [search_tool(CHUNKS)])
+    with history.reused():
+        first = ask(agent)
+        second = ask(agent, *first)
+    assert hits(second[-1]) == [True] * 6
+    assert first[1].tool_calls and second[1].tool_calls
