@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cacheblend_rag import ChatPrompt, Delta, Engine, StructuredOutputs, TransformersEngine
+from cacheblend_rag import (
+    ChatPrompt,
+    Delta,
+    Engine,
+    StructuredOutputs,
+    TransformersEngine,
+    TurnPrompt,
+)
 from cacheblend_rag.engines.answer import Request
 
 
@@ -77,6 +84,8 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
 
 def _asked(request: Request) -> Asked:
     source: Any = request.prepared.source
+    if isinstance(source, TurnPrompt):
+        source = source.prompt
     chat = source if isinstance(source, ChatPrompt) else ChatPrompt(source)
     choice = chat.tool_choice
     names = [tool["function"]["name"] for tool in chat.tools]

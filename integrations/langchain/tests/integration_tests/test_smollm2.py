@@ -7,22 +7,39 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk
 
 from langchain_cacheblend import ChatCacheBlend
 from tests.models import smollm2_engine
 from tests.standard import ToolsAndForms
 
+NO_CALL = (
+    "asked for the weather with a tool for it, it answers 'The weather in San Francisco, "
+    'California, is typically described by the phrase "San Francisco, CA".\''
+)
+OTHER_KEYS = "asked for JSON with setup and punchline, it answers with other keys"
+
 
 class TestSmolLM2(ToolsAndForms):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         """Without penalties a model of this size repeats itself within a string for ever."""
-        return {"engine": smollm2_engine(), "repetition_penalty": 1.2, "frequency_penalty": 0.5}
+        return {"engine": smollm2_engine(), "repetition_penalty": 1.05, "frequency_penalty": 0.5}
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
-        return {"temperature": 0, "max_tokens": 64, "stop": []}
+        return {"temperature": 0, "max_tokens": 48, "stop": []}
+
+    @pytest.mark.xfail(strict=True, reason=NO_CALL)
+    @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
+    def test_agent_loop(self, model: BaseChatModel) -> None:
+        super().test_agent_loop(model)
+
+    @pytest.mark.xfail(strict=True, reason=OTHER_KEYS)
+    def test_json_mode(self, model: BaseChatModel) -> None:
+        super().test_json_mode(model)
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
         llm = ChatCacheBlend(engine=smollm2_engine(), max_tokens=4)
