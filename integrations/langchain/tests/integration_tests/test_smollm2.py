@@ -19,7 +19,11 @@ NO_CALL = (
     "asked for the weather with a tool for it, it answers 'The weather in San Francisco, "
     'California, is typically described by the phrase "San Francisco, CA".\''
 )
-OTHER_KEYS = "asked for JSON with setup and punchline, it answers with other keys"
+
+OTHER_NAME = (
+    "asked for the customer 'こんにちは株式会社', it calls with the name 'トラングさら約の勢力を受け', "
+    "and goes on until max_tokens"
+)
 
 
 class TestSmolLM2(ToolsAndForms):
@@ -37,9 +41,9 @@ class TestSmolLM2(ToolsAndForms):
     def test_agent_loop(self, model: BaseChatModel) -> None:
         super().test_agent_loop(model)
 
-    @pytest.mark.xfail(strict=True, reason=OTHER_KEYS)
-    def test_json_mode(self, model: BaseChatModel) -> None:
-        super().test_json_mode(model)
+    @pytest.mark.xfail(strict=True, reason=OTHER_NAME)
+    def test_unicode_tool_call_integration(self, model: BaseChatModel) -> None:
+        super().test_unicode_tool_call_integration(model)
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
         llm = ChatCacheBlend(engine=smollm2_engine(), max_tokens=4)
