@@ -21,8 +21,8 @@ NO_CALL = (
 )
 
 OTHER_NAME = (
-    "asked for the customer 'こんにちは株式会社', it calls with the name 'トラングさら約の勢力を受け', "
-    "and goes on until max_tokens"
+    "asked for the customer 'こんにちは株式会社', it calls with the name "
+    "'トラングさら約の勢力を受け', and goes on until max_tokens"
 )
 
 
