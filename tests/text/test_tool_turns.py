@@ -44,8 +44,7 @@ CHAT: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": CORPUS[0]},
     {"role": "user", "content": "And then?"},
 ]  # fmt: skip
-TEMPLATES = {"hermes": HERMES, "escaping": ESCAPING, "twice": TWICE, "chatml": CHATML,
-             "alternating": ALTERNATING}  # fmt: skip
+TEMPLATES = {"hermes": HERMES, "escaping": ESCAPING, "chatml": CHATML, "alternating": ALTERNATING}
 
 
 def tokenizer_with(template: str) -> Any:
@@ -61,7 +60,7 @@ def test_everything_is_told_once_and_results_word_for_word(name: str) -> None:
     assert rendered.text.count(EVIL) == rendered.text.count(CORPUS[0]) == 1
     assert '"description": "Finds."' in rendered.text
     assert '"arguments": {"of": "é"}' in rendered.text
-    assert ("<tool_response>" in rendered.text) == (name in {"twice", "chatml", "alternating"})
+    assert ("<tool_response>" in rendered.text) == (name in {"chatml", "alternating"})
     places = [rendered.text.index(one) for one in ("Answer.", "Who?", EVIL, "And then?")]
     assert places == sorted(places)
 
@@ -82,6 +81,11 @@ def test_a_result_cannot_speak_as_the_system(name: str) -> None:
     encoded = with_it.encode(tokenizer)
     assert [span.chunk.text for span in encoded.spans] == [CORPUS[0]]
     assert tokenizer.decode(encoded.token_ids) == with_it.text
+
+
+def test_a_template_that_repeats_results_is_refused() -> None:
+    with pytest.raises(PromptError, match="drops or repeats the results of tools"):
+        render_chat(ChatPrompt(CHAT, [TOOL]), tokenizer_with(TWICE))
 
 
 def test_a_chat_without_tools_is_as_it_was() -> None:
