@@ -142,7 +142,9 @@ def _plainly(rendered: Callable[..., str], results: Results, tools: Sequence[Too
         pass
     text = rendered(plain_turns(results.messages, wanted, has_system=False))
     if not results.are_in(text):
-        raise PromptError("the chat template drops the results of tools: use another model")
+        raise PromptError(
+            "the chat template drops or repeats the results of tools: use another model"
+        )
     return text
 
 

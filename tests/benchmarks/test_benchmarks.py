@@ -264,3 +264,11 @@ def test_what_a_trace_adds(bench):
         assert {len(taken) for taken in row["runs"].values()} == {1}
         assert set(row["seconds"]) == set(row["runs"])
     assert "overhead" in bench(*given, "--selector", "hkvd").stdout
+
+
+def test_structured_outputs_are_valid(bench):
+    given = ("structured", "--model", "demo", "--answers", 2, "--calls", 2)
+    found = bench(*given, "--json").json
+    assert (found["valid_alone"], found["valid_with_passages"], found["valid_calls"]) == (2, 2, 2)
+    assert found["blended"] == 2
+    assert 0 < found["mask_milliseconds"] <= found["mask_milliseconds_worst"]

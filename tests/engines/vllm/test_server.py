@@ -37,6 +37,7 @@ from cacheblend_rag.engines.vllm.protocol import job
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
 from cacheblend_rag.engines.vllm.serve import RunningServer, reserved_port
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
+from tests.engines.forms_contract import FormsContract
 from tests.engines.vllm.any_client import FLAGS, LEAST, AnyClient
 from tests.engines.vllm.conftest import ServerFactory
 from tests.engines.vllm.demo_prompts import HEAD, documents, text
@@ -117,6 +118,12 @@ def test_it_says_what_it_is(engine: VLLMEngine, server: RunningServer) -> None:
     assert engine.has_chat_template
     assert KEY not in repr(engine)
     assert (engine.status.active, engine.status.wire) == (True, job.VERSION)
+
+
+class TestForms(FormsContract):
+    @pytest.fixture
+    def engine(self, engine: VLLMEngine) -> VLLMEngine:
+        return engine
 
 
 def test_the_readmes_program_asks_it(server: RunningServer) -> None:
