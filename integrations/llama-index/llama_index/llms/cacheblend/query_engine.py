@@ -45,7 +45,7 @@ def cacheblend_query_engine(
     similarity_top_k: int = 4,
     node_postprocessors: Sequence[BaseNodePostprocessor] = (),
     order: PassageOrder | str = PassageOrder.SCORE,
-    variants: tuple[Variant, ...] = ("llm",),
+    variants: tuple[Variant, ...] | None = None,
     collection: str | None = None,
     streaming: bool = False,
     use_async: bool = False,
