@@ -29,9 +29,10 @@ class TokenLogprob:
     """How likely a token of an answer was.
 
     Args:
-        token_id: the token. token: its text.
-        logprob: the natural logarithm of its probability by the model alone, before penalties,
-            temperature, and what ``structured_outputs`` rule out.
+        token_id: the token.
+        token: its text.
+        logprob: the natural logarithm of its probability by the model alone, before penalties and
+            temperature, among the tokens that ``structured_outputs`` allow.
         top: the most likely tokens in its place, with texts and log-probabilities, in order.
     """
 

@@ -13,6 +13,7 @@ from typing import ClassVar, Final
 
 from cacheblend_rag.engines.answer import Delta, Request
 from cacheblend_rag.engines.model_sampling import ModelSampling
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Stream
 from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.errors import ConfigError
@@ -89,6 +90,11 @@ class Backend(ABC):
 
     def _check_config(self, config: BlendConfig) -> None:  # noqa: B027 - most configs suit
         """Raise ConfigError when a request's config does not suit the model."""
+
+    def _check_sampling(self, sampling: ResolvedSampling) -> None:
+        """Raise ConfigError when answers cannot be sampled so, before any work is done."""
+        if sampling.structured_outputs is not None:
+            raise ConfigError(f"a {self.name} engine has no structured_outputs: leave it out")
 
     @abstractmethod
     def _start(self, request: Request) -> Stream[Delta]:

@@ -12,11 +12,12 @@ from cacheblend_rag.prefill.conversation_kv import ConversationKV, turn_fingerpr
 from cacheblend_rag.prefill.lead_in import LeadIn, PlacedChunk, place_chunks
 from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from cacheblend_rag.report import ChunkReport, MissReason
-from cacheblend_rag.text.chat import ChatPrompt, Message
+from cacheblend_rag.text.chat import ChatPrompt
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import EDGE_TOKENS, PromptEncoder
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
+from cacheblend_rag.text.tools import Message
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,14 @@ from threading import Event
 from typing import Any, cast
 
 from cacheblend_rag.engines.after_answer import AfterAnswer
-from cacheblend_rag.engines.answer import NOT_STEERED, Delta, FinishReason, Generation, Request
+from cacheblend_rag.engines.answer import (
+    NOT_STEERED,
+    Delta,
+    FinishReason,
+    Generation,
+    Request,
+    TokenLogprob,
+)
 from cacheblend_rag.engines.backend import Backend
 from cacheblend_rag.engines.batch import answer_batch
 from cacheblend_rag.engines.checked_config import checked_config
@@ -77,6 +84,7 @@ class QuestionTime:
         prepared = self.prepare(prompt, hints)
         settings = self.backend.model_sampling.resolve(sampling or SamplingParams())
         settings = replace(settings, max_tokens=min(settings.max_tokens, prepared.room))
+        self.backend._check_sampling(settings)
         stop = Cancellation(cancel, lambda: not self.lifetime.is_open)
         return Request(prepared, settings, config, cancel=stop, steering=steering, **options)
 
@@ -161,10 +169,11 @@ class QuestionTime:
         prefill: PrefillReport,
         *,
         hooks: bool = True,
+        logprobs: tuple[TokenLogprob, ...] | None = None,
     ) -> Delta:
         """Return the last piece of a stream: the whole answer.
 
-        hooks: whether the after-answer hooks run.
+        hooks: whether the after-answer hooks run. logprobs: of its tokens, if they were asked for.
         """
         self.lifetime.check()
         report = self.report(request, prefill)
@@ -176,6 +185,7 @@ class QuestionTime:
             prompt_tokens=len(request.prepared.token_ids),
             report=report,
             sampling=request.sampling,
+            logprobs=logprobs,
         )
         return Delta("", self.after_answer.run(request, answer) if hooks else answer)
 

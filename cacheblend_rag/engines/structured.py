@@ -9,15 +9,21 @@ from typing import Any
 
 from cacheblend_rag.errors import ConfigError
 
+COMPACT_FORMS: Mapping[str, Any] = {"backend": "guidance", "disable_any_whitespace": True}
+"""vLLM's ``structured_outputs_config`` in which it compiles forms as the embedded engine does."""
+TOLD_CHARACTERS = 200
+
 
 @dataclass(frozen=True)
 class StructuredOutputs:
     """The form that an answer must have; exactly one field is given. Fields are vLLM's.
 
-    An answer that ``max_tokens`` or ``stop`` cuts off may be unfinished.
+    An answer that ``max_tokens`` or ``stop`` cuts off may be unfinished. JSON is written without
+    blanks beside one behind commas and colons, so that a small model cannot write blanks for ever.
 
     Args:
-        json: a JSON schema, a mapping or its text. The answer is compact JSON.
+        json: a JSON schema, a mapping or its text. An object whose schema has ``properties`` has
+            no others, unless ``additionalProperties`` says so.
         regex: a regular expression that the whole answer matches.
         choice: the answer is one of these texts.
         grammar: a Lark grammar with the rule ``start``.
@@ -52,6 +58,14 @@ class StructuredOutputs:
         elif not isinstance(getattr(self, given[0]), str) or not getattr(self, given[0]):
             raise ConfigError(f"structured_outputs.{given[0]} must be a non-empty string")
 
+    def to_vllm(self) -> dict[str, Any]:
+        """Return the fields of vLLM's own structured outputs."""
+        if self.json is not None:
+            return {"json": compact_schema(json.loads(str(self.json)))}
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        told = {name: value for name, value in given.items() if value is not None}
+        return {**told, "choice": list(self.choice)} if self.choice is not None else told
+
     def _check_json(self) -> None:
         """Keep the schema as its text, so that equal ones are compared and hashed as equal."""
         schema: Any = self.json
@@ -73,3 +87,42 @@ class StructuredOutputs:
         if not all(isinstance(one, str) and one for one in choice):
             raise ConfigError("structured_outputs.choice must hold non-empty strings")
         object.__setattr__(self, "choice", tuple(choice))
+
+
+def form_refused(why: str) -> ConfigError:
+    """Return the error of a form that llguidance, or vLLM, refuses."""
+    return ConfigError(f"structured_outputs is refused: {' '.join(why.split())[:TOLD_CHARACTERS]}")
+
+
+MAPS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords of a JSON schema that hold schemas by name."""
+ALTERNATIVES = ("anyOf", "oneOf", "prefixItems")
+"""Keywords that hold lists of schemas."""
+
+
+def compact_schema(schema: Any) -> Any:
+    """Return a JSON schema for answers without needless blanks and without unnamed properties.
+
+    Objects within ``allOf``, ``not`` and ``if`` stay open, since other parts name properties, too.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    return {**_closed(schema), "x-guidance": {"whitespace_flexible": False}}
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = dict(schema)
+    for name in MAPS:
+        if isinstance(schema.get(name), Mapping):
+            closed[name] = {key: _closed(value) for key, value in schema[name].items()}
+    for name in ALTERNATIVES:
+        if isinstance(schema.get(name), list):
+            closed[name] = [_closed(value) for value in schema[name]]
+    for name in ("items", "additionalProperties"):
+        if name in schema:
+            closed[name] = _closed(schema[name])
+    if "properties" in schema and "allOf" not in schema:
+        closed.setdefault("additionalProperties", False)
+    return closed

@@ -1,4 +1,4 @@
-"""Tools that an answer may call, in the OpenAI form, and calls of them."""
+"""Messages and tools in the OpenAI form, and the calls that an answer makes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from cacheblend_rag.errors import PromptError
 
+Message: TypeAlias = Mapping[str, Any]
 Tool: TypeAlias = Mapping[str, Any]
 ToolChoice: TypeAlias = Literal["auto", "none", "required"] | Mapping[str, Any]
 NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")

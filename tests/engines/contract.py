@@ -116,10 +116,10 @@ class Gate:
         self.was_opened: list[bool] = []
         work = getattr(engine, method)
 
-        def waiting(*arguments: Any) -> Any:
+        def waiting(*arguments: Any, **options: Any) -> Any:
             self.arrived.set()
             self.was_opened.append(self.open.wait(PATIENCE))
-            return work(*arguments)
+            return work(*arguments, **options)
 
         monkeypatch.setattr(engine, method, waiting)
 
@@ -622,7 +622,7 @@ class EngineContract:
     def test_when_one_of_a_batch_fails_the_others_are_given_up(
         self, engine: Engine, texts: Texts, watched: Watched, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(request: Request, *told: Any) -> Delta:
+        def fail(request: Request, *told: Any, **more: Any) -> Delta:
             raise RuntimeError("broken")
 
         monkeypatch.setattr(engine, "_answered", fail)

@@ -21,6 +21,7 @@ from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
+from cacheblend_rag.engines.structured import COMPACT_FORMS
 from cacheblend_rag.engines.vllm.middleware.access import MIDDLEWARE
 from cacheblend_rag.engines.vllm.versions import (
     check_version,
@@ -38,6 +39,7 @@ KV_FLAG = "--kv-transfer-config"
 NO_STATS = "--disable-log-stats"
 DATA_PARALLEL_FLAGS = ("--data-parallel-size", "-dp")
 MEMORY_FLAGS = ("--gpu-memory-utilization",)
+FORMS_FLAG = "--structured-outputs-config"
 HOST = "127.0.0.1"
 PORT = 8000
 START_SECONDS = 600.0
@@ -78,6 +80,7 @@ def server_command(
     transfer = [KV_FLAG, told, "--middleware", MIDDLEWARE] if connector else []
     own = connector and not flag_value(flags, MEMORY_FLAGS)
     memory = [MEMORY_FLAGS[0], str(memory_share())] if own else []
+    forms = [] if flag_value(flags, (FORMS_FLAG,)) else [FORMS_FLAG, json.dumps(COMPACT_FORMS)]
     timings = [] if NO_STATS in flags else ["--enable-per-request-metrics"]
     served_name = served_name or public_name(str(model))
     return [
@@ -86,6 +89,7 @@ def server_command(
         *transfer,
         *memory,
         *timings,
+        *(forms if connector else []),
         *flags,
     ]
 
