@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 from cacheblend_rag.errors import ConfigError
 
@@ -18,8 +18,8 @@ TOLD_CHARACTERS = 200
 class StructuredOutputs:
     """The form that an answer must have; exactly one field is given. Fields are vLLM's.
 
-    An answer that ``max_tokens`` or ``stop`` cuts off may be unfinished. JSON is written without
-    blanks beside one behind commas and colons, so that a small model cannot write blanks for ever.
+    An answer that ``max_tokens`` or ``stop`` cuts off may be unfinished. JSON is written in one
+    line, with one blank behind commas and colons, so that no model writes blanks for ever.
 
     Args:
         json: a JSON schema, a mapping or its text. An object whose schema has ``properties`` has
@@ -96,8 +96,14 @@ def form_refused(why: str) -> ConfigError:
 
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords of a JSON schema that hold schemas by name."""
-ALTERNATIVES = ("anyOf", "oneOf", "prefixItems")
+LISTS = ("anyOf", "oneOf", "prefixItems")
 """Keywords that hold lists of schemas."""
+SINGLE = ("items", "additionalProperties")
+"""Keywords that hold one schema."""
+STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How JSON is written."""
+MOST_ITEMS = 16
+LEAST_CHARACTERS = 16
 
 
 def compact_schema(schema: Any) -> Any:
@@ -107,22 +113,64 @@ def compact_schema(schema: Any) -> Any:
     """
     if not isinstance(schema, Mapping):
         return schema
-    return {**_closed(schema), "x-guidance": {"whitespace_flexible": False}}
+    return {**_changed(schema, _closed), "x-guidance": STYLE}
 
 
-def _closed(schema: Any) -> Any:
+def bounded_schema(schema: Mapping[str, Any], characters: int) -> Any:
+    """Return the same with bounds where there are none, for a model that would not end by itself.
+
+    characters: of all strings together. Lists have at most 16 items.
+    """
+    strings = 0
+
+    def counted(one: Mapping[str, Any]) -> Mapping[str, Any]:
+        nonlocal strings
+        strings += _is_free_string(one)
+        return one
+
+    _changed(schema, counted)
+    most = max(LEAST_CHARACTERS, characters // (strings + 1))
+
+    def bounded(one: Mapping[str, Any]) -> Mapping[str, Any]:
+        if _is_free_string(one):
+            return {"maxLength": max(most, one.get("minLength", 0)), **one}
+        if "array" in _types(one):
+            return {"maxItems": max(MOST_ITEMS, one.get("minItems", 0)), **one}
+        return one
+
+    return compact_schema(_changed(schema, bounded))
+
+
+def _changed(
+    schema: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """Return a schema in which it, and each one within it, was changed."""
     if not isinstance(schema, Mapping):
-        return schema
-    closed = dict(schema)
+        return cast(Mapping[str, Any], schema)
+    new = dict(schema)
     for name in MAPS:
         if isinstance(schema.get(name), Mapping):
-            closed[name] = {key: _closed(value) for key, value in schema[name].items()}
-    for name in ALTERNATIVES:
+            new[name] = {key: _changed(value, change) for key, value in schema[name].items()}
+    for name in LISTS:
         if isinstance(schema.get(name), list):
-            closed[name] = [_closed(value) for value in schema[name]]
-    for name in ("items", "additionalProperties"):
+            new[name] = [_changed(value, change) for value in schema[name]]
+    for name in SINGLE:
         if name in schema:
-            closed[name] = _closed(schema[name])
+            new[name] = _changed(schema[name], change)
+    return change(new)
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     if "properties" in schema and "allOf" not in schema:
-        closed.setdefault("additionalProperties", False)
-    return closed
+        return {"additionalProperties": False, **schema}
+    return schema
+
+
+def _types(schema: Mapping[str, Any]) -> Sequence[Any]:
+    told = schema.get("type")
+    return told if isinstance(told, list) else [told]
+
+
+def _is_free_string(schema: Mapping[str, Any]) -> bool:
+    fixed = ("enum", "const", "pattern", "format")
+    return "string" in _types(schema) and not any(name in schema for name in fixed)
