@@ -13,7 +13,7 @@ from cacheblend_rag.text.anchors import Integers, Tokens
 
 COMPARED_TOKENS = 1 << 18
 """Tokens that a search may always compare, besides some for each of the prompt's."""
-COMPARED_PER_TOKEN = 4
+COMPARED_PER_TOKEN = 2
 LEAST_COMPARED = 128
 """What comparing few tokens counts at least: the time it takes is that of its calls."""
 
