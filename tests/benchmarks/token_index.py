@@ -8,6 +8,7 @@ import sqlite3
 import statistics
 import tempfile
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -29,6 +30,9 @@ SEED = 20260101
 VOCABULARY = 49_000
 STRIDE = 25
 """Distance of two anchors in a chunk: hostile prompts are made of the windows there."""
+SHARED_EVERY = 33
+SHARED_TOKENS = 80
+REPEATED_EVERY = 1000
 LONG = 100_000
 MIB = 1 << 20
 Prompts = dict[str, list[int]]
@@ -38,8 +42,8 @@ Prompts = dict[str, list[int]]
 class TokenIndexPlan(Plan):
     """Time to find chunks in a prompt's tokens; the same plan gives the same tokens.
 
-    Tokens are drawn as unevenly as words are in text. Three of a hundred chunks begin with a text
-    that they share, every thousandth is a repetition of five tokens.
+    Tokens are drawn as unevenly as words are in text. Every 33rd chunk begins with a text that
+    these share, every thousandth is a repetition of five tokens.
     """
 
     chunks: int = option(100_000, "Indexed chunks.", least=20)
@@ -51,22 +55,23 @@ class TokenIndexPlan(Plan):
 def measure_token_index(plan: TokenIndexPlan, advance: Advance = lambda _: None) -> dict[str, Any]:
     """Return the seconds of opening and adding, MiB, and ``prompts`` with seconds of each kind.
 
-    opening: from rows of SQLite. mib: of the arrays; resident_mib: by which the process grew, the
-    database's pages included. found: share of the prompt's tokens. The last kind is searched while
+    opening: from rows of SQLite. mib: of the arrays; resident_mib: by which the process grew at
+    most. found: share of the prompt's tokens. The last kind is searched while
     a thread adds chunks and merges.
     """
     advance("drawing tokens")
-    chunks = _chunks(plan)
-    prompts = _prompts(plan, chunks)
     index = TokenIndex[int]()
-    with tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder:
-        rows = _saved(Path(folder) / "tokens.sqlite", chunks)
-        del chunks
+    with (
+        tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder,
+        closing(sqlite3.connect(Path(folder) / "tokens.sqlite")) as database,
+    ):
+        _save(database, plan)
+        prompts = _prompts(plan, database)
         before, started = _resident(), perf_counter()
         advance("opening the index")
+        rows = database.execute("SELECT name, tokens FROM chunks ORDER BY name")
         index.add_many((np.frombuffer(blob, np.uint32), name) for name, blob in rows)
         opened, grown = perf_counter() - started, _resident() - before
-        rows.close()
     found = [
         {"prompt": kind, "tokens": len(tokens), **_timed(index, tokens, plan.repeat)}
         for kind, tokens in prompts.items()
@@ -90,36 +95,45 @@ def _drawn(draw: np.random.Generator, *shape: int) -> NDArray[np.uint32]:
     return ((draw.zipf(1.3, shape) - 1) % VOCABULARY).astype(np.uint32)
 
 
-def _chunks(plan: TokenIndexPlan) -> NDArray[np.uint32]:
-    """Return tokens, (chunks, chunk_tokens)."""
+def _save(database: sqlite3.Connection, plan: TokenIndexPlan) -> None:
+    """Write chunks' tokens to a database."""
+    database.execute("CREATE TABLE chunks (name INTEGER PRIMARY KEY, tokens BLOB)")
     draw = np.random.default_rng(SEED)
-    tokens = np.concatenate(
-        [
-            _drawn(draw, min(1000, plan.chunks - first), plan.chunk_tokens)
-            for first in range(0, plan.chunks, 1000)
-        ]
-    )
-    tokens[::33, :80] = _drawn(draw, 80)
-    tokens[7::1000] = np.resize(np.arange(5), plan.chunk_tokens)
+    shared = _drawn(draw, SHARED_TOKENS)
+    for name in range(plan.chunks):
+        tokens = _drawn(draw, plan.chunk_tokens)
+        if name % SHARED_EVERY == 0:
+            tokens[:SHARED_TOKENS] = shared
+        if name % REPEATED_EVERY == 0:
+            tokens = np.resize(np.arange(5, dtype=np.uint32), plan.chunk_tokens)
+        database.execute("INSERT INTO chunks VALUES (?, ?)", (name, tokens.tobytes()))
+    database.commit()
+
+
+def _read(database: sqlite3.Connection, name: int) -> list[int]:
+    (blob,) = database.execute("SELECT tokens FROM chunks WHERE name = ?", (name,)).fetchone()
+    tokens: list[int] = np.frombuffer(blob, np.uint32).tolist()
     return tokens
 
 
-def _prompts(plan: TokenIndexPlan, chunks: NDArray[np.uint32]) -> Prompts:
+def _prompts(plan: TokenIndexPlan, database: sqlite3.Connection) -> Prompts:
     draw = np.random.default_rng(SEED + 1)
-    size, few = plan.prompt_tokens, chunks[1 : 1 + min(600, len(chunks) - 1)]
-    windows = [one[at : at + 8].tolist() for one in few for at in range(0, one.size - 40, STRIDE)]
-    own = len(range(0, plan.chunk_tokens - 40, STRIDE))
-    slices = [one[at : at + 33].tolist() for one in few for at in range(0, 200 - 33, STRIDE)]
+    size = plan.prompt_tokens
+    own = [name for name in range(plan.chunks) if name % SHARED_EVERY and name % REPEATED_EVERY]
+    few = [_read(database, name) for name in own[:600]]
+    windows = [one[at : at + 8] for one in few for at in range(0, len(one) - 40, STRIDE)]
+    in_one = len(range(0, plan.chunk_tokens - 40, STRIDE))
+    slices = [one[at : at + 33] for one in few for at in range(0, 200 - 33, STRIDE)]
     random.Random(SEED).shuffle(slices)
     gap = _drawn(draw, 20).tolist()
-    held = [[*chunks[at].tolist(), *gap] for at in range(1, len(chunks), len(chunks) // 20 + 1)]
+    held = [[*_read(database, name), *gap] for name in own[:: len(own) // 20 + 1]]
     plain: list[int] = _drawn(draw, LONG).tolist()
     kinds = {
         "one token": [[7]],
-        "anchors of one chunk": windows[:own],
+        "anchors of one chunk": windows[:in_one],
         "anchors of many chunks": windows,
         "parts of many chunks": slices,
-        "a text of many chunks": [chunks[0, :80].tolist(), gap],
+        "a text of many chunks": [_read(database, SHARED_EVERY)[:SHARED_TOKENS], gap],
         "a repetition that is indexed": [list(range(5))],
     }
     hostile = {
@@ -138,16 +152,6 @@ def _prompts(plan: TokenIndexPlan, chunks: NDArray[np.uint32]) -> Prompts:
 
 def _repeated(parts: Iterable[list[int]], tokens: int) -> list[int]:
     return list(islice(cycle(chain.from_iterable(parts)), tokens))
-
-
-def _saved(path: Path, chunks: NDArray[np.uint32]) -> sqlite3.Cursor:
-    """Write the chunks' tokens to a database, and return a cursor over its rows."""
-    database = sqlite3.connect(path)
-    database.execute("CREATE TABLE chunks (name INTEGER PRIMARY KEY, tokens BLOB)")
-    rows = ((name, tokens.tobytes()) for name, tokens in enumerate(chunks))
-    database.executemany("INSERT INTO chunks VALUES (?, ?)", rows)
-    database.commit()
-    return database.execute("SELECT name, tokens FROM chunks ORDER BY name")
 
 
 def _resident() -> int:
