@@ -7,7 +7,7 @@ are others than the passage has by itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,19 +68,18 @@ def texts_of(*files: Path) -> list[str]:
     return list(dict.fromkeys([*sample, *(text.strip() for text in texts)]))
 
 
-def passages_of(texts: Iterable[str], encoder: PromptEncoder, tokens: int) -> list[str]:
-    """Return passages of about so many tokens; every other one ends with a sentence."""
-    passages, rest = list[str](), ""
+def passages_of(texts: Iterable[str], encoder: PromptEncoder, tokens: int) -> Iterator[str]:
+    """Yield passages of about so many tokens; every other one ends with a sentence."""
+    ends_with_word, rest = False, ""
     for text in texts:
         rest = f"{rest}\n\n{text}" if rest else text
         while len(ids := encoder.chunk(rest)) > 1.2 * tokens:
             room = round(tokens * len(rest) / len(ids))
-            mark = " " if len(passages) % 2 else ". "
+            mark = " " if ends_with_word else ". "
             cut = rest.rfind(mark, room // 2, room) + len(mark) - 1
             cut = cut if cut > room // 2 else rest.rindex(" ", 0, room)
-            passages.append(rest[:cut].strip())
-            rest = rest[cut:].strip()
-    return passages
+            yield rest[:cut].strip()
+            rest, ends_with_word = rest[cut:].strip(), not ends_with_word
 
 
 class PassageIndex:
@@ -94,16 +93,21 @@ class PassageIndex:
         most: int,
         forms: Sequence[Form] = FORMS,
     ) -> None:
-        """Index ``most`` passages of so many tokens, in several forms."""
+        """Index ``most`` passages of so many tokens, which share no text, in several forms."""
         self._tokenizer, encoder = tokenizer, PromptEncoder(tokenizer)
-        self.passages = passages_of(texts, encoder, tokens)[:most]
+        self.passages: list[str] = []
         self._index = TokenIndex[tuple[int, int]]()
-        self._sizes: dict[int, list[int]] = {}
-        for number, passage in enumerate(self.passages):
-            for form, written in enumerate(forms):
-                ids = encoder.chunk(written(passage))
-                self._index.add(ids, (number, form))
-                self._sizes.setdefault(number, []).append(len(ids))
+        self._sizes: list[list[int]] = []
+        for passage in passages_of(texts, encoder, tokens):
+            if self._index.find(encoder.chunk(passage)):
+                continue  # its text is another passage's in part: that one might be found instead
+            written = [encoder.chunk(form(passage)) for form in forms]
+            for form, ids in enumerate(written):
+                self._index.add(ids, (len(self.passages), form))
+            self.passages.append(passage)
+            self._sizes.append([len(ids) for ids in written])
+            if len(self.passages) == most:
+                break
 
     def edges(self, join: str) -> Edges:
         """Look for the passages in chat prompts, ``IN_PROMPT`` in each, joined in one way."""

@@ -176,7 +176,7 @@ def _statistics(seconds: list[float]) -> dict[str, float]:
     return {
         "median_seconds": statistics.median(seconds),
         "p95_seconds": p95(seconds),
-        "most_seconds": max(seconds),
+        "least_seconds": min(seconds),
     }
 
 
@@ -214,10 +214,10 @@ def show(found: dict[str, Any]) -> None:
     )
     table = Table(title="milliseconds of a search")
     table.add_column("prompt")
-    for heading in ("tokens", "median", "p95", "most", "found"):
+    for heading in ("tokens", "least", "median", "p95", "found"):
         table.add_column(heading, justify="right")
     for row in found["prompts"]:
-        times = [f"{1e3 * row[f'{kind}_seconds']:.2f}" for kind in ("median", "p95", "most")]
+        times = [f"{1e3 * row[f'{kind}_seconds']:.2f}" for kind in ("least", "median", "p95")]
         table.add_row(row["prompt"], f"{row['tokens']:,}", *times, f"{row['found']:.1%}")
     output.result_console().print(table)
 
