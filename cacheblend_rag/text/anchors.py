@@ -21,7 +21,7 @@ OFFSET_BITS = 27
 ZERO = 1 << (OFFSET_BITS - 1)
 """The low bits of the diagonal of a sequence that begins with the prompt."""
 FEWEST_BITS = 8
-MARK_BITS = 4
+MARK_BITS = 5
 """Marks have so many bits more than there are hashes: few others have a mark by chance."""
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 LAST_FACTOR = np.uint64(0xD6E8FEB86659FD93)
@@ -109,10 +109,12 @@ class Anchors:
         firsts = np.flatnonzero(is_first)
         self.hashes, self.places = hashes[firsts], places
         self.starts = np.append(firsts, hashes.size).astype(np.uint32)
-        bits = max(FEWEST_BITS, firsts.size.bit_length())
+        bits = max(FEWEST_BITS, firsts.size.bit_length() - 1)
         self._begins_shift = np.uint64(64 - bits)
         counts = np.bincount(self._cells(self.hashes), minlength=1 << bits)
-        self._begins = np.append(0, np.cumsum(counts)).astype(np.uint32)
+        self._begins = np.zeros(counts.size + 1, np.uint32)
+        self._begins[1:] = np.cumsum(counts, out=counts)
+        del counts
         self._marks_shift = np.uint64(64 - bits - MARK_BITS)
         self._marks = self._marked(bits + MARK_BITS)
 
@@ -136,6 +138,8 @@ class Anchors:
 
     def joined(self, later: Anchors, gone: Integers) -> Anchors:
         """Return these and later ones, without those of sequences that are gone (numbers)."""
+        if not self.size and not gone.size:
+            return later
         known, known_places = self._without(gone)
         new, new_places = later._without(gone)
         at = np.searchsorted(known, new, "right") + np.arange(new.size)
@@ -198,7 +202,8 @@ class Anchors:
         marks = np.zeros(1 << (bits - 3), np.uint8)
         slots = (self.hashes >> self._marks_shift).view(np.int64)
         if slots.size:
-            cells = slots >> 3
-            firsts = np.flatnonzero(np.diff(cells, prepend=-1))
-            marks[cells[firsts]] = np.bitwise_or.reduceat(1 << (slots & 7), firsts)
+            bits_in_cell = (1 << (slots & 7)).astype(np.uint8)
+            slots >>= 3
+            firsts = np.flatnonzero(np.diff(slots, prepend=-1))
+            marks[slots[firsts]] = np.bitwise_or.reduceat(bits_in_cell, firsts)
         return marks

@@ -49,7 +49,7 @@ BATCH = 1024
 MOST_PLACES = 64
 """Places that are looked at where more sequences have the same window; the first ones added."""
 MOST_HITS = 1 << 15
-"""Places that a search may always look at, besides one for every other token of the prompt."""
+"""Places that a search may always look at, besides one for every fourth token of the prompt."""
 LEAST_MERGED = 1 << 14
 """Anchors that are merged into the large level at once, at least."""
 MERGED_SHARE = 8
@@ -174,10 +174,10 @@ class TokenIndex(Generic[Name]):
     def _take_new(self) -> None:
         """Put new anchors into the small level; the lock is held."""
         if self._new:
-            new = Anchors.sort([one for one, _ in self._new], [one for _, one in self._new])
+            parts, self._new = self._new, []
+            new = Anchors.sort([one for one, _ in parts], [one for _, one in parts])
             *earlier, small = self._levels
             self._levels = (*earlier, small.joined(new, np.empty(0, np.int64)))
-            self._new = []
 
     def _merge_soon(self) -> None:
         """Start a thread that merges, if it is time to and none does."""
@@ -225,7 +225,7 @@ class TokenIndex(Generic[Name]):
         The latter, the most by far in ordinary text, are compared around their hit before.
         """
         seen = window_hashes(prompt, self._window)
-        most = MOST_HITS + prompt.size // 2
+        most = MOST_HITS + prompt.size // 4
         places = MOST_PLACES + len(self._gone)  # forgotten sequences take no others' places
         parts = [level.hits(seen, most, places) for level in levels if level.size]
         if not any(part.diagonals.size for part in parts):

@@ -12,8 +12,7 @@ import numpy as np
 from cacheblend_rag.text.anchors import Integers, Tokens
 
 COMPARED_TOKENS = 1 << 18
-"""Tokens that a search may always compare, besides some for each of the prompt's."""
-COMPARED_PER_TOKEN = 4
+"""Tokens that a search may always compare, besides one for each of the prompt's."""
 LEAST_COMPARED = 128
 """What comparing few tokens counts at least: the time it takes is that of its calls."""
 
@@ -51,7 +50,7 @@ def budget(tokens: int) -> int:
     Repetitive tokens would take seconds otherwise. What is not compared is not found: that loses
     reuse, and never changes an answer.
     """
-    return COMPARED_TOKENS + COMPARED_PER_TOKEN * tokens
+    return COMPARED_TOKENS + tokens
 
 
 def equal_runs(prompt: Tokens, diagonals: Diagonals, least: int) -> Runs:
