@@ -83,6 +83,12 @@ def test_a_result_cannot_speak_as_the_system(name: str) -> None:
     assert tokenizer.decode(encoded.token_ids) == with_it.text
 
 
+def test_a_tools_name_in_the_question_is_not_the_tool() -> None:
+    asked = [{"role": "user", "content": "What does find_ships do?"}]
+    text = render_chat(ChatPrompt(asked, [TOOL]), tokenizer_with(CHATML)).text
+    assert '"parameters"' in text
+
+
 def test_a_template_that_repeats_results_is_refused() -> None:
     with pytest.raises(PromptError, match="drops or repeats the results of tools"):
         render_chat(ChatPrompt(CHAT, [TOOL]), tokenizer_with(TWICE))

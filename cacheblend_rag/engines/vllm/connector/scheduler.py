@@ -117,7 +117,7 @@ class ConnectorScheduler:
         if namespace is None and (pending.job or pending.reason):
             pending = Pending(None, NO_NAMESPACE, blends=pending.blends)
         pending.request, pending.namespace = request, namespace
-        if pending.report_id:
+        if pending.report_id and namespace != tenants.own:
             pending.report_id = f"{pending.report_id} {namespace}"
         return pending
 
