@@ -159,7 +159,7 @@ class Backend(ABC):
         return [key in there for key in keys]
 
     def stored_chunks(self) -> int | None:
-        """Return how many chunks are stored for this engine; None if it cannot tell."""
+        """Return how many chunks are stored, this engine's at least; None if it cannot tell."""
         try:
             return len({(key.chunk_id, key.context_id) for key in self._stored_keys()})
         except ConfigError:

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 from cacheblend_rag.errors import ConfigError
 
-COMPACT_FORMS: Mapping[str, Any] = {"backend": "guidance", "disable_any_whitespace": True}
-"""vLLM's ``structured_outputs_config`` in which it compiles forms as the embedded engine does."""
+ONE_LINE = {"backend": "xgrammar", "disable_any_whitespace": True}
+"""vLLM's ``structured_outputs_config`` for JSON without blanks. It must name a backend: vLLM keeps
+to the one that it used first, and only xgrammar compiles what its own tool parsers ask for."""
 TOLD_CHARACTERS = 200
 
 
@@ -18,8 +19,8 @@ TOLD_CHARACTERS = 200
 class StructuredOutputs:
     """The form that an answer must have; exactly one field is given. Fields are vLLM's.
 
-    An answer that ``max_tokens`` or ``stop`` cuts off may be unfinished. JSON is written in one
-    line, with one blank behind commas and colons, so that no model writes blanks for ever.
+    An answer that ``max_tokens`` or ``stop`` cuts off may be unfinished. JSON is written without
+    blanks, so that no model writes them for ever.
 
     Args:
         json: a JSON schema, a mapping or its text. An object whose schema has ``properties`` has
@@ -61,10 +62,15 @@ class StructuredOutputs:
     def to_vllm(self) -> dict[str, Any]:
         """Return the fields of vLLM's own structured outputs."""
         if self.json is not None:
-            return {"json": compact_schema(json.loads(str(self.json)))}
+            return {"json": self.schema}
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         told = {name: value for name, value in given.items() if value is not None}
         return {**told, "choice": list(self.choice)} if self.choice is not None else told
+
+    @property
+    def schema(self) -> Any:
+        """The schema of an answer in JSON, with objects closed."""
+        return closed({"type": "object"} if self.json is None else json.loads(str(self.json)))
 
     def _check_json(self) -> None:
         """Keep the schema as its text, so that equal ones are compared and hashed as equal."""
@@ -100,20 +106,16 @@ LISTS = ("anyOf", "oneOf", "prefixItems")
 """Keywords that hold lists of schemas."""
 SINGLE = ("items", "additionalProperties")
 """Keywords that hold one schema."""
-STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON is written."""
 MOST_ITEMS = 16
 LEAST_CHARACTERS = 16
 
 
-def compact_schema(schema: Any) -> Any:
-    """Return a JSON schema for answers without needless blanks and without unnamed properties.
+def closed(schema: Any) -> Any:
+    """Return a JSON schema whose objects have no properties but those that it names.
 
     Objects within ``allOf``, ``not`` and ``if`` stay open, since other parts name properties, too.
     """
-    if not isinstance(schema, Mapping):
-        return schema
-    return {**_changed(schema, _closed), "x-guidance": STYLE}
+    return changed(schema, _closed) if isinstance(schema, Mapping) else schema
 
 
 def bounded_schema(schema: Mapping[str, Any], characters: int) -> Any:
@@ -128,7 +130,7 @@ def bounded_schema(schema: Mapping[str, Any], characters: int) -> Any:
         strings += _is_free_string(one)
         return one
 
-    _changed(schema, counted)
+    changed(schema, counted)
     most = max(LEAST_CHARACTERS, characters // (strings + 1))
 
     def bounded(one: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -138,10 +140,10 @@ def bounded_schema(schema: Mapping[str, Any], characters: int) -> Any:
             return {"maxItems": max(MOST_ITEMS, one.get("minItems", 0)), **one}
         return one
 
-    return compact_schema(_changed(schema, bounded))
+    return changed(schema, bounded)
 
 
-def _changed(
+def changed(
     schema: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> Mapping[str, Any]:
     """Return a schema in which it, and each one within it, was changed."""
@@ -150,13 +152,13 @@ def _changed(
     new = dict(schema)
     for name in MAPS:
         if isinstance(schema.get(name), Mapping):
-            new[name] = {key: _changed(value, change) for key, value in schema[name].items()}
+            new[name] = {key: changed(value, change) for key, value in schema[name].items()}
     for name in LISTS:
         if isinstance(schema.get(name), list):
-            new[name] = [_changed(value, change) for value in schema[name]]
+            new[name] = [changed(value, change) for value in schema[name]]
     for name in SINGLE:
         if name in schema:
-            new[name] = _changed(schema[name], change)
+            new[name] = changed(schema[name], change)
     return change(new)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,30 +9,13 @@ from typing import Any, Self
 
 from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.structured import StructuredOutputs, bounded_schema
+from cacheblend_rag.engines.structured import StructuredOutputs, bounded_schema, changed
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.text.chat import ChatPrompt, render_messages
+from cacheblend_rag.text.chat import ChatPrompt
 from cacheblend_rag.text.tool_calls import OPENINGS, ContentStream, as_call, find_calls, new_id
-from cacheblend_rag.text.tool_turns import CLOSE, OPEN
-from cacheblend_rag.text.tools import Message, Tool, ToolCall, named_tool, tool_name
+from cacheblend_rag.text.tools import Tool, ToolCall, named_tool, tool_name
 
 logger = logging.getLogger(__name__)
-
-PROBE: Tool = {
-    "type": "function",
-    "function": {
-        "name": "probe_of_calls",
-        "description": "none",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
-    },
-}
-PROBE_CALL = {
-    "id": "probe0000",
-    "type": "function",
-    "function": {"name": tool_name(PROBE), "arguments": {"key": "value"}},
-}
-NEAR = 40
-"""Characters around a call's name in which its form shows."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +52,7 @@ class ToolUse:
             )
         wanted = named_tool(choice)
         tools = [one for one in self.chat.tools if wanted in (None, tool_name(one))]
-        return replace(
-            sampling, structured_outputs=call_form(tools, self.tokenizer, sampling.max_tokens)
-        )
+        return replace(sampling, structured_outputs=call_form(tools, sampling.max_tokens))
 
     def read(self, text: str, token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
         """Return an answer's text without its calls, and the calls."""
@@ -122,37 +102,39 @@ def content_stream(prepared: PreparedPrompt, tokenizer: Any) -> ContentStream | 
     return None if ToolUse.of(prepared, tokenizer) is None else ContentStream()
 
 
-def call_form(tools: Sequence[Tool], tokenizer: Any, max_tokens: int) -> StructuredOutputs:
-    """Return the form of one call of one of the tools, as the model's template shows calls.
+def call_form(tools: Sequence[Tool], max_tokens: int) -> StructuredOutputs:
+    """Return the form of one call of one of the tools: ``{"name": ..., "arguments": ...}``.
 
     Strings without a maxLength get one, so that the call ends within ``max_tokens``.
     """
-    opening, key, closing = _shown(tokenizer)
-    rules, names = [], []
+    schemas: dict[str, Any] = {}
+    calls = []
     for i, tool in enumerate(tools):
-        head = f'{opening}{{"name": {json.dumps(tool_name(tool))}, "{key}": '
-        schema = bounded_schema(_parameters(tool), max_tokens)
-        names.append(f"call_{i}")
-        rules.append(
-            f"call_{i}: {json.dumps(head)} arguments_{i} {json.dumps('}' + closing)}\n"
-            f"arguments_{i}: %json {json.dumps(schema)}"
-        )
-    return StructuredOutputs(grammar="\n".join([f"start: {' | '.join(names)}", *rules]))
+        place = f"arguments_{i}"
+        schemas |= _hoisted(bounded_schema(_parameters(tool), max_tokens), place)
+        of_call = {"name": {"const": tool_name(tool)}, "arguments": {"$ref": f"#/$defs/{place}"}}
+        calls.append({"type": "object", "properties": of_call, "required": list(of_call)})
+    one = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return StructuredOutputs(json={**one, "$defs": schemas})
+
+
+def _hoisted(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a schema, and those that it defines, by their places in another one's ``$defs``."""
+    named = {key: schema.get(key) or {} for key in ("$defs", "definitions")}
+    places = {f"#/{key}/{name}": f"#/$defs/{place}_{name}" for key in named for name in named[key]}
+    places["#"] = f"#/$defs/{place}"
+
+    def moved(one: Mapping[str, Any]) -> Mapping[str, Any]:
+        to = places.get(one.get("$ref", ""))
+        return {**one, "$ref": to} if to else one
+
+    own = {key: value for key, value in schema.items() if key not in named}
+    found = {place: own}
+    for defined in named.values():
+        found |= {f"{place}_{name}": value for name, value in defined.items()}
+    return {key: changed(value, moved) for key, value in found.items()}
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:
     found = tool["function"].get("parameters") or {}
     return {"type": "object", "properties": {}, **found}
-
-
-def _shown(tokenizer: Any) -> tuple[str, str, str]:
-    """Return what a template writes before a call, for ``arguments``, and behind it."""
-    messages: list[Message] = [
-        {"role": "user", "content": "probe"},
-        {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]},
-    ]
-    text = render_messages(ChatPrompt(messages, [PROBE]), tokenizer, add_generation_prompt=False)
-    before, _, behind = text.rpartition(tool_name(PROBE))
-    if OPEN in before[-NEAR:]:
-        return f"{OPEN}\n", "arguments", f"\n{CLOSE}"
-    return "", "parameters" if '"parameters"' in behind[:NEAR] else "arguments", ""

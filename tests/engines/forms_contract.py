@@ -91,7 +91,8 @@ class FormsContract:
             closed = {**SCHEMA, "additionalProperties": False}
             jsonschema.validate(json.loads(answer.text), closed)
             assert answer.finish_reason == "stop"
-            assert answer.text == json.dumps(json.loads(answer.text), ensure_ascii=False)
+            parsed = json.loads(answer.text)
+            assert answer.text == json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
             again = engine.generate([QUESTION], held(StructuredOutputs(json=json.dumps(SCHEMA))))
             assert again.text == answer.text or asked.temperature
 

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_rag.engines.structured import StructuredOutputs, compact_schema, form_refused
+from cacheblend_rag.engines.structured import StructuredOutputs, form_refused
 from cacheblend_rag.errors import ConfigError, MissingExtraError, first_line
 
+NO_BLANKS = {"whitespace_flexible": False}
 COMPILED = 64
 """Forms that are kept compiled."""
 
@@ -120,5 +121,4 @@ def _grammar(form: StructuredOutputs, compiler: Any) -> str:
     if form.choice is not None:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice)
         return str(compiler.grammar_from_lark(f"start: {texts}"))
-    schema = {"type": "object"} if form.json is None else json.loads(str(form.json))
-    return str(compiler.grammar_from_json_schema(json.dumps(compact_schema(schema))))
+    return str(compiler.grammar_from_json_schema(json.dumps(form.schema), overrides=NO_BLANKS))

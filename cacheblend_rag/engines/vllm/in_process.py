@@ -12,7 +12,7 @@ from typing import Any
 
 from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.logprobs import RawLogprob
-from cacheblend_rag.engines.structured import COMPACT_FORMS, form_refused
+from cacheblend_rag.engines.structured import ONE_LINE, form_refused
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.generation import generation_values
@@ -52,7 +52,7 @@ class InProcessVLLM(Transport):
             options: further arguments of vLLM's AsyncEngineArgs (``max_model_len``,
                 ``tensor_parallel_size``, ...); ``kv_transfer_config=None`` is vLLM without the
                 connector, which blends nothing. ``gpu_memory_utilization`` is 0.85 with a GPU and
-                0.5 without one unless it is given, and structured outputs are llguidance's.
+                0.5 without one unless it is given, and JSON is written without blanks.
 
         Raises:
             MissingExtraError: without vLLM.
@@ -72,7 +72,7 @@ class InProcessVLLM(Transport):
         replicas = int(options.get("data_parallel_size", 1))
         settings = (settings or ConnectorSettings()).with_changes(replicas=replicas)
         options.setdefault("kv_transfer_config", KVTransferConfig(**settings.to_transfer_config()))
-        options.setdefault("structured_outputs_config", COMPACT_FORMS)
+        options.setdefault("structured_outputs_config", ONE_LINE)
         if options["kv_transfer_config"] is not None:
             options.setdefault("gpu_memory_utilization", memory_share())
         os.environ.update(settings.store.environment())  # workers are started from here

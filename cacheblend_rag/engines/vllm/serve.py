@@ -22,7 +22,7 @@ from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
-from cacheblend_rag.engines.structured import COMPACT_FORMS
+from cacheblend_rag.engines.structured import ONE_LINE
 from cacheblend_rag.engines.vllm.middleware.access import MIDDLEWARE
 from cacheblend_rag.engines.vllm.middleware.tenants import TENANTS_VARIABLE
 from cacheblend_rag.engines.vllm.namespaces import SECRET_VARIABLE, new_secret
@@ -51,9 +51,9 @@ KV_FLAG = "--kv-transfer-config"
 NO_STATS = "--disable-log-stats"
 DATA_PARALLEL_FLAGS = ("--data-parallel-size", "-dp")
 MEMORY_FLAGS = ("--gpu-memory-utilization",)
-FORMS_FLAG = "--structured-outputs-config"
 USAGE_FLAGS = ("--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details")
 """Whether responses tell how many tokens of a prompt were reused (``cached_tokens``)."""
+FORMS_FLAG = "--structured-outputs-config"
 HOST = "127.0.0.1"
 PORT = 8000
 START_SECONDS = 600.0
@@ -94,8 +94,8 @@ def server_command(
     transfer = [KV_FLAG, told, "--middleware", MIDDLEWARE] if connector else []
     own = connector and not flag_value(flags, MEMORY_FLAGS)
     memory = [MEMORY_FLAGS[0], str(memory_share())] if own else []
-    forms = [] if flag_value(flags, (FORMS_FLAG,)) else [FORMS_FLAG, json.dumps(COMPACT_FORMS)]
     usage = [USAGE_FLAGS[0]] if connector and not has_flag(flags, USAGE_FLAGS) else []
+    forms = [] if flag_value(flags, (FORMS_FLAG,)) else [FORMS_FLAG, json.dumps(ONE_LINE)]
     timings = [] if NO_STATS in flags else ["--enable-per-request-metrics"]
     served_name = served_name or public_name(str(model))
     return [

@@ -20,11 +20,8 @@ from tests.models import words
 
 LEAST = 100
 """Tokens that every request here reuses at least: its chunks have several hundred."""
-FLAGS = (
-    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-    *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
-)
-"""Of the server. The toy model would fill JSON with blank lines."""
+FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+"""Of the server."""
 TOOL = {
     "type": "function",
     "function": {
