@@ -33,7 +33,7 @@ from cacheblend_rag.text.registry import ChunkRegistry
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.after_answer import RequestWatcher
-    from cacheblend_rag.engines.answer import Delta, Generation
+    from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.component import BlendOption, CheckedOptions, EngineComponent
     from cacheblend_rag.engines.conversations import forget_conversation
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.engines.source import EngineSource
+    from cacheblend_rag.engines.structured import StructuredOutputs
     from cacheblend_rag.engines.tokenizer import load_tokenizer
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.explanation import Explanation
@@ -74,7 +75,9 @@ if TYPE_CHECKING:
         Profile,
         StoreConfig,
     )
+    from cacheblend_rag.text.chat import ChatPrompt
     from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
+    from cacheblend_rag.text.tools import ToolCall
 
 __version__ = "0.1.0"
 
@@ -82,6 +85,7 @@ _LAZY = {
     "BlendConfig": "cacheblend_rag.settings.request",
     "BlendOption": "cacheblend_rag.engines.component",
     "BlendReport": "cacheblend_rag.report",
+    "ChatPrompt": "cacheblend_rag.text.chat",
     "CheckedOptions": "cacheblend_rag.engines.component",
     "ChunkKV": "cacheblend_rag.kv",
     "ChunkReport": "cacheblend_rag.report",
@@ -114,7 +118,10 @@ _LAZY = {
     "PromptAnswer": "cacheblend_rag.rag.document_report",
     "SamplingParams": "cacheblend_rag.engines.sampling",
     "StoreConfig": "cacheblend_rag.settings.store",
+    "StructuredOutputs": "cacheblend_rag.engines.structured",
     "TieredKVStore": "cacheblend_rag.kv",
+    "TokenLogprob": "cacheblend_rag.engines.answer",
+    "ToolCall": "cacheblend_rag.text.tools",
     "SettingChange": "cacheblend_rag.observe.doctor.finding",
     "SharedChunkRegistry": "cacheblend_rag.text.sqlite_registry",
     "TransformersEngine": "cacheblend_rag.engines.transformers",
@@ -137,6 +144,7 @@ __all__ = [
     "BlendPrompt",
     "BlendReport",
     "CacheBlendError",
+    "ChatPrompt",
     "Chunk",
     "ChunkKV",
     "ChunkRegistry",
@@ -185,7 +193,10 @@ __all__ = [
     "SharedChunkRegistry",
     "StoreConfig",
     "StoreError",
+    "StructuredOutputs",
     "TieredKVStore",
+    "TokenLogprob",
+    "ToolCall",
     "TransformersEngine",
     "TurnPrompt",
     "UnsupportedModelError",

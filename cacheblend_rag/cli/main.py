@@ -26,6 +26,7 @@ from cacheblend_rag.cli.models import models_app
 from cacheblend_rag.cli.serve import PASS_ON, serve_command
 from cacheblend_rag.cli.settings import settings_command
 from cacheblend_rag.cli.store import store_app
+from cacheblend_rag.cli.tenant import tenant_command
 from cacheblend_rag.cli.tune import tune_command
 from cacheblend_rag.cli.verify import verify_command
 from cacheblend_rag.errors import CacheBlendError
@@ -90,6 +91,7 @@ app.command("eval")(evaluate_command)
 app.command("tune")(tune_command)
 app.command("verify")(verify_command)
 app.command("serve", context_settings=PASS_ON)(serve_command)
+app.command("tenant")(tenant_command)
 app.command("doctor")(doctor_command)
 app.command("settings")(settings_command)
 app.add_typer(bench_app, name="bench")

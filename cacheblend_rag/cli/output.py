@@ -53,6 +53,11 @@ def warn(message: str) -> None:
     side_console().print(f"warning: {message}", style="yellow", markup=False, soft_wrap=True)
 
 
+def say(message: str) -> None:
+    """Print one line on stderr."""
+    side_console().print(printable(message), markup=False, soft_wrap=True, highlight=False)
+
+
 def tell(message: str) -> None:
     """Print why a command fails, as one line on stderr."""
     line = " ".join(printable(message).split())

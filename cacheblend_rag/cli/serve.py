@@ -1,4 +1,4 @@
-"""``cacheblend-rag serve``: starts vLLM's OpenAI-compatible server with blending."""
+"""``cacheblend-rag serve``: an OpenAI-compatible server that blends, vLLM's or the embedded one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import os
 import shlex
 import subprocess
 import sys
-from ipaddress import ip_address
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli import options, output
+from cacheblend_rag.cli import asking, options, output, serve_here
+from cacheblend_rag.cli.serve_here import is_loopback
 from cacheblend_rag.engines.vllm import serve
 from cacheblend_rag.engines.vllm.middleware.access import (
     BODY_VARIABLE,
@@ -21,9 +22,16 @@ from cacheblend_rag.engines.vllm.middleware.access import (
     MAX_BODY_MIB,
     STORE_KEY_VARIABLE,
 )
+from cacheblend_rag.engines.vllm.middleware.tenants import DEFAULT_NAMESPACE, read_tenants
 from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.models import LOCAL_MODELS, public_name, resolve
+from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, public_name, resolve
 from cacheblend_rag.rag import checks
+from cacheblend_rag.rag.collection_engine import Placement
+from cacheblend_rag.rag.ordering import PassageOrder
+from cacheblend_rag.settings import AUTO, EMBEDDED
+
+if TYPE_CHECKING:
+    from cacheblend_rag.settings import StoreConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +46,25 @@ DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 def serve_command(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help=f"{LOCAL_MODELS}, or a hub name.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(help=f"{LOCAL_MODELS}, or a hub name.", show_default=DEFAULT_MODEL),
+    ] = None,
     *,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="'vllm', 'transformers' (embedded), or 'auto': vLLM if it is installed and there "
+            "is a CUDA device; with --collection also the URL of a `serve`."
+        ),
+    ] = AUTO,
+    collection: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Answer from a collection made by `index`, with its model.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is everywhere.")] = (
         serve.HOST
     ),
@@ -110,26 +135,88 @@ def serve_command(
             show_default="none",
         ),
     ] = None,
+    tenants: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of namespaces and the SHA-256 of their keys (`cacheblend-rag tenant`); "
+            "SIGHUP rereads it.",
+            show_default="the server's own keys only",
+        ),
+    ] = None,
+    find: Annotated[
+        str | None,
+        typer.Option(
+            help="Find stored chunks in prompts of any client: on, asked (where a request asks "
+            "for it) or off.",
+            show_default="on",
+        ),
+    ] = None,
     max_body_mib: Annotated[
         int, typer.Option(min=1, help="Longest body of a request, in MiB.")
     ] = MAX_BODY_MIB,
     profile: options.ProfileOption = None,
+    device: options.DeviceOption = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Of the weights; the model's by default.")
+    ] = None,
+    top_k: Annotated[
+        int, typer.Option(min=1, help="With --collection: passages to retrieve.")
+    ] = asking.TOP_K,
+    order: asking.OrderOption = PassageOrder.SCORE,
+    cite: Annotated[
+        bool, typer.Option("--cite", help="With --collection: end answers with their sources.")
+    ] = False,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="First run `verify` on the model; do not start if it fails."),
     ] = False,
 ) -> None:
-    """Start a vLLM server that blends; all other options are passed to vLLM unchanged.
+    """Start an OpenAI-compatible server that blends: vLLM's, or one over the embedded engine.
 
-    VLLM_API_KEY in the environment is the key that clients must send, on every path but /health;
-    CACHEBLEND_STORE_KEY is the key for storing, evicting and releasing chunk KV.
+    All other options are passed to vLLM unchanged. VLLM_API_KEY in the environment is the key that
+    clients must send, on every path but /health; CACHEBLEND_STORE_KEY is the key for documents,
+    and for storing, evicting and releasing chunk KV.
     """
-    from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-
+    flags = ([DTYPE_FLAG, dtype] if dtype else []) + context.args
+    of_vllm = {
+        "attention": attention,
+        "slice_seconds": slice_seconds,
+        "step_tokens": step_tokens,
+        "asynchronous": False if synchronous else None,
+        "tenants": True if tenants else None,
+        "find": find,
+    }
+    only_vllm = _only_vllm(context.args, of_vllm)
+    address = serve_here.Address(host, port, max_body_mib)
+    shared = {"namespace": namespace, "profile": profile, "guard": guard}
+    if collection is not None:
+        _refuse_beside_collection(model, namespace, dtype, verify, kv_path=_given(context, kv_path))
+        _refuse(only_vllm, "--collection is served in this process")
+        serve_here.serve_collection(
+            collection,
+            address,
+            engine=None if engine == AUTO else engine,
+            placement=Placement(
+                device,
+                options.store_settings(
+                    store, host_bytes=_bytes(host_gib), disk_bytes=_bytes(disk_gib)
+                ),
+                fill_on_miss=True,
+                profile=profile,
+            ),
+            guard=guard,
+            top_k=top_k,
+            order=order,
+            cites=cite,
+        )
+        return
+    model = model or DEFAULT_MODEL
     if model.startswith("-"):
         raise ConfigError(
             f"{model!r} comes before the model: give `serve MODEL` first, then options"
         )
+    if cite:
+        raise ConfigError("--cite names the sources of a collection: give --collection too")
     kept = options.store_settings(
         store, kv_path=kv_path, host_bytes=_bytes(host_gib), disk_bytes=_bytes(disk_gib)
     )
@@ -137,43 +224,123 @@ def serve_command(
         raise ConfigError("--disk-gib is room in a folder: give --kv-path too")
     if kept.kv_path is None and kept.tiers is None and kept.host_bytes == 0:
         raise ConfigError("--host-gib 0 keeps no KV anywhere: give --kv-path, or more memory")
-    given: dict[str, Any] = {
-        "namespace": namespace,
-        "slice_seconds": slice_seconds,
-        "step_tokens": step_tokens,
-        "attention": attention,
-        "profile": profile,
-        "guard": guard,
-    }
-    told = {name: value for name, value in given.items() if value is not None}
-    if serve.flag_value(context.args, (SOCKET_FLAG,)) is None:
+    if tenants is not None:
+        _check_tenants(tenants, namespace, context.args)
+    is_here = serve_here.picked(engine, model, device) == EMBEDDED
+    if is_here:
+        _refuse(only_vllm, "this is served by the embedded engine")
+        serve_here.check(host)
+    elif device is not None:
+        raise ConfigError("--device is for --engine transformers: leave it out with vLLM")
+    if serve.flag_value(flags, (SOCKET_FLAG,)) is None:
         serve.check_port(host, port)
     checks.check_model(model)
     if kept.kv_path is not None:
         kept = kept.with_changes(kv_path=_made(Path(kept.kv_path)))
-    connector = ConnectorSettings(store=kept, asynchronous=not synchronous, **told)
+    told = {name: value for name, value in shared.items() if value is not None}
+    if is_here:
+        if verify:
+            _verify(model, dtype)
+        serve_here.serve_model(model, address, kept, device=device, dtype=_plain(dtype), **told)
+        return
+    told |= {name: value for name, value in of_vllm.items() if value is not None}
+    _become_vllm(model, address, flags, kept, told, tenants=tenants, verify=verify)
+
+
+def _become_vllm(
+    model: str,
+    address: serve_here.Address,
+    flags: Sequence[str],
+    kept: StoreConfig,
+    told: Mapping[str, Any],
+    *,
+    tenants: Path | None,
+    verify: bool,
+) -> None:
+    """Replace this process by vLLM's server. told: settings of the connector."""
+    from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+
     command = serve.server_command(
         resolve(model),
         served_name=public_name(model),
-        host=host,
-        port=port,
-        flags=context.args,
-        settings=connector,
+        host=address.host,
+        port=address.port,
+        flags=flags,
+        settings=ConnectorSettings(store=kept, **told),
     )
-    if not kept.outlives:
-        output.warn("chunk KV is kept in memory only, until the server ends: --kv-path keeps it")
-    has_key = serve.flag_value(context.args, (KEY_FLAG,)) or os.environ.get(KEY_VARIABLE)
-    if not (has_key or _is_loopback(host)):
+    serve_here.warn_of_memory(kept)
+    has_key = serve.flag_value(flags, (KEY_FLAG,)) or os.environ.get(KEY_VARIABLE)
+    if not (has_key or tenants or is_loopback(address.host)):
         output.warn(
-            f"any client of {host}:{port} may ask, store, evict and release: set "
+            f"any client of {address.host}:{address.port} may ask, store, evict and release: set "
             f"{KEY_VARIABLE}, and "
             f"{STORE_KEY_VARIABLE} to restrict storing, evicting and releasing"
         )
     if verify:
-        _verify(model, serve.flag_value(context.args, (DTYPE_FLAG,)))
-    logger.info("starting %s", shlex.join(command[: len(command) - len(context.args)]))
-    environment = {**os.environ, **kept.environment(), BODY_VARIABLE: str(max_body_mib)}
+        _verify(model, serve.flag_value(flags, (DTYPE_FLAG,)))
+    logger.info("starting %s", shlex.join(command[: len(command) - len(flags)]))
+    environment = {
+        **os.environ,
+        **kept.environment(),
+        **serve.server_environment(tenants),
+        BODY_VARIABLE: str(address.max_body_mib),
+    }
     os.execve(command[0], command, environment)  # noqa: S606  # signals and exit code: vLLM's own
+
+
+def _only_vllm(flags: Sequence[str], of_vllm: Mapping[str, Any]) -> str | None:
+    """Return an option that only vLLM has, if one is given."""
+    given = [name for name, value in of_vllm.items() if value is not None]
+    names = {"asynchronous": "synchronous"}
+    own = [f"--{names.get(name, name).replace('_', '-')}" for name in given]
+    return next(iter([*own, *(flag.partition("=")[0] for flag in flags)]), None)
+
+
+def _refuse(option: str | None, why: str) -> None:
+    """Raise ConfigError for an option that only vLLM has."""
+    if option == KEY_FLAG:
+        raise ConfigError(f"{KEY_FLAG} is an option of vLLM: set {KEY_VARIABLE} instead")
+    if option is not None:
+        raise ConfigError(
+            f"{option} is an option of vLLM, and {why}: leave it out, or give --engine vllm"
+        )
+
+
+def _refuse_beside_collection(
+    model: str | None, namespace: str | None, dtype: str | None, verify: bool, *, kv_path: Any
+) -> None:
+    """Raise ConfigError for an option whose value a collection has itself."""
+    given = {
+        "MODEL": model,
+        "--namespace": namespace,
+        "--dtype": dtype,
+        "--kv-path": kv_path,
+        "--verify": verify or None,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{name}: a collection has its own, which it was indexed with")
+
+
+def _given(context: typer.Context, kv_path: Path | None) -> Path | None:
+    """Return ``kv_path`` unless the environment gave it."""
+    source = context.get_parameter_source("kv_path")
+    return None if source is not None and source.name == "ENVIRONMENT" else kv_path
+
+
+def _check_tenants(path: Path, namespace: str | None, flags: list[str]) -> None:
+    """Refuse a tenants' file that is wrong, before the model is loaded."""
+    if namespace is not None:
+        raise ConfigError(
+            "--tenants names the namespaces: leave --namespace out; the server's own keys are the "
+            f"namespace {DEFAULT_NAMESPACE}"
+        )
+    own = (
+        serve.flag_value(flags, (KEY_FLAG,)),
+        os.environ.get(KEY_VARIABLE),
+        os.environ.get(STORE_KEY_VARIABLE),
+    )
+    read_tenants(path, filter(None, own))
 
 
 def _verify(model: str, dtype: str | None) -> None:
@@ -184,7 +351,7 @@ def _verify(model: str, dtype: str | None) -> None:
     from cacheblend_rag.engines.transformers.loading import checkpoint_dtype
 
     stated = str(checkpoint_dtype(model) or "float32").removeprefix("torch.")
-    named = stated if dtype in (None, "", "auto") else DTYPE_NAMES.get(dtype or "", dtype)
+    named = _plain(dtype) or stated
     command = [sys.executable, "-m", "cacheblend_rag", "verify", model, DTYPE_FLAG, str(named)]
     code = subprocess.run(command, check=False).returncode  # noqa: S603
     if code:
@@ -192,15 +359,13 @@ def _verify(model: str, dtype: str | None) -> None:
         raise typer.Exit(code)
 
 
+def _plain(dtype: str | None) -> str | None:
+    """Return PyTorch's name of a dtype of vLLM's; None for the model's own."""
+    return None if dtype in (None, "", "auto") else DTYPE_NAMES.get(dtype or "", dtype)
+
+
 def _bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * GIB)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _made(folder: Path) -> Path:

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
@@ -14,6 +14,7 @@ from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, PrefillReport
 from cacheblend_rag.settings import BlendConfig
+from cacheblend_rag.text.tools import ToolCall
 
 FinishReason = Literal["stop", "length", "cancelled"]
 FULL_PREFILL = Reason(ReasonCode.FULL_PREFILL_ASKED, "full prefill was asked for")
@@ -21,6 +22,24 @@ CANCELLED = PrefillReport(
     Reason(ReasonCode.CANCELLED, "cancelled"), compute_share=0.0, was_run=False
 )
 """The reason of a request that was cancelled before its prefill was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token of an answer was.
+
+    Args:
+        token_id: the token.
+        token: its text.
+        logprob: the natural logarithm of its probability by the model alone, before penalties and
+            temperature, among the tokens that ``structured_outputs`` allow.
+        top: the most likely tokens in its place, with texts and log-probabilities, in order.
+    """
+
+    token_id: int
+    token: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,6 +54,9 @@ class Generation:
         report: what was reused, and why the rest was not.
         sampling: the settings that its tokens were sampled with; the model's own for fields that
             the request left out.
+        content: the answer without its tool calls.
+        tool_calls: of the tools that a ChatPrompt has; arguments are JSON text.
+        logprobs: of each token of ``token_ids``, if they were asked for.
     """
 
     text: str
@@ -43,6 +65,13 @@ class Generation:
     prompt_tokens: int
     report: BlendReport
     sampling: ResolvedSampling = field(default_factory=ResolvedSampling)
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tool_calls:
+            object.__setattr__(self, "content", self.text)
 
 
 @dataclass(frozen=True)
@@ -52,10 +81,18 @@ class Delta:
     Args:
         text: the new text; may be empty.
         generation: the whole answer on the last step, None on all others.
+        content: the new text that is certainly no part of a tool call; by default ``text``.
+        logprobs: of the new tokens, if they were asked for.
     """
 
     text: str
     generation: Generation | None = None
+    content: str = cast(str, None)
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.content is None:
+            object.__setattr__(self, "content", self.text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import ClassVar, Final
 
 from cacheblend_rag.engines.answer import Delta, Request
 from cacheblend_rag.engines.model_sampling import ModelSampling
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Stream
 from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.errors import ConfigError
@@ -90,6 +91,11 @@ class Backend(ABC):
     def _check_config(self, config: BlendConfig) -> None:  # noqa: B027 - most configs suit
         """Raise ConfigError when a request's config does not suit the model."""
 
+    def _check_sampling(self, sampling: ResolvedSampling) -> None:
+        """Raise ConfigError when answers cannot be sampled so, before any work is done."""
+        if sampling.structured_outputs is not None:
+            raise ConfigError(f"a {self.name} engine has no structured_outputs: leave it out")
+
     @abstractmethod
     def _start(self, request: Request) -> Stream[Delta]:
         """Begin to answer; the stream's last item holds the Generation."""
@@ -142,6 +148,22 @@ class Backend(ABC):
     @abstractmethod
     def _evict(self, keys: Sequence[KVKey]) -> int:
         """Drop the KV of keys; returns how many were stored."""
+
+    def stored(self, keys: Sequence[KVKey]) -> list[bool]:
+        """Return for each key whether its KV is stored; by default, looks among all stored keys.
+
+        Raises:
+            ConfigError: when the engine cannot tell.
+        """
+        there = set(self._stored_keys())
+        return [key in there for key in keys]
+
+    def stored_chunks(self) -> int | None:
+        """Return how many chunks are stored, this engine's at least; None if it cannot tell."""
+        try:
+            return len({(key.chunk_id, key.context_id) for key in self._stored_keys()})
+        except ConfigError:
+            return None
 
     def _forget(self, keys: Sequence[KVKey]) -> None:
         """Drop KV in memory that another writer has evicted from a shared store."""

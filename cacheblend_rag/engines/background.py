@@ -110,6 +110,32 @@ class BackgroundLoop:
             await _cancel(asyncio.all_tasks())
 
 
+class GivenLoop(BackgroundLoop):
+    """The loop that this is made in, which runs for as long as others want it to.
+
+    Raises RuntimeError where no loop runs.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._thread = current_thread()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._starting, self._closed = Lock(), False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``close`` was not called yet, and the loop can run work."""
+        return not self._closed and not self.loop.is_closed()
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Cancel running work, without waiting for its end; the loop, and ``last``, are left."""
+        with self._starting:
+            if not self.is_open:
+                return
+            self._closed = True
+        self.loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._tasks])
+
+
 async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
     others = tasks - {asyncio.current_task()}
     for task in others:

@@ -68,7 +68,7 @@ def open_engine(
 
 
 def _open(config: EngineConfig) -> Engine:
-    kind = _pick_engine(config) if config.engine == AUTO else config.engine
+    kind = pick_engine(config) if config.engine == AUTO else config.engine
     if kind == EMBEDDED:
         return open_transformers(config)
     if not isinstance(config.model, str | Path):
@@ -77,8 +77,8 @@ def _open(config: EngineConfig) -> Engine:
     return open_vllm(config) if kind == VLLM else _open_server(config)
 
 
-def _pick_engine(config: EngineConfig) -> str:
-    """Return the kind of engine that ``auto`` selects here."""
+def pick_engine(config: EngineConfig) -> str:
+    """Return the kind of engine that ``auto`` selects here for a config; logs why."""
     import torch
 
     if not isinstance(config.model, str | Path):
@@ -143,10 +143,15 @@ def open_transformers(config: EngineConfig) -> Engine:
 
 def _common(config: EngineConfig) -> dict[str, Any]:
     """Return the arguments that every kind of engine takes."""
+    kept = config.store
     return {
         "tokenizer": config.tokenizer,
         "config": config.blend,
-        "registry": _open_registry(config),
+        "registry": open_registry(
+            Path(kept.kv_path) if kept.kv_path else None,
+            config.namespace,
+            read_only=kept.read_only,
+        ),
         "instruction": config.instruction,
         "namespace": config.namespace,
         "lead_in": config.lead_in,
@@ -155,18 +160,22 @@ def _common(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _open_registry(config: EngineConfig) -> ChunkRegistry:
-    kv_path, namespace = config.store.kv_path, config.namespace
+def open_registry(kv_path: Path | None, namespace: str, *, read_only: bool) -> ChunkRegistry:
+    """Return the registry of a namespace's known chunks beside their KV.
+
+    It is in memory without a ``kv_path``, and an empty one where nothing may be written and nothing
+    is there.
+    """
     if kv_path is None:
         return ChunkRegistry()
     from cacheblend_rag.kv.chunk_kv import namespace_id
 
-    own = Path(kv_path) / f"chunks-{namespace_id(namespace)}.sqlite"
-    if config.store.read_only and not own.exists():
+    own = kv_path / f"chunks-{namespace_id(namespace)}.sqlite"
+    if read_only and not own.exists():
         logger.warning(
             "%s holds no known chunks of this namespace: open the engine again after others have "
             "indexed some",
             kv_path,
         )
         return ChunkRegistry()
-    return SharedChunkRegistry(own, read_only=config.store.read_only)
+    return SharedChunkRegistry(own, read_only=read_only)

@@ -12,11 +12,12 @@ from cacheblend_rag.prefill.conversation_kv import ConversationKV, turn_fingerpr
 from cacheblend_rag.prefill.lead_in import LeadIn, PlacedChunk, place_chunks
 from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from cacheblend_rag.report import ChunkReport, MissReason
-from cacheblend_rag.text.chat import Message
+from cacheblend_rag.text.chat import ChatPrompt
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import EDGE_TOKENS, PromptEncoder
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
+from cacheblend_rag.text.tools import Message
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class TurnPrompt:
     """
 
     conversation: ConversationKV
-    prompt: str | BlendPrompt | Sequence[Message]
+    prompt: str | BlendPrompt | ChatPrompt | Sequence[Message]
     question: str
 
 
@@ -75,7 +76,7 @@ class PreparedPrompt:
         shared_tokens: how many of its first tokens, at most, other conversations may share.
     """
 
-    source: str | BlendPrompt | Sequence[Message] | TurnPrompt
+    source: str | BlendPrompt | ChatPrompt | Sequence[Message] | TurnPrompt
     hints: Sequence[Chunk | str]
     prepared_for: PreparedFor
     text: str
@@ -131,9 +132,10 @@ class PreparedPrompt:
         return replace(self, prepared_for=now, placed=placed, segments=segments)
 
 
-PromptLike = str | BlendPrompt | Sequence[Message] | TurnPrompt | PreparedPrompt
-"""A prompt text, ready segments, chat messages (rendered by the model's chat template), one of
-these as a conversation's next turn, or the result of ``Engine.prepare`` for any of them."""
+PromptLike = str | BlendPrompt | ChatPrompt | Sequence[Message] | TurnPrompt | PreparedPrompt
+"""A prompt text, ready segments, chat messages (rendered by the model's chat template), with tools
+or without, one of these as a conversation's next turn, or the result of ``Engine.prepare`` for any
+of them."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,9 @@ class PromptPreparer:
         return self.context_window - tokens
 
     def _segments(
-        self, prompt: str | BlendPrompt | Sequence[Message], hints: Sequence[Chunk | str]
+        self,
+        prompt: str | BlendPrompt | ChatPrompt | Sequence[Message],
+        hints: Sequence[Chunk | str],
     ) -> BlendPrompt:
         if isinstance(prompt, BlendPrompt):
             return prompt

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, replace
 from threading import Event
 from typing import Any, cast
 
 from cacheblend_rag.engines.after_answer import AfterAnswer
-from cacheblend_rag.engines.answer import NOT_STEERED, Delta, FinishReason, Generation, Request
+from cacheblend_rag.engines.answer import (
+    NOT_STEERED,
+    Delta,
+    FinishReason,
+    Generation,
+    Request,
+    TokenLogprob,
+)
 from cacheblend_rag.engines.backend import Backend
 from cacheblend_rag.engines.batch import answer_batch
 from cacheblend_rag.engines.checked_config import checked_config
@@ -21,6 +28,7 @@ from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPre
 from cacheblend_rag.engines.request_log import log_report
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.stream import Cancellation, Stream
+from cacheblend_rag.engines.tool_use import ToolUse, content_stream
 from cacheblend_rag.report import (
     BlendReport,
     PhaseSeconds,
@@ -77,6 +85,9 @@ class QuestionTime:
         prepared = self.prepare(prompt, hints)
         settings = self.backend.model_sampling.resolve(sampling or SamplingParams())
         settings = replace(settings, max_tokens=min(settings.max_tokens, prepared.room))
+        if tools := ToolUse.of(prepared, self.preparer.tokenizer):
+            settings = tools.constrained(settings)
+        self.backend._check_sampling(settings)
         stop = Cancellation(cancel, lambda: not self.lifetime.is_open)
         return Request(prepared, settings, config, cancel=stop, steering=steering, **options)
 
@@ -97,7 +108,7 @@ class QuestionTime:
             deltas = iter(self._start(request))
             with closing(cast("Generator[Delta]", deltas)):
                 yield cast(Delta, None)
-                yield from deltas
+                yield from map(self._told_apart(request), deltas)
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Generation]:
         """Answer several requests, some at a time, in groups that share chunks."""
@@ -147,10 +158,24 @@ class QuestionTime:
                 yield delta
 
     async def _apieces(self, request: Request) -> Any:
+        told_apart = self._told_apart(request)
         with self._working(request):
             async with aclosing(cast(Any, aiter(self._start(request)))) as deltas:
                 async for delta in deltas:
-                    yield delta
+                    yield told_apart(delta)
+
+    def _told_apart(self, request: Request) -> Callable[[Delta], Delta]:
+        """Return what tells a delta's content from the calls of tools in its text."""
+        stream = content_stream(request.prepared, self.preparer.tokenizer)
+
+        def told_apart(delta: Delta) -> Delta:
+            if stream is None:
+                return delta
+            if delta.generation is not None:
+                return replace(delta, content=stream.finish(delta.generation.content))
+            return replace(delta, content=stream.feed(delta.text))
+
+        return told_apart
 
     def answered(
         self,
@@ -161,21 +186,28 @@ class QuestionTime:
         prefill: PrefillReport,
         *,
         hooks: bool = True,
+        logprobs: tuple[TokenLogprob, ...] | None = None,
     ) -> Delta:
         """Return the last piece of a stream: the whole answer.
 
-        hooks: whether the after-answer hooks run.
+        hooks: whether the after-answer hooks run. logprobs: of its tokens, if they were asked for.
         """
         self.lifetime.check()
         report = self.report(request, prefill)
         log_report(report)
+        token_ids = tuple(token_ids)
+        tools = ToolUse.of(request.prepared, self.preparer.tokenizer)
+        content, calls = (text, ()) if tools is None else tools.read(text, token_ids)
         answer = Generation(
             text=text,
-            token_ids=tuple(token_ids),
+            token_ids=token_ids,
             finish_reason=finish_reason,
             prompt_tokens=len(request.prepared.token_ids),
             report=report,
             sampling=request.sampling,
+            content=content,
+            tool_calls=calls,
+            logprobs=logprobs,
         )
         return Delta("", self.after_answer.run(request, answer) if hooks else answer)
 

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from cacheblend_rag.engines.structured import StructuredOutputs
 from cacheblend_rag.errors import ConfigError
 
+MOST_LOGPROBS = 20
+"""As many alternatives as vLLM and the OpenAI API tell of by default."""
 SEED_LIMIT = 1 << 63
 """Seeds are 64-bit signed integers, in PyTorch as in vLLM's API."""
 
@@ -32,6 +35,12 @@ class SamplingParams:
         seed: None is a random one.
         stop: strings that end the answer and are cut from it.
         ignore_eos: go on past the end-of-sequence token (benchmarks).
+        presence_penalty: from -2 to 2; taken off the logit of each token that the answer already
+            has. 0 is off. Tokens of the prompt do not count, here and in the next one.
+        frequency_penalty: from -2 to 2; the same, times how often the answer has the token.
+        logprobs: also tell the log-probability of each token of the answer, and of this many of
+            the most likely tokens in its place (0 to 20); None tells none.
+        structured_outputs: the form that the answer must have; None is free text.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -46,6 +55,10 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
@@ -59,6 +72,19 @@ class SamplingParams:
             _check_number("seed", self.seed, whole=True)
             if not -SEED_LIMIT <= self.seed < SEED_LIMIT:
                 raise ConfigError(f"seed={self.seed!r:.100} must be a 64-bit integer")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name))
+            if not -2 <= getattr(self, name) <= 2:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be from -2 to 2")
+        if self.logprobs is not None:
+            _check_number("logprobs", self.logprobs, whole=True)
+            if not 0 <= self.logprobs <= MOST_LOGPROBS:
+                raise ConfigError(f"logprobs={self.logprobs!r:.100} must be 0 to {MOST_LOGPROBS}")
+        asked = self.structured_outputs
+        if asked is not None and not isinstance(asked, StructuredOutputs):
+            raise ConfigError(
+                f"structured_outputs={asked!r:.100} must be StructuredOutputs(json=...), say"
+            )
         for name in DRAWING_FIELDS:
             if getattr(self, name) is not None:
                 check_drawing_field(name, getattr(self, name))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Condition
@@ -149,7 +150,7 @@ class ConversationKV:
         self._most_turns, self._most_bytes = most_turns, most_bytes
         self._changed = Condition()
         self._turns: list[KeptTurn] = []
-        self._index: tuple[str, list[TurnSegment], TokenIndex] | None = None
+        self._index: tuple[str, TokenIndex[TurnSegment]] | None = None
 
     @property
     def turns(self) -> int:
@@ -189,40 +190,33 @@ class ConversationKV:
             end: index behind the last token to look at.
             fingerprint: of chunk KV.
         """
-        found = self._found(turn_fingerprint(fingerprint))
-        if found is None:
+        index = self._indexed(turn_fingerprint(fingerprint))
+        if not len(index):
             return []
-        segments, index = found
         gaps = gaps_between(begin, taken, end)
         runs = [run for start, stop in gaps for run in index.find(token_ids, start, stop)]
-        held = [0] * len(segments)
+        held = Counter[TurnSegment]()
         for run in runs:
-            held[run.sequence] += run.end - run.start
-        least = [LEAST_SHARE * len(segment.token_ids) for segment in segments]
-        kept = [run for run in runs if held[run.sequence] >= least[run.sequence]]
-        pairs = [(segments[run.sequence], run) for run in kept]
-        exact = exact_runs(token_ids, pairs)
-        return [
-            self._placed(segment, run, is_exact)
-            for (segment, run), is_exact in zip(pairs, exact, strict=True)
-        ]
+            held[run.name] += run.end - run.start
+        kept = [run for run in runs if held[run.name] >= LEAST_SHARE * len(run.name.token_ids)]
+        exact = exact_runs(token_ids, kept)
+        return [self._placed(run, is_exact) for run, is_exact in zip(kept, exact, strict=True)]
 
-    def _found(self, fingerprint: str) -> tuple[list[TurnSegment], TokenIndex] | None:
-        """Return the segments under a fingerprint, the latest first, and the index of them."""
+    def _indexed(self, fingerprint: str) -> TokenIndex[TurnSegment]:
+        """Return the index of the segments under a fingerprint; the latest were added first."""
         with self._changed:
             waiting = [turn.patience for turn in self._turns if turn.is_pending]
             self._changed.wait_for(self._is_settled, max(waiting, default=0.0))
             if self._index is None or self._index[0] != fingerprint:
-                segments = [
-                    segment
+                index = TokenIndex[TurnSegment](LEAST_TOKENS)
+                index.add_many(
+                    (segment.token_ids, segment)
                     for turn in reversed(self._stored())
                     for segment in turn.segments
                     if segment.fingerprint == fingerprint
-                ]
-                ids = [segment.token_ids for segment in segments]
-                self._index = fingerprint, segments, TokenIndex(ids, LEAST_TOKENS)
-            _, segments, index = self._index
-            return (segments, index) if segments else None
+                )
+                self._index = fingerprint, index
+            return self._index[1]
 
     def _stored(self) -> list[KeptTurn]:
         return [turn for turn in self._turns if not turn.is_pending]
@@ -230,7 +224,8 @@ class ConversationKV:
     def _is_settled(self) -> bool:
         return not any(turn.is_pending for turn in self._turns)
 
-    def _placed(self, segment: TurnSegment, run: TokenRun, is_exact: bool) -> PlacedChunk:
+    def _placed(self, run: TokenRun[TurnSegment], is_exact: bool) -> PlacedChunk:
+        segment = run.name
         return PlacedChunk(
             key=segment.key(self.conversation_id),
             start=run.start,
@@ -384,21 +379,19 @@ class AnsweredPrompt:
         ]
 
 
-def exact_runs(
-    token_ids: Sequence[int], runs: Sequence[tuple[TurnSegment, TokenRun]]
-) -> list[bool]:
+def exact_runs(token_ids: Sequence[int], runs: Sequence[TokenRun[TurnSegment]]) -> list[bool]:
     """Return whether each run's KV is that of full prefill of a prompt.
 
     It is if the segment's was, and the prompt begins with the same tokens up to the run's end.
     """
-    ends = sorted({segment.start for segment, _ in runs if segment.start <= len(token_ids)})
+    ends = sorted({run.name.start for run in runs if run.name.start <= len(token_ids)})
     before = dict(zip(ends, prefix_ids(token_ids, ends), strict=True))
     return [
-        segment.is_exact
-        and run.start - run.skip == segment.start
-        and before.get(segment.start) == segment.before
-        and tuple(token_ids[segment.start : run.start]) == segment.token_ids[: run.skip]
-        for segment, run in runs
+        run.name.is_exact
+        and run.start - run.skip == run.name.start
+        and before.get(run.name.start) == run.name.before
+        and tuple(token_ids[run.name.start : run.start]) == run.name.token_ids[: run.skip]
+        for run in runs
     ]
 
 

@@ -2,38 +2,158 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
 
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text.encoder import Tokenizer
+from cacheblend_rag.text.tool_turns import (
+    Results,
+    called,
+    instruction,
+    plain_turns,
+    speaks_of_tools,
+    with_objects,
+)
+from cacheblend_rag.text.tools import (
+    Message,
+    Tool,
+    ToolChoice,
+    check_choice,
+    check_tools,
+    tool_name,
+)
 
-Message = Mapping[str, Any]
 CONTENT = "alpha"
 """Stands for a message's text."""
 
 
+@dataclass(frozen=True)
+class ChatPrompt:
+    """Chat messages, and the tools that the answer may call.
+
+    Messages are in the OpenAI form: ``{"role": ..., "content": ...}``; those of an assistant may
+    have ``tool_calls``, and the tools' results are messages of the role ``tool``.
+
+    Args:
+        messages: the chat so far.
+        tools: ``{"type": "function", "function": {"name": ..., "description": ..., "parameters":
+            a JSON schema}}``.
+        tool_choice: ``auto``: the model decides; ``none``: it is told of no tool; ``required``: it
+            calls at least one; ``{"type": "function", "function": {"name": ...}}``: that one.
+
+    Raises:
+        PromptError: when a tool or the choice is malformed.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "messages", _as_list(self.messages))
+        object.__setattr__(self, "tools", check_tools(self.tools))
+        check_choice(self.tool_choice, self.tools)
+
+    @property
+    def told_tools(self) -> tuple[Tool, ...]:
+        """The tools that the model is told of."""
+        return () if self.tool_choice == "none" else tuple(self.tools)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A rendered chat. data: (start, end) of the tools' results in its text, in order."""
+
+    text: str
+    data: tuple[tuple[int, int], ...] = ()
+
+
 def render_messages(
-    messages: Sequence[Message], tokenizer: Tokenizer, add_generation_prompt: bool = True
+    messages: Sequence[Message] | ChatPrompt,
+    tokenizer: Tokenizer,
+    add_generation_prompt: bool = True,
 ) -> str:
     """Render chat messages with the tokenizer's template; raises as BlendPrompt.from_messages."""
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise PromptError("messages must be a non-empty list of {'role': ..., 'content': ...}")
-    plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    chat = messages if isinstance(messages, ChatPrompt) else ChatPrompt(messages)
+    return render_chat(chat, tokenizer, add_generation_prompt).text
+
+
+def render_chat(
+    chat: ChatPrompt, tokenizer: Tokenizer, add_generation_prompt: bool = True
+) -> RenderedChat:
+    """Render a chat with the tokenizer's template; raises as BlendPrompt.from_messages.
+
+    Results of tools stand in it word for word. A template that takes no tools, or refuses, drops or
+    repeats what they were asked and what they said, gets all this as plain text (see ``turns``).
+    """
+    plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages)]
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError(
             "the tokenizer has no chat template: pass the prompt as a plain string or set "
             "tokenizer.chat_template"
         )
+
+    def rendered(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        told: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
+        try:
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **told,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise PromptError(f"the chat template refused the messages: {error}") from error
+        return str(text)
+
+    tools = chat.told_tools
+    if not tools and not any(map(speaks_of_tools, plain)):
+        return RenderedChat(rendered(plain))
+    results = Results(plain)
+    text = _natively(rendered, results, tools)
+    if text is None:
+        text = _plainly(rendered, results, tools)
+    return RenderedChat(*results.put_into(text))
+
+
+def _natively(rendered: Callable[..., str], results: Results, tools: Sequence[Tool]) -> str | None:
+    """Return what the template makes of tools and calls; None unless it shows all of them."""
+    messages = [with_objects(message) for message in results.messages]
+    names = [*map(tool_name, tools), *(name for one in messages for name in called(one))]
     try:
-        rendered = tokenizer.apply_chat_template(
-            plain, tokenize=False, add_generation_prompt=add_generation_prompt
+        text = rendered(messages, tools)
+        if tools and text == rendered(messages):  # their names may stand in it by chance
+            return None
+    except PromptError:
+        return None
+    return text if results.are_in(text) and all(name in text for name in names) else None
+
+
+def _plainly(rendered: Callable[..., str], results: Results, tools: Sequence[Tool]) -> str:
+    """Return the chat with tools and calls as plain text, where the template lets it stand."""
+    wanted = instruction(tools)
+    try:
+        text = rendered(plain_turns(results.messages, wanted, has_system=True))
+        if results.are_in(text) and wanted in text:
+            return text
+    except PromptError:
+        pass
+    text = rendered(plain_turns(results.messages, wanted, has_system=False))
+    if not results.are_in(text):
+        raise PromptError(
+            "the chat template drops or repeats the results of tools: use another model"
         )
-    except (TemplateError, TypeError, ValueError) as error:
-        raise PromptError(f"the chat template refused the messages: {error}") from error
-    return str(rendered)
+    return text
+
+
+def _as_list(messages: object) -> tuple[Message, ...]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise PromptError("messages must be a non-empty list of {'role': ..., 'content': ...}")
+    return tuple(messages)
 
 
 def begins_as_rendered(text: str, tokenizer: Tokenizer) -> bool:
@@ -59,7 +179,7 @@ def _opening(roles: Sequence[str], tokenizer: Tokenizer) -> str:
 
 
 def _plain_message(message: Message, name: str) -> dict[str, Any]:
-    """Return the message with its content as one string; other fields (tool calls) as they are."""
+    """Return the message with its content as one string; other fields as they are."""
     if not isinstance(message, Mapping):
         raise PromptError(
             f"{name} must be a mapping with 'role' and 'content', not {message!r:.40}"

@@ -71,7 +71,12 @@ class Tokenizer(Protocol):
         """Return the text of token ids."""
 
     def apply_chat_template(
-        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
     ) -> Any:
         """Return the rendered messages, a str when ``tokenize`` is False."""
 
@@ -179,7 +184,7 @@ class PromptEncoder:
         return self.encode([(text, False)], opens=opens).token_ids
 
     def encode(self, parts: Sequence[tuple[str, bool]], *, opens: bool = True) -> EncodedPrompt:
-        """Encode (text, whether it is a chunk), in order, as one text.
+        """Encode (text, whether it is a chunk or other data), in order, as one text.
 
         opens: whether the tokenizer's opening tokens (BOS) come first; never if the text already
         contains them, as rendered chat messages may. Raises PromptError as ``chunk`` does.

@@ -5,15 +5,18 @@ A prompt is tokenized as one text; each chunk is then a run of its tokens (see `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.text.chat import Message, render_messages
+from cacheblend_rag.text.chat import ChatPrompt, render_chat
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import PromptEncoder, Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.runs import Run
+from cacheblend_rag.text.tools import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +26,13 @@ class Segment:
     Args:
         text: its characters.
         chunk: the chunk with this text, None for other text (instructions, separators, question).
+        is_data: whether text that is no chunk is data as well, such as a tool's result: what looks
+            like a special token in it is text.
     """
 
     text: str
     chunk: Chunk | None = None
+    is_data: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,7 @@ class BlendPrompt:
     @classmethod
     def from_messages(
         cls,
-        messages: Sequence[Message],
+        messages: Sequence[Message] | ChatPrompt,
         registry: ChunkRegistry,
         tokenizer: Tokenizer,
         hints: Sequence[Chunk | str] = (),
@@ -125,8 +131,10 @@ class BlendPrompt:
             PromptError: when a message is malformed, the tokenizer has no chat template, or the
                 template refuses the messages.
         """
-        text = render_messages(messages, tokenizer, add_generation_prompt)
-        return cls(segment(text, registry, hints), is_rendered=True)
+        chat = messages if isinstance(messages, ChatPrompt) else ChatPrompt(messages)
+        rendered = render_chat(chat, tokenizer, add_generation_prompt)
+        found = segment(rendered.text, registry, hints)
+        return cls(tuple(_told_apart(found, rendered.data)), is_rendered=True)
 
     @property
     def text(self) -> str:
@@ -148,7 +156,7 @@ class BlendPrompt:
             PromptError: when a text holds an unpaired surrogate.
         """
         encoder = tokenizer if isinstance(tokenizer, PromptEncoder) else PromptEncoder(tokenizer)
-        parts = [(s.text, s.chunk is not None) for s in self.segments]
+        parts = [(s.text, s.chunk is not None or s.is_data) for s in self.segments]
         done = encoder.encode(parts, opens=not self.is_rendered)
         spans: list[ChunkSpan] = []
         inseparable: list[Chunk] = []
@@ -178,6 +186,23 @@ def segment(
     return tuple(segments)
 
 
+def _told_apart(segments: Iterable[Segment], data: Sequence[tuple[int, int]]) -> Iterator[Segment]:
+    """Yield a text's segments, cut where data begins and ends; data: (start, end), in order."""
+    edges = [edge for span in data for edge in span]
+    start = 0
+    for found in segments:
+        end = start + len(found.text)
+        if found.chunk is not None:
+            yield found
+        else:
+            first = bisect_right(edges, start)
+            cuts = [start, *edges[first : bisect_left(edges, end)], end]
+            for i, (left, right) in enumerate(pairwise(cuts)):
+                text = found.text[left - start : right - start]
+                yield Segment(text, is_data=(first + i) % 2 == 1)
+        start = end
+
+
 def _span(chunk: Chunk, token_ids: tuple[int, ...], run: Run) -> ChunkSpan:
     end = run.skip + run.tokens
     return ChunkSpan(chunk, run.start, run.end, token_ids[: run.skip], token_ids[end:])
@@ -194,8 +219,10 @@ def _segment_of(part: str | Chunk, index: int) -> Segment:
 def _merge_text(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     merged: list[Segment] = []
     for found in segments:
-        if found.chunk is None and merged and merged[-1].chunk is None:
-            merged[-1] = Segment(merged[-1].text + found.text)
+        last = merged[-1] if merged else None
+        alike = last and found.chunk is last.chunk is None and found.is_data == last.is_data
+        if last and alike:
+            merged[-1] = replace(last, text=last.text + found.text)
         elif found.text:
             merged.append(_checked(found))
     return tuple(merged)

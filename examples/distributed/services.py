@@ -158,7 +158,8 @@ def replica(folder: Path, name: str, redis: Program, s3: Program) -> Program:
         f"s3://{BUCKET}/kv?endpoint={s3.url}&timeout=30s",
     )
     command = [
-        *(sys.executable, "-m", "cacheblend_rag", "serve", "demo", "--port", str(port)),
+        *(sys.executable, "-m", "cacheblend_rag", "serve", "demo", "--engine", "vllm"),
+        *("--port", str(port)),
         *("--store", f"tiers={','.join(tiers)}"),
         *("--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.2"),
     ]

@@ -39,6 +39,29 @@ def test_registry(bench):
     assert "chunk registry" in bench("registry", "--chunks", 4, "--repeat", 1).stdout
 
 
+def test_token_index(bench):
+    given = (
+        "token_index", "--chunks", 40, "--chunk-tokens", 200, "--prompt-tokens", 1000,
+        "--repeat", 1,
+    )  # fmt: skip
+    found = bench(*given, "--json").json
+    shares = {row["prompt"]: row["found"] for row in found["prompts"]}
+    assert shares["without chunks"] == shares["anchors of one chunk"] == 0
+    assert shares["with chunks"] > 0.8
+    assert shares["parts of many chunks"] > 0.9
+    assert found["mib"] > 40 * 200 * 4 / 2**20
+    assert "while adding" in bench(*given).stdout
+
+
+def test_token_edges(bench):
+    given = ("token_edges", "--model", "demo", "--tokens", 100, "--passages", 8)
+    rows = bench(*given, "--json").json["rows"]
+    assert {(row["model"], row["tokens"], row["passages"]) for row in rows} == {("demo", 100, 8)}
+    assert min(row["found"] for row in rows) >= 0.97
+    assert max(row["most_lost"] for row in rows) in (1, 2)
+    assert "bullets -" in bench(*given).stdout
+
+
 def test_precision_tells_bytes_time_and_error(bench):
     outcome = bench(
         "precision", "--shape", "tiny", "--chunk-tokens", 256, "--questions", 1,
@@ -264,3 +287,11 @@ def test_what_a_trace_adds(bench):
         assert {len(taken) for taken in row["runs"].values()} == {1}
         assert set(row["seconds"]) == set(row["runs"])
     assert "overhead" in bench(*given, "--selector", "hkvd").stdout
+
+
+def test_structured_outputs_are_valid(bench):
+    given = ("structured", "--model", "demo", "--answers", 2, "--calls", 2)
+    found = bench(*given, "--json").json
+    assert (found["valid_alone"], found["valid_with_passages"], found["valid_calls"]) == (2, 2, 2)
+    assert found["blended"] == 2
+    assert 0 < found["mask_milliseconds"] <= found["mask_milliseconds_worst"]

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from cacheblend_rag import models
-from cacheblend_rag.cli import serve
+from cacheblend_rag.api import app
+from cacheblend_rag.cli import serve, serve_here
 from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.engines import factory
 from cacheblend_rag.engines.vllm import serve as vllm_serve
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from tests.readme import blocks, commands
+
+ON_VLLM = ("--engine", "vllm")
 
 
 @pytest.fixture
@@ -24,6 +30,58 @@ def executed(monkeypatch):
         serve.os, "execve", lambda path, command, environment: commands.append(command)
     )
     return commands
+
+
+@pytest.fixture
+def served_here(monkeypatch):
+    """What `serve` would have served in this process, after its checks."""
+    served = []
+    monkeypatch.setattr(serve_here, "load_engine", lambda config, _: served.append(config))
+    monkeypatch.setattr(serve_here, "closing", lambda _: nullcontext())
+    monkeypatch.setattr(serve_here, "_run", lambda address, name, _: served.append((address, name)))
+    monkeypatch.setattr(app, "create_app", lambda *_, **__: None)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setenv("CACHEBLEND_MAX_BODY_MIB", "1")
+    return served
+
+
+def test_without_a_gpu_the_embedded_engine_is_served(cli, executed, served_here, tmp_path):
+    options = ("--port", 9001, "--kv-path", tmp_path / "kv", "--namespace", "mine")
+    more = ("--guard", 0.5, "--profile", "speed", "--dtype", "half", "--max-body-mib", 3)
+    for engine in ((), ("--engine", "transformers")):
+        assert cli("serve", "demo", *engine, *options, *more).code == 0
+        config, (address, name) = served_here[-2:]
+        assert (config.engine, config.model, config.dtype) == ("transformers", "demo", "float16")
+        assert (config.namespace, config.profile.name) == ("mine", "speed")
+        assert (config.guard.sample_share, config.fill_on_miss) == (0.5, True)
+        assert config.store.kv_path == str(tmp_path / "kv")
+        assert (address.host, address.port, address.max_body_mib) == ("127.0.0.1", 9001, 3)
+        assert name == "demo"
+    assert executed == []
+
+
+@pytest.mark.usefixtures("smollm2_folder")
+def test_smollm2_is_served_if_no_model_is_named(cli, executed, served_here):
+    assert cli("serve", "--engine", "transformers").code == 0
+    assert served_here[0].model == "smollm2"
+
+
+def test_vllm_is_served_where_it_can_run(cli, executed, served_here, monkeypatch):
+    monkeypatch.setattr(factory, "pick_engine", lambda config: "vllm")
+    assert cli("serve", "demo", "--max-num-seqs", "4").code == 0
+    assert (len(executed), served_here) == (1, [])
+
+
+def test_other_machines_need_a_key_to_reach_the_embedded_engine(cli, served_here, monkeypatch):
+    asked = ("serve", "demo", "--engine", "transformers", "--host", "10.0.0.1")
+    refused = cli(*asked)
+    assert (refused.code, refused.stderr.count("\n")) == (2, 1)
+    assert "set VLLM_API_KEY to a key that clients must send" in refused.stderr
+    assert served_here == []
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    monkeypatch.setattr(serve.serve, "check_port", lambda *_: None)
+    assert cli(*asked).code == 0
+    assert served_here
 
 
 @pytest.mark.parametrize(
@@ -39,10 +97,10 @@ def executed(monkeypatch):
 )
 def test_serve_says_when_anyone_may_ask(cli, executed, monkeypatch, options, warned):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    outcome = cli("serve", "demo", *options)
+    outcome = cli("serve", "demo", *ON_VLLM, *options)
     assert ("may ask, store, evict and release: set VLLM_API_KEY" in outcome.stderr) == warned
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
-    assert "may ask" not in cli("serve", "demo", *options).stderr
+    assert "may ask" not in cli("serve", "demo", *ON_VLLM, *options).stderr
 
 
 @pytest.mark.usefixtures("smollm2_folder")
@@ -57,9 +115,9 @@ def test_the_readmes_server_is_one(cli, executed, tmp_path, monkeypatch):
 
 def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
     options = ("--kv-path", tmp_path / "kv", "--disk-gib", 0.5, "--synchronous", "--port", 9001)
-    steps = ("--slice-seconds", 0.05, "--step-tokens", 1024, "--guard", 0.02)
+    steps = ("--slice-seconds", 0.05, "--step-tokens", 1024, "--guard", 0.02, "--find", "asked")
     flags = ("--dtype", "float32", "--enforce-eager", "-tp", "2")
-    outcome = cli("serve", "demo", *options, *steps, *flags)
+    outcome = cli("serve", "demo", *ON_VLLM, *options, *steps, *flags)
     assert outcome.code == 0, outcome.stderr
     [command] = executed
     assert command[-5:] == list(flags)
@@ -70,7 +128,7 @@ def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
     told = told["kv_connector_extra_config"]
     assert told["kv_path"] == str(tmp_path / "kv")
     assert (told["disk_bytes"], told["asynchronous"], told["guard"]) == (1 << 29, False, 0.02)
-    assert (told["slice_seconds"], told["step_tokens"]) == (0.05, 1024)
+    assert (told["slice_seconds"], told["step_tokens"], told["find"]) == (0.05, 1024, "asked")
     assert "memory only" not in outcome.stderr
 
 
@@ -79,24 +137,24 @@ def test_serve_reads_the_folder_of_chunk_kv_from_the_environment(
 ):
     monkeypatch.setenv("CACHEBLEND_KV_PATH", str(tmp_path / "kv"))
     for given, kept in ((), "kv"), (("--kv-path", tmp_path / "other"), "other"):
-        assert cli("serve", "demo", *given).code == 0
+        assert cli("serve", "demo", *ON_VLLM, *given).code == 0
         told = json.loads(executed[-1][executed[-1].index("--kv-transfer-config") + 1])
         assert told["kv_connector_extra_config"]["kv_path"] == str(tmp_path / kept)
 
 
 def test_serve_settles_what_is_not_given_as_the_connector_does_and_shows_it(cli, executed):
-    assert cli("serve", "demo").code == 0
+    assert cli("serve", "demo", *ON_VLLM).code == 0
     told = json.loads(executed[0][executed[0].index("--kv-transfer-config") + 1])
     settled = told["kv_connector_extra_config"]
     assert settled == ConnectorSettings().to_extra_config()
     shown = " ".join(cli("serve", "--help").stdout.replace("│", " ").split())
-    for name in ("namespace", "attention", "step_tokens"):
+    for name in ("namespace", "attention", "step_tokens", "find"):
         assert f"[default: ({settled[name]})]" in shown
 
 
 @pytest.mark.usefixtures("model_cache")
 def test_serve_converts_a_gguf_file_and_tells_clients_no_folder(cli, executed, gguf_file):
-    assert cli("serve", gguf_file).code == 0
+    assert cli("serve", gguf_file, *ON_VLLM).code == 0
     [command] = executed
     assert command[command.index("--model") + 1] == models.resolve(gguf_file)
     assert command[command.index("--served-model-name") + 1] == "tiny.F32"
@@ -106,9 +164,10 @@ def test_serve_says_what_is_wrong_in_one_line(cli, executed, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     for arguments, said in (
-        (("--dtype", "float32", "demo"), "comes before the model"),
-        (("demo", "--kv-path", file / "kv"), "cannot be used"),
-        (("demo", "--kv-transfer-config", "{}"), "set by cacheblend-rag"),
+        (("--enforce-eager", "demo"), "comes before the model"),
+        (("demo", *ON_VLLM, "--kv-path", file / "kv"), "cannot be used"),
+        (("demo", *ON_VLLM, "--device", "cpu"), "leave it out with vLLM"),
+        (("demo", *ON_VLLM, "--kv-transfer-config", "{}"), "set by cacheblend-rag"),
     ):
         outcome = cli("serve", *arguments)
         assert outcome.code == 2
@@ -119,7 +178,7 @@ def test_serve_says_what_is_wrong_in_one_line(cli, executed, tmp_path):
 
 def test_serve_keeps_secrets_out_of_logs(cli, executed, caplog):
     caplog.set_level("DEBUG")
-    outcome = cli("-vv", "serve", "demo", "--api-key", "sesame")
+    outcome = cli("-vv", "serve", "demo", *ON_VLLM, "--api-key", "sesame")
     assert executed[0][-2:] == ["--api-key", "sesame"]
     assert "sesame" not in outcome.stdout + outcome.stderr + caplog.text
     assert "memory only" in outcome.stderr
@@ -134,7 +193,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(cli, executed, monkeypa
         listening.listen()
         port = listening.getsockname()[1]
         for host in ("127.0.0.1", "localhost", "0.0.0.0"):  # noqa: S104
-            outcome = cli("serve", "demo", "--host", host, "--port", port)
+            outcome = cli("serve", "demo", *ON_VLLM, "--host", host, "--port", port)
             assert outcome.code == 2
             assert f"port {port} of {host} is in use: stop what listens there" in outcome.stderr
             assert outcome.stderr.count("\n") == 1
@@ -146,6 +205,74 @@ def test_a_free_port_and_a_socket_file_are_not_refused(cli, executed):
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        assert cli("serve", "demo", "--port", port, "--uds", "vllm.sock").code == 0
-    assert cli("serve", "demo", "--port", port).code == 0
+        assert cli("serve", "demo", *ON_VLLM, "--port", port, "--uds", "vllm.sock").code == 0
+    assert cli("serve", "demo", *ON_VLLM, "--port", port).code == 0
     assert len(executed) == 2
+
+
+def test_serve_with_tenants(cli, executed, tmp_path, monkeypatch):
+    environments = []
+    monkeypatch.setattr(
+        serve.os,
+        "execve",
+        lambda path, command, environment: (
+            executed.append(command),
+            environments.append(environment),
+        ),
+    )
+    for name in ("VLLM_API_KEY", "CACHEBLEND_STORE_KEY", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    made = cli("tenant", "acme")
+    (tmp_path / "tenants.toml").write_text(made.stdout)
+    keys = [line.rpartition(" ")[2] for line in made.stderr.splitlines()]
+    assert len(keys) == 2
+    assert not any(key in made.stdout for key in keys)
+    outcome = cli(
+        "-vv", "serve", "demo", *ON_VLLM, "--host", "10.0.0.1", "--tenants", "tenants.toml"
+    )
+    assert outcome.code == 0
+    assert "may ask" not in outcome.stderr, "each needs a key"
+    settings = json.loads(executed[0][executed[0].index("--kv-transfer-config") + 1])
+    assert settings["kv_connector_extra_config"]["tenants"] is True
+    (told,) = environments
+    assert told["CACHEBLEND_TENANTS"] == str(tmp_path / "tenants.toml")
+    assert len(told["CACHEBLEND_NAMESPACE_SECRET"]) == 64
+    assert told["CACHEBLEND_NAMESPACE_SECRET"] not in outcome.stdout + outcome.stderr
+    cli("serve", "demo", *ON_VLLM, "--tenants", "tenants.toml")
+    assert len({one["CACHEBLEND_NAMESPACE_SECRET"] for one in environments}) == 2
+    cli("serve", "demo", *ON_VLLM)
+    assert "CACHEBLEND_NAMESPACE_SECRET" not in environments[-1]
+    monkeypatch.setenv("VLLM_API_KEY", keys[0])
+    for arguments, said in (
+        (("--tenants", "none.toml"), "none.toml cannot be read"),
+        (("--tenants", "tenants.toml", "--namespace", "x"), "leave --namespace out"),
+        (("--tenants", "tenants.toml"), "is the server's own key: make another"),
+    ):
+        refused = cli("serve", "demo", *ON_VLLM, *arguments)
+        assert refused.code == 2
+        assert said in refused.stderr
+        assert refused.stderr.count("\n") == 1
+    assert len(executed) == 3
+
+
+def test_serve_names_the_plugins_that_vllm_would_load_without_a_list(monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    found = {"vllm.general_plugins": ["lora", "x"], "vllm.platform_plugins": ["npu"]}
+    monkeypatch.setattr(
+        vllm_serve,
+        "entry_points",
+        lambda group: [SimpleNamespace(name=name) for name in found.get(group, ())],
+    )
+    assert vllm_serve.server_environment() == {"VLLM_PLUGINS": "cacheblend,lora,npu,x"}
+    monkeypatch.setenv("VLLM_PLUGINS", "x")
+    assert vllm_serve.server_environment() == {"VLLM_PLUGINS": "cacheblend,x"}
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    assert vllm_serve.server_environment() == {"VLLM_PLUGINS": "cacheblend"}
+
+
+def test_a_tenants_name_that_cannot_be_one_is_refused(cli):
+    for name in ("", " ", "a\nb", "x" * 201):
+        outcome = cli("tenant", name)
+        assert (outcome.code, outcome.stdout) == (2, "")
+        assert "printable characters" in outcome.stderr

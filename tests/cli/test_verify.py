@@ -62,7 +62,7 @@ def test_serve_verifies_before_it_starts(cli, monkeypatch, code, flags, dtype):
     monkeypatch.setattr(
         serve.subprocess, "run", lambda command, **_: ran.append(command) or Ended()
     )
-    outcome = cli("serve", "demo", "--verify", *flags)
+    outcome = cli("serve", "demo", "--engine", "vllm", "--verify", *flags)
     begun = [sys.executable, "-m", "cacheblend_rag", "verify", "demo", "--dtype", dtype]
     assert ran == [begun]
     assert (outcome.code, len(started)) == (code, 1 - code)
@@ -73,5 +73,5 @@ def test_serve_takes_a_profile_for_its_clients(cli, monkeypatch):
     started = []
     monkeypatch.setattr(vllm_serve, "installed_version", lambda: "0.32.0")
     monkeypatch.setattr(serve.os, "execve", lambda _, command, __: started.append(command))
-    assert cli("serve", "demo", "--profile", "speed").code == 0
+    assert cli("serve", "demo", "--engine", "vllm", "--profile", "speed").code == 0
     assert '"name": "speed"' in " ".join(started[0])

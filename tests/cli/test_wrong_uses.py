@@ -22,12 +22,13 @@ ANALYZE = ("analyze", "{file}.txt", "--model", "demo", "--kv-path", "{new}")
 DOCTOR = ("doctor", "--collection", "{collection}", "--question", "Who?")
 DOCTOR_DEMO = ("doctor", "--prompt", "{file}", "--model", "demo")
 INDEX = ("index", "{notes}", "--into", "{new}", "--model", "demo")
+HERE = ("serve", "demo", "--engine", "transformers")
+SERVED = ("serve", "--collection", "{collection}")
 WRONG = {
     # what Typer itself finds
     ("inde",): "no such command 'inde'. Did you mean 'index'",
     ("ask",): "missing argument 'QUESTION'",
     ("index",): "missing argument 'PATH...'",
-    ("serve",): "missing argument 'MODEL'",
     (*ASK, "--topk", "3"): "no such option: --topk",
     (*ASK, "--top-k"): "'--top-k' requires an argument",
     (*ASK, "--top-k", "many"): "invalid value for '--top-k'",
@@ -195,7 +196,22 @@ WRONG = {
     ("serve", "demo", "--host-gib", "1", "--store", "host_bytes=1"): "given twice",
     ("index", "{notes}", "--store", "kv_path=elsewhere"): "in its own folder",
     ("ask", "Who?", "--from", "{collection}", "--store", "disk_bytes=-1"): "disk_bytes='-1'",
-    ("serve", "--dtype", "float32", "demo"): "comes before the model",
+    ("serve", "--enforce-eager", "demo"): "comes before the model",
+    (*HERE, "--max-num-seqs", "4"): "--max-num-seqs is an option of vLLM, and this is served by",
+    (*HERE, "--synchronous"): "--synchronous is an option of vLLM",
+    (*HERE, "--api-key", "sesame"): "--api-key is an option of vLLM: set VLLM_API_KEY instead",
+    (*HERE, "--host", "10.0.0.1"): "set VLLM_API_KEY to a key that clients must send",
+    (*HERE, "--device", "gpu"): "device='gpu' is not available here",
+    (*HERE, "--dtype", "int8"): "dtype='int8' must be one of",
+    (*HERE, "--cite"): "give --collection too",
+    ("serve", "demo", "--engine", "http://127.0.0.1:1"): "must be one of auto, vllm, transformers",
+    (*SERVED, "--kv-path", "{new}"): "--kv-path: a collection has its own",
+    (*SERVED, "--namespace", "mine"): "--namespace: a collection has its own",
+    (*SERVED, "--attention", "sdpa"): "--attention is an option of vLLM, and --collection is",
+    (*SERVED, "--host", "10.0.0.1"): "set VLLM_API_KEY to a key that clients must send",
+    (*SERVED, "--store", "kv_path=elsewhere"): "in its own folder",
+    ("serve", "demo", "--collection", "{collection}"): "MODEL: a collection has its own",
+    ("serve", "--collection", "{notes}"): "holds no collection",
     ("store", "stats", "--kv-path", "{nothing}"): "is not a folder",
     ("store", "verify", "--kv-path", "{notes}"): "is not a store of chunk KV",
     ("store", "stats", "--kv-path", "{notes}"): "is not a store of chunk KV",

@@ -116,10 +116,10 @@ class Gate:
         self.was_opened: list[bool] = []
         work = getattr(engine, method)
 
-        def waiting(*arguments: Any) -> Any:
+        def waiting(*arguments: Any, **options: Any) -> Any:
             self.arrived.set()
             self.was_opened.append(self.open.wait(PATIENCE))
-            return work(*arguments)
+            return work(*arguments, **options)
 
         monkeypatch.setattr(engine, method, waiting)
 
@@ -622,7 +622,7 @@ class EngineContract:
     def test_when_one_of_a_batch_fails_the_others_are_given_up(
         self, engine: Engine, texts: Texts, watched: Watched, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(request: Request, *told: Any) -> Delta:
+        def fail(request: Request, *told: Any, **more: Any) -> Delta:
             raise RuntimeError("broken")
 
         monkeypatch.setattr(engine, "_answered", fail)
@@ -939,6 +939,20 @@ class EngineContract:
         answer = engine.generate(prompt, SHORT)
         assert answer.token_ids == wanted
         assert [chunk.hit for chunk in answer.report.chunks] == [True, True]
+
+    def test_which_chunks_are_stored(self, engine: Engine, texts: Texts) -> None:
+        document, other = texts.document(30, 20), texts.document(25)
+        engine.precompute([document], progress=False)
+        keys = [engine.key(chunk) for chunk in (*document.to_chunks(), *other.to_chunks())]
+        assert engine.stored(keys) == [True, True, False]
+        assert engine.stored(keys[::-1]) == [False, True, True]
+        assert engine.stored([]) == []
+        before = engine.stored_chunks()
+        engine.evict_document(document.document_id)
+        assert engine.stored(keys) == [False] * 3
+        after = engine.stored_chunks()
+        assert (before is None) == (after is None)
+        assert before is None or after is None or before - after == 2
 
     def test_an_evicted_document_is_forgotten(self, engine: Engine, texts: Texts) -> None:
         document, other = texts.document(30, 20), texts.document(25)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, Document, SamplingParams, TransformersEngine
+from cacheblend_rag import (
+    BlendConfig,
+    ChatPrompt,
+    ConfigError,
+    Document,
+    SamplingParams,
+    StructuredOutputs,
+    TransformersEngine,
+)
 from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from tests.engines.vllm.opening import vllm_in_process
@@ -23,6 +33,42 @@ PROMPTS = [
     "\n\n".join([*(p.text for p in PASSAGES[start : start + 4]), f"Question: {q}\nAnswer:"])
     for start, q in zip((0, 4), (q.question for q in SAMPLE.questions), strict=False)
 ]
+FORM = StructuredOutputs(
+    json={
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "year": {"type": "integer", "minimum": 0, "maximum": 2100},
+        },
+        "required": ["name", "year"],
+    }
+)
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Search the passages.",
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string"}},
+            "required": ["query"],
+        },
+    },
+}
+SEARCHED = {"name": "search", "arguments": '{"query": "lamp"}'}
+OBSERVED: list[dict[str, Any]] = [
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "a1b2c3d4e", "type": "function", "function": SEARCHED}],
+    },
+    {
+        "role": "tool",
+        "tool_call_id": "a1b2c3d4e",
+        "content": "\n\n".join(passage.text for passage in PASSAGES[:2]),
+    },
+]
+GREEDY_CALL = SamplingParams(temperature=0.0, max_tokens=48)
 MOST_OVER = 1.5
 """How much further from float32 than the model's own 16-bit pass logits may be."""
 
@@ -88,3 +134,38 @@ def test_what_is_reused_without_recompute_agrees_in_float32(
         told = [engine.generate(PROMPTS[0], GREEDY, config=config) for engine in pair]
         assert told[0].token_ids == told[1].token_ids
         assert told[0].report.reused_tokens == told[1].report.reused_tokens > 0
+
+
+def test_forms_tools_and_log_probabilities_agree_in_float32(
+    pair: tuple[VLLMEngine, TransformersEngine],
+) -> None:
+    if pair[1].dtype != "float32":
+        pytest.skip("16 bits may choose otherwise between close tokens")
+    messages = [{"role": "user", "content": "Who lit the lamp at Vell, and when?"}]
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    asked = SamplingParams(24, temperature=0.0, logprobs=3, structured_outputs=FORM, **penalties)
+    there, here = (engine.generate(messages, asked) for engine in pair)
+    assert there.text == here.text
+    assert set(json.loads(here.text)) == {"name", "year"}
+    assert there.logprobs is not None
+    assert here.logprobs is not None
+    for one, other in zip(there.logprobs, here.logprobs, strict=True):
+        assert [token for token, _, _ in one.top] == [token for token, _, _ in other.top]
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+    for prompt in (
+        ChatPrompt(messages, [SEARCH], "required"),
+        ChatPrompt([*messages, *OBSERVED], [SEARCH]),
+    ):
+        there, here = (engine.generate(prompt, GREEDY_CALL) for engine in pair)
+        assert (there.text, there.prompt_tokens) == (here.text, here.prompt_tokens)
+        calls = [[(one.name, one.arguments) for one in each.tool_calls] for each in (there, here)]
+        assert calls[0] == calls[1]
+        hits = [[chunk.hit for chunk in each.report.chunks] for each in (there, here)]
+        assert hits == [[True, True] if prompt.tool_choice == "auto" else []] * 2
+
+
+def test_a_wrong_form_is_refused_alike(pair: tuple[VLLMEngine, TransformersEngine]) -> None:
+    asked = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "no type"}))
+    for engine in pair:
+        with pytest.raises(ConfigError, match=r"structured_outputs is refused: .*no type"):
+            engine.generate("a", asked)

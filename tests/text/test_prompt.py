@@ -230,7 +230,8 @@ def test_the_text_is_the_plain_rendering(
     prompt = BlendPrompt.from_messages(
         messages, registry, tokenizer, add_generation_prompt=generation
     )
-    assert prompt.text == plain_rendering(tokenizer, messages, generation)
+    if template in (CHATML, WITH_BOS) or "tool" not in {role for role, _ in turns}:
+        assert prompt.text == plain_rendering(tokenizer, messages, generation)
     encoder = PromptEncoder(tokenizer)
     encoded = prompt.encode(encoder)
     assert encoded.token_ids.count(tokenizer.bos_token_id) == (template == WITH_BOS)
@@ -247,13 +248,14 @@ def test_chunks_are_found_in_messages(template: str) -> None:
     assert [s.chunk for s in prompt.segments if s.chunk] == known
 
 
-def test_a_template_that_encodes_content_leaves_only_verbatim_chunks() -> None:
-    tokenizer = with_template("byte-level", JSON_TOOLS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_results_of_tools_stand_word_for_word(template: str) -> None:
+    tokenizer = with_template("byte-level", template)
     known = [Chunk(CORPUS[0]), Chunk('He said "no"\nand left.')]
-    messages = [{"role": "tool", "content": f"{known[0].text}\n{known[1].text}"}]
+    messages = [{"role": "tool", "content": f" {known[0].text}\n{known[1].text} "}]
     prompt = BlendPrompt.from_messages(messages, ChunkRegistry(known), tokenizer)
-    assert [s.chunk for s in prompt.segments if s.chunk] == known[:1]
-    assert prompt.text == plain_rendering(tokenizer, messages, True)
+    assert [s.chunk for s in prompt.segments if s.chunk] == known
+    assert messages[0]["content"] in prompt.text
 
 
 def test_hints_reach_the_registry() -> None:

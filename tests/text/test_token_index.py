@@ -1,14 +1,37 @@
-"""Runs of known token sequences are found in others, the longest first."""
+"""Runs of known token sequences are found in a prompt's tokens, the longest first."""
 
 from __future__ import annotations
 
 import random
+from itertools import chain, cycle, islice
+from threading import Event, Thread
 
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend_rag.text import token_index
+from cacheblend_rag.text.anchors import Tokens
 from cacheblend_rag.text.token_index import TokenIndex, TokenRun
+from cacheblend_rag.text.token_runs import LEAST_COMPARED, Diagonals, Runs, budget, equal_runs
 
 
-def found(sequences: list[list[int]], tokens: list[int], least: int = 3) -> list[TokenRun]:
-    return list(TokenIndex(sequences, least).find(tokens, 0, len(tokens)))
+def index_of(*sequences: list[int], least: int = 3) -> TokenIndex[int]:
+    index = TokenIndex[int](least)
+    for name, tokens in enumerate(sequences):
+        index.add(tokens, name)
+    return index
+
+
+def found(sequences: list[list[int]], tokens: list[int], least: int = 3) -> list[TokenRun[int]]:
+    return index_of(*sequences, least=least).find(tokens)
+
+
+def text(seed: int, tokens: int) -> list[int]:
+    """Tokens of which no eight in a row stand in another text."""
+    draw = random.Random(seed)
+    return [draw.randrange(50_000) for _ in range(tokens)]
 
 
 def test_whole_sequences_are_found_wherever_they_stand() -> None:
@@ -19,41 +42,261 @@ def test_whole_sequences_are_found_wherever_they_stand() -> None:
     ]
 
 
-def test_a_sequence_with_a_changed_token_is_found_in_two_parts() -> None:
-    assert found([[1, 2, 3, 4, 5, 6, 7]], [1, 2, 3, 0, 5, 6, 7]) == [
-        TokenRun(0, 0, 3, 0),
-        TokenRun(0, 4, 7, 4),
+def test_a_sequence_that_stands_twice_is_found_twice() -> None:
+    known = text(1, 100)
+    assert found([known], [*known, 5, *known], 32) == [
+        TokenRun(0, 0, 100, 0),
+        TokenRun(0, 101, 201, 0),
     ]
+
+
+def test_parts_are_found_and_both_sides_of_a_change() -> None:
+    known = text(1, 200)
+    assert found([known], [1, *known[70:150], 2], 32) == [TokenRun(0, 1, 81, 70)]
+    edited = [*known[:100], 7, 8, *known[101:]]
+    assert found([known], edited, 32) == [TokenRun(0, 0, 100, 0), TokenRun(0, 102, 201, 101)]
 
 
 def test_the_longest_wins_and_then_the_first_sequence() -> None:
     short, long = [1, 2, 3], [1, 2, 3, 4]
     assert found([short, long], [1, 2, 3, 4, 9]) == [TokenRun(1, 0, 4, 0)]
     assert found([short, short], [1, 2, 3]) == [TokenRun(0, 0, 3, 0)]
+    assert found([long, short], [0, 1, 2, 3, 0]) == [TokenRun(0, 1, 4, 0)]
+
+
+def test_what_is_left_of_a_shorter_run_is_kept_if_it_is_long_enough() -> None:
+    prompt = list(range(100, 120))
+    long, left, right = prompt[4:16], prompt[:8], prompt[14:]
+    assert found([left, long, right], prompt) == [
+        TokenRun(0, 0, 4, 0),
+        TokenRun(1, 4, 16, 0),
+        TokenRun(2, 16, 20, 2),
+    ]
+    assert found([left, long, right], prompt, 5) == [TokenRun(1, 4, 16, 0)]
 
 
 def test_nothing_shorter_than_the_least_and_nothing_outside_is_found() -> None:
     assert found([[1, 2, 3]], [1, 2, 9, 2, 3]) == []
-    index = TokenIndex([[1, 2, 3, 4]], 3)
-    assert list(index.find([1, 2, 3, 4], 1, 4)) == [TokenRun(0, 1, 4, 1)]
-    assert list(index.find([1, 2, 3, 4], 2, 4)) == []
+    index = index_of([1, 2, 3, 4])
+    assert index.find([1, 2, 3, 4], 1, 4) == [TokenRun(0, 1, 4, 1)]
+    assert index.find([1, 2, 3, 4], 2, 4) == []
+    assert index.find([]) == []
+    assert TokenIndex[int]().find([1] * 40) == []
 
 
-def test_runs_are_equal_tokens_and_never_overlap() -> None:
-    draw = random.Random(3)
-    for _ in range(200):
-        known = [[draw.randrange(4) for _ in range(draw.randrange(20))] for _ in range(4)]
-        tokens = [draw.randrange(4) for _ in range(60)]
-        end = 0
-        for run in found(known, tokens):
-            assert run.start >= end
-            assert run.end - run.start >= 3
-            there = known[run.sequence][run.skip : run.skip + run.end - run.start]
-            assert tokens[run.start : run.end] == there
-            end = run.end
+def test_a_name_is_added_once_and_forgotten_at_once() -> None:
+    one, other = text(1, 40), text(2, 40)
+    index = index_of(one, least=32)
+    index.add(other, 0)
+    assert index.tokens(0).tolist() == one
+    assert (len(index), 0 in index, 1 in index) == (1, True, False)
+    index.discard(0)
+    index.discard(0)
+    assert (len(index), 0 in index) == (0, False)
+    assert index.find(one) == []
+    index.add(other, 0)
+    assert index.find([*one, *other]) == [TokenRun(0, 40, 80, 0)]
+    with pytest.raises(KeyError):
+        index.tokens(1)
 
 
-def test_repetitive_tokens_take_no_longer() -> None:
-    tokens = [7] * 4000
-    runs = found([[7] * 3000] * 50, tokens, 8)
-    assert [run.end - run.start for run in runs] == [3000, 1000]
+def test_added_together_or_one_by_one_and_merged_or_not_the_same_is_found() -> None:
+    texts = [text(seed, 90) for seed in range(40)]
+    prompt = [token for known in texts[::-1] for token in known[9:]]
+    together = TokenIndex[int]()
+    together.add_many((known, name) for name, known in enumerate(texts))
+    one_by_one = index_of(*texts, least=32)
+    wanted = [TokenRun(39 - at, 81 * at, 81 * at + 81, 9) for at in range(40)]
+    assert together.find(prompt) == one_by_one.find(prompt) == wanted
+    one_by_one.merge()
+    assert one_by_one.find(prompt) == wanted
+    for name in range(1, 40):
+        one_by_one.discard(name)
+    for _ in range(2):
+        assert one_by_one.find(prompt) == wanted[-1:]
+        assert one_by_one.find(prompt[:-81]) == []
+        one_by_one.merge()
+
+
+def test_space_of_forgotten_sequences_is_given_back() -> None:
+    texts = [text(seed, 200) for seed in range(400)]
+    index = index_of(*texts[:100], least=32)
+    index.merge()
+    before = index.nbytes
+    for name in range(100, 400):
+        index.add(texts[name], name)
+    index.merge()
+    assert index.nbytes > 3 * before
+    for name in range(100, 400):
+        index.discard(name)
+    index.merge()
+    assert index.nbytes == before
+
+
+def test_the_callers_array_is_neither_kept_nor_shared() -> None:
+    tokens = np.array(text(1, 40), np.uint32)
+    known = tokens.tolist()
+    index = TokenIndex[str]()
+    index.add(tokens, "one")
+    tokens[:] = 0
+    assert index.tokens("one").tolist() == known
+    with pytest.raises(ValueError, match="read-only"):
+        index.tokens("one")[0] = 1
+
+
+def test_a_thread_merges_while_others_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_index, "LEAST_MERGED", 16)
+    texts = [text(seed, 64) for seed in range(600)]
+    index = index_of(*texts[:10], least=32)
+    known = [TokenRun(name, 64 * name, 64 * name + 64, 0) for name in range(10)]
+    prompt = [token for one in texts[:10] for token in one]
+    wrong, done = list[object](), Event()
+
+    def search() -> None:
+        while not done.is_set():
+            if (found := index.find(prompt)) != known:
+                wrong.append(found)
+
+    searching = Thread(target=search)
+    searching.start()
+    try:
+        for name in range(10, 600):
+            index.add(texts[name], name)
+            assert index.find(texts[name]) == [TokenRun(name, 0, 64, 0)]
+            if name % 3:
+                index.discard(name)
+                assert index.find(texts[name]) == []
+    finally:
+        done.set()
+        searching.join()
+    assert wrong == []
+    assert [name in index for name in (10, 11, 12)] == [False, False, True]
+
+
+def test_sequences_that_begin_alike_are_found_by_what_follows() -> None:
+    head = text(0, 70)
+    texts = [[*head, *text(seed, 60)] for seed in range(1, 300)]
+    index = index_of(*texts, least=32)
+    for name in (0, 70, 298):
+        assert index.find([1, *texts[name]]) == [TokenRun(name, 1, 131, 0)]
+    assert index.find(head) == [TokenRun(0, 0, 70, 0)]
+    for name in range(250):
+        index.discard(name)
+    assert index.find(head) == [TokenRun(250, 0, 70, 0)]
+
+
+def test_repetitions_of_few_tokens_are_no_anchors() -> None:
+    known = [*[7] * 500, *text(1, 60)]
+    index = index_of(known, [7, 8] * 300, least=32)
+    assert index.find([7] * 4000) == index.find([7, 8] * 500) == []
+    assert index.find([*[7] * 4000, *text(1, 60)]) == [TokenRun(0, 3500, 4060, 0)]
+
+
+def hostile_prompts(texts: list[list[int]]) -> dict[str, list[int]]:
+    windows = [known[at : at + 8] for known in texts for at in range(0, len(known) - 8, 25)]
+    parts = {
+        "anchors of one": windows[:40],
+        "anchors of all": windows,
+        "parts that are long enough": [known[:33] for known in texts],
+        "one that repeats": [list(range(5))],
+    }
+    return {kind: list(islice(cycle(chain(*some)), 20_000)) for kind, some in parts.items()}
+
+
+@pytest.mark.parametrize("kind", hostile_prompts([text(1, 400)]))
+def test_a_search_compares_a_bounded_number_of_tokens(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [*(text(seed, 1000) for seed in range(50)), *[list(range(5)) * 200] * 20]
+    index = index_of(*texts, least=32)
+    compared = []
+
+    def counting(prompt: Tokens, diagonals: Diagonals, least: int) -> Runs:
+        compared.append(sum(piece.size for piece in diagonals.pieces))
+        assert len(diagonals.pieces) <= budget(prompt.size) / LEAST_COMPARED
+        return equal_runs(prompt, diagonals, least)
+
+    monkeypatch.setattr(token_index, "equal_runs", counting)
+    hostile = hostile_prompts(texts[:50])[kind]
+    prompt = [*hostile, *texts[3]]
+    found = index.find(prompt)
+    assert 0 < max(compared) <= budget(len(prompt))
+    assert TokenRun(3, len(hostile), len(prompt), 0) in found
+
+
+known_tokens = st.lists(st.lists(st.integers(0, 9), max_size=25), min_size=1, max_size=4)
+
+
+@st.composite
+def sequences_and_prompt(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
+    """Sequences, and a prompt of parts of them and other tokens."""
+    sequences, prompt = draw(known_tokens), list[int]()
+    for _ in range(draw(st.integers(0, 5))):
+        known = draw(st.sampled_from(sequences))
+        start = draw(st.integers(0, len(known)))
+        prompt += known[start : draw(st.integers(start, len(known)))]
+        prompt += draw(st.lists(st.integers(0, 12), max_size=3))
+    return sequences, prompt
+
+
+def naive_runs(known: list[int], prompt: list[int], least: int) -> list[tuple[int, int, int]]:
+    """Return start, end and skip of all runs of ``least`` equal tokens, as long as can be."""
+    runs = []
+    for shift in range(-len(known), len(prompt)):
+        start = None
+        for at in range(shift, shift + len(known) + 1):
+            inside = 0 <= at < len(prompt) and at - shift < len(known)
+            if inside and prompt[at] == known[at - shift]:
+                start = at if start is None else start
+            elif start is not None:
+                if at - start >= least:
+                    runs.append((start, at, start - shift))
+                start = None
+    return runs
+
+
+def is_rich(tokens: list[int], least: int) -> bool:
+    window = min(8, least)
+    windows = [tokens[at : at + window] for at in range(len(tokens) - window + 1)]
+    return all(len(set(one)) >= window // 2 for one in windows)
+
+
+@given(sequences_and_prompt(), st.integers(4, 12))
+def test_what_a_naive_search_finds_is_found(
+    given: tuple[list[list[int]], list[int]], least: int
+) -> None:
+    sequences, prompt = given
+    runs = found(sequences, prompt, least)
+    end = 0
+    for run in runs:
+        assert run.start >= end
+        assert run.end - run.start >= least
+        there = sequences[run.name][run.skip : run.skip + run.end - run.start]
+        assert prompt[run.start : run.end] == there
+        end = run.end
+    naive = [
+        (stop - start, start, stop)
+        for known in sequences
+        for start, stop, _ in naive_runs(known, prompt, least)
+        if is_rich(prompt[start:stop], least)
+    ]
+    longest = max((length for length, _, _ in naive), default=0)
+    assert max((run.end - run.start for run in runs), default=0) >= longest
+    is_found = np.zeros(len(prompt), np.bool_)
+    for run in runs:
+        is_found[run.start : run.end] = True
+    for length, start, stop in naive:  # what is left of it, if anything, is shorter than least
+        left = np.flatnonzero(np.concatenate([[True], is_found[start:stop], [True]]))
+        assert max(np.diff(left)) - 1 < least, (length, start, stop)
+
+
+@given(st.lists(st.integers(0, 19), max_size=12, unique=True), st.integers(0, 2**32))
+def test_long_sequences_are_all_found_in_any_order(names: list[int], seed: int) -> None:
+    texts = [text(name, 40 + 5 * name) for name in range(20)]
+    index = index_of(*texts, least=32)
+    prompt, wanted = list[int](), []
+    for name in names:
+        prompt += [60_000] * random.Random(seed + name).randrange(40)
+        wanted.append(TokenRun(name, len(prompt), len(prompt) + len(texts[name]), 0))
+        prompt += texts[name]
+    assert index.find(prompt) == wanted

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     PreTrainedModel,
@@ -18,8 +19,10 @@ from transformers import (
 )
 
 from cacheblend_rag.engines.answer import Request
+from cacheblend_rag.engines.logprobs import RawLogprob
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.shutdown import working
+from cacheblend_rag.engines.transformers.guiding import Guide
 from cacheblend_rag.engines.transformers.prefill import Prefilled
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 
@@ -30,15 +33,30 @@ NextLogits: TypeAlias = Callable[[Sequence[int]], Tensor]
 class Sampler:
     """Samples tokens one by one according to the sampling settings.
 
-    Processors and their order are those of transformers' own ``generate``.
+    Processors and their order are those of transformers' own ``generate``. Before them, tokens that
+    the answer's form rules out get no share, and the others' log-probabilities are read; and behind
+    the repetition penalty come the other two, as in vLLM.
+
+    prompt_tokens: how many tokens were not sampled. guide: of the answer's form, if it has one.
+    logprob: of the token that was drawn last, if log-probabilities are asked for.
     """
 
-    def __init__(self, sampling: ResolvedSampling, device: torch.device) -> None:
+    def __init__(
+        self,
+        sampling: ResolvedSampling,
+        device: torch.device,
+        prompt_tokens: int = 0,
+        guide: Guide | None = None,
+    ) -> None:
         self.greedy = sampling.temperature == 0
+        self.logprob: RawLogprob | None = None
+        self._told, self._guide = sampling.logprobs, guide
         self.processors = LogitsProcessorList()
         if sampling.repetition_penalty != 1:
             penalty = RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))
             self.processors.append(penalty)
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            self.processors.append(AnswerPenalties(sampling, prompt_tokens))
         if not self.greedy:
             self.processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
             if sampling.top_k:
@@ -55,22 +73,57 @@ class Sampler:
 
     def draw(self, logits: Tensor, token_ids: list[int]) -> int:
         """Return the next token; logits: (1, vocabulary), token_ids: everything before it."""
+        if self._guide is not None:
+            logits = self._guide.allowed(logits)
+        token = self._drawn(logits, token_ids)
+        if self._told is not None:
+            self.logprob = raw_logprob(logits[0], token, self._told)
+        if self._guide is not None:
+            self._guide.take(token)
+        return token
+
+    def _drawn(self, logits: Tensor, token_ids: list[int]) -> int:
         if self.processors:
             seen = torch.tensor([token_ids], device=logits.device)
-            logits = self.processors(seen, logits)
+            logits = self.processors(seen, logits.clone())
         if self.greedy:
             return int(logits.argmax(-1))
         shares = logits.softmax(-1)
         return int(torch.multinomial(shares, 1, generator=self.generator))
 
 
+class AnswerPenalties(LogitsProcessor):  # type: ignore[misc]
+    """Lowers the logits of tokens that the answer already has; see SamplingParams.
+
+    prompt_tokens: how many tokens before the answer do not count.
+    """
+
+    def __init__(self, sampling: ResolvedSampling, prompt_tokens: int) -> None:
+        self._presence, self._frequency = sampling.presence_penalty, sampling.frequency_penalty
+        self._prompt_tokens = prompt_tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return new logits, (1, vocabulary); input_ids: (1, tokens), the prompt and the answer."""
+        said = torch.bincount(input_ids[0, self._prompt_tokens :], minlength=scores.shape[-1])
+        counts = said[: scores.shape[-1]].to(scores.dtype)
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+def raw_logprob(logits: Tensor, token: int, most: int) -> RawLogprob:
+    """Return the log-probability of a token and of the ``most`` likely ones, by logits."""
+    shares = logits.float().log_softmax(-1)
+    top = shares.topk(most)
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return RawLogprob(token, float(shares[token]), tuple(pairs))
+
+
 def sampled_tokens(
-    request: Request, prefilled: Prefilled, next_logits: NextLogits
-) -> Iterator[int]:
-    """Sample at most max_tokens tokens, one per decode step."""
+    request: Request, prefilled: Prefilled, next_logits: NextLogits, guide: Guide | None = None
+) -> Iterator[tuple[int, RawLogprob | None]]:
+    """Sample at most max_tokens tokens, one per decode step, until the guide is over."""
     watch = Stopwatch(prefilled.logits.device, prefilled.seconds, prefilled.starts)
-    sampler = Sampler(request.sampling, prefilled.logits.device)
     token_ids = list(request.prepared.token_ids)
+    sampler = Sampler(request.sampling, prefilled.logits.device, len(token_ids), guide)
     for index in range(request.sampling.max_tokens):
         logits = next_logits(token_ids) if index else prefilled.logits
         with working():
@@ -78,8 +131,10 @@ def sampled_tokens(
             del logits  # here, since PyTorch releases the interpreter lock while it frees a tensor
         prefilled.answer.append(token_ids[-1])
         watch.lap("decode" if index else "first_token")
-        yield token_ids[-1]
+        yield token_ids[-1], sampler.logprob
         watch.skip()
+        if guide is not None and guide.is_over:
+            return
 
 
 class TextStream:

@@ -18,22 +18,23 @@ from torch import nn
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.copy_stream import release_pinned
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.engines.answer import CANCELLED, Delta, FinishReason, Generation, Request
+from cacheblend_rag.engines.answer import CANCELLED, Delta, Generation, Request
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.checked_config import engine_settings
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.question_time import Hints
-from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.sampling import ResolvedSampling, SamplingParams
 from cacheblend_rag.engines.scoring import ContinuationScore, ScoringEngine, check_scored
-from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.transformers import loading
+from cacheblend_rag.engines.transformers.answering import decoded
 from cacheblend_rag.engines.transformers.batches import compute_batches
-from cacheblend_rag.engines.transformers.decoding import TextStream, eos_token_ids, sampled_tokens
+from cacheblend_rag.engines.transformers.decoding import eos_token_ids
 from cacheblend_rag.engines.transformers.given_model import GivenModel
+from cacheblend_rag.engines.transformers.guiding import Guides
 from cacheblend_rag.engines.transformers.keeping import store_computed
 from cacheblend_rag.engines.transformers.model_steps import in_idle_turns, in_turns, lock_of
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
@@ -146,6 +147,8 @@ class TransformersEngine(Engine, ScoringEngine):
         self._check_config(config)
         self._pool = ThreadPoolExecutor(ASYNC_THREADS, thread_name_prefix="cacheblend")
         self._eos = eos_token_ids(self.model, given.tokenizer)
+        width = loading.vocabulary_size(self.model, given.tokenizer)
+        self._guides = Guides(given.tokenizer, width, self._eos)
         warn_of_ignored(self._generation_values)
         super().__init__(
             EngineSetup(
@@ -214,6 +217,10 @@ class TransformersEngine(Engine, ScoringEngine):
         if self._stack is not None:
             plan_schedule(config, self._stack.geometry.layers)
 
+    def _check_sampling(self, sampling: ResolvedSampling) -> None:
+        if sampling.structured_outputs is not None:
+            self._guides.guide(sampling.structured_outputs)
+
     def _is_idle(self) -> bool:
         """Whether no engine around the model runs it, or is between two steps of an answer."""
         return self._priority_lock.is_quiet
@@ -279,27 +286,18 @@ class TransformersEngine(Engine, ScoringEngine):
         tell: Callable[..., Delta],
     ) -> Iterator[Delta]:
         """Decode after a prefill; yield text as soon as no later token can change it."""
-        text = TextStream(self.tokenizer, request.sampling.stop)
-        reason: FinishReason = "length"
-        piece = ""
+        form = request.sampling.structured_outputs
+        guide = None if form is None else self._guides.guide(form)
         with self._scheduler.decoding(ordinary, prefilled.cache) as next_logits:
-            for token in sampled_tokens(request, prefilled, next_logits):
-                if token in self._eos and not request.sampling.ignore_eos:
-                    reason = "stop"
-                    break
-                with working():
-                    piece = text.feed(token)
-                if text.stopped:
-                    reason = "stop"
-                    break
-                if request.cancel.is_set():
-                    reason = "cancelled"
-                    break
-                if piece:
-                    yield Delta(piece)
-                    piece = ""
-        rest = piece + text.finish()
-        yield Delta(rest, tell(text.text, text.token_ids, reason, prefilled.report).generation)
+            yield from decoded(
+                request,
+                prefilled,
+                next_logits,
+                tokenizer=self.tokenizer,
+                ends=self._eos,
+                guide=guide,
+                tell=tell,
+            )
 
     def score_each(
         self,

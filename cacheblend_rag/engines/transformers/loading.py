@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -121,6 +122,11 @@ def context_window(model: PreTrainedModel) -> int:
     """Return the model's context window in tokens."""
     named = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(named) if named and named > 0 else UNLIMITED
+
+
+def vocabulary_size(model: PreTrainedModel, tokenizer: Any) -> int:
+    """Return how many tokens a model's logits, or its tokenizer, tell apart; the larger one."""
+    return max(int(model.config.get_text_config().vocab_size), len(tokenizer))
 
 
 def is_quantized(model: PreTrainedModel) -> bool:

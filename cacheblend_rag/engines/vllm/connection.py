@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cacheblend_rag.engines.logprobs import RawLogprob
+from cacheblend_rag.engines.structured import form_refused
 from cacheblend_rag.engines.vllm.affinity import AFFINITY_HEADER
 from cacheblend_rag.engines.vllm.protocol import Late, params_of
 from cacheblend_rag.engines.vllm.transport import (
@@ -144,6 +146,7 @@ class ServerConnection:
         milliseconds = metrics.get("generation_time_ms")
         return _piece(
             answer.choices[0],
+            request.sampling.logprobs,
             params=params,
             decode_seconds=None if milliseconds is None else milliseconds / 1000,
         )
@@ -158,7 +161,8 @@ class ServerConnection:
             async for event in self._told(events):
                 for choice in event.choices:
                     finished = finished or choice.finish_reason is not None
-                    yield _piece(choice, params=None if request.job is None else LATE)
+                    params = None if request.job is None else LATE
+                    yield _piece(choice, request.sampling.logprobs, params=params)
         if not finished:
             raise StreamBrokenError(f"engine={self.url!r}: the server's answer broke off")
 
@@ -169,6 +173,10 @@ class ServerConnection:
     async def _create(self, **body: Any) -> Any:
         try:
             return await self._client.completions.create(**body)
+        except self._openai.BadRequestError as error:
+            if body.get("extra_body", {}).get("structured_outputs") is None:
+                raise self._failure(error) from None
+            raise form_refused(_first_line(error.message)) from None
         except Exception as error:
             raise self._failure(error) from None  # whose frames hold the key
 
@@ -234,7 +242,7 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
 
     All are explicit, since the server's defaults come from the model's generation config.
     """
-    asked = request.sampling
+    asked, form = request.sampling, request.sampling.structured_outputs
     return {
         "model": model,
         "prompt": list(request.token_ids),
@@ -243,17 +251,20 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
         "top_p": asked.top_p,
         "seed": asked.seed,
         "stop": list(asked.stop),
+        "presence_penalty": asked.presence_penalty,
+        "frequency_penalty": asked.frequency_penalty,
+        "logprobs": asked.logprobs,
         "extra_headers": _headers(request),
         "extra_body": {
             "top_k": asked.top_k,
             "min_p": asked.min_p,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
             "repetition_penalty": asked.repetition_penalty,
             "ignore_eos": asked.ignore_eos,
             "cache_salt": request.salt,
-            "kv_transfer_params": request.job.to_params() if request.job else None,
+            "kv_transfer_params": request.params,
             "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "structured_outputs": form.to_vllm() if form else None,
         },
     }
 
@@ -270,8 +281,13 @@ def _headers(request: VLLMRequest) -> dict[str, str]:
 
 
 def _piece(
-    choice: Any, *, params: Mapping[str, Any] | None, decode_seconds: float | None = None
+    choice: Any,
+    most: int | None,
+    *,
+    params: Mapping[str, Any] | None,
+    decode_seconds: float | None = None,
 ) -> Piece:
+    """most: how many likely tokens are asked for beside each token."""
     return Piece(
         choice.text,
         tuple(_extra(choice, "token_ids") or ()),
@@ -279,7 +295,21 @@ def _piece(
         _extra(choice, "stop_reason"),
         params if choice.finish_reason else None,
         decode_seconds,
+        () if most is None or choice.logprobs is None else _logprobs(choice.logprobs, most),
     )
+
+
+def _logprobs(told: Any, most: int) -> tuple[RawLogprob, ...]:
+    """Return the log-probabilities of a piece whose tokens are told as ``token_id:123``."""
+    found = zip(told.tokens, told.token_logprobs, told.top_logprobs or (), strict=True)
+    return tuple(
+        RawLogprob.of(_id(token), {_id(token): logprob} | {_id(k): v for k, v in top.items()}, most)
+        for token, logprob, top in found
+    )
+
+
+def _id(token: str) -> int:
+    return int(token.removeprefix("token_id:"))
 
 
 def _extra(answer: Any, name: str) -> Any:

@@ -21,12 +21,21 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar, cast
 
-from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
+from cacheblend_rag.engines.answer import (
+    CANCELLED,
+    FULL_PREFILL,
+    Delta,
+    FinishReason,
+    Request,
+    TokenLogprob,
+)
 from cacheblend_rag.engines.backend import STOPPED
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.checked_config import engine_settings
+from cacheblend_rag.engines.logprobs import with_texts
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.parts import EngineSetup
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
 from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.turns import config_for, parts_of
@@ -125,7 +134,7 @@ class VLLMEngine(Engine):
             if self.status.namespace not in {"", namespace_id(namespace)}:
                 raise ConfigError(
                     f"namespace={namespace!r} is not the server's: give the one it was started "
-                    "with (cacheblend-rag serve --namespace)"
+                    "with (cacheblend-rag serve --namespace), or that of the key (--tenants)"
                 )
             if self.status.profile:
                 profile = Profile.of(json.loads(self.status.profile))
@@ -204,6 +213,9 @@ class VLLMEngine(Engine):
 
     # A request: a job for the connector, then vLLM's answer
 
+    def _check_sampling(self, sampling: ResolvedSampling) -> None:
+        """Leave it to vLLM, which refuses a request before it begins to work."""
+
     def _start(self, request: Request) -> Stream[Delta]:
         answer = self._answer(request, self._sent(request))
         return PushedStream(answer, request.cancel, self.transport.background)
@@ -260,6 +272,7 @@ class VLLMEngine(Engine):
         first = ended = 0.0
         text, last = "", Piece("", (), "abort")
         ids: list[int] = []
+        told: list[TokenLogprob] = []
         pieces = self._pieces(sent.request, request.streamed)
         async with aclosing(cast("AsyncGenerator[Piece]", pieces)):
             while piece := await next_piece(pieces, request.cancel):
@@ -267,12 +280,13 @@ class VLLMEngine(Engine):
                 first = first or ended
                 text, last = text + piece.text, piece
                 ids += piece.token_ids
-                if piece.text:
-                    yield Delta(piece.text)
-        told = last.finish_reason or ("abort" if request.cancel.is_set() else None)
-        reason = _finish_reason(told)
-        if reason == "stop" and not isinstance(last.ended_by, str):
-            ids = ids[:-1]
+                new = with_texts(piece.logprobs, self.tokenizer)
+                if _ends_with_its_end(piece):
+                    ids, new = ids[:-1], new[:-1]
+                told += new
+                if piece.text or new:
+                    yield Delta(piece.text, logprobs=new)
+        reason = _finish_reason(last.finish_reason, request)
         result = await self._result(sent, last)
         if last.decode_seconds is not None:
             first = ended - last.decode_seconds
@@ -280,7 +294,10 @@ class VLLMEngine(Engine):
         prefill = prefill_report(sent, reason, result, times)
         if reason != "cancelled" and self.blend_refusal is None and not self.read_only:
             self._keeper.keep(request, ids, prefill, self.status)
-        yield self._answered(request, text, ids, reason, prefill)
+        asked = request.sampling.logprobs is not None
+        yield self._answered(
+            request, text, ids, reason, prefill, logprobs=tuple(told) if asked else None
+        )
 
     def _pieces(self, request: VLLMRequest, streamed: bool) -> AsyncIterator[Piece]:
         def decode(ids: Sequence[int]) -> str:
@@ -368,6 +385,19 @@ class VLLMEngine(Engine):
             plan if fits(plan, plan.context) else replace(plan, context=()) for plan in plans
         )
 
+    def stored(self, keys: Sequence[KVKey]) -> list[bool]:
+        """Return for each key whether its KV is stored, on every replica if they share no folder.
+
+        Raises:
+            EngineUnavailableError: when the connector does not say.
+        """
+        return self.transport.run(self._jobs.lookup(keys)) if keys else []
+
+    def stored_chunks(self) -> int | None:
+        """Return how many chunks the server's store holds; see StoredKV."""
+        self.status = self._jobs.status = ask_status(self.transport)
+        return self.status.store.chunks
+
     def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
         return self.transport.run(self._jobs.verify(keys))
 
@@ -405,7 +435,13 @@ class VLLMEngine(Engine):
         self.transport.close()
 
 
-def _finish_reason(told: str | None) -> FinishReason:
+def _ends_with_its_end(piece: Piece) -> bool:
+    """Whether the last token of a piece is the one that ended the answer."""
+    return piece.finish_reason == "stop" and not isinstance(piece.ended_by, str)
+
+
+def _finish_reason(told: str | None, request: Request) -> FinishReason:
     if told == "error":
         raise EngineUnavailableError("vLLM ended the request with an error; see its log")
-    return cast(FinishReason, {"abort": "cancelled", "length": "length"}.get(told or "", "stop"))
+    told = told or ("abort" if request.cancel.is_set() else "stop")
+    return cast(FinishReason, {"abort": "cancelled", "length": "length"}.get(told, "stop"))

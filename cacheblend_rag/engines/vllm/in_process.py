@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.engines.background import BackgroundLoop
+from cacheblend_rag.engines.logprobs import RawLogprob
+from cacheblend_rag.engines.structured import ONE_LINE, form_refused
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.generation import generation_values
@@ -50,7 +52,7 @@ class InProcessVLLM(Transport):
             options: further arguments of vLLM's AsyncEngineArgs (``max_model_len``,
                 ``tensor_parallel_size``, ...); ``kv_transfer_config=None`` is vLLM without the
                 connector, which blends nothing. ``gpu_memory_utilization`` is 0.85 with a GPU and
-                0.5 without one unless it is given.
+                0.5 without one unless it is given, and JSON is written without blanks.
 
         Raises:
             MissingExtraError: without vLLM.
@@ -70,6 +72,7 @@ class InProcessVLLM(Transport):
         replicas = int(options.get("data_parallel_size", 1))
         settings = (settings or ConnectorSettings()).with_changes(replicas=replicas)
         options.setdefault("kv_transfer_config", KVTransferConfig(**settings.to_transfer_config()))
+        options.setdefault("structured_outputs_config", ONE_LINE)
         if options["kv_transfer_config"] is not None:
             options.setdefault("gpu_memory_utilization", memory_share())
         os.environ.update(settings.store.environment())  # workers are started from here
@@ -101,6 +104,7 @@ class InProcessVLLM(Transport):
 
     async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
         """Answer a request, always piece by piece."""
+        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
@@ -108,7 +112,7 @@ class InProcessVLLM(Transport):
             prompt["cache_salt"] = request.salt
         outputs = self.vllm.generate(
             prompt,
-            vllm_sampling(request),
+            self._parameters(request),
             f"cacheblend-{request.request_id or uuid.uuid4().hex}",
             data_parallel_rank=request.replica,
             trace_headers=dict(request.headers) or None,
@@ -116,33 +120,53 @@ class InProcessVLLM(Transport):
         async with aclosing(outputs) as steps:
             try:
                 async for step in steps:
-                    yield _piece(step)
+                    yield _piece(step, request.sampling.logprobs)
             except EngineDeadError as error:
                 raise EngineUnavailableError("vLLM has ended with an error; see its log") from error
+            except (VLLMClientError, ValueError) as error:
+                if request.sampling.structured_outputs is None:
+                    raise
+                raise form_refused(str(error)) from error
+
+    def _parameters(self, request: VLLMRequest) -> Any:
+        """Return vLLM's SamplingParams of a request."""
+        return vllm_sampling(request)
 
     async def _stop(self) -> None:
         self.vllm.shutdown()
         del self.vllm  # it cleans up after itself, which fails once the interpreter shuts down
 
 
-def _piece(step: Any) -> Piece:
+def _piece(step: Any, most: int | None) -> Piece:
+    """most: how many likely tokens are asked for beside each token."""
     out = step.outputs[0]
+    told = zip(out.token_ids, out.logprobs or (), strict=True) if most is not None else ()
     return Piece(
-        out.text, tuple(out.token_ids), out.finish_reason, out.stop_reason, step.kv_transfer_params
+        out.text,
+        tuple(out.token_ids),
+        out.finish_reason,
+        out.stop_reason,
+        step.kv_transfer_params,
+        logprobs=tuple(
+            RawLogprob.of(token, {each: one.logprob for each, one in likely.items()}, most or 0)
+            for token, likely in told
+        ),
     )
 
 
 def vllm_sampling(request: VLLMRequest) -> Any:
     """Return vLLM's own SamplingParams of a request."""
     from vllm import SamplingParams as VLLMSamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     asked = request.sampling
     plain = asdict(asked)
     plain["stop"] = list(asked.stop)
     plain["top_k"] = asked.top_k or -1
+    form = asked.structured_outputs
+    plain["structured_outputs"] = form and StructuredOutputsParams(**form.to_vllm())
     return VLLMSamplingParams(
         **plain,
         output_kind=RequestOutputKind.DELTA,
-        extra_args=({"kv_transfer_params": request.job.to_params()} if request.job else None),
+        extra_args={"kv_transfer_params": request.params},
     )

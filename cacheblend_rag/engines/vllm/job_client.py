@@ -18,6 +18,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     EvictResult,
     Failed,
     KeepResult,
+    LookupResult,
     PrecomputeResult,
     ReleaseResult,
     Result,
@@ -103,6 +104,24 @@ class JobClient:
                 lost |= result.unreadable
         names = {f"{key.chunk_id}/{key.context_id}": key for key in keys}
         return {names[name]: why for name, why in lost.items() if name in names}
+
+    async def lookup(self, keys: Sequence[KVKey]) -> list[bool]:
+        """Return for each key whether it is stored, on all replicas that share no folder.
+
+        Raises EngineUnavailableError when the connector does not say.
+        """
+        stored: list[bool] = []
+        for request in self._by_keys("lookup", keys):
+            named = request.job.keys if request.job is not None else ()
+            held = set(range(len(named)))
+            for one in [request] if self.status.shared else self._to_replicas(request):
+                result = _outcome(await self._params(one))
+                if not isinstance(result, LookupResult):
+                    why: str = result.error if isinstance(result, Failed) else "no result came"
+                    raise EngineUnavailableError(f"vLLM did not look chunks up: {why}")
+                held &= set(result.found)
+            stored += [index in held for index in range(len(named))]
+        return stored
 
     async def evict(self, keys: Sequence[KVKey]) -> int:
         """Drop KV on all replicas; returns how many keys were stored."""

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TypeVar, cast
 
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.transport import (
     Piece,
     StreamBrokenError,
@@ -40,9 +41,9 @@ async def resumed_stream(
 
     decode: returns the text of tokens, without special ones.
 
-    Raises EngineUnavailableError when a sampled answer breaks off after its first token, since
-    another server would draw other tokens; when the other server repeats different text; and when
-    no server answers.
+    Raises EngineUnavailableError when a sampled, penalized or structured answer breaks off after
+    its first token, since another server would write other tokens; when the other server repeats
+    different text; and when no server answers.
     """
     answer, asked = _Answer(), request
     left = transport.max_resumes
@@ -75,12 +76,22 @@ def _refusal(
     error: StreamBrokenError, request: VLLMRequest, answer: _Answer, left: int
 ) -> EngineUnavailableError | None:
     """Return why a broken stream is not continued, None if it is."""
-    if answer.ids and request.sampling.temperature > 0:
+    if answer.ids and (kind := _no_continuation(request.sampling)):
         return EngineUnavailableError(
-            f"{error} after token {len(answer.ids)} of a sampled answer, which no other server "
-            "would continue: ask again, or with temperature=0, whose streams are resumed"
+            f"{error} after token {len(answer.ids)} of {kind}, which no other server would "
+            "continue: ask again, or with temperature=0 and free text, whose streams are resumed"
         )
     return error if left <= 0 else None
+
+
+def _no_continuation(sampling: ResolvedSampling) -> str:
+    """Return why the rest of an answer does not follow from its tokens so far, "" if it does."""
+    if sampling.temperature > 0:
+        return "a sampled answer"
+    if sampling.structured_outputs is not None:
+        return "an answer with structured_outputs"
+    penalized = sampling.presence_penalty or sampling.frequency_penalty
+    return "an answer with penalties" if penalized else ""
 
 
 class _Answer:
@@ -123,7 +134,8 @@ class _Answer:
             raise _different()
         self.ids += ids
         self.text += text
-        return replace(piece, token_ids=tuple(ids), text=text)
+        logprobs = piece.logprobs[len(piece.token_ids) - len(ids) :]
+        return replace(piece, token_ids=tuple(ids), text=text, logprobs=logprobs)
 
 
 def _new(told: Told, repeated: Told) -> tuple[Told, Told]:

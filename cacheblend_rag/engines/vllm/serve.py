@@ -15,13 +15,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
+from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
+from cacheblend_rag.engines.structured import ONE_LINE
 from cacheblend_rag.engines.vllm.middleware.access import MIDDLEWARE
+from cacheblend_rag.engines.vllm.middleware.tenants import TENANTS_VARIABLE
+from cacheblend_rag.engines.vllm.namespaces import SECRET_VARIABLE, new_secret
 from cacheblend_rag.engines.vllm.versions import (
     check_version,
     installed_version,
@@ -34,10 +38,22 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 
 SERVER = "vllm.entrypoints.openai.api_server"
+PLUGINS_VARIABLE = "VLLM_PLUGINS"
+PLUGIN = "cacheblend"
+PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.platform_plugins",
+    "vllm.stat_logger_plugins",
+)
+"""All but the endpoint plugins, which vLLM loads only if they are named."""
 KV_FLAG = "--kv-transfer-config"
 NO_STATS = "--disable-log-stats"
 DATA_PARALLEL_FLAGS = ("--data-parallel-size", "-dp")
 MEMORY_FLAGS = ("--gpu-memory-utilization",)
+USAGE_FLAGS = ("--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details")
+"""Whether responses tell how many tokens of a prompt were reused (``cached_tokens``)."""
+FORMS_FLAG = "--structured-outputs-config"
 HOST = "127.0.0.1"
 PORT = 8000
 START_SECONDS = 600.0
@@ -78,6 +94,8 @@ def server_command(
     transfer = [KV_FLAG, told, "--middleware", MIDDLEWARE] if connector else []
     own = connector and not flag_value(flags, MEMORY_FLAGS)
     memory = [MEMORY_FLAGS[0], str(memory_share())] if own else []
+    usage = [USAGE_FLAGS[0]] if connector and not has_flag(flags, USAGE_FLAGS) else []
+    forms = [] if flag_value(flags, (FORMS_FLAG,)) else [FORMS_FLAG, json.dumps(ONE_LINE)]
     timings = [] if NO_STATS in flags else ["--enable-per-request-metrics"]
     served_name = served_name or public_name(str(model))
     return [
@@ -85,9 +103,31 @@ def server_command(
         *("--served-model-name", served_name, "--host", host, "--port", str(port)),
         *transfer,
         *memory,
+        *usage,
         *timings,
+        *(forms if connector else []),
         *flags,
     ]
+
+
+def server_environment(tenants: Path | None = None) -> dict[str, str]:
+    """Return the environment variables that a server needs beside its command.
+
+    The endpoint plugin with the documents' routes must be named in VLLM_PLUGINS. Once that is set,
+    vLLM loads no plugin that it does not name, of no kind: so it names all that are installed,
+    unless it is set here already.
+
+    tenants: the tenants' file, if there is one.
+    """
+    named = os.environ.get(PLUGINS_VARIABLE)
+    if named is None:
+        found = {plugin.name for group in PLUGIN_GROUPS for plugin in entry_points(group=group)}
+    else:
+        found = set(named.split(","))
+    environment = {PLUGINS_VARIABLE: ",".join(sorted(found - {""} | {PLUGIN}))}
+    if tenants is not None:
+        environment |= {TENANTS_VARIABLE: str(tenants.resolve()), SECRET_VARIABLE: new_secret()}
+    return environment
 
 
 def check_port(host: str, port: int) -> None:
@@ -124,6 +164,11 @@ def flag_value(flags: Sequence[str], names: Sequence[str]) -> str | None:
         if name.replace("_", "-") in names:
             found = value if joined else following
     return found
+
+
+def has_flag(flags: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether an option without a value is among vLLM's flags, by any of its names."""
+    return any(flag.partition("=")[0].replace("_", "-") in names for flag in flags)
 
 
 @dataclass(frozen=True)
@@ -175,14 +220,19 @@ def running_server(
     port: int | None = None,
     start_seconds: float = START_SECONDS,
     environment: Mapping[str, str] | None = None,
+    tenants: Path | None = None,
     **options: Any,
 ) -> Iterator[RunningServer]:
     """Serve ``model`` on this machine until the block is left.
 
-    port: a free one by default. environment: added to this process' own. options: as for
+    port: a free one by default. environment: added to this process' own. tenants: a tenants' file.
+    options: as for
     server_command. Raises what server_command raises, and EngineUnavailableError when the server
     does not start.
     """
+    if tenants is not None:
+        options["settings"] = _with_tenants(options.get("settings"))
+    added = server_environment(tenants) if options.get("connector", True) else {}
     with ExitStack() as held:
         port = port or held.enter_context(reserved_port())
         command = server_command(model, host=HOST, port=port, **options)
@@ -194,7 +244,7 @@ def running_server(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **added, **(environment or {})},
                 start_new_session=True,
             )
         server = RunningServer(f"http://{HOST}:{port}", process, log)
@@ -204,6 +254,12 @@ def running_server(
                 yield server
             finally:
                 server.stop()
+
+
+def _with_tenants(settings: ConnectorSettings | None) -> ConnectorSettings:
+    from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+
+    return (settings or ConnectorSettings()).with_changes(tenants=True)
 
 
 @contextmanager

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cacheblend_rag.engines.background import BackgroundLoop
+from cacheblend_rag.engines.logprobs import RawLogprob
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm.protocol import BlendJob
+from cacheblend_rag.engines.vllm.protocol import OFF_PARAMS, BlendJob
 from cacheblend_rag.errors import EngineUnavailableError
 
 T = TypeVar("T")
@@ -40,7 +41,8 @@ class Piece:
 
     The last one has finish_reason, and ended_by: the string or the token
     that ended the answer, None for the end-of-sequence token; and params: the connector's result.
-    decode_seconds: time after the first token, if vLLM reports it.
+    decode_seconds: time after the first token, if vLLM reports it. logprobs: of its tokens, if they
+    were asked for.
     """
 
     text: str
@@ -49,6 +51,7 @@ class Piece:
     ended_by: int | str | None = None
     params: Mapping[str, Any] | None = None
     decode_seconds: float | None = None
+    logprobs: tuple[RawLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,11 @@ class VLLMRequest:
     request_id: str = ""
     affinity: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The request's ``kv_transfer_params``: without a job, that no chunks are to be found."""
+        return OFF_PARAMS if self.job is None else self.job.to_params()
 
 
 class Transport(ABC):

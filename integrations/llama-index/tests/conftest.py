@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +17,15 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from cacheblend_rag import BlendConfig, Engine, Generation, open_engine
+from cacheblend_rag import (
+    BlendConfig,
+    Delta,
+    Engine,
+    Generation,
+    SamplingParams,
+    ToolCall,
+    open_engine,
+)
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import generate_collection
 from cacheblend_rag.prefill import controller
@@ -123,6 +132,85 @@ def scripted(demo_engine: Engine) -> Any:
 
     def make(script: dict[str, str], **fields: Any) -> CacheBlendLLM:
         return CacheBlendLLM(engine=scripted_engine(demo_engine, script), max_tokens=6, **fields)
+
+    return make
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request to a scripted engine."""
+
+    prompt: Any
+    sampling: SamplingParams
+
+
+class Script:
+    """Answers of an engine, in turn: a text, calls of tools, or a function of a Generation.
+
+    What was asked is kept; prefill and the report are the real engine's.
+    """
+
+    def __init__(self, answers: Sequence[Any]) -> None:
+        self.asked: list[Asked] = []
+        self._answers = list(answers)
+
+    def ask(self, prompt: Any, sampling: SamplingParams) -> SamplingParams:
+        self.asked.append(Asked(prompt, sampling))
+        return SamplingParams.greedy(max_tokens=1)
+
+    def say(self, generation: Generation) -> Generation:
+        answer = self._answers[len(self.asked) - 1]
+        if callable(answer):
+            return cast("Generation", answer(generation))
+        if isinstance(answer, str):
+            return replace(generation, text=answer, finish_reason="stop")
+        calls = tuple(
+            ToolCall(f"call-{len(self.asked)}-{place}", name, json.dumps(arguments))
+            for place, (name, arguments) in enumerate(answer)
+        )
+        text = "".join(f"<call>{call.name}{call.arguments}</call>" for call in calls)
+        return replace(generation, text=text, content="", tool_calls=calls, finish_reason="stop")
+
+
+def acting_engine(engine: Engine, script: Script) -> Engine:
+    """Return an engine that answers by a script, also in streams."""
+
+    def generate(self: Engine, prompt: Any, sampling: Any, **kwargs: Any) -> Generation:
+        return script.say(engine.generate(prompt, script.ask(prompt, sampling), **kwargs))
+
+    async def agenerate(self: Engine, prompt: Any, sampling: Any, **kwargs: Any) -> Generation:
+        asked = script.ask(prompt, sampling)
+        return script.say(await engine.agenerate(prompt, asked, **kwargs))
+
+    def stream(self: Engine, prompt: Any, sampling: Any, **kwargs: Any) -> Iterator[Delta]:
+        yield from deltas(generate(self, prompt, sampling, **kwargs))
+
+    async def astream(
+        self: Engine, prompt: Any, sampling: Any, **kwargs: Any
+    ) -> AsyncIterator[Delta]:
+        for delta in deltas(await agenerate(self, prompt, sampling, **kwargs)):
+            yield delta
+
+    def deltas(answer: Generation) -> Iterator[Delta]:
+        text, shown = answer.text, answer.content == answer.text
+        for start in range(0, len(text), 5):
+            piece = text[start : start + 5]
+            yield Delta(piece, content=piece if shown else "")
+        yield Delta("", answer)
+
+    acting = copy(engine)
+    methods = {"generate": generate, "agenerate": agenerate, "stream": stream, "astream": astream}
+    acting.__class__ = type("Acting", (type(engine),), methods)
+    return acting
+
+
+@pytest.fixture
+def acting(demo_engine: Engine) -> Any:
+    """Return an LLM that answers by a script, and the script: ``acting("Hi.", [("add", {})])``."""
+
+    def make(*answers: Any, **fields: Any) -> tuple[CacheBlendLLM, Script]:
+        script = Script(answers)
+        return CacheBlendLLM(engine=acting_engine(demo_engine, script), **fields), script
 
     return make
 

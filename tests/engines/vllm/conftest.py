@@ -28,6 +28,7 @@ WITHOUT_VLLM = {
     "protocol/test_result.py",
     "test_connection.py",
     "middleware/test_access.py",
+    "middleware/test_tenants.py",
     "test_serve.py",
     "test_turn_keeper.py",
 }

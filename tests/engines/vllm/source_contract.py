@@ -51,6 +51,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "min_p",
                 "output_kind",
                 "extra_args",
+                "prompt_logprobs",
             )
         ),
         "RequestOutputKind": Name(members=fields("DELTA")),
@@ -130,6 +131,15 @@ CONTRACT: dict[str, dict[str, Name]] = {
         ),
     },
     "vllm.entrypoints.openai.api_server": {},
+    "vllm.plugins.endpoint_plugins.interface": {
+        "EndpointPlugin": Name(
+            members={
+                "attach_router": ("app",),
+                "init_state": ("engine_client", "state", "args"),
+                **fields("name", "required_tasks"),
+            }
+        ),
+    },
     "vllm.v1.engine.async_llm": {
         "AsyncLLM": Name(
             members={
@@ -138,7 +148,8 @@ CONTRACT: dict[str, dict[str, Name]] = {
                     *("prompt", "sampling_params", "request_id", "data_parallel_rank"),
                     "trace_headers",
                 ),
-                **fields("shutdown", "model_config"),
+                "add_request": ("request_id", "prompt", "params"),
+                **fields("shutdown", "model_config", "vllm_config"),
             }
         ),
     },
@@ -170,6 +181,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                     "per_engine_labelvalues",
                 ),
                 **fields(
+                    "shutdown",
                     "requires_kv_delivery",
                     "save_kv_layer",
                     "wait_for_save",
@@ -219,6 +231,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "request_id",
                 "max_tokens",
                 "kv_transfer_params",
+                "sampling_params",
                 "num_prompt_tokens",
                 "prompt_token_ids",
                 "cache_salt",
@@ -228,7 +241,24 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "prompt_embeds",
                 "block_hashes",
                 "update_block_hashes",
+                "sampling_params",
+                "skip_reading_prefix_cache",
+                "resumable",
+                "prefill_stats",
+                "status",
             )
+        ),
+        "RequestStatus": Name(members=fields("WAITING_FOR_REMOTE_KVS")),
+    },
+    "vllm.v1.metrics.stats": {
+        "PrefillStats": Name(
+            members={
+                "set": (
+                    *("num_prompt_tokens", "num_local_cached_tokens"),
+                    "num_external_cached_tokens",
+                ),
+                **fields("num_prompt_tokens", "num_local_cached_tokens"),
+            }
         ),
     },
     "vllm.v1.kv_cache_interface": {

@@ -612,7 +612,7 @@ def test_requests_and_jobs_on_the_same_chunks_have_the_same_affinity(
     engine.generate_full(PROMPT, FOUR)
     list(engine.stream(PROMPT, FOUR))
     engine.precompute([CHUNK], progress=False)
-    assert canned.orders[-5:] == ["blend", "plain", "blend", "report", "precompute"]
+    assert canned.orders[-5:] == ["blend", "off", "blend", "report", "precompute"]
     assert len(set(canned.affinities)) == 1
     assert canned.affinities[0]
     engine.generate(words(9, 2), FOUR)

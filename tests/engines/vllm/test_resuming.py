@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.engines.sampling import ResolvedSampling
+from cacheblend_rag.engines.structured import StructuredOutputs
 from cacheblend_rag.engines.vllm.resuming import resumed_stream
 from cacheblend_rag.engines.vllm.transport import (
     Piece,
@@ -144,6 +145,21 @@ def test_a_sampled_answer_ends_with_what_to_do(seed: int | None) -> None:
     assert (servers.counts.resumed, servers.counts.broken) == (0, 1)
     assert read(unbegun := Dying(0), sampled)[0] == ANSWER
     assert (unbegun.counts.retried, unbegun.counts.resumed) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"structured_outputs": StructuredOutputs(regex="a")}, "an answer with structured_outputs"),
+        ({"presence_penalty": 0.5}, "an answer with penalties"),
+        ({"frequency_penalty": 0.5}, "an answer with penalties"),
+    ],
+)
+def test_an_answer_that_depends_on_its_own_beginning_is_not_resumed(
+    asked: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(EngineUnavailableError, match=f"after token 5 of {said}"):
+        read(Dying(5), replace(GREEDY, **asked))
 
 
 @pytest.mark.parametrize("other", [ANSWER.replace("naïve", "maybe"), ANSWER[:13]])

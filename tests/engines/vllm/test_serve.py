@@ -71,6 +71,25 @@ def test_vllm_leaves_room_on_a_device(
     assert [word for word in own if word.startswith(flag)] == [f"{flag}=0.7"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "added"),
+    [
+        ([], True),
+        (["--enable-prompt-tokens-details"], False),
+        (["--enable_prompt_tokens_details"], False),
+        (["--no-enable-prompt-tokens-details"], False),
+        (["--served-model-name", "x"], True),
+    ],
+)
+def test_responses_tell_cached_tokens_unless_told_otherwise(flags: list[str], added: bool) -> None:
+    flag = "--enable-prompt-tokens-details"
+    own = [word for word in server_command("org/model") if word == flag]
+    assert own == [flag]
+    command = server_command("org/model", flags=flags)
+    assert (flag in command[: len(command) - len(flags)]) == added
+    assert flag not in server_command("org/model", connector=False)
+
+
 def test_an_unknown_attention_is_refused_before_vllm_starts() -> None:
     with pytest.raises(ConfigError, match="attention='magic' must be one of auto"):
         server_command("org/model", settings=ConnectorSettings(attention="magic"))  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import httpx
+import openai
 import pytest
 from typer.testing import CliRunner
 
@@ -36,6 +37,8 @@ from cacheblend_rag.engines.vllm.protocol import job
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
 from cacheblend_rag.engines.vllm.serve import RunningServer, reserved_port
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
+from tests.engines.forms_contract import FormsContract
+from tests.engines.vllm.any_client import FLAGS, LEAST, AnyClient
 from tests.engines.vllm.conftest import ServerFactory
 from tests.engines.vllm.demo_prompts import HEAD, documents, text
 from tests.models import words
@@ -71,6 +74,7 @@ def start(start_server: ServerFactory, kv_path: Path) -> Start:
     def start_at(port: int) -> RunningServer:
         return start_server(
             MODEL_FOLDER,
+            *FLAGS,
             served_name="demo",
             port=port,
             settings=ConnectorSettings(
@@ -114,6 +118,12 @@ def test_it_says_what_it_is(engine: VLLMEngine, server: RunningServer) -> None:
     assert engine.has_chat_template
     assert KEY not in repr(engine)
     assert (engine.status.active, engine.status.wire) == (True, job.VERSION)
+
+
+class TestForms(FormsContract):
+    @pytest.fixture
+    def engine(self, engine: VLLMEngine) -> VLLMEngine:
+        return engine
 
 
 def test_the_readmes_program_asks_it(server: RunningServer) -> None:
@@ -289,6 +299,10 @@ def test_memory_is_released_by_a_route_and_by_an_engine(
     asking.close()
 
 
+class TestAnyClient(AnyClient):
+    key = KEY
+
+
 def test_what_does_not_fit_the_server_is_refused(
     server: RunningServer, model_folder: Callable[[str], Path]
 ) -> None:
@@ -368,3 +382,6 @@ def test_a_killed_server_is_an_error_and_its_successor_has_its_chunks(
     answer = engine.generate(text(PROMPTS[0]), ANSWER)
     assert {chunk.tier for chunk in answer.report.chunks} == {"disk"}
     assert answer.text.strip() == PROMPTS[0].question.answer
+    found = TestAnyClient()
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
+        assert found.cached(found.chat(client)) > LEAST, "its file tells what is stored"

@@ -31,7 +31,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 PACKAGE = Path(cacheblend_rag.__file__).parent
 OWN = {
     "CacheBlendConnector": {"scheduler", "worker"},
-    "BlendStats": {"__init__", "record"},
+    "BlendStats": {"__init__", "record", "record_found"},
     "BlendPromMetrics": set(),
     "StepResults": set(),
     "StepJobs": set(),

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cacheblend_rag.engines.vllm.connector.compatibility import drops_blocks, refusal_of
+from cacheblend_rag.engines.vllm.connector.finding import Finding
 from cacheblend_rag.engines.vllm.connector.metadata import StepJobs, StepResults
 from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.connector.scheduler import ConnectorScheduler
@@ -63,6 +64,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
                 step_tokens=settings.step_tokens,
                 block_size=vllm_config.cache_config.block_size,
                 shares_prefix=settings.attention not in PLAIN and not drops,
+                finding=Finding.of(vllm_config, settings),
             )
         else:
             self._worker = ConnectorWorker(
@@ -129,7 +131,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
     # Scheduler
 
     def on_new_request(self, request: Request) -> None:
-        """Read the job of a new request, before vLLM looks up its blocks."""
+        """Read the job of a new request, or find chunks in its prompt, before vLLM's lookup."""
         self.scheduler.add(request)
 
     def get_num_new_matched_tokens(
@@ -159,6 +161,11 @@ class CacheBlendConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return the result of a request that brought a job."""
         return False, self.scheduler.finish(request)
+
+    def shutdown(self) -> None:
+        """Write the tokens of chunks that were just stored."""
+        if self._scheduler is not None:
+            self._scheduler.finding.finder.close()
 
     # Metrics
 

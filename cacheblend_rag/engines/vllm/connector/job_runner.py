@@ -25,18 +25,20 @@ from cacheblend_rag.engines.vllm.connector.pace import OwnTime
 from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
+from cacheblend_rag.engines.vllm.connector.tenants import NOT_FOR_TENANTS
 from cacheblend_rag.engines.vllm.protocol import (
-    BlendJob,
     BlendResult,
     CompareResult,
     Declined,
     EvictResult,
     Failed,
     KeepResult,
+    LookupResult,
     PrecomputeResult,
     PrefetchResult,
     ReleaseResult,
     SentChunk,
+    SentLeadIn,
     VerifyResult,
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
@@ -68,6 +70,7 @@ WorkResult = (
     BlendResult
     | CompareResult
     | KeepResult
+    | LookupResult
     | PrecomputeResult
     | VerifyResult
     | EvictResult
@@ -115,16 +118,19 @@ class JobRunner:
         job = allotted.job
         if self.store.read_only and job.kind in WRITING:
             return Failed(READ_ONLY)
-        model = self._fingerprint(job, of_turns=job.turns)
+        model = self._fingerprint(allotted, job.lead_in, of_turns=job.turns)
         named = [KVKey(chunk, model, context) for chunk, context in job.keys]
         if job.kind == "evict":
             return (yield from evict(self.store, named))
+        if job.kind == "lookup":
+            return (yield from lookup(self.store, named))
         if job.kind == "verify":
             return (yield from verify(self.store, named))
         if job.kind == "prefetch":
             return (yield from prefetch(self.store, named))
         if job.kind == "release":
-            return self._release()
+            is_own = allotted.namespace in {None, self._namespace}
+            return self._release() if is_own else Failed(NOT_FOR_TENANTS)
         if job.kind == "precompute":
             return (yield from self._precompute(allotted))
         if job.kind == "compare":
@@ -171,16 +177,15 @@ class JobRunner:
 
     def _chunk_keys(self, allotted: Allotted) -> list[KVKey]:
         """Return the keys of the chunks that a job has tokens of."""
-        of_chunks, of_turns = (
-            self._fingerprint(allotted.job, of_turns=one) for one in (False, True)
-        )
+        lead_in, chunks = allotted.job.lead_in, allotted.job.chunks
+        leads = [chunk.lead_in or lead_in for chunk in chunks]
+        prints = {
+            (lead, turn): self._fingerprint(allotted, lead, of_turns=turn)
+            for lead, turn in {(lead, c.turn) for lead, c in zip(leads, chunks, strict=True)}
+        }
         return [
-            KVKey(
-                chunk_id(c.own_tokens(allotted.tokens)),
-                of_turns if c.turn else of_chunks,
-                c.context_id,
-            )
-            for c in allotted.job.chunks
+            KVKey(chunk_id(c.own_tokens(allotted.tokens)), prints[lead, c.turn], c.context_id)
+            for lead, c in zip(leads, chunks, strict=True)
         ]
 
     def _blend(self, allotted: Allotted, source: LayerSource) -> Work:
@@ -276,7 +281,7 @@ class JobRunner:
             job.config,
             needs_hidden=False,
         )
-        turns = self._fingerprint(job, of_turns=True)
+        turns = self._fingerprint(allotted, job.lead_in, of_turns=True)
         parts = [
             KVPart(
                 KVKey(chunk_id(job.tokens[one.start : one.end]), turns, one.context_id),
@@ -318,20 +323,28 @@ class JobRunner:
     def _written(self, allotted: Allotted, writer: ChunkWriter) -> Work:
         """Compute chunks while earlier ones are written."""
         keys, counts = self._chunk_keys(allotted), Counter[str]()
+        put, lost = list[KVKey](), set[KVKey]()
         for done in self._computed(allotted, keys):
-            if done is not None and not isinstance(done, NoRoom):
+            if isinstance(done, NoRoom):
+                lost |= {plan.key for plan in done.chunks}
+            elif done is not None:
                 plan, kv = done
                 counts["computed"] += 1
                 counts["tokens"] += kv.tokens
+                put.append(plan.key)
                 yield from writer.put(plan.key, kv)
             yield
         stored = yield from writer.finish()
+        fresh = {key for key, one in zip(put, writer.results, strict=True) if one}
+        lost |= set(put) - fresh
         return PrecomputeResult(
             computed=stored,
             skipped=len(keys) - counts["computed"],
             computed_tokens=counts["tokens"],
             refused=dict(writer.refused),
             failed=dict(writer.failed),
+            fresh=tuple(i for i, key in enumerate(keys) if key in fresh),
+            lost=tuple(i for i, key in enumerate(keys) if key in lost),
         )
 
     def _computed(self, allotted: Allotted, keys: Sequence[KVKey]) -> Computed:
@@ -350,10 +363,11 @@ class JobRunner:
         document = DocumentPlan(list(allotted.tokens), list(zip(plans, starts, strict=True)))
         return compute_document(self.stack, document, self.store)
 
-    def _fingerprint(self, job: BlendJob, *, of_turns: bool = False) -> str:
-        lead = job.lead_in
+    def _fingerprint(self, allotted: Allotted, lead: SentLeadIn, *, of_turns: bool = False) -> str:
+        """Return what a job's keys depend on; its namespace is its request's, never a client's."""
         parts = {"lead_in": lead.name, "lead_tokens": lead.tokens, "window": lead.window}
-        of_chunks = fingerprint({**self.identity, **parts}, self._namespace)
+        namespace = self._namespace if allotted.namespace is None else allotted.namespace
+        of_chunks = fingerprint({**self.identity, **parts}, namespace)
         return turn_fingerprint(of_chunks) if of_turns else of_chunks
 
 
@@ -365,6 +379,16 @@ def verify(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
             lost[f"{key.chunk_id}/{key.context_id}"] = reason
         yield
     return VerifyResult(len(keys), lost)
+
+
+def lookup(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
+    """Find out which keys are stored, one at a time."""
+    found: list[int] = []
+    for index, key in enumerate(keys):  # each may wait for a tier
+        if store.contains(key):
+            found.append(index)
+        yield
+    return LookupResult(tuple(found))
 
 
 def evict(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:

@@ -15,6 +15,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     Declined,
     Failed,
     KeepResult,
+    LookupResult,
     PrecomputeResult,
     ReleaseResult,
     Result,
@@ -31,7 +32,8 @@ class Allotted:
     tokens: the whole prompt. first, until: tokens [first, until) must be provided; those before are
     in the cache already. block_ids: the request's blocks. wait: whether it is needed in this step.
     arrived: when vLLM received the request, in seconds of ``time.time``. shared: tokens in the
-    blocks before the first chunk, which ordinary requests may share.
+    blocks before the first chunk, which ordinary requests may share. namespace: of its KV; None is
+    the server's.
     """
 
     request_id: str
@@ -43,6 +45,7 @@ class Allotted:
     wait: bool = False
     arrived: float = 0.0
     shared: int = 0
+    namespace: str | None = None
 
     @property
     def prefix(self) -> int:
@@ -77,18 +80,28 @@ class StepResults(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Keep the first rank's results, unless another rank reports an error.
 
-        Released bytes are summed; of a turn's segments those are kept that all ranks have stored.
+        Released bytes are summed; of a turn's segments, and of chunks, those are stored that all
+        ranks have stored.
         """
         assert isinstance(other, StepResults)  # noqa: S101 (all ranks run this connector)
         for request_id, result in other.results.items():
             mine = self.results.get(request_id, RANK_FAILED)
             if isinstance(mine, ReleaseResult) and isinstance(result, ReleaseResult):
                 self.results[request_id] = replace(mine, released=mine.released + result.released)
+            if isinstance(mine, LookupResult) and isinstance(result, LookupResult):
+                both = tuple(index for index in mine.found if index in set(result.found))
+                self.results[request_id] = replace(mine, found=both)
+                continue
             if isinstance(mine, KeepResult) and isinstance(result, KeepResult):
                 both = tuple(start for start in mine.kept if start in result.kept)
                 refused = mine.refused or result.refused
                 self.results[request_id] = replace(mine, kept=both, refused=refused)
                 continue
+            if isinstance(mine, PrecomputeResult) and isinstance(result, PrecomputeResult):
+                lost = tuple(sorted({*mine.lost, *result.lost}))
+                fresh = tuple(sorted({*mine.fresh, *result.fresh} - {*lost}))
+                mine, result = (replace(one, fresh=fresh, lost=lost) for one in (mine, result))
+                self.results[request_id] = mine
             is_elsewhere = isinstance(mine, Failed) and mine.error == RANK_FAILED.error
             if is_elsewhere or _stored(result) < _stored(mine):
                 self.results[request_id] = result

@@ -28,6 +28,9 @@ PREFIX = "vllm:cacheblend_"
 COUNTERS: Mapping[str, Metric] = {
     **metric_names.COUNTERS,
     "blend_seconds": Metric("Seconds of work on blended requests."),
+    "found_requests": Metric("Requests in whose prompts the server itself found stored chunks."),
+    "found_tokens": Metric("Tokens of the chunks that it found."),
+    "find_seconds": Metric("Seconds that the scheduler has searched prompts for chunks."),
 }
 HISTOGRAMS: Mapping[str, Metric] = {
     **metric_names.HISTOGRAMS,
@@ -77,6 +80,15 @@ class BlendStats(KVConnectorStats):
         }
         for name, value in counted.items():
             _add(self.data, name, value)
+
+    def record_found(self, tokens: int, seconds: float) -> None:
+        """Count a prompt that was searched for chunks.
+
+        tokens: of the chunks in it, 0 if nothing is to be reused. seconds: of searching.
+        """
+        _add(self.data, "found_requests", int(tokens > 0))
+        _add(self.data, "found_tokens", tokens)
+        _add(self.data, "find_seconds", seconds)
 
     def reset(self) -> None:
         """Count from zero again."""

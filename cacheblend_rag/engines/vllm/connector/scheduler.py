@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.request import RequestStatus
+
+from cacheblend_rag.engines.vllm.connector.continued import Stretch
+from cacheblend_rag.engines.vllm.connector.finding import LONGEST_REASON, Finding
 from cacheblend_rag.engines.vllm.connector.going_on import goes_on, gone_on, is_held
 from cacheblend_rag.engines.vllm.connector.metadata import (
     Allotted,
@@ -18,8 +22,11 @@ from cacheblend_rag.engines.vllm.connector.metadata import (
     leaves_blocks_empty,
 )
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
+from cacheblend_rag.engines.vllm.connector.pending import Pending
 from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
 from cacheblend_rag.engines.vllm.connector.prefix import set_apart
+from cacheblend_rag.engines.vllm.connector.tenants import NO_NAMESPACE
+from cacheblend_rag.engines.vllm.connector.usage import tell_reused
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     BlendResult,
@@ -41,7 +48,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-LONGEST_REASON = 500
 CARRIER_TOKENS = 2
 """Tokens after which a request that only carries a job ends; results may take as many."""
 KEPT_REPORTS = 1024
@@ -51,30 +57,6 @@ KEPT_TRACES = 16
 CACHED = Reason(ReasonCode.PREFIX_CACHED, "vLLM's prefix cache holds this prompt already")
 
 
-@dataclass
-class Pending:
-    """The state of a request: its job, and why it was not blended.
-
-    tokens: of the prompt to provide. sent: whether a worker has the job, so that a result will
-    come. report_id: under which the result is kept, or "". blends: whether the job is a blend.
-    mark: a blend's, see ``set_apart``; equal work has the same. work: the blend's, see
-    ``_work_of``. shared: tokens in the blocks that it shares with ordinary requests. may_go_on:
-    whether it is a blend of exact KV only, looked up as an ordinary request until it is begun.
-    """
-
-    job: BlendJob | None
-    reason: Reason | None = None
-    report_id: str = ""
-    blends: bool = True
-    mark: str = ""
-    sent: bool = False
-    tokens: int = 0
-    work: str = ""
-    shared: int = 0
-    may_go_on: bool = False
-    result: Result | None = None
-
-
 class ConnectorScheduler:
     """Reads the jobs in requests, reserves their tokens, and returns their results.
 
@@ -82,7 +64,7 @@ class ConnectorScheduler:
     steps. step_tokens: see ConnectorSettings. block_size: tokens a block of vLLM's cache.
     shares_prefix: whether the blocks before a prompt's first chunk may be shared with ordinary
     requests. Synchronous blends share none: vLLM hands out blocks that it computes in the same
-    step, after the blend.
+    step, after the blend. finding: makes jobs of requests that bring none.
     """
 
     def __init__(
@@ -94,8 +76,10 @@ class ConnectorScheduler:
         step_tokens: int,
         block_size: int,
         shares_prefix: bool,
+        finding: Finding,
     ) -> None:
         self.asynchronous, self.step_tokens = asynchronous, step_tokens
+        self.finding = finding
         self._block_size, self._shares_prefix = block_size, shares_prefix
         self.pending: dict[str, Pending] = {}
         self.late: dict[str, Pending] = {}
@@ -105,22 +89,48 @@ class ConnectorScheduler:
         self._traced: deque[str] = deque()
         self._stats = BlendStats()
         self._promised = 0
+        self._at_work: dict[str, Request] = {}
         self._new: list[Allotted] = []
         self._gone: list[str] = []
 
     def add(self, request: Request) -> None:
-        """Read a new request's job; a blend's blocks are set apart before vLLM looks it up."""
-        pending = read_job(request, self._refusal, self._model)
+        """Read a new request's job, or find chunks in its prompt.
+
+        A blend's blocks are set apart before vLLM looks the request up.
+        """
+        pending = self._read(request)
         self.pending[request.request_id] = pending
         if pending.job is None or not pending.blends:
             return
-        shares = self._shares_prefix and self.asynchronous
+        shares = self._shares_prefix and self.asynchronous and pending.job.config.reuse_prefix
         pending.may_go_on = shares and goes_on(pending.job)
         if not pending.may_go_on:
-            self._set_apart(request, pending, pending.job.chunks[0].start if shares else 0)
+            self._set_apart(request, pending.job, shares=shares)
 
-    def _set_apart(self, request: Request, pending: Pending, start: int) -> None:
-        pending.shared = set_apart(request, start, self._block_size, pending.mark)
+    def _read(self, request: Request) -> Pending:
+        """Return the state of a new request, for its own namespace."""
+        tenants = self.finding.tenants
+        namespace = tenants.namespace_of(request)
+        tenants.set_apart(request, namespace, self._block_size)
+        found = self.finding.pending(request, self._refusal, self._stats)
+        pending = found or read_job(request, self._refusal, self._model)
+        if namespace is None and (pending.job or pending.reason):
+            pending = Pending(None, NO_NAMESPACE, blends=pending.blends)
+        pending.request, pending.namespace = request, namespace
+        if pending.report_id and namespace != tenants.own:
+            pending.report_id = f"{pending.report_id} {namespace}"
+        return pending
+
+    def _set_apart(self, request: Request, job: BlendJob, *, shares: bool) -> None:
+        """Set a blend's blocks apart: all of them, or those from its first chunk on."""
+        pending, size = self.pending[request.request_id], self._block_size
+        if not shares:
+            set_apart(request, 0, size, pending.mark)
+            return
+        stretches = pending.stretches or (Stretch(job.chunks[0].start, pending.mark),)
+        ends = [set_apart(request, one.start, size, one.mark) for one in stretches]
+        pending.shared = ends[0]
+        pending.split(ends[-1])
 
     def promise(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the computed ones will be provided, and whether async.
@@ -132,20 +142,32 @@ class ConnectorScheduler:
             return 0, False
         if not pending.blends:
             request.max_tokens = min(request.max_tokens, CARRIER_TOKENS)
+        pending.choose(computed)
         tokens = pending.job.chunks[-1].end if pending.blends else 1
         if pending.may_go_on:
             if is_held(pending.job, request.num_prompt_tokens, computed, self._block_size):
                 pending.result = gone_on(pending.job, tuple(request.prompt_token_ids), computed)
                 return 0, False
             pending.may_go_on = False
-            self._set_apart(request, pending, pending.job.chunks[0].start)
-        if tokens <= computed:
+            self._set_apart(request, pending.job, shares=True)
+        # Of what was blended before, only an incomplete last block is missing: vLLM computes it.
+        is_repeat = bool(pending.names) and computed > pending.shared
+        least = self._block_size if is_repeat else 1
+        if tokens - computed < least or pending.is_too_little:
             self._note_repeat(pending, _work_of(request, pending.mark, tokens))
             return 0, False
-        if self._is_step_full(tokens - computed):
+        work = _work_of(request, pending.mark, tokens)
+        if self._is_step_full(tokens - computed) or self._is_under_way(work, request):
             return None, False
-        pending.tokens, pending.work = tokens, _work_of(request, pending.mark, tokens)
+        pending.tokens, pending.work = tokens, work
         return tokens - computed, self._may_wait(pending.job)
+
+    def _is_under_way(self, work: str, request: Request) -> bool:
+        """Whether a prompt with found chunks is being blended for another request already."""
+        other = self._at_work.get(work)
+        if other is None or other is request or not self.pending[request.request_id].names:
+            return False
+        return bool(other.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
     def _may_wait(self, job: BlendJob) -> bool:
         """Whether a job runs between steps: if all jobs do, or if it is for idle time."""
@@ -168,19 +190,23 @@ class ConnectorScheduler:
         pending = self.pending.get(request.request_id)
         if pending is None or pending.job is None or promised == 0:
             return
-        pending.sent, pending.result = False, None
+        pending.sent, pending.result, pending.first = False, None, pending.tokens - promised
+        if pending.blends:
+            self._at_work[pending.work] = request
+            tell_reused(request, None, pending.first)
         self._promised += promised
         self._new.append(
             Allotted(
                 request_id=request.request_id,
                 job=pending.job,
                 tokens=pending.job.tokens or tuple(request.prompt_token_ids),
-                first=pending.tokens - promised,
+                first=pending.first,
                 until=pending.tokens,
                 block_ids=tuple(blocks.get_block_ids()[0]),
                 wait=not self._may_wait(pending.job),
                 arrived=request.arrival_time,
                 shared=pending.shared,
+                namespace=pending.namespace,
             )
         )
 
@@ -198,11 +224,15 @@ class ConnectorScheduler:
         for request_id, result in results.items():
             late = self.late.pop(request_id, None)
             if late is not None:
+                self.finding.note_result(late, result)
                 self._conclude(late, result)
             pending = self.pending.get(request_id)
             if pending is None:
                 continue
             pending.result = result
+            self.finding.note_result(pending, result)
+            if pending.blends and pending.request is not None:
+                tell_reused(pending.request, result, pending.first)
             if leaves_blocks_empty(result, blends=pending.blends):  # vLLM's: promise none again
                 pending.job = None
 
@@ -212,17 +242,19 @@ class ConnectorScheduler:
         self._new = [new for new in self._new if new.request_id != request.request_id]
         if pending is None:
             return None
+        if self._at_work.get(pending.work) is request:
+            del self._at_work[pending.work]
         if pending.job is not None and pending.job.kind == "report":
-            return params_of(self.reports.pop(pending.job.report_id, NO_REPORT))
+            return params_of(self.reports.pop(pending.report_id, NO_REPORT))
         if pending.sent and pending.result is None:
             self._gone.append(request.request_id)
             self.late[request.request_id] = pending
-            return params_of(Late())
+            return params_of(Late()) if pending.answers else None
         result = pending.result or (Declined(pending.reason) if pending.reason else None)
         if result is None:
             return None
         self._conclude(pending, result)
-        return params_of(result)
+        return params_of(result) if pending.answers else None
 
     def _conclude(self, pending: Pending, result: Result) -> None:
         """Count a finished request's result; keep it for a later ``report``, drop the oldest."""

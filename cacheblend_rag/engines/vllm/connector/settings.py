@@ -21,6 +21,9 @@ AttentionMode = Literal["auto", "native", "sdpa", "flex"]
 PLAIN: tuple[AttentionMode, ...] = ("sdpa", "flex")
 """Over the fused KV always, by PyTorch."""
 
+FindMode = Literal["on", "asked", "off"]
+"""In which requests chunks are searched for."""
+
 CONNECTOR = "CacheBlendConnector"
 MODULE = "cacheblend_rag.engines.vllm.connector"
 
@@ -44,6 +47,9 @@ class ConnectorSettings(Settings):
     """Where each worker keeps chunk KV."""
     namespace: Namespace = "default"
     """The namespace of all KV of this server."""
+    tenants: Flag = False
+    """Whether clients' keys decide the namespace of each request (``serve --tenants``); requests
+    that came past the access middleware then reuse nothing."""
     asynchronous: Flag = True
     """Blend between scheduler steps, so that other requests keep decoding; always so if all layers
     have a sliding window."""
@@ -61,6 +67,9 @@ class ConnectorSettings(Settings):
     guard: Annotated[Ratio, Must("a number from 0 to 1")] = 0.0
     """Share of blended answers that clients' engines have compared with full prefill while vLLM is
     idle, unless they bring settings of their own; 0 is none."""
+    find: Annotated[FindMode, Must.choose(FindMode)] = "on"
+    """Whether stored chunks are found in the prompts of requests that bring no job: ``on`` in all,
+    ``asked`` in those whose ``kv_transfer_params`` have a job of kind ``find``, ``off`` in none."""
     replicas: Positive = 1
     """Number of engines behind one address (data parallelism); it must be given, since they do not
     know of each other."""

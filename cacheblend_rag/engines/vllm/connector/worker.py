@@ -157,7 +157,8 @@ class ConnectorWorker:
             for new in step.jobs:
                 asked = new.job.kind == "status"
                 self._finish(
-                    new.request_id, self.status() if asked else Failed(self._refusal or OTHER_RANK)
+                    new.request_id,
+                    self.status(new.namespace) if asked else Failed(self._refusal or OTHER_RANK),
                 )
             return
         for request_id in step.gone:
@@ -176,7 +177,7 @@ class ConnectorWorker:
     def _begin(self, blender: Blender, new: Allotted) -> None:
         """Begin a job; one that is needed in this step is finished at once."""
         if new.job.kind == "status":
-            self._finish(new.request_id, self.status())
+            self._finish(new.request_id, self.status(new.namespace))
             return
         blender.start(new)
         if new.wait:
@@ -202,13 +203,18 @@ class ConnectorWorker:
             size = self._vllm_config.cache_config.block_size
             self._failed_blocks |= set(done.blocks(size))
 
-    def status(self) -> ConnectorStatus:
-        """Return whether and how this worker blends."""
+    def status(self, namespace: str | None = None) -> ConnectorStatus:
+        """Return whether and how this worker blends; namespace: the asker's, None is the server's.
+
+        What it says of the store is its namespace's alone where there are several.
+        """
         blender, settings = self.blender, self._settings
+        namespace = settings.namespace if namespace is None else namespace
+        tenant = namespace_id(namespace) if settings.tenants else ""
         return ConnectorStatus(
             active=blender is not None,
             refusal=self._refusal,
-            identity=fingerprint(blender.identity, settings.namespace) if blender else "",
+            identity=fingerprint(blender.identity, namespace) if blender else "",
             vllm=vllm_version,
             cacheblend_rag=version("cacheblend-rag"),
             wire=VERSION,
@@ -217,9 +223,9 @@ class ConnectorWorker:
             tensor_parallel=self._vllm_config.parallel_config.tensor_parallel_size,
             asynchronous=self._asynchronous,
             attention=settings.attention,
-            namespace=namespace_id(settings.namespace),
+            namespace=namespace_id(namespace),
             read_only=settings.store.read_only,
-            store=_stored(blender.store) if blender else StoredKV(),
+            store=_stored(blender.store, tenant) if blender else StoredKV(),
             sampling=self._sampling,
             profile=json.dumps(settings.profile.to_dict()) if settings.profile else "",
             guard=settings.guard,
@@ -255,8 +261,14 @@ class ConnectorWorker:
         return StepResults(results) if results else None
 
 
-def _stored(store: TieredKVStore) -> StoredKV:
-    """Return the usage of the fullest tier: the others hold copies of some chunks."""
+def _stored(store: TieredKVStore, tenant: str) -> StoredKV:
+    """Return the usage of the fullest tier: the others hold copies of some chunks.
+
+    tenant: the hash of the only namespace to count; "" counts all.
+    """
+    if tenant:
+        own = [e.nbytes for key, e in store.entries().items() if key.fingerprint.startswith(tenant)]
+        return StoredKV(len(own), sum(own))
     held = store.stats().values()
     return StoredKV(
         chunks=max((tier["entries"] or 0 for tier in held), default=0),

@@ -14,6 +14,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextvars import Token
 from http import HTTPStatus
 from typing import Any
 
@@ -26,6 +27,19 @@ from cacheblend_rag.engines.vllm.middleware.release import (
     Send,
     release_memory,
 )
+from cacheblend_rag.engines.vllm.middleware.tenants import (
+    DEFAULT_NAMESPACE,
+    TENANTS_VARIABLE,
+    Grant,
+    Tenants,
+    is_open_to_tenants,
+)
+from cacheblend_rag.engines.vllm.namespaces import (
+    SECRET_VARIABLE,
+    carry_namespaces,
+    current,
+    known_secret,
+)
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 
 MIDDLEWARE = f"{__name__}.AccessMiddleware"
@@ -37,6 +51,11 @@ MAX_BODY_MIB = 16
 MAX_DEPTH = 64
 BODY_SECONDS = 60.0
 OPEN_PATH = "/health"
+DOCUMENTS_PATH = "/v1/cacheblend/"
+DOCUMENTS_STATE = "cacheblend_documents"
+"""What the endpoint plugin with these paths sets in the application's state."""
+GRANT = "cacheblend_grant"
+"""The field of a request's scope that holds what its key allows, a Grant."""
 AUDIO_PATHS = "/v1/audio/"
 """They take forms, in whose fields no order fits; all others take JSON, whatever it is called."""
 THROWN_AWAY = 4
@@ -65,32 +84,48 @@ class AccessMiddleware:
 
     The keys of vLLM (``--api-key``, or VLLM_API_KEY) and CACHEBLEND_STORE_KEY give access to every
     path; if vLLM has no key, none is needed. If CACHEBLEND_STORE_KEY is set, jobs that change the
-    store (see CHANGES) need it, and so does /cacheblend/release, which is answered here. The path
-    /health is always open, and so are OPTIONS requests, which browsers send first.
+    store (see CHANGES) need it, and so do the paths of documents, and /cacheblend/release, which is
+    answered here. The path /health is always open, and so are OPTIONS requests, which browsers send
+    first.
 
-    Raises ConfigError when CACHEBLEND_MAX_BODY_MIB is no positive number.
+    With CACHEBLEND_TENANTS, a file (see ``tenants``), a key decides the namespace of its requests:
+    those above are the namespace ``default``. Then a key is always needed.
+
+    Raises ConfigError when CACHEBLEND_MAX_BODY_MIB is no positive number, or the file of tenants is
+    wrong.
     """
 
     def __init__(self, app: Application) -> None:
         self._app = app
         self._store_key = os.environ.get(STORE_KEY_VARIABLE, "")
         self._max_body = _max_body(os.environ)
+        self._tenants = _tenants(os.environ)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer or pass on one request (ASGI)."""
         kind = scope["type"]
+        if kind not in {"http", "websocket"}:
+            await self._app(scope, receive, send)
+            return
+        marked = None
         try:
-            if kind in {"http", "websocket"}:
-                scope, may_change = self._checked_key(scope)
+            scope, granted = self._checked_key(scope)
+            if self._tenants is not None:
+                marked = _mark(scope, granted.namespace)
+            scope = {**scope, GRANT: granted}
             if kind == "http" and _path(scope) == RELEASE_PATH:
-                await self._release(scope, may_change, send)
+                await self._release(scope, granted.may_change, send)
                 return
+            if _path(scope).startswith(DOCUMENTS_PATH):
+                _check_documents(scope, granted)
             if kind == "http":
-                receive = await self._checked_body(scope, receive, may_change)
+                receive = await self._checked_body(scope, receive, granted.may_change)
+            await self._app(scope, receive, send)
         except RefusedRequestError as refusal:
             await _refuse(kind, refusal, send)
-            return
-        await self._app(scope, receive, send)
+        finally:
+            if marked is not None:
+                current.reset(marked)
 
     async def _release(self, scope: Scope, may_change: bool, send: Send) -> None:
         """Answer a request to release memory; see release_memory."""
@@ -99,23 +134,39 @@ class AccessMiddleware:
         if not may_change:
             raise _lacks_store_key("release")
         try:
-            freed = await release_memory(self._app, scope)
+            freed = await self._freed(scope)
         except CacheBlendError as error:
             raise RefusedRequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
         await _answer(HTTPStatus.OK, {"released_bytes": freed}, send)
 
-    def _checked_key(self, scope: Scope) -> tuple[Scope, bool]:
-        """Return the request for vLLM, and whether it may change the store."""
+    async def _freed(self, scope: Scope) -> int:
+        """Release memory; returns the freed bytes."""
+        return await release_memory(self._app, scope)
+
+    def _checked_key(self, scope: Scope) -> tuple[Scope, Grant]:
+        """Return the request for vLLM, and what its key allows."""
         keys = _keys_of_vllm(scope)
         given = _given_key(scope)
         may_change = not self._store_key or _is_one_of(given, [self._store_key])
-        if not keys or _is_open(scope) or _is_one_of(given, keys):
-            return scope, may_change
+        granted = Grant(DEFAULT_NAMESPACE, may_change)
+        is_known = _is_one_of(given, keys)
+        if _is_open(scope) or is_known or not (keys or self._tenants):
+            return scope, granted
         if not (self._store_key and may_change):
-            raise RefusedRequestError(HTTPStatus.UNAUTHORIZED, "a key is needed (Bearer)")
+            tenant = self._tenants.grant(given) if self._tenants is not None else None
+            if tenant is None:
+                raise RefusedRequestError(HTTPStatus.UNAUTHORIZED, "a key is needed (Bearer)")
+            if tenant.namespace != DEFAULT_NAMESPACE and not is_open_to_tenants(_path(scope)):
+                raise RefusedRequestError(
+                    HTTPStatus.FORBIDDEN,
+                    "this path is for all tenants: the server's own key is needed",
+                )
+            granted = tenant
+        if not keys:
+            return scope, granted
         others = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
         known = (b"authorization", f"Bearer {keys[0]}".encode())
-        return {**scope, "headers": [*others, known]}, True
+        return {**scope, "headers": [*others, known]}, granted
 
     async def _checked_body(self, scope: Scope, receive: Receive, may_change: bool) -> Receive:
         body, last = await self._read(receive)
@@ -223,6 +274,41 @@ def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         raise RefusedRequestError(HTTPStatus.BAD_REQUEST, "the body names a field twice")
     return made
+
+
+def _tenants(environment: Mapping[str, str]) -> Tenants | None:
+    path = environment.get(TENANTS_VARIABLE)
+    if not path:
+        return None
+    if not known_secret():
+        raise ConfigError(
+            f"{TENANTS_VARIABLE} needs {SECRET_VARIABLE}, random hex digits that vLLM starts "
+            "with: use cacheblend-rag serve --tenants"
+        )
+    tenants = Tenants(path)
+    tenants.reread_on_hangup()
+    return tenants
+
+
+def _mark(scope: Scope, namespace: str) -> Token[str | None]:
+    """Have what vLLM does for a request know its namespace."""
+    try:
+        carry_namespaces(getattr(scope["app"].state, "engine_client", None))
+    except CacheBlendError as error:
+        raise RefusedRequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+    return current.set(namespace)
+
+
+def _check_documents(scope: Scope, granted: Grant) -> None:
+    """Refuse a request about documents without the right key, or where nobody answers it."""
+    if not granted.may_change and scope.get("method") != "OPTIONS":
+        raise _lacks_store_key("see or change documents")
+    if getattr(scope["app"].state, DOCUMENTS_STATE, None) is None:
+        raise RefusedRequestError(
+            HTTPStatus.NOT_IMPLEMENTED,
+            "documents need the endpoint plugin cacheblend: use cacheblend-rag serve, or set "
+            "VLLM_PLUGINS=cacheblend",
+        )
 
 
 def _max_body(environment: Mapping[str, str]) -> int:

@@ -3,6 +3,7 @@
 A job is sent with a request, a result comes back with the request's last output.
 """
 
+from cacheblend_rag.engines.vllm.protocol.find import OFF_PARAMS, FindJob
 from cacheblend_rag.engines.vllm.protocol.job import (
     BlendJob,
     SentChunk,
@@ -17,6 +18,7 @@ from cacheblend_rag.engines.vllm.protocol.result import (
     Failed,
     KeepResult,
     Late,
+    LookupResult,
     PrecomputeResult,
     PrefetchResult,
     ReleaseResult,
@@ -29,6 +31,7 @@ from cacheblend_rag.engines.vllm.protocol.result import (
 from cacheblend_rag.engines.vllm.protocol.status import ConnectorStatus
 
 __all__ = [
+    "OFF_PARAMS",
     "BlendJob",
     "BlendResult",
     "CompareResult",
@@ -36,8 +39,10 @@ __all__ = [
     "Declined",
     "EvictResult",
     "Failed",
+    "FindJob",
     "KeepResult",
     "Late",
+    "LookupResult",
     "PrecomputeResult",
     "PrefetchResult",
     "ReleaseResult",

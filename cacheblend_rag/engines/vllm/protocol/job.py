@@ -33,6 +33,7 @@ Kind = Literal[
     "precompute",
     "compare",
     "keep",
+    "lookup",
     "verify",
     "evict",
     "prefetch",
@@ -70,6 +71,7 @@ class SentChunk:
     after: tuple[int, ...] = ()
     turn: bool = False
     exact: bool = False
+    lead_in: SentLeadIn | None = None
 
     def own_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of the chunk by itself; tokens: the prompt or document."""
@@ -113,8 +115,9 @@ class SentLeadIn:
 
 @dataclass(frozen=True)
 class BlendJob:
-    """One request's work: fuse the chunks of its prompt, store them, or verify, evict or prefetch
-    others; ``keep`` the KV of a conversation's turn; or ``release`` the memory that chunks take.
+    """One request's work: fuse the chunks of its prompt, store them, or look up, verify, evict or
+    prefetch others; ``keep`` the KV of a conversation's turn; or ``release`` the memory that chunks
+    take.
 
     Two kinds only ask: ``status`` for the state of the connector, ``report`` for the result of the
     finished request that had the same ``report_id``.
@@ -122,10 +125,10 @@ class BlendJob:
     tokens: lead-in and document to be computed (precompute), the prompt to be blended again
     (compare), or that and its answer (keep). answer, reference: what it is compared on and with,
     see Compared (compare only); without a reference it is the prompt.
-    keys: (chunk id, context id) of chunks to verify, evict or prefetch. turns: whether they are of
-    conversations' turns (evict only). report_id: 32 hex digits under which the result is kept for a
-    later ``report``, or "". idle: only to be worked on while nothing else is (precompute; compare
-    and keep always are). kept: what to store, in order (keep only).
+    keys: (chunk id, context id) of chunks to look up, verify, evict or prefetch. turns: whether
+    they are of conversations' turns (evict only). report_id: 32 hex digits under which the
+    result is kept for a later ``report``, or "". idle: only to be worked on while nothing else is
+    (precompute; compare and keep always are). kept: what to store, in order (keep only).
     """
 
     kind: Kind
@@ -223,7 +226,8 @@ class BlendJob:
             raise ConfigError(f"{PARAMETER}.version must be {VERSION}")
         kind = sent.get("kind")
         if kind not in KINDS:
-            raise ConfigError(f"{PARAMETER}.kind={kind!r} must be one of {', '.join(KINDS)}")
+            known = ", ".join((*KINDS, "find", "off"))
+            raise ConfigError(f"{PARAMETER}.kind={kind!r} must be one of {known}")
         config = sent.get("config", {})
         if not isinstance(config, Mapping):
             raise ConfigError(f"{PARAMETER}.config must be an object")

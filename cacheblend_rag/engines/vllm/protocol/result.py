@@ -22,6 +22,8 @@ MOST_SECONDS = 1e6
 MOST_TIMES = 32
 """Most phases, or tiers, that times come for."""
 LONGEST_NAME = 64
+INTERNAL = "internal"
+"""Marks fields of results that are for the connector's scheduler side, not for clients."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class BlendResult:
 class PrecomputeResult:
     """The result of precomputing: chunks computed, skipped (stored already) and refused.
 
-    failed: how many of the refused may be stored another time.
+    failed: how many of the refused may be stored another time. fresh, lost: which of the job's
+    chunks were computed and stored, and which are not stored; only the connector uses them.
     """
 
     computed: int
@@ -63,6 +66,16 @@ class PrecomputeResult:
     refused: Mapping[Reason, int] = field(default_factory=dict)
     work_seconds: float | None = None
     failed: Mapping[Reason, int] = field(default_factory=dict)
+    fresh: tuple[int, ...] = field(default=(), metadata={INTERNAL: True})
+    lost: tuple[int, ...] = field(default=(), metadata={INTERNAL: True})
+
+
+@dataclass(frozen=True)
+class LookupResult:
+    """The result of lookup. found: which of the job's keys are stored, as indices, in order."""
+
+    found: tuple[int, ...]
+    work_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -162,6 +175,7 @@ Result: TypeAlias = (
     | PrecomputeResult
     | CompareResult
     | KeepResult
+    | LookupResult
     | VerifyResult
     | EvictResult
     | ReleaseResult
@@ -186,6 +200,7 @@ TOLD_BY: Mapping[str, type[Any]] = {
     "computed": PrecomputeResult,
     "divergence": CompareResult,
     "kept": KeepResult,
+    "found": LookupResult,
     "verified": VerifyResult,
     "evicted": EvictResult,
     "released": ReleaseResult,
@@ -196,7 +211,11 @@ TOLD_BY: Mapping[str, type[Any]] = {
 def params_of(result: Result) -> dict[str, Any]:
     """Return plain JSON values for ``kv_transfer_params``."""
     hints = field_types(type(result))  # type: ignore[arg-type]  # a class is hashable
-    told = {one.name: getattr(result, one.name) for one in fields(result)}
+    told = {
+        one.name: getattr(result, one.name)
+        for one in fields(result)
+        if INTERNAL not in one.metadata
+    }
     plain = {name: _plain(value, hints[name]) for name, value in told.items() if value is not None}
     return {PARAMETER: plain}
 

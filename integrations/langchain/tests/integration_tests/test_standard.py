@@ -1,64 +1,60 @@
 """LangChain's own integration tests of chat models, none of them changed, on a real engine.
 
-The weights are random and never end an answer, so that every answer holds text.
+The weights are random, and answers are scripted.
 """
 
 from __future__ import annotations
 
+import re
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from cacheblend_rag import Engine
 from langchain_core.messages import AIMessage, AIMessageChunk
-from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 from langchain_cacheblend import ChatCacheBlend
 from tests.models import random_engine
+from tests.scripted import Asked, Call, scripted
+from tests.standard import ToolsAndForms
 
 PASSAGE = "The quiet river stands near the old bridge. " * 12
-Detail = Literal[
-    "audio_input", "audio_output", "reasoning_output", "cache_read_input", "cache_creation_input"
-]
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "magic_function": {"input": 3},
+    "magic_function_no_args": {},
+    "greeting_generator": {"answer_style": "Pirate"},
+    "get_weather": {"location": "San Francisco, CA"},
+    "my_adder_tool": {"a": 3, "b": 4},
+    "color_picker": {"fav_color": "purple"},
+}
+JOKE = '{"setup":"Why do cats purr?","punchline":"They are pleased."}'
+
+
+def script(asked: Asked) -> str | Call:
+    """Call the first tool where a user asked or a call is forced; tell jokes as JSON."""
+    if asked.tools and (asked.forced or asked.role == "user"):
+        name = asked.tools[0]
+        if name == "unicode_customer":
+            (customer,) = re.findall("'(.+)'", asked.text)
+            return name, {"customer_name": customer, "description": "a company"}
+        return name, ARGUMENTS[name]
+    return JOKE if "joke about cats" in asked.text else "The river is quiet."
 
 
 @cache
 def engine() -> Engine:
-    found = random_engine()
+    found = scripted(random_engine(), script)
     found.precompute([PASSAGE], progress=False)
     return found
 
 
-class TestChatCacheBlendIntegration(ChatModelIntegrationTests):
-    @property
-    def has_tool_calling(self) -> bool:
-        return False
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
-
-    @property
-    def chat_model_class(self) -> type[ChatCacheBlend]:
-        return ChatCacheBlend
-
+class TestChatCacheBlendIntegration(ToolsAndForms):
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"engine": engine(), "max_tokens": 12}
+        return {"engine": engine()}
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
-        return {"temperature": 0, "max_tokens": 12, "stop": []}
-
-    @property
-    def supports_model_override(self) -> bool:
-        """An engine holds one model."""
-        return False
-
-    @property
-    def supported_usage_metadata_details(
-        self,
-    ) -> dict[Literal["invoke", "stream"], list[Detail]]:
-        return {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
+        return {"temperature": 0, "max_tokens": 256, "stop": []}
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
         llm = ChatCacheBlend(engine=engine(), max_tokens=4)

@@ -10,10 +10,11 @@ from langchain_core.messages import (
     ChatMessage,
     HumanMessage,
     SystemMessage,
+    ToolCall,
     ToolMessage,
 )
 
-from langchain_cacheblend.messages import plain_text, to_engine_messages
+from langchain_cacheblend.messages import plain_text, to_chat_messages, to_engine_messages
 
 
 def test_roles_are_those_of_chat_templates() -> None:
@@ -70,3 +71,42 @@ def test_an_image_is_refused_by_field_in_one_line() -> None:
 def test_without_a_chat_template_messages_are_joined_by_blank_lines() -> None:
     assert plain_text([SystemMessage("Answer."), HumanMessage("Who?")]) == "Answer.\n\nWho?"
     assert plain_text([HumanMessage("Who?")]) == "Who?"
+
+
+CALL: ToolCall = {"name": "search", "args": {"query": "río"}, "id": "1", "type": "tool_call"}
+SAID = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "search", "arguments": '{"query": "río"}'},
+}
+
+
+def test_where_tools_are_called_calls_and_results_are_openais() -> None:
+    passage = 'He said: "no".\nThen {left} \\ went.'
+    messages = [
+        SystemMessage("s"),
+        HumanMessage("one"),
+        HumanMessage("two"),
+        AIMessage("", tool_calls=[CALL]),
+        ToolMessage(passage, tool_call_id="1", name="search"),
+        ToolMessage([{"type": "text", "text": "more"}], tool_call_id="2"),
+        AIMessage("so"),
+        AIMessage(""),
+        AIMessage("on"),
+    ]
+    assert to_chat_messages(messages) == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "one\n\ntwo"},
+        {"role": "assistant", "content": "", "tool_calls": [SAID]},
+        {"role": "tool", "content": passage, "tool_call_id": "1", "name": "search"},
+        {"role": "tool", "content": "more", "tool_call_id": "2"},
+        {"role": "assistant", "content": "so\n\non"},
+    ]
+
+
+def test_a_call_stands_in_no_text_twice() -> None:
+    blocks = [{"type": "text", "text": "hm"}, {"type": "tool_use", "id": "1", "name": "search"}]
+    assert to_chat_messages([AIMessage(blocks, tool_calls=[CALL]), AIMessage("so")]) == [
+        {"role": "assistant", "content": "hm", "tool_calls": [SAID]},
+        {"role": "assistant", "content": "so"},
+    ]

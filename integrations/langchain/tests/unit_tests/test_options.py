@@ -169,6 +169,8 @@ def test_an_engine_without_its_extra() -> None:
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"stop": [""]}, "stop"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"top_logprobs": -1}, "logprobs"),
     ],
 )
 def test_sampling_out_of_range_is_refused_when_it_is_set(
@@ -181,7 +183,13 @@ def test_sampling_out_of_range_is_refused_when_it_is_set(
 def test_call_options_are_checked() -> None:
     llm = ChatCacheBlend(engine=random_engine(), max_tokens=1)
     for options, named in (
-        ({"tools": []}, "unknown call option 'tools'"),
+        ({"tool": []}, "unknown call option 'tool' (did you mean 'tools'?)"),
+        ({"tools": "search"}, "tools is a str: give a list"),
+        ({"tool_choice": "any"}, "tool_choice='required' needs tools: bind_tools([...])"),
+        ({"response_format": 3}, "response_format=3 must be"),
+        ({"logprobs": 3}, "logprobs=3 must be True or False; see top_logprobs"),
+        ({"top_logprobs": 21}, "logprobs=21 must be 0 to 20"),
+        ({"presence_penalty": 3}, "presence_penalty=3 must be from -2 to 2"),
         ({"temprature": 1}, "unknown call option 'temprature' (did you mean 'temperature'?)"),
         ({"max_tokens": 1, "max_new_tokens": 1}, "max_tokens and max_new_tokens name one"),
         ({"recompute_ratio": 2}, "recompute_ratio=2"),
@@ -274,14 +282,6 @@ def test_tokens_are_counted_by_the_models_own_tokenizer() -> None:
     llm = ChatCacheBlend(engine=engine)
     assert llm.get_token_ids("the quiet river") == list(engine.tokenize("the quiet river"))
     assert llm.get_num_tokens("the quiet river") == len(engine.tokenize("the quiet river"))
-
-
-def test_what_it_cannot_do_it_does_not_claim() -> None:
-    llm = ChatCacheBlend(engine=random_engine())
-    with pytest.raises(NotImplementedError, match=r"calls no tools: give .*CacheBlendMiddleware"):
-        llm.bind_tools([])
-    with pytest.raises(NotImplementedError, match=r"no structured output: ask .* parse"):
-        llm.with_structured_output({"title": "x", "type": "object"})
 
 
 def test_none_in_a_call_leaves_the_models_own() -> None:

@@ -18,12 +18,8 @@ class TestChatCacheBlendUnit(ChatModelUnitTests):
         return ChatCacheBlend
 
     @property
-    def has_tool_calling(self) -> bool:
-        return False
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
+    def supports_json_mode(self) -> bool:
+        return True
 
     @property
     def chat_model_params(self) -> dict[str, Any]:

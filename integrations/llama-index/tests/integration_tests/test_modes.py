@@ -293,7 +293,7 @@ class Fact(BaseModel):
     fact: str
 
 
-def test_structured_predict_by_text_program(
+def test_structured_predict(
     kind: str,
     asynchronous: bool,
     nodes: list[BaseNode],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.chat_engine import SimpleChatEngine
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 
@@ -35,15 +37,20 @@ def llm(random_model: Path, request: pytest.FixtureRequest) -> CacheBlendLLM:
     )
 
 
-@pytest.fixture
-def index(llm: CacheBlendLLM) -> VectorStoreIndex:
-    documents = [
+SPLITTER = SentenceSplitter(chunk_size=40, chunk_overlap=0)
+
+
+def documents() -> list[Document]:
+    return [
         Document(text=" ".join(f"{word} number {n} is heavy." for n in range(9)), id_=word)
         for word in ("Stone", "Brick")
     ]
+
+
+@pytest.fixture
+def index(llm: CacheBlendLLM) -> VectorStoreIndex:
     precompute = CacheBlendPrecompute.from_llm(llm, show_progress=False)
-    splitter = SentenceSplitter(chunk_size=40, chunk_overlap=0)
-    return VectorStoreIndex.from_documents(documents, transformations=[splitter, precompute])
+    return VectorStoreIndex.from_documents(documents(), transformations=[SPLITTER, precompute])
 
 
 def reused_from_turns(chat: Any, question: str, memory: CacheBlendChatMemory) -> int:
@@ -107,6 +114,111 @@ def test_the_oldest_messages_are_left_out_from_a_users_message_on(llm: CacheBlen
     memory = CacheBlendChatMemory.from_defaults(llm, told, token_limit=3 * most)
     assert memory.get() == told[-2:]
     assert memory.get_all() == told
+
+
+@pytest.mark.parametrize("chat_mode", ["context", "condense_plus_context"])
+@pytest.mark.parametrize("source", ["documents", "index"])
+@pytest.mark.parametrize("how", ["chat", "stream", "achat", "astream"])
+def test_every_mode_reuses_what_it_retrieves(
+    chat_mode: str, source: str, how: str, llm: CacheBlendLLM
+) -> None:
+    """The nodes of an index that was never precomputed are, too."""
+    given: Any = documents()
+    if source == "index":
+        given = VectorStoreIndex.from_documents(given, transformations=[SPLITTER])
+    chat: Any = cacheblend_chat_engine(
+        given,
+        llm,
+        chat_mode=chat_mode,
+        transformations=[SPLITTER],
+        similarity_top_k=2,
+        system_prompt="Be brief.",
+        show_progress=False,
+    )
+
+    async def atalk() -> str:
+        if how == "achat":
+            return str(await chat.achat(QUESTIONS[0]))
+        steps = await chat.astream_chat(QUESTIONS[0])
+        return "".join([token async for token in steps.async_response_gen()])
+
+    with collect_reports() as reports:
+        if how == "chat":
+            text = str(chat.chat(QUESTIONS[0]))
+        elif how == "stream":
+            text = "".join(chat.stream_chat(QUESTIONS[0]).response_gen)
+        else:
+            text = asyncio.run(atalk())
+    (report,) = reports
+    assert text
+    assert [chunk["hit"] for chunk in report["chunks"]] == [True, True]
+
+
+def test_a_question_that_stands_alone_is_searched_for(acting: Any) -> None:
+    llm, script = acting("They are heavy.", "How heavy are bricks?", "Very.")
+    chat = cacheblend_chat_engine(
+        documents(), llm, chat_mode="condense_plus_context", show_progress=False
+    )
+    chat.chat("How heavy are stones?")
+    assert str(chat.chat("And bricks?")) == "Very."
+    assert "Follow Up Input: And bricks?" in str(script.asked[1].prompt)
+    contents = [message["content"] for message in script.asked[2].prompt.prompt]
+    assert contents[1:] == ["How heavy are stones?", "They are heavy.", "And bricks?"]
+
+
+def test_documents_are_computed_after_the_head_of_the_system_message(random_model: Path) -> None:
+    for mode, head in (
+        ("context", "Use the context information"),
+        ("condense_plus_context", "\n "),
+    ):
+        llm = CacheBlendLLM(model=random_model, namespace=f"head of {mode}", max_tokens=1)
+        cacheblend_chat_engine(documents(), llm, chat_mode=mode, show_progress=False)
+        assert llm.instruction
+        assert llm.instruction.removeprefix("<bos>").startswith(head)
+
+
+def test_a_prompt_too_long_is_cut_between_chunks(random_model: Path) -> None:
+    llm = CacheBlendLLM(
+        model=random_model,
+        namespace="whole chunks",
+        blend_config={"min_tokens": 0},
+        max_tokens=2,
+        context_window=900,
+    )
+    text = " ".join(f"Stone number {n} is heavy." for n in range(90))
+    chat = cacheblend_chat_engine(
+        [Document(text=text, id_="Stone")],
+        llm,
+        transformations=[SPLITTER],
+        similarity_top_k=60,
+        show_progress=False,
+    )
+    with collect_reports() as reports:
+        chat.chat("Why?")
+    assert len(reports) > 1
+    assert all(chunk["hit"] for report in reports for chunk in report["chunks"])
+
+
+def test_a_simple_chat_engine_reuses_its_turns(llm: CacheBlendLLM) -> None:
+    memory = CacheBlendChatMemory.from_defaults(llm)
+    chat = SimpleChatEngine.from_defaults(llm=llm.in_conversation(memory.kv), memory=memory)
+    reused = [reused_from_turns(chat, question, memory) for question in QUESTIONS[:2]]
+    assert reused[0] == 0
+    assert reused[1] > 12
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"chat_mode": "react"}, "chat_mode='react' must be one of context, condense_plus_context"),
+        ({"source": "docs"}, "documents is a str"),
+        ({"similarity_top_k": True}, "similarity_top_k=True must be an integer"),
+    ],
+)
+def test_a_wrong_argument_is_named(given: Any, told: str) -> None:
+    llm = CacheBlendLLM(model="no-such-model")
+    with pytest.raises(ConfigError, match=told):
+        cacheblend_chat_engine(**{"source": documents(), "llm": llm, **given})
 
 
 def test_another_llm_is_refused(index: VectorStoreIndex) -> None:

@@ -270,6 +270,9 @@ def test_metrics_count_what_reports_say(core: InProcessEngine) -> None:
         "fallbacks": 1,
         "guard_samples": 0,
         "guard_divergence": 0,
+        "found_requests": 0,
+        "found_tokens": 0,
+        "find_seconds": 0,
     }
 
 

@@ -38,6 +38,8 @@ def counted() -> BlendStats:
     stats.record(BlendResult((DAMAGED,)))
     stats.record(CompareResult(0.5))
     stats.record(CompareResult(0.25, 0.1))
+    stats.record_found(40, 0.25)
+    stats.record_found(0, 0.5)
     return stats
 
 
@@ -49,6 +51,9 @@ def test_a_result_is_counted_chunk_by_chunk_and_code_by_code() -> None:
         "recomputed_tokens": 10,
         "blended_requests": 1,
         "blend_seconds": 0.75,
+        "found_requests": 1,
+        "found_tokens": 40,
+        "find_seconds": 0.75,
         "guard_samples": 2,
         "guard_divergence": 0.75,
         "chunk_misses": 3,

@@ -1,9 +1,11 @@
-from llama_index.llms.cacheblend.chat import CacheBlendChatMemory, cacheblend_chat_engine
+from llama_index.llms.cacheblend.chat_engine import cacheblend_chat_engine
+from llama_index.llms.cacheblend.chat_memory import CacheBlendChatMemory
 from llama_index.llms.cacheblend.events import CacheBlendReportEvent, collect_reports
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
 from llama_index.llms.cacheblend.precompute import CacheBlendPrecompute
 from llama_index.llms.cacheblend.prompt_helper import CacheBlendPromptHelper
 from llama_index.llms.cacheblend.query_engine import cacheblend_query_engine
+from llama_index.llms.cacheblend.retriever_tool import cacheblend_retriever_tool
 from llama_index.llms.cacheblend.vector_store import CacheBlendVectorStore
 
 __all__ = [
@@ -15,5 +17,6 @@ __all__ = [
     "CacheBlendVectorStore",
     "cacheblend_chat_engine",
     "cacheblend_query_engine",
+    "cacheblend_retriever_tool",
     "collect_reports",
 ]

@@ -47,6 +47,26 @@ def bare_text(node: BaseNode) -> str:
     return node.get_content(metadata_mode=MetadataMode.NONE).strip()
 
 
+def has_window(node: BaseNode) -> bool:
+    """Whether metadata that LLMs do not see hold the node's text within a longer one.
+
+    SentenceWindowNodeParser makes such nodes, and MetadataReplacementPostProcessor shows the longer
+    text in place of the node's own: the sentences in it stand there bare.
+    """
+    text = bare_text(node)
+    return bool(text) and any(text in one and one != text for one in _hidden_texts(node))
+
+
+def shows_window(node: BaseNode) -> bool:
+    """Whether the node's own text was replaced by one in metadata that LLMs do not see."""
+    return bare_text(node) in _hidden_texts(node)
+
+
+def _hidden_texts(node: BaseNode) -> list[str]:
+    hidden = (node.metadata.get(key) for key in node.excluded_llm_metadata_keys)
+    return [value.strip() for value in hidden if isinstance(value, str)]
+
+
 def document_id(node: BaseNode) -> str:
     """Return the id of the document the node was cut from; its own when it stands alone."""
     return node.ref_doc_id or node.node_id

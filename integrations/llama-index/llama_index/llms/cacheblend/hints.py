@@ -20,10 +20,19 @@ _expected: ContextVar[tuple[HintedNode, ...]] = ContextVar("cacheblend_hints", d
 
 @dataclass(frozen=True, slots=True)
 class HintedNode:
-    """A retrieved node's text as prompts may show it: with its metadata, and bare."""
+    """A retrieved node's text as prompts may show it: with its metadata, and bare.
+
+    parts: the known chunks in a text that is none itself, such as a window of sentences.
+    """
 
     shown: Chunk
     bare: Chunk
+    parts: tuple[Chunk, ...] = ()
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """What prompts that show the node with its metadata hold."""
+        return self.parts or (self.shown,)
 
 
 def expect(nodes: Sequence[HintedNode]) -> None:
@@ -45,9 +54,10 @@ def hints_in(prompt: str) -> list[Chunk]:
         if chunk is None:
             absent.append(node)
         else:
-            found.append(chunk)
+            found += node.parts or (chunk,)
             rest = rest.replace(chunk.text, "\n")
-    return found + [node.shown for node in absent if _stands_cut(node.bare.text, rest)]
+    cut = [node for node in absent if _stands_cut(node.bare.text, rest)]
+    return found + [chunk for node in cut for chunk in node.chunks]
 
 
 def _stands_cut(text: str, prompt: str) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from llama_index.core.base.llms.generic_utils import (
     messages_to_prompt as generic_messages_to_prompt,
@@ -24,48 +23,43 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_validator, model_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.llm import LLM, default_completion_to_prompt
+from llama_index.core.llms.llm import ToolSelection, default_completion_to_prompt
+from typing_extensions import override
 
 from cacheblend_rag import (
-    Arguments,
-    BlendConfig,
-    Chunk,
+    ChatPrompt,
+    ConfigError,
     ConversationKV,
     Delta,
     Engine,
-    Generation,
     PromptError,
-    SamplingParams,
     TurnPrompt,
-    names_of,
-    read_hints,
 )
-from llama_index.llms.cacheblend.events import Reporter
-from llama_index.llms.cacheblend.hints import hints_in
+from llama_index.llms.cacheblend.call import CALL, Call, Prompt, Wanted
 from llama_index.llms.cacheblend.messages import plain_messages
 from llama_index.llms.cacheblend.settings import EngineSettings
+from llama_index.llms.cacheblend.structured import StructuredPredictor
+from llama_index.llms.cacheblend.tools import ToolUse, selections
 
-REPORT = "cacheblend"
-Prompt = str | list[dict[str, str]]
-"""A text, or messages for the model's own chat template."""
-SAMPLING = names_of(SamplingParams)
-CALL = Arguments.holding(
-    "argument of a call",
-    SAMPLING | {"hints", "blend_config", "recompute_ratio"},
-    {"blend_config": BlendConfig},
-)
+if TYPE_CHECKING:
+    from llama_index.core.tools.types import BaseTool
 
 
-class CacheBlendLLM(EngineSettings, LLM):
+class CacheBlendLLM(EngineSettings, StructuredPredictor):
     """Answers prompts from the KV of the chunks in them, computed once, when they were indexed.
 
     Chunks known to the engine are found in the prompt text, so any query engine profits. What was
     reused is told in ``response.additional_kwargs["cacheblend"]`` and by CacheBlendReportEvent.
 
-    Every call takes ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``min_p``,
-    ``repetition_penalty``, ``seed``, ``stop`` and ``ignore_eos``; ``recompute_ratio`` or a whole
-    ``blend_config``; and ``hints``, the chunks or document ids its prompt holds. Sampling settings
-    that are not given are the model's own (its ``generation_config``).
+    Every call takes the fields of SamplingParams (``max_tokens``, ``temperature``, ``stop``,
+    ``logprobs``, ``structured_outputs`` and so on), or OpenAI's ``response_format`` and
+    ``top_logprobs``; ``recompute_ratio`` or a whole ``blend_config``; and ``hints``, the chunks or
+    document ids its prompt holds. Sampling settings that are not given are the model's own (its
+    ``generation_config``).
+
+    Models with a chat template call functions: ``chat`` takes ``tools``, ``tool_choice``,
+    ``tool_required`` and ``parallel_tool_calls``. Structured predictions are constrained by the
+    class' schema.
 
     Example:
         ```python
@@ -116,7 +110,7 @@ class CacheBlendLLM(EngineSettings, LLM):
 
     @model_validator(mode="after")
     def _check_defaults(self) -> Self:
-        self._call("", {})
+        self._wanted({})
         return self
 
     @classmethod
@@ -130,6 +124,7 @@ class CacheBlendLLM(EngineSettings, LLM):
             context_window=self.context_window or engine.context_window,
             num_output=self.max_tokens,
             is_chat_model=self._is_chat(engine),
+            is_function_calling_model=self._is_chat(engine) and self._refuses_tools(engine) is None,
             model_name=engine.model_name,
         )
 
@@ -149,41 +144,39 @@ class CacheBlendLLM(EngineSettings, LLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         engine = self.open()
-        call = self._call(self._completion_prompt(engine, prompt, formatted), kwargs)
-        return _completion(call, engine.generate(call.prompt, call.sampling, **call.blending))
+        call = self._completion_call(engine, prompt, formatted, kwargs)
+        return call.completion(engine.generate(call.prompt, call.sampling, **call.blending))
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
         engine = self.open()
-        call = self._call(self._completion_prompt(engine, prompt, formatted), kwargs)
+        call = self._completion_call(engine, prompt, formatted, kwargs)
         deltas = engine.stream(call.prompt, call.sampling, **call.blending)
-        return (_completion_step(call, delta) for delta in deltas)
+        return (call.completion_step(delta) for delta in deltas)
 
     @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         engine = await self.aopen()
-        call = self._call(self._completion_prompt(engine, prompt, formatted), kwargs)
-        return _completion(
-            call, await engine.agenerate(call.prompt, call.sampling, **call.blending)
-        )
+        call = self._completion_call(engine, prompt, formatted, kwargs)
+        return call.completion(await engine.agenerate(call.prompt, call.sampling, **call.blending))
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         engine = await self.aopen()
-        call = self._call(self._completion_prompt(engine, prompt, formatted), kwargs)
+        call = self._completion_call(engine, prompt, formatted, kwargs)
 
         async def steps() -> CompletionResponseAsyncGen:
             async with _closing(
                 engine.astream(call.prompt, call.sampling, **call.blending)
             ) as deltas:
                 async for delta in deltas:
-                    yield _completion_step(call, delta)
+                    yield call.completion_step(delta)
 
         return steps()
 
@@ -192,37 +185,79 @@ class CacheBlendLLM(EngineSettings, LLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         engine = self.open()
-        call = self._call(self._turn(engine, messages), kwargs)
-        return _chat(call, engine.generate(call.prompt, call.sampling, **call.blending))
+        call = self._chat_call(engine, messages, kwargs)
+        return call.chat(engine.generate(call.prompt, call.sampling, **call.blending))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         engine = self.open()
-        call = self._call(self._turn(engine, messages), kwargs)
+        call = self._chat_call(engine, messages, kwargs)
         deltas = engine.stream(call.prompt, call.sampling, **call.blending)
-        return (_chat_step(call, delta) for delta in deltas)
+        return (call.chat_step(delta) for delta in deltas)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         engine = await self.aopen()
-        call = self._call(self._turn(engine, messages), kwargs)
-        return _chat(call, await engine.agenerate(call.prompt, call.sampling, **call.blending))
+        call = self._chat_call(engine, messages, kwargs)
+        return call.chat(await engine.agenerate(call.prompt, call.sampling, **call.blending))
 
     @llm_chat_callback()
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
         engine = await self.aopen()
-        call = self._call(self._turn(engine, messages), kwargs)
+        call = self._chat_call(engine, messages, kwargs)
 
         async def steps() -> ChatResponseAsyncGen:
             async with _closing(
                 engine.astream(call.prompt, call.sampling, **call.blending)
             ) as deltas:
                 async for delta in deltas:
-                    yield _chat_step(call, delta)
+                    yield call.chat_step(delta)
 
         return steps()
+
+    # Tools
+
+    @override
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: str | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Return the arguments of a chat call that may, or must, call tools."""
+        use = ToolUse.of(tools, tool_choice, tool_required)
+        asked = ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg
+        messages = [*(chat_history or ()), *([] if asked is None else [asked])]
+        given: dict[str, Any] = {"messages": messages, **kwargs}
+        if use.tools:
+            given |= {"tools": list(use.tools), "tool_choice": use.choice}
+            given["parallel_tool_calls"] = allow_parallel_tool_calls
+        return given
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """Return the tools that a response calls, with their arguments.
+
+        Args:
+            response: of a chat with tools.
+            error_on_no_tool_call: whether a response that calls none is an error.
+            **kwargs: not used.
+
+        Raises:
+            ValueError: when it calls none.
+        """
+        found = selections(response)
+        if error_on_no_tool_call and not found:
+            raise ValueError(f"the answer calls no tool: {response.message.content or ''!r:.100}")
+        return found
 
     # Inside
 
@@ -251,66 +286,53 @@ class CacheBlendLLM(EngineSettings, LLM):
             return plain_messages(messages)
         return generic_messages_to_prompt(messages)
 
-    def _turn(self, engine: Engine, messages: Sequence[ChatMessage]) -> Prompt | TurnPrompt:
-        """Return messages as the conversation's next turn, which ends with the last of them."""
+    def _turn(
+        self, engine: Engine, messages: Sequence[ChatMessage], use: ToolUse
+    ) -> Prompt | TurnPrompt:
+        """Return messages as the conversation's next turn, which ends with the user's message."""
         prompt = self._chat_prompt(engine, messages)
-        question = (messages[-1].content or "").strip() if messages else ""
+        if use.tools:
+            if refusal := self._refuses_tools(engine):
+                raise ConfigError(f"tools: {refusal}")
+            prompt = ChatPrompt(cast("list[Any]", prompt), use.tools, use.choice)
+        asks = bool(messages) and messages[-1].role is MessageRole.USER
+        question = (messages[-1].content or "").strip() if asks else ""
         if self._conversation is None or not question:
             return prompt
         return TurnPrompt(self._conversation, prompt, question)
 
-    def _call(self, prompt: Prompt | TurnPrompt, kwargs: dict[str, Any]) -> _Call:
+    def _refuses_tools(self, engine: Engine) -> str | None:
+        """Return why prompts cannot show tools, or None."""
+        if not engine.has_chat_template:
+            return f"{engine.model_name} has no chat template to show them by"
+        render = self.messages_to_prompt
+        if render is not None and render is not generic_messages_to_prompt:
+            return "messages_to_prompt does not show them: leave it out"
+        return None
+
+    def _completion_call(
+        self, engine: Engine, prompt: str, formatted: bool, kwargs: dict[str, Any]
+    ) -> Call:
+        wanted = self._wanted(kwargs)
+        if wanted.tools.tools:
+            raise ConfigError("tools: a completion calls none: ask by chat")
+        return wanted.call(self._completion_prompt(engine, prompt, formatted))
+
+    def _chat_call(
+        self, engine: Engine, messages: Sequence[ChatMessage], kwargs: dict[str, Any]
+    ) -> Call:
+        wanted = self._wanted(kwargs)
+        return wanted.call(self._turn(engine, messages, wanted.tools))
+
+    def _wanted(self, kwargs: dict[str, Any]) -> Wanted:
         """Lay a call's arguments over the defaults; raises ConfigError on one that is not known."""
-        wanted = {**CALL.read(self.additional_kwargs), **CALL.told(kwargs)}
-        sampling = {name: wanted.pop(name) for name in SAMPLING & wanted.keys()}
         defaults = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "stop": tuple(self.stop),
         }
-        hints = wanted.get("hints")
-        return _Call(
-            prompt=prompt,
-            sampling=SamplingParams(**{**defaults, **sampling}),
-            config=_config(self.blend_config, **wanted),
-            hints=tuple(hints_in(_text(prompt))) if hints is None else read_hints(hints),
-        )
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One request: what is asked of the engine, and the answer so far."""
-
-    prompt: Prompt | TurnPrompt
-    sampling: SamplingParams
-    config: BlendConfig
-    hints: tuple[Chunk | str, ...]
-    pieces: list[str] = field(default_factory=list)
-    reporter: Reporter = field(default_factory=Reporter)
-
-    @property
-    def blending(self) -> dict[str, Any]:
-        return {"config": self.config, "hints": self.hints}
-
-    def grow(self, delta: Delta) -> str:
-        """Return the answer so far."""
-        self.pieces.append(delta.text)
-        return "".join(self.pieces)
-
-    def told(self, generation: Generation) -> dict[str, Any]:
-        """Publish the report; return what a response says beside its text."""
-        report = generation.report.to_dict()
-        self.reporter.publish(report)
-        usage = {
-            "prompt_tokens": generation.prompt_tokens,
-            "completion_tokens": len(generation.token_ids),
-            "total_tokens": generation.prompt_tokens + len(generation.token_ids),
-            "cached_tokens": generation.report.reused_tokens,
-        }
-        return {
-            "raw": {**usage, "usage": usage, "finish_reason": generation.finish_reason},
-            "additional_kwargs": {REPORT: report},
-        }
+        given = {**CALL.told(self.additional_kwargs), **CALL.told(kwargs)}
+        return Wanted.of(given, defaults, self.blend_config)
 
 
 def _closing(
@@ -318,45 +340,3 @@ def _closing(
 ) -> AbstractAsyncContextManager[AsyncGenerator[Delta, None]]:
     """Stop the work as soon as the reader stops, not at the next garbage collection."""
     return aclosing(cast("AsyncGenerator[Delta, None]", deltas))
-
-
-def _config(
-    config: BlendConfig,
-    *,
-    blend_config: BlendConfig | dict[str, Any] | None = None,
-    recompute_ratio: float | None = None,
-    hints: object = None,
-) -> BlendConfig:
-    if blend_config is not None:
-        config = BlendConfig.of(blend_config)
-    return config if recompute_ratio is None else config.with_ratio(recompute_ratio)
-
-
-def _text(prompt: Prompt | TurnPrompt) -> str:
-    if isinstance(prompt, TurnPrompt):
-        return _text(cast("Prompt", prompt.prompt))
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(message["content"] for message in prompt)
-
-
-def _message(text: str) -> ChatMessage:
-    return ChatMessage(role=MessageRole.ASSISTANT, content=text)
-
-
-def _completion(call: _Call, generation: Generation) -> CompletionResponse:
-    return CompletionResponse(text=generation.text, **call.told(generation))
-
-
-def _completion_step(call: _Call, delta: Delta) -> CompletionResponse:
-    told = call.told(delta.generation) if delta.generation else {}
-    return CompletionResponse(text=call.grow(delta), delta=delta.text, **told)
-
-
-def _chat(call: _Call, generation: Generation) -> ChatResponse:
-    return ChatResponse(message=_message(generation.text), **call.told(generation))
-
-
-def _chat_step(call: _Call, delta: Delta) -> ChatResponse:
-    told = call.told(delta.generation) if delta.generation else {}
-    return ChatResponse(message=_message(call.grow(delta)), delta=delta.text, **told)

@@ -1,10 +1,19 @@
-"""Chat messages as an engine takes them: a role and one text."""
+"""Chat messages in the OpenAI form: a role, one text, and calls of tools or whose result it is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock
+from llama_index.core.base.llms.types import (
+    CachePoint,
+    ChatMessage,
+    MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
 
 from cacheblend_rag import PromptError
 
@@ -14,18 +23,56 @@ ROLES = {
     MessageRole.DEVELOPER: "system",
     MessageRole.FUNCTION: "tool",
 }
+NOT_SHOWN = (ToolCallBlock, ThinkingBlock, CachePoint)
+"""Blocks that are no part of a message's text; chat templates leave out earlier thoughts, too."""
+TOOL_CALLS = "tool_calls"
+TOOL_CALL_ID = "tool_call_id"
 
 
-def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """Return messages as role and content; raises PromptError when one holds more than text."""
+def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages in the OpenAI form; raises PromptError when one holds an image or the like.
+
+    Calls of tools are read from the blocks or, for other LLMs' messages, from additional_kwargs.
+    """
     return [_plain_message(message, index) for index, message in enumerate(messages)]
 
 
-def _plain_message(message: ChatMessage, index: int) -> dict[str, str]:
+def _plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
     for block in message.blocks:
-        if not isinstance(block, TextBlock):
+        if not isinstance(block, (TextBlock, *NOT_SHOWN)):
             raise PromptError(
                 f"messages[{index}] holds a block of type {block.block_type!r}: only text is served"
             )
     role = ROLES.get(message.role, message.role.value)
-    return {"role": role, "content": message.content or ""}
+    plain: dict[str, Any] = {"role": role, "content": message.content or ""}
+    if role == "assistant" and (calls := _calls(message)):
+        plain[TOOL_CALLS] = calls
+    if role == "tool" and (call_id := message.additional_kwargs.get(TOOL_CALL_ID)):
+        plain[TOOL_CALL_ID] = call_id
+    return plain
+
+
+def _calls(message: ChatMessage) -> list[dict[str, Any]]:
+    blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+    if blocks:
+        return [plain_call(one.tool_call_id, one.tool_name, one.tool_kwargs) for one in blocks]
+    return [_given_call(call) for call in message.additional_kwargs.get(TOOL_CALLS) or ()]
+
+
+def _given_call(call: Any) -> dict[str, Any]:
+    """Return a call that is a dict or an object of the openai package."""
+    plain = call if isinstance(call, Mapping) else call.model_dump()
+    function = plain.get("function") or {}
+    return plain_call(plain.get("id"), function.get("name") or "", function.get("arguments") or {})
+
+
+def plain_call(
+    call_id: str | None, name: str, arguments: Mapping[str, Any] | str
+) -> dict[str, Any]:
+    """Return a call of a tool in the OpenAI form, its arguments as JSON text."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": call_id or "",
+        "type": "function",
+        "function": {"name": name, "arguments": text},
+    }

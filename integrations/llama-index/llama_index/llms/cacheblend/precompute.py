@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from llama_index.core.bridge.pydantic import Field
@@ -16,6 +17,7 @@ from llama_index.llms.cacheblend.documents import (
     SourceDocument,
     bare_text,
     checked_nodes,
+    has_window,
     shown_text,
     source_documents,
 )
@@ -42,7 +44,8 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
     Args:
         variants: which texts of a node get KV: ``llm`` (with metadata, what most prompts hold) or
             ``bare`` (without it, what CitationQueryEngine shows). The other is only made known, so
-            that a report can name it.
+            that a report can name it. By default ``llm``, and of a SentenceWindowNodeParser's
+            nodes ``bare`` alone, since prompts hold whole windows of them.
         collection: several indexes over the same documents, cut by different node parsers, each
             need one of their own.
         register_only: nothing is computed, only made known: for a corpus too large to precompute,
@@ -58,8 +61,10 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
 
     """
 
-    variants: tuple[Variant, ...] = Field(
-        default=("llm",), description="Texts of a node that get KV: 'llm', 'bare'.", min_length=1
+    variants: tuple[Variant, ...] | None = Field(
+        default=None,
+        description="Texts of a node that get KV: 'llm', 'bare'; by default as prompts show it.",
+        min_length=1,
     )
     collection: str = Field(
         default="", description="Which of several indexes over the same documents nodes are for."
@@ -108,9 +113,13 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
             documents = {name: self._document(source, read) for name, read in TEXTS.items()}
             if documents["llm"] == documents["bare"]:
                 wanted += _items(source, documents["llm"])
-                continue
-            for name in TEXTS:
-                (wanted if name in self.variants else known).extend(_items(source, documents[name]))
+            elif self.variants is None and any(map(has_window, source.nodes)):
+                # With its metadata a sentence stands in no window, except as the first: left out.
+                wanted += _items(source, replace(documents["bare"], separator=" "))
+            else:
+                for name in TEXTS:
+                    stored = name in (self.variants or ("llm",))
+                    (wanted if stored else known).extend(_items(source, documents[name]))
         self._precompute(engine, wanted)
         engine.register(known)
         return nodes

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.bridge.pydantic import BaseModel, PrivateAttr
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW, DEFAULT_NUM_OUTPUTS
 from llama_index.core.indices.prompt_helper import (
     DEFAULT_CHUNK_OVERLAP_RATIO,
@@ -21,6 +21,7 @@ from llama_index.core.utilities.token_counting import TokenCounter
 from cacheblend_rag import ChunkRegistry, ConfigError
 from llama_index.llms.cacheblend.documents import SEPARATOR
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
+from llama_index.llms.cacheblend.structured import schema_text
 
 if TYPE_CHECKING:
     from llama_index.core.tools import BaseTool
@@ -65,8 +66,14 @@ class CacheBlendPromptHelper(PromptHelper):
         self._registry = ChunkRegistry() if registry is None else registry
 
     @classmethod
-    def from_llm(cls, llm: CacheBlendLLM) -> CacheBlendPromptHelper:
+    def from_llm(
+        cls, llm: CacheBlendLLM, output_cls: type[BaseModel] | None = None
+    ) -> CacheBlendPromptHelper:
         """Return a helper that knows ``llm``'s window, tokenizer and chunks.
+
+        Args:
+            llm: answers.
+            output_cls: of structured answers; its schema takes room in their prompts.
 
         Raises:
             ConfigError: when ``llm`` is no CacheBlendLLM.
@@ -74,9 +81,10 @@ class CacheBlendPromptHelper(PromptHelper):
         if not isinstance(llm, CacheBlendLLM):
             raise ConfigError(f"llm is a {type(llm).__name__}: give a CacheBlendLLM")
         engine, metadata = llm.open(), llm.metadata
+        schema = 0 if output_cls is None else len(engine.tokenize(schema_text(output_cls)))
         return cls(
             context_window=metadata.context_window,
-            num_output=metadata.num_output,
+            num_output=metadata.num_output + schema,
             tokenizer=lambda text: list(engine.tokenize(text)),
             registry=engine.registry,
         )

@@ -10,7 +10,13 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
 from cacheblend_rag import Chunk, Engine, PassageOrder
-from llama_index.llms.cacheblend.documents import bare_text, document_id, shown_text, start_index
+from llama_index.llms.cacheblend.documents import (
+    bare_text,
+    document_id,
+    shown_text,
+    shows_window,
+    start_index,
+)
 from llama_index.llms.cacheblend.hints import HintedNode, expect
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
 from llama_index.llms.cacheblend.settings import CheckedComponent, EngineSettings, checked_llm
@@ -48,7 +54,8 @@ class CacheBlendPostprocessor(CheckedComponent, BaseNodePostprocessor):
         ordered = _ordered(nodes, self.order, engine)
         hinted = [_hinted(node.node, engine) for node in ordered if shown_text(node.node)]
         expect(hinted)
-        engine.prefetch([node.shown for node in hinted if node.shown.text in engine.registry])
+        chunks = [chunk for node in hinted for chunk in node.chunks]
+        engine.prefetch([chunk for chunk in chunks if chunk.text in engine.registry])
         return ordered
 
     async def _apostprocess_nodes(
@@ -88,7 +95,12 @@ def _positions(nodes: Sequence[BaseNode], engine: Engine) -> Sequence[int]:
 
 def _hinted(node: BaseNode, engine: Engine) -> HintedNode:
     name = document_id(node)
-    return HintedNode(_known(shown_text(node), name, engine), _known(bare_text(node), name, engine))
+    shown, bare = (_known(text, name, engine) for text in (shown_text(node), bare_text(node)))
+    known = any(chunk.text in engine.registry for chunk in (shown, bare))
+    if known or not shows_window(node):
+        return HintedNode(shown, bare)
+    found = [match.chunk for match in engine.registry.find(shown.text, [name])]
+    return HintedNode(shown, bare, tuple(chunk for chunk in found if chunk.document_id == name))
 
 
 def _known(text: str, name: str, engine: Engine) -> Chunk:

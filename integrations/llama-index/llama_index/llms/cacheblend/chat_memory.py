@@ -1,4 +1,4 @@
-"""CacheBlendChatMemory and cacheblend_chat_engine: conversations whose turns' KV is reused."""
+"""CacheBlendChatMemory: the messages of a conversation, and which KV of its turns is stored."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.chat_engine import ContextChatEngine
-from llama_index.core.indices.base import BaseIndex
 from llama_index.core.memory import BaseMemory
-from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
-from cacheblend_rag import ConfigError, ConversationKV, PassageOrder, forget_conversation
+from cacheblend_rag import ConfigError, ConversationKV, forget_conversation
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
-from llama_index.postprocessor.cacheblend.postprocessor import CacheBlendPostprocessor
 
 ROLE_TOKENS = 8
 """Upper bound of the tokens that a chat template adds to a message."""
@@ -133,42 +129,3 @@ class CacheBlendChatMemory(BaseMemory):
         text = message.content or ""
         counted = len(text) if self._llm is None else len(self._llm.open().tokenize(text))
         return counted + ROLE_TOKENS
-
-
-def cacheblend_chat_engine(
-    index: BaseIndex[Any],
-    llm: CacheBlendLLM,
-    *,
-    memory: CacheBlendChatMemory | None = None,
-    similarity_top_k: int = 4,
-    system_prompt: str | None = None,
-    node_postprocessors: Sequence[BaseNodePostprocessor] = (),
-    order: PassageOrder | str = PassageOrder.SCORE,
-) -> ContextChatEngine:
-    """Return a chat engine over an index that reuses the KV of retrieved chunks and earlier turns.
-
-    LlamaIndex puts what it retrieves into the system message; the turns' KV is reused behind it.
-
-    Args:
-        index: whose nodes are precomputed, as by ``cacheblend_query_engine``.
-        llm: answers.
-        memory: of the conversation; by default a new one.
-        similarity_top_k: how many nodes are retrieved.
-        system_prompt: what stands before them.
-        node_postprocessors: run before the one that hints.
-        order: as in CacheBlendPostprocessor.
-
-    Raises:
-        ConfigError: when ``llm`` is no CacheBlendLLM.
-    """
-    if not isinstance(llm, CacheBlendLLM):
-        raise ConfigError(f"llm is a {type(llm).__name__}: give a CacheBlendLLM")
-    memory = CacheBlendChatMemory.from_defaults(llm) if memory is None else memory
-    hinting = CacheBlendPostprocessor(llm=llm, order=PassageOrder(order))
-    return ContextChatEngine.from_defaults(
-        retriever=index.as_retriever(similarity_top_k=similarity_top_k),
-        llm=llm.in_conversation(memory.kv),
-        memory=memory,
-        system_prompt=system_prompt,
-        node_postprocessors=[*node_postprocessors, hinting],
-    )

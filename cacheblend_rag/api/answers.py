@@ -1,0 +1,176 @@
+"""Answers of one request: one or several, in turns with those of others, piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.api.gate import Gate
+from cacheblend_rag.api.openai_errors import ApiError
+from cacheblend_rag.engines.answer import Delta, Generation
+from cacheblend_rag.engines.prepare import PromptLike
+from cacheblend_rag.engines.sampling import SEED_LIMIT, SamplingParams
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.rag.ordering import Source
+    from cacheblend_rag.settings import BlendConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one request asks an engine.
+
+    Args:
+        prompts: they are answered each for itself.
+        sampling: of all answers.
+        n: answers to each prompt; with a seed, each has a seed of its own.
+        config: how KV is blended; the engine's own for None.
+        sources: the passages that the server put into the prompt; None if it retrieved none.
+    """
+
+    prompts: Sequence[PromptLike]
+    sampling: SamplingParams
+    n: int = 1
+    config: BlendConfig | None = None
+    sources: Sequence[Source] | None = None
+
+    def settings(self, index: int) -> SamplingParams:
+        """Return the settings of an answer, by its index among all."""
+        seed = self.sampling.seed
+        if seed is None:
+            return self.sampling
+        own = (seed + index % self.n + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
+        return replace(self.sampling, seed=own)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next piece of the answer ``index``: the prompts' answers follow one another."""
+
+    index: int
+    delta: Delta
+
+
+@dataclass
+class Log:
+    """Logs one line for a request: no text, only what was reused and how long it took."""
+
+    route: str
+    started: float = field(default_factory=time.perf_counter)
+
+    def done(self, answers: Sequence[Generation]) -> None:
+        """Log an answered request."""
+        reports = [answer.report for answer in answers]
+        logger.info(
+            "%s: %d prompt tokens, %d reused, %d recomputed%s; %d answered; first token %.2f s, "
+            "all %.2f s",
+            self.route,
+            sum(report.prompt_tokens for report in reports),
+            sum(report.reused_tokens for report in reports),
+            sum(report.recomputed_tokens for report in reports),
+            _why(reports[0].reason.code.value if reports and reports[0].reason else ""),
+            sum(len(answer.token_ids) for answer in answers),
+            max((report.seconds.time_to_first_token for report in reports), default=0.0),
+            time.perf_counter() - self.started,
+        )
+
+    def failed(self, error: ApiError) -> None:
+        """Log a request that was refused, or failed."""
+        logger.info("%s: %d %s", self.route, error.status, error)
+
+
+def _why(code: str) -> str:
+    return f" ({code})" if code else ""
+
+
+class Pieces:
+    """The pieces of all answers, as they come; the work begins at once, and ends with ``aclose``.
+
+    Attributes:
+        answers: those that are finished, by index.
+    """
+
+    def __init__(self, engine: Engine, gate: Gate, asked: Asked) -> None:
+        self.answers: dict[int, Generation] = {}
+        self._engine, self._gate, self._asked = engine, gate, asked
+        self._arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self._first: Piece | None = None
+        self._count = len(asked.prompts) * asked.n
+        self._tasks = [asyncio.create_task(self._answer(at)) for at in range(self._count)]
+
+    async def _answer(self, index: int) -> None:
+        """Compute one answer, once it is its turn."""
+        asked = self._asked
+        prompt = asked.prompts[index // asked.n]
+        try:
+            async with self._gate.turn:
+                settings = asked.settings(index)
+                stream: Any = self._engine.astream(prompt, settings, config=asked.config)
+                async with aclosing(stream) as deltas:
+                    async for delta in deltas:
+                        self._arrived.put_nowait(Piece(index, delta))
+        except Exception as error:
+            self._arrived.put_nowait(error)
+
+    def __aiter__(self) -> Pieces:
+        return self
+
+    async def __anext__(self) -> Piece:
+        """Return the next piece; raises what the engine raises, or ApiError when it closes."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        if len(self.answers) == self._count:
+            raise StopAsyncIteration
+        found = await self._arrived.get()
+        if isinstance(found, Exception):
+            raise found
+        answer = found.delta.generation
+        if answer is not None:
+            if answer.finish_reason == "cancelled":
+                raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping")
+            self.answers[found.index] = answer
+        return found
+
+    async def begin(self) -> None:
+        """Wait for the first piece: errors that come before it are raised here."""
+        self._first = await anext(self)
+
+    async def read(self) -> list[Generation]:
+        """Read to the end; returns the answers in order."""
+        async for _ in self:
+            pass
+        return self.in_order()
+
+    def in_order(self) -> list[Generation]:
+        """Return the finished answers in order."""
+        return [self.answers[index] for index in sorted(self.answers)]
+
+    async def aclose(self) -> None:
+        """Stop all work that is not done."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def usage(answers: Sequence[Generation], n: int) -> dict[str, Any]:
+    """Return the usage of a request; each prompt counts once, though it has ``n`` answers."""
+    prompts = answers[::n]
+    prompt = sum(answer.prompt_tokens for answer in prompts)
+    completion = sum(len(answer.token_ids) for answer in answers)
+    cached = sum(answer.report.reused_tokens for answer in prompts)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

@@ -1,0 +1,121 @@
+"""The application: an OpenAI-compatible server over any engine."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cacheblend_rag.api import access, chat, completions, openai_errors, responses
+from cacheblend_rag.api.documents import documents_router
+from cacheblend_rag.api.gate import RUNNING, WAITING, Gate
+from cacheblend_rag.api.serving import Serving
+from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE
+
+if TYPE_CHECKING:
+    from cacheblend_rag.api.collection import Retriever
+    from cacheblend_rag.engines.base import Engine
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def create_app(
+    engine: Engine,
+    *,
+    name: str | None = None,
+    api_key: str | None = None,
+    running: int = RUNNING,
+    waiting: int = WAITING,
+    retriever: Retriever | None = None,
+    documents: bool = True,
+) -> FastAPI:
+    """Return an application with the routes of the OpenAI API.
+
+    Args:
+        engine: answers; it is not closed.
+        name: the model's name for clients; the engine's by default.
+        api_key: what clients must send; by default the environment's VLLM_API_KEY, and none is
+            needed if that is not set.
+        running: so many answers are computed at the same time; others wait.
+        waiting: so many requests wait; further ones get 503 with Retry-After.
+        retriever: finds passages for chats without tools.
+        documents: whether clients may store and evict documents.
+
+    Raises:
+        ConfigError: when CACHEBLEND_MAX_BODY_MIB is no positive number.
+    """
+    app = FastAPI(title="cacheblend-rag", version=version("cacheblend-rag"))
+    serving = Serving(engine, name or engine.model_name, Gate(running, waiting), retriever)
+    app.state.serving = serving
+    openai_errors.install(app)
+    access.guard(app, api_key)
+    _add_facts(app, serving)
+    _add_answers(app, serving)
+    if documents:
+        setattr(app.state, DOCUMENTS_STATE, engine)
+        app.include_router(documents_router(engine_of))
+    if find_spec("prometheus_client") is not None:
+        _add_metrics(app, engine)
+    return app
+
+
+def engine_of(request: Request) -> Engine:
+    """Return the engine of the application that a request is for."""
+    serving: Serving = request.app.state.serving
+    return serving.engine
+
+
+def _add_facts(app: FastAPI, serving: Serving) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if serving.engine.is_open else 503)
+
+    @app.get("/version")
+    async def told_version() -> dict[str, str]:
+        return {"version": app.version, "engine": serving.engine.name}
+
+    def plain() -> dict[str, Any]:
+        return {
+            "id": serving.name,
+            "object": "model",
+            "created": serving.created,
+            "owned_by": "cacheblend-rag",
+            "max_model_len": serving.engine.context_window,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [plain()]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model_called(model: str) -> dict[str, Any]:
+        serving.check_model(model)
+        return plain()
+
+
+def _add_answers(app: FastAPI, serving: Serving) -> None:
+    @app.post("/v1/chat/completions")
+    async def create_chat(request: Request, body: chat.ChatRequest) -> Response:
+        return await chat.respond(serving, request, body)
+
+    @app.post("/v1/completions")
+    async def create_completion(request: Request, body: completions.CompletionRequest) -> Response:
+        return await completions.respond(serving, request, body)
+
+    @app.post("/v1/responses")
+    async def create_response(request: Request, body: responses.ResponseRequest) -> Response:
+        return await responses.respond(serving, request, body)
+
+
+def _add_metrics(app: FastAPI, engine: Engine) -> None:
+    from cacheblend_rag.observe.metrics import EngineMetrics
+
+    counted = EngineMetrics(engine)
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(counted.text(), media_type=METRICS_TYPE)

@@ -1,0 +1,251 @@
+"""Documents over HTTP: their chunks' KV is stored, listed and evicted by clients in any language.
+
+Errors are OpenAI's error objects: ``{"error": {"message", "type", "param", "code"}}``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from http import HTTPStatus
+from threading import Lock, Thread
+from typing import Annotated, Any, TypeVar
+from weakref import WeakValueDictionary
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+
+from cacheblend_rag.api.document_models import (
+    LONGEST_ID,
+    MOST_LISTED,
+    DeletedDocument,
+    Document,
+    DocumentIn,
+    DocumentList,
+    Failure,
+    Released,
+    Stats,
+    StoredDocument,
+    check_id,
+    read_document,
+)
+from cacheblend_rag.api.document_store import (
+    delete_document,
+    get_document,
+    list_documents,
+    release_memory,
+    store_document,
+    store_stats,
+)
+from cacheblend_rag.api.errors import RequestError, answer_to
+from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.errors import CacheBlendError
+
+T = TypeVar("T")
+EngineOf = Callable[[Request], Engine]
+
+PREFIX = "/v1/cacheblend"
+MOST_BODY_BYTES = 16 << 20
+MOST_WAITING = 32
+"""Requests that are answered or wait for it; more are refused for now."""
+CHANGES, READS = 4, 8
+"""Requests that are answered at a time."""
+RETRY_SECONDS = 5
+
+DocumentId = Annotated[
+    str, Path(min_length=1, max_length=LONGEST_ID, description="Your own name of the document.")
+]
+Collection = Annotated[
+    str | None, Query(description="Only the document of this collection; all by default.")
+]
+
+
+class OneLineRoute(APIRoute):
+    """Answers errors with OpenAI's error object, in one line."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the route's handler."""
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except (RequestError, RequestValidationError, CacheBlendError) as error:
+                status, told = answer_to(error)
+                wait = {"retry-after": str(RETRY_SECONDS)} if status == _BUSY else None
+                return JSONResponse(told, status, wait)
+
+        return answer
+
+
+_BUSY = HTTPStatus.TOO_MANY_REQUESTS
+
+
+def documents_router(engine_of: EngineOf) -> APIRouter:
+    """Return the routes below ``/v1/cacheblend``.
+
+    Whoever includes them must check keys before: they read and change all of an engine's documents.
+
+    Args:
+        engine_of: returns the engine of a request. It is called in a thread, so it may take a
+            while, and raises a CacheBlendError when there is none.
+
+    Returns:
+        A router to include in a FastAPI application.
+    """
+    failures: dict[int | str, dict[str, Any]] = {
+        status: {"model": Failure} for status in ("4XX", 503)
+    }
+    router = APIRouter(
+        prefix=PREFIX, route_class=OneLineRoute, tags=["documents"], responses=failures
+    )
+    work = _Work(engine_of)
+    body = {"requestBody": {"required": True, "content": _json_of(DocumentIn)}}
+
+    @router.put("/documents/{document_id:path}", openapi_extra=body)
+    async def put_document(document_id: DocumentId, request: Request) -> StoredDocument:
+        """Store a document: the KV of its chunks is computed, and an earlier version replaced.
+
+        The answer comes once all of it is stored. ``failed`` above 0 means that a part of it may be
+        stored by another try.
+        """
+        check_id(document_id)
+        asked = read_document(await _body(request))
+        started = time.perf_counter()
+        return await work.change(
+            request,
+            document_id,
+            lambda engine: store_document(engine, document_id, asked, started),
+        )
+
+    @router.get("/documents/{document_id:path}")
+    async def get_one(
+        document_id: DocumentId, request: Request, collection: Collection = None
+    ) -> Document:
+        """Return a document's chunks, and which of them are stored."""
+        check_id(document_id)
+        return await work.read(
+            request, lambda engine: get_document(engine, document_id, collection)
+        )
+
+    @router.delete("/documents/{document_id:path}")
+    async def delete_one(
+        document_id: DocumentId, request: Request, collection: Collection = None
+    ) -> DeletedDocument:
+        """Forget a document, and evict the KV of those chunks that no other document has."""
+        check_id(document_id)
+        return await work.change(
+            request, document_id, lambda engine: delete_document(engine, document_id, collection)
+        )
+
+    @router.get("/documents")
+    async def get_list(
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = 100,
+        after: Annotated[
+            str, Query(max_length=LONGEST_ID, description="The last id of the page before.")
+        ] = "",
+        collection: Collection = None,
+    ) -> DocumentList:
+        """Return the documents, by their ids, a page at a time."""
+        return await work.read(
+            request, lambda engine: list_documents(engine, limit, after, collection)
+        )
+
+    @router.get("/stats")
+    async def get_stats(request: Request) -> Stats:
+        """Return counts of documents and chunks, and whether the server reuses them."""
+        return await work.read(request, store_stats)
+
+    @router.post("/release")
+    async def post_release(request: Request) -> Released:
+        """Free the memory of chunk KV; what is stored elsewhere too is read again when needed."""
+        return await work.read(request, release_memory)
+
+    return router
+
+
+class _Work:
+    """Runs an engine's work in threads: reading, and a little storing, at a time.
+
+    The threads are daemons: a server that ends does not wait for a document.
+    """
+
+    def __init__(self, engine_of: EngineOf) -> None:
+        self._engine_of = engine_of
+        self._changing, self._reading = asyncio.Semaphore(CHANGES), asyncio.Semaphore(READS)
+        self._turns: WeakValueDictionary[tuple[int, str], Lock] = WeakValueDictionary()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def read(self, request: Request, work: Callable[[Engine], T]) -> T:
+        """Return the result of work with a request's engine."""
+        return await self._run(self._reading, lambda: work(self._engine_of(request)))
+
+    async def change(self, request: Request, name: str, work: Callable[[Engine], T]) -> T:
+        """Return the result of work that changes a document, one change after another."""
+
+        def in_turn() -> T:
+            engine = self._engine_of(request)
+            with self._turns.setdefault((id(engine), name), Lock()):
+                return work(engine)
+
+        return await self._run(self._changing, in_turn)
+
+    async def _run(self, room: asyncio.Semaphore, work: Callable[[], T]) -> T:
+        """Run work in a thread, also to its end if the client has left.
+
+        Raises RequestError when too much is waiting.
+        """
+        if len(self._tasks) >= MOST_WAITING:
+            raise RequestError(
+                f"{MOST_WAITING} requests about documents are being answered: try again later",
+                status=_BUSY,
+            )
+        task = asyncio.create_task(_in_thread(room, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+
+async def _in_thread(room: asyncio.Semaphore, work: Callable[[], T]) -> T:
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def tell(settle: Callable[[Any], None], outcome: Any) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(lambda: None if done.done() else settle(outcome))
+
+    def run() -> None:
+        try:
+            result = work()
+        except Exception as error:  # the request's, whatever it is
+            tell(done.set_exception, error)
+        else:
+            tell(done.set_result, result)
+
+    async with room:
+        Thread(target=run, name="cacheblend-documents", daemon=True).start()
+        return await done
+
+
+async def _body(request: Request) -> bytes:
+    """Read a body that is not too long."""
+    parts, size = list[bytes](), 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MOST_BODY_BYTES:
+            raise RequestError(
+                f"the body is longer than {MOST_BODY_BYTES >> 20} MiB: send the document in parts, "
+                "each with an id of its own",
+                status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            )
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _json_of(model: type[DocumentIn]) -> dict[str, Any]:
+    return {"application/json": {"schema": model.model_json_schema()}}

@@ -1,0 +1,71 @@
+"""Bounds how many requests run and wait, and stops the work of clients that have gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from cacheblend_rag.api.openai_errors import ApiError
+
+T = TypeVar("T")
+
+RUNNING = 8
+"""So many answers are computed at the same time; further ones wait."""
+WAITING = 64
+"""So many requests wait at most; further ones are refused."""
+
+
+class Gate:
+    """Lets requests in, up to a bound, and their answers run, up to another.
+
+    Attributes:
+        turn: an answer holds it while it is computed.
+    """
+
+    def __init__(self, running: int = RUNNING, waiting: int = WAITING) -> None:
+        self.turn = asyncio.Semaphore(running)
+        self._most, self._inside = running + waiting, 0
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let a request in; raises ApiError (503, with Retry-After) when too many wait."""
+        if self._inside >= self._most:
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"{self._inside} requests are running or waiting: try again later",
+                code="overloaded",
+            )
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+
+class ClientGoneError(Exception):
+    """The client has hung up: nobody reads the answer."""
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what ``work`` returns; cancel it, and raise ClientGoneError, once the client goes."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

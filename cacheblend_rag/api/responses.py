@@ -1,0 +1,189 @@
+"""POST /v1/responses, without state: nothing of a response is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from cacheblend_rag.api import fields
+from cacheblend_rag.api.answers import Asked
+from cacheblend_rag.api.openai_errors import bad_field
+from cacheblend_rag.api.response_form import ResponseForm
+from cacheblend_rag.api.serving import Serving
+from cacheblend_rag.text.chat import ChatPrompt
+
+LOGPROBS = "message.output_text.logprobs"
+ROLES = {"developer": "system"}
+PARTS = ("input_text", "output_text", "text")
+_STATE = ("previous_response_id", "conversation", "background", "prompt")
+"""Fields that need responses to be kept."""
+
+
+class TextFormat(fields.Fields):
+    """The form of the answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextOptions(fields.Fields):
+    """Options of the answer's text."""
+
+    format: TextFormat | None = None
+
+
+class ResponseRequest(fields.Fields):
+    """The body of a request for a response."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    include: list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+
+    def check(self) -> None:
+        """Raise ApiError for a field that the server lacks."""
+        fields.refuse_unsupported(self)
+        for name in _STATE:
+            if (self.model_extra or {}).get(name):
+                raise bad_field(name, "is not supported: the server keeps nothing; send all input")
+
+    def chat_tools(self) -> list[dict[str, Any]]:
+        """Return the tools as chat completions have them; raises ApiError for others."""
+        return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
+
+    def chat_choice(self) -> str | dict[str, Any]:
+        """Return the choice of a tool as chat completions have it."""
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+            return {"type": "function", "function": {"name": choice["name"]}}
+        return choice or "auto"
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the input as chat messages; raises ApiError."""
+        told: list[dict[str, Any]] = []
+        if self.instructions:
+            told.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*told, {"role": "user", "content": self.input}]
+        for index, item in enumerate(self.input):
+            _add_item(told, item, f"input[{index}]")
+        if not told:
+            raise bad_field("input", "is empty: give a text, or a list of messages")
+        return told
+
+    def response_format(self) -> fields.ResponseFormat | None:
+        """Return the form of the text as chat completions have it."""
+        form = self.text.format if self.text else None
+        if form is None:
+            return None
+        named = {"name": form.name, "schema": form.schema_}
+        return fields.ResponseFormat.model_validate(
+            {"type": form.type, "json_schema": named if form.type == "json_schema" else None}
+        )
+
+
+async def respond(serving: Serving, request: HttpRequest, body: ResponseRequest) -> Response:
+    """Answer a request; raises ApiError."""
+
+    async def ask() -> Asked:
+        serving.check_model(body.model)
+        body.check()
+        wants_logprobs = body.top_logprobs or LOGPROBS in (body.include or ())
+        sampling = fields.sampling_of(
+            max_tokens=body.max_output_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+            structured_outputs=fields.form_of(body.response_format(), None),
+        )
+        messages, tools = body.messages(), body.chat_tools()
+        if serving.retriever is not None and not tools:
+            return await serving.retriever.ask(messages, sampling, 1)
+        prompt = ChatPrompt(messages, tools, body.chat_choice())  # type: ignore[arg-type]
+        return Asked([await serving.prepare(prompt)], sampling)
+
+    form = ResponseForm(
+        serving.name,
+        told=body.model_dump(
+            include={"instructions", "max_output_tokens", "temperature", "top_p", "metadata"}
+        ),
+        tools=[_told_tool(tool) for tool in body.tools or []],
+        tool_choice=body.tool_choice or "auto",
+        format=body.text.format.model_dump(by_alias=True, exclude_none=True)
+        if body.text and body.text.format
+        else {"type": "text"},
+        one_call=body.parallel_tool_calls is False,
+        cites=serving.retriever is not None and serving.retriever.cites,
+    )
+    return await serving.respond(request, ask, form, streamed=bool(body.stream))
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise bad_field(f"{where}.type", "must be 'function': the server runs no tools itself")
+    kept = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in kept if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _told_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {"strict": None, "parameters": None, **tool}
+
+
+def _add_item(told: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+    """Add an item of the input to the messages."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        if role not in {"user", "assistant", "system", "developer"}:
+            raise bad_field(f"{where}.role", "must be user, assistant, system or developer")
+        content = _content(item.get("content"), f"{where}.content")
+        told.append({"role": ROLES.get(str(role), role), "content": content})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        if not all(isinstance(value, str) for value in (*function.values(), item.get("call_id"))):
+            raise bad_field(where, "must have call_id, name and arguments, which are strings")
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        if told and told[-1].get("tool_calls"):
+            told[-1]["tool_calls"].append(call)
+        else:
+            told.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    elif kind == "function_call_output":
+        if not isinstance(item.get("call_id"), str):
+            raise bad_field(f"{where}.call_id", "must be the id of a function_call")
+        output = _content(item.get("output"), f"{where}.output")
+        told.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+    elif kind != "reasoning":  # which other models may have put there
+        raise bad_field(
+            f"{where}.type", "must be message, function_call, function_call_output or reasoning"
+        )
+
+
+def _content(content: Any, where: str) -> str:
+    """Return the text of a message; raises ApiError for parts that are none."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_field(where, "must be a string or a list of parts")
+    texts = []
+    for index, part in enumerate(content):
+        is_text = isinstance(part, dict) and part.get("type") in PARTS
+        if not is_text or not isinstance(part.get("text"), str):
+            raise bad_field(f"{where}[{index}]", f"must be text, of the type {', '.join(PARTS)}")
+        texts.append(part["text"])
+    return "\n".join(texts)

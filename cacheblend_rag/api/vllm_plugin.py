@@ -1,0 +1,100 @@
+"""Documents on a vLLM server: an endpoint plugin of vLLM's, ``VLLM_PLUGINS=cacheblend``.
+
+``cacheblend-rag serve`` switches it on. The access middleware must run before it, since that checks
+keys, and knows a request's namespace by them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from fastapi import FastAPI, Request
+
+from cacheblend_rag.api.documents import documents_router
+from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.factory import open_registry
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE, GRANT
+from cacheblend_rag.engines.vllm.middleware.tenants import Grant
+from cacheblend_rag.engines.vllm.namespaces import known_secret
+from cacheblend_rag.engines.vllm.own_client import OwnClient
+from cacheblend_rag.errors import EngineUnavailableError
+
+ENGINE_SECONDS = 60.0
+
+
+class DocumentsPlugin:
+    """Adds the documents' routes to vLLM's server; vLLM calls its methods."""
+
+    name = "cacheblend"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes, and their part of the OpenAPI page."""
+        app.include_router(documents_router(_engine_of))
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Get ready to open engines; engine_client: vLLM's, None on a server without a model."""
+        if engine_client is not None:
+            setattr(state, DOCUMENTS_STATE, ServerEngines(engine_client, args.model))
+
+
+class ServerEngines:
+    """One engine for each namespace, opened with its first request about documents.
+
+    A namespace's documents are known from a registry beside its KV, and survive restarts with it.
+    """
+
+    def __init__(self, client: Any, model: str) -> None:
+        self._client, self._model = client, model
+        self._settings = ConnectorSettings.of_vllm(client.vllm_config)
+        self._loop = asyncio.get_running_loop()
+        self._lock = Lock()
+        self._opened: dict[str, VLLMEngine] = {}
+        self._tokenizer: Any = None
+
+    def of(self, granted: Grant) -> Engine:
+        """Return the engine of a key's namespace; call it in a thread, since it may open one.
+
+        Raises CacheBlendError when that fails.
+        """
+        are_told_apart = self._settings.tenants or bool(known_secret())
+        namespace = granted.namespace if are_told_apart else self._settings.namespace
+        with self._lock:
+            engine = self._opened.get(namespace)
+            if engine is None or not engine.is_open:
+                engine = self._open(namespace, namespace if are_told_apart else None)
+                self._opened[namespace] = engine
+                self._tokenizer = engine.tokenizer
+            return engine
+
+    def _open(self, namespace: str, named: str | None) -> VLLMEngine:
+        async def make() -> OwnClient:
+            return OwnClient(self._client, self._model, named)
+
+        transport = asyncio.run_coroutine_threadsafe(make(), self._loop).result(ENGINE_SECONDS)
+        store = self._settings.store
+        return VLLMEngine(
+            transport,
+            tokenizer=self._tokenizer,
+            namespace=namespace,
+            registry=open_registry(
+                Path(store.kv_path) if store.kv_path else None,
+                namespace,
+                read_only=store.read_only,
+            ),
+        )
+
+
+def _engine_of(request: Request) -> Engine:
+    engines: ServerEngines | None = getattr(request.app.state, DOCUMENTS_STATE, None)
+    granted = request.scope.get(GRANT)
+    if engines is None or not isinstance(granted, Grant) or not granted.may_change:
+        raise EngineUnavailableError(
+            "documents need the access middleware and the connector: use cacheblend-rag serve"
+        )
+    return engines.of(granted)

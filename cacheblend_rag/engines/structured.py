@@ -1,0 +1,178 @@
+"""Structured outputs: the forms that an answer may be held to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+from cacheblend_rag.errors import ConfigError
+
+ONE_LINE = {"backend": "xgrammar", "disable_any_whitespace": True}
+"""vLLM's ``structured_outputs_config`` for JSON without blanks. It must name a backend: vLLM keeps
+to the one that it used first, and only xgrammar compiles what its own tool parsers ask for."""
+TOLD_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """The form that an answer must have; exactly one field is given. Fields are vLLM's.
+
+    An answer that ``max_tokens`` or ``stop`` cuts off may be unfinished. JSON is written without
+    blanks, so that no model writes them for ever.
+
+    Args:
+        json: a JSON schema, a mapping or its text. An object whose schema has ``properties`` has
+            no others, unless ``additionalProperties`` says so.
+        regex: a regular expression that the whole answer matches.
+        choice: the answer is one of these texts.
+        grammar: a Lark grammar with the rule ``start``.
+        json_object: True: any JSON object.
+
+    Raises:
+        ConfigError: when not exactly one is given, or one is malformed.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.json_object is False:
+            object.__setattr__(self, "json_object", None)
+        names = [field.name for field in fields(self)]
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"structured_outputs needs exactly one of {', '.join(names)}, not "
+                f"{' and '.join(given) or 'none'}"
+            )
+        check = {"json": self._check_json, "choice": self._check_choice}.get(given[0])
+        if check is not None:
+            check()
+        elif given[0] == "json_object":
+            if self.json_object is not True:
+                raise ConfigError("structured_outputs.json_object must be true")
+        elif not isinstance(getattr(self, given[0]), str) or not getattr(self, given[0]):
+            raise ConfigError(f"structured_outputs.{given[0]} must be a non-empty string")
+
+    def to_vllm(self) -> dict[str, Any]:
+        """Return the fields of vLLM's own structured outputs."""
+        if self.json is not None:
+            return {"json": self.schema}
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        told = {name: value for name, value in given.items() if value is not None}
+        return {**told, "choice": list(self.choice)} if self.choice is not None else told
+
+    @property
+    def schema(self) -> Any:
+        """The schema of an answer in JSON, with objects closed."""
+        return closed({"type": "object"} if self.json is None else json.loads(str(self.json)))
+
+    def _check_json(self) -> None:
+        """Keep the schema as its text, so that equal ones are compared and hashed as equal."""
+        schema: Any = self.json
+        try:
+            found = json.loads(schema) if isinstance(schema, str) else schema
+            if not isinstance(found, Mapping | bool):
+                raise ConfigError("structured_outputs.json must be a JSON schema: a mapping")
+            text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"structured_outputs.json is not JSON: {error!s:.100}") from error
+        object.__setattr__(self, "json", text)
+
+    def _check_choice(self) -> None:
+        choice = self.choice
+        if isinstance(choice, str) or not isinstance(choice, Sequence) or not choice:
+            raise ConfigError("structured_outputs.choice must be a non-empty list of strings")
+        if not all(isinstance(one, str) and one for one in choice):
+            raise ConfigError("structured_outputs.choice must hold non-empty strings")
+        object.__setattr__(self, "choice", tuple(choice))
+
+
+def form_refused(why: str) -> ConfigError:
+    """Return the error of a form that llguidance, or vLLM, refuses."""
+    return ConfigError(f"structured_outputs is refused: {' '.join(why.split())[:TOLD_CHARACTERS]}")
+
+
+MAPS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords of a JSON schema that hold schemas by name."""
+LISTS = ("anyOf", "oneOf", "prefixItems")
+"""Keywords that hold lists of schemas."""
+SINGLE = ("items", "additionalProperties")
+"""Keywords that hold one schema."""
+MOST_ITEMS = 16
+LEAST_CHARACTERS = 16
+
+
+def closed(schema: Any) -> Any:
+    """Return a JSON schema whose objects have no properties but those that it names.
+
+    Objects within ``allOf``, ``not`` and ``if`` stay open, since other parts name properties, too.
+    """
+    return changed(schema, _closed) if isinstance(schema, Mapping) else schema
+
+
+def bounded_schema(schema: Mapping[str, Any], characters: int) -> Any:
+    """Return the same with bounds where there are none, for a model that would not end by itself.
+
+    characters: of all strings together. Lists have at most 16 items.
+    """
+    strings = 0
+
+    def counted(one: Mapping[str, Any]) -> Mapping[str, Any]:
+        nonlocal strings
+        strings += _is_free_string(one)
+        return one
+
+    changed(schema, counted)
+    most = max(LEAST_CHARACTERS, characters // (strings + 1))
+
+    def bounded(one: Mapping[str, Any]) -> Mapping[str, Any]:
+        if _is_free_string(one):
+            return {"maxLength": max(most, one.get("minLength", 0)), **one}
+        if "array" in _types(one):
+            return {"maxItems": max(MOST_ITEMS, one.get("minItems", 0)), **one}
+        return one
+
+    return changed(schema, bounded)
+
+
+def changed(
+    schema: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """Return a schema in which it, and each one within it, was changed."""
+    if not isinstance(schema, Mapping):
+        return cast(Mapping[str, Any], schema)
+    new = dict(schema)
+    for name in MAPS:
+        if isinstance(schema.get(name), Mapping):
+            new[name] = {key: changed(value, change) for key, value in schema[name].items()}
+    for name in LISTS:
+        if isinstance(schema.get(name), list):
+            new[name] = [changed(value, change) for value in schema[name]]
+    for name in SINGLE:
+        if name in schema:
+            new[name] = changed(schema[name], change)
+    return change(new)
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "properties" in schema and "allOf" not in schema:
+        return {"additionalProperties": False, **schema}
+    return schema
+
+
+def _types(schema: Mapping[str, Any]) -> Sequence[Any]:
+    told = schema.get("type")
+    return told if isinstance(told, list) else [told]
+
+
+def _is_free_string(schema: Mapping[str, Any]) -> bool:
+    fixed = ("enum", "const", "pattern", "format")
+    return "string" in _types(schema) and not any(name in schema for name in fixed)

@@ -1,0 +1,140 @@
+"""The tools of a request: the form that holds an answer to a call, and the calls in an answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
+from cacheblend_rag.engines.sampling import ResolvedSampling
+from cacheblend_rag.engines.structured import StructuredOutputs, bounded_schema, changed
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.text.chat import ChatPrompt
+from cacheblend_rag.text.tool_calls import OPENINGS, ContentStream, as_call, find_calls, new_id
+from cacheblend_rag.text.tools import Tool, ToolCall, named_tool, tool_name
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What one request's answer may call.
+
+    chat: the messages, and the tools. tokenizer: of the model. prompt: the whole text.
+    """
+
+    chat: ChatPrompt
+    tokenizer: Any
+    prompt: str
+
+    @classmethod
+    def of(cls, prepared: PreparedPrompt, tokenizer: Any) -> Self | None:
+        """Return the tools of a prepared prompt, None if its model is told of none."""
+        source = prepared.source
+        chat = source.prompt if isinstance(source, TurnPrompt) else source
+        if not isinstance(chat, ChatPrompt) or not chat.told_tools:
+            return None
+        return cls(chat, tokenizer, prepared.text)
+
+    def constrained(self, sampling: ResolvedSampling) -> ResolvedSampling:
+        """Return sampling that holds the answer to a call, if the request insists on one.
+
+        Raises ConfigError when it insists on another form as well.
+        """
+        choice = self.chat.tool_choice
+        if choice == "auto":
+            return sampling
+        if sampling.structured_outputs is not None:
+            raise ConfigError(
+                "structured_outputs contradicts tool_choice, which asks for a call: give one"
+            )
+        wanted = named_tool(choice)
+        tools = [one for one in self.chat.tools if wanted in (None, tool_name(one))]
+        return replace(sampling, structured_outputs=call_form(tools, sampling.max_tokens))
+
+    def read(self, text: str, token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
+        """Return an answer's text without its calls, and the calls."""
+        own = self._read_by_template(token_ids)
+        if own is not None:
+            return own
+        known = {tool_name(tool) for tool in self.chat.tools}
+        content, calls = find_calls(text, known)
+        if not calls and self._hides_an_opening(token_ids):
+            content, calls = find_calls(self._whole(token_ids), known)
+        return (content, calls) if calls else (text, ())
+
+    def _whole(self, token_ids: Sequence[int]) -> str:
+        """Return the answer with its special tokens."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _hides_an_opening(self, token_ids: Sequence[int]) -> bool:
+        """Whether a special token that opens calls is missing in the text."""
+        openings = {text for text in OPENINGS if text in self.tokenizer.all_special_tokens}
+        special = set(self.tokenizer.convert_tokens_to_ids(list(openings)))
+        return not special.isdisjoint(token_ids)
+
+    def _read_by_template(
+        self, token_ids: Sequence[int]
+    ) -> tuple[str, tuple[ToolCall, ...]] | None:
+        """Return what the tokenizer's own response template finds, None if it is no call."""
+        if not getattr(self.tokenizer, "response_template", None):
+            return None
+        try:
+            found = self.tokenizer.parse_response(
+                self._whole(token_ids),
+                prefix=self.prompt,
+                tools=[dict(tool) for tool in self.chat.tools],
+            )
+        except Exception as error:  # whatever a template does to a text that it does not expect
+            logger.debug("the response template failed: %s", error)
+            return None
+        told = [as_call(one.get("function")) for one in found.get("tool_calls") or ()]
+        if not told or None in told:
+            return None
+        calls = tuple(ToolCall(new_id(), *one) for one in told if one is not None)
+        return str(found.get("content") or ""), calls
+
+
+def content_stream(prepared: PreparedPrompt, tokenizer: Any) -> ContentStream | None:
+    """Return what tells a request's content from its calls; None if it has no tools."""
+    return None if ToolUse.of(prepared, tokenizer) is None else ContentStream()
+
+
+def call_form(tools: Sequence[Tool], max_tokens: int) -> StructuredOutputs:
+    """Return the form of one call of one of the tools: ``{"name": ..., "arguments": ...}``.
+
+    Strings without a maxLength get one, so that the call ends within ``max_tokens``.
+    """
+    schemas: dict[str, Any] = {}
+    calls = []
+    for i, tool in enumerate(tools):
+        place = f"arguments_{i}"
+        schemas |= _hoisted(bounded_schema(_parameters(tool), max_tokens), place)
+        of_call = {"name": {"const": tool_name(tool)}, "arguments": {"$ref": f"#/$defs/{place}"}}
+        calls.append({"type": "object", "properties": of_call, "required": list(of_call)})
+    one = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return StructuredOutputs(json={**one, "$defs": schemas})
+
+
+def _hoisted(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a schema, and those that it defines, by their places in another one's ``$defs``."""
+    named = {key: schema.get(key) or {} for key in ("$defs", "definitions")}
+    places = {f"#/{key}/{name}": f"#/$defs/{place}_{name}" for key in named for name in named[key]}
+    places["#"] = f"#/$defs/{place}"
+
+    def moved(one: Mapping[str, Any]) -> Mapping[str, Any]:
+        to = places.get(one.get("$ref", ""))
+        return {**one, "$ref": to} if to else one
+
+    own = {key: value for key, value in schema.items() if key not in named}
+    found = {place: own}
+    for defined in named.values():
+        found |= {f"{place}_{name}": value for name, value in defined.items()}
+    return {key: changed(value, moved) for key, value in found.items()}
+
+
+def _parameters(tool: Tool) -> Mapping[str, Any]:
+    found = tool["function"].get("parameters") or {}
+    return {"type": "object", "properties": {}, **found}

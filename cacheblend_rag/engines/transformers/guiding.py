@@ -1,0 +1,124 @@
+"""Holds answers to a form: rules out, before each draw, the tokens that would leave it.
+
+The form is compiled by llguidance, once for all requests that ask for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from functools import lru_cache
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cacheblend_rag.engines.structured import StructuredOutputs, form_refused
+from cacheblend_rag.errors import ConfigError, MissingExtraError, first_line
+
+NO_BLANKS = {"whitespace_flexible": False}
+COMPILED = 64
+"""Forms that are kept compiled."""
+
+
+class Guide:
+    """One answer's way through its form. Not to be shared between answers.
+
+    matcher: an LLMatcher at the beginning of the form.
+    """
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """Return logits, (1, vocabulary), with minus infinity for each token that may not follow.
+
+        Raises ConfigError when the form is too complex to follow.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        may = np.zeros(logits.shape[-1], bool)
+        found = np.unpackbits(bits, bitorder="little", count=min(8 * len(bits), len(may)))
+        may[: len(found)] = found
+        return logits.masked_fill(~torch.from_numpy(may).to(logits.device), -torch.inf)
+
+    def take(self, token_id: int) -> None:
+        """Go on by a token that was drawn."""
+        self._matcher.consume_token(token_id)
+        self._check()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer is complete and nothing may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise form_refused(self._matcher.get_error())
+
+
+class Guides:
+    """Compiles forms for one tokenizer; may be used by several threads at once.
+
+    tokenizer: a fast one. width: how many logits a token is drawn from. ends: tokens that end an
+    answer.
+    """
+
+    def __init__(self, tokenizer: Any, width: int, ends: Collection[int]) -> None:
+        self._tokenizer, self._width, self._ends = tokenizer, width, sorted(ends)
+        self._vocabulary: Any = None
+        self._lock = Lock()
+        self._compiled = lru_cache(COMPILED)(self._compile)
+
+    def guide(self, form: StructuredOutputs) -> Guide:
+        """Return the guide of a new answer.
+
+        Raises:
+            MissingExtraError: without llguidance.
+            ConfigError: when the form is wrong or not supported, or the tokenizer cannot be read.
+        """
+        return Guide(self._compiled(form).deep_copy())
+
+    def _compile(self, form: StructuredOutputs) -> Any:
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            raise MissingExtraError("structured_outputs", "structured") from error
+        try:
+            grammar = _grammar(form, LLMatcher)
+        except ValueError as error:
+            raise form_refused(first_line(error)) from error
+        matcher = LLMatcher(self._read_vocabulary(), grammar, log_level=0)
+        if matcher.is_error():
+            raise form_refused(matcher.get_error())
+        return matcher
+
+    def _read_vocabulary(self) -> Any:
+        from llguidance.hf import from_tokenizer
+
+        with self._lock:
+            if self._vocabulary is None:
+                try:
+                    self._vocabulary = from_tokenizer(
+                        self._tokenizer, n_vocab=self._width, eos_token=self._ends or None
+                    )
+                except Exception as error:
+                    raise ConfigError(
+                        "structured_outputs needs a tokenizer that llguidance can read, not this "
+                        f"{type(self._tokenizer).__name__}: {first_line(error)}"
+                    ) from error
+            return self._vocabulary
+
+
+def _grammar(form: StructuredOutputs, compiler: Any) -> str:
+    """Return a form as a grammar of llguidance; raises ValueError."""
+    if form.regex is not None:
+        return str(compiler.grammar_from_regex(form.regex))
+    if form.grammar is not None:
+        return str(compiler.grammar_from_lark(form.grammar))
+    if form.choice is not None:
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice)
+        return str(compiler.grammar_from_lark(f"start: {texts}"))
+    return str(compiler.grammar_from_json_schema(json.dumps(form.schema), overrides=NO_BLANKS))

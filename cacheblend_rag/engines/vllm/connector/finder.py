@@ -1,0 +1,371 @@
+"""Finds stored chunks in the tokens of prompts, whoever sends them.
+
+The scheduler asks for each request, so it must not wait: files are read and written, and chunks
+added to the index, on a thread of the finder's own. A chunk is found a moment after it was stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
+
+import numpy as np
+
+from cacheblend_rag.engines.vllm.connector.token_file import Name, StoredTokens, TokenFile, id_of
+from cacheblend_rag.engines.vllm.protocol import (
+    BlendJob,
+    PrecomputeResult,
+    SentChunk,
+    SentLeadIn,
+)
+from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.kv.chunk_kv import namespace_id
+from cacheblend_rag.text.token_index import TokenIndex, TokenRun
+
+logger = logging.getLogger(__name__)
+
+LEAST_RUN = 32
+"""Tokens of the shortest part of a chunk that is found."""
+GAP = 16
+"""Most tokens between two chunks of a document that follow one another: a separator."""
+EDGES = 4
+"""Most tokens that a chunk may lack in a prompt to count as the document before the next one."""
+STEP = 16
+"""A part of a chunk begins and ends at a multiple of so many of its tokens. Whoever knows a part
+could otherwise try, one token after another, what comes next: ``cached_tokens`` would tell."""
+MANY = 256
+"""Chunks from which on they are added to the index together."""
+REFRESH_SECONDS = 0.5
+CLOSE_SECONDS = 10.0
+LEADS = {"document": 0, "instruction": 1, "bos": 2, "none": 3}
+"""Which lead-in is preferred among those that a chunk was computed after: the one that is most like
+what a prompt has before a chunk. ``document`` knows who "she" is, and begins as ``instruction``
+does; the next two have at least the first token that attention needs (an attention sink)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """Stored KV of a chunk's tokens. generation: another one when it was stored anew."""
+
+    name: Name
+    follows: str
+    generation: int
+    row: int | None
+
+    @property
+    def is_contextual(self) -> bool:
+        return self.name.lead_in.name == "document" and bool(self.name.context_id)
+
+    @property
+    def rank(self) -> tuple[int, bool, int]:
+        """Which one is taken where none continues its document."""
+        return LEADS.get(self.name.lead_in.name, 9), bool(self.name.context_id), self.generation
+
+
+@dataclass(slots=True)
+class _Known:
+    """The chunks of one namespace."""
+
+    index: TokenIndex[str] = field(default_factory=lambda: TokenIndex(LEAST_RUN))
+    variants: dict[str, tuple[_Variant, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundChunk:
+    """A stored chunk, or a part of one, in a prompt.
+
+    sent: as jobs name it, with its own lead-in. name: to forget it by. generation: another one when
+    the chunk was stored anew. is_known: whether all its document before it stands before it here.
+    """
+
+    sent: SentChunk
+    name: Name
+    generation: int
+    is_known: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the prompt has all of the chunk, but for tokens that edges changed."""
+        return len(self.sent.before) + len(self.sent.after) <= EDGES
+
+
+class Finder:
+    """Knows the tokens of stored chunks, by namespace.
+
+    Args:
+        path: the file that keeps them, None to keep them in this process' memory.
+        model: returns a hash of what the KV depends on, and may take a while: it is called on the
+            finder's thread. Chunks of other models are left out.
+        read_only: whether the file is only read.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        model: Callable[[], str] = str,
+        *,
+        read_only: bool = False,
+    ) -> None:
+        self._path, self._model, self._read_only = path, model, read_only
+        self._known: dict[str, _Known] = {}
+        self._rows: dict[int, Name] = {}
+        self._leads: dict[SentLeadIn, SentLeadIn] = {}
+        self._generations = count(1)
+        self._lock = Lock()
+        self._file: TokenFile | None = None
+        self._told = ""
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name="cacheblend-finder", daemon=True)
+        self._thread.start()
+
+    # Asked by the scheduler: nothing here waits
+
+    def find(self, namespace: str, token_ids: Sequence[int]) -> list[FoundChunk]:
+        """Return the stored chunks in a prompt, in order; its last token is in none."""
+        known = self._known.get(namespace_id(namespace))
+        found: list[FoundChunk] = []
+        if known is None:
+            return found
+        for run in known.index.find(token_ids, 0, len(token_ids) - 1):
+            variants = known.variants.get(run.name)
+            if not variants:
+                continue
+            try:
+                tokens = known.index.tokens(run.name)
+            except KeyError:  # forgotten this very moment
+                continue
+            run = _in_steps(run, len(tokens))
+            if run.end - run.start < LEAST_RUN:
+                continue
+            before = found[-1] if found else None
+            chosen = min(variants, key=lambda one: (not _continues(one, before), one.rank))
+            is_known = not chosen.is_contextual or _continues(chosen, before)
+            sent = SentChunk(
+                run.start,
+                run.end,
+                chosen.name.context_id,
+                protected=not is_known,
+                before=tuple(tokens[: run.skip].tolist()),
+                after=tuple(tokens[run.skip + run.end - run.start :].tolist()),
+                lead_in=chosen.name.lead_in,
+            )
+            found.append(FoundChunk(sent, chosen.name, chosen.generation, is_known))
+        return found
+
+    def learn(self, namespace: str, job: BlendJob, result: PrecomputeResult) -> None:
+        """Add the chunks that a precompute job has stored, or found to be stored."""
+        self._tasks.put(lambda: self._learn(namespace_id(namespace), job, result))
+
+    def forget(self, namespace: str, lead_in: SentLeadIn, keys: Iterable[tuple[str, str]]) -> None:
+        """Forget chunks by their chunk and context ids: they are not found from now on."""
+        known = namespace_id(namespace)
+        self.forget_names([Name(known, chunk, context, lead_in) for chunk, context in keys])
+
+    def forget_names(self, names: Sequence[Name]) -> None:
+        """As ``forget``, by what they were found with."""
+        if names:
+            for name in names:
+                self._drop(name)
+            self._tasks.put(lambda: self._forget(names))
+
+    def settle(self, seconds: float = CLOSE_SECONDS) -> bool:
+        """Wait until all that was learned so far can be found; returns whether it can."""
+        done = Event()
+        self._tasks.put(done.set)
+        return done.wait(seconds)
+
+    def close(self) -> None:
+        """Write what is left to write, and end the thread."""
+        self._tasks.put(None)
+        self._thread.join(CLOSE_SECONDS)
+
+    # On the finder's own thread
+
+    def _run(self) -> None:
+        self._try(self._open)
+        while True:
+            try:
+                task = self._tasks.get(timeout=REFRESH_SECONDS if self._path else None)
+                if task is None:
+                    break
+                self._try(task)
+            except Empty:
+                pass
+            self._try(self._read_news)
+        if self._file is not None:
+            self._file.close()
+
+    def _try(self, task: Callable[[], None]) -> None:
+        """Run a task; whatever fails, chunks that are known stay known."""
+        try:
+            task()
+        except Exception:
+            logger.warning("chunks of some documents are not found in prompts", exc_info=True)
+
+    def _open(self) -> None:
+        if self._path is None or (self._read_only and not self._path.exists()):
+            return
+        try:
+            self._file = TokenFile(self._path, self._model(), read_only=self._read_only)
+        except CacheBlendError as error:  # no weights in files, say: nothing tells models apart
+            self._path = None
+            logger.warning("tokens of stored chunks are kept in memory only: %s", error)
+        except (sqlite3.Error, OSError) as error:
+            self._give_up(error)
+            return
+        self._read_news()
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on in memory if the file cannot be used; one that is busy is tried again."""
+        if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+            logger.debug("%s: %s", self._path, error)
+            return
+        logger.warning(
+            "%s cannot be used (%s): chunks stored from now on are found until the server ends; "
+            "delete the file, and `precompute` fills it again",
+            self._path,
+            error,
+        )
+        self._file = self._path = None
+
+    def _read_news(self) -> None:
+        if self._file is None:
+            if self._path is not None and self._read_only and self._path.exists():
+                self._open()
+            return
+        try:
+            for rows in self._file.news():
+                for row, stored in rows.items():
+                    if stored is None and (name := self._rows.pop(row, None)) is not None:
+                        self._drop(name, row)
+                        self._discard(name)
+                self._add_many([(row, stored) for row, stored in rows.items() if stored])
+        except (sqlite3.Error, OSError) as error:
+            self._give_up(error)
+
+    def _learn(self, namespace: str, job: BlendJob, result: PrecomputeResult) -> None:
+        placed = list(self._stored(namespace, job, result))
+        fresh = {one.name for place, one in placed if place in result.fresh}
+        stored = [one for _, one in placed]
+        if self._file is not None:
+            try:
+                self._file.add(stored, fresh)
+            except (sqlite3.Error, OSError) as error:
+                self._give_up(error)
+        if self._file is None or self._file.read_only:
+            for one in stored:
+                self._add(one, None, anew=one.name in fresh)
+
+    def _stored(
+        self, namespace: str, job: BlendJob, result: PrecomputeResult
+    ) -> Iterable[tuple[int, StoredTokens]]:
+        """Yield a job's chunks that are stored and long enough to be found, with their places."""
+        previous, end, lead = "", 0, job.lead_in
+        for place, sent in enumerate(job.chunks):
+            if sent.end - sent.start < LEAST_RUN:
+                continue
+            tokens = _array(job, sent)
+            own = id_of(tokens)
+            if place not in result.lost:
+                follows = ""
+                if sent.context_id:
+                    is_next = previous and sent.start - end <= GAP
+                    follows = previous if is_next else self._before(namespace, job, sent)
+                name = Name(namespace, own, sent.context_id, self._leads.setdefault(lead, lead))
+                yield place, StoredTokens(name, tokens, follows)
+            previous, end = own, sent.end
+
+    def _before(self, namespace: str, job: BlendJob, sent: SentChunk) -> str:
+        """Return the id of the chunk that ends right before another in its document, or ""."""
+        known = self._known.get(namespace)
+        if known is None:
+            return ""
+        runs = known.index.find(job.tokens, sent.context_start, sent.start)
+        return runs[-1].name if runs and sent.start - runs[-1].end <= GAP else ""
+
+    def _add_many(self, rows: Sequence[tuple[int, StoredTokens]]) -> None:
+        """Add chunks of the file; many at once are many times faster than one by one."""
+        if len(rows) >= MANY:
+            for namespace in {one.name.namespace for _, one in rows}:
+                known = self._known.setdefault(namespace, _Known())
+                known.index.add_many(
+                    (one.tokens, one.name.chunk_id)
+                    for _, one in rows
+                    if one.name.namespace == namespace
+                )
+        for row, stored in rows:
+            self._add(stored, row)
+
+    def _add(self, stored: StoredTokens, row: int | None, *, anew: bool = True) -> None:
+        name = stored.name
+        known = self._known.setdefault(name.namespace, _Known())
+        if name.chunk_id not in known.index:
+            known.index.add(stored.tokens, name.chunk_id)
+        with self._lock:
+            old = known.variants.get(name.chunk_id, ())
+            others = tuple(one for one in old if one.name != name)
+            if not anew and len(others) < len(old):
+                return
+            variant = _Variant(name, stored.follows, next(self._generations), row)
+            known.variants[name.chunk_id] = (*others, variant)
+        if row is not None:
+            self._rows[row] = name
+
+    def _drop(self, name: Name, row: int | None = None) -> None:
+        """Stop finding a chunk; row: only if it is the one of that row."""
+        known = self._known.get(name.namespace)
+        if known is None:
+            return
+        with self._lock:
+            old = known.variants.get(name.chunk_id, ())
+            left = tuple(one for one in old if one.name != name or row not in (None, one.row))
+            if left:
+                known.variants[name.chunk_id] = left
+            else:
+                known.variants.pop(name.chunk_id, None)
+
+    def _discard(self, name: Name) -> None:
+        """Remove a chunk's tokens if none of its variants is left."""
+        known = self._known.get(name.namespace)
+        if known is not None and name.chunk_id not in known.variants:
+            known.index.discard(name.chunk_id)
+
+    def _forget(self, names: Sequence[Name]) -> None:
+        for name in names:  # again: some may have been learned meanwhile
+            self._drop(name)
+            self._discard(name)
+        if self._file is not None:
+            try:
+                self._file.discard(names)
+            except (sqlite3.Error, OSError) as error:
+                self._give_up(error)
+
+
+def _in_steps(run: TokenRun[str], length: int) -> TokenRun[str]:
+    """Cut off what is known of a chunk's part beyond whole steps, but for the chunk's own edges."""
+    first, end = run.skip, run.skip + run.end - run.start
+    if first > EDGES:
+        first = -(-first // STEP) * STEP
+    if length - end > EDGES:
+        end = max(end // STEP * STEP, first)
+    return replace(
+        run, start=run.start + first - run.skip, end=run.start + end - run.skip, skip=first
+    )
+
+
+def _continues(variant: _Variant, before: FoundChunk | None) -> bool:
+    """Whether the document before a chunk stands before it in the prompt, up to this chunk."""
+    if not variant.follows or before is None:
+        return False
+    is_next = before.name.chunk_id == variant.follows and before.name.lead_in.name == "document"
+    return is_next and before.is_known and before.is_whole
+
+
+def _array(job: BlendJob, sent: SentChunk) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    return np.asarray(job.tokens[sent.start : sent.end], dtype=np.uint32)

@@ -1,0 +1,88 @@
+"""What the scheduler's side knows of a request between its arrival and its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.engines.vllm.protocol import BlendJob, Result
+from cacheblend_rag.reason import Reason
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from cacheblend_rag.engines.vllm.connector.continued import Stretch
+    from cacheblend_rag.engines.vllm.connector.token_file import Name
+
+
+@dataclass
+class Pending:
+    """The state of a request: its job, and why it was not blended.
+
+    tokens: of the prompt to provide. sent: whether a worker has the job, so that a result will
+    come. report_id: under which the result is kept, or "". blends: whether the job is a blend.
+    mark: a blend's, see ``set_apart``; equal work has the same. work: the blend's, see
+    ``_work_of``. shared: tokens in the blocks that it shares with ordinary requests. may_go_on:
+    whether it is a blend of exact KV only, looked up as an ordinary request until it is begun.
+    first: tokens that vLLM's prefix cache has. names: of the chunks that were found here, if the
+    request brought none. answers: whether the client, which knows of jobs, gets the result.
+    request: vLLM's. namespace: of the KV that it may use; None is of none. stretches: how the
+    blocks of found chunks are set apart. held: how many of the job's first chunks an earlier prompt
+    may have left in vLLM's prefix cache. parts: all of the job, and what is left if it has.
+    """
+
+    job: BlendJob | None
+    reason: Reason | None = None
+    report_id: str = ""
+    blends: bool = True
+    mark: str = ""
+    sent: bool = False
+    tokens: int = 0
+    work: str = ""
+    shared: int = 0
+    may_go_on: bool = False
+    result: Result | None = None
+    first: int = 0
+    names: tuple[Name, ...] = ()
+    answers: bool = True
+    request: Request | None = None
+    namespace: str | None = None
+    stretches: tuple[Stretch, ...] = ()
+    held: int = 0
+    parts: tuple[Part, Part] | None = None
+
+    def split(self, shared: int) -> None:
+        """Split the job at the chunks that are held, if there are others.
+
+        shared: tokens in the blocks before the first of the others.
+        """
+        if self.job is not None and 0 < self.held < len(self.job.chunks):
+            later = replace(self.job, chunks=self.job.chunks[self.held :])
+            self.parts = (
+                Part(self.job, self.names, self.shared),
+                Part(later, self.names[self.held :], shared),
+            )
+
+    def choose(self, computed: int) -> None:
+        """Blend only what vLLM's prefix cache lacks; computed: tokens that it has."""
+        if self.parts is not None and self.job is not None:
+            whole, later = self.parts
+            part = later if computed >= later.shared else whole
+            self.job, self.names, self.shared = part.job, part.names, part.shared
+
+    @property
+    def is_too_little(self) -> bool:
+        """Whether what is left to blend is less than ``min_tokens``."""
+        if self.job is None or self.parts is None:
+            return False
+        tokens = sum(chunk.end - chunk.start for chunk in self.job.chunks)
+        return tokens < self.job.config.min_tokens
+
+
+@dataclass(frozen=True)
+class Part:
+    """A blend of some chunks. shared: tokens in the blocks before, whose KV is taken as it is."""
+
+    job: BlendJob
+    names: tuple[Name, ...]
+    shared: int

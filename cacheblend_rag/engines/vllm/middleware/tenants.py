@@ -1,0 +1,192 @@
+"""The tenants of a server: which namespace a key belongs to, by a file of the keys' hashes.
+
+The file is TOML, a table for each namespace, with the SHA-256 of the key with which its clients ask
+and of the one with which they store; a list holds several, while keys are replaced::
+
+    [acme]
+    ask = "2bb80d53..."
+    store = "9f86d081..."
+
+A hash is of a random key (``new_entry``): nobody can find the key from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import re
+import secrets
+import signal
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.settings.options import check_namespace
+
+logger = logging.getLogger(__name__)
+
+TENANTS_VARIABLE = "CACHEBLEND_TENANTS"
+"""The environment variable with the file's path."""
+DEFAULT_NAMESPACE = "default"
+"""Of the server's own keys."""
+MOST_BYTES = 16 << 20
+MOST_KEYS = 20_000
+LONGEST_NAME = 200
+KEY_BYTES = 32
+_HASH = re.compile(r"[0-9a-f]{64}")
+_MAY_CHANGE = {"ask": False, "store": True}
+
+OPEN_TO_TENANTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/models",
+    "/v1/cacheblend",
+    "/inference/v1/generate",
+    "/tokenize",
+    "/detokenize",
+    "/invocations",
+    "/version",
+    "/ping",
+    "/health",
+    "/docs",
+    "/redoc",
+    "/openapi.json",
+)
+"""Paths that a tenant may ask, with what is below them. All others are the server's own keys':
+metrics and load tell what other tenants do, and the rest changes the server for all."""
+RELEASES = "/v1/cacheblend/release"
+"""It frees the memory of all tenants, so it is the server's own keys', too."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a key allows: a namespace, and whether its chunks may be stored and evicted."""
+
+    namespace: str
+    may_change: bool
+
+
+class Tenants:
+    """The keys of a tenants' file. Raises ConfigError when it is wrong."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._granted = read_tenants(self._path)
+
+    def grant(self, key: bytes) -> Grant | None:
+        """Return what a key allows, None for an unknown one; takes the same time for any key."""
+        given = hashlib.sha256(key).hexdigest()
+        found: Grant | None = None
+        for known, grant in self._granted:
+            if hmac.compare_digest(known, given):
+                found = grant
+        return found
+
+    def reread(self) -> None:
+        """Read the file again; if it is wrong now, log that and keep the keys as they are."""
+        try:
+            self._granted = read_tenants(self._path)
+        except CacheBlendError as error:
+            logger.error("the tenants' keys stay as they were: %s", error)
+        else:
+            logger.info("%s was read again: %d keys", self._path, len(self._granted))
+
+    def reread_on_hangup(self) -> None:
+        """Read the file again whenever this process gets SIGHUP."""
+        try:
+            signal.signal(signal.SIGHUP, lambda *_: self.reread())
+        except (AttributeError, ValueError):  # no such signal, or not the main thread
+            logger.warning("SIGHUP is not heard here: restart the server to change its tenants")
+
+
+def is_open_to_tenants(path: str) -> bool:
+    """Whether a tenant may ask a path, as FastAPI gets it."""
+    if path == RELEASES:
+        return False
+    return any(path == one or path.startswith(f"{one}/") for one in OPEN_TO_TENANTS)
+
+
+def read_tenants(path: Path, taken: Iterable[str] = ()) -> list[tuple[str, Grant]]:
+    """Return the hash of each key in a tenants' file, and what the key allows.
+
+    taken: keys that are the server's own.
+
+    Raises ConfigError, naming the field, when the file cannot be read, or a hash, a name or a key
+    is wrong.
+    """
+    granted: dict[str, Grant] = {}
+    own = {hashlib.sha256(key.encode()).hexdigest() for key in taken}
+    for field, known, grant in _entries(path):
+        if known in own:
+            raise ConfigError(f"{path}: {field} is the server's own key: make another")
+        if known in granted:
+            raise ConfigError(f"{path}: {field} occurs twice: each key needs a use of its own")
+        granted[known] = grant
+    if len(granted) > MOST_KEYS:
+        raise ConfigError(
+            f"{path} has {len(granted)} keys, more than {MOST_KEYS}: start a server more"
+        )
+    return list(granted.items())
+
+
+def _entries(path: Path) -> Iterator[tuple[str, str, Grant]]:
+    """Yield the field, the hash and the grant of each key."""
+    for namespace, table in _tables(path).items():
+        _check_name(path, namespace)
+        shown = json.dumps(namespace)
+        if not isinstance(table, dict) or not table or table.keys() - _MAY_CHANGE.keys():
+            raise ConfigError(
+                f"{path}: [{shown}] must have ask = and store = (`cacheblend-rag tenant NAME`)"
+            )
+        for name, value in table.items():
+            hashes: Sequence[Any] = value if isinstance(value, list) else [value]
+            for known in hashes:
+                if not isinstance(known, str) or not _HASH.fullmatch(known.lower()):
+                    raise ConfigError(
+                        f"{path}: {name} of [{shown}] must be the SHA-256 of a key, 64 hex digits "
+                        "(`cacheblend-rag tenant NAME`)"
+                    )
+                grant = Grant(namespace, _MAY_CHANGE[name])
+                yield f"{name} of [{shown}]", known.lower(), grant
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"{path} is longer than {MOST_BYTES >> 20} MiB: no file of tenants")
+        return tomllib.loads(content.decode())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        line = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{path} is not TOML: {line:.200}") from error
+
+
+def _check_name(path: Path, namespace: str) -> None:
+    check_namespace(namespace)
+    if not namespace.strip() or not namespace.isprintable() or len(namespace) > LONGEST_NAME:
+        raise ConfigError(
+            f"{path}: the namespace {namespace[:LONGEST_NAME]!r} must be of 1 to {LONGEST_NAME} "
+            "printable characters"
+        )
+
+
+def new_entry(namespace: str) -> tuple[str, str, str]:
+    """Return an asking key, a storing key, and the table of their hashes for a tenants' file.
+
+    Raises ConfigError when the namespace cannot be one.
+    """
+    _check_name(Path("NAME"), namespace)
+    ask, store = (secrets.token_hex(KEY_BYTES) for _ in range(2))
+    name = json.dumps(namespace, ensure_ascii=False)
+    hashes = (hashlib.sha256(key.encode()).hexdigest() for key in (ask, store))
+    return ask, store, '[{}]\nask = "{}"\nstore = "{}"\n'.format(name, *hashes)

@@ -1,0 +1,159 @@
+"""Tools in chat messages: what they are, calls of them, and their results.
+
+A model whose chat template takes no tools reads them as plain text: a system message lists them, a
+call is ``<tool_call>`` with JSON, and a result is a user's message with ``<tool_response>``.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from cacheblend_rag.text.tools import Message, Tool
+
+SEPARATOR = "\n\n"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+INSTRUCTION = (
+    "You may call functions to help with the question. Their signatures, one a line:\n"
+    "<tools>\n{tools}\n</tools>\n"
+    "To call one, answer with its name and arguments as JSON:\n"
+    f'{OPEN}\n{{{{"name": "function", "arguments": {{{{"argument": "value"}}}}}}}}\n{CLOSE}'
+)
+
+
+class Results:
+    """The tools' results in messages.
+
+    Templates are given a placeholder for each, so that it is known where the text stands, and the
+    text is there word for word, whatever the template does to others, such as JSON's escapes.
+
+    messages: with placeholders. texts: the results by placeholder, in order.
+    """
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        mark = uuid.uuid4().hex  # so that no text holds one
+        self.texts = {
+            f"result{mark}{i:06d}": str(message["content"])
+            for i, message in enumerate(messages)
+            if is_result(message)
+        }
+        places = iter(self.texts)
+        self.messages = [
+            {**message, "content": next(places)} if is_result(message) else dict(message)
+            for message in messages
+        ]
+
+    def are_in(self, text: str) -> bool:
+        """Whether a rendered text has each of them once."""
+        return all(text.count(place) == 1 for place in self.texts)
+
+    def put_into(self, text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """Return a text with the results in their places, and (start, end) of each."""
+        done, pieces, data = 0, list[str](), list[tuple[int, int]]()
+        size = 0
+        for place in sorted(self.texts, key=text.index):
+            at, result = text.index(place), self.texts[place]
+            pieces += [text[done:at], result]
+            size += at - done
+            data.append((size, size + len(result)))
+            done, size = at + len(place), size + len(result)
+        return "".join([*pieces, text[done:]]), tuple(data)
+
+
+def is_result(message: Message) -> bool:
+    """Whether a message is what a tool said."""
+    return message.get("role") in ("tool", "function") and isinstance(message.get("content"), str)
+
+
+def speaks_of_tools(message: Message) -> bool:
+    """Whether a message is a tool's result or has calls."""
+    return is_result(message) or bool(message.get("tool_calls"))
+
+
+def called(message: Message) -> Iterator[str]:
+    """Yield the names of the functions that a message calls."""
+    for function in _functions(message):
+        yield str(function.get("name"))
+
+
+def with_objects(message: Message) -> Message:
+    """Return a message whose calls have arguments as objects, as templates want them."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def instruction(tools: Sequence[Tool]) -> str:
+    """Return the system message that tells of tools; "" without any."""
+    if not tools:
+        return ""
+    return INSTRUCTION.format(tools="\n".join(_json(tool["function"]) for tool in tools))
+
+
+def plain_turns(
+    messages: Sequence[Message], instructed: str, *, has_system: bool
+) -> list[dict[str, Any]]:
+    """Return messages without tools: results and calls as text, one turn after the other.
+
+    instructed: is put behind the system message's text; before the first user's message if the
+    template has no system role.
+    """
+    turns = list(map(_plain_turn, messages))
+    system = [str(turn["content"]) for turn in turns if turn["role"] == "system"]
+    first = SEPARATOR.join(text for text in (*system, instructed) if text)
+    if instructed or not has_system:
+        turns = [turn for turn in turns if turn["role"] != "system"]
+        if first:
+            turns.insert(0, {"role": "system" if has_system else "user", "content": first})
+    return _merged(turns)
+
+
+def _plain_turn(message: Message) -> dict[str, Any]:
+    content = message.get("content")
+    if is_result(message):
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    calls = [
+        f"{OPEN}\n{_json({'name': one.get('name'), 'arguments': one.get('arguments')})}\n{CLOSE}"
+        for one in _functions(with_objects(message))
+    ]
+    turn = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**turn, "content": "\n".join([*([content] if content else []), *calls])}
+
+
+def _merged(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join messages of one role that follow one another, which many templates refuse."""
+    merged: list[dict[str, Any]] = []
+    for turn in turns:
+        if merged and merged[-1]["role"] == turn["role"] != "system":
+            joined = SEPARATOR.join([str(merged[-1]["content"]), str(turn["content"])])
+            merged[-1] = {**merged[-1], "content": joined}
+        else:
+            merged.append(turn)
+    return merged
+
+
+def _functions(message: Message) -> Iterator[Mapping[str, Any]]:
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, Sequence) and not isinstance(calls, str) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            yield function
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    told = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(told, str):
+        return call
+    try:
+        found = json.loads(told)
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**call["function"], "arguments": found}}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

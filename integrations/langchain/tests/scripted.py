@@ -1,0 +1,100 @@
+"""Engines whose answers are scripted, by holding them to a text, or remembered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cacheblend_rag import (
+    ChatPrompt,
+    Delta,
+    Engine,
+    StructuredOutputs,
+    TransformersEngine,
+    TurnPrompt,
+)
+from cacheblend_rag.engines.answer import Request
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an answer is scripted for.
+
+    Args:
+        role: of the last message. text: of the last message that a user said.
+        tools: names of the tools that it may call. forced: whether it must call one.
+    """
+
+    role: str
+    text: str
+    tools: tuple[str, ...]
+    forced: bool
+
+
+Call = tuple[str, dict[str, Any]]
+Script = Callable[[Asked], str | Call | None]
+"""Returns a text, or a call's tool and arguments; None leaves the answer to the model."""
+
+
+def scripted(engine: Engine, script: Script) -> Engine:
+    """Let an engine's answers be what a script says, and return it."""
+    start = engine._start
+
+    def follow(request: Request) -> Any:
+        said = script(_asked(request))
+        if said is None:
+            return start(request)
+        text = said if isinstance(said, str) else call_text(*said)
+        held = StructuredOutputs(choice=(text,))
+        return start(replace(request, sampling=replace(request.sampling, structured_outputs=held)))
+
+    engine._start = follow  # type: ignore[method-assign]
+    return engine
+
+
+def remembering(engine: TransformersEngine) -> TransformersEngine:
+    """Let an engine compute each greedy answer once, and return it.
+
+    LangChain's tests ask the same question in many ways: invoked, streamed, asynchronously.
+    """
+    answer, known = engine._answer, dict[Any, list[Delta]]()
+
+    def follow(request: Request) -> Iterator[Delta]:
+        key = (request.prepared.token_ids, request.sampling)
+        if request.sampling.temperature or key not in known:
+            pieces = []
+            for piece in answer(request):
+                pieces.append(piece)
+                yield piece
+            known[key] = pieces
+        else:
+            yield from known[key]
+
+    engine._answer = follow  # type: ignore[method-assign]
+    return engine
+
+
+def call_text(name: str, arguments: dict[str, Any]) -> str:
+    """A call as a model writes it."""
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def _asked(request: Request) -> Asked:
+    source: Any = request.prepared.source
+    if isinstance(source, TurnPrompt):
+        source = source.prompt
+    chat = source if isinstance(source, ChatPrompt) else ChatPrompt(source)
+    choice = chat.tool_choice
+    names = [tool["function"]["name"] for tool in chat.tools]
+    if isinstance(choice, dict):
+        names = [choice["function"]["name"]]
+    users = [message["content"] for message in chat.messages if message["role"] == "user"]
+    return Asked(
+        role=chat.messages[-1]["role"],
+        text=users[-1] if users else "",
+        tools=tuple(names) if choice != "none" else (),
+        forced=choice not in ("auto", "none"),
+    )

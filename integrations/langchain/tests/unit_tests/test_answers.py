@@ -1,0 +1,93 @@
+"""Answers of an engine as LangChain's messages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from cacheblend_rag import Delta, Generation, SamplingParams, TokenLogprob, ToolCall
+from langchain_core.messages import AIMessageChunk
+
+from langchain_cacheblend.answers import AnswerReader
+from tests.models import random_engine
+
+CALLS = (ToolCall("1", "search", '{"query": "río"}'), ToolCall("2", "search", '{"query": '))
+READER = AnswerReader("model")
+
+
+@cache
+def plain() -> Generation:
+    return random_engine().generate("hello", SamplingParams(max_tokens=2))
+
+
+def answer(**changes: Any) -> Generation:
+    return replace(plain(), text="so", content="so", finish_reason="stop", **changes)
+
+
+def calling(calls: tuple[ToolCall, ...] = CALLS) -> Generation:
+    return replace(plain(), content="so", tool_calls=calls, finish_reason="stop")
+
+
+def test_a_call_that_is_no_json_is_told_as_invalid() -> None:
+    message = READER.message(calling())
+    assert [call["args"] for call in message.tool_calls] == [{"query": "río"}]
+    assert [call["id"] for call in message.invalid_tool_calls] == ["2"]
+    assert message.text == "so"
+    assert message.response_metadata["finish_reason"] == "tool_calls"
+    assert READER.message(answer()).response_metadata["finish_reason"] == "stop"
+
+
+def test_the_last_piece_of_a_stream_has_the_calls() -> None:
+    pieces = [Delta("s"), Delta("o", generation=calling(CALLS[:1]))]
+    whole = AIMessageChunk(content="")
+    for piece in pieces:
+        whole += READER.piece(piece)
+    message = READER.message(calling(CALLS[:1]))
+    assert whole.text == message.text == "so"
+    assert whole.tool_calls == message.tool_calls
+    assert [chunk["index"] for chunk in whole.tool_call_chunks] == [0]
+    assert whole.usage_metadata == message.usage_metadata
+    assert whole.response_metadata == message.response_metadata
+
+
+def test_one_of_several_calls_is_taken_where_one_was_asked_for() -> None:
+    reader = AnswerReader("model", most_calls=1)
+    assert [call["id"] for call in reader.message(calling()).tool_calls] == ["1"]
+    last = Delta("", generation=calling())
+    assert [chunk["id"] for chunk in reader.piece(last).tool_call_chunks] == ["1"]
+    assert reader.piece(last).text == ""
+
+
+def test_a_call_of_the_answer_tool_is_the_answer() -> None:
+    reader = AnswerReader("model", answer_tool="Place")
+    found = calling((ToolCall("1", "Place", '{"town": "Rome"}'),))
+    message, piece = reader.message(found), reader.piece(Delta("", generation=found))
+    assert message.text == piece.text == '{"town": "Rome"}'
+    assert message.tool_calls == piece.tool_calls == []
+    assert message.response_metadata["finish_reason"] == "stop"
+    assert reader.message(calling(CALLS[:1])).tool_calls
+
+
+def test_log_probabilities_are_told_as_by_openai() -> None:
+    told = TokenLogprob(7, "é", -0.5, ((7, "é", -0.5), (8, "e", -1.5)))
+    expected = {
+        "token": "é",
+        "bytes": [195, 169],
+        "logprob": -0.5,
+        "top_logprobs": [
+            {"token": "é", "bytes": [195, 169], "logprob": -0.5},
+            {"token": "e", "bytes": [101], "logprob": -1.5},
+        ],
+    }
+    whole = READER.message(answer(logprobs=(told, told)))
+    assert whole.response_metadata["logprobs"] == {"content": [expected] * 2, "refusal": None}
+    pieces = [
+        READER.piece(Delta("s", logprobs=(told,))),
+        READER.piece(Delta("", generation=answer(logprobs=(told, told)), logprobs=(told,))),
+    ]
+    assert (pieces[0] + pieces[1]).response_metadata["logprobs"] == {
+        "content": [expected] * 2,
+        "refusal": None,
+    }
+    assert "logprobs" not in READER.message(answer()).response_metadata

@@ -1,0 +1,135 @@
+"""cacheblend_chat_engine: a chat engine that reuses retrieved chunks' KV and earlier turns'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
+from llama_index.core.chat_engine.condense_plus_context import DEFAULT_CONTEXT_PROMPT_TEMPLATE
+from llama_index.core.chat_engine.context import DEFAULT_CONTEXT_TEMPLATE
+from llama_index.core.chat_engine.types import BaseChatEngine, ChatMode
+from llama_index.core.chat_engine.utils import get_prefix_messages_with_context
+from llama_index.core.embeddings.utils import EmbedType
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
+from llama_index.core.response_synthesizers import CompactAndRefine
+from llama_index.core.schema import TransformComponent
+from llama_index.core.vector_stores.types import BasePydanticVectorStore
+
+from cacheblend_rag import PassageOrder
+from llama_index.llms.cacheblend.chat_memory import CacheBlendChatMemory
+from llama_index.llms.cacheblend.indexing import (
+    Indexing,
+    Retrieving,
+    Source,
+    blending_llm,
+    check_choice,
+    checked_source,
+)
+from llama_index.llms.cacheblend.llm import CacheBlendLLM
+from llama_index.llms.cacheblend.precompute import Variant
+from llama_index.llms.cacheblend.prompt_helper import CacheBlendPromptHelper
+
+
+def cacheblend_chat_engine(
+    source: Source,
+    llm: CacheBlendLLM | None = None,
+    *,
+    chat_mode: ChatMode | str = ChatMode.CONTEXT,
+    memory: CacheBlendChatMemory | None = None,
+    transformations: Sequence[TransformComponent] | None = None,
+    embed_model: EmbedType | None = None,
+    vector_store: BasePydanticVectorStore | None = None,
+    similarity_top_k: int = 4,
+    system_prompt: str | None = None,
+    node_postprocessors: Sequence[BaseNodePostprocessor] = (),
+    order: PassageOrder | str = PassageOrder.SCORE,
+    variants: tuple[Variant, ...] | None = None,
+    collection: str | None = None,
+    show_progress: bool = True,
+) -> BaseChatEngine:
+    """Return a chat engine that reuses the KV of retrieved chunks and of earlier turns.
+
+    LlamaIndex puts what it retrieves into the system message; the turns' KV is reused behind it.
+
+    Args:
+        source: documents or an index, as for cacheblend_query_engine.
+        llm: answers; by default ``Settings.llm``. With documents, unless it has an instruction or
+            was opened before, chunks are precomputed after the beginning of the system message.
+        chat_mode: ``context``: each message is what is searched for; ``condense_plus_context``:
+            the LLM first makes a question of it that stands alone.
+        memory: of the conversation; by default a new one.
+        transformations: as for cacheblend_query_engine, and so are ``embed_model``,
+            ``vector_store``, ``variants``, ``collection`` and ``show_progress``.
+        embed_model: as there.
+        vector_store: as there.
+        similarity_top_k: how many nodes are retrieved.
+        system_prompt: what stands behind them in the system message.
+        node_postprocessors: run before the one that hints.
+        order: as in CacheBlendPostprocessor.
+        variants: as there.
+        collection: as there.
+        show_progress: as there.
+
+    Raises:
+        ConfigError: before a model is loaded, for an argument of another kind.
+    """
+    llm = blending_llm(llm)
+    source = checked_source(source)
+    check_choice("chat_mode", chat_mode, [mode.value for mode in MODES])
+    retrieving = Retrieving(llm, similarity_top_k, node_postprocessors, order)
+    indexing = Indexing(
+        llm, transformations, embed_model, vector_store, variants, collection, show_progress
+    )
+    engine, template = MODES[ChatMode(chat_mode)]
+    head = None if isinstance(source, BaseIndex) else _whole(template, system_prompt)
+    index = indexing.index(source, head)
+    memory = CacheBlendChatMemory.from_defaults(llm) if memory is None else memory
+    made: BaseChatEngine = engine.from_defaults(
+        retriever=retrieving.retriever(index),
+        llm=llm.in_conversation(memory.kv),
+        memory=memory,
+        system_prompt=system_prompt,
+        node_postprocessors=retrieving.postprocessors(),
+    )
+    return made
+
+
+def _whole(template: str, system_prompt: str | None) -> ChatPromptTemplate:
+    """Return the messages that the engine asks with, as far as a template gives them."""
+    messages: list[ChatMessage] = get_prefix_messages_with_context(
+        PromptTemplate(template), system_prompt or "", [], [], MessageRole.SYSTEM
+    )
+    return ChatPromptTemplate(messages)
+
+
+class _WholeChunks:
+    """Lets a chat engine pack its prompts with whole chunks."""
+
+    _llm: Any
+
+    def _get_response_synthesizer(
+        self, chat_history: list[ChatMessage], streaming: bool = False
+    ) -> CompactAndRefine:
+        made: CompactAndRefine = super()._get_response_synthesizer(  # type: ignore[misc]
+            chat_history, streaming
+        )
+        made._prompt_helper = CacheBlendPromptHelper.from_llm(self._llm)
+        return made
+
+
+class _ContextChat(_WholeChunks, ContextChatEngine):
+    """LlamaIndex's chat engine of the mode ``context``."""
+
+
+class _CondenseChat(_WholeChunks, CondensePlusContextChatEngine):
+    """LlamaIndex's chat engine of the mode ``condense_plus_context``."""
+
+
+MODES: dict[ChatMode, tuple[type[Any], str]] = {
+    ChatMode.CONTEXT: (_ContextChat, DEFAULT_CONTEXT_TEMPLATE),
+    ChatMode.CONDENSE_PLUS_CONTEXT: (_CondenseChat, DEFAULT_CONTEXT_PROMPT_TEMPLATE),
+}

@@ -1,0 +1,219 @@
+"""Objects of pydantic classes as answers, by decoding that allows nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from typing import Any, cast
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    CompletionResponse,
+    MessageRole,
+    TextBlock,
+)
+from llama_index.core.bridge.pydantic import BaseModel, ValidationError
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.events.llm import (
+    LLMStructuredPredictEndEvent,
+    LLMStructuredPredictStartEvent,
+)
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.program.utils import process_streaming_objects
+from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
+from llama_index.core.types import Model, PydanticProgramMode
+
+from cacheblend_rag import ConfigError
+
+_dispatcher = get_dispatcher(__name__)
+NOT_FOR_FORMS = ("tools", "tool_choice", "tool_required", "allow_parallel_tool_calls")
+"""Arguments for programs that call functions; LlamaIndex's programs ignore them, too."""
+Response = ChatResponse | CompletionResponse
+
+
+def schema_text(output_cls: type[BaseModel]) -> str:
+    """Return what the end of a prompt says of the object that is wanted."""
+    schema = json.dumps(output_cls.model_json_schema(), ensure_ascii=False)
+    return f"\n\nAnswer with one JSON object that follows this JSON schema:\n{schema}"
+
+
+class StructuredPredictor(FunctionCallingLLM):
+    """An LLM whose structured predictions are constrained by the schema of the class.
+
+    The schema also stands at the end of the prompt, for its descriptions. With another
+    ``pydantic_program_mode`` than the default, LlamaIndex's own programs run.
+    """
+
+    @_dispatcher.span
+    def structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """Return an object of a class.
+
+        Args:
+            output_cls: a pydantic class.
+            prompt: the template.
+            llm_kwargs: further arguments of the call.
+            **prompt_args: values of the template.
+
+        Raises:
+            ConfigError: when ``max_tokens`` end the answer before its JSON is whole.
+            ValidationError: when the class refuses the values, by a validator of its own, say.
+        """
+        if not self._constrains():
+            made = super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
+            return cast("Model", made)
+        _announce(output_cls, prompt, prompt_args)
+        wanted = _wanted(output_cls, llm_kwargs)
+        response: Response
+        if self.metadata.is_chat_model:
+            response = self.chat(self._messages(output_cls, prompt, prompt_args), **wanted)
+        else:
+            text = self._text(output_cls, prompt, prompt_args)
+            response = self.complete(text, formatted=True, **wanted)
+        return _announced(_read(response, output_cls))
+
+    @_dispatcher.span
+    async def astructured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        if not self._constrains():
+            made = await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
+            return cast("Model", made)
+        _announce(output_cls, prompt, prompt_args)
+        wanted = _wanted(output_cls, llm_kwargs)
+        response: Response
+        if self.metadata.is_chat_model:
+            response = await self.achat(self._messages(output_cls, prompt, prompt_args), **wanted)
+        else:
+            text = self._text(output_cls, prompt, prompt_args)
+            response = await self.acomplete(text, formatted=True, **wanted)
+        return _announced(_read(response, output_cls))
+
+    def _structured_stream_call(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Generator[Any, None, None]:
+        """Yield what is known of the object, the whole one last."""
+        if not self._constrains():
+            return super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
+        wanted = _wanted(output_cls, llm_kwargs)
+        steps: Iterator[Response]
+        if self.metadata.is_chat_model:
+            steps = self.stream_chat(self._messages(output_cls, prompt, prompt_args), **wanted)
+        else:
+            text = self._text(output_cls, prompt, prompt_args)
+            steps = self.stream_complete(text, formatted=True, **wanted)
+        return _objects(steps, output_cls)
+
+    async def _structured_astream_call(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> AsyncGenerator[Any, None]:
+        if not self._constrains():
+            return await super()._structured_astream_call(
+                output_cls, prompt, llm_kwargs, **prompt_args
+            )
+        wanted = _wanted(output_cls, llm_kwargs)
+        steps: AsyncIterator[Response]
+        if self.metadata.is_chat_model:
+            messages = self._messages(output_cls, prompt, prompt_args)
+            steps = await self.astream_chat(messages, **wanted)
+        else:
+            text = self._text(output_cls, prompt, prompt_args)
+            steps = await self.astream_complete(text, formatted=True, **wanted)
+        return _aobjects(steps, output_cls)
+
+    def _constrains(self) -> bool:
+        return self.pydantic_program_mode is PydanticProgramMode.DEFAULT
+
+    def _messages(
+        self, output_cls: type[BaseModel], prompt: BasePromptTemplate, values: dict[str, Any]
+    ) -> list[ChatMessage]:
+        """Return the template's messages, the last one with the schema at its end."""
+        messages = self._get_messages(prompt, **values)
+        told = TextBlock(text=schema_text(output_cls).lstrip("\n"))
+        if not messages or messages[-1].role is not MessageRole.USER:
+            return [*messages, ChatMessage(role=MessageRole.USER, blocks=[told])]
+        last = messages[-1]
+        changed = last.model_copy(update={"blocks": [*last.blocks, TextBlock(text=""), told]})
+        return [*messages[:-1], changed]
+
+    def _text(
+        self, output_cls: type[BaseModel], prompt: BasePromptTemplate, values: dict[str, Any]
+    ) -> str:
+        return f"{self._get_prompt(prompt, **values)}{schema_text(output_cls)}\n\n"
+
+
+def _wanted(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    given = {n: value for n, value in (llm_kwargs or {}).items() if n not in NOT_FOR_FORMS}
+    # A dict of plain values: observers serialize the arguments of a call.
+    return {**given, "structured_outputs": {"json": output_cls.model_json_schema()}}
+
+
+def _read(response: Response, output_cls: type[Model]) -> Model:
+    text = _text_of(response)
+    try:
+        return output_cls.model_validate_json(text)
+    except ValidationError:
+        if (response.raw or {}).get("finish_reason") != "length":
+            raise
+    raise ConfigError(
+        f"max_tokens ended the JSON of {output_cls.__name__} after {len(text)} characters: give "
+        "a higher max_tokens"
+    )
+
+
+def _text_of(response: Response) -> str:
+    if isinstance(response, CompletionResponse):
+        return response.text
+    return response.message.content or ""
+
+
+def _objects(steps: Iterator[Response], output_cls: type[Model]) -> Generator[Any, None, None]:
+    so_far: Any = None
+    for step in steps:
+        so_far = _partial(step, output_cls, so_far)
+        yield so_far
+
+
+async def _aobjects(
+    steps: AsyncIterator[Response], output_cls: type[Model]
+) -> AsyncGenerator[Any, None]:
+    so_far: Any = None
+    async for step in steps:
+        so_far = _partial(step, output_cls, so_far)
+        yield so_far
+
+
+def _partial(step: Response, output_cls: type[Model], so_far: Any) -> Any:
+    if step.raw is not None:  # the last step
+        return _read(step, output_cls)
+    known = None if so_far is None else [so_far]
+    return process_streaming_objects(step, output_cls, cur_objects=known)
+
+
+def _announce(output_cls: type[Any], prompt: Any, values: dict[str, Any]) -> None:
+    _dispatcher.event(
+        LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=values)
+    )
+
+
+def _announced(result: Model) -> Model:
+    _dispatcher.event(LLMStructuredPredictEndEvent(output=cast("BaseModel", result)))
+    return result

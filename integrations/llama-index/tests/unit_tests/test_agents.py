@@ -1,0 +1,225 @@
+"""Agents on a scripted engine: tools are called, and the passages that they find are reused."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from llama_index.core import Document, MockEmbedding, Settings, VectorStoreIndex
+from llama_index.core.agent.workflow import (
+    AgentStream,
+    AgentWorkflow,
+    FunctionAgent,
+    ReActAgent,
+    ToolCallResult,
+)
+from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.llms import MockLLM
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import BaseNode
+from llama_index.core.tools import FunctionTool
+
+from cacheblend_rag import ChatPrompt, ConfigError
+from llama_index.llms.cacheblend import (
+    CacheBlendLLM,
+    cacheblend_retriever_tool,
+    collect_reports,
+)
+
+QUESTION = "Who plays the cello?"
+SEARCH = [("search", {"input": QUESTION})]
+ANSWER = "Clara Berg does."
+
+
+def run(agent: Any, asked: str = QUESTION) -> tuple[Any, list[dict[str, Any]], list[Any]]:
+    """Return what an agent answers, the reports of the model's calls, and the events."""
+
+    async def work() -> tuple[Any, list[Any]]:
+        handler = agent.run(asked)
+        events = [event async for event in handler.stream_events()]
+        return await handler, events
+
+    with collect_reports() as reports:
+        answer, events = asyncio.run(work())
+    return answer, reports, events
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@pytest.fixture
+def passages(index: VectorStoreIndex) -> list[BaseNode]:
+    return list(index.docstore.docs.values())[:2]
+
+
+def search_tool(index: VectorStoreIndex, llm: CacheBlendLLM, **options: Any) -> Any:
+    return cacheblend_retriever_tool(
+        index, llm, variants=("llm", "bare"), show_progress=False, **options
+    )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_function_agent_reuses_the_passages_that_it_found(
+    streaming: bool, index: VectorStoreIndex, acting: Any
+) -> None:
+    llm, script = acting(SEARCH, ANSWER)
+    tool = search_tool(index, llm, similarity_top_k=2)
+    agent = FunctionAgent(llm=llm, tools=[tool], system_prompt="Search first.", streaming=streaming)
+    answer, reports, events = run(agent)
+
+    assert str(answer) == ANSWER
+    first, second = reports
+    assert first["chunks"] == []
+    assert [chunk["hit"] for chunk in second["chunks"]] == [True, True]
+    assert second["reused_tokens"] > 64
+    (result,) = (event for event in events if isinstance(event, ToolCallResult))
+    found = [node.node.get_content("llm") for node in result.tool_output.raw_output]
+    told = script.asked[1].prompt.messages
+    assert [message["role"] for message in told] == ["system", "user", "assistant", "tool"]
+    assert all(text in told[3]["content"] for text in found)
+    assert told[3]["tool_call_id"] == told[2]["tool_calls"][0]["id"]
+    streamed = "".join(event.delta for event in events if isinstance(event, AgentStream))
+    assert streamed == (ANSWER if streaming else "")
+
+
+def test_an_agents_first_tool_can_be_chosen(index: VectorStoreIndex, acting: Any) -> None:
+    llm, script = acting(SEARCH, ANSWER)
+    tool = search_tool(index, llm)
+    run(FunctionAgent(llm=llm, tools=[tool], initial_tool_choice="search"))
+    choices = [asked.prompt.tool_choice for asked in script.asked]
+    assert choices == [{"type": "function", "function": {"name": "search"}}, "auto"]
+
+
+def test_several_tools_at_once_and_one_that_fails(acting: Any) -> None:
+    calls = [("add", {"a": 2, "b": 3}), ("add", {"a": 1}), ("mul", {})]
+    llm, script = acting(calls, "Five.")
+    answer, _, events = run(FunctionAgent(llm=llm, tools=[add]))
+    assert str(answer) == "Five."
+    results = [event for event in events if isinstance(event, ToolCallResult)]
+    assert sorted(result.tool_output.is_error for result in results) == [False, True, True]
+    told = [one for one in script.asked[1].prompt.messages if one["role"] == "tool"]
+    contents = sorted((one["content"] for one in told), key=len)  # tools run side by side
+    assert contents[0] == "5"
+    assert "missing" in contents[1]
+    assert contents[2].startswith("Tool mul not found")
+
+
+def test_a_react_agent_reuses_the_passages_that_it_observed(
+    index: VectorStoreIndex, acting: Any
+) -> None:
+    act = f'Thought: I need to search.\nAction: search\nAction Input: {{"input": "{QUESTION}"}}'
+    llm, script = acting(act, f"Thought: I know it now.\nAnswer: {ANSWER}")
+    agent = ReActAgent(llm=llm, tools=[search_tool(index, llm, similarity_top_k=2)])
+    answer, (first, second), _ = run(agent)
+    assert str(answer) == ANSWER
+    assert first["chunks"] == []
+    assert [chunk["hit"] for chunk in second["chunks"]] == [True, True]
+    assert not isinstance(script.asked[0].prompt, ChatPrompt)
+
+
+def test_agents_hand_over(index: VectorStoreIndex, acting: Any) -> None:
+    hand = [("handoff", {"to_agent": "finder", "reason": "it can search"})]
+    llm, script = acting(hand, SEARCH, ANSWER)
+    greeter = FunctionAgent(name="greeter", description="Greets.", llm=llm, tools=[add])
+    finder = FunctionAgent(
+        name="finder", description="Finds.", llm=llm, tools=[search_tool(index, llm)]
+    )
+    workflow = AgentWorkflow(agents=[greeter, finder], root_agent="greeter")
+    answer, reports, _ = run(workflow)
+    assert str(answer) == ANSWER
+    assert answer.current_agent_name == "finder"
+    assert reports[2]["reused_tokens"] > 0
+    tools = [{tool["function"]["name"] for tool in asked.prompt.tools} for asked in script.asked]
+    assert [names - {"handoff"} for names in tools] == [{"add"}, {"search"}, {"search"}]
+
+
+def test_an_agent_remembers_what_its_tools_said(acting: Any) -> None:
+    llm, script = acting([("add", {"a": 2, "b": 3})], "Five.", "I added.")
+    memory = ChatMemoryBuffer.from_defaults(llm=llm)
+    agent = FunctionAgent(llm=llm, tools=[add])
+
+    async def talk() -> str:
+        await agent.run("2+3?", memory=memory)
+        return str(await agent.run("How?", memory=memory))
+
+    assert asyncio.run(talk()) == "I added."
+    roles = [message["role"] for message in script.asked[2].prompt.messages]
+    assert roles == ["user", "assistant", "tool", "assistant", "user"]
+
+
+def test_an_agent_answers_with_an_object(acting: Any) -> None:
+    class Sum(BaseModel):
+        """A sum."""
+
+        value: int
+
+    llm, script = acting([("add", {"a": 2, "b": 3})], "Five.", '{"value":5}')
+    answer, _, _ = run(FunctionAgent(llm=llm, tools=[add], output_cls=Sum))
+    assert answer.get_pydantic_model(Sum) == Sum(value=5)
+    assert script.asked[2].sampling.structured_outputs is not None
+
+
+def test_a_workflow_is_made_of_tools(acting: Any) -> None:
+    llm, _ = acting([("add", {"a": 2, "b": 3})], "Five.")
+    workflow = AgentWorkflow.from_tools_or_functions([add], llm=llm)
+    assert isinstance(workflow.agents[workflow.root_agent], FunctionAgent)
+    assert str(run(workflow)[0]) == "Five."
+
+
+def test_a_retriever_tool_of_documents(acting: Any, passages: list[BaseNode]) -> None:
+    """It searches for what it was asked, whatever the argument's name is."""
+
+    class Recording(MockEmbedding):
+        def _get_query_embedding(self, query: str) -> list[float]:
+            asked.append(query)
+            return super()._get_query_embedding(query)
+
+        async def _aget_query_embedding(self, query: str) -> list[float]:
+            return self._get_query_embedding(query)
+
+    asked: list[str] = []
+    llm, _ = acting()
+    Settings.llm = llm
+    tool = cacheblend_retriever_tool(
+        [Document(text=node.get_content(), id_=f"tool-{n}") for n, node in enumerate(passages)],
+        name="notes",
+        description="Notes on people.",
+        transformations=[SentenceSplitter(chunk_size=256, chunk_overlap=0)],
+        embed_model=Recording(8),
+        show_progress=False,
+    )
+    assert (tool.metadata.name, tool.metadata.description) == ("notes", "Notes on people.")
+    said = [tool.call(QUESTION), tool.call(input=QUESTION), asyncio.run(tool.acall(input=QUESTION))]
+    assert {text.strip() for text in asked} == {QUESTION}
+    for output in said:
+        assert all(node.get_content() in output.content for node in passages)
+    assert llm.open().registry.document("tool-0")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"llm": MockLLM()}, "llm is a MockLLM"),
+        ({"source": "docs"}, "documents is a str"),
+        ({"similarity_top_k": 0}, "similarity_top_k=0 must be an integer"),
+        ({"order": "best"}, "order='best' must be one of"),
+        ({"node_postprocessors": "x"}, "node_postprocessors is a str"),
+        ({"transformations": ["x"]}, r"transformations\[0\] is a str"),
+    ],
+)
+def test_a_wrong_argument_of_a_tool_is_named(given: Any, told: str) -> None:
+    llm = CacheBlendLLM(model="no-such-model")
+    with pytest.raises(ConfigError, match=told):
+        cacheblend_retriever_tool(**{"source": [Document(text="x")], "llm": llm, **given})
+
+
+def test_tools_of_other_kinds_stay_what_they_are(acting: Any) -> None:
+    llm, script = acting([("double", {"x": 4})], "Eight.")
+    tool = FunctionTool.from_defaults(fn=lambda x: 2 * x, name="double", description="Doubles.")
+    _, _, events = run(FunctionAgent(llm=llm, tools=[tool]))
+    assert [one.tool_output.content for one in events if isinstance(one, ToolCallResult)] == ["8"]
+    assert script.asked[0].prompt.tools[0]["function"]["description"] == "Doubles."

@@ -1,0 +1,277 @@
+"""Tools in chats: what the model is told of them, and what an answer calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from llama_index.core.base.llms.types import (
+    CachePoint,
+    ChatMessage,
+    ChatResponse,
+    MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.tools import FunctionTool
+
+from cacheblend_rag import ChatPrompt, ConfigError, Engine, Generation, PromptError, TokenLogprob
+from llama_index.llms.cacheblend import CacheBlendLLM
+from llama_index.llms.cacheblend.messages import plain_messages
+
+ADD = ("add", {"a": 2, "b": 3})
+SUB = ("sub", {"a": 2, "b": 3})
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def sub(a: int, b: int) -> int:
+    """Subtract a number from another."""
+    if a < b:
+        raise ValueError("too small")
+    return a - b
+
+
+TOOLS = [FunctionTool.from_defaults(add), FunctionTool.from_defaults(sub)]
+
+
+def whole(llm: CacheBlendLLM, **kwargs: Any) -> ChatResponse:
+    return llm.chat_with_tools(**kwargs)
+
+
+def streamed(llm: CacheBlendLLM, **kwargs: Any) -> ChatResponse:
+    return list(llm.stream_chat_with_tools(**kwargs))[-1]
+
+
+def awaited(llm: CacheBlendLLM, **kwargs: Any) -> ChatResponse:
+    return asyncio.run(llm.achat_with_tools(**kwargs))
+
+
+def astreamed(llm: CacheBlendLLM, **kwargs: Any) -> ChatResponse:
+    async def read() -> ChatResponse:
+        return [step async for step in await llm.astream_chat_with_tools(**kwargs)][-1]
+
+    return asyncio.run(read())
+
+
+Endpoint = Callable[..., ChatResponse]
+ENDPOINTS: list[Endpoint] = [whole, streamed, awaited, astreamed]
+
+
+def test_models_with_a_chat_template_call_functions(llm: CacheBlendLLM) -> None:
+    assert isinstance(llm, FunctionCallingLLM)
+    assert llm.metadata.is_function_calling_model
+
+
+@pytest.mark.parametrize(
+    "fields", [{"is_chat_model": False}, {"messages_to_prompt": lambda messages: "text"}]
+)
+def test_what_renders_no_tools_calls_none(demo_engine: Engine, fields: dict[str, Any]) -> None:
+    assert not CacheBlendLLM(engine=demo_engine, **fields).metadata.is_function_calling_model
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_an_answer_calls_tools(endpoint: Endpoint, acting: Any) -> None:
+    llm, script = acting([ADD, SUB])
+    history = [ChatMessage("You calculate.", role=MessageRole.SYSTEM)]
+    response = endpoint(
+        llm, tools=TOOLS, user_msg="2+3?", chat_history=history, allow_parallel_tool_calls=True
+    )
+    (asked,) = script.asked
+    assert asked.prompt == ChatPrompt(
+        [{"role": "system", "content": "You calculate."}, {"role": "user", "content": "2+3?"}],
+        [tool.metadata.to_openai_tool() for tool in TOOLS],
+        "auto",
+    )
+    blocks = response.message.blocks
+    assert [(block.tool_name, block.tool_kwargs) for block in blocks] == [ADD, SUB]
+    assert response.message.content is None
+    assert response.raw["finish_reason"] == "tool_calls"
+    assert response.raw["usage"]["prompt_tokens"] > 0
+    found = llm.get_tool_calls_from_response(response)
+    assert [(call.tool_name, call.tool_kwargs) for call in found] == [ADD, SUB]
+    assert [call.tool_id for call in found] == ["call-1-0", "call-1-1"]
+    plain = response.message.additional_kwargs["tool_calls"]
+    assert [json.loads(call["function"]["arguments"]) for call in plain] == [ADD[1], SUB[1]]
+    without_blocks = response.message.model_copy(update={"blocks": []})
+    assert llm.get_tool_calls_from_response(ChatResponse(message=without_blocks)) == found
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_an_answer_that_calls_none_is_text(endpoint: Endpoint, acting: Any) -> None:
+    llm, _ = acting("Five, I think.")
+    response = endpoint(llm, tools=TOOLS, user_msg="2+3?")
+    assert response.message.content == "Five, I think."
+    assert response.raw["finish_reason"] == "stop"
+    assert "tool_calls" not in response.message.additional_kwargs
+    assert llm.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
+    with pytest.raises(ValueError, match=r"calls no tool: .Five, I think"):
+        llm.get_tool_calls_from_response(response)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_one_call_is_kept_unless_several_are_allowed(endpoint: Endpoint, acting: Any) -> None:
+    llm, _ = acting([ADD, SUB], [ADD, SUB])
+    for allowed, kept in ((False, 1), (True, 2)):
+        response = endpoint(llm, tools=TOOLS, user_msg="?", allow_parallel_tool_calls=allowed)
+        assert len(llm.get_tool_calls_from_response(response)) == kept
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "auto"),
+        ({"tool_required": True}, "required"),
+        ({"tool_choice": "required"}, "required"),
+        ({"tool_choice": "any"}, "required"),
+        ({"tool_choice": "none", "tool_required": True}, "none"),
+        ({"tool_choice": "add"}, {"type": "function", "function": {"name": "add"}}),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "sub"}}},
+            {"type": "function", "function": {"name": "sub"}},
+        ),
+    ],
+)
+def test_the_choice_of_tools(given: dict[str, Any], expected: Any, acting: Any) -> None:
+    llm, script = acting([ADD], [ADD])
+    llm.chat_with_tools(TOOLS, user_msg="?", **given)
+    llm.chat([ChatMessage("?")], tools=TOOLS, **given)
+    assert [asked.prompt.tool_choice for asked in script.asked] == [expected] * 2
+
+
+def test_without_tools_a_chat_is_a_chat(acting: Any) -> None:
+    llm, script = acting("Hi.", "Hi.")
+    llm.chat_with_tools([], user_msg="Hi", tool_required=True)
+    llm.chat([ChatMessage("Hi")], tools=None)
+    assert [asked.prompt for asked in script.asked] == [[{"role": "user", "content": "Hi"}]] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda llm: llm.chat([ChatMessage("?")], tools="add"), "tools is a str: give a list"),
+        (lambda llm: llm.chat([ChatMessage("?")], tools=[add]), r"tools\[0\] is a function"),
+        (lambda llm: llm.chat([ChatMessage("?")], tools=TOOLS, tool_choice="mul"), "'mul'"),
+        (lambda llm: llm.chat([ChatMessage("?")], tools=[{"type": "x"}]), r"tools\[0\]\.type"),
+        (lambda llm: llm.complete("?", tools=TOOLS), "a completion calls none: ask by chat"),
+    ],
+)
+def test_wrong_tools_are_refused_in_a_line(call: Any, told: str, acting: Any) -> None:
+    llm, script = acting()
+    with pytest.raises((ConfigError, PromptError), match=told) as raised:
+        call(llm)
+    assert "\n" not in str(raised.value)
+    assert script.asked == []
+
+
+def test_tools_need_the_models_own_template(demo_engine: Engine) -> None:
+    llm = CacheBlendLLM(engine=demo_engine, messages_to_prompt=lambda messages: "text")
+    with pytest.raises(ConfigError, match="tools: messages_to_prompt does not show them"):
+        llm.chat([ChatMessage("?")], tools=TOOLS)
+
+
+def test_streams_show_no_call_before_it_is_whole(acting: Any) -> None:
+    llm, _ = acting([ADD], "Five, I think.")
+    *steps, last = llm.stream_chat_with_tools(TOOLS, user_msg="?")
+    assert {step.delta for step in steps} == {""}
+    assert not any(step.message.additional_kwargs for step in steps)
+    assert llm.get_tool_calls_from_response(last)[0].tool_kwargs == ADD[1]
+    pieces = [step.delta for step in llm.stream_chat_with_tools(TOOLS, user_msg="?")]
+    assert "".join(pieces) == "Five, I think."
+    assert len(pieces) > 2
+
+
+def test_predict_and_call(acting: Any) -> None:
+    llm, script = acting([ADD], [ADD], [SUB], [ADD, SUB], "Five.")
+    assert llm.predict_and_call(TOOLS, user_msg="?").response == "5"
+    assert asyncio.run(llm.apredict_and_call(TOOLS, user_msg="?")).sources[0].raw_output == 5
+    with pytest.raises(ValueError, match="too small"):
+        llm.predict_and_call(TOOLS, user_msg="?", error_on_tool_error=True)
+    both = llm.predict_and_call(TOOLS, user_msg="?", allow_parallel_tool_calls=True)
+    assert len(both.sources) == 2
+    spoken = llm.predict_and_call(TOOLS, user_msg="?", error_on_no_tool_call=False)
+    assert (spoken.response, spoken.sources) == ("Five.", [])
+    assert all(isinstance(asked.prompt, ChatPrompt) for asked in script.asked)
+
+
+def test_what_tools_said_comes_back_into_the_prompt(acting: Any) -> None:
+    llm, script = acting([ADD], "It is five.")
+    history = [ChatMessage("2+3?")]
+    first = llm.chat_with_tools(TOOLS, chat_history=history)
+    history += [
+        first.message,
+        ChatMessage("5", role="tool", additional_kwargs={"tool_call_id": "x"}),
+    ]
+    again = [ChatMessage.model_validate(message.model_dump()) for message in history]
+    assert llm.chat_with_tools(TOOLS, chat_history=again).message.content == "It is five."
+    call = {"name": "add", "arguments": json.dumps(ADD[1])}
+    assert list(script.asked[1].prompt.messages) == [
+        {"role": "user", "content": "2+3?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "call-1-0", "type": "function", "function": call}],
+        },
+        {"role": "tool", "content": "5", "tool_call_id": "x"},
+    ]
+
+
+def test_other_llms_messages_are_read() -> None:
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    call = {"id": "1", "type": "function", "function": function, "index": 0}
+    thought = [
+        ThinkingBlock(content="Hm."),
+        TextBlock(text="Adding."),
+        CachePoint.model_construct(),
+    ]
+    told = [
+        ChatMessage(role="assistant", additional_kwargs={"tool_calls": [call]}),
+        ChatMessage(
+            role="assistant",
+            additional_kwargs={"tool_calls": [SimpleNamespace(model_dump=lambda: call)]},
+        ),
+        ChatMessage(
+            role="assistant",
+            blocks=[
+                *thought,
+                ToolCallBlock(tool_call_id="1", tool_name="add", tool_kwargs={"a": 1}),
+            ],
+        ),
+        ChatMessage(role="function", content="1"),
+    ]
+    plain = plain_messages(told)
+    expected = {key: call[key] for key in ("id", "type", "function")}
+    assert [message.get("tool_calls") for message in plain[:3]] == [[expected]] * 3
+    assert [message["content"] for message in plain] == ["", "", "Adding.", "1"]
+    assert plain[3]["role"] == "tool"
+
+
+def test_logprobs_are_told(acting: Any) -> None:
+    def certain(generation: Generation) -> Generation:
+        token = TokenLogprob(7, "Hö", -0.5, ((3, "Ha", -0.25), (7, "Hö", -0.5)))
+        return replace(generation, logprobs=(token,))
+
+    llm, script = acting(certain, certain, certain, "Hi.")
+    for response in (
+        llm.chat([ChatMessage("?")], logprobs=True, top_logprobs=2),
+        llm.complete("?", logprobs=2),
+        list(llm.stream_chat([ChatMessage("?")], logprobs=True))[-1],
+    ):
+        ((first, other),) = response.logprobs or []
+        assert (first.token, first.logprob, bytes(first.bytes).decode()) == ("Hö", -0.5, "Hö")
+        assert (other.token, other.logprob) == ("Ha", -0.25)
+        assert response.raw["logprobs"]["content"][0]["token"] == "Hö"
+    assert llm.chat([ChatMessage("?")], logprobs=False).logprobs is None
+    assert [asked.sampling.logprobs for asked in script.asked] == [2, 2, 0, None]
+    with pytest.raises(ConfigError, match="top_logprobs needs logprobs=True"):
+        llm.chat([ChatMessage("?")], top_logprobs=2)

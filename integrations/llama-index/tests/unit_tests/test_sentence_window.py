@@ -1,0 +1,102 @@
+"""Sentences that are retrieved, and shown within the sentences around them, are reused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import Document
+from llama_index.core.node_parser import SentenceWindowNodeParser
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
+from llama_index.core.schema import TextNode
+
+from llama_index.llms.cacheblend import (
+    CacheBlendLLM,
+    CacheBlendPrecompute,
+    cacheblend_query_engine,
+    collect_reports,
+)
+from llama_index.llms.cacheblend.documents import has_window
+
+WINDOW = 2
+
+
+@pytest.fixture
+def llm(random_model: Path, request: pytest.FixtureRequest) -> CacheBlendLLM:
+    """Of a namespace of its own: LLMs with equal settings share an engine while it lives."""
+    return CacheBlendLLM(
+        model=random_model,
+        namespace=request.node.name,
+        blend_config={"min_tokens": 0},
+        max_tokens=2,
+        is_chat_model=False,
+    )
+
+
+def documents() -> list[Document]:
+    """Paragraphs of three sentences, with metadata that LLMs see."""
+    return [
+        Document(
+            text="\n\n".join(
+                " ".join(f"{word} {n} is {kind} heavy." for kind in ("very", "rather", "not"))
+                for n in range(4)
+            ),
+            id_=word,
+            metadata={"file": f"{word}.txt"},
+        )
+        for word in ("Stone", "Brick")
+    ]
+
+
+def asked(llm: CacheBlendLLM, key: str = "window", **options: Any) -> dict[str, Any]:
+    parser = SentenceWindowNodeParser.from_defaults(
+        sentence_splitter=lambda text: [f"{part}." for part in text.split(".") if part.strip()],
+        window_size=WINDOW,
+        window_metadata_key=key,
+    )
+    query_engine = cacheblend_query_engine(
+        documents(),
+        llm,
+        transformations=[parser],
+        node_postprocessors=[MetadataReplacementPostProcessor(key)],
+        similarity_top_k=2,
+        show_progress=False,
+        **options,
+    )
+    with collect_reports() as reports:
+        query_engine.query("What is heavy?")
+    (report,) = reports
+    return report
+
+
+@pytest.mark.parametrize("key", ["window", "around"])
+def test_every_sentence_of_a_window_is_reused(llm: CacheBlendLLM, key: str) -> None:
+    report = asked(llm, key)
+    # A window at a document's edge has fewer sentences; no report names a chunk not in the prompt.
+    assert len(report["chunks"]) >= 2 * (WINDOW + 1)
+    assert all(chunk["hit"] for chunk in report["chunks"])
+    assert report["reused_tokens"] > 0
+
+
+def test_variants_that_are_given_are_kept_to(llm: CacheBlendLLM) -> None:
+    report = asked(llm, variants=("llm",))
+    assert {chunk["reason"] for chunk in report["chunks"] if not chunk["hit"]} >= {"not stored"}
+
+
+def test_other_nodes_get_kv_with_their_metadata(llm: CacheBlendLLM) -> None:
+    """A window is told by its text: hidden metadata of another kind change nothing."""
+    hidden = {"source": "a file about stones", "text": "A stone.", "number": 3}
+    node = TextNode(
+        text="A stone.",
+        metadata={"page": "1", **hidden},
+        excluded_llm_metadata_keys=list(hidden),
+    )
+    assert not has_window(node)
+    CacheBlendPrecompute.from_llm(llm, show_progress=False)([node])
+    engine = llm.open()
+    stored = {
+        text: engine.generate(f"Read: {node.get_content(text)} Why?").report.chunks[0].hit
+        for text in ("llm", "none")
+    }
+    assert stored == {"llm": True, "none": False}

@@ -1,0 +1,210 @@
+"""Objects of pydantic classes as answers: by decoding that their schemas constrain."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from llama_index.core import ChatPromptTemplate, PromptTemplate
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.bridge.pydantic import BaseModel, Field, ValidationError, field_validator
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.types import PydanticProgramMode
+
+from cacheblend_rag import ChatPrompt, ConfigError, Generation, StructuredOutputs
+from llama_index.llms.cacheblend import CacheBlendLLM
+
+
+class Fact(BaseModel):
+    """A name and what is said of it."""
+
+    name: str
+    years: list[int] = Field(description="When it was so.")
+
+    @field_validator("name")
+    @classmethod
+    def _not_empty(cls, name: str) -> str:
+        if not name:
+            raise ValueError("a name is missing")
+        return name
+
+
+PROMPT = PromptTemplate("Notes: {notes}\nFind a fact.")
+TEXT = '{"name":"Berta","years":[1950,1960]}'
+FACT = Fact(name="Berta", years=[1950, 1960])
+SCHEMA = json.dumps(Fact.model_json_schema(), ensure_ascii=False)
+
+
+def predicted(llm: CacheBlendLLM, prompt: Any = PROMPT, **kwargs: Any) -> Any:
+    return llm.structured_predict(Fact, prompt, notes="Berta.", **kwargs)
+
+
+def apredicted(llm: CacheBlendLLM, prompt: Any = PROMPT, **kwargs: Any) -> Any:
+    return asyncio.run(llm.astructured_predict(Fact, prompt, notes="Berta.", **kwargs))
+
+
+def streamed(llm: CacheBlendLLM, prompt: Any = PROMPT, **kwargs: Any) -> Any:
+    return list(llm.stream_structured_predict(Fact, prompt, notes="Berta.", **kwargs))[-1]
+
+
+def astreamed(llm: CacheBlendLLM, prompt: Any = PROMPT, **kwargs: Any) -> Any:
+    async def read() -> Any:
+        steps = await llm.astream_structured_predict(Fact, prompt, notes="Berta.", **kwargs)
+        return [step async for step in steps][-1]
+
+    return asyncio.run(read())
+
+
+Endpoint = Callable[..., Any]
+ENDPOINTS: list[Endpoint] = [predicted, apredicted, streamed, astreamed]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_prediction_is_held_to_the_schema(endpoint: Endpoint, acting: Any) -> None:
+    llm, script = acting(TEXT, system_prompt="Be exact.")
+    assert endpoint(llm, llm_kwargs={"max_tokens": 40, "tool_choice": "x"}) == FACT
+    (asked,) = script.asked
+    assert asked.sampling.structured_outputs == StructuredOutputs(json=Fact.model_json_schema())
+    assert asked.sampling.max_tokens == 40
+    system, user = asked.prompt
+    assert system == {"role": "system", "content": "Be exact."}
+    assert user["content"].startswith("Notes: Berta.\nFind a fact.\n\n")
+    assert user["content"].endswith(SCHEMA)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_completion_model_predicts_too(endpoint: Endpoint, acting: Any) -> None:
+    llm, script = acting(TEXT, is_chat_model=False, system_prompt="Be exact.")
+    assert endpoint(llm) == FACT
+    (asked,) = script.asked
+    assert asked.sampling.structured_outputs is not None
+    assert asked.prompt.startswith("Be exact.\n\nNotes: Berta.\nFind a fact.\n\n")
+    assert SCHEMA in asked.prompt
+
+
+def test_the_schema_follows_what_the_user_said_last(acting: Any) -> None:
+    llm, script = acting(TEXT, TEXT)
+    messages = [ChatMessage("Notes: {notes}"), ChatMessage("Noted.", role=MessageRole.ASSISTANT)]
+    predicted(llm, ChatPromptTemplate(messages))
+    predicted(llm, ChatPromptTemplate([*messages, ChatMessage("Find a fact.")]))
+    first, second = (asked.prompt for asked in script.asked)
+    assert [message["role"] for message in first] == ["user", "assistant", "user"]
+    assert first[2]["content"].endswith(SCHEMA)
+    assert second[2]["content"].startswith("Find a fact.\n\nAnswer")
+
+
+def test_streams_show_the_object_grow(acting: Any) -> None:
+    llm, _ = acting(TEXT)
+    steps = list(llm.stream_structured_predict(Fact, PROMPT, notes="Berta."))
+    assert isinstance(steps[-1], Fact)
+    named = [getattr(step, "name", None) for step in steps]
+    assert any(name and name != "Berta" and "Berta".startswith(name) for name in named)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_an_answer_that_max_tokens_ended_says_so(endpoint: Endpoint, acting: Any) -> None:
+    def cut(generation: Generation) -> Generation:
+        return replace(generation, text=TEXT[:14], finish_reason="length")
+
+    llm, _ = acting(cut)
+    with pytest.raises(ConfigError, match="max_tokens ended the JSON of Fact after 14 characters"):
+        endpoint(llm)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_what_the_class_refuses_is_an_error(endpoint: Endpoint, acting: Any) -> None:
+    llm, _ = acting('{"name":"","years":[]}')
+    with pytest.raises(ValidationError, match="a name is missing"):
+        endpoint(llm)
+
+
+def test_a_structured_llm(acting: Any) -> None:
+    llm, script = acting(*[TEXT] * 4)
+    structured = llm.as_structured_llm(Fact)
+    asked = [ChatMessage("Find a fact.")]
+
+    async def both() -> tuple[Any, Any]:
+        steps = [step async for step in await structured.astream_chat(asked)]
+        return (await structured.achat(asked)).raw, steps[-1].raw
+
+    assert structured.chat(asked).raw == FACT
+    assert structured.complete("Find a fact.").raw == FACT
+    assert asyncio.run(both()) == (FACT, FACT)
+    assert all(one.sampling.structured_outputs for one in script.asked)
+
+
+def test_other_program_modes_are_llama_indexs_own(acting: Any) -> None:
+    call = [("Fact", FACT.model_dump())]
+    llm, script = acting(call, call, pydantic_program_mode=PydanticProgramMode.FUNCTION)
+    assert predicted(llm) == FACT
+    assert apredicted(llm) == FACT
+    assert {asked.prompt.tool_choice for asked in script.asked} == {"required"}
+    assert all(isinstance(asked.prompt, ChatPrompt) for asked in script.asked)
+    by_text, script = acting(TEXT, pydantic_program_mode=PydanticProgramMode.LLM)
+    assert predicted(by_text) == FACT
+    assert script.asked[0].sampling.structured_outputs is None
+
+
+def test_observers_see_a_prediction(acting: Any) -> None:
+    class Seen(BaseEventHandler):
+        events: list[Any] = []  # noqa: RUF012
+
+        def handle(self, event: Any, **kwargs: Any) -> None:
+            self.events.append(event)
+
+    llm, _ = acting(TEXT)
+    handler, root = Seen(), get_dispatcher()
+    root.add_event_handler(handler)
+    try:
+        predicted(llm)
+    finally:
+        root.event_handlers.remove(handler)
+    names = [event.class_name() for event in handler.events]
+    assert [names.count(f"LLMStructuredPredict{end}Event") for end in ("Start", "End")] == [1, 1]
+    (start,) = (event for event in handler.events if event.class_name() == "LLMChatStartEvent")
+    json.dumps(start.additional_kwargs)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
+        ({"structured_outputs": {"json_object": True}}, StructuredOutputs(json_object=True)),
+        ({"structured_outputs": StructuredOutputs(regex="a+")}, StructuredOutputs(regex="a+")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
+            StructuredOutputs(json={"a": 1}),
+        ),
+        ({"response_format": Fact}, StructuredOutputs(json=Fact.model_json_schema())),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": None}, None),
+    ],
+)
+def test_the_form_of_an_answer(given: dict[str, Any], expected: Any, acting: Any) -> None:
+    llm, script = acting(TEXT, TEXT)
+    llm.chat([ChatMessage("?")], **given)
+    llm.complete("?", **given)
+    assert [asked.sampling.structured_outputs for asked in script.asked] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"response_format": "json"}, "response_format='json' must be"),
+        ({"response_format": {"type": "json_schema"}}, "must be {'type': 'json_object'}"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "exactly one"),
+        ({"structured_outputs": {"jsn": {}}}, "unknown field 'jsn' of structured_outputs"),
+        ({"response_format": Fact, "structured_outputs": {"regex": "a"}}, "name one form"),
+    ],
+)
+def test_a_wrong_form_is_refused_in_a_line(given: Any, told: str, acting: Any) -> None:
+    llm, script = acting()
+    with pytest.raises(ConfigError, match=told) as raised:
+        llm.chat([ChatMessage("?")], **given)
+    assert "\n" not in str(raised.value)
+    assert script.asked == []

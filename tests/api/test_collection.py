@@ -1,0 +1,102 @@
+"""A collection behind the server: passages are retrieved there, and told as sources."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from cacheblend_rag.api.app import create_app
+from cacheblend_rag.api.collection import Retriever, name_of
+from cacheblend_rag.rag.answering import Asker
+from tests.api.conftest import openai_client
+from tests.cli.conftest import indexed, one_thread  # noqa: F401 - fixtures
+
+pytestmark = pytest.mark.asyncio
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def asker(indexed):  # noqa: F811
+    folder, asked = indexed
+    with Asker(folder) as asker:
+        yield asker, [one.question for one in asked]
+
+
+def chat(client, *contents, **more):
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+    return client.chat.completions.create(model="notes", messages=messages, max_tokens=4, **more)
+
+
+@pytest.fixture
+def client(asker):
+    return openai_client(create_app(asker[0].engine, name="notes", retriever=Retriever(asker[0])))
+
+
+async def test_an_answer_has_the_sources_that_ask_finds(client, asker):
+    asker, (question, *_) = asker
+    answer = await chat(client, question)
+    found = asker.retrieve(question, 4, Retriever(asker).order)
+    assert answer.cacheblend["sources"] == [source.to_dict() for source in found]
+    assert answer.cacheblend["report"]["reused_tokens"] > 0
+    assert answer.usage.prompt_tokens_details.cached_tokens > 0
+    assert "Sources:" not in answer.choices[0].message.content
+
+
+async def test_a_stream_tells_the_sources_in_its_last_chunk(client, asker):
+    _, (question, *_) = asker
+    chunks = [chunk async for chunk in await chat(client, question, stream=True)]
+    told = [chunk.model_extra.get("cacheblend") for chunk in chunks]
+    assert told[:-1] == [None] * (len(chunks) - 1)
+    assert len(told[-1]["sources"]) == 4
+    whole = await chat(client, question)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+
+
+async def test_answers_cite_their_sources_if_that_is_asked_for(asker):
+    asker, (question, *_) = asker
+    retriever = Retriever(asker, top_k=2, cites=True)
+    client = openai_client(create_app(asker.engine, name="notes", retriever=retriever))
+    answer = await chat(client, question)
+    names = list(dict.fromkeys(one["source"] for one in answer.cacheblend["sources"]))
+    listed = "\n\nSources:" + "".join(f"\n- {name}" for name in names)
+    assert answer.choices[0].message.content.endswith(listed)
+    chunks = [chunk async for chunk in await chat(client, question, stream=True)]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == answer.choices[0].message.content
+    response = await client.responses.create(model="notes", input=question, max_output_tokens=4)
+    assert response.output_text.endswith(listed)
+    assert len(response.cacheblend["sources"]) == 2
+
+
+async def test_the_last_message_is_looked_for_and_earlier_turns_stand_before_it(client, asker):
+    _, (first, second, *_) = asker
+    alone = await chat(client, second)
+    after = await chat(client, first, "Paris.", second)
+    assert after.cacheblend["sources"] == alone.cacheblend["sources"]
+    assert after.usage.prompt_tokens > alone.usage.prompt_tokens
+
+
+async def test_what_is_no_question_is_refused(client, asker):
+    _, (question, *_) = asker
+    with pytest.raises(openai.BadRequestError, match="must end with a question"):
+        await chat(client, question, "Paris.")
+    with pytest.raises(openai.BadRequestError, match="the question is empty"):
+        await chat(client, "  ")
+    with pytest.raises(openai.NotFoundError):
+        await client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "Who?"}]
+        )
+
+
+async def test_chats_with_tools_are_passed_on_as_they_are(client, asker):
+    _, (question, *_) = asker
+    answer = await chat(client, question, tools=[TOOL], tool_choice="none")
+    assert "sources" not in answer.cacheblend
+    assert answer.usage.prompt_tokens < 100
+
+
+async def test_a_collection_is_called_as_its_folder(tmp_path):
+    assert name_of(tmp_path / "notes") == "notes"
+    assert name_of(tmp_path / "notes" / ".cacheblend") == "notes"

@@ -1,0 +1,398 @@
+"""Documents over HTTP, over the toy engine: what each route does, and refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+import httpx
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from cacheblend_rag.api import documents
+from cacheblend_rag.api.documents import documents_router
+from cacheblend_rag.errors import EngineUnavailableError
+from tests.engines.contract import CONFIG
+from tests.engines.toy_engine import ToyEngine
+from tests.engines.vllm.hostile import mutated
+from tests.models import make_tokenizer
+
+DOCUMENTS = "/v1/cacheblend/documents"
+ONE, TWO, THREE = "w1 w2 w3 w4 w5", "w6 w7 w8 w9", "w10 w11 w12 w13"
+
+
+@pytest.fixture
+def engine() -> Iterator[ToyEngine]:
+    engine = ToyEngine(make_tokenizer(), config=CONFIG)
+    yield engine
+    engine.close()
+
+
+def serving(engine: ToyEngine) -> FastAPI:
+    app = FastAPI()
+    app.include_router(documents_router(lambda _: engine))
+    return app
+
+
+@pytest.fixture
+def client(engine: ToyEngine) -> Iterator[TestClient]:
+    with TestClient(serving(engine)) as client:  # one event loop for all requests
+        yield client
+
+
+def refused(answer: Any, status: int = 400) -> str:
+    """What an error says, after a look at its form."""
+    assert answer.status_code == status, answer.text
+    told = answer.json()
+    assert set(told) == {"error"}
+    assert set(told["error"]) == {"message", "type", "param", "code"}
+    message = str(told["error"]["message"])
+    assert message
+    assert "\n" not in message
+    return f"{told['error']['param']}: {message}"
+
+
+# What the routes do
+
+
+def test_a_document_is_stored_shown_replaced_and_deleted(
+    client: TestClient, engine: ToyEngine
+) -> None:
+    told = client.put(f"{DOCUMENTS}/a", json={"chunks": [ONE, TWO]}).json()
+    assert told.pop("seconds") >= 0
+    assert told == {
+        "object": "document",
+        "id": "a",
+        "collection": "",
+        "chunks": 2,
+        "computed": 2,
+        "skipped": 0,
+        "refused": {},
+        "failed": 0,
+        "replaced": 0,
+        "computed_tokens": 9,
+    }
+    again = client.put(f"{DOCUMENTS}/a", json={"chunks": [ONE, TWO]}).json()
+    assert (again["computed"], again["skipped"]) == (0, 2)
+    asked = engine.generate(f"{ONE}\n\n{TWO} w20").report
+    assert [chunk.hit for chunk in asked.chunks] == [True, True]
+    changed = client.put(f"{DOCUMENTS}/a", json={"chunks": [ONE, THREE]}).json()
+    assert (changed["computed"], changed["skipped"], changed["replaced"]) == (1, 1, 1)
+    shown = client.get(f"{DOCUMENTS}/a").json()
+    assert [(one["text"], one["stored"]) for one in shown["chunks"]] == [(ONE, True), (THREE, True)]
+    engine.release()
+    assert [one["stored"] for one in client.get(f"{DOCUMENTS}/a").json()["chunks"]] == [False] * 2
+    client.put(f"{DOCUMENTS}/a", json={"chunks": [ONE, THREE]})
+    assert client.delete(f"{DOCUMENTS}/a").json() == {
+        "object": "document.deleted",
+        "id": "a",
+        "deleted": True,
+        "evicted": 2,
+    }
+    assert engine.stored_chunks() == 0
+    for gone in (client.get(f"{DOCUMENTS}/a"), client.delete(f"{DOCUMENTS}/a")):
+        assert "there is no document 'a'" in refused(gone, 404)
+
+
+def test_a_text_is_split_and_its_chunks_are_shown_as_prompts_must_hold_them(
+    client: TestClient, engine: ToyEngine
+) -> None:
+    paragraphs = [" ".join(f"w{i * 20 + j}" for j in range(20)) for i in range(10)]
+    text = "\n\n".join(paragraphs)
+    told = client.put(f"{DOCUMENTS}/long", json={"text": text, "chunk_tokens": 45}).json()
+    chunks = [one["text"] for one in client.get(f"{DOCUMENTS}/long").json()["chunks"]]
+    assert told["chunks"] == told["computed"] == len(chunks) > 3
+    assert all(chunk in text and len(engine.tokenize(chunk)) <= 45 for chunk in chunks)
+    assert "".join("".join(chunks).split()) == "".join(text.split()), "nothing is left out"
+
+
+def test_separator_boundaries_and_collection_are_the_documents(
+    client: TestClient, engine: ToyEngine
+) -> None:
+    body = {
+        "chunks": [ONE, TWO, THREE],
+        "separator": " w99 ",
+        "boundaries": ["all", "all", "staff"],
+        "collection": "fine",
+    }
+    assert client.put(f"{DOCUMENTS}/a", json=body).json()["collection"] == "fine"
+    contexts = [tuple(chunk.context) for chunk in engine.registry.document("a", "fine")]
+    assert contexts == [(), (ONE, " w99 "), ()]
+    client.put(f"{DOCUMENTS}/a", json={"chunks": [ONE]})
+    assert len(client.get(f"{DOCUMENTS}/a").json()["chunks"]) == 4
+    assert len(client.get(f"{DOCUMENTS}/a?collection=fine").json()["chunks"]) == 3
+    assert "in collection 'none'" in refused(client.get(f"{DOCUMENTS}/a?collection=none"), 404)
+    assert client.delete(f"{DOCUMENTS}/a?collection=fine").status_code == 200
+    assert [one["collection"] for one in client.get(f"{DOCUMENTS}/a").json()["chunks"]] == [""]
+
+
+def test_documents_are_listed_in_pages(client: TestClient) -> None:
+    names = [f"{folder}/{name}" for folder in "ba" for name in ("x", "y", "z")]
+    for index, name in enumerate(names):
+        client.put(f"{DOCUMENTS}/{name}", json={"chunks": [f"w{index} {ONE}"]})
+    client.put(f"{DOCUMENTS}/a/z", json={"chunks": [TWO], "collection": "fine"})
+    seen: list[tuple[str, str]] = []
+    after, more = "", True
+    while more:
+        page = client.get(DOCUMENTS, params={"limit": 2, "after": after}).json()
+        assert 0 < len({one["id"] for one in page["data"]}) <= 2
+        seen += [(one["id"], one["collection"]) for one in page["data"]]
+        after, more = seen[-1][0], page["has_more"]
+    assert seen == sorted([*((name, "") for name in names), ("a/z", "fine")])
+    only = client.get(DOCUMENTS, params={"collection": "fine"}).json()
+    assert [(one["id"], one["chunks"]) for one in only["data"]] == [("a/z", 1)]
+    assert client.get(DOCUMENTS, params={"after": "z"}).json() == {
+        "object": "list",
+        "data": [],
+        "has_more": False,
+    }
+
+
+def test_stats_and_release(client: TestClient) -> None:
+    client.put(f"{DOCUMENTS}/a", json={"chunks": [ONE, TWO]})
+    assert client.get("/v1/cacheblend/stats").json() == {
+        "object": "cacheblend.stats",
+        "model": "hash",
+        "documents": 1,
+        "chunks": 2,
+        "stored_chunks": 2,
+        "reuses": True,
+        "reason": None,
+        "read_only": False,
+    }
+    assert client.post("/v1/cacheblend/release").json() == {"released_bytes": 8 * 9}
+    assert client.get("/v1/cacheblend/stats").json()["stored_chunks"] == 0
+
+
+@pytest.mark.parametrize("name", ["a/b.md", "50 %", "Größe/表.md", "a?b#c", "x" * 512, "..."])
+def test_an_id_is_any_name(client: TestClient, name: str) -> None:
+    path = f"{DOCUMENTS}/{quote(name)}"
+    assert client.put(path, json={"chunks": [ONE]}).json()["id"] == name
+    assert client.get(path).json()["id"] == name
+    assert client.delete(path).json()["id"] == name
+
+
+def test_the_page_describes_it(client: TestClient) -> None:
+    told = client.get("/openapi.json").json()
+    put = told["paths"][f"{DOCUMENTS}/{{document_id}}"]["put"]
+    fields = put["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    assert {"chunks", "text", "chunk_tokens", "separator", "boundaries", "collection"} == set(
+        fields
+    )
+    assert set(told["paths"]) == {
+        f"{DOCUMENTS}/{{document_id}}",
+        DOCUMENTS,
+        "/v1/cacheblend/stats",
+        "/v1/cacheblend/release",
+    }
+    answers = put["responses"]
+    assert "Failure" in json.dumps(answers["4XX"])
+    assert "StoredDocument" in json.dumps(answers["200"])
+
+
+# What they refuse
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "give either chunks or text"),
+        ({"chunks": [ONE], "text": ONE}, "give either chunks or text"),
+        ({"chunks": []}, "chunks: chunks: List should have at least 1 item"),
+        ({"chunks": [""]}, "chunks.0: chunks.0: String should have at least 1 character"),
+        ({"chunks": [ONE, " \n"]}, "chunks.1: chunks.1 is only white space: leave it out"),
+        ({"chunks": [ONE, TWO, ONE]}, "chunks.2 is the same as chunks.0: give each once"),
+        ({"chunks": ONE}, "chunks: chunks: Input should be a valid array"),
+        ({"chunks": [1]}, "chunks.0: chunks.0: Input should be a valid string"),
+        ({"chunks": [ONE], "chunk_tokens": 64}, "chunk_tokens is for text"),
+        ({"chunks": [ONE], "boundaries": ["a", "b"]}, "boundaries has 2 entries for 1 chunks"),
+        ({"text": ONE, "boundaries": ["a"]}, "boundaries are of chunks"),
+        ({"text": " \n "}, "text is only white space"),
+        ({"text": ONE, "chunk_tokens": 15}, "chunk_tokens: chunk_tokens: Input should be greater"),
+        (
+            {"text": ONE, "chunk_tokens": "64"},
+            "chunk_tokens: chunk_tokens: Input should be a valid",
+        ),
+        ({"chunks": [ONE], "seperator": ""}, "seperator: seperator: Extra inputs"),
+        ({"chunks": [ONE], "separator": "x" * 257}, "separator: separator: String should have"),
+        ({"chunks": ["x"] * 4097}, "chunks: chunks: List should have at most 4096 items"),
+        ([ONE], "Input should be an object"),
+    ],
+)
+def test_a_wrong_body_is_refused_by_its_field(
+    client: TestClient, engine: ToyEngine, body: Any, said: str
+) -> None:
+    assert said in refused(client.put(f"{DOCUMENTS}/a", json=body))
+    assert len(engine.registry) == 0, "refused before anything is done"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b'{"chunks": ["\\ud800"]}',
+        b'{"chunks": ["\xed\xa0\x80"]}',
+        b"[" * 100_000,
+        b'{"chunks": [' * 1000,
+        b"null",
+        b"NaN",
+        b'{"chunks": [1e999]}',
+    ],
+)
+def test_what_is_no_text_is_refused(client: TestClient, body: bytes) -> None:
+    refused(client.put(f"{DOCUMENTS}/a", content=body))
+
+
+@pytest.mark.parametrize("name", ["%0A", "%20", "a%00", "x" * 513, "a%E2%80%AEb", "%ff"])
+def test_an_id_that_could_not_be_shown_is_refused(client: TestClient, name: str) -> None:
+    for method in ("PUT", "GET", "DELETE"):
+        body = {"json": {"chunks": [ONE]}} if method == "PUT" else {}
+        answer = client.request(method, f"{DOCUMENTS}/{name}", **body)
+        assert refused(answer).startswith("document_id: document_id")
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=x", f"after={'x' * 513}"])
+def test_a_wrong_page_is_refused(client: TestClient, query: str) -> None:
+    name = query.partition("=")[0]
+    assert refused(client.get(f"{DOCUMENTS}?{query}")).startswith(f"{name}: {name}")
+
+
+def test_too_long_a_body_is_read_no_further(
+    engine: ToyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "MOST_BODY_BYTES", 1 << 20)
+    read, sent = 0, list[Any]()
+
+    async def receive() -> Any:
+        nonlocal read
+        read += 1
+        return {"type": "http.request", "body": b" " * (1 << 16), "more_body": True}
+
+    async def send(event: Any) -> None:
+        sent.append(event)
+
+    scope = {
+        **{"type": "http", "method": "PUT", "path": f"{DOCUMENTS}/a", "headers": []},
+        **{"query_string": b"", "root_path": "", "http_version": "1.1"},
+    }
+    asyncio.run(serving(engine)(scope, receive, send))
+    assert sent[0]["status"] == 413
+    assert "longer than 1 MiB" in json.loads(sent[1]["body"])["error"]["message"]
+    assert read == 17
+
+
+def test_an_engine_that_fails_is_an_error_of_one_line(
+    client: TestClient, engine: ToyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise EngineUnavailableError("vLLM has ended\nsee its log")
+
+    monkeypatch.setattr(engine, "precompute", fail)
+    answer = client.put(f"{DOCUMENTS}/a", json={"chunks": [ONE]})
+    assert refused(answer, 503) == "None: vLLM has ended"
+    monkeypatch.undo()
+    monkeypatch.setattr(ToyEngine, "read_only", property(lambda _: True))
+    assert "read only" in refused(client.put(f"{DOCUMENTS}/b", json={"chunks": [ONE]}), 409)
+    assert client.get("/v1/cacheblend/stats").json()["read_only"] is True
+
+
+def test_malformed_requests_are_the_clients_errors(client: TestClient) -> None:
+    digits = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)  # some of what is sent
+    try:
+        statuses = malformed(client)
+    finally:
+        sys.set_int_max_str_digits(digits)
+    assert {200, 400, 404, 405} <= statuses
+    assert max(statuses) < 500
+
+
+def malformed(client: TestClient) -> set[int]:
+    """Send many malformed requests; returns the statuses of their answers."""
+    draw = random.Random(7)
+    good = {"chunks": [ONE, TWO], "separator": " ", "boundaries": ["a", "b"], "collection": "c"}
+    statuses = set[int]()
+    for _ in range(400):
+        text = json.dumps(mutated(good, draw, deepest=500)).encode()
+        cut = text[: draw.randrange(len(text) + 1)] if draw.random() < 0.2 else text
+        method = draw.choice(["PUT", "PUT", "PUT", "DELETE", "GET", "POST"])
+        path = draw.choice(
+            [f"{DOCUMENTS}/a", DOCUMENTS, f"{DOCUMENTS}/%00", f"{DOCUMENTS}/{'x' * 999}"]
+        )
+        statuses.add(client.request(method, path, content=cut).status_code)
+    return statuses
+
+
+# Many at once
+
+
+class Gated(ToyEngine):
+    """Stores nothing before it may."""
+
+    def __init__(self) -> None:
+        super().__init__(make_tokenizer(), config=CONFIG)
+        self.gate, self.begun = threading.Event(), threading.Semaphore(0)
+
+    def precompute(self, *given: Any, **options: Any) -> Any:
+        self.begun.release()
+        assert self.gate.wait(60)
+        return super().precompute(*given, **options)
+
+
+def test_a_long_document_holds_nobody_up_and_too_many_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(documents, "MOST_WAITING", 6)
+    engine = Gated()
+
+    async def ask() -> list[int]:
+        transport = httpx.ASGITransport(serving(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            puts = [
+                asyncio.create_task(client.put(f"{DOCUMENTS}/{i}", json={"chunks": [f"w{i} w1"]}))
+                for i in range(5)
+            ]
+            for _ in range(documents.CHANGES):
+                assert await asyncio.to_thread(engine.begun.acquire, timeout=60)
+            read = await client.get(DOCUMENTS)
+            more = asyncio.create_task(client.put(f"{DOCUMENTS}/5", json={"chunks": ["w6 w1"]}))
+            await asyncio.sleep(0.05)
+            busy = await client.put(f"{DOCUMENTS}/6", json={"chunks": ["w7 w1"]})
+            assert "try again later" in refused(busy, 429)
+            assert int(busy.headers["retry-after"]) > 0
+            engine.gate.set()
+            done = await asyncio.gather(*puts, more)
+            return [read.status_code, *(one.status_code for one in done)]
+
+    assert asyncio.run(ask()) == [200] * 7
+    assert len(engine.registry) == 6
+    engine.close()
+
+
+def test_versions_of_a_document_follow_one_another(client: TestClient, engine: ToyEngine) -> None:
+    """Whichever comes last is the document; none is a mix of two."""
+    versions = [[f"w{i} w{i + 1} w{i + 2}", f"w{i + 50} w1"] for i in range(8)]
+    threads = [
+        threading.Thread(
+            target=client.put, args=(f"{DOCUMENTS}/a",), kwargs={"json": {"chunks": v}}
+        )
+        for v in versions
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [one["text"] for one in client.get(f"{DOCUMENTS}/a").json()["chunks"]] in versions
+    assert engine.stored_chunks() == 2

@@ -1,0 +1,183 @@
+"""Errors: their status, one line that names the field, the form that clients read."""
+
+from __future__ import annotations
+
+import re
+
+import openai
+import pytest
+
+from cacheblend_rag.errors import (
+    EngineUnavailableError,
+    MissingExtraError,
+    OutOfMemoryError,
+    StoreError,
+)
+
+pytestmark = pytest.mark.asyncio
+MESSAGES = [{"role": "user", "content": "w3"}]
+FUNCTION = {"name": "a", "parameters": {}}
+BAD = [
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": "w3"}, "messages", "list"),
+    ({"messages": None}, "messages", "list"),
+    ({"messages": [{"role": "robot", "content": "w3"}]}, "messages.0.role", "'user'"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "string"),
+    ({"messages": [{"role": "user"}]}, "messages", "content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages",
+        "only text",
+    ),
+    ({"temperature": -1}, "temperature", "at least 0"),
+    ({"temperature": "hot"}, "temperature", "number"),
+    ({"temperature": True}, "temperature", "number"),
+    ({"top_p": 0}, "top_p", "above 0"),
+    ({"top_k": -2}, "top_k", "at least 0"),
+    ({"min_p": 2}, "min_p", "at most 1"),
+    ({"presence_penalty": 3}, "presence_penalty", "from -2 to 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ({"seed": 1 << 63}, "seed", "64-bit"),
+    ({"stop": ["w"] * 17}, "stop", "at most 16"),
+    ({"stop": [""]}, "stop", "non-empty"),
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"n": 65}, "n", "less than or equal to 64"),
+    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_completion_tokens": 1.5}, "max_completion_tokens", "integer"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+    ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
+    (
+        {"response_format": {"type": "json_schema"}},
+        "response_format.json_schema.schema",
+        "give a JSON schema",
+    ),
+    ({"structured_outputs": {"yaml": 1}}, "structured_outputs.yaml", "give one of json"),
+    ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+        "exclude each other",
+    ),
+    ({"tools": [{"type": "function"}]}, "tools", "tools[0].function"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tool_choice": "sometimes"}, "tool_choice", "tool_choice"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", "leave it out"),
+    ({"functions": [FUNCTION]}, "functions", "use tools"),
+    ({"modalities": ["audio"]}, "modalities", "['text']"),
+    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "structured_outputs"),
+    ({"add_generation_prompt": False}, "add_generation_prompt", "leave it out"),
+    ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "/v1/cacheblend/documents"),
+    ({"echo": True}, "echo", "/v1/completions"),
+]
+
+
+@pytest.mark.parametrize(("more", "param", "said"), BAD, ids=str)
+async def test_a_bad_field_is_named_with_the_fix(http, more, param, said):
+    answer = await http.post("/v1/chat/completions", json={"messages": MESSAGES, **more})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert said in error["message"]
+    assert "\n" not in error["message"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "said"),
+    [
+        ({"prompt": []}, "prompt", "is empty"),
+        ({"prompt": ""}, "prompt", "is empty"),
+        ({"prompt": [[]]}, "prompt", "at least one"),
+        ({"prompt": [256]}, "prompt", "outside 0 to 255"),
+        ({"prompt": [-1]}, "prompt", "outside 0 to 255"),
+        ({"prompt": [3] * (1 << 15)}, "prompt", "context window is 32768"),
+        ({"prompt": ["w3"] * 9, "n": 8}, "prompt", "more than 64 answers"),
+        ({"prompt": {"a": 1}}, "prompt", "invalid"),
+        ({"logprobs": 6}, "logprobs", "less than or equal to 5"),
+        ({"logprobs": 1, "echo": True}, "echo", "leave one of them out"),
+        ({"suffix": "w4"}, "suffix", "leave it out"),
+        ({"best_of": 3}, "best_of", "use n"),
+    ],
+    ids=str,
+)
+async def test_a_bad_field_of_a_completion_is_named(http, more, param, said):
+    answer = await http.post("/v1/completions", json={"prompt": "w3", **more})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert said in error["message"]
+
+
+async def test_a_body_that_is_no_object_says_what_to_send(http):
+    for sent in (
+        {"json": []},
+        {"json": "w3"},
+        {"content": b'{"messages": []}'},
+        {"data": {"messages": "w3"}},
+        {"content": b""},
+    ):
+        answer = await http.post("/v1/chat/completions", **sent)
+        assert answer.status_code == 400, answer.text
+        assert "Content-Type: application/json" in answer.json()["error"]["message"]
+    for content in (b'{"a"', b"\xff", b'{"a": 1,}'):
+        answer = await http.post(
+            "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400, answer.text
+
+
+async def test_clients_raise_their_own_errors(client):
+    with pytest.raises(openai.NotFoundError) as told:
+        await client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+    assert told.value.code == "model_not_found"
+    assert "this server has 'model'" in str(told.value)
+    long = [{"role": "user", "content": "w3 " * 40000}]
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as told:
+            await client.chat.completions.create(model="model", messages=long, stream=stream)
+        assert told.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("gpt-9")
+    assert [model.id async for model in await client.models.list()] == ["model"]
+    assert (await client.models.retrieve("model")).id == "model"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (OutOfMemoryError("no memory on cpu"), 503, "no memory on cpu"),
+        (EngineUnavailableError("gone"), 503, "gone"),
+        (MissingExtraError("response_format", "structured"), 400, "pip install"),
+        (StoreError("the disk is full"), 500, "the disk is full"),
+        (RuntimeError("secret detail"), 500, "its log says why"),
+    ],
+    ids=repr,
+)
+async def test_errors_of_the_engine_have_a_status(http, script, error, status, said):
+    script.pieces, script.error = (), error
+    for stream in (False, True):
+        asked = {"messages": MESSAGES, "stream": stream}
+        answer = await http.post("/v1/chat/completions", json=asked)
+        assert answer.status_code == status
+        assert said in answer.json()["error"]["message"]
+        assert "secret" not in answer.text
+        assert ("retry-after" in answer.headers) == (status == 503)
+
+
+async def test_paths_and_methods_that_there_are_not(http):
+    missing, wrong = await http.get("/v1/nothing"), await http.get("/v1/completions")
+    assert (missing.status_code, wrong.status_code) == (404, 405)
+    assert "/v1/nothing" in missing.json()["error"]["message"]
+    assert "GET" in wrong.json()["error"]["message"]
+
+
+async def test_facts(http, engine):
+    assert (await http.get("/health")).status_code == 200
+    assert (await http.get("/version")).json()["engine"] == "toy"
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("model", engine.context_window)
+    await http.post("/v1/chat/completions", json={"messages": MESSAGES})
+    assert re.search(r"^cacheblend_requests_total 1", (await http.get("/metrics")).text, re.M)
+    assert "/v1/chat/completions" in (await http.get("/openapi.json")).json()["paths"]
+    engine.close()
+    assert (await http.get("/health")).status_code == 503

@@ -1,0 +1,237 @@
+"""FormsContract: what engines promise about the form of answers, tools and log-probabilities.
+
+Subclassed once an engine, with a fixture ``engine`` around the bundled demo model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+
+from cacheblend_rag import (
+    BlendConfig,
+    ChatPrompt,
+    Chunk,
+    ConfigError,
+    Engine,
+    PromptError,
+    SamplingParams,
+    StructuredOutputs,
+)
+from tests.engines.contract import joined
+
+REUSE = BlendConfig(min_tokens=0, recompute_ratio=0.0, cost_model=False)
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["person", "place"]},
+        "place": {"$ref": "#/$defs/place"},
+    },
+    "required": ["name", "kind", "place"],
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"floor": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["floor"],
+        }
+    },
+}
+REGEX = r"[A-Z][a-z]{2,5}( [0-9])?"
+CHOICE = ("yes", 'no "thanks"')
+GRAMMAR = 'start: "<n>" /[0-9]{1,2}/ "</n>"'
+QUESTION = {"role": "user", "content": "Question: What is known about the mayor?\nAnswer:"}
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look a name up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "times": {"enum": [1, 2]}},
+            "required": ["name", "times"],
+        },
+    },
+}
+COUNT = {
+    "type": "function",
+    "function": {
+        "name": "count",
+        "parameters": {
+            "type": "object",
+            "properties": {"of": {"$ref": "#/$defs/what"}},
+            "required": ["of"],
+            "$defs": {"what": {"enum": ["ships", "lamps"]}},
+        },
+    },
+}
+PASSAGES = (
+    "The harbour of Vell was rebuilt twice, and each time by people from the islands.",
+    'The keeper said "no vessel was lost" <|im_end|>\nand lit the lamp again at dusk.',
+)
+
+
+def held(form: StructuredOutputs, tokens: int = 60, **more: Any) -> SamplingParams:
+    return SamplingParams(tokens, temperature=0.0, structured_outputs=form, **more)
+
+
+class FormsContract:
+    """The promises."""
+
+    def test_json_follows_the_schema(self, engine: Engine) -> None:
+        form = StructuredOutputs(json=SCHEMA)
+        for asked in (held(form), SamplingParams(60, temperature=1.5, seed=3,
+                                                 structured_outputs=form)):  # fmt: skip
+            answer = engine.generate([QUESTION], asked)
+            closed = {**SCHEMA, "additionalProperties": False}
+            jsonschema.validate(json.loads(answer.text), closed)
+            assert answer.finish_reason == "stop"
+            parsed = json.loads(answer.text)
+            assert answer.text == json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
+            again = engine.generate([QUESTION], held(StructuredOutputs(json=json.dumps(SCHEMA))))
+            assert again.text == answer.text or asked.temperature
+
+    def test_texts_follow_their_form(self, engine: Engine) -> None:
+        forms = {
+            StructuredOutputs(regex=REGEX): REGEX,
+            StructuredOutputs(choice=CHOICE): "|".join(map(re.escape, CHOICE)),
+            StructuredOutputs(grammar=GRAMMAR): "<n>[0-9]{1,2}</n>",
+        }
+        for form, pattern in forms.items():
+            answer = joined(engine.stream([QUESTION], held(form)))
+            assert re.fullmatch(pattern, answer.text), answer.text
+            assert answer.finish_reason == "stop"
+
+    def test_a_batch_keeps_its_form(self, engine: Engine) -> None:
+        prompts = [[{"role": "user", "content": f"Question {i}:"}] for i in range(3)]
+        form = StructuredOutputs(json={"type": "array", "items": {"enum": [1, 22]}, "maxItems": 3})
+        for answer in engine.generate_batch(prompts, held(form)):
+            assert set(json.loads(answer.text)) <= {1, 22}
+
+    def test_an_answer_that_is_cut_off_is_unfinished(self, engine: Engine) -> None:
+        answer = engine.generate([QUESTION], held(StructuredOutputs(json=SCHEMA), tokens=3))
+        assert answer.finish_reason == "length"
+        assert json.dumps({"name": ""}).startswith(answer.text[:2])
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(answer.text)
+
+    @pytest.mark.parametrize(
+        "form",
+        [
+            {"json": {"type": "no type"}},
+            {"json": {"$ref": "#/nowhere"}},
+            {"regex": "("},
+            {"grammar": "start: ("},
+            {"grammar": 'start: other\n"'},
+        ],
+        ids=str,
+    )
+    def test_a_wrong_form_is_refused(self, engine: Engine, form: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match="structured_outputs is refused") as refused:
+            engine.generate([QUESTION], held(StructuredOutputs(**form)))
+        assert "\n" not in str(refused.value)
+
+    # Log-probabilities and penalties
+
+    @pytest.mark.parametrize("most", [0, 3])
+    def test_log_probabilities_are_the_models(self, engine: Engine, most: int) -> None:
+        asked = SamplingParams(8, temperature=0.0, repetition_penalty=1.0, logprobs=most)
+        answer = engine.generate([QUESTION], asked)
+        assert answer.logprobs is not None
+        assert [one.token_id for one in answer.logprobs] == list(answer.token_ids)
+        for one in answer.logprobs:
+            assert one.token == engine.tokenizer.decode([one.token_id])
+            assert len(one.top) == most
+            assert sum(math.exp(logprob) for _, _, logprob in one.top) < 1 + 1e-4
+            assert not most or one.top[0] == (one.token_id, one.token, one.logprob)
+            assert list(one.top) == sorted(one.top, key=lambda each: -each[2])
+        deltas = list(engine.stream([QUESTION], asked))
+        told = [one for delta in deltas for one in delta.logprobs]
+        assert [one.token_id for one in told] == list(answer.token_ids)
+        assert deltas[-1].generation is not None
+        assert deltas[-1].generation.logprobs == tuple(told)
+        plain = engine.generate([QUESTION], SamplingParams.greedy(8))
+        assert (plain.token_ids, plain.logprobs) == (answer.token_ids, None)
+
+    def test_they_are_told_before_temperature_and_penalties(self, engine: Engine) -> None:
+        plain = SamplingParams(1, temperature=0.0, repetition_penalty=1.0, logprobs=5)
+        hot = SamplingParams(
+            1, temperature=2.0, seed=1, repetition_penalty=1.5, presence_penalty=1.0, logprobs=5
+        )
+        first, second = (engine.generate([QUESTION], asked) for asked in (plain, hot))
+        assert first.logprobs is not None
+        assert second.logprobs is not None
+        for one, other in zip(first.logprobs[0].top, second.logprobs[0].top, strict=True):
+            assert one[0] == other[0]
+            assert one[2] == pytest.approx(other[2], abs=1e-3)
+
+    def test_penalties_count_what_was_said(self, engine: Engine) -> None:
+        def said(**penalties: float) -> tuple[int, ...]:
+            asked = SamplingParams(24, temperature=0.0, repetition_penalty=1.0, ignore_eos=True,
+                                   **penalties)  # type: ignore[arg-type]  # fmt: skip
+            return engine.generate([QUESTION], asked).token_ids
+
+        plain = said()
+        for name in ("presence_penalty", "frequency_penalty"):
+            assert len(set(said(**{name: 2.0}))) >= len(set(plain))
+            assert len(set(said(**{name: -2.0}))) < len(set(plain))
+
+    # Tools
+
+    def test_a_required_call_is_made(self, engine: Engine) -> None:
+        for choice, names in (
+            ("required", {"look_up", "count"}),
+            ({"type": "function", "function": {"name": "count"}}, {"count"}),
+            ({"type": "function", "function": {"name": "look_up"}}, {"look_up"}),
+        ):
+            prompt = ChatPrompt([QUESTION], [LOOK, COUNT], choice)  # type: ignore[arg-type]
+            deltas = list(engine.stream(prompt, SamplingParams(96, temperature=0.0)))
+            answer = joined(deltas)
+            [call] = answer.tool_calls
+            assert call.name in names
+            schema = next(one for one in (LOOK, COUNT) if one["function"]["name"] == call.name)  # type: ignore[index]
+            jsonschema.validate(json.loads(call.arguments), schema["function"]["parameters"])  # type: ignore[index]
+            assert (answer.content, answer.finish_reason) == ("", "stop")
+            assert "".join(delta.content for delta in deltas) == ""
+
+    def test_an_answer_without_calls_is_its_content(self, engine: Engine) -> None:
+        for choice in ("auto", "none"):
+            prompt = ChatPrompt([QUESTION], [LOOK], choice)  # type: ignore[arg-type]
+            deltas = list(engine.stream(prompt, SamplingParams(12, temperature=0.0)))
+            answer = joined(deltas)
+            assert (answer.content, answer.tool_calls) == (answer.text, ())
+            assert "".join(delta.content for delta in deltas) == answer.text
+        told = engine.prepare(ChatPrompt([QUESTION], [LOOK], "none"))
+        assert told.token_ids == engine.prepare([QUESTION]).token_ids
+
+    def test_passages_that_tools_return_are_reused(self, engine: Engine) -> None:
+        engine.precompute([Chunk(text) for text in PASSAGES], progress=False)
+        call = {
+            "id": "a1b2c3d4e",
+            "type": "function",
+            "function": {"name": "look_up", "arguments": '{"name": "Vell", "times": 1}'},
+        }
+        messages = [
+            {"role": "system", "content": "Answer."},
+            QUESTION,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "\n\n".join(PASSAGES)},
+        ]
+        prompt = ChatPrompt(messages, [LOOK])
+        assert engine.prepare(prompt).text.count(PASSAGES[1]) == 1
+        report = engine.generate(prompt, SamplingParams(2), config=REUSE).report
+        assert [chunk.hit for chunk in report.chunks] == [True, True]
+        assert report.reused_tokens > 0
+
+    def test_what_contradicts_itself_is_refused(self, engine: Engine) -> None:
+        with pytest.raises(ConfigError, match="contradicts tool_choice"):
+            engine.generate(
+                ChatPrompt([QUESTION], [LOOK], "required"), held(StructuredOutputs(regex="a"))
+            )
+        with pytest.raises(PromptError, match="not among the tools"):
+            ChatPrompt([QUESTION], [LOOK], {"type": "function", "function": {"name": "other"}})

@@ -1,0 +1,389 @@
+"""Requests that bring no job: chunks are found in their prompts, and blended as a client's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+from vllm import SamplingParams
+
+from cacheblend_rag import BlendConfig, BlendPrompt, Document
+from cacheblend_rag.engines.vllm.connector import finding
+from cacheblend_rag.engines.vllm.connector.metrics import PREFIX
+from cacheblend_rag.engines.vllm.protocol import OFF_PARAMS
+from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, VERSION
+from cacheblend_rag.engines.vllm.transport import VLLMRequest
+from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.opening import request_of
+from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, index, retrieved
+from tests.models import prompt_of, words
+
+SPACED = Document("c", (words(70, 81), words(120, 82)), separator="\n\n")
+"""Our client compares separators that are no white space, too; the finder knows tokens only."""
+CONFIG = BlendConfig(min_tokens=0, selector="question_mid", recompute_ratio=0.2, cost_model=False)
+TELLING = {"kind": "find", "version": VERSION}
+
+
+@pytest.fixture
+def blend_config() -> BlendConfig:
+    return CONFIG
+
+
+@pytest.fixture
+def engine(llama: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcessEngine]:
+    finder = llama.scheduler_connector.finding
+    monkeypatch.setattr(finder, "config", CONFIG)
+    index(llama)
+    llama.precompute([SPACED], progress=False)
+    assert finder.finder.settle()
+    yield llama
+    for document in (*DOCUMENTS, SPACED):
+        llama.evict_document(document.document_id)
+    assert finder.finder.settle()
+
+
+class Told:
+    """What vLLM says of a request: log-probabilities, cached tokens, what the connector adds."""
+
+    def __init__(self) -> None:
+        self.logprobs: list[float] = []
+        self.tokens: list[int] = []
+        self.cached = 0
+        self.params: Any = None
+
+
+def ask(
+    engine: InProcessEngine,
+    *prompts: Sequence[int],
+    salt: str | None = None,
+    params: Any = None,
+    **sampling: Any,
+) -> list[Told]:
+    """Send requests at once, as any client of vLLM does."""
+
+    async def one(prompt: Sequence[int]) -> Told:
+        told = Told()
+        extra = None if params is None else {"kv_transfer_params": params}
+        asked = SamplingParams(
+            **{"temperature": 0, "max_tokens": 5, "logprobs": 1, "ignore_eos": True, **sampling},
+            extra_args=extra,
+        )
+        request = VLLMRequest(tuple(prompt), SHORT, salt)
+        async for step in engine.vllm.outputs(request, asked):
+            out = step.outputs[0]
+            told.tokens, told.cached = list(out.token_ids), step.num_cached_tokens or 0
+            pairs = zip(out.logprobs, out.token_ids, strict=True)
+            told.logprobs = [top[token].logprob for top, token in pairs]
+            told.params = step.kv_transfer_params
+        return told
+
+    async def all_() -> list[Told]:
+        return await asyncio.gather(*map(one, prompts))
+
+    return engine.transport.run(all_())
+
+
+def spaced() -> BlendPrompt:
+    """A document whole and in order, and a chunk whose document is not there."""
+    return prompt_of(
+        words(9, 50), *SPACED.to_chunks(), " w7 ", DOCUMENTS[1].to_chunks()[1], words(23, 9)
+    )
+
+
+def tokens_of(engine: InProcessEngine, prompt: BlendPrompt | str) -> tuple[int, ...]:
+    return request_of(engine, prompt, SHORT, CONFIG, full=True).token_ids
+
+
+def find(**config: Any) -> dict[str, Any]:
+    return {PARAMETER: {**TELLING, "config": config}}
+
+
+def plain(engine: InProcessEngine, prompt: Sequence[int]) -> Told:
+    """Ordinary prefill that nothing is cached of."""
+    [told] = ask(engine, prompt, salt=uuid.uuid4().hex, params=dict(OFF_PARAMS))
+    assert told.cached == 0
+    return told
+
+
+def counted(name: str) -> float:
+    return sum(
+        sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == f"{PREFIX}{name}_total"
+    )
+
+
+def test_a_request_of_any_client_reuses_chunks(engine: InProcessEngine) -> None:
+    before = {name: counted(name) for name in ("found_requests", "found_tokens", "chunk_hits")}
+    prompt = tokens_of(engine, retrieved())
+    [told] = ask(engine, prompt)
+    assert 0.6 * 301 < told.cached <= 301
+    assert told.params is None, "who did not ask is told nothing"
+    assert told.logprobs != pytest.approx(plain(engine, prompt).logprobs, abs=1e-4)
+    grown = {name: counted(name) - value for name, value in before.items()}
+    assert grown == {"found_requests": 1, "found_tokens": 301, "chunk_hits": 3}
+    assert counted("find_seconds") > 0
+
+
+def test_it_is_the_blend_that_our_own_client_asks_for(engine: InProcessEngine) -> None:
+    prompt = spaced()
+    [found] = ask(engine, tokens_of(engine, prompt), salt="a")
+    own = request_of(engine, prompt, SHORT, CONFIG)
+    assert own.job is not None
+    [brought] = ask(engine, own.token_ids, salt="b", params=own.params)
+    assert found.logprobs == pytest.approx(brought.logprobs, abs=1e-6)
+    assert found.cached == brought.cached
+
+
+def test_ratio_1_is_plain_prefill(engine: InProcessEngine) -> None:
+    prompt = tokens_of(engine, retrieved())
+    [told] = ask(engine, prompt, params=find(recompute_ratio=1.0))
+    assert told.logprobs == pytest.approx(plain(engine, prompt).logprobs, abs=1e-5)
+    assert told.cached == 0
+    assert [chunk["hit"] for chunk in told.params[PARAMETER]["chunks"]] == [True] * 3
+
+
+def test_plain_requests_get_no_blended_kv(engine: InProcessEngine) -> None:
+    prompt = tokens_of(engine, retrieved())
+    fresh = plain(engine, prompt)
+    ask(engine, prompt)
+    for _ in range(2):
+        [told] = ask(engine, prompt, params=dict(OFF_PARAMS))
+        assert told.logprobs == fresh.logprobs
+        assert told.params is None
+
+
+def test_repeats_come_out_of_the_prefix_cache(engine: InProcessEngine) -> None:
+    """At once (n answers), one after another, and with another client's salt anew."""
+    prompt = (*tokens_of(engine, retrieved()), *engine.tokenize(words(300, 8)))
+    before = counted("reused_tokens")
+    told = ask(engine, *[prompt] * 4)
+    once = counted("reused_tokens") - before
+    for one in told[1:]:
+        assert one.logprobs == pytest.approx(told[0].logprobs, abs=1e-4)
+    [again] = ask(engine, prompt)
+    assert again.logprobs == pytest.approx(told[0].logprobs, abs=1e-5)
+    assert again.cached > told[0].cached
+    work = counted("blend_seconds")
+    ask(engine, prompt)
+    assert counted("blend_seconds") == work
+    assert once > 0
+    [other] = ask(engine, prompt, salt="another client")
+    assert other.cached == told[0].cached
+
+
+def test_a_conversation_goes_on_in_the_prefix_cache(engine: InProcessEngine) -> None:
+    first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, 41)))
+    [answer] = ask(engine, first, max_tokens=140)
+    work = counted("blend_seconds")
+    later = (*first, *answer.tokens, *engine.tokenize(words(9, 42)))
+    [told] = ask(engine, later)
+    assert counted("blend_seconds") == work, "nothing is blended again"
+    assert told.cached > len(first)
+    unlike = (*first[:-3], 5, 5, 5, *answer.tokens)
+    [told] = ask(engine, unlike)
+    assert told.cached <= 301, "rows are chosen for another question"
+    assert counted("blend_seconds") > work
+
+
+def test_only_new_chunks_are_blended_in_an_agents_next_step(engine: InProcessEngine) -> None:
+    exact = find(recompute_ratio=1.0)
+    new = engine.tokenize(SPACED.to_chunks()[0].text)
+    for params in (find(), exact):
+        first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, 43)))
+        [answer] = ask(engine, first, params=params, max_tokens=140)
+        later = (*first, *answer.tokens, *new, *engine.tokenize(words(30, 44)))
+        [told] = ask(engine, later, params=params)
+        told_of = told.params[PARAMETER]
+        assert [chunk["tokens"] for chunk in told_of["chunks"]] == [70]
+        assert told_of["prefix_tokens"] > 301
+        assert told.cached > len(first) - 128
+    assert told.logprobs == pytest.approx(plain(engine, later).logprobs, abs=1e-4)
+
+
+def test_what_is_left_of_a_prompt_may_be_too_little(engine: InProcessEngine) -> None:
+    some = find(min_tokens=100)
+    first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, 45)))
+    [answer] = ask(engine, first, params=some, max_tokens=140)
+    new = engine.tokenize(SPACED.to_chunks()[0].text)
+    later = (*first, *answer.tokens, *new, *engine.tokenize(words(30, 46)))
+    work = counted("blend_seconds")
+    [told] = ask(engine, later, params=some)
+    assert counted("blend_seconds") == work
+    assert told.params[PARAMETER]["reason"][0] == "prefix_cached"
+
+
+def test_parts_of_cut_and_edited_text_are_reused(engine: InProcessEngine) -> None:
+    chunk = engine.tokenize(DOCUMENTS[1].to_chunks()[0].text)
+    cut = [*engine.tokenize(words(9, 61)), *chunk[70:], *engine.tokenize(words(20, 62))]
+    edited = [*chunk[:90], 5, 5, *chunk[93:], *engine.tokenize(words(20, 63))]
+    [first, second] = ask(engine, cut, edited, params=find(recompute_ratio=0.0))
+    told = [(c["start"], c["tokens"]) for c in first.params[PARAMETER]["chunks"]]
+    assert told == [(19, len(chunk) - 80)], "parts begin and end at multiples of 16 tokens"
+    told = [(c["start"], c["tokens"]) for c in second.params[PARAMETER]["chunks"]]
+    assert told == [(0, 80), (95, len(chunk) - 96)]
+    assert (first.cached, second.cached) == (len(chunk) - 80, len(chunk) - 16)
+    for prompt in (cut, edited):
+        [exact] = ask(engine, prompt, params=find(recompute_ratio=1.0))
+        assert exact.logprobs == pytest.approx(plain(engine, prompt).logprobs, abs=1e-5)
+
+
+def test_what_was_evicted_is_not_found_nor_what_was_blended_of_it(engine: InProcessEngine) -> None:
+    prompt = tokens_of(engine, retrieved())
+    ask(engine, prompt)
+    engine.evict_document("b")
+    [told] = ask(engine, prompt, params=find())
+    assert [chunk["tokens"] for chunk in told.params[PARAMETER]["chunks"]] == [60, 150]
+    engine.evict_document("a")
+    [told] = ask(engine, prompt)
+    assert told.logprobs == plain(engine, prompt).logprobs
+    index(engine)
+    assert engine.scheduler_connector.finding.finder.settle()
+    [told] = ask(engine, prompt, params=find())
+    assert {chunk["tier"] for chunk in told.params[PARAMETER]["chunks"]} == {"host"}, "blended anew"
+
+
+def test_what_the_store_has_lost_is_looked_for_once(engine: InProcessEngine) -> None:
+    store = engine.worker_connector.blender.store
+    for key in list(store.entries()):
+        store.evict(key)
+    prompt = tokens_of(engine, retrieved())
+    codes = []
+    for _ in range(8):  # a chunk may be known in several contexts
+        [told] = ask(engine, prompt, params=find())
+        codes.append(told.params[PARAMETER]["reason"][0])
+    assert codes[0] == "not_stored"
+    assert codes[-1] == "no_chunk"
+    assert codes == sorted(codes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "params", "blends"),
+    [
+        ("on", None, True),
+        ("on", find(), True),
+        ("on", dict(OFF_PARAMS), False),
+        ("asked", None, False),
+        ("asked", find(), True),
+        ("off", None, False),
+        ("off", find(), False),
+    ],
+)
+def test_who_is_searched(
+    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch, mode: str, params: Any, blends: bool
+) -> None:
+    monkeypatch.setattr(engine.scheduler_connector.finding, "mode", mode)
+    prompt = tokens_of(engine, retrieved())
+    [told] = ask(engine, prompt, params=params, salt=uuid.uuid4().hex)
+    assert (told.cached > 0) == blends
+    if mode == "off" and params is not None:
+        assert "serve --find off" in told.params[PARAMETER]["reason"][1]
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        ({"kind": "find", "version": 1}, "version must be"),
+        ({**TELLING, "config": 3}, "config must be an object"),
+        ({**TELLING, "config": {"recompute_ratio": 7}}, "recompute_ratio=7"),
+        ({**TELLING, "config": {"colour": 7}}, "colour"),
+        ({**TELLING, "config": {3: 7}}, "TypeError"),
+        ({"kind": "seek", "version": VERSION}, "release, status, report, find, off"),
+    ],
+)
+def test_a_malformed_wish_is_told(engine: InProcessEngine, sent: Any, said: str) -> None:
+    prompt = tokens_of(engine, retrieved())
+    [told] = ask(engine, prompt, params={PARAMETER: sent})
+    code, sentence = told.params[PARAMETER]["reason"]
+    assert code == "malformed_job"
+    assert said in sentence
+    assert told.cached == 0
+
+
+def test_few_tokens_are_left_alone(engine: InProcessEngine) -> None:
+    prompt = tokens_of(engine, retrieved())
+    [told] = ask(engine, prompt, params=find(min_tokens=400))
+    assert told.params[PARAMETER]["reason"][0] == "too_short"
+    [told] = ask(engine, engine.tokenize(words(200, 99)), params=find())
+    assert told.params[PARAMETER]["reason"][0] == "no_chunk"
+
+
+def test_a_prompt_whose_log_probabilities_are_asked_for_is_plain(engine: InProcessEngine) -> None:
+    prompt = tokens_of(engine, retrieved())
+    [told] = ask(engine, prompt, prompt_logprobs=1)
+    assert told.cached == 0
+    assert told.logprobs == pytest.approx(plain(engine, prompt).logprobs, abs=1e-5)
+
+
+def test_another_namespace_finds_nothing(
+    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = engine.scheduler_connector.finding
+    monkeypatch.setattr(connector.tenants, "namespace_of", lambda _: "another")
+    [told] = ask(engine, tokens_of(engine, retrieved()), params=find())
+    assert told.params[PARAMETER]["reason"][0] == "no_chunk"
+
+
+def test_a_chunk_right_at_the_end_leaves_vllm_the_last_token(engine: InProcessEngine) -> None:
+    chunk = engine.tokenize(DOCUMENTS[1].to_chunks()[0].text)
+    [told] = ask(engine, chunk, params=find(recompute_ratio=0.0))
+    assert told.cached == len(chunk) - 1
+
+
+def test_chunks_of_several_lead_ins_are_reused_in_one_prompt(engine: InProcessEngine) -> None:
+    other = InProcessEngine(engine.vllm, CONFIG, lead_in="none")
+    text = words(80, 71)
+    other.precompute([Document("d", (text,))], progress=False)
+    assert engine.scheduler_connector.finding.finder.settle()
+    prompt = (*tokens_of(engine, retrieved()), *engine.tokenize(f"{text} {words(9, 72)}"))
+    [told] = ask(engine, prompt, params=find(recompute_ratio=0.0))
+    chunks = told.params[PARAMETER]["chunks"]
+    assert [chunk["hit"] for chunk in chunks] == [True] * 4
+    assert told.cached == 301 + 80
+    other.evict_document("d")
+
+
+def test_context_that_a_prompt_lacks_is_protected_as_our_client_does(
+    engine: InProcessEngine,
+) -> None:
+    own = request_of(engine, spaced(), SHORT, CONFIG)
+    assert own.job is not None
+    connector = engine.scheduler_connector.finding
+    found = connector.finder.find("default", list(own.token_ids))
+    mine = [(c.start, c.end, c.context_id, c.protected) for c in own.job.chunks]
+    assert [(c.sent.start, c.sent.end, c.sent.context_id, c.sent.protected) for c in found] == mine
+    assert {protected for *_, protected in mine} == {True, False}
+
+
+def test_a_search_that_fails_is_its_requests_only(
+    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("planted")
+
+    prompt = tokens_of(engine, retrieved())
+    monkeypatch.setattr(engine.scheduler_connector.finding.finder, "find", fail)
+    [told] = ask(engine, prompt, params=find())
+    assert told.params[PARAMETER]["reason"][0] == "no_chunk"
+    assert told.cached == 0
+
+
+def test_the_mark_is_of_all_that_kv_depends_on(engine: InProcessEngine) -> None:
+    class Asked:
+        request_id = "one"
+        prompt_token_ids = tokens_of(engine, retrieved())
+
+    connector = engine.scheduler_connector.finding
+    found = connector.finder.find("default", Asked.prompt_token_ids)
+    mark = finding._mark(Asked, found, CONFIG)  # type: ignore[arg-type]
+    assert mark == finding._mark(Asked, found, CONFIG)  # type: ignore[arg-type]
+    assert json.dumps(mark)
+    for other in (CONFIG.with_changes(recompute_ratio=0.3), CONFIG.with_changes(trace=True)):
+        assert finding._mark(Asked, found, other) != mark  # type: ignore[arg-type]
+    assert finding._mark(Asked, found[1:], CONFIG) != mark  # type: ignore[arg-type]

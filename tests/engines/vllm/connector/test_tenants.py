@@ -1,0 +1,302 @@
+"""One vLLM serves several namespaces: nothing of one is found by another."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig, Document, Generation
+from cacheblend_rag.engines.sampling import ResolvedSampling
+from cacheblend_rag.engines.vllm import namespaces
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.engines.vllm.connector.tenants import Tenants
+from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.in_process import vllm_sampling
+from cacheblend_rag.engines.vllm.job_client import ask_status
+from cacheblend_rag.engines.vllm.namespaces import FIELD, SECRET_VARIABLE, signed, with_namespace
+from cacheblend_rag.engines.vllm.protocol import BlendJob
+from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
+from cacheblend_rag.errors import ConfigError, EngineUnavailableError
+from cacheblend_rag.kv.chunk_kv import namespace_id
+from cacheblend_rag.reason import ReasonCode
+from tests.engines.vllm.inprocess import InProcessEngine, LockstepVLLM
+from tests.engines.vllm.opening import request_of
+from tests.engines.vllm.test_exactness import SHORT
+from tests.models import make_tokenizer, prompt_of, words
+
+CONFIG = BlendConfig(min_tokens=0, selector="hkvd", cost_model=False)
+SECRET = "7" * 64
+SHORT_SAMPLING = ResolvedSampling(max_tokens=2, ignore_eos=True)
+DOCUMENT = Document("d", (words(60, 1), words(30, 2)), " w7 ")
+
+
+@pytest.fixture
+def blend_config() -> BlendConfig:
+    return CONFIG
+
+
+class TenantsVLLM(Transport):
+    """What a tenant's requests are once the access middleware has seen them."""
+
+    name = address = "vllm"
+
+    def __init__(self, vllm: LockstepVLLM, field: str | None) -> None:
+        super().__init__()
+        self.vllm, self._field = vllm, field
+        self.background, self.model_name = vllm.background, vllm.model_name
+        self.context_window = vllm.context_window
+
+    def load_tokenizer(self) -> Any:
+        return make_tokenizer()
+
+    def generation_values(self) -> Any:
+        return self.vllm.generation_values()
+
+    async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
+        sampling = vllm_sampling(request)
+        if self._field is not None:
+            sampling.extra_args = {**(sampling.extra_args or {}), FIELD: self._field}
+        async with aclosing(self.vllm.outputs(request, sampling)) as steps:
+            async for step in steps:
+                out = step.outputs[0]
+                params = step.kv_transfer_params
+                yield Piece(out.text, tuple(out.token_ids), out.finish_reason, params=params)
+
+    def close(self) -> None:
+        """vLLM is another's."""
+
+    async def _stop(self) -> None:
+        """vLLM is another's."""
+
+
+Open = Callable[[str], VLLMEngine]
+
+
+@pytest.fixture
+def shared(llama: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> InProcessEngine:
+    """The shared vLLM, as if it had been started with tenants."""
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    settings = ConnectorSettings(tenants=True)
+    monkeypatch.setattr(llama.scheduler_connector.finding, "tenants", Tenants(settings))
+    monkeypatch.setattr(llama.worker_connector, "_settings", settings)
+    return llama
+
+
+@pytest.fixture
+def tenant(shared: InProcessEngine) -> Iterator[Open]:
+    """Open the engine of a namespace."""
+    opened: list[VLLMEngine] = []
+
+    def open_engine(namespace: str) -> VLLMEngine:
+        transport = TenantsVLLM(shared.vllm, signed(namespace, SECRET))
+        opened.append(VLLMEngine(transport, config=CONFIG, namespace=namespace))
+        return opened[-1]
+
+    yield open_engine
+    for engine in opened:
+        engine.close()
+
+
+def asked(engine: VLLMEngine, head: int = 9) -> Generation:
+    """An answer from the document, of which the engine knows, whoever has stored it."""
+    engine.register([DOCUMENT])
+    return engine.generate(prompt_of(words(20, head), *DOCUMENT.to_chunks(), words(40, 3)), SHORT)
+
+
+heads = count(1000)
+
+
+def hits(engine: VLLMEngine) -> list[bool]:
+    """Which chunks are found, by a prompt that vLLM's own cache cannot hold."""
+    return [chunk.hit for chunk in asked(engine, next(heads)).report.chunks]
+
+
+def cached(vllm: LockstepVLLM, tokens: tuple[int, ...], field: str | None, salt: str = "") -> int:
+    """Tokens of a plain prompt that vLLM has in its prefix cache for this request."""
+
+    async def ask() -> int:
+        request = VLLMRequest(tokens, SHORT_SAMPLING, salt or None)
+        sampling = vllm_sampling(request)
+        if field is not None:
+            sampling.extra_args = {FIELD: field}
+        return [step.num_cached_tokens async for step in vllm.outputs(request, sampling)][-1]
+
+    return vllm.run(ask())
+
+
+def test_chunks_are_their_namespaces_alone(tenant: Open) -> None:
+    acme, globex, default = map(tenant, ("acme", "globex", "default"))
+    assert acme.precompute([DOCUMENT], progress=False).computed == 2
+    assert hits(acme) == [True, True]
+    for other in (globex, default):
+        answer = asked(other)
+        assert [chunk.reason for chunk in answer.report.chunks] == ["not stored"] * 2
+    keys = [acme.key(chunk) for chunk in DOCUMENT.to_chunks()]
+    assert acme.stored(keys) == [True, True]
+    assert globex.stored(keys) == [False, False], "a job's keys are of its request's namespace"
+    assert globex.evict_document("d") == 0
+    assert acme.stored(keys) == [True, True]
+    assert globex.precompute([DOCUMENT], progress=False).computed == 2
+    assert acme.evict_document("d") == 2
+    assert (hits(acme), hits(globex)) == ([False, False], [True, True])
+
+
+def test_a_namespace_sees_its_own_counts(tenant: Open) -> None:
+    acme, globex = map(tenant, ("acme", "globex"))
+    acme.precompute([DOCUMENT], progress=False)
+    mine, theirs = ask_status(acme.transport), ask_status(globex.transport)
+    assert (mine.namespace, theirs.namespace) == (namespace_id("acme"), namespace_id("globex"))
+    assert (mine.store.chunks, theirs.store.chunks, theirs.store.bytes) == (2, 0, 0)
+    assert mine.store.bytes > 0
+    assert mine.identity != theirs.identity
+    assert (acme.stored_chunks(), globex.stored_chunks()) == (2, 0)
+    with pytest.raises(ConfigError, match="namespace='other' is not the server's"):
+        VLLMEngine(acme.transport, namespace="other")
+
+
+def test_a_job_names_no_other_namespace(tenant: Open, shared: InProcessEngine) -> None:
+    """Not by a field of its own, and not by its salt."""
+    acme, globex = map(tenant, ("acme", "globex"))
+    acme.precompute([DOCUMENT], progress=False)
+    globex.register([DOCUMENT])
+    prompt = prompt_of(words(20, 9), *DOCUMENT.to_chunks(), words(40, 3))
+    request = request_of(globex, prompt, SHORT, CONFIG)
+
+    class Named(BlendJob):
+        def to_params(self) -> dict[str, Any]:
+            params = super().to_params()
+            params["cacheblend"]["namespace"] = "acme"
+            return params
+
+    assert request.job is not None
+    job = Named(**{name: getattr(request.job, name) for name in request.job.__dataclass_fields__})
+    mark = namespaces.block_mark("acme", SECRET)
+    for one in (replace(request, job=job), replace(request, salt=f" {mark}")):
+
+        async def ask(one: VLLMRequest = one) -> list[Piece]:
+            return [piece async for piece in globex.transport.send(one, stream=False)]
+
+        (params,) = [piece.params for piece in globex.transport.run(ask()) if piece.params]
+        told = params["cacheblend"]
+        assert "chunks" not in told or not any(chunk["hit"] for chunk in told["chunks"]), told
+
+
+@pytest.mark.parametrize(
+    "field", [None, "", "acme", signed("acme", "guess"), signed("globex", SECRET)[:64] + "acme"]
+)
+def test_who_came_past_the_middleware_reuses_nothing(
+    tenant: Open, shared: InProcessEngine, field: str | None
+) -> None:
+    acme = tenant("acme")
+    acme.precompute([DOCUMENT], progress=False)
+    stranger = TenantsVLLM(shared.vllm, field)
+    status = ask_status(stranger)
+    assert (status.active, status.namespace, status.store.chunks) == (False, "", 0)
+    assert status.problem is not None
+    assert status.problem.code == ReasonCode.UNSUPPORTED_REQUEST
+    engine = VLLMEngine(stranger, config=CONFIG, namespace="acme")
+    answer = asked(engine)
+    assert answer.report.blended is False
+    assert "belongs to no namespace" in str(answer.report.reason)
+    assert len(answer.token_ids) == SHORT.max_tokens, "vLLM answers it"
+    with pytest.raises(EngineUnavailableError, match="belongs to no namespace"):
+        engine.stored([acme.key(chunk) for chunk in DOCUMENT.to_chunks()])
+
+
+def test_vllms_own_blocks_are_apart(tenant: Open, shared: InProcessEngine) -> None:
+    """No tenant finds out by the time to the first token what another one has asked."""
+    tokens = tuple(shared.tokenize(words(300, 77)))
+    fields = [signed(name, SECRET) for name in ("acme", "globex", "default")]
+    first = [cached(shared.vllm, tokens, field) for field in (*fields, None)]
+    assert first == [0, 0, 0, 0]
+    again = [cached(shared.vllm, tokens, field) for field in fields]
+    assert all(held >= 128 for held in again), "each has its own from then on"
+    assert cached(shared.vllm, tokens, None, f" {namespaces.block_mark('x', 'guess')}") == 0
+    salted = [cached(shared.vllm, tokens, field, "a salt") for field in fields]
+    assert salted == [0, 0, 0]
+
+
+def test_blended_blocks_are_apart(tenant: Open, shared: InProcessEngine) -> None:
+    acme, globex = map(tenant, ("acme", "globex"))
+    for engine in (acme, globex):
+        engine.precompute([DOCUMENT], progress=False)
+        tiers = {chunk.tier for chunk in asked(engine).report.chunks}
+        assert tiers == {"host"}, "none of another's blend is taken for its own"
+    assert {chunk.tier for chunk in asked(acme).report.chunks} == {"prefix cache"}
+
+
+def test_results_and_memory_are_no_other_tenants(tenant: Open) -> None:
+    acme, globex, default = map(tenant, ("acme", "globex", "default"))
+    acme.precompute([DOCUMENT], progress=False)
+    acme.register([DOCUMENT])
+    prompt = prompt_of(words(20, 9), *DOCUMENT.to_chunks(), words(40, 3))
+    request = request_of(acme, prompt, SHORT, CONFIG)
+    assert request.job is not None
+    report_id = request.job.report_id
+
+    async def drain() -> None:
+        async for _ in acme.transport.send(request, stream=False):
+            pass
+
+    async def late(engine: VLLMEngine) -> Any:
+        return await engine._jobs.late_result(report_id, "")
+
+    acme.transport.run(drain())
+    assert "no such report" in str(globex.transport.run(late(globex)))
+    assert "BlendResult" in type(acme.transport.run(late(acme))).__name__
+    with pytest.raises(EngineUnavailableError, match="release frees the memory of all tenants"):
+        globex.release()
+    assert hits(acme) == [True, True]
+    assert default.release() > 0
+
+
+def test_a_flag_without_the_secret_serves_nobody(
+    shared: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the secret was not given to one of several nodes."""
+    monkeypatch.delenv(SECRET_VARIABLE)
+    tenants = Tenants(ConnectorSettings(tenants=True))
+    assert tenants.are_told_apart
+
+    class Sent:
+        def __init__(self, field: str) -> None:
+            self.sampling_params = vllm_sampling(VLLMRequest((1,), SHORT_SAMPLING))
+            self.sampling_params.extra_args = {FIELD: field}
+
+    for field in (signed("acme", ""), "acme"):
+        assert tenants.namespace_of(Sent(field)) is None  # type: ignore[arg-type]
+    alone = Tenants(ConnectorSettings(namespace="own"))
+    assert alone.namespace_of(Sent("x")) == "own"  # type: ignore[arg-type]
+
+
+def test_n_answers_are_of_one_namespace(shared: InProcessEngine) -> None:
+    """Each of the n requests that vLLM makes of one carries it."""
+    sampling = vllm_sampling(VLLMRequest((1, 2, 3), SHORT_SAMPLING))
+    sampling.n, sampling.temperature = 3, 1.0
+    sampling.output_kind = type(sampling.output_kind).FINAL_ONLY
+    made = with_namespace(sampling, "acme")
+    seen: list[str | None] = []
+    tenants = shared.scheduler_connector.finding.tenants
+    namespace_of = tenants.namespace_of
+
+    def noting(request: Any) -> str | None:
+        seen.append(namespace_of(request))
+        return seen[-1]
+
+    tenants.namespace_of = noting
+
+    async def ask() -> None:
+        request = VLLMRequest((1, 2, 3), SHORT_SAMPLING)
+        async with aclosing(shared.vllm.outputs(request, made, uuid.uuid4().hex)) as steps:
+            async for _ in steps:
+                await asyncio.sleep(0)
+
+    shared.vllm.run(ask())
+    assert seen == ["acme"] * 3

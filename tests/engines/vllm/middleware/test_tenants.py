@@ -1,0 +1,455 @@
+"""The key decides the namespace: the tenants' file, and what each key reaches; without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.engines.vllm import namespaces
+from cacheblend_rag.engines.vllm.middleware import access
+from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
+from cacheblend_rag.engines.vllm.middleware.tenants import (
+    OPEN_TO_TENANTS,
+    TENANTS_VARIABLE,
+    Grant,
+    Tenants,
+    is_open_to_tenants,
+    new_entry,
+    read_tenants,
+)
+from cacheblend_rag.engines.vllm.namespaces import (
+    FIELD,
+    SECRET_VARIABLE,
+    block_mark,
+    carry_namespaces,
+    current,
+    new_secret,
+    read_signed,
+    signed,
+    with_namespace,
+)
+from cacheblend_rag.errors import ConfigError, EngineUnavailableError
+
+SECRET = "5" * 64
+OWN, OWN_STORE = "own key", "own store key"
+KEYS = {"acme": ("acme asks", "acme stores"), "globex": ("globex asks", "globex stores")}
+DOCUMENTS = "/v1/cacheblend/documents"
+CHAT = "/v1/chat/completions"
+
+
+def hashed(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def written(folder: Path, text: str | None = None) -> Path:
+    """A tenants' file."""
+    path = folder / "tenants.toml"
+    tables = (
+        f'[{name}]\nask = "{hashed(ask)}"\nstore = ["{hashed(store).upper()}"]\n'
+        for name, (ask, store) in KEYS.items()
+    )
+    path.write_text("\n".join(tables) if text is None else text)
+    return path
+
+
+# The file
+
+
+def test_a_key_belongs_to_one_namespace(tmp_path: Path) -> None:
+    tenants = Tenants(written(tmp_path))
+    for name, (ask, store) in KEYS.items():
+        assert tenants.grant(ask.encode()) == Grant(name, may_change=False)
+        assert tenants.grant(store.encode()) == Grant(name, may_change=True)
+    for wrong in (b"", b"acme", hashed("acme asks").encode(), b"acme asks ", b"\xff" * 100):
+        assert tenants.grant(wrong) is None
+
+
+def test_new_keys_are_of_use_and_in_no_file(tmp_path: Path) -> None:
+    made = {name: new_entry(name) for name in ("acme", 'a "quoted" \\ name', "名前")}
+    path = tmp_path / "tenants.toml"
+    path.write_text("".join(entry for _, _, entry in made.values()))
+    tenants = Tenants(path)
+    for name, (ask, store, entry) in made.items():
+        assert tenants.grant(ask.encode()) == Grant(name, may_change=False)
+        assert tenants.grant(store.encode()) == Grant(name, may_change=True)
+        assert len({ask, store}) == 2
+        assert ask not in entry
+        assert store not in entry
+    assert len({key for ask, store, _ in made.values() for key in (ask, store)}) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[acme", "is not TOML: "),
+        ("\xff", ""),
+        ("acme = 1", '["acme"] must have ask = and store ='),
+        ("[acme]", '["acme"] must have ask = and store ='),
+        ('[acme]\nkey = "x"', '["acme"] must have ask = and store ='),
+        ('[acme]\nask = "secret"', 'ask of ["acme"] must be the SHA-256 of a key, 64 hex digits'),
+        (f'[acme]\nask = "{"g" * 64}"', 'ask of ["acme"] must be the SHA-256'),
+        ("[acme]\nstore = [1]", 'store of ["acme"] must be the SHA-256'),
+        (
+            f'[acme]\nask = "{"a" * 64}"\n[globex]\nstore = "{"A" * 64}"',
+            'store of ["globex"] occurs twice',
+        ),
+        (f'[acme]\nask = "{"a" * 64}"\nstore = "{"a" * 64}"', 'store of ["acme"] occurs twice'),
+        (f'["a\\nb"]\nask = "{"a" * 64}"', "must be of 1 to 200 printable characters"),
+        (f'[""]\nask = "{"a" * 64}"', "must be of 1 to 200 printable characters"),
+        (f'["{"x" * 201}"]\nask = "{"a" * 64}"', "must be of 1 to 200 printable characters"),
+        (f'[acme]\nask = "{hashed(OWN)}"', 'ask of ["acme"] is the server\'s own key'),
+    ],
+)
+def test_a_wrong_file_is_one_line_with_the_field(tmp_path: Path, text: str, said: str) -> None:
+    path = written(tmp_path, text)
+    if text == "\xff":
+        path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError) as error:
+        read_tenants(path, [OWN])
+    assert said in str(error.value)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "secret" not in str(error.value), "what stands where a hash should is perhaps a key"
+
+
+def test_a_file_that_is_none_is_told_apart(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.toml", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_tenants(path)
+
+
+def test_a_signal_rereads_it_and_a_wrong_file_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path)
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        tenants = Tenants(path)
+        tenants.reread_on_hangup()
+        path.write_text("[acme")
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert tenants.grant(b"acme asks") == Grant("acme", may_change=False)
+        (told,) = [one for one in caplog.records if one.levelname == "ERROR"]
+        assert "the tenants' keys stay as they were" in told.getMessage()
+        path.write_text(f'[acme]\nask = "{hashed("new")}"')
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert tenants.grant(b"acme asks") is None
+        assert tenants.grant(b"new") == Grant("acme", may_change=False)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# What a namespace is signed with
+
+
+def test_nobody_names_a_namespace_without_the_secret() -> None:
+    told = signed("acme", SECRET)
+    assert read_signed(told, SECRET) == "acme"
+    other = signed("globex", SECRET)
+    for forged in (
+        "acme",
+        "",
+        None,
+        5,
+        told[:-1],
+        told + "x",
+        f"{told[:64]}globex",
+        f"{other[:64]}acme",
+        told.upper(),
+        signed("acme", new_secret()),
+        "\ud800" * 70,
+        f"{'0' * 64}acme",
+    ):
+        assert read_signed(forged, SECRET) is None
+    assert read_signed(signed("acme", ""), "") is None, "without a secret there is no namespace"
+    marks = {block_mark(name, secret) for name in ("a", "b", "") for secret in (SECRET, "x")}
+    assert len(marks) == 6
+    assert not any(mark in signed("a", SECRET) for mark in marks)
+
+
+class Params:
+    """vLLM's SamplingParams, as far as they are touched."""
+
+    def __init__(self, extra_args: dict[str, Any] | None = None) -> None:
+        self.extra_args = extra_args
+
+    def clone(self) -> Params:
+        return Params(self.extra_args)
+
+
+def test_a_clients_own_word_is_replaced_and_its_parameters_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    given = Params({FIELD: signed("globex", "guess"), "session_id": "mine"})
+    made = with_namespace(given, "acme")
+    assert made.extra_args == {FIELD: signed("acme", SECRET), "session_id": "mine"}
+    assert given.extra_args != made.extra_args, "others may share them"
+    assert with_namespace(Params(), "acme").extra_args == {FIELD: signed("acme", SECRET)}
+    of_another_kind = object()
+    assert with_namespace(of_another_kind, "acme") is of_another_kind
+
+
+class Client:
+    """vLLM's engine client: notes the namespace that each request has."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str | None, Any]] = []
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, **named: Any) -> str:
+        sent = (params.extra_args or {}).get(FIELD)
+        self.seen.append((read_signed(sent, SECRET), named))
+        return request_id
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+        yield await self.add_request(request_id, prompt, params, session_id="s")
+
+
+def test_the_client_carries_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    client = Client()
+    for _ in range(3):
+        carry_namespaces(client)
+
+    async def ask(namespace: str | None) -> list[str]:
+        marked = current.set(namespace)
+        try:
+            return [one async for one in client.generate("?", Params(), "r")]
+        finally:
+            current.reset(marked)
+
+    async def ask_all() -> None:
+        await asyncio.gather(*(ask(name) for name in ("acme", "globex", None)))
+
+    asyncio.run(ask_all())
+    assert client.seen == [(name, {"session_id": "s"}) for name in ("acme", "globex", None)]
+    with pytest.raises(EngineUnavailableError, match="no add_request"):
+        carry_namespaces(None)
+
+
+# The middleware
+
+
+class Asked:
+    """A server with tenants, and what came of one request to it."""
+
+    def __init__(
+        self,
+        path: str,
+        key: str | None,
+        body: Any = None,
+        *,
+        method: str = "POST",
+        keys: Iterable[str] = (OWN,),
+        kind: str = "http",
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        has_documents: bool = True,
+    ) -> None:
+        self.status: int | None = None
+        self.grant: Grant | None = None
+        self.sent: list[Any] = []
+        self.client = Client()
+        self._body = b"" if body is None else json.dumps(body).encode()
+        given = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+        state = SimpleNamespace(
+            args=SimpleNamespace(api_key=list(keys)),
+            engine_client=self.client,
+            **({access.DOCUMENTS_STATE: object()} if has_documents else {}),
+        )
+        scope = {
+            "type": kind,
+            "path": path,
+            "method": method,
+            "headers": [*headers, *given],
+            "app": SimpleNamespace(state=state),
+        }
+        asyncio.run(AccessMiddleware(self._application)(scope, self._receive, self._send))
+        assert current.get() is None
+
+    async def _application(self, scope: Any, receive: Any, send: Any) -> None:
+        """Ask the model as vLLM's routes do: in a task of its own, too."""
+        self.grant, self.headers = scope[access.GRANT], dict(scope["headers"])
+        await self.client.add_request("r1", "?", Params({FIELD: "globex"}))
+        await asyncio.create_task(self._ask())
+
+    async def _ask(self) -> None:
+        async for _ in self.client.generate("?", Params(), "r2"):
+            pass
+
+    async def _receive(self) -> Any:
+        body, self._body = self._body, b""
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def _send(self, event: Any) -> None:
+        self.sent.append(event)
+        self.status = event.get("status", self.status)
+
+    @property
+    def namespaces(self) -> set[str | None]:
+        return {name for name, _ in self.client.seen}
+
+    @property
+    def said(self) -> str:
+        return str(json.loads(self.sent[-1]["body"])["error"]["message"])
+
+
+@pytest.fixture
+def tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A server's file of tenants, with its own keys beside it."""
+    path = written(tmp_path)
+    monkeypatch.setenv(TENANTS_VARIABLE, str(path))
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    monkeypatch.setenv(access.STORE_KEY_VARIABLE, OWN_STORE)
+    monkeypatch.delenv(access.KEY_VARIABLE, raising=False)
+    before = signal.getsignal(signal.SIGHUP)
+    yield path
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("tenants")
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_the_key_decides_the_namespace(kind: str) -> None:
+    for name, keys in {**KEYS, "default": (OWN, OWN_STORE)}.items():
+        for key, may_change in zip(keys, (False, True), strict=True):
+            asked = Asked(CHAT, key, kind=kind)
+            assert (asked.status, asked.grant) == (None, Grant(name, may_change))
+            assert asked.namespaces == {name}
+            assert asked.headers[b"authorization"] == f"Bearer {OWN}".encode(), "vLLM's own check"
+
+
+@pytest.mark.usefixtures("tenants")
+def test_nothing_else_decides_it() -> None:
+    headers = [
+        (b"x-session-id", signed("globex", "guess").encode()),
+        (b"x-request-id", b"globex"),
+        (b"x-cacheblend-namespace", b"globex"),
+    ]
+    body = {
+        "session_id": "globex",
+        "namespace": "globex",
+        "vllm_xargs": {FIELD: "globex"},
+        "kv_transfer_params": {"cacheblend": {"kind": "blend", "namespace": "globex"}},
+    }
+    asked = Asked(CHAT, "acme asks", body, headers=headers)
+    assert asked.namespaces == {"acme"}
+    assert asked.headers[b"x-session-id"] == headers[0][1], "a client's session is its own"
+    two = [(b"authorization", b"Bearer acme asks"), (b"authorization", b"Bearer globex asks")]
+    assert Asked(CHAT, None, headers=two).namespaces == {"acme"}
+
+
+@pytest.mark.usefixtures("tenants")
+def test_a_key_is_always_needed() -> None:
+    for keys in ((), (OWN,)):
+        for wrong in (None, "", "acme", hashed("acme asks"), "acme asks2"):
+            asked = Asked(CHAT, wrong, keys=keys)
+            assert (asked.status, asked.client.seen) == (401, [])
+    asked = Asked(CHAT, "acme asks", keys=())
+    assert asked.namespaces == {"acme"}
+    assert Asked("/health", None, method="GET").status is None
+
+
+def test_without_own_keys_nobody_has_the_namespace_default(
+    tenants: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(access.STORE_KEY_VARIABLE)
+    for wrong in (None, "", OWN, OWN_STORE):
+        assert Asked(CHAT, wrong, keys=()).status == 401
+    tenants.write_text(f'[acme]\nask = "{hashed("x")}"')
+    assert Asked(CHAT, "x", keys=()).grant == Grant("acme", may_change=False)
+
+
+@pytest.mark.usefixtures("tenants")
+def test_documents_and_jobs_that_change_the_store_need_the_tenants_own_store_key() -> None:
+    job = {"kv_transfer_params": {"cacheblend": {"kind": "evict"}}}
+    for name, (ask, store) in {**KEYS, "default": (OWN, OWN_STORE)}.items():
+        for method in ("PUT", "GET", "DELETE"):
+            refused = Asked(f"{DOCUMENTS}/a", ask, method=method)
+            assert (refused.status, refused.client.seen) == (403, [])
+            assert Asked(f"{DOCUMENTS}/a", store, method=method).grant == Grant(name, True)
+        assert Asked(CHAT, ask, job).status == 403
+        assert Asked(CHAT, store, job).namespaces == {name}
+
+
+@pytest.mark.usefixtures("tenants")
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/metrics",
+        "/load",
+        "/server_info",
+        "/cacheblend/release",
+        "/v1/cacheblend/release",
+        "/v1/load_lora_adapter",
+        "/reset_prefix_cache",
+        "/collective_rpc",
+        "/abort_requests",
+        "/pause",
+        "/v1/modelsx",
+        "//metrics",
+        "/v1/models/../../metrics",
+        "/",
+    ],
+)
+def test_what_concerns_all_is_for_the_servers_own_keys(path: str) -> None:
+    if ".." not in path:  # no such path, and none that is one behind it
+        for _, store in KEYS.values():
+            refused = Asked(path, store)
+            assert (refused.status, refused.client.seen) == (403, [])
+            assert "the server's own key is needed" in refused.said
+    assert Asked(path, OWN_STORE).status != 403
+
+
+def test_what_is_open_to_tenants() -> None:
+    for path in OPEN_TO_TENANTS:
+        assert is_open_to_tenants(path)
+        assert is_open_to_tenants(f"{path}/x")
+        assert not is_open_to_tenants(f"{path}x")
+    assert not is_open_to_tenants("")
+
+
+@pytest.mark.usefixtures("tenants")
+def test_documents_that_nobody_answers_are_refused_by_name() -> None:
+    refused = Asked(DOCUMENTS, OWN_STORE, method="GET", has_documents=False)
+    assert refused.status == 501
+    assert "VLLM_PLUGINS=cacheblend" in refused.said
+
+
+@pytest.mark.usefixtures("tenants")
+def test_a_vllm_that_cannot_carry_namespaces_serves_no_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(Client, "add_request")
+    refused = Asked(CHAT, "acme asks")
+    assert refused.status == 503
+    assert refused.grant is None
+    assert "no add_request" in refused.said
+
+
+def test_it_does_not_start_with_a_wrong_file_or_without_a_secret(
+    tenants: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants.write_text("[acme]")
+    with pytest.raises(ConfigError, match="must have ask = and store ="):
+        AccessMiddleware(None)  # type: ignore[arg-type]
+    written(tenants.parent)
+    monkeypatch.delenv(SECRET_VARIABLE)
+    with pytest.raises(ConfigError, match=f"{TENANTS_VARIABLE} needs {SECRET_VARIABLE}"):
+        AccessMiddleware(None)  # type: ignore[arg-type]
+
+
+def test_without_tenants_nothing_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (TENANTS_VARIABLE, SECRET_VARIABLE, access.STORE_KEY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    asked = Asked(CHAT, OWN)
+    assert asked.namespaces == {None}
+    assert asked.grant == Grant("default", may_change=True)
+    assert namespaces.known_secret() == ""

@@ -1,0 +1,50 @@
+"""SmolLM2 writes valid JSON and calls, and the guide's programs on them run as they stand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from cacheblend_rag import ChatPrompt, SamplingParams, StructuredOutputs, TransformersEngine
+from tests.benchmarks.structured import SCHEMA, TOOLS
+from tests.readme import DOCS, blocks
+
+PROGRAMS = {"StructuredOutputs(": "'planet': ", "ChatPrompt(": "tokens reused", "logprobs=": "'"}
+"""What the programs have in them, and what they print."""
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2_folder: Path) -> Iterator[TransformersEngine]:
+    with closing(TransformersEngine("smollm2", dtype="float32")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_json_and_calls_are_valid(engine: TransformersEngine, temperature: float) -> None:
+    messages = [{"role": "user", "content": "When was the lighthouse built, and by whom?"}]
+    form = StructuredOutputs(json=SCHEMA)
+    asked = SamplingParams(96, temperature=temperature, seed=1, structured_outputs=form)
+    jsonschema.validate(json.loads(engine.generate(messages, asked).text), SCHEMA)
+    asked = SamplingParams(96, temperature=temperature, seed=1)
+    for tool in TOOLS:
+        name = tool["function"]["name"]
+        choice = {"type": "function", "function": {"name": name}}
+        [call] = engine.generate(ChatPrompt(messages, TOOLS, choice), asked).tool_calls
+        assert call.name == name
+        jsonschema.validate(json.loads(call.arguments), tool["function"]["parameters"])
+
+
+@pytest.mark.parametrize("mark", PROGRAMS)
+def test_the_guides_programs_run(
+    mark: str, smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = [block for block in blocks("python", DOCS / "engine.md") if mark in block]
+    names: dict[str, TransformersEngine] = {}
+    exec(program, names)  # noqa: S102
+    names["engine"].close()
+    assert PROGRAMS[mark] in capsys.readouterr().out
