@@ -1,16 +1,14 @@
-"""Unmodified clients of a server that ``serve`` has started: Python, frameworks, Node.js, curl."""
+"""Unmodified clients of a server of the embedded engine that ``serve`` has started."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Literal
 
 import httpx
@@ -19,11 +17,10 @@ import pytest
 
 from cacheblend_rag.demo.corpus import generate_collection
 from tests.local_servers import HOST, free_port
+from tests.unmodified_clients import QUESTION, UnmodifiedClients, curl
 
-NPM_OPENAI = "openai@7.57.0"
 KEY = "sesame"
 START_SECONDS = 120.0
-QUESTION = "Question: Who?\nAnswer:"
 
 
 @pytest.fixture(scope="module")
@@ -79,26 +76,14 @@ def client(server):
     return openai.OpenAI(base_url=f"{server}/v1", api_key=KEY, max_retries=0)
 
 
-@pytest.fixture(scope="module")
-def expected(client, passage) -> str:
-    """The greedy answer to the question about the passage."""
-    answer = client.chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": f"{passage}\n\n{QUESTION}"}],
-        max_tokens=8,
-        temperature=0,
-    )
-    assert answer.usage.prompt_tokens_details.cached_tokens > 0, "the document's KV is reused"
-    return answer.choices[0].message.content
-
-
-def test_openai_python(client, passage, expected):
+def test_openai_python(client, passage):
     asked = {
         "model": "demo",
         "messages": [{"role": "user", "content": f"{passage}\n\n{QUESTION}"}],
         "max_tokens": 8,
         "temperature": 0,
     }
+    expected = client.chat.completions.create(**asked).choices[0].message.content
     stream = client.chat.completions.create(**asked, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
     with client.chat.completions.stream(**asked) as helper:
@@ -112,86 +97,22 @@ def test_openai_python(client, passage, expected):
         client.with_options(api_key="other").models.list()
 
 
-def test_langchains_chat_openai(server, passage, expected):
-    from langchain_openai import ChatOpenAI
+class TestClients(UnmodifiedClients):
+    key = KEY
 
-    model = ChatOpenAI(
-        base_url=f"{server}/v1", api_key=KEY, model="demo", max_tokens=8, temperature=0
+    @pytest.fixture
+    def url(self, server):
+        return server
+
+    def check_call(self, arguments):
+        assert json.loads(arguments)["on"] in {True, False}
+
+
+def test_a_body_that_is_not_called_json_is_refused(server):
+    told = json.loads(
+        curl(f"{server}/v1/chat/completions", "-H", f"Authorization: Bearer {KEY}", "-d", "{}")
     )
-    prompt = f"{passage}\n\n{QUESTION}"
-    answer = model.invoke(prompt)
-    assert answer.content == expected
-    assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
-    chunks = list(model.stream(prompt, stream_usage=True))
-    assert "".join(chunk.text for chunk in chunks) == expected
-    assert [one.content for one in model.batch([prompt, prompt])] == [expected] * 2
-    responses = ChatOpenAI(
-        base_url=f"{server}/v1", api_key=KEY, model="demo", max_tokens=8, use_responses_api=True
-    )
-    assert responses.invoke("Who?").text
-    assert "".join(chunk.text for chunk in responses.stream("Who?"))
-
-
-def test_llama_indexs_openai_like(server, passage, expected):
-    from llama_index.core.llms import ChatMessage
-    from llama_index.llms.openai_like import OpenAILike
-
-    model = OpenAILike(
-        api_base=f"{server}/v1",
-        api_key=KEY,
-        model="demo",
-        is_chat_model=True,
-        max_tokens=8,
-        temperature=0,
-    )
-    message = [ChatMessage(role="user", content=f"{passage}\n\n{QUESTION}")]
-    assert model.chat(message).message.content == expected
-    *_, last = model.stream_chat(message)
-    assert last.message.content == expected
-    plain = OpenAILike(api_base=f"{server}/v1", api_key=KEY, model="demo", max_tokens=4)
-    assert plain.complete("Who?").text
-
-
-def curl(*arguments: str) -> str:
-    found = subprocess.run(["curl", "-sS", *arguments], check=True, capture_output=True, text=True)
-    return found.stdout
-
-
-def test_curl(server, passage, expected):
-    url, key = f"{server}/v1/chat/completions", ("-H", f"Authorization: Bearer {KEY}")
-    as_json = ("-H", "Content-Type: application/json")
-    asked = {
-        "messages": [{"role": "user", "content": f"{passage}\n\n{QUESTION}"}],
-        "max_tokens": 8,
-        "temperature": 0,
-    }
-    answer = json.loads(curl(url, *key, *as_json, "-d", json.dumps(asked)))
-    assert answer["choices"][0]["message"]["content"] == expected
-    streamed = curl("-N", url, *key, *as_json, "-d", json.dumps({**asked, "stream": True}))
-    assert streamed.endswith("data: [DONE]\n\n")
-    status = ("-o", os.devnull, "-w", "%{http_code}")
-    assert curl(*status, url, *as_json, "-d", "{}") == "401"
-    assert curl(*status, url, *key, *as_json, "-d", "{}") == "400"
-    told = json.loads(curl(url, *key, "-d", json.dumps(asked)))
     assert "Content-Type: application/json" in told["error"]["message"]
-
-
-@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
-def test_npms_openai(server, passage, expected, tmp_path):
-    shutil.copy(Path(__file__).parent / "client.mjs", tmp_path)
-    quiet = ("--no-package-lock", "--no-audit", "--no-fund", "--loglevel=error")
-    subprocess.run(["npm", "install", *quiet, NPM_OPENAI], cwd=tmp_path, check=True, timeout=300)
-    command = ["node", "client.mjs", server, KEY, "demo", passage]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout)
-    assert told["whole"] == told["streamed"] == told["helped"] == expected
-    assert told["cached"] == told["streamedCached"] > 0
-    assert json.loads(told["arguments"])["on"] in {True, False}
-    assert told["models"] == ["demo"]
-    assert told["response"]
-    assert told["last"] in {"response.completed", "response.incomplete"}
-    assert told["failed"] == {"status": 404, "code": "model_not_found"}
 
 
 def test_forms_and_calls_hold_with_every_client(server, client):

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from cacheblend_rag import (
     BlendConfig,
+    Document,
     PrecomputeReport,
     SamplingParams,
     StoreConfig,
@@ -43,6 +44,7 @@ from tests.engines.vllm.conftest import ServerFactory
 from tests.engines.vllm.demo_prompts import HEAD, documents, text
 from tests.models import words
 from tests.readme import blocks
+from tests.unmodified_clients import UnmodifiedClients
 
 KEY, STORE_KEY = "sesame", "barley"
 NAMESPACE = "tenant"
@@ -301,6 +303,20 @@ def test_memory_is_released_by_a_route_and_by_an_engine(
 
 class TestAnyClient(AnyClient):
     key = KEY
+
+
+class TestUnmodifiedClients(UnmodifiedClients):
+    key = KEY
+
+    @pytest.fixture
+    def url(self, server: RunningServer) -> str:
+        return server.url
+
+    @pytest.fixture
+    def passage(self, engine: VLLMEngine) -> str:
+        text = words(200, 900)
+        assert engine.precompute([Document("read by others", (text,))], progress=False).failed == {}
+        return text
 
 
 def test_what_does_not_fit_the_server_is_refused(

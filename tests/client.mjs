@@ -20,12 +20,12 @@ for await (const chunk of stream) {
   usage = chunk.usage ?? usage;
 }
 const helper = client.chat.completions.stream(asked);
-const response = await client.responses.create({ model, input: "Who?", max_output_tokens: 4 });
+const response = await client.responses.create({ model, input: "Who?", max_output_tokens: 16 });
 const deltas = [];
 for await (const event of await client.responses.create({
   model,
   input: "Who?",
-  max_output_tokens: 4,
+  max_output_tokens: 16,
   stream: true,
 })) {
   deltas.push(event.type);
@@ -44,7 +44,7 @@ const called = await client.chat.completions.create({
 });
 const failed = await client.chat.completions
   .create({ ...asked, model: "other" })
-  .catch((error) => ({ status: error.status, code: error.code }));
+  .catch((error) => error.status);
 console.log(
   JSON.stringify({
     whole: whole.choices[0].message.content,
@@ -52,7 +52,7 @@ console.log(
     helped: await helper.finalContent(),
     cached: whole.usage.prompt_tokens_details.cached_tokens,
     streamedCached: usage.prompt_tokens_details.cached_tokens,
-    arguments: called.choices[0].message.tool_calls[0].function.arguments,
+    arguments: called.choices[0].message.tool_calls?.[0]?.function.arguments ?? null,
     models: (await client.models.list()).data.map((one) => one.id),
     response: response.output_text,
     last: deltas.at(-1),
