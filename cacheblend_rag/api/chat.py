@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -21,7 +21,7 @@ from cacheblend_rag.api.sources import extra_of, sources_text
 from cacheblend_rag.api.wire import DONE, event
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.text.chat import ChatPrompt
-from cacheblend_rag.text.tools import ToolCall
+from cacheblend_rag.text.tools import ToolCall, ToolChoice
 
 
 class Message(fields.Fields):
@@ -55,7 +55,7 @@ class ChatRequest(fields.Request):
         """Return the prompt; raises PromptError for a malformed tool or choice."""
         messages = [message.plain() for message in self.messages]
         tools = self.tools or []
-        return ChatPrompt(messages, tools, self.tool_choice or "auto")  # type: ignore[arg-type]
+        return ChatPrompt(messages, tools, cast(ToolChoice, self.tool_choice or "auto"))
 
     @property
     def told_logprobs(self) -> int | None:

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -37,7 +37,7 @@ class CompletionRequest(fields.Request):
 
     def prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts, texts or token ids; raises ApiError when there are none."""
-        given: Any = self.prompt
+        given = cast(Any, self.prompt)
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
         if not given:
@@ -46,7 +46,7 @@ class CompletionRequest(fields.Request):
             raise bad_field(
                 "prompt", f"times n are more than {fields.MOST_ANSWERS} answers: send fewer"
             )
-        return given  # type: ignore[no-any-return]
+        return list(given)
 
 
 async def respond(serving: Serving, request: HttpRequest, body: CompletionRequest) -> Response:

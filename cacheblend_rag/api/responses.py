@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -15,6 +15,7 @@ from cacheblend_rag.api.openai_errors import bad_field
 from cacheblend_rag.api.response_form import ResponseForm
 from cacheblend_rag.api.serving import Serving
 from cacheblend_rag.text.chat import ChatPrompt
+from cacheblend_rag.text.tools import ToolChoice
 
 LOGPROBS = "message.output_text.logprobs"
 ROLES = {"developer": "system"}
@@ -66,12 +67,12 @@ class ResponseRequest(fields.Fields):
         """Return the tools as chat completions have them; raises ApiError for others."""
         return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
 
-    def chat_choice(self) -> str | dict[str, Any]:
+    def chat_choice(self) -> ToolChoice:
         """Return the choice of a tool as chat completions have it."""
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
             return {"type": "function", "function": {"name": choice["name"]}}
-        return choice or "auto"
+        return cast(ToolChoice, choice or "auto")
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the input as chat messages; raises ApiError."""
@@ -114,7 +115,7 @@ async def respond(serving: Serving, request: HttpRequest, body: ResponseRequest)
         messages, tools = body.messages(), body.chat_tools()
         if serving.retriever is not None and not tools:
             return await serving.retriever.ask(messages, sampling, 1)
-        prompt = ChatPrompt(messages, tools, body.chat_choice())  # type: ignore[arg-type]
+        prompt = ChatPrompt(messages, tools, body.chat_choice())
         return Asked([await serving.prepare(prompt)], sampling)
 
     form = ResponseForm(

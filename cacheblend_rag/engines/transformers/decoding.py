@@ -92,7 +92,7 @@ class Sampler:
         return int(torch.multinomial(shares, 1, generator=self.generator))
 
 
-class AnswerPenalties(LogitsProcessor):  # type: ignore[misc]
+class AnswerPenalties(LogitsProcessor):  # type: ignore[misc] # has no types
     """Lowers the logits of tokens that the answer already has; see SamplingParams.
 
     prompt_tokens: how many tokens before the answer do not count.

@@ -80,7 +80,7 @@ def carry_namespaces(client: Any) -> None:
             params = with_namespace(params, namespace)
         return await add_request(request_id, prompt, params, *others, **named)
 
-    add.carries_namespaces = True  # type: ignore[attr-defined]
+    vars(add)["carries_namespaces"] = True
     client.add_request = add
 
 

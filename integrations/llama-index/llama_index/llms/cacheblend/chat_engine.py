@@ -114,7 +114,7 @@ class _WholeChunks:
     def _get_response_synthesizer(
         self, chat_history: list[ChatMessage], streaming: bool = False
     ) -> CompactAndRefine:
-        made: CompactAndRefine = super()._get_response_synthesizer(  # type: ignore[misc]
+        made: CompactAndRefine = super()._get_response_synthesizer(  # type: ignore[misc] # the engine beside has it
             chat_history, streaming
         )
         made._prompt_helper = CacheBlendPromptHelper.from_llm(self._llm)
