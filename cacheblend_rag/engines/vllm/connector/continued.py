@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.engines.vllm.connector.finder import FoundChunk
+from cacheblend_rag.engines.vllm.connector.finder import FoundAt, FoundChunk
 from cacheblend_rag.settings import BlendConfig
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ class _Earlier:
 
     tail: tuple[int, ...]
     stretches: tuple[Stretch, ...]
-    found: tuple[FoundChunk, ...]
+    found: tuple[FoundAt, ...]
     config: BlendConfig
 
-    def held(self, found: Sequence[FoundChunk]) -> int | None:
-        """Return how many chunks of a longer prompt are this one's; None if this has others."""
-        return len(self.found) if tuple(found[: len(self.found)]) == self.found else None
+    def begins(self, found: Sequence[FoundChunk]) -> bool:
+        """Whether the first chunks of a longer prompt are this one's."""
+        return tuple(one.at for one in found[: len(self.found)]) == self.found
 
 
 class Continued:
@@ -78,7 +78,7 @@ class Continued:
             later = found[held:]
             added = (Stretch(later[0].sent.start, mark),) if later else ()
             stretches = (*earlier.stretches, *added)
-        self._remember(request, _Earlier((), stretches, tuple(found), config))
+        self._remember(request, _Earlier((), stretches, tuple(one.at for one in found), config))
         return stretches, held
 
     def _continued(
@@ -92,7 +92,7 @@ class Continued:
                 end = (block + 1) * size
                 if tuple(tokens[end : end + len(one.tail)]) != one.tail or one.config != config:
                     continue
-                if one.held(found) is not None:
+                if one.begins(found):
                     return one
         return None
 

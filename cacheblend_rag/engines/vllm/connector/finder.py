@@ -43,6 +43,8 @@ MANY = 256
 """Chunks from which on they are added to the index together."""
 REFRESH_SECONDS = 0.5
 CLOSE_SECONDS = 10.0
+FoundAt = tuple[Name, int, int, int, int, bool]
+"""Name, generation, start, end, how many of its tokens are missing before, whether protected."""
 LEADS = {"document": 0, "instruction": 1, "bos": 2, "none": 3}
 """Which lead-in is preferred among those that a chunk was computed after: the one that is most like
 what a prompt has before a chunk. ``document`` knows who "she" is, and begins as ``instruction``
@@ -88,6 +90,16 @@ class FoundChunk:
     name: Name
     generation: int
     is_known: bool
+
+    @property
+    def at(self) -> FoundAt:
+        """Which stored KV stands where in the prompt: all that a blend takes of it, in few bytes.
+
+        Its own tokens are left out, which the chunk's id names, and of which there may be thousands
+        beside those in the prompt.
+        """
+        sent = self.sent
+        return self.name, self.generation, sent.start, sent.end, len(sent.before), sent.protected
 
     @property
     def is_whole(self) -> bool:

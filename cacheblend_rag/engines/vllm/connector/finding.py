@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,15 +201,7 @@ def _mark(request: Request, found: Sequence[FoundChunk], config: BlendConfig) ->
     """
     parts: dict[str, Any] = {
         "config": config.to_dict(),
-        "chunks": [
-            (
-                *(one.sent.start, one.sent.end, one.sent.protected, len(one.sent.before)),
-                *(one.name.chunk_id, one.name.context_id),
-                *(one.name.lead_in.name, one.name.lead_in.tokens, one.name.lead_in.window),
-                one.generation,
-            )
-            for one in found
-        ],
+        "chunks": [(astuple(name), *others) for name, *others in (one.at for one in found)],
     }
     if make_selector(config.selector, config.selector_options).needs_question:
         parts["prompt"] = chunk_id(request.prompt_token_ids or ())
