@@ -39,6 +39,9 @@ EDGES = 4
 STEP = 16
 """A part of a chunk begins and ends at a multiple of so many of its tokens. Whoever knows a part
 could otherwise try, one token after another, what comes next: ``cached_tokens`` would tell."""
+MOST_ABSENT = 1 << 16
+"""Tokens of its chunks that a prompt may lack, all together, besides one for each of its own: the
+scheduler hands them on with each part, and the KV of whole chunks is read for their parts."""
 MANY = 256
 """Chunks from which on they are added to the index together."""
 REFRESH_SECONDS = 0.5
@@ -131,7 +134,8 @@ class Finder:
         self._generations = count(1)
         self._lock = Lock()
         self._file: TokenFile | None = None
-        self._told = ""
+        self._is_busy = False
+        self._to_discard: list[Name] = []
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name="cacheblend-finder", daemon=True)
         self._thread.start()
@@ -142,6 +146,7 @@ class Finder:
         """Return the stored chunks in a prompt, in order; its last token is in none."""
         known = self._known.get(namespace_id(namespace))
         found: list[FoundChunk] = []
+        left = MOST_ABSENT + len(token_ids)
         if known is None:
             return found
         for run in known.index.find(token_ids, 0, len(token_ids) - 1):
@@ -153,8 +158,10 @@ class Finder:
             except KeyError:  # forgotten this very moment
                 continue
             run = _in_steps(run, len(tokens))
-            if run.end - run.start < LEAST_RUN:
+            absent = len(tokens) - (run.end - run.start)
+            if run.end - run.start < LEAST_RUN or absent > left:
                 continue
+            left -= absent
             before = found[-1] if found else None
             chosen = min(variants, key=lambda one: (not _continues(one, before), one.rank))
             is_known = not chosen.is_contextual or _continues(chosen, before)
@@ -223,21 +230,22 @@ class Finder:
     def _open(self) -> None:
         if self._path is None or (self._read_only and not self._path.exists()):
             return
+        self._is_busy = False
         try:
             self._file = TokenFile(self._path, self._model(), read_only=self._read_only)
         except CacheBlendError as error:  # no weights in files, say: nothing tells models apart
             self._path = None
             logger.warning("tokens of stored chunks are kept in memory only: %s", error)
         except (sqlite3.Error, OSError) as error:
-            self._give_up(error)
+            self._is_busy = self._give_up(error)
             return
         self._read_news()
 
-    def _give_up(self, error: Exception) -> None:
-        """Go on in memory if the file cannot be used; one that is busy is tried again."""
+    def _give_up(self, error: Exception) -> bool:
+        """Go on in memory if the file cannot be used; returns whether it was only busy."""
         if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
             logger.debug("%s: %s", self._path, error)
-            return
+            return True
         logger.warning(
             "%s cannot be used (%s): chunks stored from now on are found until the server ends; "
             "delete the file, and `precompute` fills it again",
@@ -245,12 +253,16 @@ class Finder:
             error,
         )
         self._file = self._path = None
+        return False
 
     def _read_news(self) -> None:
         if self._file is None:
-            if self._path is not None and self._read_only and self._path.exists():
+            is_new = self._path is not None and self._read_only and self._path.exists()
+            if self._is_busy or is_new:
                 self._open()
             return
+        if self._to_discard:
+            self._discard_rows()
         try:
             for rows in self._file.news():
                 for row, stored in rows.items():
@@ -265,12 +277,16 @@ class Finder:
         placed = list(self._stored(namespace, job, result))
         fresh = {one.name for place, one in placed if place in result.fresh}
         stored = [one for _, one in placed]
+        is_kept = False
         if self._file is not None:
+            again = {one.name for one in stored} & {*self._to_discard}
             try:
-                self._file.add(stored, fresh)
+                self._file.add(stored, fresh | again)
+                self._to_discard = [name for name in self._to_discard if name not in again]
+                is_kept = not self._file.read_only
             except (sqlite3.Error, OSError) as error:
                 self._give_up(error)
-        if self._file is None or self._file.read_only:
+        if not is_kept:
             for one in stored:
                 self._add(one, None, anew=one.name in fresh)
 
@@ -352,11 +368,18 @@ class Finder:
         for name in names:  # again: some may have been learned meanwhile
             self._drop(name)
             self._discard(name)
+        self._to_discard += names
+        self._discard_rows()
+
+    def _discard_rows(self) -> None:
+        """Remove what was forgotten from the file, too; while that is busy, it is tried again."""
         if self._file is not None:
             try:
-                self._file.discard(names)
+                self._file.discard(self._to_discard)
             except (sqlite3.Error, OSError) as error:
-                self._give_up(error)
+                if self._give_up(error):
+                    return
+        self._to_discard = []
 
 
 def _in_steps(run: TokenRun[str], length: int) -> TokenRun[str]:

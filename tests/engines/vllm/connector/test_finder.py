@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.engines.vllm.connector import finder as finder_module
+from cacheblend_rag.engines.vllm.connector import token_file
 from cacheblend_rag.engines.vllm.connector.finder import Finder, FoundChunk
 from cacheblend_rag.engines.vllm.connector.token_file import FILE_NAME
 from cacheblend_rag.engines.vllm.protocol import (
@@ -131,6 +132,32 @@ def test_who_knows_a_part_cannot_try_what_comes_next(finder: Finder) -> None:
         assert told(9, *known, *secret[end : end + 16], 9) != nothing, (
             "16 at once cannot be guessed"
         )
+
+
+def test_a_chunks_edges_alone_count_token_by_token(finder: Finder) -> None:
+    """As docs/security.md says: a tokenizer may have split them differently."""
+    secret = tuple(range(5000, 5200))
+    learn(finder, job(secret))
+
+    def lacking(tokens: Sequence[int]) -> int:
+        [one] = finder.find("default", [*QUESTION, *tokens, *QUESTION])
+        return len(one.sent.before) + len(one.sent.after)
+
+    assert [lacking(secret[:-n]) for n in range(1, 6)] == [1, 2, 3, 4, 200 - 192]
+    assert [lacking(secret[n:]) for n in range(1, 6)] == [1, 2, 3, 4, 16]
+
+
+def test_parts_of_very_long_chunks_are_bounded(
+    finder: Finder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler hands on the tokens that a prompt lacks of each chunk."""
+    monkeypatch.setattr(finder_module, "MOST_ABSENT", 1000)
+    long = tuple(range(10_000, 11_000))
+    learn(finder, job(long))
+    parts = [long[start : start + 48] for start in range(0, 960, 96)]
+    told = found(finder, *parts)
+    assert len(told) == 1
+    assert len(found(finder, long)) == 1
 
 
 def test_the_last_token_is_vllms(finder: Finder) -> None:
@@ -383,4 +410,43 @@ def test_a_file_that_another_one_writes_makes_nobody_wait(opened: Any, tmp_path:
         assert found(finder, FIRST, SECOND) == []
         file.execute("COMMIT")
     assert finder.settle()
+    assert ids(found(finder, FIRST, SECOND)) == [chunk_id(SECOND)]
+
+
+@pytest.fixture
+def busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite3.Connection]:
+    """A file that another process writes for longer than a finder waits."""
+    with closing(Finder(tmp_path / FILE_NAME, lambda: "m")) as first:
+        learn(first, job(FIRST))
+    monkeypatch.setattr(token_file, "WAIT_SECONDS", 0.01)
+    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as file:
+        yield file
+
+
+def test_a_file_that_is_busy_at_first_is_read_later(opened: Any, busy: sqlite3.Connection) -> None:
+    busy.execute("BEGIN EXCLUSIVE")
+    finder = opened()
+    learn(finder, job(SECOND))
+    assert ids(found(finder, FIRST, SECOND)) == [chunk_id(SECOND)]
+    busy.execute("COMMIT")
+    waited(lambda: len(found(finder, FIRST, SECOND)) == 2)
+
+
+def test_what_is_learned_and_forgotten_while_the_file_is_busy(
+    opened: Any, busy: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finder = opened()
+    busy.execute("BEGIN EXCLUSIVE")
+    learn(finder, job(SECOND))
+    finder.forget("default", BARE, [(chunk_id(FIRST), "")])
+    assert finder.settle()
+    assert ids(found(finder, FIRST, SECOND)) == [chunk_id(SECOND)]
+    monkeypatch.setattr(Finder, "_discard_rows", lambda self: None)
+    busy.execute("COMMIT")
+    learn(finder, job(FIRST))
+    assert ids(found(finder, FIRST, SECOND)) == [chunk_id(FIRST), chunk_id(SECOND)]
+    finder.forget("default", BARE, [(chunk_id(FIRST), "")])
+    assert finder.settle()
+    monkeypatch.undo()
+    waited(lambda: busy.execute("SELECT count(*) FROM chunks").fetchone() == (0,))
     assert ids(found(finder, FIRST, SECOND)) == [chunk_id(SECOND)]
