@@ -179,6 +179,7 @@ class _Work:
         self._engine_of = engine_of
         self._changing, self._reading = asyncio.Semaphore(CHANGES), asyncio.Semaphore(READS)
         self._turns: WeakValueDictionary[tuple[int, str], Lock] = WeakValueDictionary()
+        self._finding_turn = Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def read(self, request: Request, work: Callable[[Engine], T]) -> T:
@@ -190,7 +191,9 @@ class _Work:
 
         def in_turn() -> T:
             engine = self._engine_of(request)
-            with self._turns.setdefault((id(engine), name), Lock()):
+            with self._finding_turn:  # the dictionary's setdefault is not atomic
+                turn = self._turns.setdefault((id(engine), name), Lock())
+            with turn:
                 return work(engine)
 
         return await self._run(self._changing, in_turn)
