@@ -20,7 +20,7 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE, GRANT
 from cacheblend_rag.engines.vllm.middleware.tenants import Grant
-from cacheblend_rag.engines.vllm.namespaces import known_secret
+from cacheblend_rag.engines.vllm.namespaces import are_told_apart
 from cacheblend_rag.engines.vllm.own_client import OwnClient
 from cacheblend_rag.errors import EngineUnavailableError
 
@@ -62,12 +62,12 @@ class ServerEngines:
 
         Raises CacheBlendError when that fails.
         """
-        are_told_apart = self._settings.tenants or bool(known_secret())
-        namespace = granted.namespace if are_told_apart else self._settings.namespace
+        by_key = are_told_apart(tenants=self._settings.tenants)
+        namespace = granted.namespace if by_key else self._settings.namespace
         with self._lock:
             engine = self._opened.get(namespace)
             if engine is None or not engine.is_open:
-                engine = self._open(namespace, namespace if are_told_apart else None)
+                engine = self._open(namespace, namespace if by_key else None)
                 self._opened[namespace] = engine
                 self._tokenizer = engine.tokenizer
             return engine

@@ -38,6 +38,11 @@ def known_secret() -> str:
     return os.environ.get(SECRET_VARIABLE, "")
 
 
+def are_told_apart(*, tenants: bool) -> bool:
+    """Whether keys decide namespaces: by the connector's setting, or since there is a secret."""
+    return tenants or bool(known_secret())
+
+
 def signed(namespace: str, secret: str) -> str:
     """Return a namespace with its message authentication code."""
     return _mac("namespace", namespace, secret) + namespace

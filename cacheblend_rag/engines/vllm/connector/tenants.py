@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.vllm.connector.prefix import set_apart
-from cacheblend_rag.engines.vllm.namespaces import FIELD, block_mark, known_secret, read_signed
+from cacheblend_rag.engines.vllm.namespaces import (
+    FIELD,
+    are_told_apart,
+    block_mark,
+    known_secret,
+    read_signed,
+)
 from cacheblend_rag.reason import Reason, ReasonCode
 
 if TYPE_CHECKING:
@@ -32,7 +38,7 @@ class Tenants:
 
     def __init__(self, settings: ConnectorSettings) -> None:
         self.own, self._secret = settings.namespace, known_secret()
-        self.are_told_apart = settings.tenants or bool(self._secret)
+        self.are_told_apart = are_told_apart(tenants=settings.tenants)
 
     def namespace_of(self, request: Request) -> str | None:
         """Return a request's namespace; None if nobody entitled has named it.

@@ -33,6 +33,7 @@ from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.tensor_parallel import all_reduce
 from cacheblend_rag.engines.vllm.generation import generation_values
+from cacheblend_rag.engines.vllm.namespaces import are_told_apart
 from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Failed, Result
 from cacheblend_rag.engines.vllm.protocol.job import VERSION
 from cacheblend_rag.engines.vllm.protocol.result import CANCELLED
@@ -210,7 +211,8 @@ class ConnectorWorker:
         """
         blender, settings = self.blender, self._settings
         namespace = settings.namespace if namespace is None else namespace
-        tenant = namespace_id(namespace) if settings.tenants else ""
+        by_key = are_told_apart(tenants=settings.tenants)
+        tenant = namespace_id(namespace) if by_key else ""
         return ConnectorStatus(
             active=blender is not None,
             refusal=self._refusal,

@@ -59,7 +59,8 @@ class SentChunk:
     tokens at its edges that are missing in the prompt (blend only); together with those between
     they give the chunk's id, so only a client that knows the whole chunk can ask for it. turn: it
     is part of a conversation's turn; its context_id names what was before it, by the conversation's
-    secret. exact: its KV is that of full prefill of this prompt (turns only).
+    secret. exact: its KV is that of full prefill of this prompt (turns only). lead_in: that its KV
+    was computed after, if the connector found the chunk itself; else it is the job's.
     """
 
     start: int

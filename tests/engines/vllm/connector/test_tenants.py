@@ -148,7 +148,12 @@ def test_chunks_are_their_namespaces_alone(tenant: Open) -> None:
     assert (hits(acme), hits(globex)) == ([False, False], [True, True])
 
 
-def test_a_namespace_sees_its_own_counts(tenant: Open) -> None:
+@pytest.mark.parametrize("told", [True, False])
+def test_a_namespace_sees_its_own_counts(
+    tenant: Open, shared: InProcessEngine, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """The secret is enough, where ``"tenants": true`` was forgotten on a server of one's own."""
+    monkeypatch.setattr(shared.worker_connector, "_settings", ConnectorSettings(tenants=told))
     acme, globex = map(tenant, ("acme", "globex"))
     acme.precompute([DOCUMENT], progress=False)
     mine, theirs = ask_status(acme.transport), ask_status(globex.transport)
