@@ -10,7 +10,7 @@ import logging
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
@@ -42,6 +42,9 @@ could otherwise try, one token after another, what comes next: ``cached_tokens``
 MOST_ABSENT = 1 << 16
 """Tokens of its chunks that a prompt may lack, all together, besides one for each of its own: the
 scheduler hands them on with each part, and the KV of whole chunks is read for their parts."""
+MOST_CHUNKS = 1 << 20
+"""Of all namespaces. The store does not tell what it drops to make room, so that they would grow
+for ever; 5 GB if each has 512 tokens."""
 MANY = 256
 """Chunks from which on they are added to the index together."""
 REFRESH_SECONDS = 0.5
@@ -217,6 +220,7 @@ class Finder:
             except Empty:
                 pass
             self._try(self._read_news)
+            self._try(self._trim)
         if self._file is not None:
             self._file.close()
 
@@ -363,6 +367,15 @@ class Finder:
         known = self._known.get(name.namespace)
         if known is not None and name.chunk_id not in known.variants:
             known.index.discard(name.chunk_id)
+
+    def _trim(self) -> None:
+        """Forget what was stored first in the namespace with most chunks, if there are too many."""
+        excess = sum(len(known.variants) for known in self._known.values()) - MOST_CHUNKS
+        if excess > 0:
+            most = max(self._known.values(), key=lambda known: len(known.variants))
+            with self._lock:
+                first = list(islice(most.variants.values(), excess + MOST_CHUNKS // 256))
+            self._forget([one.name for variants in first for one in variants])
 
     def _forget(self, names: Sequence[Name]) -> None:
         for name in names:  # again: some may have been learned meanwhile

@@ -276,6 +276,20 @@ def test_what_is_stored_anew_has_another_generation(
     assert generation() not in (first, second)
 
 
+def test_of_too_many_chunks_those_stored_first_are_forgotten(
+    finder: Finder, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finder_module, "MOST_CHUNKS", 2)
+    for one in (finder, opened()):
+        learn(one, job(OTHER), "other")
+        learn(one, job(FIRST, SECOND))
+        learn(one, job(THIRD))
+        assert one.settle()
+        assert ids(found(one, FIRST, SECOND, THIRD)) == [chunk_id(THIRD)]
+        assert len(found(one, OTHER, namespace="other")) == 1
+    assert ids(found(opened(), FIRST, SECOND, THIRD)) == [chunk_id(THIRD)], "nor by a restart"
+
+
 # The file
 
 
