@@ -129,7 +129,7 @@ class ChatForm:
         if calls:
             message["tool_calls"] = [plain_call(call) for call in calls]
         told = None if answer.logprobs is None else chat_logprobs(answer.logprobs)
-        reason = self._reason(answer)
+        reason = answer.openai_finish_reason
         return {"index": index, "message": message, "logprobs": told, "finish_reason": reason}
 
     async def events(self, asked: Asked, pieces: Pieces) -> AsyncGenerator[bytes, None]:
@@ -155,7 +155,7 @@ class ChatForm:
                 plain = {"index": position, **plain_call(call)}
                 yield self._chunk(index, {"tool_calls": [plain]})
             extra = {"cacheblend": extra_of(asked, [answer])}
-            yield self._chunk(index, {}, reason=self._reason(answer), **extra)
+            yield self._chunk(index, {}, reason=answer.openai_finish_reason, **extra)
         if self.usage_in_stream:
             counted = usage(pieces.in_order(), self.n)
             head = self._head("chat.completion.chunk")
@@ -184,10 +184,6 @@ class ChatForm:
 
     def _calls(self, answer: Generation) -> Sequence[ToolCall]:
         return answer.tool_calls[:1] if self.one_call else answer.tool_calls
-
-    def _reason(self, answer: Generation) -> str:
-        stopped = answer.finish_reason == "stop"
-        return "tool_calls" if answer.tool_calls and stopped else answer.finish_reason
 
 
 def plain_call(call: ToolCall) -> dict[str, Any]:
