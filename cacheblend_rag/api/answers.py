@@ -35,6 +35,7 @@ class Asked:
         n: answers to each prompt; with a seed, each has a seed of its own.
         config: how KV is blended; the engine's own for None.
         sources: the passages that the server put into the prompt; None if it retrieved none.
+        closing: what the text of each answer ends with, such as a list of its sources.
     """
 
     prompts: Sequence[PromptLike]
@@ -42,6 +43,7 @@ class Asked:
     n: int = 1
     config: BlendConfig | None = None
     sources: Sequence[Source] | None = None
+    closing: str = ""
 
     def settings(self, index: int) -> SamplingParams:
         """Return the settings of an answer, by its index among all."""

@@ -17,7 +17,7 @@ from cacheblend_rag.api.answers import Asked, Pieces, usage
 from cacheblend_rag.api.logprobs import chat_logprobs
 from cacheblend_rag.api.openai_errors import ApiError, bad_field
 from cacheblend_rag.api.serving import Serving
-from cacheblend_rag.api.sources import extra_of, sources_text
+from cacheblend_rag.api.sources import extra_of
 from cacheblend_rag.api.wire import DONE, event
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.text.chat import ChatPrompt
@@ -80,13 +80,11 @@ async def respond(serving: Serving, request: HttpRequest, body: ChatRequest) -> 
             return await serving.retriever.ask(messages, sampling, n)
         return Asked([await serving.prepare(body.prompt())], sampling, n)
 
-    cites = serving.retriever is not None and serving.retriever.cites
     form = ChatForm(
         serving.name,
         n=body.n or 1,
         usage_in_stream=body.wants_usage,
         one_call=body.parallel_tool_calls is False,
-        cites=cites,
     )
     return await serving.respond(request, ask, form, streamed=bool(body.stream))
 
@@ -100,14 +98,12 @@ class ChatForm:
         n: answers.
         usage_in_stream: whether a stream ends with the usage.
         one_call: whether an answer makes at most one call of a tool.
-        cites: whether an answer's text ends with its sources.
     """
 
     model: str
     n: int
     usage_in_stream: bool
     one_call: bool
-    cites: bool
     prompt_field: str = "messages"
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
@@ -124,7 +120,7 @@ class ChatForm:
 
     def _choice(self, asked: Asked, index: int, answer: Generation) -> dict[str, Any]:
         calls = self._calls(answer)
-        text = answer.content + self._cited(asked)
+        text = answer.content + asked.closing
         message: dict[str, Any] = {
             "role": "assistant",
             "content": text if text or not calls else None,
@@ -133,7 +129,7 @@ class ChatForm:
         if calls:
             message["tool_calls"] = [plain_call(call) for call in calls]
         told = None if answer.logprobs is None else chat_logprobs(answer.logprobs)
-        reason = self._reason(answer)
+        reason = answer.openai_finish_reason
         return {"index": index, "message": message, "logprobs": told, "finish_reason": reason}
 
     async def events(self, asked: Asked, pieces: Pieces) -> AsyncGenerator[bytes, None]:
@@ -153,13 +149,13 @@ class ChatForm:
                 yield self._chunk(index, {"content": delta.content}, logprobs=lines)
             if answer is None:
                 continue
-            if cited := self._cited(asked):
-                yield self._chunk(index, {"content": cited})
+            if asked.closing:
+                yield self._chunk(index, {"content": asked.closing})
             for position, call in enumerate(self._calls(answer)):
                 plain = {"index": position, **plain_call(call)}
                 yield self._chunk(index, {"tool_calls": [plain]})
             extra = {"cacheblend": extra_of(asked, [answer])}
-            yield self._chunk(index, {}, reason=self._reason(answer), **extra)
+            yield self._chunk(index, {}, reason=answer.openai_finish_reason, **extra)
         if self.usage_in_stream:
             counted = usage(pieces.in_order(), self.n)
             head = self._head("chat.completion.chunk")
@@ -188,13 +184,6 @@ class ChatForm:
 
     def _calls(self, answer: Generation) -> Sequence[ToolCall]:
         return answer.tool_calls[:1] if self.one_call else answer.tool_calls
-
-    def _reason(self, answer: Generation) -> str:
-        stopped = answer.finish_reason == "stop"
-        return "tool_calls" if answer.tool_calls and stopped else answer.finish_reason
-
-    def _cited(self, asked: Asked) -> str:
-        return sources_text(asked.sources or ()) if self.cites else ""
 
 
 def plain_call(call: ToolCall) -> dict[str, Any]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.api.answers import Asked
 from cacheblend_rag.api.openai_errors import bad_field
+from cacheblend_rag.api.sources import sources_text
 from cacheblend_rag.rag.answering import clean_question
 from cacheblend_rag.rag.fitting import AskedTurn, FittedPrompt
 from cacheblend_rag.rag.ordering import PassageOrder
@@ -31,7 +34,7 @@ class Retriever:
         asker: of the collection.
         top_k: passages to retrieve.
         order: of the passages in the prompt.
-        cites: whether the text of an answer ends with its sources.
+        cites: whether the text of an answer ends with its sources; not where it has a form.
     """
 
     asker: Asker
@@ -45,8 +48,9 @@ class Retriever:
     ) -> Asked:
         """Return what the engine is asked for a chat.
 
-        The last message is the question; earlier questions and answers stand before it, without
-        their passages, and the text of system messages before the question.
+        The last message is what is searched for; earlier questions and answers stand before it,
+        without their passages, and right before it the text of system messages, and of messages of
+        the user that have no answer.
 
         Args:
             messages: of the chat; the last one is the user's.
@@ -58,12 +62,14 @@ class Retriever:
             PromptError: when the question is empty, or too long.
         """
         fitted = await asyncio.to_thread(self._fitted, messages, sampling)
+        cites = self.cites and sampling.structured_outputs is None
         return Asked(
             [fitted.prepared],
             self.asker.stopping(sampling),
             n,
             config=self.asker.config,
             sources=fitted.sources,
+            closing=sources_text(fitted.sources) if cites else "",
         )
 
     def _fitted(
@@ -76,22 +82,25 @@ class Retriever:
         told = [_text(one, at) for at, one in enumerate(before) if one["role"] == "system"]
         with self._one_at_a_time:  # the embedding model is for one thread
             sources = self.asker.retrieve(question, self.top_k, self.order)
-        asked = "\n\n".join([*(text for text in told if text.strip()), question])
-        return self.asker.fit(_turns(before), asked, sources, sampling.max_tokens)
+        turns, unanswered = _turns(before)
+        asked = "\n\n".join([*(text for text in told if text.strip()), *unanswered, question])
+        return self.asker.fit(turns, asked, sources, sampling.max_tokens)
 
 
-def _turns(messages: Sequence[Mapping[str, Any]]) -> list[AskedTurn]:
-    """Return the earlier questions that have an answer, with it."""
+def _turns(messages: Sequence[Mapping[str, Any]]) -> tuple[list[AskedTurn], list[str]]:
+    """Return the earlier questions with their answers, and the last ones if they have none."""
     turns: list[AskedTurn] = []
-    question = ""
-    for at, message in enumerate(messages):
-        text = _text(message, at).strip()
-        if message["role"] == "user":
-            question = text
-        elif message["role"] == "assistant" and question and text:
-            turns.append(AskedTurn(Turn(question, (), text), ()))
-            question = ""
-    return turns
+    asked: list[str] = []
+    said = [(one["role"], _text(one, at).strip()) for at, one in enumerate(messages)]
+    exchanged = [(role, text) for role, text in said if text and role in ("user", "assistant")]
+    for role, texts in groupby(exchanged, key=itemgetter(0)):
+        text = "\n\n".join(text for _, text in texts)
+        if role == "user":
+            asked.append(text)
+        elif asked:
+            turns.append(AskedTurn(Turn("\n\n".join(asked), (), text), ()))
+            asked = []
+    return turns, asked
 
 
 def _text(message: Mapping[str, Any], index: int) -> str:

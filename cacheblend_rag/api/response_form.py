@@ -11,7 +11,7 @@ from typing import Any
 from cacheblend_rag.api.answers import Asked, Pieces
 from cacheblend_rag.api.logprobs import response_logprobs
 from cacheblend_rag.api.openai_errors import ApiError
-from cacheblend_rag.api.sources import extra_of, sources_text
+from cacheblend_rag.api.sources import extra_of
 from cacheblend_rag.api.wire import event
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.text.tools import ToolCall
@@ -25,7 +25,7 @@ class ResponseForm:
         model: the model's name for clients.
         told: fields of the request that the response repeats.
         tools, tool_choice, format: as in the request.
-        one_call, cites: as for ChatForm.
+        one_call: as for ChatForm.
     """
 
     model: str
@@ -34,7 +34,6 @@ class ResponseForm:
     tool_choice: Any
     format: Mapping[str, Any]
     one_call: bool
-    cites: bool
     prompt_field: str = "input"
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     message_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
@@ -45,7 +44,7 @@ class ResponseForm:
         """Return the body of an answer."""
         answer = answers[0]
         calls = self._calls(answer)
-        text = answer.content + self._cited(asked)
+        text = answer.content + asked.closing
         output = [self._message(text, answer)] if text or not calls else []
         output += [_call_item(call, "completed") for call in calls]
         return self._ended(asked, answer, output)
@@ -63,7 +62,7 @@ class ResponseForm:
             if answer is not None and answer.logprobs is not None:
                 new = answer.logprobs[told:]
             told += len(new)
-            more = delta.content + (self._cited(asked) if answer else "")
+            more = delta.content + (asked.closing if answer else "")
             if answer and not (text + more) and not self._calls(answer) and not opened:
                 opened = True
                 for sent in self._opening(place):
@@ -188,9 +187,6 @@ class ResponseForm:
 
     def _calls(self, answer: Generation) -> Sequence[ToolCall]:
         return answer.tool_calls[:1] if self.one_call else answer.tool_calls
-
-    def _cited(self, asked: Asked) -> str:
-        return sources_text(asked.sources or ()) if self.cites else ""
 
 
 def _call_item(call: ToolCall, status: str) -> dict[str, Any]:

@@ -129,7 +129,6 @@ async def respond(serving: Serving, request: HttpRequest, body: ResponseRequest)
         if body.text and body.text.format
         else {"type": "text"},
         one_call=body.parallel_tool_calls is False,
-        cites=serving.retriever is not None and serving.retriever.cites,
     )
     return await serving.respond(request, ask, form, streamed=bool(body.stream))
 
@@ -160,10 +159,9 @@ def _add_item(told: list[dict[str, Any]], item: Mapping[str, Any], where: str) -
         if not all(isinstance(value, str) for value in (*function.values(), item.get("call_id"))):
             raise bad_field(where, "must have call_id, name and arguments, which are strings")
         call = {"id": item["call_id"], "type": "function", "function": function}
-        if told and told[-1].get("tool_calls"):
-            told[-1]["tool_calls"].append(call)
-        else:
-            told.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        if not told or told[-1]["role"] != "assistant":  # text and calls are one turn
+            told.append({"role": "assistant", "content": ""})
+        told[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         if not isinstance(item.get("call_id"), str):
             raise bad_field(f"{where}.call_id", "must be the id of a function_call")

@@ -73,6 +73,12 @@ class Generation:
         if not self.tool_calls:
             object.__setattr__(self, "content", self.text)
 
+    @property
+    def openai_finish_reason(self) -> str:
+        """Why the answer ended, in OpenAI's words: ``tool_calls`` if it is whole and calls some."""
+        calls = self.tool_calls and self.finish_reason == "stop"
+        return "tool_calls" if calls else self.finish_reason
+
 
 @dataclass(frozen=True)
 class Delta:

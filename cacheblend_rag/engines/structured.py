@@ -135,9 +135,9 @@ def bounded_schema(schema: Mapping[str, Any], characters: int) -> Any:
 
     def bounded(one: Mapping[str, Any]) -> Mapping[str, Any]:
         if _is_free_string(one):
-            return {"maxLength": max(most, one.get("minLength", 0)), **one}
+            return {"maxLength": max(most, _least(one, "minLength")), **one}
         if "array" in _types(one):
-            return {"maxItems": max(MOST_ITEMS, one.get("minItems", 0)), **one}
+            return {"maxItems": max(MOST_ITEMS, _least(one, "minItems")), **one}
         return one
 
     return changed(schema, bounded)
@@ -166,6 +166,12 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     if "properties" in schema and "allOf" not in schema:
         return {"additionalProperties": False, **schema}
     return schema
+
+
+def _least(schema: Mapping[str, Any], name: str) -> float:
+    """Return a lower bound of a schema; 0 for what is no number, which the compiler refuses."""
+    told = schema.get(name)
+    return told if isinstance(told, int | float) else 0
 
 
 def _types(schema: Mapping[str, Any]) -> Sequence[Any]:

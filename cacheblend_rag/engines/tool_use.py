@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.structured import StructuredOutputs, bounded_schema, changed
+from cacheblend_rag.engines.structured import StructuredOutputs, bounded_schema
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chat import ChatPrompt
 from cacheblend_rag.text.tool_calls import OPENINGS, ContentStream, as_call, find_calls, new_id
 from cacheblend_rag.text.tools import Tool, ToolCall, named_tool, tool_name
 
 logger = logging.getLogger(__name__)
+
+DEFINED = ("$defs", "definitions")
+"""Where a JSON schema defines others by name."""
 
 
 @dataclass(frozen=True)
@@ -120,19 +123,38 @@ def call_form(tools: Sequence[Tool], max_tokens: int) -> StructuredOutputs:
 
 def _hoisted(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return a schema, and those that it defines, by their places in another one's ``$defs``."""
-    named = {key: schema.get(key) or {} for key in ("$defs", "definitions")}
-    places = {f"#/{key}/{name}": f"#/$defs/{place}_{name}" for key in named for name in named[key]}
-    places["#"] = f"#/$defs/{place}"
-
-    def moved(one: Mapping[str, Any]) -> Mapping[str, Any]:
-        to = places.get(one.get("$ref", ""))
-        return {**one, "$ref": to} if to else one
-
+    named = {key: schema[key] for key in DEFINED if isinstance(schema.get(key), Mapping)}
     own = {key: value for key, value in schema.items() if key not in named}
-    found = {place: own}
-    for defined in named.values():
-        found |= {f"{place}_{name}": value for name, value in defined.items()}
-    return {key: changed(value, moved) for key, value in found.items()}
+    found: dict[str, Any] = {place: own}
+    places = dict[str, str]()
+    for key, defined in named.items():
+        for name, value in defined.items():
+            found[f"{place}_{name}"] = value
+            places[f"#/{key}/{_escaped(name)}"] = f"#/$defs/{place}_{_escaped(name)}"
+
+    def moved(reference: str) -> str:
+        head = "/".join(reference.split("/", 3)[:3])
+        if head in places:
+            return places[head] + reference[len(head) :]
+        own_part = reference == "#" or reference.startswith("#/")
+        return f"#/$defs/{place}{reference[1:]}" if own_part else reference
+
+    return {key: _with_references(value, moved) for key, value in found.items()}
+
+
+def _escaped(name: str) -> str:
+    """Return a name as JSON pointers write it."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _with_references(value: Any, moved: Callable[[str], str]) -> Any:
+    """Return a schema, or a part of one, in which each reference was moved."""
+    if isinstance(value, Mapping):
+        found = {key: _with_references(one, moved) for key, one in value.items()}
+        if isinstance(found.get("$ref"), str):
+            found["$ref"] = moved(found["$ref"])
+        return found
+    return [_with_references(one, moved) for one in value] if isinstance(value, list) else value
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -35,7 +36,7 @@ def check_tools(tools: object) -> tuple[Tool, ...]:
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
         raise PromptError(f"tools must be a list of {{'type': 'function', ...}}, not {tools!r:.40}")
     names = [_checked_name(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+    if twice := next((name for name, count in Counter(names).items() if count > 1), None):
         raise PromptError(f"tools has two functions of the name {twice!r}: rename one")
     return tuple(tools)
 

@@ -111,6 +111,9 @@ async def test_calls_of_tools_are_told(client, script):
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris"}
     one = await client.chat.completions.create(**ASKED, tools=TOOLS, parallel_tool_calls=False)
     assert [call.id for call in one.choices[0].message.tool_calls] == ["call_1"]
+    script.reason = "length"
+    cut = await client.chat.completions.create(**ASKED, tools=TOOLS)
+    assert cut.choices[0].finish_reason == "length"
 
 
 async def test_a_stream_tells_calls_of_tools(client, script):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
+from cacheblend_rag import SamplingParams
 from cacheblend_rag.api.app import create_app
 from cacheblend_rag.api.collection import Retriever, name_of
 from cacheblend_rag.rag.answering import Asker
@@ -76,6 +77,33 @@ async def test_the_last_message_is_looked_for_and_earlier_turns_stand_before_it(
     after = await chat(client, first, "Paris.", second)
     assert after.cacheblend["sources"] == alone.cacheblend["sources"]
     assert after.usage.prompt_tokens > alone.usage.prompt_tokens
+
+
+async def test_no_message_is_lost(asker):
+    asker, (question, *_) = asker
+    said = [
+        *(("system", "Be brief."), ("user", "A first one."), ("user", "And one more.")),
+        *(("assistant", "Let me look."), ("tool", "w1"), ("assistant", "Found.")),
+        *(("user", "Left alone."), ("user", question)),
+    ]
+    messages = [{"role": role, "content": text} for role, text in said]
+    asked = await Retriever(asker).ask(messages, SamplingParams(4), 1)
+    text = asked.prompts[0].text
+    told = [text.index(one) for role, one in said if role not in ("system", "tool")]
+    assert told == sorted(told)
+    assert text.index("Found.") < text.index("Be brief.") < text.index("Left alone.")
+    alone = await Retriever(asker).ask(messages[-1:], SamplingParams(4), 1)
+    assert asked.sources == alone.sources
+
+
+async def test_an_answer_with_a_form_cites_nothing(asker):
+    asker, (question, *_) = asker
+    retriever = Retriever(asker, cites=True)
+    client = openai_client(create_app(asker.engine, name="notes", retriever=retriever))
+    form = {"choice": ["yes", "no"]}
+    answer = await chat(client, question, extra_body={"structured_outputs": form})
+    assert answer.choices[0].message.content in form["choice"]
+    assert answer.cacheblend["sources"]
 
 
 async def test_what_is_no_question_is_refused(client, asker):

@@ -68,6 +68,8 @@ BAD = [
     ({"modalities": ["audio"]}, "modalities", "['text']"),
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "structured_outputs"),
     ({"add_generation_prompt": False}, "add_generation_prompt", "leave it out"),
+    ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "leave it out"),
+    ({"documents": [{"text": "w3"}]}, "documents", "into the messages"),
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "/v1/cacheblend/documents"),
     ({"echo": True}, "echo", "/v1/completions"),
 ]

@@ -48,6 +48,7 @@ async def test_items_of_the_input_become_messages(client, script):
         input=[
             {"role": "user", "content": [{"type": "input_text", "text": "w3"}]},
             {"type": "reasoning", "id": "r", "summary": []},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "w5"}]},
             {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
             {"type": "function_call", "call_id": "d", "name": "weather", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": "w8"},
@@ -59,6 +60,7 @@ async def test_items_of_the_input_become_messages(client, script):
     source = script.prompts[-1].source
     roles = ["system", "user", "assistant", "tool", "system"]
     assert [one["role"] for one in source.messages] == roles
+    assert source.messages[2]["content"] == "w5"
     assert [call["id"] for call in source.messages[2]["tool_calls"]] == ["c", "d"]
     assert source.tools[0]["function"]["name"] == "weather"
     assert source.tool_choice == {"type": "function", "function": {"name": "weather"}}

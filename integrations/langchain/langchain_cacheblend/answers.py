@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cacheblend_rag import Delta, Generation, TokenLogprob, ToolCall
+from cacheblend_rag import Delta, Generation, TokenLogprob
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
@@ -71,13 +71,9 @@ class AnswerReader:
         return {
             "model_name": self.model_name,
             "model_provider": "cacheblend",
-            "finish_reason": _finish_reason(answer.finish_reason, answer.tool_calls),
+            "finish_reason": answer.openai_finish_reason,
             "cacheblend": answer.report.to_dict(),
         }
-
-
-def _finish_reason(reason: str, calls: tuple[ToolCall, ...]) -> str:
-    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def _usage(answer: Generation) -> UsageMetadata:

@@ -209,8 +209,11 @@ class Call:
             "total_tokens": generation.prompt_tokens + len(generation.token_ids),
             "cached_tokens": generation.report.reused_tokens,
         }
-        reason = "tool_calls" if generation.tool_calls else generation.finish_reason
-        raw: dict[str, Any] = {**usage, "usage": usage, "finish_reason": reason}
+        raw: dict[str, Any] = {
+            **usage,
+            "usage": usage,
+            "finish_reason": generation.openai_finish_reason,
+        }
         told: dict[str, Any] = {"raw": raw, "additional_kwargs": {REPORT: report}}
         if generation.logprobs is not None:
             raw["logprobs"] = {"content": [_openai_logprob(one) for one in generation.logprobs]}
