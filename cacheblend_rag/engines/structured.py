@@ -19,8 +19,8 @@ TOLD_CHARACTERS = 200
 class StructuredOutputs:
     """The form that an answer must have; exactly one field is given. Fields are vLLM's.
 
-    An answer that ``max_tokens`` or ``stop`` cuts off may be unfinished. JSON is written without
-    blanks, so that no model writes them for ever.
+    An answer that ``max_tokens`` or ``stop`` cuts off may be unfinished. JSON is written in one
+    line, by vLLM without blanks, so that no model writes blanks for ever.
 
     Args:
         json: a JSON schema, a mapping or its text. An object whose schema has ``properties`` has
@@ -106,7 +106,8 @@ LISTS = ("anyOf", "oneOf", "prefixItems")
 """Keywords that hold lists of schemas."""
 SINGLE = ("items", "additionalProperties")
 """Keywords that hold one schema."""
-MOST_ITEMS = 16
+MOST_ITEMS, LEAST_ITEMS = 16, 2
+CHARACTERS_PER_ITEM = 32
 LEAST_CHARACTERS = 16
 
 
@@ -121,7 +122,7 @@ def closed(schema: Any) -> Any:
 def bounded_schema(schema: Mapping[str, Any], characters: int) -> Any:
     """Return the same with bounds where there are none, for a model that would not end by itself.
 
-    characters: of all strings together. Lists have at most 16 items.
+    characters: of all strings together. Lists have an item for 32 of them, 2 to 16.
     """
     strings = 0
 
@@ -132,12 +133,13 @@ def bounded_schema(schema: Mapping[str, Any], characters: int) -> Any:
 
     changed(schema, counted)
     most = max(LEAST_CHARACTERS, characters // (strings + 1))
+    items = max(LEAST_ITEMS, min(MOST_ITEMS, characters // CHARACTERS_PER_ITEM))
 
     def bounded(one: Mapping[str, Any]) -> Mapping[str, Any]:
         if _is_free_string(one):
             return {"maxLength": max(most, _least(one, "minLength")), **one}
         if "array" in _types(one):
-            return {"maxItems": max(MOST_ITEMS, _least(one, "minItems")), **one}
+            return {"maxItems": max(items, _least(one, "minItems")), **one}
         return one
 
     return changed(schema, bounded)

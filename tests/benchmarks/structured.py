@@ -29,7 +29,7 @@ from cacheblend_rag.bench.interleave import Advance
 from cacheblend_rag.bench.plan import Plan, option
 from cacheblend_rag.cli.plan_command import facts
 from cacheblend_rag.demo.passages import load_passages
-from cacheblend_rag.engines.structured import compact_schema
+from cacheblend_rag.engines.structured import closed
 from cacheblend_rag.engines.transformers.guiding import Guides
 from cacheblend_rag.engines.transformers.loading import vocabulary_size
 from tests.benchmarks.command import benchmark_app
@@ -131,9 +131,9 @@ def measure_structured(plan: StructuredPlan, advance: Advance) -> dict[str, Any]
 
 
 def _is_valid(answer: Generation) -> bool:
-    closed = compact_schema(SCHEMA)
+    schema = closed(SCHEMA)
     try:
-        jsonschema.validate(json.loads(answer.text), closed)
+        jsonschema.validate(json.loads(answer.text), schema)
     except (ValueError, jsonschema.ValidationError):
         return False
     return answer.finish_reason == "stop"

@@ -18,7 +18,8 @@ from torch import Tensor
 from cacheblend_rag.engines.structured import StructuredOutputs, form_refused
 from cacheblend_rag.errors import ConfigError, MissingExtraError, first_line
 
-NO_BLANKS = {"whitespace_flexible": False}
+STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How JSON is written: as in most texts, since small models leave strings empty without blanks."""
 COMPILED = 64
 """Forms that are kept compiled."""
 
@@ -121,4 +122,4 @@ def _grammar(form: StructuredOutputs, compiler: Any) -> str:
     if form.choice is not None:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice)
         return str(compiler.grammar_from_lark(f"start: {texts}"))
-    return str(compiler.grammar_from_json_schema(json.dumps(form.schema), overrides=NO_BLANKS))
+    return str(compiler.grammar_from_json_schema(json.dumps(form.schema), overrides=STYLE))

@@ -52,14 +52,20 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "output_kind",
                 "extra_args",
                 "prompt_logprobs",
+                "logprobs",
+                "presence_penalty",
+                "frequency_penalty",
+                "structured_outputs",
             )
         ),
+        "StructuredOutputsParams": Name(("json", "regex", "choice", "grammar", "json_object")),
         "RequestOutputKind": Name(members=fields("DELTA")),
     },
+    "vllm.exceptions": {"VLLMClientError": Name()},
     "vllm.outputs": {
         "RequestOutput": Name(members=fields("outputs", "kv_transfer_params")),
         "CompletionOutput": Name(
-            members=fields("text", "token_ids", "finish_reason", "stop_reason")
+            members=fields("text", "token_ids", "finish_reason", "stop_reason", "logprobs")
         ),
     },
     "vllm.config": {
