@@ -3,6 +3,7 @@
 Layout, after the prefix: ``kv:<key>`` holds a chunk's bytes; the hash ``about`` has its size and
 time of writing, the sorted set ``used`` its last use. Redis may evict or expire a value by itself:
 a chunk without a value is a miss, whatever the index says, and is then removed from the index.
+(``tokens:`` begins what vLLM's connector keeps beside the chunks, see token_stream.py there.)
 The index is checked as it is read, see redis_index.py.
 """
 
@@ -13,7 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -88,11 +89,9 @@ class RedisTier(BytesTier):
     ) -> None:
         super().__init__(name, capacity_bytes, policy=policy)
         self._seconds = seconds = self.policy.timeout_seconds or TIMEOUT_SECONDS
-        place = {"host": host, "port": port} if path is None else {"unix_socket_path": path}
-        self.client = _connect(
-            **place, db=db, ssl=tls, ssl_ca_certs=ca_certs, username=user or None,
-            password=password.reveal() if password else None,
-            socket_timeout=seconds, socket_connect_timeout=seconds,
+        self.client = connect(
+            host=host, port=port, db=db, path=path, tls=tls, ca_certs=ca_certs, user=user,
+            password=password, seconds=seconds,
         )  # fmt: skip
         self.prefix = prefix
         self._about, self._used = f"{prefix}about", f"{prefix}used"
@@ -211,19 +210,8 @@ class RedisTier(BytesTier):
     def _value(self, key: KVKey | str) -> str:
         return f"{self.prefix}kv:{key}"
 
-    @contextmanager
-    def _asking(self, most_bytes: int = INDEX_BYTES) -> Iterator[None]:
-        """Run one operation, of any number of commands, within the timeout.
-
-        Raises Redis' errors as OSError.
-        """
-        from redis.exceptions import RedisError
-
-        try:
-            with deadline(self._seconds, most_bytes):
-                yield
-        except RedisError as error:
-            raise OSError(f"{type(error).__name__}: {error}") from error
+    def _asking(self, most_bytes: int = INDEX_BYTES) -> AbstractContextManager[None]:
+        return asking(self._seconds, most_bytes)
 
     def _pipeline(self, ask: Callable[[Any], object]) -> list[Any]:
         """Send several commands together and return their answers."""
@@ -339,6 +327,45 @@ class RedisTier(BytesTier):
             if named > most:
                 raise OSError("the server lists more index entries than it has")
             yield names
+
+
+@contextmanager
+def asking(seconds: float, most_bytes: int) -> Iterator[None]:
+    """Run one operation, of any number of commands, within a time and so many bytes of answers.
+
+    Raises Redis' errors as OSError.
+    """
+    from redis.exceptions import RedisError
+
+    try:
+        with deadline(seconds, most_bytes):
+            yield
+    except RedisError as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def connect(
+    *,
+    host: str = "localhost",
+    port: int = 6379,
+    db: int = 0,
+    path: str | None = None,
+    tls: bool = False,
+    ca_certs: str | None = None,
+    user: str | None = None,
+    password: Secret | None = None,
+    seconds: float = TIMEOUT_SECONDS,
+) -> Any:
+    """Return a client whose operations are bounded by ``asking``; the server is not contacted.
+
+    Raises MissingExtraError and StoreError as ``RedisTier``.
+    """
+    place = {"host": host, "port": port} if path is None else {"unix_socket_path": path}
+    return _connect(
+        **place, db=db, ssl=tls, ssl_ca_certs=ca_certs, username=user or None,
+        password=password.reveal() if password else None,
+        socket_timeout=seconds, socket_connect_timeout=seconds,
+    )  # fmt: skip
 
 
 def _connect(**options: Any) -> Any:

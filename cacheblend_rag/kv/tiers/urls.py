@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -81,22 +82,25 @@ def _disk(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
     return DiskTier(url.path, fsync=url.options.get("fsync", False), name=url.name, policy=policy)
 
 
-def _redis(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
+def redis_place(url: TierUrl) -> dict[str, Any]:
+    """Return where a tier's Redis is, and its credentials, as ``connect`` takes them."""
     is_socket = url.scheme == "unix"
     database = url.options.get("db") or ("" if is_socket else url.path.strip("/"))
-    return RedisTier(
-        host=url.host,
-        port=url.port or 6379,
-        db=int(database or 0),
-        path=url.path if is_socket else None,
-        tls=url.scheme == "rediss",
-        ca_certs=url.options.get("ssl_ca_certs"),
-        user=url.user,
-        password=url.password,
-        prefix=url.options.get("prefix", PREFIX),
-        name=url.name,
-        policy=policy,
-    )
+    return {
+        "host": url.host,
+        "port": url.port or 6379,
+        "db": int(database or 0),
+        "path": url.path if is_socket else None,
+        "tls": url.scheme == "rediss",
+        "ca_certs": url.options.get("ssl_ca_certs"),
+        "user": url.user,
+        "password": url.password,
+    }
+
+
+def _redis(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
+    prefix = url.options.get("prefix", PREFIX)
+    return RedisTier(**redis_place(url), prefix=prefix, name=url.name, policy=policy)
 
 
 def _object(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:

@@ -17,15 +17,20 @@ from threading import Event, Lock, Thread
 
 import numpy as np
 
-from cacheblend_rag.engines.vllm.connector.token_file import Name, StoredTokens, TokenFile, id_of
-from cacheblend_rag.engines.vllm.protocol import (
-    BlendJob,
-    PrecomputeResult,
-    SentChunk,
-    SentLeadIn,
+from cacheblend_rag.engines.vllm.connector.shared_log import SharedLog
+from cacheblend_rag.engines.vllm.connector.stored_tokens import (
+    Name,
+    Row,
+    StoredTokens,
+    TokenLog,
+    id_of,
 )
+from cacheblend_rag.engines.vllm.connector.token_file import TokenFile
+from cacheblend_rag.engines.vllm.connector.token_stream import RedisTokens
+from cacheblend_rag.engines.vllm.protocol import BlendJob, PrecomputeResult, SentChunk, SentLeadIn
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import namespace_id
+from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.token_index import TokenIndex, TokenRun
 
 logger = logging.getLogger(__name__)
@@ -47,8 +52,7 @@ MOST_CHUNKS = 1 << 20
 for ever; 5 GB if each has 512 tokens."""
 MANY = 256
 """Chunks from which on they are added to the index together."""
-REFRESH_SECONDS = 0.5
-CLOSE_SECONDS = 10.0
+REFRESH_SECONDS, CLOSE_SECONDS = 0.5, 10.0
 FoundAt = tuple[Name, int, int, int, int, bool]
 """Name, generation, start, end, how many of its tokens are missing before, whether protected."""
 LEADS = {"document": 0, "instruction": 1, "bos": 2, "none": 3}
@@ -64,7 +68,7 @@ class _Variant:
     name: Name
     follows: str
     generation: int
-    row: int | None
+    row: Row | None
 
     @property
     def is_contextual(self) -> bool:
@@ -117,26 +121,27 @@ class Finder:
     """Knows the tokens of stored chunks, by namespace.
 
     Args:
-        path: the file that keeps them, None to keep them in this process' memory.
+        place: the file that keeps them, the tier in Redis that does and shares them with other
+            machines, or None to keep them in this process' memory.
         model: returns a hash of what the KV depends on, and may take a while: it is called on the
             finder's thread. Chunks of other models are left out.
-        read_only: whether the file is only read.
+        read_only: whether the file or the tier is only read.
     """
 
     def __init__(
         self,
-        path: Path | None = None,
+        place: Path | TierUrl | None = None,
         model: Callable[[], str] = str,
         *,
         read_only: bool = False,
     ) -> None:
-        self._path, self._model, self._read_only = path, model, read_only
+        self._place, self._model, self._read_only = place, model, read_only
         self._known: dict[str, _Known] = {}
-        self._rows: dict[int, Name] = {}
+        self._rows: dict[Row, Name] = {}
         self._leads: dict[SentLeadIn, SentLeadIn] = {}
         self._generations = count(1)
         self._lock = Lock()
-        self._file: TokenFile | None = None
+        self._log: TokenLog | None = None
         self._is_busy = False
         self._to_discard: list[Name] = []
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -213,7 +218,7 @@ class Finder:
         self._try(self._open)
         while True:
             try:
-                task = self._tasks.get(timeout=REFRESH_SECONDS if self._path else None)
+                task = self._tasks.get(timeout=REFRESH_SECONDS if self._place else None)
                 if task is None:
                     break
                 self._try(task)
@@ -221,8 +226,8 @@ class Finder:
                 pass
             self._try(self._read_news)
             self._try(self._trim)
-        if self._file is not None:
-            self._file.close()
+        if self._log is not None:
+            self._log.close()
 
     def _try(self, task: Callable[[], None]) -> None:
         """Run a task; whatever fails, chunks that are known stay known."""
@@ -232,67 +237,89 @@ class Finder:
             logger.warning("chunks of some documents are not found in prompts", exc_info=True)
 
     def _open(self) -> None:
-        if self._path is None or (self._read_only and not self._path.exists()):
+        if self._place is None or self._is_still_missing():
             return
         self._is_busy = False
         try:
-            self._file = TokenFile(self._path, self._model(), read_only=self._read_only)
+            self._log = self._opened(self._place, self._model())
         except CacheBlendError as error:  # no weights in files, say: nothing tells models apart
-            self._path = None
+            self._place = None
             logger.warning("tokens of stored chunks are kept in memory only: %s", error)
         except (sqlite3.Error, OSError) as error:
             self._is_busy = self._give_up(error)
             return
         self._read_news()
 
+    def _is_still_missing(self) -> bool:
+        """Whether the file is for another process to make."""
+        return self._read_only and isinstance(self._place, Path) and not self._place.exists()
+
+    def _opened(self, place: Path | TierUrl, model: str) -> TokenLog:
+        if isinstance(place, Path):
+            return TokenFile(place, model, read_only=self._read_only)
+        return SharedLog(RedisTokens(place, model), place.name, read_only=self._read_only)
+
     def _give_up(self, error: Exception) -> bool:
         """Go on in memory if the file cannot be used; returns whether it was only busy."""
         if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
-            logger.debug("%s: %s", self._path, error)
+            logger.debug("%s: %s", self._place, error)
             return True
         logger.warning(
             "%s cannot be used (%s): chunks stored from now on are found until the server ends; "
             "delete the file, and `precompute` fills it again",
-            self._path,
+            self._place,
             error,
         )
-        self._file = self._path = None
+        self._log = self._place = None
         return False
 
     def _read_news(self) -> None:
-        if self._file is None:
-            is_new = self._path is not None and self._read_only and self._path.exists()
+        if self._log is None:
+            is_new = self._place is not None and self._read_only and not self._is_still_missing()
             if self._is_busy or is_new:
                 self._open()
             return
         if self._to_discard:
             self._discard_rows()
         try:
-            for rows in self._file.news():
+            for rows in self._log.news():
                 for row, stored in rows.items():
                     if stored is None and (name := self._rows.pop(row, None)) is not None:
                         self._drop(name, row)
                         self._discard(name)
                 self._add_many([(row, stored) for row, stored in rows.items() if stored])
+            if self._log.has_lost():
+                self._tell_all(self._log)
         except (sqlite3.Error, OSError) as error:
             self._give_up(error)
+
+    def _tell_all(self, log: TokenLog) -> None:
+        """Add all that is known to a log that lost it."""
+        for known in list(self._known.values()):
+            with self._lock:
+                variants = [one for several in known.variants.values() for one in several]
+            for first in range(0, len(variants), MANY):
+                several = variants[first : first + MANY]
+                tokens = [known.index.tokens(one.name.chunk_id) for one in several]
+                told = zip(several, tokens, strict=True)
+                log.add([StoredTokens(one.name, own, one.follows) for one, own in told])
 
     def _learn(self, namespace: str, job: BlendJob, result: PrecomputeResult) -> None:
         placed = list(self._stored(namespace, job, result))
         fresh = {one.name for place, one in placed if place in result.fresh}
         stored = [one for _, one in placed]
-        is_kept = False
-        if self._file is not None:
+        is_told = False
+        if self._log is not None:
             again = {one.name for one in stored} & {*self._to_discard}
             try:
-                self._file.add(stored, fresh | again)
+                is_told = self._log.add(stored, fresh | again)
                 self._to_discard = [name for name in self._to_discard if name not in again]
-                is_kept = not self._file.read_only
             except (sqlite3.Error, OSError) as error:
                 self._give_up(error)
-        if not is_kept:
-            for one in stored:
-                self._add(one, None, anew=one.name in fresh)
+        if is_told:
+            self._read_news()
+        for one in stored:  # those that the log did not tell of
+            self._add(one, None, anew=one.name in fresh and not is_told)
 
     def _stored(
         self, namespace: str, job: BlendJob, result: PrecomputeResult
@@ -321,8 +348,8 @@ class Finder:
         runs = known.index.find(job.tokens, sent.context_start, sent.start)
         return runs[-1].name if runs and sent.start - runs[-1].end <= GAP else ""
 
-    def _add_many(self, rows: Sequence[tuple[int, StoredTokens]]) -> None:
-        """Add chunks of the file; many at once are many times faster than one by one."""
+    def _add_many(self, rows: Sequence[tuple[Row, StoredTokens]]) -> None:
+        """Add chunks of the log; many at once are many times faster than one by one."""
         if len(rows) >= MANY:
             for namespace in {one.name.namespace for _, one in rows}:
                 known = self._known.setdefault(namespace, _Known())
@@ -334,7 +361,7 @@ class Finder:
         for row, stored in rows:
             self._add(stored, row)
 
-    def _add(self, stored: StoredTokens, row: int | None, *, anew: bool = True) -> None:
+    def _add(self, stored: StoredTokens, row: Row | None, *, anew: bool = True) -> None:
         name = stored.name
         known = self._known.setdefault(name.namespace, _Known())
         if name.chunk_id not in known.index:
@@ -349,7 +376,7 @@ class Finder:
         if row is not None:
             self._rows[row] = name
 
-    def _drop(self, name: Name, row: int | None = None) -> None:
+    def _drop(self, name: Name, row: Row | None = None) -> None:
         """Stop finding a chunk; row: only if it is the one of that row."""
         known = self._known.get(name.namespace)
         if known is None:
@@ -374,7 +401,7 @@ class Finder:
         if excess > 0:
             most = max(self._known.values(), key=lambda known: len(known.variants))
             with self._lock:
-                first = list(islice(most.variants.values(), excess + MOST_CHUNKS // 256))
+                first = [*islice(most.variants.values(), excess + MOST_CHUNKS // 256)]
             self._forget([one.name for variants in first for one in variants])
 
     def _forget(self, names: Sequence[Name]) -> None:
@@ -385,10 +412,10 @@ class Finder:
         self._discard_rows()
 
     def _discard_rows(self) -> None:
-        """Remove what was forgotten from the file, too; while that is busy, it is tried again."""
-        if self._file is not None:
+        """Remove what was forgotten from the log, too; while that is busy, it is tried again."""
+        if self._log is not None:
             try:
-                self._file.discard(self._to_discard)
+                self._log.discard(self._to_discard)
             except (sqlite3.Error, OSError) as error:
                 if self._give_up(error):
                     return

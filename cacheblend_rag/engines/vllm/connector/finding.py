@@ -36,7 +36,8 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import chunk_id, fingerprint
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.settings import BlendConfig
+from cacheblend_rag.settings import BlendConfig, StoreConfig
+from cacheblend_rag.settings.tier_url import REDIS_SCHEMES, TierUrl
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,12 +70,10 @@ class Finding:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, settings: ConnectorSettings) -> Finding:
-        """Make one whose chunks are kept beside their KV, if that is kept in a folder."""
+        """Make one whose chunks are kept beside their KV, if that is kept in Redis or a folder."""
         store = settings.store
-        is_kept = store.kv_path is not None and store.outlives
-        path = Path(store.kv_path) / FILE_NAME if store.kv_path and is_kept else None
         finder = Finder(
-            path if settings.find != "off" else None,
+            place_of(store) if settings.find != "off" else None,
             lambda: _model_of(vllm_config, settings),
             read_only=store.read_only,
         )
@@ -172,6 +171,17 @@ class Finding:
                 self.finder.forget_names(missing)
             case Failed(error=why) if pending.names and why.code.startswith("unsupported_"):
                 self._gives_up = True  # the worker blends nothing, ever
+
+
+def place_of(store: StoreConfig) -> Path | TierUrl | None:
+    """Return what keeps the tokens of stored chunks, None if that is the process' memory.
+
+    A tier in Redis comes before a folder: it is what all replicas share.
+    """
+    shared = next((url for url in store.urls if url.scheme in REDIS_SCHEMES), None)
+    if shared is not None:
+        return shared
+    return Path(store.kv_path) / FILE_NAME if store.kv_path and store.outlives else None
 
 
 def _obstacle(request: Request) -> Reason | None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from cacheblend_rag.engines.vllm.connector.continued import Stretch
-    from cacheblend_rag.engines.vllm.connector.token_file import Name
+    from cacheblend_rag.engines.vllm.connector.stored_tokens import Name
 
 
 @dataclass

@@ -1,33 +1,29 @@
 """The file that keeps the tokens of stored chunks beside their KV, for restarts and for replicas.
 
-Nothing in it is trusted: a row's tokens must have the hash that names them, and its other values
-must be hashes and known names. What is found by it is still looked up in the store, whose KV has
-checks of its own.
+Nothing in it is trusted, see stored_tokens.py.
 
 Its journal is SQLite's ordinary one, since write-ahead logs do not work on network file systems.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from cacheblend_rag.engines.vllm.protocol import SentLeadIn
-from cacheblend_rag.settings import LeadInKind
+from cacheblend_rag.engines.vllm.connector.stored_tokens import (
+    MOST_TOKENS,
+    Name,
+    Row,
+    StoredTokens,
+    checked,
+)
 from cacheblend_rag.text.registry_file import open_file
 
 FILE_NAME = "tokens.sqlite"
 WAIT_SECONDS = 10.0
-MOST_TOKENS = 1 << 20
 KEPT_REMOVALS = 100_000
 """Removals that other engines may still have to read; more than a look's worth by far."""
 ROWS_AT_ONCE = 8192
@@ -40,39 +36,10 @@ TABLES = (
     """CREATE TABLE IF NOT EXISTS removals (
     id INTEGER PRIMARY KEY AUTOINCREMENT, chunk INTEGER NOT NULL)""",
 )
-_HASH = re.compile(r"[0-9a-f]{32}")
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """What a stored chunk is found and looked up by.
-
-    namespace: its namespace_id. chunk_id, context_id: of its KV's key. lead_in: that it was
-    computed after.
-    """
-
-    namespace: str
-    chunk_id: str
-    context_id: str
-    lead_in: SentLeadIn
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredTokens:
-    """A stored chunk: tokens (tokens,) uint32; follows: id of the chunk before it, or ""."""
-
-    name: Name
-    tokens: NDArray[np.uint32]
-    follows: str = ""
-
-
-def id_of(tokens: NDArray[np.uint32]) -> str:
-    """Return the chunk id, as kv/chunk_kv.py's ``chunk_id`` does, many times faster."""
-    return hashlib.blake2b(tokens.astype("<u4").tobytes(), digest_size=16).hexdigest()
 
 
 class TokenFile:
-    """The chunks of one model in a file; other processes may change it at any time.
+    """The chunks of one model in a file, a TokenLog; other processes may change it at any time.
 
     Its methods raise sqlite3.Error and OSError.
 
@@ -106,10 +73,10 @@ class TokenFile:
         """Close the file."""
         self._file.close()
 
-    def add(self, stored: Iterable[StoredTokens], fresh: Iterable[Name] = ()) -> None:
-        """Write chunks that are missing; those of ``fresh`` as new ones, even if they are there."""
+    def add(self, stored: Sequence[StoredTokens], fresh: Collection[Name] = ()) -> bool:
+        """Write chunks that are missing, as TokenLog says."""
         if self.read_only:
-            return
+            return False
         with self._writing():
             self._delete(fresh)
             self._file.executemany(
@@ -120,19 +87,16 @@ class TokenFile:
                     for one in stored
                 ),
             )
+        return True
 
-    def discard(self, names: Iterable[Name]) -> None:
+    def discard(self, names: Collection[Name]) -> None:
         """Remove chunks."""
         if not self.read_only:
             with self._writing():
                 self._delete(names)
 
-    def news(self) -> Iterator[Mapping[int, StoredTokens | None]]:
-        """Yield what was removed and added since the last call, this object's changes included.
-
-        Each yields rows by their numbers: a chunk, or None if it was removed. Invalid rows are left
-        out.
-        """
+    def news(self) -> Iterator[Mapping[Row, StoredTokens | None]]:
+        """Yield what was removed and added since the last call, as TokenLog says."""
         (version,) = self._file.execute("PRAGMA data_version").fetchone()
         if version == self._seen and self._file.total_changes == self._changes:
             return
@@ -143,9 +107,13 @@ class TokenFile:
             yield {row: None for _, row in removals if isinstance(row, int)}
         while rows := self._rows():
             self._last_chunk = rows[-1][0]
-            read = ((number, _read(row)) for number, *row in rows)
+            read = ((number, checked(row)) for number, *row in rows)
             yield {number: one for number, one in read if one is not None}
         self._seen, self._changes = version, self._file.total_changes
+
+    def has_lost(self) -> bool:
+        """Return False: a file that lost rows cannot be used, and raises."""
+        return False
 
     def _rows(self) -> list[tuple[Any, ...]]:
         return self._file.execute(
@@ -191,24 +159,3 @@ class TokenFile:
             with suppress(sqlite3.Error):
                 self._file.execute("ROLLBACK")
             raise
-
-
-def _read(row: Sequence[object]) -> StoredTokens | None:
-    """Return the chunk of a row, None if the row is invalid."""
-    namespace, chunk, context, lead, lead_tokens, window, follows, blob = row
-    hashes, optional = (namespace, chunk), (context, lead_tokens, follows)
-    if not isinstance(blob, bytes) or not blob or len(blob) % 4:
-        return None
-    if not all(isinstance(one, str) and _HASH.fullmatch(one) for one in hashes):
-        return None
-    if not all(one == "" or (isinstance(one, str) and _HASH.fullmatch(one)) for one in optional):
-        return None
-    if lead not in get_args(LeadInKind) or type(window) is not int or window < 0:
-        return None
-    tokens = np.frombuffer(blob, "<u4").astype(np.uint32)
-    if id_of(tokens) != chunk or int(tokens.max()) >= 1 << 31:
-        return None
-    name = Name(
-        str(namespace), str(chunk), str(context), SentLeadIn(str(lead), str(lead_tokens), window)
-    )
-    return StoredTokens(name, tokens, str(follows))
