@@ -56,7 +56,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Piece:
-    """The next piece of the answer ``index``: the prompts' answers follow one another."""
+    """The next piece of the choice ``index``; each prompt has ``n`` choices in a row."""
 
     index: int
     delta: Delta
@@ -144,11 +144,11 @@ class Pieces:
         return found
 
     async def begin(self) -> None:
-        """Wait for the first piece: errors that come before it are raised here."""
+        """Wait for the first piece, so that an error before it can still become an HTTP status."""
         self._first = await anext(self)
 
     async def read(self) -> list[Generation]:
-        """Read to the end; returns the answers in order."""
+        """Read all pieces; return the finished answers, by the index of their choice."""
         async for _ in self:
             pass
         return self.in_order()

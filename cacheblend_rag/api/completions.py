@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""The route POST /v1/completions: the fields of its requests, and the form of its answers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ async def _prepared(serving: Serving, prompt: str | list[int]) -> PreparedPrompt
 def _of_tokens(serving: Serving, token_ids: Sequence[int]) -> PreparedPrompt:
     """Return a prompt of exactly these tokens.
 
-    Chunks are found in their text. If that text has other tokens, none is reused.
+    Chunks are found in the text that they decode to. If that text encodes to other tokens, no chunk
+    is reused.
     """
     tokenizer, engine = serving.engine.tokenizer, serving.engine
     if not token_ids:

@@ -135,7 +135,7 @@ class StoredDocument(BaseModel):
 
 
 class DocumentChunk(BaseModel):
-    """A passage, verbatim, and whether its KV is stored; None if the engine cannot tell."""
+    """A passage, verbatim. stored: whether its KV is; None if the engine cannot tell."""
 
     text: str
     stored: bool | None

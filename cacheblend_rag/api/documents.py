@@ -187,7 +187,7 @@ class _Work:
         return await self._run(self._reading, lambda: work(self._engine_of(request)))
 
     async def change(self, request: Request, name: str, work: Callable[[Engine], T]) -> T:
-        """Return the result of work that changes a document, one change after another."""
+        """Return the result of work that changes a document; each has one change at a time."""
 
         def in_turn() -> T:
             engine = self._engine_of(request)

@@ -132,7 +132,7 @@ class Anchors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Memory that the arrays take, in bytes."""
         arrays = (self.hashes, self.starts, self.places, self._begins, self._marks)
         return sum(array.nbytes for array in arrays)
 

@@ -143,8 +143,8 @@ def _called(engine: TransformersEngine, plan: StructuredPlan, i: int, advance: A
     """Whether a forced call is one call with valid arguments."""
     advance(f"call {i + 1} of {plan.calls}")
     question = load_passages().questions[i % 8].question
-    choice = "required" if i % 2 else {"type": "function", "function": {"name": "look_up"}}
-    prompt = ChatPrompt([{"role": "user", "content": question}], TOOLS, choice)  # type: ignore[arg-type]
+    choice: Any = "required" if i % 2 else {"type": "function", "function": {"name": "look_up"}}
+    prompt = ChatPrompt([{"role": "user", "content": question}], TOOLS, choice)
     asked = SamplingParams(plan.tokens, temperature=plan.temperature, seed=i)
     answer = engine.generate(prompt, asked)
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}

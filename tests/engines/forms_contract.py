@@ -46,7 +46,7 @@ REGEX = r"[A-Z][a-z]{2,5}( [0-9])?"
 CHOICE = ("yes", 'no "thanks"')
 GRAMMAR = 'start: "<n>" /[0-9]{1,2}/ "</n>"'
 QUESTION = {"role": "user", "content": "Question: What is known about the mayor?\nAnswer:"}
-LOOK = {
+LOOK: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "look_up",
@@ -58,7 +58,7 @@ LOOK = {
         },
     },
 }
-COUNT = {
+COUNT: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "count",
@@ -174,9 +174,9 @@ class FormsContract:
             assert one[2] == pytest.approx(other[2], abs=1e-3)
 
     def test_penalties_count_what_was_said(self, engine: Engine) -> None:
-        def said(**penalties: float) -> tuple[int, ...]:
+        def said(**penalties: Any) -> tuple[int, ...]:
             asked = SamplingParams(24, temperature=0.0, repetition_penalty=1.0, ignore_eos=True,
-                                   **penalties)  # type: ignore[arg-type]  # fmt: skip
+                                   **penalties)  # fmt: skip
             return engine.generate([QUESTION], asked).token_ids
 
         plain = said()
@@ -192,19 +192,19 @@ class FormsContract:
             ({"type": "function", "function": {"name": "count"}}, {"count"}),
             ({"type": "function", "function": {"name": "look_up"}}, {"look_up"}),
         ):
-            prompt = ChatPrompt([QUESTION], [LOOK, COUNT], choice)  # type: ignore[arg-type]
+            prompt = ChatPrompt([QUESTION], [LOOK, COUNT], choice)
             deltas = list(engine.stream(prompt, SamplingParams(96, temperature=0.0)))
             answer = joined(deltas)
             [call] = answer.tool_calls
             assert call.name in names
-            schema = next(one for one in (LOOK, COUNT) if one["function"]["name"] == call.name)  # type: ignore[index]
-            jsonschema.validate(json.loads(call.arguments), schema["function"]["parameters"])  # type: ignore[index]
+            schema = next(one for one in (LOOK, COUNT) if one["function"]["name"] == call.name)
+            jsonschema.validate(json.loads(call.arguments), schema["function"]["parameters"])
             assert (answer.content, answer.finish_reason) == ("", "stop")
             assert "".join(delta.content for delta in deltas) == ""
 
     def test_an_answer_without_calls_is_its_content(self, engine: Engine) -> None:
         for choice in ("auto", "none"):
-            prompt = ChatPrompt([QUESTION], [LOOK], choice)  # type: ignore[arg-type]
+            prompt = ChatPrompt([QUESTION], [LOOK], choice)
             deltas = list(engine.stream(prompt, SamplingParams(12, temperature=0.0)))
             answer = joined(deltas)
             assert (answer.content, answer.tool_calls) == (answer.text, ())

@@ -91,7 +91,7 @@ def to_tool_choice(choice: Any, tools: Sequence[Tool]) -> Choice:
 
 
 def _named(choice: object) -> str | None:
-    """Return the tool that a dict names, in OpenAI's form or Anthropic's."""
+    """Return the name of the tool that a dict chooses, as OpenAI's or Anthropic's API writes it."""
     if not isinstance(choice, Mapping):
         return None
     inner = choice.get("function", choice)

@@ -50,7 +50,7 @@ def scripted(engine: Engine, script: Script) -> Engine:
         held = StructuredOutputs(choice=(text,))
         return start(replace(request, sampling=replace(request.sampling, structured_outputs=held)))
 
-    engine._start = follow  # type: ignore[method-assign]
+    vars(engine)["_start"] = follow
     return engine
 
 
@@ -72,7 +72,7 @@ def remembering(engine: TransformersEngine) -> TransformersEngine:
         else:
             yield from known[key]
 
-    engine._answer = follow  # type: ignore[method-assign]
+    vars(engine)["_answer"] = follow
     return engine
 
 

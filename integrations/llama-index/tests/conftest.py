@@ -248,3 +248,15 @@ def save_random_model(folder: Path, seed: int) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def random_llm(random_model: Path, request: pytest.FixtureRequest) -> CacheBlendLLM:
+    """Of a namespace of its own: LLMs with equal settings share an engine while it lives."""
+    return CacheBlendLLM(
+        model=random_model,
+        namespace=request.node.name,
+        blend_config={"min_tokens": 0},
+        max_tokens=2,
+        is_chat_model=False,
+    )

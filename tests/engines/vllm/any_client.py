@@ -22,7 +22,7 @@ LEAST = 100
 """Tokens that every request here reuses at least: its chunks have several hundred."""
 FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 """Of the server."""
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "look_up",
@@ -35,7 +35,7 @@ TOOL = {
         },
     },
 }
-SCHEMA = TOOL["function"]["parameters"]  # type: ignore[index]
+SCHEMA = TOOL["function"]["parameters"]
 EXACT = {
     "version": VERSION,
     "kind": "find",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 KEPT = 4096
 """Prompts that are remembered; the oldest are forgotten first."""
 KEPT_ALIKE = 8
-"""Of prompts that differ in their last, incomplete block only."""
+"""Prompts remembered by the hash of one block: they differ only in the tokens behind it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Makes blend jobs of requests that bring none, from the stored chunks in their prompts."""
+"""Finds stored chunks in the prompts of requests without a job, and makes blend jobs for them."""
 
 from __future__ import annotations
 

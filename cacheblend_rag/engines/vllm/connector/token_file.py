@@ -112,7 +112,7 @@ class TokenFile:
         self._seen, self._changes = version, self._file.total_changes
 
     def has_lost(self) -> bool:
-        """Return False: a file that lost rows cannot be used, and raises."""
+        """Return False: reading a SQLite file that lost rows raises an error instead."""
         return False
 
     def _rows(self) -> list[tuple[Any, ...]]:

@@ -17,12 +17,13 @@ from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.outputs import ChatGeneration, ChatResult
-from langchain_core.runnables import Runnable, RunnableLambda
-from langchain_core.tools import BaseTool, create_retriever_tool, tool
+from langchain_core.runnables import Runnable
+from langchain_core.tools import tool
 
 from langchain_cacheblend import CacheBlendTransformer, ChatCacheBlend
 from langchain_cacheblend.middleware import CacheBlendMiddleware
 from tests.models import random_engine
+from tests.search_tool import search_tool
 
 CHUNKS = [
     Document(page_content=f"Part {i} says {{this}}: " + text * 8, metadata={"source": "report"})
@@ -72,17 +73,6 @@ class ToolCallingCacheBlend(ChatCacheBlend):
             message = AIMessage("", tool_calls=[CALL])
             return ChatResult(generations=[ChatGeneration(message=message)])
         return super()._generate(messages, stop, run_manager, **kwargs)
-
-
-def search_tool(
-    documents: Sequence[Document], response_format: Any = "content_and_artifact"
-) -> BaseTool:
-    return create_retriever_tool(
-        RunnableLambda(lambda _: list(documents)),
-        "search",
-        "Look passages up.",
-        response_format=response_format,
-    )
 
 
 @pytest.fixture

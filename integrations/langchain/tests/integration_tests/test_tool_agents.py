@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +13,14 @@ from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.runnables import RunnableLambda
-from langchain_core.tools import BaseTool, create_retriever_tool
+from langchain_core.tools import create_retriever_tool
 from pydantic import BaseModel
 
 from langchain_cacheblend import CacheBlendChatMessageHistory, CacheBlendTransformer, ChatCacheBlend
 from langchain_cacheblend.middleware import CacheBlendMiddleware
 from tests.models import random_engine, smollm2_engine
 from tests.scripted import Asked, Call, scripted
+from tests.search_tool import search_tool
 
 CHUNKS = [
     Document(page_content=f"Part {i} says {{this}}: " + text * 8, metadata={"source": "report"})
@@ -43,15 +44,6 @@ def script(asked: Asked) -> str | Call | None:
     return None
 
 
-def search_tool(documents: Sequence[Document], response_format: Any = "content") -> BaseTool:
-    return create_retriever_tool(
-        RunnableLambda(lambda _: list(documents)),
-        "search",
-        "Look passages up.",
-        response_format=response_format,
-    )
-
-
 @pytest.fixture
 def llm() -> Iterator[ChatCacheBlend]:
     engine = scripted(random_engine(recompute_ratio=0.0), script)
@@ -70,7 +62,9 @@ def hits(message: BaseMessage) -> list[bool]:
 
 
 def test_an_agent_answers_from_the_stored_kv_of_what_its_tool_found(llm: ChatCacheBlend) -> None:
-    agent = create_agent(llm, [search_tool(CHUNKS)], system_prompt="Answer from what you find.")
+    agent = create_agent(
+        llm, [search_tool(CHUNKS, "content")], system_prompt="Answer from what you find."
+    )
     messages = ask(agent)
     assert [type(m) for m in messages] == [HumanMessage, AIMessage, ToolMessage, AIMessage]
     assert messages[1].response_metadata["finish_reason"] == "tool_calls"
@@ -83,7 +77,7 @@ def test_an_agent_answers_from_the_stored_kv_of_what_its_tool_found(llm: ChatCac
 
 
 async def test_asynchronous_and_streaming_agents_answer_the_same(llm: ChatCacheBlend) -> None:
-    agent = create_agent(llm, [search_tool(CHUNKS)])
+    agent = create_agent(llm, [search_tool(CHUNKS, "content")])
     expected = ask(agent)[-1]
     outcome = await agent.ainvoke({"messages": [HumanMessage("Is the river quiet?")]})
     assert outcome["messages"][-1].text == expected.text
@@ -98,7 +92,7 @@ async def test_asynchronous_and_streaming_agents_answer_the_same(llm: ChatCacheB
 
 
 def test_documents_no_index_knows_are_reused_with_the_middleware(llm: ChatCacheBlend) -> None:
-    tool = search_tool([NEW, CHUNKS[0]], "content_and_artifact")
+    tool = search_tool([NEW, CHUNKS[0]])
     agent = create_agent(llm, [tool], middleware=[CacheBlendMiddleware(llm)])
     assert hits(ask(agent)[-1]) == [True, True]
 
@@ -108,7 +102,10 @@ def test_an_agent_with_a_format_searches_and_answers_in_it(
     llm: ChatCacheBlend, strategy: Any
 ) -> None:
     agent = create_agent(
-        llm, [search_tool(CHUNKS)], middleware=[CacheBlendMiddleware(llm)], response_format=strategy
+        llm,
+        [search_tool(CHUNKS, "content")],
+        middleware=[CacheBlendMiddleware(llm)],
+        response_format=strategy,
     )
     outcome = agent.invoke({"messages": [HumanMessage("Where is she?")]})
     assert outcome["structured_response"] == Place(town="Rome")
@@ -164,7 +161,7 @@ def test_smollm2_searches_and_answers_from_what_it_found() -> None:
 
 def test_a_sessions_turns_are_reused_where_tools_are_called(llm: ChatCacheBlend) -> None:
     history = CacheBlendChatMessageHistory(llm)
-    agent = create_agent(llm, [search_tool(CHUNKS)])
+    agent = create_agent(llm, [search_tool(CHUNKS, "content")])
     with history.reused():
         first = ask(agent)
         second = ask(agent, *first)

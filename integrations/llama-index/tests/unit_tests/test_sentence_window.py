@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,15 +22,8 @@ WINDOW = 2
 
 
 @pytest.fixture
-def llm(random_model: Path, request: pytest.FixtureRequest) -> CacheBlendLLM:
-    """Of a namespace of its own: LLMs with equal settings share an engine while it lives."""
-    return CacheBlendLLM(
-        model=random_model,
-        namespace=request.node.name,
-        blend_config={"min_tokens": 0},
-        max_tokens=2,
-        is_chat_model=False,
-    )
+def llm(random_llm: CacheBlendLLM) -> CacheBlendLLM:
+    return random_llm
 
 
 def documents() -> list[Document]:

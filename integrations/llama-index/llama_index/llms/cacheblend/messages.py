@@ -24,7 +24,7 @@ ROLES = {
     MessageRole.FUNCTION: "tool",
 }
 NOT_SHOWN = (ToolCallBlock, ThinkingBlock, CachePoint)
-"""Blocks that are no part of a message's text; chat templates leave out earlier thoughts, too."""
+"""Content blocks that are left out of a message's text, as chat templates leave out reasoning."""
 TOOL_CALLS = "tool_calls"
 TOOL_CALL_ID = "tool_call_id"
 
