@@ -48,7 +48,8 @@ IN_PROMPT = 4
 class Edges:
     """What was found of passages.
 
-    found: share of all their tokens. lost: tokens lost at each edge, two edges a passage.
+    found: share of all their tokens. lost: the prompt's tokens at each edge of a passage, two edges
+    a passage, that are not found and have to be computed.
     """
 
     found: float
@@ -114,24 +115,43 @@ class PassageIndex:
         total, found, lost = 0, 0, list[int]()
         for first in range(0, len(self.passages) - len(self.passages) % IN_PROMPT, IN_PROMPT):
             numbers = range(first, first + IN_PROMPT)
-            runs = self._index.find(self._prompt([self.passages[n] for n in numbers], join))
+            text = self._prompt([self.passages[n] for n in numbers], join)
+            ids, spans = self._encode(text)
+            runs, before = self._index.find(ids), 0
             for number in numbers:
                 mine = [run for run in runs if run.name[0] == number]
-                head = min((run.skip for run in mine), default=0)
                 tail = max((run.skip + run.end - run.start for run in mine), default=0)
                 # Forms that differ at the end only: the shortest that holds the runs is meant.
-                size = min(size for size in self._sizes[number] if size >= tail)
-                total += size
+                total += min(size for size in self._sizes[number] if size >= tail)
                 found += sum(run.end - run.start for run in mine)
-                lost += [head, size - tail]
+                begin, end = _place(text, self.passages[number], before)
+                before = end
+                own = [at for at, (low, high) in enumerate(spans) if low < end and begin < high]
+                start = min((run.start for run in mine), default=own[-1] + 1)
+                stop = max((run.end for run in mine), default=own[-1] + 1)
+                lost += [max(start - own[0], 0), max(own[-1] + 1 - stop, 0)]
         return Edges(found / total, tuple(lost))
 
-    def _prompt(self, texts: list[str], join: str) -> list[int]:
+    def _prompt(self, texts: list[str], join: str) -> str:
         context = JOINS[join](texts)
         content = f"Answer from the passages.\n\n{context}\n\nQuestion: Who was first?\nAnswer:"
         message = {"role": "user", "content": content}
-        text = self._tokenizer.apply_chat_template(
-            [message], tokenize=False, add_generation_prompt=True
+        return str(
+            self._tokenizer.apply_chat_template(
+                [message], tokenize=False, add_generation_prompt=True
+            )
         )
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+
+    def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the text's tokens and the characters that each stands for."""
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoded["input_ids"], encoded["offset_mapping"]
+
+
+def _place(text: str, passage: str, after: int) -> tuple[int, int]:
+    """Return where a form of a passage begins and ends in a text, from a character on."""
+    for form in FORMS:
+        begin = text.find(form(passage), after)
+        if begin >= 0:
+            return begin, begin + len(form(passage))
+    raise AssertionError("the prompt does not hold the passage")

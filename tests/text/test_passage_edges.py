@@ -31,8 +31,7 @@ def test_hardly_any_tokens_are_lost_at_the_edges(index: PassageIndex, join: str)
     edges = index.edges(join)
     assert len(edges.lost) == 2 * PASSAGES[tokens]
     assert edges.found >= FEWEST[tokens]
-    assert max(edges.lost) <= 3
-    assert edges.over_2 <= 0.05, "only before a rare first word"
+    assert max(edges.lost) <= (3 if join == "nothing" else 2)
     if join in ("blank lines", "lines", "tags on lines"):
         assert edges.found == 1
 
@@ -52,4 +51,4 @@ def test_every_kind_of_tokenizer_keeps_them(kind: str) -> None:
     for join in ("blank lines", "spaces", "tags"):
         edges = index.edges(join)
         assert edges.found >= 0.995
-        assert max(edges.lost) <= (6 if kind == "unigram" else 1), "words it encodes as a whole"
+        assert max(edges.lost) <= (4 if kind == "unigram" else 1), "words it encodes as a whole"
