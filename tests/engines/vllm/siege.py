@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import random
 import sys
 import tempfile
@@ -19,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -33,6 +31,7 @@ from cacheblend_rag.engines.vllm.serve import RunningServer, running_server
 from cacheblend_rag.errors import CacheBlendError
 from tests.engines.vllm.demo_prompts import HEAD, documents, text
 from tests.engines.vllm.hostile import mutated
+from tests.memory import resident_mib
 
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096")
 ANSWER = SamplingParams(max_tokens=12)
@@ -190,18 +189,6 @@ def hostile_body(draw: random.Random) -> bytes:
     if draw.random() < 0.1:
         body = mutated(body, draw, deepest=900)
     return json.dumps(body).encode()
-
-
-def resident_mib(pid: int) -> float:
-    """Return the resident memory of a process group."""
-    pages = 0
-    for process in Path("/proc").iterdir():
-        try:
-            if process.name.isdigit() and os.getpgid(int(process.name)) == pid:
-                pages += int((process / "statm").read_text().split()[1])
-        except (OSError, ValueError):  # ended meanwhile
-            continue
-    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 if __name__ == "__main__":
