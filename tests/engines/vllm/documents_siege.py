@@ -129,14 +129,18 @@ class Siege:
     def _work(self, seed: int) -> None:
         draw = random.Random(seed)
         with httpx.Client(base_url=self._server.url, timeout=120) as client:
-            for _ in range(self._requests // self._threads):
+            sent = 0
+            while sent < self._requests // self._threads:
                 try:
                     did = self._attack(client, draw)
+                except httpx.LocalProtocolError:  # httpx itself refuses to send that
+                    continue
                 except httpx.HTTPError as error:
                     did = type(error).__name__
                     if self._server.process.poll() is not None:
                         self._note(f"the server ended with {self._server.process.returncode}")
                         return
+                sent += 1
                 with self._lock:
                     self._done[did] += 1
 
