@@ -207,6 +207,33 @@ def test_only_new_chunks_are_blended_in_an_agents_next_step(engine: InProcessEng
     assert told.logprobs == pytest.approx(plain(engine, later).logprobs, abs=1e-4)
 
 
+def test_a_prompt_that_a_preempted_one_began_with_is_counted_once(
+    short_steps: InProcessEngine,
+) -> None:
+    engine = short_steps
+    index(engine)
+    assert engine.scheduler_connector.finding.finder.settle()
+    config = find(**{**CONFIG.to_dict(), "trace": False})
+    first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, 47)))
+    ask(engine, first, params=config)
+    own, cached = engine.vllm.step, []
+
+    def step() -> None:
+        own()
+        (state,) = engine.scheduler.running or (None,)
+        if not cached and state is not None and 0 < state.num_computed_tokens < len(later) - 9:
+            cached.append(state.prefill_stats.num_cached_tokens)
+            engine.core.reset_prefix_cache(reset_running_requests=True)
+
+    later = (*first, *engine.tokenize(words(700, 48)))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine.vllm, "step", step)
+        [told] = ask(engine, later, params=config)
+    assert told.cached == cached[0] > 301, "as many as its first prefill had"
+    for document in DOCUMENTS:
+        engine.evict_document(document.document_id)
+
+
 def test_what_is_left_of_a_prompt_may_be_too_little(engine: InProcessEngine) -> None:
     some = find(min_tokens=100)
     first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, 45)))
