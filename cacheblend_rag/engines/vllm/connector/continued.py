@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.engines.vllm.connector.finder import FoundAt, FoundChunk
+from cacheblend_rag.engines.vllm.connector.found_chunk import FoundAt, FoundChunk
 from cacheblend_rag.settings import BlendConfig
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from cacheblend_rag.engines.vllm.connector.continued import Stretch
-    from cacheblend_rag.engines.vllm.connector.stored_tokens import Name
+    from cacheblend_rag.engines.vllm.connector.found_chunk import Generation
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Pending:
     mark: a blend's, see ``set_apart``; equal work has the same. work: the blend's, see
     ``_work_of``. shared: tokens in the blocks that it shares with ordinary requests. may_go_on:
     whether it is a blend of exact KV only, looked up as an ordinary request until it is begun.
-    first: tokens that vLLM's prefix cache has. names: of the chunks that were found here, if the
+    first: tokens that vLLM's prefix cache has. found: the chunks that were found here, if the
     request brought none. answers: whether the client, which knows of jobs, gets the result.
     request: vLLM's. namespace: of the KV that it may use; None is of none. stretches: how the
     blocks of found chunks are set apart. held: how many of the job's first chunks an earlier prompt
@@ -43,7 +43,7 @@ class Pending:
     may_go_on: bool = False
     result: Result | None = None
     first: int = 0
-    names: tuple[Name, ...] = ()
+    found: tuple[Generation, ...] = ()
     answers: bool = True
     request: Request | None = None
     namespace: str | None = None
@@ -59,8 +59,8 @@ class Pending:
         if self.job is not None and 0 < self.held < len(self.job.chunks):
             later = replace(self.job, chunks=self.job.chunks[self.held :])
             self.parts = (
-                Part(self.job, self.names, self.shared),
-                Part(later, self.names[self.held :], shared),
+                Part(self.job, self.found, self.shared),
+                Part(later, self.found[self.held :], shared),
             )
 
     def choose(self, computed: int) -> None:
@@ -68,7 +68,7 @@ class Pending:
         if self.parts is not None and self.job is not None:
             whole, later = self.parts
             part = later if computed >= later.shared else whole
-            self.job, self.names, self.shared = part.job, part.names, part.shared
+            self.job, self.found, self.shared = part.job, part.found, part.shared
 
     @property
     def is_too_little(self) -> bool:
@@ -84,5 +84,5 @@ class Part:
     """A blend of some chunks. shared: tokens in the blocks before, whose KV is taken as it is."""
 
     job: BlendJob
-    names: tuple[Name, ...]
+    found: tuple[Generation, ...]
     shared: int

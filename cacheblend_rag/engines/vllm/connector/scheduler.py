@@ -117,6 +117,8 @@ class ConnectorScheduler:
         if namespace is None and (pending.job or pending.reason):
             pending = Pending(None, NO_NAMESPACE, blends=pending.blends)
         pending.request, pending.namespace = request, namespace
+        if found is None:
+            pending.mark += self.finding.mark_of_deleted(pending, request)
         if pending.report_id and namespace != tenants.own:
             pending.report_id = f"{pending.report_id} {namespace}"
         return pending
@@ -151,7 +153,7 @@ class ConnectorScheduler:
             pending.may_go_on = False
             self._set_apart(request, pending.job, shares=True)
         # Of what was blended before, only an incomplete last block is missing: vLLM computes it.
-        is_repeat = bool(pending.names) and computed > pending.shared
+        is_repeat = bool(pending.found) and computed > pending.shared
         least = self._block_size if is_repeat else 1
         if tokens - computed < least or pending.is_too_little:
             self._note_repeat(pending, _work_of(request, pending.mark, tokens))
@@ -165,7 +167,7 @@ class ConnectorScheduler:
     def _is_under_way(self, work: str, request: Request) -> bool:
         """Whether a prompt with found chunks is being blended for another request already."""
         other = self._at_work.get(work)
-        if other is None or other is request or not self.pending[request.request_id].names:
+        if other is None or other is request or not self.pending[request.request_id].found:
             return False
         return bool(other.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 

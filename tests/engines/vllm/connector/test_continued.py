@@ -7,7 +7,7 @@ from typing import Any
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.vllm.connector.continued import Continued
-from cacheblend_rag.engines.vllm.connector.finder import FoundChunk
+from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.connector.token_file import Name
 from cacheblend_rag.engines.vllm.protocol import SentChunk, SentLeadIn
 

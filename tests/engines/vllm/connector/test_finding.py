@@ -6,6 +6,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -288,6 +289,34 @@ def test_what_the_store_has_lost_is_looked_for_once(engine: InProcessEngine) -> 
     assert codes[0] == "not_stored"
     assert codes[-1] == "no_chunk"
     assert codes == sorted(codes, reverse=True)
+
+
+def test_what_was_stored_again_before_a_loss_is_told_stays_known(
+    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = engine.scheduler_connector.finding
+    finder, told, learned = connector.finder, connector.note_result, []
+    learn = finder.learn
+    monkeypatch.setattr(finder, "learn", lambda *given: (learned.append(given), learn(*given)))
+    document = Document("d", (words(100, 91),))
+    engine.precompute([document], progress=False)
+    store = engine.worker_connector.blender.store
+    for key in list(store.entries()):
+        store.evict(key)
+
+    def late(pending: Any, result: Any) -> None:
+        (namespace, job, stored), *_ = learned
+        finder.learn(namespace, job, replace(stored, fresh=(0,)))
+        assert finder.settle()
+        told(pending, result)
+
+    monkeypatch.setattr(connector, "note_result", late)
+    prompt = tokens_of(engine, prompt_of(document.to_chunks()[0], words(9, 92)))
+    for _ in range(2):
+        [answer] = ask(engine, prompt, params=find(), salt=uuid.uuid4().hex)
+        assert finder.settle()
+        assert answer.params[PARAMETER]["reason"][0] == "not_stored", "it is looked for again"
+    engine.evict_document("d")
 
 
 @pytest.mark.parametrize(
