@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
-from cacheblend_rag.engines.vllm.connector.continued import Continued
+from cacheblend_rag.engines.vllm.connector.continued import Continued, Stretch
 from cacheblend_rag.engines.vllm.connector.finder import Finder
 from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
@@ -66,7 +66,7 @@ class Finding:
         self.tenants = Tenants(settings)
         profile = settings.profile
         self.config = profile.blended(BlendConfig()) if profile else BlendConfig()
-        self._continued = Continued(block_size)
+        self.continued = Continued(block_size)
         self._gives_up = False
 
     @classmethod
@@ -141,15 +141,15 @@ class Finding:
         sent = tuple(one.sent for one in found)
         lead_in = sent[0].lead_in
         assert lead_in is not None  # noqa: S101 (the finder gives each chunk its own)
-        stretches, held = self._continued.stretches(
-            request, found, config, _mark(request, found, config)
-        )
+        alone = Stretch(sent[0].start, _mark(request, found, config))
+        stretches, held = self.continued.stretches(request, found, config, alone)
         return Pending(
             BlendJob("blend", lead_in, sent, config=config),
             mark=stretches[-1].mark,
             found=tuple((one.name, one.generation) for one in found),
             stretches=stretches,
             held=held,
+            alone=alone,
         )
 
     def mark_of_deleted(self, pending: Pending, request: Request) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.vllm.protocol import BlendJob, Result
-from cacheblend_rag.reason import Reason
+from cacheblend_rag.reason import Reason, ReasonCode
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -28,7 +28,9 @@ class Pending:
     request brought none. answers: whether the client, which knows of jobs, gets the result.
     request: vLLM's. namespace: of the KV that it may use; None is of none. stretches: how the
     blocks of found chunks are set apart. held: how many of the job's first chunks an earlier prompt
-    may have left in vLLM's prefix cache. parts: all of the job, and what is left if it has.
+    may have left in vLLM's prefix cache. alone: how blocks are set apart if it has not. salt: the
+    request's, before its blocks were set apart. parts: all of the job, and what is left if the
+    cache has the held chunks. is_rest: whether the job is what is left.
     """
 
     job: BlendJob | None
@@ -49,6 +51,9 @@ class Pending:
     namespace: str | None = None
     stretches: tuple[Stretch, ...] = ()
     held: int = 0
+    alone: Stretch | None = None
+    salt: str | None = None
+    is_rest: bool = False
     parts: tuple[Part, Part] | None = None
 
     def split(self, shared: int) -> None:
@@ -67,16 +72,35 @@ class Pending:
         """Blend only what vLLM's prefix cache lacks; computed: tokens that it has."""
         if self.parts is not None and self.job is not None:
             whole, later = self.parts
-            part = later if computed >= later.shared else whole
+            self.is_rest = computed >= later.shared
+            part = later if self.is_rest else whole
             self.job, self.found, self.shared = part.job, part.found, part.shared
 
     @property
-    def is_too_little(self) -> bool:
-        """Whether what is left to blend is less than ``min_tokens``."""
-        if self.job is None or self.parts is None:
-            return False
-        tokens = sum(chunk.end - chunk.start for chunk in self.job.chunks)
-        return tokens < self.job.config.min_tokens
+    def lacks_earlier(self) -> bool:
+        """Whether a blend would write into blocks that are marked as an earlier prompt's.
+
+        Their KV is not that prompt's then, so they need marks of their own: ``begin_anew``.
+        """
+        is_alone = self.alone is None or self.stretches == (self.alone,)
+        return not is_alone and not self.is_rest
+
+    def begin_anew(self, alone: Stretch) -> None:
+        """Blend all of the prompt's chunks, as if it continued no other."""
+        self.stretches, self.mark, self.held, self.parts = (alone,), alone.mark, 0, None
+
+    def too_little(self, computed: int) -> Reason | None:
+        """Return why what is left to blend after so many cached tokens is not worth it, or None."""
+        if self.job is None or not self.is_rest:
+            return None
+        tokens, least = sum(c.end - c.start for c in self.job.chunks), self.job.config.min_tokens
+        if tokens >= least:
+            return None
+        return Reason(
+            ReasonCode.TOO_SHORT,
+            f"vLLM's prefix cache holds the first {computed} tokens; the {tokens} reusable tokens "
+            f"after them are fewer than min_tokens={least}",
+        )
 
 
 @dataclass(frozen=True)

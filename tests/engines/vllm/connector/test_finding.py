@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -208,6 +209,31 @@ def test_only_new_chunks_are_blended_in_an_agents_next_step(engine: InProcessEng
     assert told.logprobs == pytest.approx(plain(engine, later).logprobs, abs=1e-4)
 
 
+def test_blocks_of_a_prompt_hold_no_blend_of_a_longer_one(engine: InProcessEngine) -> None:
+    """Which rows are recomputed depends on the question, and so on all of the longer prompt."""
+    new = engine.tokenize(SPACED.to_chunks()[0].text)
+
+    def tiers(prompt: Sequence[int]) -> tuple[Told, set[str]]:
+        [told] = ask(engine, prompt, params=find())
+        return told, {chunk["tier"] for chunk in told.params[PARAMETER]["chunks"]}
+
+    for seed, added in ((51, []), (52, new)):
+        first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, seed)))
+        [answer] = ask(engine, first, params=find(), max_tokens=140)
+        later = (*first, *answer.tokens, *added, *engine.tokenize(words(200, seed + 10)))
+        before, _ = tiers(first)
+        assert engine.core.reset_prefix_cache()
+        blended, told = tiers(later)
+        assert told == {"host"}, "the blocks that it continues are gone"
+        assert len(blended.params[PARAMETER]["chunks"]) == 3 + bool(added)
+        again, told = tiers(first)
+        assert told == {"host"}, "no block of the longer prompt is its own"
+        assert again.logprobs == pytest.approx(before.logprobs, abs=1e-5)
+        again, told = tiers(later)
+        assert told == {"prefix cache"}
+        assert again.logprobs == pytest.approx(blended.logprobs, abs=1e-5)
+
+
 def test_a_prompt_that_a_preempted_one_began_with_is_counted_once(
     short_steps: InProcessEngine,
 ) -> None:
@@ -244,7 +270,9 @@ def test_what_is_left_of_a_prompt_may_be_too_little(engine: InProcessEngine) -> 
     work = counted("blend_seconds")
     [told] = ask(engine, later, params=some)
     assert counted("blend_seconds") == work
-    assert told.params[PARAMETER]["reason"][0] == "prefix_cached"
+    code, sentence = told.params[PARAMETER]["reason"]
+    assert code == "too_short"
+    assert re.fullmatch(r".* holds the first \d{3} tokens; the 70 .* min_tokens=100", sentence)
 
 
 def test_parts_of_cut_and_edited_text_are_reused(engine: InProcessEngine) -> None:
