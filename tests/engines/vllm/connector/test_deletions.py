@@ -20,12 +20,15 @@ from cacheblend_rag.engines.vllm.connector.stored_tokens import Name
 from cacheblend_rag.engines.vllm.connector.token_file import FILE_NAME
 from cacheblend_rag.engines.vllm.protocol import BlendJob, EvictResult, SentChunk
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER
-from cacheblend_rag.kv.chunk_kv import chunk_id
-from tests.engines.vllm.connector.test_finder import BARE, waited
+from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id
+from cacheblend_rag.settings.tier_url import TierUrl
+from tests.engines.vllm.connector.test_finder import BARE, found, job, learn, prompt, waited
 from tests.engines.vllm.connector.test_finding import CONFIG, ask, find, tokens_of
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, index, retrieved
+from tests.local_servers import Server
 from tests.models import prompt_of, words
+from tests.servers import redis, redis_place  # noqa: F401 - a fixture
 
 TOKENS = tuple(range(100))
 JOB = BlendJob("blend", BARE, (SentChunk(0, 40), SentChunk(50, 90)))
@@ -59,6 +62,34 @@ def test_no_deletion_is_undone_by_forgetting_it(monkeypatch: pytest.MonkeyPatch)
     assert deletions.mark("n", JOB, TOKENS) not in marks
 
 
+@pytest.mark.parametrize("kind", ["folder", "redis"])
+def test_replicas_tell_each_other_of_deletions(
+    kind: str,
+    redis: Server,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(finder_module, "REFRESH_SECONDS", 0.02)
+    shared = TierUrl(redis_place(redis, "timeout=1"))
+    place = shared if kind == "redis" else tmp_path / FILE_NAME
+    document = tuple(range(1000, 1040))
+    blend = BlendJob("blend", BARE, (SentChunk(2, 42),))
+    with closing(Finder(place, lambda: "m")) as one, closing(Finder(place, lambda: "m")) as other:
+
+        def mark() -> str:
+            return one.deletions.mark(namespace_id("default"), blend, prompt(document))
+
+        learn(one, job(document))
+        waited(lambda: len(found(other, document)) == 1)
+        assert mark() == ""
+        other.forget("default", BARE, [(chunk_id(document), "")])
+        waited(lambda: mark() != "")
+        first = mark()
+        learn(other, job(document))
+        waited(lambda: len(found(one, document)) == 1)
+        assert mark() == first, "what was blended since may be shared"
+
+
 # Two replicas with a common folder: the vLLM of these tests, and the connector's other side alone
 
 
@@ -90,8 +121,8 @@ def replica(engine: InProcessEngine, tmp_path: Path) -> Iterator[Finding]:
 def tiers(engine: InProcessEngine) -> set[str | None]:
     """Where the chunks come from if a client names them."""
     (first, *_), second = (document.to_chunks() for document in DOCUMENTS)
-    prompt = prompt_of(words(9, 50), second[1], " w7 ", first, " w7 ", words(200, 61))
-    return {chunk.tier for chunk in engine.generate(prompt, SHORT).report.chunks}
+    asked = prompt_of(words(9, 50), second[1], " w7 ", first, " w7 ", words(200, 61))
+    return {chunk.tier for chunk in engine.generate(asked, SHORT).report.chunks}
 
 
 def found_tiers(engine: InProcessEngine) -> set[str | None]:
@@ -101,19 +132,19 @@ def found_tiers(engine: InProcessEngine) -> set[str | None]:
     return {chunk["tier"] for chunk in told.params[PARAMETER].get("chunks") or ()}
 
 
+def evict(connector: Finding, chunk: Name) -> None:
+    """Tell a connector that its worker has evicted a chunk."""
+    work = BlendJob("evict", chunk.lead_in, (), keys=((chunk.chunk_id, chunk.context_id),))
+    connector.note_result(Pending(work, blends=False, namespace="default"), EvictResult(1))
+
+
 def delete(replica: Finding, engine: InProcessEngine) -> None:
     """Have the replica delete what it knows, and wait until the engine's connector knows."""
     tokens = tokens_of(engine, retrieved())
     waited(lambda: len(replica.finder.find("default", tokens)) == 3)
-    while found := replica.finder.find("default", tokens):
-        for one in found:
-            job = BlendJob(
-                "evict",
-                one.name.lead_in,
-                (),
-                keys=((one.name.chunk_id, one.name.context_id),),
-            )
-            replica.note_result(Pending(job, blends=False, namespace="default"), EvictResult(1))
+    while several := replica.finder.find("default", tokens):
+        for one in several:
+            evict(replica, one.name)
     store = engine.worker_connector.blender.store
     for key in list(store.entries()):
         store.evict(key)
@@ -137,7 +168,5 @@ def test_what_was_deleted_here_is_not_either(engine: InProcessEngine) -> None:
     connector = engine.scheduler_connector.finding
     tokens = tokens_of(engine, retrieved())
     for one in connector.finder.find("default", tokens):
-        keys = ((one.name.chunk_id, one.name.context_id),)
-        job = BlendJob("evict", one.name.lead_in, (), keys=keys)
-        connector.note_result(Pending(job, blends=False, namespace="default"), EvictResult(1))
+        evict(connector, one.name)
     assert tiers(engine) == {"host"}, "its KV is still there, and is blended anew"
