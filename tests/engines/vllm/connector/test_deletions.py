@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -154,9 +154,8 @@ def delete(replica: Finding, engine: InProcessEngine) -> None:
 
 @pytest.mark.parametrize("asked", [tiers, found_tiers])
 def test_what_another_replica_deleted_is_not_served_out_of_the_prefix_cache(
-    engine: InProcessEngine, replica: Finding, asked: object
+    engine: InProcessEngine, replica: Finding, asked: Callable[[InProcessEngine], set[str | None]]
 ) -> None:
-    assert callable(asked)
     assert asked(engine) == {"host"}
     assert asked(engine) == {"prefix cache"}
     delete(replica, engine)
