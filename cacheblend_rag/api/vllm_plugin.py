@@ -7,11 +7,13 @@ keys, and knows a request's namespace by them.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 
 from cacheblend_rag.api.documents import documents_router
 from cacheblend_rag.engines.base import Engine
@@ -34,8 +36,9 @@ class DocumentsPlugin:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes, and their part of the OpenAPI page."""
+        """Add the routes, and their part of the OpenAPI page; engines close with the server."""
         app.include_router(documents_router(_engine_of))
+        app.include_router(APIRouter(lifespan=_closing))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Get ready to open engines; engine_client: vLLM's, None on a server without a model."""
@@ -56,6 +59,7 @@ class ServerEngines:
         self._lock = Lock()
         self._opened: dict[str, VLLMEngine] = {}
         self._tokenizer: Any = None
+        self._is_closed = False
 
     def of(self, granted: Grant) -> Engine:
         """Return the engine of a key's namespace; call it in a thread, since it may open one.
@@ -65,12 +69,26 @@ class ServerEngines:
         by_key = are_told_apart(tenants=self._settings.tenants)
         namespace = granted.namespace if by_key else self._settings.namespace
         with self._lock:
+            if self._is_closed:
+                raise EngineUnavailableError("the server is shutting down: ask again later")
             engine = self._opened.get(namespace)
             if engine is None or not engine.is_open:
                 engine = self._open(namespace, namespace if by_key else None)
                 self._opened[namespace] = engine
                 self._tokenizer = engine.tokenizer
             return engine
+
+    def close(self) -> None:
+        """Close all engines: what they run is cancelled, and none is opened from now on.
+
+        Call it in a thread, since it waits for an engine that is being opened, and while the
+        server's event loop runs, since that is needed to open it.
+        """
+        with self._lock:
+            self._is_closed = True
+            opened, self._opened = [*self._opened.values()], {}
+        for engine in opened:
+            engine.close()
 
     def _open(self, namespace: str, named: str | None) -> VLLMEngine:
         async def make() -> OwnClient:
@@ -88,6 +106,15 @@ class ServerEngines:
                 read_only=store.read_only,
             ),
         )
+
+
+@asynccontextmanager
+async def _closing(app: FastAPI) -> AsyncIterator[None]:
+    """Close the engines when the server shuts down."""
+    yield
+    engines: ServerEngines | None = getattr(app.state, DOCUMENTS_STATE, None)
+    if engines is not None:
+        await asyncio.to_thread(engines.close)
 
 
 def _engine_of(request: Request) -> Engine:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,11 +58,18 @@ def _engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         engine.close()
 
 
+@asynccontextmanager
+async def vllms_lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """As vLLM's own: it removes the application's state at the end."""
+    yield
+    del app.state
+
+
 def answers(ask: Ask, settings: dict[str, Any], grant: Grant | None = ACME) -> Any:
     """What requests get from a server with the plugin; grant: what the middleware lets in."""
 
     async def run() -> Any:
-        app, plugin = FastAPI(), DocumentsPlugin()
+        app, plugin = FastAPI(lifespan=vllms_lifespan), DocumentsPlugin()
         plugin.attach_router(app)
         client = SimpleNamespace(
             vllm_config=SimpleNamespace(
@@ -77,7 +85,10 @@ def answers(ask: Ask, settings: dict[str, Any], grant: Grant | None = ACME) -> A
             await app({**scope, **({GRANT: granted} if granted else {})}, receive, send)
 
         transport = httpx.ASGITransport(middleware)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://x") as http,
+        ):
             return await ask(http)
 
     return asyncio.run(run())
@@ -141,6 +152,38 @@ def test_an_engine_that_does_not_open_is_opened_again() -> None:
         return first.status_code, (await put()(http)).status_code
 
     assert answers(ask, {}) == (503, 200)
+
+
+def test_engines_close_with_the_server() -> None:
+    opened: list[bool] = []
+
+    async def ask(http: httpx.AsyncClient) -> Any:
+        await asyncio.gather(*(put(**{"x-test": name})(http) for name in ("acme", "globex")))
+        opened.extend(engine.is_open for engine in FakeVLLMEngine.made)
+
+    answers(ask, {"tenants": True})
+    assert opened == [True, True]
+    assert [engine.is_open for engine in FakeVLLMEngine.made] == [False, False]
+
+
+def test_none_is_opened_once_they_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own: list[Any] = []
+    init = vllm_plugin.ServerEngines.__init__
+
+    def noted(engines: Any, *given: Any) -> None:
+        init(engines, *given)
+        own.append(engines)
+
+    monkeypatch.setattr(vllm_plugin.ServerEngines, "__init__", noted)
+
+    async def ask(http: httpx.AsyncClient) -> Any:
+        await asyncio.to_thread(own[0].close)
+        return await put()(http)
+
+    answer = answers(ask, {})
+    assert answer.status_code == 503
+    assert "shutting down" in answer.json()["error"]["message"]
+    assert FakeVLLMEngine.made == []
 
 
 def test_a_server_without_a_model_has_no_documents() -> None:

@@ -239,6 +239,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "kv_transfer_params",
                 "sampling_params",
                 "num_prompt_tokens",
+                "num_preemptions",
                 "prompt_token_ids",
                 "cache_salt",
                 "arrival_time",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.engines.vllm.connector.finder import FoundAt, FoundChunk
+from cacheblend_rag.engines.vllm.connector.found_chunk import FoundAt, FoundChunk
 from cacheblend_rag.settings import BlendConfig
 
 if TYPE_CHECKING:
@@ -56,28 +56,33 @@ class Continued:
         self._earlier: OrderedDict[bytes, tuple[_Earlier, ...]] = OrderedDict()
 
     def stretches(
-        self, request: Request, found: Sequence[FoundChunk], config: BlendConfig, mark: str
+        self, request: Request, found: Sequence[FoundChunk], config: BlendConfig, alone: Stretch
     ) -> tuple[tuple[Stretch, ...], int]:
-        """Return how a prompt's blocks are set apart, and how many of its chunks were blended.
+        """Return how a prompt's blocks are set apart, and how many of its chunks may be held.
 
-        Call it before any block is set apart.
+        Those were blended in an earlier prompt, whose marks their blocks have. Call it before any
+        block is set apart.
 
         Args:
             request: vLLM's.
             found: chunks in its prompt.
             config: how they are blended.
-            mark: what their KV depends on, if the prompt continues no other.
+            alone: how they are set apart if the prompt continues no other.
         """
-        own = (Stretch(found[0].sent.start, mark),)
         if config.trace or not config.reuse_prefix:
-            return own, 0
-        held, stretches = 0, own
+            return (alone,), 0
+        held = 0
+        stretches: tuple[Stretch, ...] = (alone,)
         earlier = self._continued(request, found, config)
         if earlier is not None:
-            held = len(earlier.found)
-            later = found[held:]
-            added = (Stretch(later[0].sent.start, mark),) if later else ()
-            stretches = (*earlier.stretches, *added)
+            stretches = earlier.stretches
+            if stretches[-1].mark == alone.mark:  # a repeat: what it blended itself is its own
+                held = sum(one.sent.start < stretches[-1].start for one in found)
+            elif later := found[len(earlier.found) :]:
+                held = len(earlier.found)
+                stretches = (*stretches, Stretch(later[0].sent.start, alone.mark))
+            else:
+                held = len(found)
         self._remember(request, _Earlier((), stretches, tuple(one.at for one in found), config))
         return stretches, held
 
@@ -96,11 +101,37 @@ class Continued:
                     return one
         return None
 
+    def begins_anew(self, request: Request, stretches: tuple[Stretch, ...], alone: Stretch) -> None:
+        """Note that a prompt did not find the blocks that it continues, and makes its own.
+
+        Call it while no block is set apart.
+
+        Args:
+            request: vLLM's.
+            stretches: how its blocks were set apart until now.
+            alone: how they are from now on.
+        """
+        key, tail = self._end(request)
+        alike = self._earlier.get(key, ())
+        if alike:
+            self._earlier[key] = tuple(
+                replace(one, stretches=(alone,))
+                if (one.tail, one.stretches) == (tail, stretches)
+                else one
+                for one in alike
+            )
+
+    def _end(self, request: Request) -> tuple[bytes, tuple[int, ...]]:
+        """Return the hash of a prompt's last complete block, b"" without one, and its tail."""
+        tokens = request.prompt_token_ids or []
+        blocks = len(tokens) // self._block_size
+        key = bytes(request.block_hashes[blocks - 1]) if blocks else b""
+        return key, tuple(tokens[blocks * self._block_size :])
+
     def _remember(self, request: Request, prompt: _Earlier) -> None:
-        hashes, tokens = request.block_hashes, request.prompt_token_ids or []
-        if not hashes:
+        key, tail = self._end(request)
+        if not key:
             return
-        key, tail = bytes(hashes[-1]), tuple(tokens[len(hashes) * self._block_size :])
         prompt = replace(prompt, tail=tail)
         alike = [one for one in self._earlier.pop(key, ()) if one.tail != tail]
         self._earlier[key] = (*alike[1 - KEPT_ALIKE :], prompt)

@@ -17,6 +17,14 @@ from threading import Event, Lock, Thread
 
 import numpy as np
 
+from cacheblend_rag.engines.vllm.connector.deletions import Deletions
+from cacheblend_rag.engines.vllm.connector.found_chunk import (
+    EDGES,
+    FoundChunk,
+    Generation,
+    Variant,
+    continues,
+)
 from cacheblend_rag.engines.vllm.connector.shared_log import SharedLog
 from cacheblend_rag.engines.vllm.connector.stored_tokens import (
     Name,
@@ -39,8 +47,6 @@ LEAST_RUN = 32
 """Tokens of the shortest part of a chunk that is found."""
 GAP = 16
 """Most tokens between two chunks of a document that follow one another: a separator."""
-EDGES = 4
-"""Most tokens that a chunk may lack in a prompt to count as the document before the next one."""
 STEP = 16
 """A part of a chunk begins and ends at a multiple of so many of its tokens. Whoever knows a part
 could otherwise try, one token after another, what comes next: ``cached_tokens`` would tell."""
@@ -53,31 +59,6 @@ for ever; 5 GB if each has 512 tokens."""
 MANY = 256
 """Chunks from which on they are added to the index together."""
 REFRESH_SECONDS, CLOSE_SECONDS = 0.5, 10.0
-FoundAt = tuple[Name, int, int, int, int, bool]
-"""Name, generation, start, end, how many of its tokens are missing before, whether protected."""
-LEADS = {"document": 0, "instruction": 1, "bos": 2, "none": 3}
-"""Which lead-in is preferred among those that a chunk was computed after: the one that is most like
-what a prompt has before a chunk. ``document`` knows who "she" is, and begins as ``instruction``
-does; the next two have at least the first token that attention needs (an attention sink)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """Stored KV of a chunk's tokens. generation: another one when it was stored anew."""
-
-    name: Name
-    follows: str
-    generation: int
-    row: Row | None
-
-    @property
-    def is_contextual(self) -> bool:
-        return self.name.lead_in.name == "document" and bool(self.name.context_id)
-
-    @property
-    def rank(self) -> tuple[int, bool, int]:
-        """Which one is taken where none continues its document."""
-        return LEADS.get(self.name.lead_in.name, 9), bool(self.name.context_id), self.generation
 
 
 @dataclass(slots=True)
@@ -85,40 +66,11 @@ class _Known:
     """The chunks of one namespace."""
 
     index: TokenIndex[str] = field(default_factory=lambda: TokenIndex(LEAST_RUN))
-    variants: dict[str, tuple[_Variant, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class FoundChunk:
-    """A stored chunk, or a part of one, in a prompt.
-
-    sent: as jobs name it, with its own lead-in. name: to forget it by. generation: another one when
-    the chunk was stored anew. is_known: whether all its document before it stands before it here.
-    """
-
-    sent: SentChunk
-    name: Name
-    generation: int
-    is_known: bool
-
-    @property
-    def at(self) -> FoundAt:
-        """Which stored KV stands where in the prompt: all that a blend takes of it, in few bytes.
-
-        Its own tokens are left out, which the chunk's id names, and of which there may be thousands
-        beside those in the prompt.
-        """
-        sent = self.sent
-        return self.name, self.generation, sent.start, sent.end, len(sent.before), sent.protected
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the prompt has all of the chunk, but for tokens that edges changed."""
-        return len(self.sent.before) + len(self.sent.after) <= EDGES
+    variants: dict[str, tuple[Variant, ...]] = field(default_factory=dict)
 
 
 class Finder:
-    """Knows the tokens of stored chunks, by namespace.
+    """Knows the tokens of stored chunks, by namespace, and which ones were deleted: ``deletions``.
 
     Args:
         place: the file that keeps them, the tier in Redis that does and shares them with other
@@ -140,6 +92,7 @@ class Finder:
         self._rows: dict[Row, Name] = {}
         self._leads: dict[SentLeadIn, SentLeadIn] = {}
         self._generations = count(1)
+        self.deletions = Deletions()
         self._lock = Lock()
         self._log: TokenLog | None = None
         self._is_busy = False
@@ -171,8 +124,8 @@ class Finder:
                 continue
             left -= absent
             before = found[-1] if found else None
-            chosen = min(variants, key=lambda one: (not _continues(one, before), one.rank))
-            is_known = not chosen.is_contextual or _continues(chosen, before)
+            chosen = min(variants, key=lambda one: (not continues(one, before), one.rank))
+            is_known = not chosen.is_contextual or continues(chosen, before)
             sent = SentChunk(
                 run.start,
                 run.end,
@@ -192,14 +145,21 @@ class Finder:
     def forget(self, namespace: str, lead_in: SentLeadIn, keys: Iterable[tuple[str, str]]) -> None:
         """Forget chunks by their chunk and context ids: they are not found from now on."""
         known = namespace_id(namespace)
-        self.forget_names([Name(known, chunk, context, lead_in) for chunk, context in keys])
-
-    def forget_names(self, names: Sequence[Name]) -> None:
-        """As ``forget``, by what they were found with."""
+        names = [Name(known, chunk, context, lead_in) for chunk, context in keys]
         if names:
+            self.deletions.note(names)
             for name in names:
                 self._drop(name)
             self._tasks.put(lambda: self._forget(names))
+
+    def forget_lost(self, lost: Sequence[Generation]) -> None:
+        """Forget chunks that a prompt's search found and the store lacked, late though it be told.
+
+        What was stored anew after that search stays known.
+        """
+        if lost:
+            self.deletions.note([one for one, number in lost if self._drop(one, generation=number)])
+            self._tasks.put(lambda: self._forget_lost(lost))
 
     def settle(self, seconds: float = CLOSE_SECONDS) -> bool:
         """Wait until all that was learned so far can be found; returns whether it can."""
@@ -285,7 +245,8 @@ class Finder:
             for rows in self._log.news():
                 for row, stored in rows.items():
                     if stored is None and (name := self._rows.pop(row, None)) is not None:
-                        self._drop(name, row)
+                        if self._drop(name, row):  # by another replica
+                            self.deletions.note([name])
                         self._discard(name)
                 self._add_many([(row, stored) for row, stored in rows.items() if stored])
             if self._log.has_lost():
@@ -371,23 +332,33 @@ class Finder:
             others = tuple(one for one in old if one.name != name)
             if not anew and len(others) < len(old):
                 return
-            variant = _Variant(name, stored.follows, next(self._generations), row)
+            variant = Variant(name, stored.follows, next(self._generations), row)
             known.variants[name.chunk_id] = (*others, variant)
         if row is not None:
             self._rows[row] = name
 
-    def _drop(self, name: Name, row: Row | None = None) -> None:
-        """Stop finding a chunk; row: only if it is the one of that row."""
+    def _drop(self, name: Name, row: Row | None = None, generation: int | None = None) -> bool:
+        """Stop finding a chunk, and return whether it was known.
+
+        row, generation: only if it is that one.
+        """
         known = self._known.get(name.namespace)
         if known is None:
-            return
+            return False
         with self._lock:
             old = known.variants.get(name.chunk_id, ())
-            left = tuple(one for one in old if one.name != name or row not in (None, one.row))
+            left = tuple(
+                one
+                for one in old
+                if one.name != name
+                or row not in (None, one.row)
+                or generation not in (None, one.generation)
+            )
             if left:
                 known.variants[name.chunk_id] = left
             else:
                 known.variants.pop(name.chunk_id, None)
+        return len(left) < len(old)
 
     def _discard(self, name: Name) -> None:
         """Remove a chunk's tokens if none of its variants is left."""
@@ -411,6 +382,19 @@ class Finder:
         self._to_discard += names
         self._discard_rows()
 
+    def _forget_lost(self, lost: Sequence[Generation]) -> None:
+        """Remove from the log what nobody has stored anew meanwhile, as far as the log tells."""
+        self._read_news()
+        for name, generation in lost:  # again, as above
+            self._drop(name, generation=generation)
+        self._forget([name for name, _ in lost if not self._is_known(name)])
+
+    def _is_known(self, name: Name) -> bool:
+        known = self._known.get(name.namespace)
+        return known is not None and any(
+            one.name == name for one in known.variants.get(name.chunk_id, ())
+        )
+
     def _discard_rows(self) -> None:
         """Remove what was forgotten from the log, too; while that is busy, it is tried again."""
         if self._log is not None:
@@ -432,14 +416,6 @@ def _in_steps(run: TokenRun[str], length: int) -> TokenRun[str]:
     return replace(
         run, start=run.start + first - run.skip, end=run.start + end - run.skip, skip=first
     )
-
-
-def _continues(variant: _Variant, before: FoundChunk | None) -> bool:
-    """Whether the document before a chunk stands before it in the prompt, up to this chunk."""
-    if not variant.follows or before is None:
-        return False
-    is_next = before.name.chunk_id == variant.follows and before.name.lead_in.name == "document"
-    return is_next and before.is_known and before.is_whole
 
 
 def _array(job: BlendJob, sent: SentChunk) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
-from cacheblend_rag.engines.vllm.connector.continued import Continued
-from cacheblend_rag.engines.vllm.connector.finder import Finder, FoundChunk
+from cacheblend_rag.engines.vllm.connector.continued import Continued, Stretch
+from cacheblend_rag.engines.vllm.connector.finder import Finder
+from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
 from cacheblend_rag.engines.vllm.connector.pending import Pending
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
@@ -33,7 +34,7 @@ from cacheblend_rag.engines.vllm.protocol import (
 )
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, SALT_PREFIX
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.kv.chunk_kv import chunk_id, fingerprint
+from cacheblend_rag.kv.chunk_kv import chunk_id, fingerprint, namespace_id
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.settings import BlendConfig, StoreConfig
@@ -65,7 +66,7 @@ class Finding:
         self.tenants = Tenants(settings)
         profile = settings.profile
         self.config = profile.blended(BlendConfig()) if profile else BlendConfig()
-        self._continued = Continued(block_size)
+        self.continued = Continued(block_size)
         self._gives_up = False
 
     @classmethod
@@ -140,36 +141,44 @@ class Finding:
         sent = tuple(one.sent for one in found)
         lead_in = sent[0].lead_in
         assert lead_in is not None  # noqa: S101 (the finder gives each chunk its own)
-        stretches, held = self._continued.stretches(
-            request, found, config, _mark(request, found, config)
-        )
+        alone = Stretch(sent[0].start, _mark(request, found, config))
+        stretches, held = self.continued.stretches(request, found, config, alone)
         return Pending(
             BlendJob("blend", lead_in, sent, config=config),
             mark=stretches[-1].mark,
-            names=tuple(one.name for one in found),
+            found=tuple((one.name, one.generation) for one in found),
             stretches=stretches,
             held=held,
+            alone=alone,
         )
+
+    def mark_of_deleted(self, pending: Pending, request: Request) -> str:
+        """Return what a blend's blocks depend on, beside its own job: deletions of its chunks."""
+        if pending.job is None or not pending.mark or pending.namespace is None:
+            return ""
+        deletions, namespace = self.finder.deletions, namespace_id(pending.namespace)
+        return deletions.mark(namespace, pending.job, request.prompt_token_ids or ())
 
     def note_result(self, pending: Pending, result: Result) -> None:
         """Learn from the result of a job which chunks are stored, and which are no longer."""
         job = pending.job
         namespace = pending.namespace
-        if job is None or namespace is None or self.mode == "off":
+        if job is None or namespace is None:
+            return
+        if isinstance(result, EvictResult) and not job.turns:
+            self.finder.forget(namespace, job.lead_in, job.keys)
+        if self.mode == "off":
             return
         match result:
             case PrecomputeResult() if job.kind == "precompute":
                 self.finder.learn(namespace, job, result)
-            case EvictResult() if not job.turns:
-                self.finder.forget(namespace, job.lead_in, job.keys)
             case VerifyResult() if result.unreadable:
                 keys = [key for key in job.keys if f"{key[0]}/{key[1]}" in result.unreadable]
                 self.finder.forget(namespace, job.lead_in, keys)
-            case BlendResult() | Declined() if pending.names:
-                told = zip(pending.names, result.chunks or (), strict=False)
-                missing = [name for name, chunk in told if chunk.reason == MISSING]
-                self.finder.forget_names(missing)
-            case Failed(error=why) if pending.names and why.code.startswith("unsupported_"):
+            case BlendResult() | Declined() if pending.found:
+                told = zip(pending.found, result.chunks or (), strict=False)
+                self.finder.forget_lost([one for one, chunk in told if chunk.reason == MISSING])
+            case Failed(error=why) if pending.found and why.code.startswith("unsupported_"):
                 self._gives_up = True  # the worker blends nothing, ever
 
 

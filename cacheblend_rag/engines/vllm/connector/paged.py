@@ -2,11 +2,11 @@
 
 Fused KV is written with the attention layer's own function, which knows the cache's layout and
 its quantization. Only the KV of a prefix that vLLM's prefix cache holds is read back, in the layout
-that this function was seen to write. Rows may attend over the paged cache too ("native"): each run
-of consecutive rows is passed as a sequence of its own that shares the request's blocks. That equals
-vLLM's own prefill bit for bit. Scattered rows make many short runs, for which PyTorch's attention
-over the fused KV is faster, except on CPUs with AVX-512; rows whose blocks are shared with ordinary
-requests are left out of that.
+and format that this function was seen to write. Rows may attend over the paged cache too
+("native"): each run of consecutive rows is passed as a sequence of its own that shares the
+request's blocks. That equals vLLM's own prefill bit for bit. Scattered rows make many short runs,
+for which PyTorch's attention over the fused KV is faster, except on CPUs with AVX-512; rows whose
+blocks are shared with ordinary requests are left out of that.
 
 If all layers have a sliding window, vLLM gives a request blocks for the end of its prompt only,
 and the null block in place of the others. Then rows attend over a separate cache, which all layers
@@ -34,7 +34,7 @@ from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import Attention, attend_fused
 from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.stack import AttentionCall
-from cacheblend_rag.engines.vllm.connector.block_layout import block_layout
+from cacheblend_rag.engines.vllm.connector.block_layout import BlockLayout, block_layout
 from cacheblend_rag.engines.vllm.connector.settings import PLAIN, AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import WRITTEN_AT_ONCE, VLLMStack
 from cacheblend_rag.errors import UnsupportedModelError
@@ -89,17 +89,12 @@ class PagedCache:
         return laid_out.permute([order.index(axis) for axis in range(len(shape))])
 
     @cached_property
-    def layout(self) -> Tensor | None:
-        """Where a kernel block keeps its KV, see ``block_layout``.
-
-        None if it is quantized, or cannot be found out.
-        """
+    def layout(self) -> BlockLayout | None:
+        """Where a kernel block keeps its KV, None if that cannot be found out."""
         first = self.attention[0]
-        if first.kv_cache.dtype != self.dtype:
-            return None
         shape = (self.kernel_block_size, int(first.num_kv_heads), int(first.head_size))
         try:
-            return block_layout(first, self.own(1), shape)
+            return block_layout(first, self.own(1), shape, self.dtype)
         except torch.AcceleratorError:
             raise
         except Exception:  # of a backend that nobody has tried; blends work without it
@@ -112,12 +107,9 @@ class PagedCache:
         Returns:
             Keys and values, each (kv_heads, tokens, head_dim).
         """
-        layout = self.layout
-        assert layout is not None  # noqa: S101 (see above)
-        rows = self.attention[layer].kv_cache[blocks.long()].flatten(1)
-        kv = rows[:, layout.flatten()].view(len(blocks), *layout.shape)
-        keys, values = kv.permute(1, 3, 0, 2, 4).flatten(2, 3)
-        return keys, values
+        assert self.layout is not None  # noqa: S101 (see above)
+        attention = self.attention[layer]
+        return self.layout.read(attention, attention.kv_cache[blocks.long()], self.dtype)
 
 
 def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> PagedCache:

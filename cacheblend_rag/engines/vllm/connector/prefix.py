@@ -39,3 +39,15 @@ def set_apart(request: Request, start: int, block_size: int, mark: str) -> int:
         hashes.clear()
     request.update_block_hashes()
     return max(block, 0) * block_size
+
+
+def undo(request: Request, salt: str | None) -> None:
+    """Give a request's blocks the hashes that they had before they were set apart.
+
+    Args:
+        request: vLLM's.
+        salt: its ``cache_salt`` at that time.
+    """
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()

@@ -24,7 +24,7 @@ from cacheblend_rag.engines.vllm.connector.metadata import (
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
 from cacheblend_rag.engines.vllm.connector.pending import Pending
 from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
-from cacheblend_rag.engines.vllm.connector.prefix import set_apart
+from cacheblend_rag.engines.vllm.connector.prefix import set_apart, undo
 from cacheblend_rag.engines.vllm.connector.tenants import NO_NAMESPACE
 from cacheblend_rag.engines.vllm.connector.usage import tell_reused
 from cacheblend_rag.engines.vllm.protocol import (
@@ -54,7 +54,10 @@ KEPT_REPORTS = 1024
 """Results kept for ``report`` jobs, and as many for repeats of a blend."""
 KEPT_TRACES = 16
 """Kept results that have a trace: it takes much more memory than the rest of a result."""
-CACHED = Reason(ReasonCode.PREFIX_CACHED, "vLLM's prefix cache holds this prompt already")
+CACHED = Reason(
+    ReasonCode.PREFIX_CACHED,
+    "vLLM's prefix cache holds all that this prompt would reuse, but for less than a block",
+)
 
 
 class ConnectorScheduler:
@@ -102,7 +105,7 @@ class ConnectorScheduler:
         self.pending[request.request_id] = pending
         if pending.job is None or not pending.blends:
             return
-        shares = self._shares_prefix and self.asynchronous and pending.job.config.reuse_prefix
+        shares = self._shares(pending.job)
         pending.may_go_on = shares and goes_on(pending.job)
         if not pending.may_go_on:
             self._set_apart(request, pending.job, shares=shares)
@@ -117,6 +120,8 @@ class ConnectorScheduler:
         if namespace is None and (pending.job or pending.reason):
             pending = Pending(None, NO_NAMESPACE, blends=pending.blends)
         pending.request, pending.namespace = request, namespace
+        if found is None:
+            pending.mark += self.finding.mark_of_deleted(pending, request)
         if pending.report_id and namespace != tenants.own:
             pending.report_id = f"{pending.report_id} {namespace}"
         return pending
@@ -124,6 +129,7 @@ class ConnectorScheduler:
     def _set_apart(self, request: Request, job: BlendJob, *, shares: bool) -> None:
         """Set a blend's blocks apart: all of them, or those from its first chunk on."""
         pending, size = self.pending[request.request_id], self._block_size
+        pending.salt = request.cache_salt
         if not shares:
             set_apart(request, 0, size, pending.mark)
             return
@@ -151,13 +157,17 @@ class ConnectorScheduler:
             pending.may_go_on = False
             self._set_apart(request, pending.job, shares=True)
         # Of what was blended before, only an incomplete last block is missing: vLLM computes it.
-        is_repeat = bool(pending.names) and computed > pending.shared
+        is_repeat = bool(pending.found) and computed > pending.shared
         least = self._block_size if is_repeat else 1
-        if tokens - computed < least or pending.is_too_little:
-            self._note_repeat(pending, _work_of(request, pending.mark, tokens))
-            return 0, False
         work = _work_of(request, pending.mark, tokens)
+        why = CACHED if tokens - computed < least else pending.too_little(computed)
+        if why is not None:
+            self._note_repeat(pending, work, why)
+            return 0, False
         if self._is_step_full(tokens - computed) or self._is_under_way(work, request):
+            return None, False
+        if pending.lacks_earlier:
+            self._begin_anew(request, pending)
             return None, False
         pending.tokens, pending.work = tokens, work
         return tokens - computed, self._may_wait(pending.job)
@@ -165,7 +175,7 @@ class ConnectorScheduler:
     def _is_under_way(self, work: str, request: Request) -> bool:
         """Whether a prompt with found chunks is being blended for another request already."""
         other = self._at_work.get(work)
-        if other is None or other is request or not self.pending[request.request_id].names:
+        if other is None or other is request or not self.pending[request.request_id].found:
             return False
         return bool(other.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
@@ -173,11 +183,27 @@ class ConnectorScheduler:
         """Whether a job runs between steps: if all jobs do, or if it is for idle time."""
         return self.asynchronous or job.idle
 
-    def _note_repeat(self, pending: Pending, work: str) -> None:
-        """Record that vLLM's prefix cache has all the tokens to provide, perhaps from a blend."""
+    def _begin_anew(self, request: Request, pending: Pending) -> None:
+        """Set a prompt's blocks apart as its own: those of the one that it continues are gone.
+
+        vLLM looks it up again in the next step.
+        """
+        assert pending.job is not None  # noqa: S101 (it is to be blended)
+        assert pending.alone is not None  # noqa: S101 (its chunks were found here)
+        undo(request, pending.salt)
+        self.finding.continued.begins_anew(request, pending.stretches, pending.alone)
+        pending.begin_anew(pending.alone)
+        self._set_apart(request, pending.job, shares=self._shares(pending.job))
+
+    def _shares(self, job: BlendJob) -> bool:
+        """Whether a blend shares the blocks before its first chunk."""
+        return self._shares_prefix and self.asynchronous and job.config.reuse_prefix
+
+    def _note_repeat(self, pending: Pending, work: str, why: Reason) -> None:
+        """Record why nothing is blended: vLLM's prefix cache has enough, perhaps from a blend."""
         if pending.result is None and work in self._blended:
             pending.result = _repeated(self._blended[work], pending.shared)
-        pending.reason = CACHED
+        pending.reason = why
 
     def _is_step_full(self, tokens: int) -> bool:
         """Whether so many more tokens are too much synchronous work for this step."""

@@ -14,7 +14,9 @@ def tell_reused(request: Request, result: Result | None, first: int) -> None:
     """Have vLLM count those tokens as cached that a blend reuses.
 
     It takes all tokens that a connector provides for cached, those that the blend computes too. A
-    response whose first token comes before the result counts none of them.
+    response whose first token comes before the result counts none of them. As vLLM does, only a
+    request's first prefill is counted: what is blended again after a preemption stands where the
+    first one had cached tokens already.
 
     Args:
         request: vLLM's.
@@ -22,7 +24,7 @@ def tell_reused(request: Request, result: Result | None, first: int) -> None:
         first: tokens that vLLM's own prefix cache had.
     """
     stats = request.prefill_stats
-    if stats is None:  # the first token was sent, or the request was preempted after it
+    if stats is None or request.num_preemptions:  # None: the first token was sent
         return
     prompt, local = stats.num_prompt_tokens, stats.num_local_cached_tokens
     reused = reused_after(result, first) if isinstance(result, BlendResult) else 0

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.engines.vllm.connector.continued import Continued
-from cacheblend_rag.engines.vllm.connector.finder import FoundChunk
+from cacheblend_rag.engines.vllm.connector.continued import Continued, Stretch
+from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.connector.token_file import Name
 from cacheblend_rag.engines.vllm.protocol import SentChunk, SentLeadIn
 
@@ -30,12 +30,16 @@ def chunk(start: int, name: str = "a", generation: int = 1, absent: int = 0) -> 
     return FoundChunk(sent, Name("n", name, "", LEAD_IN), generation, is_known=True)
 
 
+def alone(first: FoundChunk, *_: FoundChunk, mark: str) -> Stretch:
+    return Stretch(first.sent.start, mark)
+
+
 def test_a_longer_prompt_goes_on_where_the_same_chunks_stand() -> None:
     continued = Continued(SIZE)
 
     def held(tokens: int, *found: FoundChunk, mark: str = "") -> int:
         asked: Any = Asked(range(tokens))
-        return continued.stretches(asked, found, CONFIG, mark)[1]
+        return continued.stretches(asked, found, CONFIG, alone(*found, mark=mark))[1]
 
     assert held(14, chunk(5), mark="first") == 0
     assert held(20, chunk(5, generation=2)) == 0, "it was stored anew"
@@ -51,7 +55,35 @@ def test_tokens_that_a_prompt_lacks_are_not_remembered() -> None:
     def remembered(absent: int) -> int:
         continued = Continued(SIZE)
         asked: Any = Asked(range(14))
-        continued.stretches(asked, [chunk(5, absent=absent)], CONFIG, "mark")
+        found = chunk(5, absent=absent)
+        continued.stretches(asked, [found], CONFIG, alone(found, mark="mark"))
         return len(repr(continued._earlier))
 
     assert remembered(100_000) < remembered(0) + 100
+
+
+def test_a_repeat_holds_what_the_earlier_prompt_had() -> None:
+    continued, first, second = Continued(SIZE), chunk(5), chunk(20, "b")
+    asked: Any = Asked(range(14))
+    longer: Any = Asked(range(30))
+    continued.stretches(asked, [first], CONFIG, alone(first, mark="first"))
+    own = alone(first, mark="second")
+    both = (Stretch(5, "first"), Stretch(20, "second"))
+    for _ in range(2):
+        assert continued.stretches(longer, [first, second], CONFIG, own) == (both, 1)
+
+
+def test_who_continues_a_prompt_that_began_anew_gets_its_own_marks() -> None:
+    continued, first, second = Continued(SIZE), chunk(5), chunk(20, "b")
+    asked: Any = Asked(range(14))
+    longer: Any = Asked(range(31))
+    longest: Any = Asked(range(44))
+    continued.stretches(asked, [first], CONFIG, alone(first, mark="first"))
+    own = alone(first, mark="second")
+    stretches, _ = continued.stretches(longer, [first, second], CONFIG, own)
+    continued.begins_anew(longer, (Stretch(5, "another"),), Stretch(5, "wrong"))
+    continued.begins_anew(longer, stretches, own)
+    told = continued.stretches(longest, [first, second], CONFIG, alone(first, mark="third"))
+    assert told == ((own,), 2)
+    told = continued.stretches(asked, [first], CONFIG, alone(first, mark="first"))
+    assert told == ((Stretch(5, "first"),), 0)

@@ -14,7 +14,8 @@ import pytest
 
 from cacheblend_rag.engines.vllm.connector import finder as finder_module
 from cacheblend_rag.engines.vllm.connector import token_file
-from cacheblend_rag.engines.vllm.connector.finder import Finder, FoundChunk
+from cacheblend_rag.engines.vllm.connector.finder import Finder
+from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.connector.token_file import FILE_NAME
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
@@ -274,6 +275,38 @@ def test_what_is_stored_anew_has_another_generation(
     finder.forget("default", BARE, [(chunk_id(FIRST), "")])
     learn(finder, job(FIRST))
     assert generation() not in (first, second)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_loss_that_is_told_late_forgets_nothing_that_was_stored_again(
+    finder: Finder, opened: Any, kept: bool
+) -> None:
+    finder = opened() if kept else finder
+    learn(finder, job(FIRST, SECOND))
+    lost = [(one.name, one.generation) for one in found(finder, FIRST, SECOND)]
+    learn(finder, job(FIRST), fresh=(0,))
+    finder.forget_lost(lost)
+    for one in (finder, finder, opened() if kept else finder):
+        assert ids(found(one, FIRST, SECOND)) == [chunk_id(FIRST)], "at once, and for good"
+        assert finder.settle()
+
+
+def test_nor_what_another_replica_has_stored_again(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = opened(), opened()
+    learn(other, job(FIRST))
+    waited(lambda: len(found(one, FIRST)) == 1)
+    lost = [(chunk.name, chunk.generation) for chunk in found(one, FIRST)]
+    monkeypatch.setattr(one, "_read_news", lambda: None)
+    assert one.settle()
+    learn(other, job(FIRST), fresh=(0,))
+    monkeypatch.undo()
+    monkeypatch.setattr(finder_module, "REFRESH_SECONDS", 0.02)
+    one.forget_lost(lost)
+    assert one.settle()
+    assert len(found(one, FIRST)) == 1
+    assert len(found(opened(), FIRST)) == 1
 
 
 def test_of_too_many_chunks_those_stored_first_are_forgotten(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -207,6 +209,58 @@ def test_only_new_chunks_are_blended_in_an_agents_next_step(engine: InProcessEng
     assert told.logprobs == pytest.approx(plain(engine, later).logprobs, abs=1e-4)
 
 
+def test_blocks_of_a_prompt_hold_no_blend_of_a_longer_one(engine: InProcessEngine) -> None:
+    """Which rows are recomputed depends on the question, and so on all of the longer prompt."""
+    new = engine.tokenize(SPACED.to_chunks()[0].text)
+
+    def tiers(prompt: Sequence[int]) -> tuple[Told, set[str]]:
+        [told] = ask(engine, prompt, params=find())
+        return told, {chunk["tier"] for chunk in told.params[PARAMETER]["chunks"]}
+
+    for seed, added in ((51, []), (52, new)):
+        first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, seed)))
+        [answer] = ask(engine, first, params=find(), max_tokens=140)
+        later = (*first, *answer.tokens, *added, *engine.tokenize(words(200, seed + 10)))
+        before, _ = tiers(first)
+        assert engine.core.reset_prefix_cache()
+        blended, told = tiers(later)
+        assert told == {"host"}, "the blocks that it continues are gone"
+        assert len(blended.params[PARAMETER]["chunks"]) == 3 + bool(added)
+        again, told = tiers(first)
+        assert told == {"host"}, "no block of the longer prompt is its own"
+        assert again.logprobs == pytest.approx(before.logprobs, abs=1e-5)
+        again, told = tiers(later)
+        assert told == {"prefix cache"}
+        assert again.logprobs == pytest.approx(blended.logprobs, abs=1e-5)
+
+
+def test_a_prompt_that_a_preempted_one_began_with_is_counted_once(
+    short_steps: InProcessEngine,
+) -> None:
+    engine = short_steps
+    index(engine)
+    assert engine.scheduler_connector.finding.finder.settle()
+    config = find(**{**CONFIG.to_dict(), "trace": False})
+    first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, 47)))
+    ask(engine, first, params=config)
+    own, cached = engine.vllm.step, []
+
+    def step() -> None:
+        own()
+        (state,) = engine.scheduler.running or (None,)
+        if not cached and state is not None and 0 < state.num_computed_tokens < len(later) - 9:
+            cached.append(state.prefill_stats.num_cached_tokens)
+            engine.core.reset_prefix_cache(reset_running_requests=True)
+
+    later = (*first, *engine.tokenize(words(700, 48)))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine.vllm, "step", step)
+        [told] = ask(engine, later, params=config)
+    assert told.cached == cached[0] > 301, "as many as its first prefill had"
+    for document in DOCUMENTS:
+        engine.evict_document(document.document_id)
+
+
 def test_what_is_left_of_a_prompt_may_be_too_little(engine: InProcessEngine) -> None:
     some = find(min_tokens=100)
     first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, 45)))
@@ -216,7 +270,9 @@ def test_what_is_left_of_a_prompt_may_be_too_little(engine: InProcessEngine) -> 
     work = counted("blend_seconds")
     [told] = ask(engine, later, params=some)
     assert counted("blend_seconds") == work
-    assert told.params[PARAMETER]["reason"][0] == "prefix_cached"
+    code, sentence = told.params[PARAMETER]["reason"]
+    assert code == "too_short"
+    assert re.fullmatch(r".* holds the first \d{3} tokens; the 70 .* min_tokens=100", sentence)
 
 
 def test_parts_of_cut_and_edited_text_are_reused(engine: InProcessEngine) -> None:
@@ -261,6 +317,34 @@ def test_what_the_store_has_lost_is_looked_for_once(engine: InProcessEngine) -> 
     assert codes[0] == "not_stored"
     assert codes[-1] == "no_chunk"
     assert codes == sorted(codes, reverse=True)
+
+
+def test_what_was_stored_again_before_a_loss_is_told_stays_known(
+    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = engine.scheduler_connector.finding
+    finder, told, learned = connector.finder, connector.note_result, []
+    learn = finder.learn
+    monkeypatch.setattr(finder, "learn", lambda *given: (learned.append(given), learn(*given)))
+    document = Document("d", (words(100, 91),))
+    engine.precompute([document], progress=False)
+    store = engine.worker_connector.blender.store
+    for key in list(store.entries()):
+        store.evict(key)
+
+    def late(pending: Any, result: Any) -> None:
+        (namespace, job, stored), *_ = learned
+        finder.learn(namespace, job, replace(stored, fresh=(0,)))
+        assert finder.settle()
+        told(pending, result)
+
+    monkeypatch.setattr(connector, "note_result", late)
+    prompt = tokens_of(engine, prompt_of(document.to_chunks()[0], words(9, 92)))
+    for _ in range(2):
+        [answer] = ask(engine, prompt, params=find(), salt=uuid.uuid4().hex)
+        assert finder.settle()
+        assert answer.params[PARAMETER]["reason"][0] == "not_stored", "it is looked for again"
+    engine.evict_document("d")
 
 
 @pytest.mark.parametrize(

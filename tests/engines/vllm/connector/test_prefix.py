@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Generation
 from cacheblend_rag.engines.vllm.connector import paged
-from cacheblend_rag.engines.vllm.connector.block_layout import block_layout
+from cacheblend_rag.engines.vllm.connector.block_layout import FP8, block_layout
 from cacheblend_rag.engines.vllm.connector.prefix import set_apart
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
@@ -351,12 +351,54 @@ def test_a_layout_is_found_only_if_every_number_is_kept(dtype: torch.dtype, faul
         cache.copy_(spare.view_as(cache))
 
     layer = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=write))
-    found = block_layout(layer, torch.zeros(1, count + 7, dtype=dtype), shape)
+    found = block_layout(layer, torch.zeros(1, count + 7, dtype=dtype), shape, dtype)
     if fault in {"rounded", "left out"}:
         assert found is None
     else:
         assert found is not None
-        assert torch.equal(found.flatten(), order[:count])
+        assert torch.equal(found.places.flatten(), order[:count])
+
+
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_cache_in_fp8_is_read_in_its_own_format_and_scale(
+    fp8: torch.dtype, dtype: torch.dtype, per_head: bool
+) -> None:
+    tokens, heads, width = shape = (BLOCK, 3, 40)
+    scales = torch.tensor([0.37, 1.0, 2.5])[: None if per_head else 1]
+
+    def write(layer: Any, keys: Any, values: Any, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        for part, kv, scale in ((0, keys, layer._k_scale), (1, values, layer._v_scale)):
+            kept = (kv.float() / scale.view(-1, 1)).to(fp8).view(torch.uint8)
+            cache[0][part][:, slots] = kept.transpose(0, 1)
+
+    layer = SimpleNamespace(
+        impl=SimpleNamespace(do_kv_cache_update=write),
+        _k_scale=scales if per_head else scales[0],
+        _v_scale=2 * (scales if per_head else scales[0]),
+    )
+    cache = torch.zeros(1, 2, heads, tokens, width, dtype=torch.uint8)
+    found = block_layout(layer, cache, shape, dtype)
+    assert found is not None
+    assert found.fp8 == fp8
+    keys, values = torch.randn(2, *shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    write(layer, keys, values, cache, torch.arange(tokens))
+    for told, kv in zip(found.read(layer, cache, dtype), (keys, values), strict=True):
+        torch.testing.assert_close(told, kv.transpose(0, 1), rtol=0.13, atol=0.01)
+
+
+def test_a_cache_of_another_format_with_8_bits_has_no_layout() -> None:
+    def write(_: Any, keys: Any, values: Any, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        cache[0, 0, slots], cache[0, 1, slots] = keys.to(torch.uint8), values.to(torch.uint8)
+
+    layer = SimpleNamespace(
+        impl=SimpleNamespace(do_kv_cache_update=write),
+        _k_scale=torch.tensor(1.0),
+        _v_scale=torch.tensor(1.0),
+    )
+    cache = torch.zeros(1, 2, BLOCK, 1, 8, dtype=torch.uint8)
+    assert block_layout(layer, cache, (BLOCK, 1, 8), torch.float32) is None
 
 
 @pytest.mark.parametrize("fault", ["quantized", "unknown backend"])
