@@ -144,7 +144,7 @@ def call_form(
         forms.append({"type": "object", "properties": of_call, "required": list(of_call)})
     if answer is not None:
         own = answer.schema
-        schemas |= _hoisted(own, "answer") if isinstance(own, Mapping) else {"answer": own}
+        schemas |= _hoisted(_open(own), "answer") if isinstance(own, Mapping) else {"answer": own}
         forms.append({"$ref": "#/$defs/answer"})
     one = forms[0] if len(forms) == 1 else {"anyOf": forms}
     form = StructuredOutputs(json={**one, "$defs": schemas})
@@ -170,6 +170,12 @@ def _hoisted(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
         return f"#/$defs/{place}{reference[1:]}" if own_part else reference
 
     return {key: _with_references(value, moved) for key, value in found.items()}
+
+
+def _open(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema of any object with that said: xgrammar closes what a reference leads to."""
+    is_any = schema.get("type") == "object" and "properties" not in schema
+    return {"additionalProperties": True, **schema} if is_any else schema
 
 
 def _escaped(name: str) -> str:

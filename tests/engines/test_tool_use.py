@@ -112,6 +112,13 @@ def test_an_answer_may_stand_in_place_of_a_call() -> None:
     assert jsonschema.Draft202012Validator(anything).is_valid(7)
 
 
+@pytest.mark.parametrize("given", [{"json_object": True}, {"json": {"type": "object"}}], ids=str)
+def test_any_object_may_stand_in_place_of_a_call(given: dict[str, Any]) -> None:
+    """Said outright: xgrammar takes an object behind a reference as one without properties."""
+    answer = call_form([tool({})], 64, StructuredOutputs(**given)).schema["$defs"]["answer"]
+    assert answer == {"type": "object", "additionalProperties": True}
+
+
 def test_a_deep_schema_is_refused_by_its_tool() -> None:
     deep: dict[str, Any] = {}
     for _ in range(2000):
