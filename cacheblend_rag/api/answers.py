@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_rag.api.errors import ApiError
 from cacheblend_rag.api.gate import Gate
-from cacheblend_rag.api.openai_errors import ApiError
-from cacheblend_rag.engines.answer import Delta, Generation
-from cacheblend_rag.engines.prepare import PromptLike
+from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
+from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import SEED_LIMIT, SamplingParams
 
 if TYPE_CHECKING:
@@ -38,12 +38,16 @@ class Asked:
         closing: what the text of each answer ends with, such as a list of its sources.
     """
 
-    prompts: Sequence[PromptLike]
+    prompts: Sequence[PreparedPrompt]
     sampling: SamplingParams
     n: int = 1
     config: BlendConfig | None = None
     sources: Sequence[Source] | None = None
     closing: str = ""
+
+    def salted(self, cache_salt: str | None) -> Asked:
+        """Return the same with prompts whose prefixes are shared within a ``cache_salt`` only."""
+        return replace(self, prompts=[replace(one, cache_salt=cache_salt) for one in self.prompts])
 
     def settings(self, index: int) -> SamplingParams:
         """Return the settings of an answer, by its index among all."""
@@ -56,10 +60,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Piece:
-    """The next piece of the choice ``index``; each prompt has ``n`` choices in a row."""
+    """The next piece of the choice ``index``; each prompt has ``n`` choices in a row.
+
+    logprobs: those that no piece before has told of.
+    """
 
     index: int
     delta: Delta
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass
@@ -118,8 +126,13 @@ class Pieces:
                 settings = asked.settings(index)
                 stream: Any = self._engine.astream(prompt, settings, config=asked.config)
                 async with aclosing(stream) as deltas:
+                    told = 0
                     async for delta in deltas:
-                        self._arrived.put_nowait(Piece(index, delta))
+                        new, answer = delta.logprobs, delta.generation
+                        if answer is not None and answer.logprobs is not None:
+                            new = answer.logprobs[told:]
+                        told += len(new)
+                        self._arrived.put_nowait(Piece(index, delta, new))
         except Exception as error:
             self._arrived.put_nowait(error)
 

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cacheblend_rag.api import access, chat, completions, openai_errors, responses
+from cacheblend_rag.api import access, chat, completions, errors, responses
 from cacheblend_rag.api.documents import documents_router
 from cacheblend_rag.api.gate import RUNNING, WAITING, Gate
 from cacheblend_rag.api.serving import Serving
@@ -51,7 +51,7 @@ def create_app(
     app = FastAPI(title="cacheblend-rag", version=version("cacheblend-rag"))
     serving = Serving(engine, name or engine.model_name, Gate(running, waiting), retriever)
     app.state.serving = serving
-    openai_errors.install(app)
+    errors.install(app)
     access.guard(app, api_key)
     _add_facts(app, serving)
     _add_answers(app, serving)

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.api.answers import Asked
-from cacheblend_rag.api.openai_errors import bad_field
+from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.api.sources import sources_text
 from cacheblend_rag.rag.answering import clean_question
 from cacheblend_rag.rag.fitting import AskedTurn, FittedPrompt

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -14,12 +12,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cacheblend_rag.api import fields
-from cacheblend_rag.api.answers import Asked, Pieces, usage
+from cacheblend_rag.api.answers import Asked, Piece
+from cacheblend_rag.api.choices import ChoicesForm
+from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.api.logprobs import completion_logprobs
-from cacheblend_rag.api.openai_errors import ApiError, bad_field
 from cacheblend_rag.api.serving import Serving
 from cacheblend_rag.api.sources import extra_of
-from cacheblend_rag.api.wire import DONE, event
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
@@ -62,9 +60,11 @@ async def respond(serving: Serving, request: HttpRequest, body: CompletionReques
         return Asked(prompts, sampling, body.n or 1)
 
     form = CompletionForm(
-        serving.name, n=body.n or 1, usage_in_stream=body.wants_usage, echo=bool(body.echo)
+        model=serving.name, n=body.n or 1, usage_in_stream=body.wants_usage, echo=bool(body.echo)
     )
-    return await serving.respond(request, ask, form, streamed=bool(body.stream))
+    return await serving.respond(
+        request, ask, form, streamed=bool(body.stream), cache_salt=body.cache_salt
+    )
 
 
 async def _prepared(serving: Serving, prompt: str | list[int]) -> PreparedPrompt:
@@ -102,85 +102,51 @@ def _of_tokens(serving: Serving, token_ids: Sequence[int]) -> PreparedPrompt:
     )
 
 
-@dataclass
-class CompletionForm:
-    """The form of completions; arguments as for ChatForm.
+@dataclass(kw_only=True)
+class CompletionForm(ChoicesForm):
+    """The form of completions. echo: whether a text begins with its prompt."""
 
-    echo: whether a text begins with its prompt.
-    """
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+    id_prefix = "cmpl"
+    prompt_field = "prompt"
 
-    model: str
-    n: int
-    usage_in_stream: bool
     echo: bool
-    prompt_field: str = "prompt"
-    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    _lengths: dict[int, int] = field(default_factory=dict)
+    """Characters of each choice that its tokens' log-probabilities have told of."""
 
-    def whole(self, asked: Asked, answers: Sequence[Generation]) -> dict[str, Any]:
-        """Return the body of an answer."""
-        choices = []
-        for index, answer in enumerate(answers):
-            text = self._echoed(asked, index) + answer.text
-            told = None if answer.logprobs is None else completion_logprobs(answer.logprobs, 0)
-            choices.append(self._choice(index, text, answer.finish_reason, told))
-        return {
-            **self._head(),
-            "choices": choices,
-            "usage": usage(answers, self.n),
-            "cacheblend": extra_of(asked, answers),
-        }
+    def choice(self, asked: Asked, index: int, answer: Generation) -> dict[str, Any]:
+        """Return a choice of a whole answer."""
+        told = None if answer.logprobs is None else completion_logprobs(answer.logprobs, 0)
+        text = self._echoed(asked, index) + answer.text
+        return self._choice(index, text, answer.finish_reason, told)
 
-    async def events(self, asked: Asked, pieces: Pieces) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a streamed answer."""
-        count = len(asked.prompts) * self.n
-        told, length = [0] * count, [0] * count
-        if self.echo:
-            for index in range(count):
-                yield self._event(index, self._echoed(asked, index), None)
-        async for piece in pieces:
-            delta, index = piece.delta, piece.index
-            answer, new = delta.generation, delta.logprobs
-            if answer is not None and answer.logprobs is not None:
-                new = answer.logprobs[told[index] :]
-            told[index] += len(new)
-            if not (delta.text or new or answer):
-                continue
-            lines = completion_logprobs(new, length[index]) if new else None
-            length[index] += sum(len(one.token) for one in new)
-            extra = {} if answer is None else {"cacheblend": extra_of(asked, [answer])}
-            reason = None if answer is None else answer.finish_reason
-            yield self._event(index, delta.text, reason, lines, **extra)
-        if self.usage_in_stream:
-            counted = usage(pieces.in_order(), self.n)
-            yield event({**self._head(), "choices": [], "usage": counted})
-        yield DONE
+    def beginning(self, asked: Asked) -> list[bytes]:
+        """Return the events before any piece."""
+        texts = [self._echoed(asked, index) for index in range(len(asked.prompts) * self.n)]
+        return [self.chunk(self._choice(at, text)) for at, text in enumerate(texts) if self.echo]
 
-    def failure(self, error: ApiError) -> bytes:
-        """Return the event for an error after the first one."""
-        return event(error.body()) + DONE
-
-    def _event(
-        self,
-        index: int,
-        text: str,
-        reason: str | None,
-        logprobs: dict[str, Any] | None = None,
-        **extra: Any,
-    ) -> bytes:
-        chunk = {**self._head(), "choices": [self._choice(index, text, reason, logprobs)], **extra}
-        return event({**chunk, "usage": None} if self.usage_in_stream else chunk)
+    def of_piece(self, asked: Asked, piece: Piece) -> list[bytes]:
+        """Return the events for a piece."""
+        index, answer, new = piece.index, piece.delta.generation, piece.logprobs
+        if not (piece.delta.text or new or answer):
+            return []
+        length = self._lengths.get(index, 0)
+        told = completion_logprobs(new, length) if new else None
+        self._lengths[index] = length + sum(len(one.token) for one in new)
+        extra = {} if answer is None else {"cacheblend": extra_of(asked, [answer])}
+        reason = None if answer is None else answer.finish_reason
+        return [self.chunk(self._choice(index, piece.delta.text, reason, told), **extra)]
 
     @staticmethod
     def _choice(
-        index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None
+        index: int,
+        text: str,
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _echoed(self, asked: Asked, index: int) -> str:
         prompt = asked.prompts[index // self.n]
         return prompt.text if self.echo and isinstance(prompt, PreparedPrompt) else ""
-
-    def _head(self) -> dict[str, Any]:
-        kind = "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cacheblend_rag.api.errors import RequestError, first_fault
+from cacheblend_rag.api.errors import bad_field, of_validation
 
 LONGEST_ID = 512
 LONGEST_NAME = 256
@@ -98,23 +98,18 @@ def _check_chunks(chunks: list[str]) -> None:
 
 
 def read_document(body: bytes) -> DocumentIn:
-    """Read the body of a PUT; raises RequestError, which names the field."""
+    """Read the body of a PUT; raises ApiError, which names the field."""
     try:
         return DocumentIn.model_validate_json(body)
     except ValidationError as error:
-        param, message = first_fault(error)
-        word = message.partition(" ")[0]
-        if param is None and word.partition(".")[0] in DocumentIn.model_fields:
-            param = word
-        raise RequestError(message, param=param) from error
+        raise of_validation(error.errors()) from error
 
 
 def check_id(document_id: str) -> None:
-    """Raise RequestError for an id that cannot be logged or listed, such as one with a line end."""
+    """Raise ApiError for an id that cannot be logged or listed, such as one with a line end."""
     if not document_id.isprintable() or not document_id.strip() or UNREADABLE in document_id:
-        raise RequestError(
-            f"document_id {document_id[:SHOWN]!r} must be printable characters, in UTF-8",
-            param="document_id",
+        raise bad_field(
+            "document_id", f"{document_id[:SHOWN]!r} must be printable characters, in UTF-8"
         )
 
 

@@ -18,7 +18,7 @@ from cacheblend_rag.api.document_models import (
     Stats,
     StoredDocument,
 )
-from cacheblend_rag.api.errors import RequestError
+from cacheblend_rag.api.errors import ApiError
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.rag.document_windows import AnalysisPlan, cut_document
@@ -70,7 +70,7 @@ def split(engine: Engine, text: str, chunk_tokens: int) -> list[str]:
 
 
 def get_document(engine: Engine, document_id: str, collection: str | None) -> Document:
-    """Return a document; raises RequestError when there is none."""
+    """Return a document; raises ApiError when there is none."""
     chunks = _known(engine, document_id, collection)
     stored = _stored(engine, chunks)
     return Document(
@@ -83,7 +83,7 @@ def get_document(engine: Engine, document_id: str, collection: str | None) -> Do
 
 
 def delete_document(engine: Engine, document_id: str, collection: str | None) -> DeletedDocument:
-    """Forget a document; raises RequestError when there is none."""
+    """Forget a document; raises ApiError when there is none."""
     _known(engine, document_id, collection)
     return DeletedDocument(id=document_id, evicted=engine.evict_document(document_id, collection))
 
@@ -134,11 +134,11 @@ def _known(engine: Engine, document_id: str, collection: str | None) -> tuple[Ch
     chunks = engine.registry.document(document_id, collection)
     if not chunks:
         within = "" if collection is None else f" in collection {collection[:40]!r}"
-        raise RequestError(
+        raise ApiError(
+            HTTPStatus.NOT_FOUND,
             f"there is no document {document_id[:40]!r}{within}: GET /v1/cacheblend/documents "
             "lists them",
             param="document_id",
-            status=HTTPStatus.NOT_FOUND,
             code="document_not_found",
         )
     return chunks

@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from cacheblend_rag.api.document_models import (
@@ -41,7 +40,7 @@ from cacheblend_rag.api.document_store import (
     store_document,
     store_stats,
 )
-from cacheblend_rag.api.errors import RequestError, answer_to
+from cacheblend_rag.api.errors import ApiError, busy, of_engine
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.errors import CacheBlendError
 
@@ -54,7 +53,6 @@ MOST_WAITING = 32
 """Requests that are answered or wait for it; more are refused for now."""
 CHANGES, READS = 4, 8
 """Requests that are answered at a time."""
-RETRY_SECONDS = 5
 
 DocumentId = Annotated[
     str, Path(min_length=1, max_length=LONGEST_ID, description="Your own name of the document.")
@@ -74,15 +72,10 @@ class OneLineRoute(APIRoute):
         async def answer(request: Request) -> Response:
             try:
                 return await handle(request)
-            except (RequestError, RequestValidationError, CacheBlendError) as error:
-                status, told = answer_to(error)
-                wait = {"retry-after": str(RETRY_SECONDS)} if status == _BUSY else None
-                return JSONResponse(told, status, wait)
+            except (ApiError, RequestValidationError, CacheBlendError) as error:
+                return of_engine(error, None).response()
 
         return answer
-
-
-_BUSY = HTTPStatus.TOO_MANY_REQUESTS
 
 
 def documents_router(engine_of: EngineOf) -> APIRouter:
@@ -201,12 +194,11 @@ class _Work:
     async def _run(self, room: asyncio.Semaphore, work: Callable[[], T]) -> T:
         """Run work in a thread, also to its end if the client has left.
 
-        Raises RequestError when too much is waiting.
+        Raises ApiError when too much is waiting.
         """
         if len(self._tasks) >= MOST_WAITING:
-            raise RequestError(
-                f"{MOST_WAITING} requests about documents are being answered: try again later",
-                status=_BUSY,
+            raise busy(
+                f"{MOST_WAITING} requests about documents are being answered: try again later"
             )
         task = asyncio.create_task(_in_thread(room, work))
         self._tasks.add(task)
@@ -241,10 +233,10 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         size += len(part)
         if size > MOST_BODY_BYTES:
-            raise RequestError(
+            raise ApiError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"the body is longer than {MOST_BODY_BYTES >> 20} MiB: send the document in parts, "
                 "each with an id of its own",
-                status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             )
         parts.append(part)
     return b"".join(parts)

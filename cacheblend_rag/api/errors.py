@@ -1,86 +1,168 @@
-"""Errors of HTTP requests as OpenAI's error object."""
+"""Errors as the OpenAI API has them, one line each, and which error of an engine is which."""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
+from cacheblend_rag.api.wire import json_response
+from cacheblend_rag.engines.vllm.middleware.error_body import error_body
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
     EngineUnavailableError,
+    MissingExtraError,
+    OutOfMemoryError,
     PromptError,
+    PromptTooLongError,
     StoreError,
     first_line,
 )
 
-LONGEST = 500
-INVALID = "invalid_request_error"
-CLIENTS = (ConfigError, PromptError)
-"""Errors whose cause is the request."""
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 2
+"""What a client that came while too many others wait is told to wait."""
+TOO_LONG = "context_length_exceeded"
+NAMED = re.compile(
+    r"[a-z][a-z_.]*(?==)|(?:structured_outputs|response_format|text\.format|tools|tool_choice)[a-z_.]*\b"
+)
+"""The field that an error begins with."""
 PLACES = ("body", "query", "path", "header")
+BRANCHES = frozenset({"str", "list", "int", "dict"})
+"""Names of a union's branches, which follow a field that they are no part of."""
 
 
-class RequestError(Exception):
-    """A request is refused.
+class ApiError(Exception):
+    """A request is refused or has failed.
 
     Args:
-        message: names the field and the fix, in one line.
-        param: the field.
-        status: of the answer.
-        code: a word for programs.
+        status: the HTTP status.
+        message: one line: what is wrong, and how to change it.
+        param: the field of the request that is wrong.
+        code: a word for programs, such as ``model_not_found``.
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        status: HTTPStatus = HTTPStatus.BAD_REQUEST,
-        code: str | None = None,
+        self, status: HTTPStatus, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
-        self.param, self.status, self.code = param, status, code
+        super().__init__(" ".join(message.split()))
+        self.status, self.param, self.code = status, param, code
+
+    @classmethod
+    def of_field(cls, param: str, message: str) -> ApiError:
+        """Return the error for a field, told by a message that names it."""
+        return cls(HTTPStatus.BAD_REQUEST, message, param=param)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the answer."""
+        is_busy = self.status == HTTPStatus.SERVICE_UNAVAILABLE
+        return {"retry-after": str(RETRY_SECONDS)} if is_busy else {}
+
+    def body(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        return error_body(self.status, str(self), param=self.param, code=self.code)
+
+    def response(self) -> Response:
+        """Return the answer."""
+        return json_response(self.body(), self.status, self.headers)
 
 
-def error_object(message: str, kind: str, *, param: str | None, code: str | None) -> dict[str, Any]:
-    """Return OpenAI's error object, with a message of one line."""
-    line = " ".join(message.split())[:LONGEST]
-    return {"error": {"message": line, "type": kind, "param": param, "code": code}}
+def bad_field(param: str, message: str) -> ApiError:
+    """Return the error for a field; message: what is wrong with it, and how to change it."""
+    return ApiError.of_field(param, f"{param} {message}")
 
 
-def answer_to(error: Exception) -> tuple[HTTPStatus, dict[str, Any]]:
-    """Return the status and the error object for an error."""
+def busy(message: str) -> ApiError:
+    """Return the error for a request that came while too many others are answered or wait."""
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="overloaded")
+
+
+def of_engine(error: Exception, prompt_field: str | None) -> ApiError:
+    """Return what a client is told of an engine's error.
+
+    prompt_field: the field of the body that holds the prompt, if one does. Errors of the server
+    itself are logged with their traceback, and told in general words.
+    """
+    said = first_line(error)
+    named = NAMED.match(said)
+    param = named.group() if named else None
     match error:
-        case RequestError():
-            kind = INVALID if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-            return error.status, error_object(str(error), kind, param=error.param, code=error.code)
+        case ApiError():
+            return error
         case RequestValidationError():
-            param, message = first_fault(error)
-            return HTTPStatus.BAD_REQUEST, error_object(message, INVALID, param=param, code=None)
+            return of_validation(error.errors())
+        case PromptTooLongError():
+            return ApiError(HTTPStatus.BAD_REQUEST, said, param=prompt_field, code=TOO_LONG)
+        case PromptError():
+            is_of_tools = param is not None and param.startswith("tool")
+            return ApiError(
+                HTTPStatus.BAD_REQUEST, said, param=param if is_of_tools else prompt_field
+            )
+        case ConfigError() | MissingExtraError():
+            return ApiError(HTTPStatus.BAD_REQUEST, said, param=param)
         case StoreError():
-            told = error_object(first_line(error), INVALID, param=None, code="store")
-            return HTTPStatus.CONFLICT, told
+            return ApiError(HTTPStatus.CONFLICT, said, code="store")
+        case OutOfMemoryError():
+            return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, said, code="out_of_memory")
         case EngineUnavailableError():
-            told = error_object(first_line(error), "server_error", param=None, code="unavailable")
-            return HTTPStatus.SERVICE_UNAVAILABLE, told
-        case _ if isinstance(error, CLIENTS):
-            told = error_object(first_line(error), INVALID, param=None, code=None)
-            return HTTPStatus.BAD_REQUEST, told
-        case CacheBlendError():
-            told = error_object(first_line(error), "server_error", param=None, code=None)
-            return HTTPStatus.SERVICE_UNAVAILABLE, told
-    raise error
+            return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, said, code="unavailable")
+    logger.error("a request failed", exc_info=error)
+    told = said if isinstance(error, CacheBlendError) else "the server failed; its log says why"
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, told)
 
 
-def first_fault(error: ValidationError | RequestValidationError) -> tuple[str | None, str]:
-    """Return the first wrong field of a request, and what is wrong with it."""
-    fault = error.errors()[0]
-    place = [str(part) for part in fault["loc"] if part not in PLACES]
-    said = str(fault["msg"]).removeprefix("Value error, ")
-    more = f" (and {len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
-    param = ".".join(place) or None
-    return param, f"{param}: {said}{more}" if param else f"{said}{more}"
+def install(app: FastAPI) -> None:
+    """Let an application answer every error in this form."""
+
+    async def failed(_: Request, error: Exception) -> Response:
+        return of_engine(error, "prompt").response()
+
+    async def other(request: Request, error: Any) -> Response:
+        told = str(error.detail)
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            told = f"there is no path {request.url.path!r:.100}"
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            told = f"{request.url.path!r:.100} takes another method than {request.method}"
+        return ApiError(HTTPStatus(error.status_code), told).response()
+
+    for kind in (ApiError, RequestValidationError, CacheBlendError):
+        app.add_exception_handler(kind, failed)
+    app.add_exception_handler(HTTPException, other)
+
+
+def of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Return the error for the first field that a request has wrong, as pydantic tells of it."""
+    first = problems[0]
+    kind, why = first["type"], str(first["msg"])
+    place = [part for part in first["loc"] if part not in PLACES]
+    if kind == "json_invalid":
+        return ApiError(HTTPStatus.BAD_REQUEST, "the body must be JSON in UTF-8")
+    if kind == "value_error":  # our own, which names the field itself
+        said = why.removeprefix("Value error, ")
+        named = re.match(r"[a-z_]+(?:\.\d+)?(?= (?:is|has|are|hold)\b)", said)
+        return ApiError(HTTPStatus.BAD_REQUEST, said, param=named and named[0])
+    if not place:
+        return ApiError(
+            HTTPStatus.BAD_REQUEST,
+            "the body must be a JSON object, sent with 'Content-Type: application/json'",
+        )
+    if kind != "too_long" and (own := next((p for p in problems if p["type"] == "too_long"), None)):
+        return of_validation([own])  # of a union's branches, the one that says more
+    path = [part for part in place if isinstance(part, int) or re.fullmatch(r"[a-z_]+", str(part))]
+    field = ".".join(str(part) for part in path if part not in BRANCHES)
+    if kind == "too_long" and isinstance(most := first["ctx"].get("max_length"), int):
+        return bad_field(field, f"has too many entries: send at most {most}")
+    if kind == "extra_forbidden":
+        field = str(place[0])[:100]
+    said = "is missing: give it" if kind == "missing" else f"is invalid: {why}"
+    return bad_field(field, said)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from cacheblend_rag.api.openai_errors import ApiError, bad_field
+from cacheblend_rag.api.errors import ApiError, bad_field, of_engine
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.structured import StructuredOutputs
 from cacheblend_rag.errors import ConfigError
@@ -17,6 +17,9 @@ MOST_ANSWERS = 64
 ANSWER_TOKENS = 2048
 """Longest answer of a request without a bound; a small model may never end by itself."""
 MOST_STOPS = 16
+MOST_TOOLS = 128
+"""As many as OpenAI's API takes; and so many calls a message may have."""
+MOST_MESSAGES = 8192
 _NO_GUIDED = "use structured_outputs or response_format"
 _UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": ((), ""),
@@ -61,6 +64,10 @@ class Fields(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
+CacheSalt = Annotated[str, Field(min_length=1, max_length=128)]
+"""Only prompts of the same salt share the KV of what they begin with; as long as vLLM's."""
+
+
 class StreamOptions(Fields):
     """What a stream tells beside the answer."""
 
@@ -101,6 +108,7 @@ class Request(Fields):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
+    cache_salt: CacheSalt | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -171,13 +179,11 @@ def form_of(
     return None if structured is None else _structured(structured)
 
 
-def _of_format(response_format: ResponseFormat) -> StructuredOutputs:
-    if response_format.type == "json_object":
-        return _made("response_format", json_object=True)
-    named = response_format.json_schema
-    if named is None or named.schema_ is None:
-        raise bad_field("response_format.json_schema.schema", "is missing: give a JSON schema")
-    return _made("response_format.json_schema.schema", json=named.schema_)
+def _of_format(response_format: ResponseFormat) -> StructuredOutputs | None:
+    try:
+        return StructuredOutputs.of_response_format(response_format.model_dump(by_alias=True))
+    except ConfigError as error:
+        raise of_engine(error, None) from error
 
 
 def _structured(structured: Mapping[str, Any]) -> StructuredOutputs:
@@ -188,11 +194,7 @@ def _structured(structured: Mapping[str, Any]) -> StructuredOutputs:
         raise bad_field(
             f"structured_outputs.{min(unknown):.40}", f"is unknown: give one of {known}"
         )
-    return _made("structured_outputs", **given)
-
-
-def _made(field: str, **given: Any) -> StructuredOutputs:
     try:
         return StructuredOutputs(**given)
-    except (ConfigError, ValidationError, TypeError) as error:
-        raise ApiError.of_field(field, f"{field}: {error}") from error
+    except (ConfigError, TypeError) as error:
+        raise ApiError.of_field("structured_outputs", str(error)) from error

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from cacheblend_rag.api.openai_errors import ApiError
+from cacheblend_rag.api.errors import busy
 
 T = TypeVar("T")
 
@@ -35,11 +34,7 @@ class Gate:
     def entered(self) -> Iterator[None]:
         """Let a request in; raises ApiError (503, with Retry-After) when too many wait."""
         if self._inside >= self._most:
-            raise ApiError(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                f"{self._inside} requests are running or waiting: try again later",
-                code="overloaded",
-            )
+            raise busy(f"{self._inside} requests are running or waiting: try again later")
         self._inside += 1
         try:
             yield

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cacheblend_rag.engines.answer import TokenLogprob
-
-LEAST = -9999.0
-"""Stands for the logarithm of 0, which JSON cannot hold; as in vLLM."""
+from cacheblend_rag.engines.answer import LEAST_LOGPROB, TokenLogprob
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -18,29 +15,21 @@ def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 def response_logprobs(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """Return them as responses have them: a list of tokens."""
-    return [
-        {
-            **_plain(one.token, one.logprob),
-            "top_logprobs": [_plain(text, value) for _, text, value in one.top],
-        }
-        for one in tokens
-    ]
+    return [one.to_openai() for one in tokens]
 
 
 def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
     """Return them as completions have them; offset: where the first token's text begins."""
+    told = [one.to_openai() for one in tokens]
     offsets = []
-    for one in tokens:
+    for one in told:
         offsets.append(offset)
-        offset += len(one.token)
+        offset += len(one["token"])
     return {
-        "tokens": [one.token for one in tokens],
-        "token_logprobs": [max(one.logprob, LEAST) for one in tokens],
-        "top_logprobs": [{text: max(value, LEAST) for _, text, value in one.top} for one in tokens],
+        "tokens": [one["token"] for one in told],
+        "token_logprobs": [one["logprob"] for one in told],
+        "top_logprobs": [
+            {text: max(logprob, LEAST_LOGPROB) for _, text, logprob in one.top} for one in tokens
+        ],
         "text_offset": offsets,
     }
-
-
-def _plain(text: str, value: float) -> dict[str, Any]:
-    spelled = list(text.encode("utf-8", "replace"))
-    return {"token": text, "logprob": max(value, LEAST), "bytes": spelled}

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cacheblend_rag.api.answers import Asked, Pieces
+from cacheblend_rag.api.errors import ApiError
 from cacheblend_rag.api.logprobs import response_logprobs
-from cacheblend_rag.api.openai_errors import ApiError
 from cacheblend_rag.api.sources import extra_of
 from cacheblend_rag.api.wire import event
 from cacheblend_rag.engines.answer import Generation
@@ -25,7 +25,7 @@ class ResponseForm:
         model: the model's name for clients.
         told: fields of the request that the response repeats.
         tools, tool_choice, format: as in the request.
-        one_call: as for ChatForm.
+        one_call: whether an answer calls one tool at most.
     """
 
     model: str
@@ -43,7 +43,7 @@ class ResponseForm:
     def whole(self, asked: Asked, answers: Sequence[Generation]) -> dict[str, Any]:
         """Return the body of an answer."""
         answer = answers[0]
-        calls = self._calls(answer)
+        calls = answer.tool_calls
         text = answer.content + asked.closing
         output = [self._message(text, answer)] if text or not calls else []
         output += [_call_item(call, "completed") for call in calls]
@@ -54,16 +54,13 @@ class ResponseForm:
         begun = self._response("in_progress", [])
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
-        text, told, opened = "", 0, False
+        text, opened = "", False
         place = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
         async for piece in pieces:
             delta, answer = piece.delta, piece.delta.generation
-            new = delta.logprobs
-            if answer is not None and answer.logprobs is not None:
-                new = answer.logprobs[told:]
-            told += len(new)
+            new = piece.logprobs
             more = delta.content + (asked.closing if answer else "")
-            if answer and not (text + more) and not self._calls(answer) and not opened:
+            if answer and not (text + more) and not answer.tool_calls and not opened:
                 opened = True
                 for sent in self._opening(place):
                     yield sent
@@ -83,7 +80,7 @@ class ResponseForm:
             for sent in self._closing(place, text, message):
                 yield sent
             output.append(message)
-        for call in self._calls(answer):
+        for call in answer.tool_calls:
             index = len(output)
             item = _call_item(call, "completed")
             where = {"item_id": item["id"], "output_index": index}
@@ -184,9 +181,6 @@ class ResponseForm:
             "usage": None,
             **self.told,
         }
-
-    def _calls(self, answer: Generation) -> Sequence[ToolCall]:
-        return answer.tool_calls[:1] if self.one_call else answer.tool_calls
 
 
 def _call_item(call: ToolCall, status: str) -> dict[str, Any]:

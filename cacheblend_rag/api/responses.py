@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from cacheblend_rag.api import fields
 from cacheblend_rag.api.answers import Asked
-from cacheblend_rag.api.openai_errors import bad_field
+from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.api.response_form import ResponseForm
 from cacheblend_rag.api.serving import Serving
+from cacheblend_rag.engines.structured import StructuredOutputs
 from cacheblend_rag.text.chat import ChatPrompt
 from cacheblend_rag.text.tools import ToolChoice
 
@@ -42,19 +43,20 @@ class ResponseRequest(fields.Fields):
     """The body of a request for a response."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(max_length=fields.MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     include: list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = Field(default=None, max_length=fields.MOST_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     stream: bool | None = None
     metadata: dict[str, str] | None = None
+    cache_salt: fields.CacheSalt | None = None
 
     def check(self) -> None:
         """Raise ApiError for a field that the server lacks."""
@@ -87,15 +89,16 @@ class ResponseRequest(fields.Fields):
             raise bad_field("input", "is empty: give a text, or a list of messages")
         return told
 
-    def response_format(self) -> fields.ResponseFormat | None:
-        """Return the form of the text as chat completions have it."""
-        form = self.text.format if self.text else None
-        if form is None:
+    def form(self) -> StructuredOutputs | None:
+        """Return the form of the text, None for free text; raises ApiError."""
+        asked = self.text.format if self.text else None
+        if asked is None:
             return None
-        named = {"name": form.name, "schema": form.schema_}
-        return fields.ResponseFormat.model_validate(
-            {"type": form.type, "json_schema": named if form.type == "json_schema" else None}
-        )
+        if asked.type == "json_schema" and asked.schema_ is None:
+            raise bad_field("text.format.schema", "is missing: give a JSON schema")
+        named = {"schema": asked.schema_}
+        form = StructuredOutputs.of_response_format({"type": asked.type, "json_schema": named})
+        return form and form.named("text.format")
 
 
 async def respond(serving: Serving, request: HttpRequest, body: ResponseRequest) -> Response:
@@ -110,12 +113,13 @@ async def respond(serving: Serving, request: HttpRequest, body: ResponseRequest)
             temperature=body.temperature,
             top_p=body.top_p,
             logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
-            structured_outputs=fields.form_of(body.response_format(), None),
+            structured_outputs=body.form(),
         )
         messages, tools = body.messages(), body.chat_tools()
         if serving.retriever is not None and not tools:
             return await serving.retriever.ask(messages, sampling, 1)
-        prompt = ChatPrompt(messages, tools, body.chat_choice())
+        several = body.parallel_tool_calls is not False
+        prompt = ChatPrompt(messages, tools, body.chat_choice(), several)
         return Asked([await serving.prepare(prompt)], sampling)
 
     form = ResponseForm(
@@ -130,7 +134,9 @@ async def respond(serving: Serving, request: HttpRequest, body: ResponseRequest)
         else {"type": "text"},
         one_call=body.parallel_tool_calls is False,
     )
-    return await serving.respond(request, ask, form, streamed=bool(body.stream))
+    return await serving.respond(
+        request, ask, form, streamed=bool(body.stream), cache_salt=body.cache_salt
+    )
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cacheblend_rag.api.answers import Asked, Log, Pieces
+from cacheblend_rag.api.errors import ApiError, of_engine
 from cacheblend_rag.api.gate import ClientGoneError, Gate, while_connected
-from cacheblend_rag.api.openai_errors import ApiError, of_engine
 from cacheblend_rag.api.wire import EventStream, json_response
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
 
@@ -31,8 +31,9 @@ CLIENT_GONE = 499
 class Form(Protocol):
     """The form of a route's answers."""
 
-    prompt_field: str
-    """The field of the body that holds the prompt."""
+    @property
+    def prompt_field(self) -> str:
+        """The field of the body that holds the prompt."""
 
     def whole(self, asked: Asked, answers: Sequence[Generation]) -> dict[str, Any]:
         """Return the body of an answer."""
@@ -83,6 +84,7 @@ class Serving:
         form: Form,
         *,
         streamed: bool,
+        cache_salt: str | None,
     ) -> Response:
         """Answer a request.
 
@@ -92,6 +94,7 @@ class Serving:
             form: of the answer.
             streamed: whether the answer is sent piece by piece. Its first piece is computed before
                 the status is sent, so that errors until then have theirs.
+            cache_salt: of its prompts.
 
         Raises:
             ApiError: when the request is refused or has failed.
@@ -101,6 +104,7 @@ class Serving:
             try:
                 held.enter_context(self.gate.entered())
                 asked = await while_connected(request, _run(ask))
+                asked = asked.salted(cache_salt)
                 pieces = Pieces(self.engine, self.gate, asked)
                 held.push_async_callback(pieces.aclose)
                 if streamed:

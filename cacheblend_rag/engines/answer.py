@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
@@ -18,6 +18,9 @@ from cacheblend_rag.text.tools import ToolCall
 
 FinishReason = Literal["stop", "length", "cancelled"]
 FULL_PREFILL = Reason(ReasonCode.FULL_PREFILL_ASKED, "full prefill was asked for")
+LEAST_LOGPROB = -9999.0
+"""What vLLM's server writes for minus infinity, which JSON cannot hold: the log-probability of what
+a form rules out."""
 CANCELLED = PrefillReport(
     Reason(ReasonCode.CANCELLED, "cancelled"), compute_share=0.0, was_run=False
 )
@@ -40,6 +43,16 @@ class TokenLogprob:
     token: str
     logprob: float
     top: tuple[tuple[int, str, float], ...] = ()
+
+    def to_openai(self) -> dict[str, Any]:
+        """Return OpenAI's form of it: ``token``, ``logprob``, ``bytes`` and ``top_logprobs``."""
+        others = [_openai(text, logprob) for _, text, logprob in self.top]
+        return {**_openai(self.token, self.logprob), "top_logprobs": others}
+
+
+def _openai(token: str, logprob: float) -> dict[str, Any]:
+    spelled = list(token.encode("utf-8", "replace"))
+    return {"token": token, "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelled}
 
 
 @dataclass(frozen=True)
@@ -145,3 +158,9 @@ class Request:
     steering: Steering = NOT_STEERED
     made_at: float = field(default_factory=time.perf_counter)
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the answer is held to JSON."""
+        form = self.sampling.structured_outputs
+        return form is not None and form.is_json

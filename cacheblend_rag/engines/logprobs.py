@@ -6,10 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
-from cacheblend_rag.engines.answer import TokenLogprob
-
-LEAST = -9999.0
-"""What vLLM's server writes for minus infinity, the log-probability of what a form rules out."""
+from cacheblend_rag.engines.answer import LEAST_LOGPROB, TokenLogprob
 
 
 class RawLogprob(NamedTuple):
@@ -40,7 +37,7 @@ def with_texts(raw: Iterable[RawLogprob], tokenizer: Any) -> tuple[TokenLogprob,
             tuple(
                 (token_id, text(token_id), logprob)
                 for token_id, logprob in one.top
-                if math.isfinite(logprob) and logprob > LEAST
+                if math.isfinite(logprob) and logprob > LEAST_LOGPROB
             ),
         )
         for one in raw

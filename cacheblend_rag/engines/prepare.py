@@ -74,6 +74,8 @@ class PreparedPrompt:
         conversation: the one that it belongs to, or None.
         segments: parts of the conversation's earlier turns in it, in order, beside the chunks.
         shared_tokens: how many of its first tokens, at most, other conversations may share.
+        cache_salt: the KV of its prefix is shared only with prompts of the same one, as in vLLM;
+            that of its chunks with all.
     """
 
     source: str | BlendPrompt | ChatPrompt | Sequence[Message] | TurnPrompt
@@ -90,6 +92,7 @@ class PreparedPrompt:
     conversation: ConversationKV | None = None
     segments: tuple[PlacedChunk, ...] = ()
     shared_tokens: int | None = None
+    cache_salt: str | None = None
 
     @property
     def seconds(self) -> float:
@@ -163,7 +166,7 @@ class PromptPreparer:
                 raise PromptError("a prepared prompt has its hints: give them to engine.prepare()")
             if prompt.prepared_for == now:
                 return prompt
-            hints, prompt = prompt.hints, prompt.source
+            return replace(self.prepare(prompt.source, prompt.hints), cache_salt=prompt.cache_salt)
         started = time.perf_counter()
         plain = prompt.prompt if isinstance(prompt, TurnPrompt) else prompt
         segmented = self._segments(plain, hints)

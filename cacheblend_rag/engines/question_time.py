@@ -28,7 +28,7 @@ from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPre
 from cacheblend_rag.engines.request_log import log_report
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.stream import Cancellation, Stream
-from cacheblend_rag.engines.tool_use import ToolUse, content_stream
+from cacheblend_rag.engines.tool_use import ToolUse
 from cacheblend_rag.report import (
     BlendReport,
     PhaseSeconds,
@@ -38,6 +38,7 @@ from cacheblend_rag.report import (
 )
 from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.tools import ToolCall
 
 Hints = Sequence[Chunk | str]
 """Chunks, or ids of documents, that a prompt is known to hold."""
@@ -86,6 +87,8 @@ class QuestionTime:
         settings = self.backend.model_sampling.resolve(sampling or SamplingParams())
         settings = replace(settings, max_tokens=min(settings.max_tokens, prepared.room))
         if tools := ToolUse.of(prepared, self.preparer.tokenizer):
+            if tools.may_answer_in(settings.structured_outputs):
+                self.backend._check_sampling(settings)  # so that an error names what is wrong
             settings = tools.constrained(settings)
         self.backend._check_sampling(settings)
         stop = Cancellation(cancel, lambda: not self.lifetime.is_open)
@@ -166,7 +169,8 @@ class QuestionTime:
 
     def _told_apart(self, request: Request) -> Callable[[Delta], Delta]:
         """Return what tells a delta's content from the calls of tools in its text."""
-        stream = content_stream(request.prepared, self.preparer.tokenizer)
+        tools = self._tools(request)
+        stream = None if tools is None else tools.content_stream(is_json=request.is_json)
 
         def told_apart(delta: Delta) -> Delta:
             if stream is None:
@@ -176,6 +180,17 @@ class QuestionTime:
             return replace(delta, content=stream.feed(delta.text))
 
         return told_apart
+
+    def _tools(self, request: Request) -> ToolUse | None:
+        return ToolUse.of(request.prepared, self.preparer.tokenizer)
+
+    def _content_and_calls(
+        self, request: Request, text: str, token_ids: Sequence[int]
+    ) -> tuple[str, tuple[ToolCall, ...]]:
+        tools = self._tools(request)
+        if tools is None:
+            return text, ()
+        return tools.read(text, token_ids, is_json=request.is_json)
 
     def answered(
         self,
@@ -196,8 +211,7 @@ class QuestionTime:
         report = self.report(request, prefill)
         log_report(report)
         token_ids = tuple(token_ids)
-        tools = ToolUse.of(request.prepared, self.preparer.tokenizer)
-        content, calls = (text, ()) if tools is None else tools.read(text, token_ids)
+        content, calls = self._content_and_calls(request, text, token_ids)
         answer = Generation(
             text=text,
             token_ids=token_ids,

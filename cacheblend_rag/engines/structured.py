@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any, ClassVar, Self, cast
 
+from cacheblend_rag.engines.form_bounds import MOST_DEPTH, is_deep
 from cacheblend_rag.errors import ConfigError
 
 ONE_LINE = {"backend": "xgrammar", "disable_any_whitespace": True}
@@ -34,6 +36,8 @@ class StructuredOutputs:
         ConfigError: when not exactly one is given, or one is malformed.
     """
 
+    written_as: ClassVar[str] = "structured_outputs"
+    """What the client called the form, for errors; an object's own, if it was named otherwise."""
     json: Mapping[str, Any] | str | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
@@ -59,6 +63,43 @@ class StructuredOutputs:
         elif not isinstance(getattr(self, given[0]), str) or not getattr(self, given[0]):
             raise ConfigError(f"structured_outputs.{given[0]} must be a non-empty string")
 
+    @classmethod
+    def of_response_format(cls, given: Any) -> Self | None:
+        """Return the form that OpenAI's ``response_format`` asks for, None for free text.
+
+        Args:
+            given: ``{"type": "text"}``, ``{"type": "json_object"}`` or ``{"type": "json_schema",
+                "json_schema": {"schema": ...}}``.
+
+        Raises:
+            ConfigError: when it is none of them.
+        """
+        kind = given.get("type") if isinstance(given, Mapping) else None
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return cls(json_object=True).named("response_format")
+        named = given.get("json_schema") if kind == "json_schema" else None
+        if isinstance(named, Mapping) and named.get("schema") is not None:
+            return cls(json=named["schema"]).named("response_format")
+        if kind == "json_schema":
+            raise ConfigError("response_format.json_schema.schema is missing: give a JSON schema")
+        raise ConfigError(
+            f"response_format={given!r:.80} must be {{'type': 'text'}}, {{'type': 'json_object'}} "
+            "or {'type': 'json_schema', 'json_schema': {'schema': ...}}"
+        )
+
+    def named(self, written_as: str) -> Self:
+        """Return the same form, which errors call as the client wrote it."""
+        found = copy(self)
+        object.__setattr__(found, "written_as", written_as)
+        return found
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the answer is JSON."""
+        return self.json is not None or self.json_object is not None
+
     def to_vllm(self) -> dict[str, Any]:
         """Return the fields of vLLM's own structured outputs."""
         if self.json is not None:
@@ -79,6 +120,8 @@ class StructuredOutputs:
             found = json.loads(schema) if isinstance(schema, str) else schema
             if not isinstance(found, Mapping | bool):
                 raise ConfigError("structured_outputs.json must be a JSON schema: a mapping")
+            if is_deep(found):
+                raise ConfigError(f"structured_outputs.json has more than {MOST_DEPTH} levels")
             text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             if isinstance(error, ConfigError):
@@ -95,9 +138,9 @@ class StructuredOutputs:
         object.__setattr__(self, "choice", tuple(choice))
 
 
-def form_refused(why: str) -> ConfigError:
+def form_refused(form: StructuredOutputs, why: str) -> ConfigError:
     """Return the error of a form that llguidance, or vLLM, refuses."""
-    return ConfigError(f"structured_outputs is refused: {' '.join(why.split())[:TOLD_CHARACTERS]}")
+    return ConfigError(f"{form.written_as} is refused: {' '.join(why.split())[:TOLD_CHARACTERS]}")
 
 
 MAPS = ("properties", "patternProperties", "$defs", "definitions")

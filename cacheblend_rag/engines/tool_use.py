@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from cacheblend_rag.engines.form_bounds import MOST_DEPTH, is_deep
 from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.structured import StructuredOutputs, bounded_schema
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 DEFINED = ("$defs", "definitions")
 """Where a JSON schema defines others by name."""
+WHOLE = ("$schema", "$id")
+"""Keywords of a whole document: within another one they would change what references mean."""
 
 
 @dataclass(frozen=True)
@@ -42,30 +45,52 @@ class ToolUse:
         return cls(chat, tokenizer, prepared.text)
 
     def constrained(self, sampling: ResolvedSampling) -> ResolvedSampling:
-        """Return sampling that holds the answer to a call, if the request insists on one.
+        """Return sampling that holds the answer to a call if the request insists on one.
 
-        Raises ConfigError when it insists on another form as well.
+        Where it may call or answer, ``structured_outputs`` is the form of an answer without calls,
+        as in vLLM and OpenAI's API: JSON may be either. A form that is no JSON rules calls out.
         """
-        choice = self.chat.tool_choice
-        if choice == "auto":
+        choice, form = self.chat.tool_choice, sampling.structured_outputs
+        answer = form if self.may_answer_in(form) else None
+        if choice == "auto" and answer is None:
             return sampling
-        if sampling.structured_outputs is not None:
-            raise ConfigError(
-                "structured_outputs contradicts tool_choice, which asks for a call: give one"
-            )
         wanted = named_tool(choice)
         tools = [one for one in self.chat.tools if wanted in (None, tool_name(one))]
-        return replace(sampling, structured_outputs=call_form(tools, sampling.max_tokens))
+        return replace(sampling, structured_outputs=call_form(tools, sampling.max_tokens, answer))
 
-    def read(self, text: str, token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
-        """Return an answer's text without its calls, and the calls."""
+    def may_answer_in(self, form: StructuredOutputs | None) -> bool:
+        """Whether an answer may be in a form, or a call."""
+        return self.chat.tool_choice == "auto" and form is not None and form.is_json
+
+    def read(
+        self, text: str, token_ids: Sequence[int], *, is_json: bool
+    ) -> tuple[str, tuple[ToolCall, ...]]:
+        """Return an answer's text without its calls, and the calls; one if the chat says so.
+
+        is_json: whether it was held to JSON, so that calls are plain JSON, too.
+        """
+        content, calls = self._found(text, token_ids, is_json=is_json)
+        return (content, calls if self.chat.parallel_tool_calls else calls[:1])
+
+    def content_stream(self, *, is_json: bool) -> ContentStream:
+        """Return what tells the answer's content from its calls; is_json: as for ``read``."""
+        return ContentStream(self._known, is_json=is_json)
+
+    @property
+    def _known(self) -> frozenset[str]:
+        return frozenset(map(tool_name, self.chat.tools))
+
+    def _found(
+        self, text: str, token_ids: Sequence[int], *, is_json: bool
+    ) -> tuple[str, tuple[ToolCall, ...]]:
+        if is_json:
+            return find_calls(text, self._known, is_json=True)
         own = self._read_by_template(token_ids)
         if own is not None:
             return own
-        known = {tool_name(tool) for tool in self.chat.tools}
-        content, calls = find_calls(text, known)
+        content, calls = find_calls(text, self._known)
         if not calls and self._hides_an_opening(token_ids):
-            content, calls = find_calls(self._whole(token_ids), known)
+            content, calls = find_calls(self._whole(token_ids), self._known)
         return (content, calls) if calls else (text, ())
 
     def _whole(self, token_ids: Sequence[int]) -> str:
@@ -100,31 +125,36 @@ class ToolUse:
         return str(found.get("content") or ""), calls
 
 
-def content_stream(prepared: PreparedPrompt, tokenizer: Any) -> ContentStream | None:
-    """Return what tells a request's content from its calls; None if it has no tools."""
-    return None if ToolUse.of(prepared, tokenizer) is None else ContentStream()
-
-
-def call_form(tools: Sequence[Tool], max_tokens: int) -> StructuredOutputs:
+def call_form(
+    tools: Sequence[Tool], max_tokens: int, answer: StructuredOutputs | None = None
+) -> StructuredOutputs:
     """Return the form of one call of one of the tools: ``{"name": ..., "arguments": ...}``.
 
-    Strings without a maxLength get one, so that the call ends within ``max_tokens``.
+    Strings without a maxLength get one, so that the call ends within ``max_tokens``. answer: JSON
+    that may stand in place of a call. Raises ConfigError for a schema that is nested too deep.
     """
     schemas: dict[str, Any] = {}
-    calls = []
+    forms = list[dict[str, Any]]()
     for i, tool in enumerate(tools):
         place = f"arguments_{i}"
+        if is_deep(_parameters(tool)):
+            raise ConfigError(f"tools[{i}].function.parameters has more than {MOST_DEPTH} levels")
         schemas |= _hoisted(bounded_schema(_parameters(tool), max_tokens), place)
         of_call = {"name": {"const": tool_name(tool)}, "arguments": {"$ref": f"#/$defs/{place}"}}
-        calls.append({"type": "object", "properties": of_call, "required": list(of_call)})
-    one = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return StructuredOutputs(json={**one, "$defs": schemas})
+        forms.append({"type": "object", "properties": of_call, "required": list(of_call)})
+    if answer is not None:
+        own = answer.schema
+        schemas |= _hoisted(_open(own), "answer") if isinstance(own, Mapping) else {"answer": own}
+        forms.append({"$ref": "#/$defs/answer"})
+    one = forms[0] if len(forms) == 1 else {"anyOf": forms}
+    form = StructuredOutputs(json={**one, "$defs": schemas})
+    return form.named("tools" if answer is None else f"tools or {answer.written_as}")
 
 
 def _hoisted(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return a schema, and those that it defines, by their places in another one's ``$defs``."""
     named = {key: schema[key] for key in DEFINED if isinstance(schema.get(key), Mapping)}
-    own = {key: value for key, value in schema.items() if key not in named}
+    own = {key: value for key, value in schema.items() if key not in named and key not in WHOLE}
     found: dict[str, Any] = {place: own}
     places = dict[str, str]()
     for key, defined in named.items():
@@ -140,6 +170,12 @@ def _hoisted(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
         return f"#/$defs/{place}{reference[1:]}" if own_part else reference
 
     return {key: _with_references(value, moved) for key, value in found.items()}
+
+
+def _open(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema of any object with that said: xgrammar closes what a reference leads to."""
+    is_any = schema.get("type") == "object" and "properties" not in schema
+    return {"additionalProperties": True, **schema} if is_any else schema
 
 
 def _escaped(name: str) -> str:

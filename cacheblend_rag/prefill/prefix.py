@@ -16,7 +16,14 @@ from typing import Any, Self
 import torch
 
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint, prefix_ids
+from cacheblend_rag.kv.chunk_kv import (
+    NAMESPACE_DIGITS,
+    ChunkKV,
+    KVKey,
+    chunk_id,
+    fingerprint,
+    prefix_ids,
+)
 from cacheblend_rag.kv.store import TieredKVStore
 
 BLOCK_TOKENS = 64
@@ -36,6 +43,13 @@ class PrefixKeys:
     def of(cls, identity: Mapping[str, Any], namespace: str) -> Self:
         """Return the keys for a model. identity: all that its KV depends on (model_identity)."""
         return cls(fingerprint({**identity, "prefix_block": BLOCK_TOKENS}, namespace))
+
+    def salted(self, salt: str | None) -> PrefixKeys:
+        """Return the keys of prompts with a ``cache_salt``, which no other prompts have."""
+        if salt is None:
+            return self
+        own = fingerprint({"prefix_keys": self.fingerprint, "cache_salt": salt})
+        return PrefixKeys(self.fingerprint[:NAMESPACE_DIGITS] + own[NAMESPACE_DIGITS:])
 
     def blocks(self, token_ids: Sequence[int]) -> list[KVKey]:
         """Return the keys of all complete blocks of a prefix, in order.

@@ -16,6 +16,7 @@ from cacheblend_rag.text.tool_turns import (
     instruction,
     plain_turns,
     speaks_of_tools,
+    stand_in_order,
     with_objects,
 )
 from cacheblend_rag.text.tools import (
@@ -44,6 +45,7 @@ class ChatPrompt:
             a JSON schema}}``.
         tool_choice: ``auto``: the model decides; ``none``: it is told of no tool; ``required``: it
             calls at least one; ``{"type": "function", "function": {"name": ...}}``: that one.
+        parallel_tool_calls: whether an answer may call several at once; False takes the first.
 
     Raises:
         PromptError: when a tool or the choice is malformed.
@@ -52,6 +54,7 @@ class ChatPrompt:
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "messages", _as_list(self.messages))
@@ -123,14 +126,15 @@ def render_chat(
 def _natively(rendered: Callable[..., str], results: Results, tools: Sequence[Tool]) -> str | None:
     """Return what the template makes of tools and calls; None unless it shows all of them."""
     messages = [with_objects(message) for message in results.messages]
-    names = [*map(tool_name, tools), *(name for one in messages for name in called(one))]
+    names = (name for one in messages for name in called(one))
     try:
         text = rendered(messages, tools)
         if tools and text == rendered(messages):  # their names may stand in it by chance
             return None
     except PromptError:
         return None
-    return text if results.are_in(text) and all(name in text for name in names) else None
+    shown = stand_in_order(map(tool_name, tools), text) and stand_in_order(names, text)
+    return text if shown and results.are_in(text) else None
 
 
 def _plainly(rendered: Callable[..., str], results: Results, tools: Sequence[Tool]) -> str:

@@ -17,6 +17,12 @@ NAMED = re.compile(r"\s*([a-zA-Z0-9_.:-]{1,128})(?:\[ARGS\])?\s*(?=\{)")
 """A name right before its arguments."""
 BETWEEN = re.compile(r"[\s,;]*")
 ARGUMENTS = ("arguments", "parameters")
+FIRST_KEYS = ("name", "type", "id", *ARGUMENTS)
+"""What a call in plain JSON begins with."""
+WORD = re.compile(r"[a-zA-Z0-9_.:-]+")
+BLANKS = re.compile(r"\s*")
+STRING = re.compile(r'[^"\\]*\\?')
+"""A JSON string's text as far as it has no escape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +45,25 @@ FORMS = (
     Form("```json", "```", known=True),
     Form("", known=True),
 )
+PLAIN = FORMS[-1:]
 OPENINGS = tuple(form.opening for form in FORMS if form.opening)
+MAY_BE_OTHER = frozenset(form.opening for form in FORMS if form.known)
+"""The openings behind which JSON need not be a call."""
+_opening = re.compile("|".join(map(re.escape, OPENINGS)))
 
 Call = tuple[str, str]
 """A function's name, and its arguments as JSON text."""
 
 
-def find_calls(text: str, known: Collection[str]) -> tuple[str, tuple[ToolCall, ...]]:
+def find_calls(
+    text: str, known: Collection[str], *, is_json: bool = False
+) -> tuple[str, tuple[ToolCall, ...]]:
     """Return an answer without its calls, and the calls; all of the text if there are none.
 
-    known: the names of the tools. The time is linear in the text's length.
+    known: the names of the tools. is_json: whether the answer was held to JSON, so that calls
+    are plain JSON. The time is linear in the text's length.
     """
-    for form in FORMS:
+    for form in PLAIN if is_json else FORMS:
         if form.opening in text:
             rest, calls = _found(text, form, known)
             if calls:
@@ -114,6 +127,8 @@ def _found(text: str, form: Form, known: Collection[str]) -> tuple[str, list[Cal
 def _calls_in(body: str, known: Collection[str] | None) -> tuple[list[Call], int]:
     """Return the calls that a text begins with, and how many of its characters they take."""
     calls, at = list[Call](), 0
+    if known is not None and may_be_calls(body, known) is False:
+        return calls, at
     for value, end in _values(body):
         found = [as_call(one, known) for one in (value if isinstance(value, list) else [value])]
         if not found or None in found:
@@ -121,6 +136,76 @@ def _calls_in(body: str, known: Collection[str] | None) -> tuple[list[Call], int
         calls += [one for one in found if one is not None]
         at = end
     return calls, at
+
+
+def may_be_calls(text: str, known: Collection[str], at: int = 0) -> bool | None:
+    """Whether a text that may go on begins with calls in plain JSON, from ``at`` on.
+
+    False if certainly not, None while so little is there that it may become either.
+    """
+    at = _skipped(text, at)
+    if text.startswith("[", at):
+        at = _after_blanks(text, at + 1)
+        return _may_be_call(text, at, known) if at < len(text) else None
+    named = WORD.match(text, at)
+    if named is None:
+        return _may_be_call(text, at, known) if at < len(text) else None
+    if named.end() == len(text):
+        return None if _begins_one_of(known, named[0]) else False
+    if named[0] not in known:
+        return False
+    rest = text[named.end() :]
+    if "[ARGS]".startswith(rest) or not (rest := rest.removeprefix("[ARGS]").lstrip()):
+        return None
+    return rest[0] == "{"
+
+
+def _may_be_call(text: str, at: int, known: Collection[str]) -> bool | None:
+    """As ``may_be_calls``, for one object: by its first key, and by the name if that is it."""
+    if text[at] != "{":
+        return False
+    key, at = _string(text, _after_blanks(text, at + 1))
+    if key is None or at < 0:
+        return None if key is None else False
+    if "\\" in key:
+        return True  # whatever it stands for
+    if at == len(text):
+        return None if _begins_one_of(FIRST_KEYS, key) else False
+    if key != "name":
+        return key in FIRST_KEYS
+    at = _after_blanks(text, at + 1)
+    if at < len(text) and text[at] != ":":
+        return False
+    name, at = _string(text, _after_blanks(text, at + 1))
+    if name is None or at < 0:
+        return None if name is None else False
+    if "\\" in name:
+        return True
+    if at == len(text):
+        return None if _begins_one_of(known, name) else False
+    return name in known
+
+
+def _string(text: str, at: int) -> tuple[str | None, int]:
+    """Return the text of a JSON string up to its end, or its first escape, and where that is.
+
+    None where the text ends before it; -1 where it is no string.
+    """
+    if at >= len(text):
+        return None, at
+    if text[at] != '"':
+        return "", -1
+    found = STRING.match(text, at + 1)
+    return (found[0], found.end()) if found else ("", -1)
+
+
+def _begins_one_of(words: Collection[str], beginning: str) -> bool:
+    return any(word.startswith(beginning) for word in words)
+
+
+def _after_blanks(text: str, at: int) -> int:
+    blanks = BLANKS.match(text, at)
+    return at if blanks is None else blanks.end()
 
 
 def _values(body: str) -> Iterator[tuple[Any, int]]:
@@ -156,27 +241,43 @@ def _read(text: str, at: int = 0) -> tuple[Any, int]:
 
 
 class ContentStream:
-    """Tells, of an answer that comes piece by piece, what certainly belongs to no call."""
+    """Tells, of an answer that comes piece by piece, what certainly belongs to no call.
 
-    def __init__(self) -> None:
+    known: the names of the tools. is_json: as for ``find_calls``.
+    """
+
+    def __init__(self, known: Collection[str] = (), *, is_json: bool = False) -> None:
         self.sent = ""
-        self._held, self._is_open = "", True
+        self._known, self._is_json = known, is_json
+        self._held, self._begins, self._is_open = "", True, True
 
     def feed(self, piece: str) -> str:
         """Add a piece; return what may be shown now."""
         if not self._is_open:
             return ""
         self._held += piece
-        begins = self._held.lstrip()
-        if not self.sent and (not begins or begins[0] in "{["):
-            self._is_open = not begins
-            return ""
-        found = [at for at in map(self._held.find, OPENINGS) if at >= 0]
-        self._is_open = not found
-        end = min(found) if found else len(self._held) - self._pending()
-        shown = self._held[:end].rstrip()
+        if self._begins:
+            may_be = may_be_calls(self._held, self._known)
+            if may_be is not False:
+                self._is_open = may_be is None
+                return ""
+            self._begins = False
+        shown = self._held[: self._content_end()].rstrip()
         self._held, self.sent = self._held[len(shown) :], self.sent + shown
         return shown
+
+    def _content_end(self) -> int:
+        """Return where what may be a call begins; it ends the search if it certainly is one."""
+        if self._is_json:
+            return len(self._held)
+        for found in _opening.finditer(self._held):
+            may_be: bool | None = True
+            if found[0] in MAY_BE_OTHER:
+                may_be = may_be_calls(self._held, self._known, found.end())
+            if may_be is not False:
+                self._is_open = may_be is None
+                return found.start()
+        return len(self._held) - self._pending()
 
     def finish(self, content: str) -> str:
         """Return what of the whole content was not shown yet."""

@@ -7,8 +7,11 @@ call is ``<tool_call>`` with JSON, and a result is a user's message with ``<tool
 from __future__ import annotations
 
 import json
+import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from cacheblend_rag.text.tools import Message, Tool
@@ -34,8 +37,10 @@ class Results:
 
     def __init__(self, messages: Sequence[Message]) -> None:
         mark = uuid.uuid4().hex  # so that no text holds one
+        digits = len(str(len(messages)))
+        self._place = re.compile(rf"result{mark}\d{{{digits}}}")
         self.texts = {
-            f"result{mark}{i:06d}": str(message["content"])
+            f"result{mark}{i:0{digits}d}": str(message["content"])
             for i, message in enumerate(messages)
             if is_result(message)
         }
@@ -47,18 +52,18 @@ class Results:
 
     def are_in(self, text: str) -> bool:
         """Whether a rendered text has each of them once."""
-        return all(text.count(place) == 1 for place in self.texts)
+        return sorted(self._place.findall(text)) == list(self.texts)
 
     def put_into(self, text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Return a text with the results in their places, and (start, end) of each."""
         done, pieces, data = 0, list[str](), list[tuple[int, int]]()
         size = 0
-        for place in sorted(self.texts, key=text.index):
-            at, result = text.index(place), self.texts[place]
+        for found in self._place.finditer(text):
+            at, result = found.start(), self.texts[found[0]]
             pieces += [text[done:at], result]
             size += at - done
             data.append((size, size + len(result)))
-            done, size = at + len(place), size + len(result)
+            done, size = found.end(), size + len(result)
         return "".join([*pieces, text[done:]]), tuple(data)
 
 
@@ -76,6 +81,17 @@ def called(message: Message) -> Iterator[str]:
     """Yield the names of the functions that a message calls."""
     for function in _functions(message):
         yield str(function.get("name"))
+
+
+def stand_in_order(names: Iterable[str], text: str) -> bool:
+    """Whether a text holds each of the names, one after the other; in time linear in both."""
+    at = 0
+    for name in names:
+        found = text.find(name, at)
+        if found < 0:
+            return False
+        at = found + len(name)
+    return True
 
 
 def with_objects(message: Message) -> Message:
@@ -126,12 +142,13 @@ def _plain_turn(message: Message) -> dict[str, Any]:
 def _merged(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join messages of one role that follow one another, which many templates refuse."""
     merged: list[dict[str, Any]] = []
-    for turn in turns:
-        if merged and merged[-1]["role"] == turn["role"] != "system":
-            joined = SEPARATOR.join([str(merged[-1]["content"]), str(turn["content"])])
-            merged[-1] = {**merged[-1], "content": joined}
-        else:
-            merged.append(turn)
+    for role, found in groupby(turns, key=itemgetter("role")):
+        group = list(found)
+        if role == "system":
+            merged += group
+            continue
+        joined = SEPARATOR.join(str(turn["content"]) for turn in group)
+        merged.append({**group[0], "content": joined} if len(group) > 1 else group[0])
     return merged
 
 

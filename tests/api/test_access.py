@@ -25,6 +25,9 @@ async def test_every_path_but_health_needs_the_key(engine, monkeypatch):
         for path in PATHS:
             answer = await http.post(path, json=ASKED, headers=headers)
             assert answer.status_code == 401, path
+            told = {**answer.json()["error"], "message": "told"}
+            kind = "authentication_error"
+            assert told == {"message": "told", "type": kind, "param": None, "code": None}
         for path in ("/v1/models", "/metrics", "/version", "/docs", "/openapi.json"):
             assert (await http.get(path, headers=headers)).status_code == 401, path
     assert (await http.get("/health")).status_code == 200
@@ -59,6 +62,7 @@ async def test_long_and_deep_bodies_are_refused(engine, monkeypatch):
         "/v1/chat/completions", content=deep, headers={"content-type": "application/json"}
     )
     assert (answer.status_code, "nested deeper" in answer.text) == (400, True)
+    assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
 
 
 async def test_documents_are_stored_under_the_store_key_and_reused(engine, monkeypatch):

@@ -109,8 +109,9 @@ async def test_calls_of_tools_are_told(client, script):
     assert choice.message.content is None
     assert [call.id for call in choice.message.tool_calls] == ["call_1", "call_2"]
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris"}
-    one = await client.chat.completions.create(**ASKED, tools=TOOLS, parallel_tool_calls=False)
-    assert [call.id for call in one.choices[0].message.tool_calls] == ["call_1"]
+    assert script.prompts[-1].source.parallel_tool_calls
+    await client.chat.completions.create(**ASKED, tools=TOOLS, parallel_tool_calls=False)
+    assert not script.prompts[-1].source.parallel_tool_calls
     script.reason = "length"
     cut = await client.chat.completions.create(**ASKED, tools=TOOLS)
     assert cut.choices[0].finish_reason == "length"
@@ -203,3 +204,41 @@ async def test_an_error_within_a_stream_ends_it(client, script):
     with pytest.raises(openai.APIError, match="its log says why") as told:
         await streamed(client)
     assert "secret" not in str(told.value)
+
+
+async def test_the_salt_of_a_request_reaches_the_engine(http, script):
+    sent = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "w3"}]},
+        "/v1/completions": {"prompt": ["w3", "w4"]},
+        "/v1/responses": {"input": "w3"},
+    }
+    for path, body in sent.items():
+        script.prompts.clear()
+        for more in ({"cache_salt": "mine"}, {}):
+            assert (await http.post(path, json={**body, **more})).status_code == 200
+        half = len(script.prompts) // 2
+        salts = [prompt.cache_salt for prompt in script.prompts]
+        assert salts == ["mine"] * half + [None] * half
+        for wrong in ("", "x" * 129, 5):
+            answer = await http.post(path, json={**body, "cache_salt": wrong})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")
+
+
+async def test_tools_and_a_form_leave_the_choice_to_the_model(client, script):
+    """The engine's own tests show that answers are held to it."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+    await client.chat.completions.create(**ASKED, tools=TOOLS, response_format=form)
+    schema = script.sampled[-1].structured_outputs.schema
+    assert [sorted(one) for one in schema["anyOf"]] == [
+        ["additionalProperties", "properties", "required", "type"],
+        ["$ref"],
+    ]
+    assert schema["$defs"]["answer"] == {"type": "integer"}
+    await client.chat.completions.create(
+        **ASKED, tools=TOOLS, response_format=form, tool_choice="required"
+    )
+    assert "anyOf" not in script.sampled[-1].structured_outputs.schema
+    await client.chat.completions.create(
+        **ASKED, tools=TOOLS, response_format=form, tool_choice="none"
+    )
+    assert script.sampled[-1].structured_outputs.schema == {"type": "integer"}

@@ -8,8 +8,10 @@ import openai
 import pytest
 
 from cacheblend_rag.errors import (
+    ConfigError,
     EngineUnavailableError,
     MissingExtraError,
+    ModelLoadError,
     OutOfMemoryError,
     StoreError,
 )
@@ -150,7 +152,9 @@ async def test_clients_raise_their_own_errors(client):
         (OutOfMemoryError("no memory on cpu"), 503, "no memory on cpu"),
         (EngineUnavailableError("gone"), 503, "gone"),
         (MissingExtraError("response_format", "structured"), 400, "pip install"),
-        (StoreError("the disk is full"), 500, "the disk is full"),
+        (StoreError("the disk is full"), 409, "the disk is full"),
+        (ModelLoadError("no such model"), 500, "no such model"),
+        (ConfigError("tools or response_format is refused: a"), 400, "tools or response_format"),
         (RuntimeError("secret detail"), 500, "its log says why"),
     ],
     ids=repr,

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag import load_tokenizer
 from cacheblend_rag.api import chat, completions, responses
 from cacheblend_rag.api.app import create_app
+from cacheblend_rag.engines.transformers.guiding import Guides
 from tests.api.conftest import http_client
 from tests.api.scripted import ScriptedEngine
 
@@ -131,3 +134,150 @@ def test_no_body_is_an_error_of_the_server(loop, sent):
         assert error["message"]
         assert "\n" not in error["message"]
         assert len(error["message"]) < 600
+
+
+def deep(levels: int) -> str:
+    return '{"items": ' * levels + "{}" + "}" * levels
+
+
+HOSTILE_SCHEMAS: dict[str, Any] = {
+    "deep": json.loads(deep(50)),
+    "enum": {"enum": [f"value {i} {'x' * 50}" for i in range(10_000)]},
+    "short enum": {"enum": list(range(30_000))},
+    "properties": {"properties": {f"p{i}": {"type": "string"} for i in range(8000)}},
+    "many properties": {"properties": {f"p{i}": {"type": "string"} for i in range(1000)}},
+    "itself": {"$ref": "#"},
+    "circle": {
+        "$ref": "#/$defs/a",
+        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+    },
+    "all of itself": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {}]}}},
+    "elsewhere": {"$ref": "http://127.0.0.1:1/schema"},
+    "doubling": {
+        "$ref": "#/$defs/a0",
+        "$defs": {
+            **{f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(30)},
+            "a30": {"type": "object"},
+        },
+    },
+    "product": {
+        "allOf": [
+            {"anyOf": [{"properties": {f"p{i}_{k}": {"type": "string"}}} for k in range(3)]}
+            for i in range(16)
+        ]
+    },
+    "items": {"type": "array", "minItems": 100_000_000, "items": {"type": "string"}},
+    "no items": {"allOf": [{"type": "array", "maxItems": 1e9}]},
+    "many items": {
+        "properties": {f"p{i}": {"type": "array", "minItems": 1000} for i in range(900)}
+    },
+    "pattern": {"type": "string", "pattern": "(x+x+)+y"},
+    "powers": {"type": "string", "pattern": "((a{1000}){1000}){1000}"},
+    "long pattern": {"type": "string", "pattern": "(a|b)?" * 100_000},
+    "multiple": {"type": "integer", "multipleOf": 987_654_321, "minimum": 3},
+    "named otherwise": {"title": "maxItems", "type": "no type"},
+}
+HOSTILE_FORMS: dict[str, dict[str, Any]] = {
+    "deep text": {"json": deep(300)},
+    "deeper text": {"json": deep(100_000)},
+    "regex": {"regex": "(.*a.{20})"},
+    "states": {"regex": "[ab]*a[ab]{25}"},
+    "long": {"regex": "(a|b)?" * 100_000},
+    "brackets": {"regex": "(" * 30_000 + "a" + ")" * 30_000},
+    "counts": {"regex": "(a{1000}){1000}"},
+    "rules": {"grammar": "start: " + "(" * 15_000 + '"a"' + ")" * 15_000},
+    "endless": {"grammar": 'start: start start | "a" | \n'},
+    "within": {"grammar": 'start: %json {"type": "array", "maxItems": 100000000}'},
+    "choices": {"choice": [f"c{i}" for i in range(200_000)]},
+}
+
+
+class HoldingEngine(ScriptedEngine):
+    """Compiles forms, and asks for the first token of each, as the embedded engine does."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self._guides = Guides(tokenizer, len(tokenizer), [0])
+
+    def _check_sampling(self, sampling: Any) -> None:
+        if sampling.structured_outputs is not None:
+            guide = self._guides.guide(sampling.structured_outputs)
+            guide.allowed(torch.zeros(1, len(self.tokenizer)))
+
+
+@pytest.fixture(scope="module")
+def holding(smollm2_folder):
+    engine = HoldingEngine(load_tokenizer("smollm2"))
+    with asyncio.Runner() as runner:
+        http = http_client(create_app(engine))
+        yield lambda path, body: runner.run(http.post(path, json=body))
+    engine.close()
+
+
+def tool(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "look", "parameters": parameters}}
+
+
+def asked_in_every_way(schema: Any) -> list[tuple[str, dict[str, Any]]]:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    path, plain = "/v1/chat/completions", BODIES["/v1/chat/completions"][1]
+    return [
+        (path, {**plain, "response_format": form}),
+        (path, {**plain, "tools": [tool(schema)], "tool_choice": "required"}),
+        (path, {**plain, "tools": [tool({})], "response_format": form}),
+        (
+            "/v1/responses",
+            {"input": "w3", "text": {"format": {**form["json_schema"], "type": form["type"]}}},
+        ),
+    ]
+
+
+HOSTILE = [
+    *(one for schema in HOSTILE_SCHEMAS.values() for one in asked_in_every_way(schema)),
+    *(
+        ("/v1/chat/completions", {**BODIES["/v1/chat/completions"][1], "structured_outputs": form})
+        for form in HOSTILE_FORMS.values()
+    ),
+]
+WRITTEN = ("response_format", "tools", "structured_outputs", "text.format")
+
+
+def test_hostile_forms_are_compiled_or_refused_in_a_moment(holding):
+    """Each takes seconds at most, on a busy machine; what is not bounded would take minutes."""
+    for path, body in HOSTILE:
+        began = time.process_time()
+        answer = holding(path, body)
+        assert time.process_time() - began < 30, str(body)[:200]
+        assert answer.status_code in {200, 400}, answer.text
+        if answer.status_code == 400:
+            error = answer.json()["error"]
+            assert "\n" not in error["message"]
+            if error["code"] == "context_length_exceeded":  # prompts hold the schemas of tools
+                continue
+            assert error["param"] in WRITTEN, error
+            assert error["message"].startswith(error["param"])
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        ("/v1/chat/completions", {"tools": [{}] * 129}, "tools"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "tool", "content": "x"}] * 8193},
+            "messages",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{}] * 129}]},
+            "messages.0.tool_calls",
+        ),
+        ("/v1/responses", {"input": [{"type": "reasoning"}] * 8193}, "input"),
+        ("/v1/responses", {"tools": [{}] * 129}, "tools"),
+    ],
+)
+def test_too_many_entries_are_refused_by_their_field(holding, path, more, param):
+    answer = holding(path, {**BODIES[path][1], **more})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert error["message"].startswith(f"{param} has too many entries: send at most ")

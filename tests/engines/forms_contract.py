@@ -231,10 +231,46 @@ class FormsContract:
         assert [chunk.hit for chunk in report.chunks] == [True, True]
         assert report.reused_tokens > 0
 
-    def test_what_contradicts_itself_is_refused(self, engine: Engine) -> None:
-        with pytest.raises(ConfigError, match="contradicts tool_choice"):
-            engine.generate(
-                ChatPrompt([QUESTION], [LOOK], "required"), held(StructuredOutputs(regex="a"))
-            )
+    def test_an_answer_may_be_a_call_or_in_the_form(self, engine: Engine) -> None:
+        form = StructuredOutputs(json=SCHEMA)
+        prompt = ChatPrompt([QUESTION], [COUNT])
+        arguments = {"properties": {"of": {"enum": ["ships", "lamps"]}}, "required": ["of"]}
+        call = {"properties": {"name": {"const": "count"}, "arguments": arguments}}
+        answer_form = {**SCHEMA, "additionalProperties": False}
+        for seed in range(4):
+            asked = SamplingParams(96, temperature=1.5, seed=seed, structured_outputs=form)
+            deltas = list(engine.stream(prompt, asked))
+            answer = joined(deltas)
+            assert answer.finish_reason == "stop"
+            said = json.loads(answer.text)
+            jsonschema.validate(said, call if "arguments" in said else answer_form)
+            assert bool(answer.tool_calls) == ("arguments" in said)
+            assert "".join(delta.content for delta in deltas) == answer.content
+            assert answer.content == ("" if answer.tool_calls else answer.text)
+
+    def test_a_forced_call_has_the_form_of_calls(self, engine: Engine) -> None:
+        for form in (StructuredOutputs(regex="a"), StructuredOutputs(json=SCHEMA)):
+            prompt = ChatPrompt([QUESTION], [COUNT], "required")
+            [call] = engine.generate(prompt, held(form)).tool_calls
+            assert call.name == "count"
+
+    def test_a_wrong_schema_of_a_tool_is_named_as_such(self, engine: Engine) -> None:
+        wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "no type"}}}
+        with pytest.raises(ConfigError, match=r"^tools is refused: ") as refused:
+            engine.generate(ChatPrompt([QUESTION], [wrong], "required"), SamplingParams(8))
+        assert "\n" not in str(refused.value)
+        form = StructuredOutputs(json=SCHEMA)
+        with pytest.raises(ConfigError, match=r"^tools or structured_outputs is refused: "):
+            engine.generate(ChatPrompt([QUESTION], [wrong]), held(form))
+
+    def test_one_of_several_calls_is_taken_where_one_is_asked_for(self, engine: Engine) -> None:
+        texts = ('{"name": "look_up", "arguments": {"name": "a", "times": 1}}',) * 2
+        form = StructuredOutputs(choice=[" ".join(texts)])
+        for several, count in ((True, 2), (False, 1)):
+            prompt = ChatPrompt([QUESTION], [LOOK], parallel_tool_calls=several)
+            answer = engine.generate(prompt, held(form, tokens=250))
+            assert len(answer.tool_calls) == count
+
+    def test_a_tool_that_is_chosen_must_be_there(self) -> None:
         with pytest.raises(PromptError, match="not among the tools"):
             ChatPrompt([QUESTION], [LOOK], {"type": "function", "function": {"name": "other"}})

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cacheblend_rag import ChatPrompt, PromptError
+from cacheblend_rag import ChatPrompt, ConfigError, PromptError, StructuredOutputs
 from cacheblend_rag.engines.tool_use import call_form
 
 DEFINED: dict[str, Any] = {
@@ -81,3 +81,80 @@ def test_a_name_that_stands_twice_among_many_is_found() -> None:
     tools = [tool({}, f"f{i}") for i in range(100_000)]
     with pytest.raises(PromptError, match="two functions of the name 'f7'"):
         ChatPrompt([{"role": "user", "content": "?"}], [*tools, tools[7]])
+
+
+def test_an_answer_may_stand_in_place_of_a_call() -> None:
+    """References of either hold, and what names a document does not."""
+    answer = StructuredOutputs(
+        json={
+            "$id": "https://example.org/answer",
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "type": "object",
+            "properties": {"u": {"$ref": "#/$defs/Unit"}, "kids": {"items": {"$ref": "#"}}},
+            "required": ["u"],
+            "$defs": DEFINED,
+        }
+    )
+    parameters = {
+        "properties": {"u": {"$ref": "#/$defs/Unit"}},
+        "$defs": {"Unit": {"type": "null"}},
+    }
+    form = jsonschema.Draft202012Validator(call_form([tool(parameters)], 64, answer).schema)
+    for right in (
+        {"u": "C"},
+        {"u": "F", "kids": [{"u": "C"}]},
+        {"name": "f", "arguments": {"u": None}},
+    ):
+        assert form.is_valid(right)
+    for wrong in ({"u": None}, {"u": "F", "kids": [{}]}, {"name": "f", "arguments": {"u": "C"}}, 7):
+        assert not form.is_valid(wrong)
+    anything = call_form([tool({})], 64, StructuredOutputs(json="true")).schema
+    assert jsonschema.Draft202012Validator(anything).is_valid(7)
+
+
+@pytest.mark.parametrize("given", [{"json_object": True}, {"json": {"type": "object"}}], ids=str)
+def test_any_object_may_stand_in_place_of_a_call(given: dict[str, Any]) -> None:
+    """Said outright: xgrammar takes an object behind a reference as one without properties."""
+    answer = call_form([tool({})], 64, StructuredOutputs(**given)).schema["$defs"]["answer"]
+    assert answer == {"type": "object", "additionalProperties": True}
+
+
+def test_a_deep_schema_is_refused_by_its_tool() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(2000):
+        deep = {"properties": {"a": deep}}
+    with pytest.raises(ConfigError, match=r"^tools\[1\].function.parameters has more than 64"):
+        call_form([tool({}), tool(deep, "g")], 64)
+    with pytest.raises(ConfigError, match=r"^structured_outputs.json has more than 64 levels"):
+        StructuredOutputs(json=deep)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, StructuredOutputs(json_object=True)),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "null"}}},
+            StructuredOutputs(json={"type": "null"}),
+        ),
+    ],
+)
+def test_a_response_format_is_a_form(given: Any, expected: StructuredOutputs | None) -> None:
+    found = StructuredOutputs.of_response_format(given)
+    assert found == expected
+    assert found is None or found.written_as == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"type": "json_schema"}, "response_format.json_schema.schema is missing: give a JSON"),
+        ({"type": "xml"}, "response_format={'type': 'xml'} must be {'type': 'text'}"),
+        (None, "response_format=None must be"),
+    ],
+)
+def test_a_wrong_response_format_is_named(given: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        StructuredOutputs.of_response_format(given)
+    assert str(raised.value).startswith(told)

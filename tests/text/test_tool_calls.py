@@ -30,6 +30,9 @@ CALLS = {
     f"[{ROME}, {OSLO}]": ("", FOUND),
     f"Here:\n```json\n{ROME}\n```": ("Here:", FOUND[:1]),
     '{"name": "look", "arguments": "{\\"city\\": \\"Rome\\"}"}': ("", FOUND[:1]),
+    '{"n\\u0061me": "look", "arguments": {"city": "Rome"}}': ("", FOUND[:1]),
+    'look{"city": "Rome"}': ("", FOUND[:1]),
+    '{"type": "function", "name": "look", "arguments": {"city": "Rome"}}': ("", FOUND[:1]),
 }  # fmt: skip
 NO_CALLS = [
     "", "Rome is warm.", "{", "[]", "[1, 2]", "{}", "null", '{"name": "Bob", "arguments": {}}',
@@ -38,6 +41,7 @@ NO_CALLS = [
     "<tool_call>{broken}</tool_call>", "[TOOL_CALLS]", "[TOOL_CALLS][{}, 7]", "<|python_tag|>ls()",
     '<tool_call>{"name": "a b"}</tool_call>', "```json\n{}\n```", f"Say {ROME}",
     '{"name": "look", "arguments": {"n": ' + "9" * 5000 + "}}",
+    '{"kind": 1, "name": "look", "arguments": {}}', 'look at {"city": "Rome"}', "looking{}",
 ]  # fmt: skip
 
 
@@ -88,7 +92,7 @@ def test_hostile_answers_take_linear_time(text: str) -> None:
     began = time.process_time()
     content, calls = find_calls(text, KNOWN)
     assert calls or content == text
-    stream = ContentStream()
+    stream = ContentStream(KNOWN)
     for at in range(0, len(text), 10_000):
         stream.feed(text[at : at + 10_000])
     assert time.process_time() - began < 20
@@ -104,7 +108,7 @@ parts = st.sampled_from(
 def test_a_stream_shows_the_content_and_nothing_else(texts: list[str], size: int) -> None:
     text = "".join(texts)
     content, calls = find_calls(text, KNOWN)
-    stream = ContentStream()
+    stream = ContentStream(KNOWN)
     shown = "".join(stream.feed(text[at : at + size]) for at in range(0, len(text), size))
     assert content.startswith(shown)
     assert shown + stream.finish(content) == content
@@ -113,8 +117,38 @@ def test_a_stream_shows_the_content_and_nothing_else(texts: list[str], size: int
 
 
 def test_only_what_may_be_a_call_is_held_back() -> None:
-    stream = ContentStream()
+    stream = ContentStream(KNOWN)
     pieces = ["It ", "is <b>", "warm</b>. <tool", "s> or <tool_", "call>{", "more"]
     assert [stream.feed(piece) for piece in pieces] == [
         "It", " is <b>", "warm</b>.", " <tools> or", "", "",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        (['{"', "na", 'me": "Bo', 'b", "age": 3}'], ["", "", '{"name": "Bo', 'b", "age": 3}']),
+        (['{"', "kind", '": 1}'], ["", '{"kind', '": 1}']),
+        (["[", "\n", "1, 2]"], ["", "", "[\n1, 2]"]),
+        (["[", '{"b', '": 1}]'], ["", '[{"b', '": 1}]']),
+        (["[", "]", " is empty"], ["", "[]", " is empty"]),
+        (["{", "}", "."], ["", "{}", "."]),
+        (["[", "see", " below]"], ["", "[see", " below]"]),
+        (["lo", "ok", " at it"], ["", "", "look at it"]),
+        (["```json\n", '{"b', '": 1}\n```'], ["", '```json\n{"b', '": 1}']),
+        (['{"name": "lo', 'ok", ', '"arguments": {}}'], ["", "", ""]),
+        (["[", '{"parameters": ', "{}"], ["", "", ""]),
+    ],
+    ids=str,
+)
+def test_json_is_held_back_only_while_it_may_be_a_call(pieces: list[str], shown: list[str]) -> None:
+    stream = ContentStream(KNOWN)
+    assert [stream.feed(piece) for piece in pieces] == shown
+
+
+def test_in_an_answer_that_is_json_only_plain_json_is_a_call() -> None:
+    text = '{"say": "<tool_call> [TOOL_CALLS]look{} ```json"}'
+    assert find_calls(text, KNOWN)[1]
+    assert find_calls(text, KNOWN, is_json=True) == (text, ())
+    assert ContentStream(KNOWN, is_json=True).feed(text) == text
+    assert [one.name for one in find_calls(ROME, KNOWN, is_json=True)[1]] == ["look"]

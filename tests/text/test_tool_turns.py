@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from typing import Any
 
 import pytest
@@ -128,3 +129,20 @@ def test_what_is_wrong_with_tools_is_named(tools: Any, choice: Any, said: str) -
     with pytest.raises(PromptError, match=said) as refused:
         ChatPrompt(CHAT, tools, choice)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("template", [HERMES, CHATML, ALTERNATING], ids=["own", "none", "merged"])
+def test_a_chat_of_many_results_takes_linear_time(template: str) -> None:
+    """30,000 calls and their results take seconds; what is quadratic would take minutes."""
+    calls = [{**CALL, "function": {"name": f"find_{i}", "arguments": "{}"}} for i in range(30_000)]
+    messages = [
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        *({"role": "tool", "content": f"{i} ships " + "x" * 100} for i in range(30_000)),
+    ]
+    began = time.process_time()
+    rendered = render_chat(ChatPrompt(messages, [TOOL]), tokenizer_with(template))
+    assert time.process_time() - began < 30
+    assert [rendered.text[a:b] for a, b in rendered.data] == [
+        one["content"] for one in messages[2:]
+    ]

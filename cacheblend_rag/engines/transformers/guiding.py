@@ -15,11 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cacheblend_rag.engines.form_bounds import check_bounds
 from cacheblend_rag.engines.structured import StructuredOutputs, form_refused
 from cacheblend_rag.errors import ConfigError, MissingExtraError, first_line
 
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How JSON is written: as in most texts, since small models leave strings empty without blanks."""
+NO_TEXT = "NoExtension"
+"""What llguidance calls a form that allows nothing to follow, and no end."""
+IMPOSSIBLE = "no text has this form: does a reference lead to itself?"
 COMPILED = 64
 """Forms that are kept compiled."""
 
@@ -30,8 +34,8 @@ class Guide:
     matcher: an LLMatcher at the beginning of the form.
     """
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, form: StructuredOutputs, matcher: Any) -> None:
+        self._form, self._matcher = form, matcher
 
     def allowed(self, logits: Tensor) -> Tensor:
         """Return logits, (1, vocabulary), with minus infinity for each token that may not follow.
@@ -56,8 +60,7 @@ class Guide:
         return bool(self._matcher.is_stopped())
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise form_refused(self._matcher.get_error())
+        _check(self._form, self._matcher)
 
 
 class Guides:
@@ -80,20 +83,24 @@ class Guides:
             MissingExtraError: without llguidance.
             ConfigError: when the form is wrong or not supported, or the tokenizer cannot be read.
         """
-        return Guide(self._compiled(form).deep_copy())
+        return Guide(form, self._compiled(form).deep_copy())
 
     def _compile(self, form: StructuredOutputs) -> Any:
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
             raise MissingExtraError("structured_outputs", "structured") from error
+        check_bounds(form)
         try:
             grammar = _grammar(form, LLMatcher)
         except ValueError as error:
-            raise form_refused(first_line(error)) from error
-        matcher = LLMatcher(self._read_vocabulary(), grammar, log_level=0)
-        if matcher.is_error():
-            raise form_refused(matcher.get_error())
+            raise form_refused(form, first_line(error)) from error
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._read_vocabulary(), grammar, log_level=0, limits=limits)
+        _check(form, matcher)
+        begun = matcher.deep_copy()
+        begun.compute_bitmask()  # a form that nothing can begin is refused before a prefill
+        _check(form, begun)
         return matcher
 
     def _read_vocabulary(self) -> Any:
@@ -111,6 +118,13 @@ class Guides:
                         f"{type(self._tokenizer).__name__}: {first_line(error)}"
                     ) from error
             return self._vocabulary
+
+
+def _check(form: StructuredOutputs, matcher: Any) -> None:
+    """Raise ConfigError if a matcher has failed."""
+    if matcher.is_error():
+        why = matcher.get_error()
+        raise form_refused(form, IMPOSSIBLE if why.startswith(NO_TEXT) else why)
 
 
 def _grammar(form: StructuredOutputs, compiler: Any) -> str:

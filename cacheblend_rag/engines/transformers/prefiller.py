@@ -145,7 +145,9 @@ class Prefiller:
 
     def _names(self, request: Request) -> PrefixKeys | None:
         """Return what makes the keys of a request's prefix blocks; None without prefix caching."""
-        return self._prefixes if self.keeps(request) else None
+        if self._prefixes is None or not self.keeps(request):
+            return None
+        return self._prefixes.salted(request.prepared.cache_salt)
 
     def _stored_prefix(self, request: Request) -> StoredPrefix | None:
         """Look up the stored blocks of a prompt's prefix."""

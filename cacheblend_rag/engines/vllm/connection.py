@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_rag.engines.logprobs import RawLogprob
-from cacheblend_rag.engines.structured import form_refused
+from cacheblend_rag.engines.structured import StructuredOutputs, form_refused
 from cacheblend_rag.engines.vllm.affinity import AFFINITY_HEADER
 from cacheblend_rag.engines.vllm.protocol import Late, params_of
 from cacheblend_rag.engines.vllm.transport import (
@@ -135,13 +135,13 @@ class ServerConnection:
         """Return the server's tokens of ``text``, without special tokens around it."""
         extra = {"add_special_tokens": False, "return_token_ids": True}
         answer = await self._create(
-            model=model, prompt=text, max_tokens=1, temperature=0.0, extra_body=extra
+            None, model=model, prompt=text, max_tokens=1, temperature=0.0, extra_body=extra
         )
         return tuple(_extra(answer.choices[0], "prompt_token_ids") or ())
 
     async def complete(self, model: str, request: VLLMRequest) -> Piece:
         """Answer a request in one piece."""
-        answer = await self._create(**_body(model, request))
+        answer = await self._create(request.sampling.structured_outputs, **_body(model, request))
         params, metrics = _extra(answer, "kv_transfer_params"), _extra(answer, "metrics") or {}
         milliseconds = metrics.get("generation_time_ms")
         return _piece(
@@ -156,8 +156,8 @@ class ServerConnection:
 
         Raises StreamBrokenError when it ends before the answer does.
         """
-        finished = False
-        async with await self._create(**_body(model, request), stream=True) as events:
+        finished, form = False, request.sampling.structured_outputs
+        async with await self._create(form, **_body(model, request), stream=True) as events:
             async for event in self._told(events):
                 for choice in event.choices:
                     finished = finished or choice.finish_reason is not None
@@ -170,13 +170,13 @@ class ServerConnection:
         """Close its connections."""
         await self._client.close()
 
-    async def _create(self, **body: Any) -> Any:
+    async def _create(self, form: StructuredOutputs | None, **body: Any) -> Any:
         try:
             return await self._client.completions.create(**body)
         except self._openai.BadRequestError as error:
-            if body.get("extra_body", {}).get("structured_outputs") is None:
+            if form is None:
                 raise self._failure(error) from None
-            raise form_refused(_first_line(error.message)) from None
+            raise form_refused(form, _first_line(error.message)) from None
         except Exception as error:
             raise self._failure(error) from None  # whose frames hold the key
 

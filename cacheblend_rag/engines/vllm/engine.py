@@ -258,7 +258,7 @@ class VLLMEngine(Engine):
         Namespaces share none; the default one has no salt, like other clients' requests.
         """
         tenant = "" if self.namespace == DEFAULT_NAMESPACE else namespace_id(self.namespace)
-        own = request.cache_salt if request.full else ""
+        own = request.cache_salt if request.full else request.prepared.cache_salt or ""
         if own is None or not (request.full or request.config.reuse_prefix):
             own = uuid.uuid4().hex  # one that nothing else has
         return "-".join(part for part in (tenant, own) if part) or None

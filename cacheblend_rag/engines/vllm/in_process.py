@@ -126,7 +126,7 @@ class InProcessVLLM(Transport):
             except (VLLMClientError, ValueError) as error:
                 if request.sampling.structured_outputs is None:
                     raise
-                raise form_refused(str(error)) from error
+                raise form_refused(request.sampling.structured_outputs, str(error)) from error
 
     def _parameters(self, request: VLLMRequest) -> Any:
         """Return vLLM's SamplingParams of a request."""

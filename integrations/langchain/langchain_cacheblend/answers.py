@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_rag import Delta, Generation, TokenLogprob
@@ -15,21 +15,12 @@ from langchain_cacheblend.tool_calling import to_tool_call_chunks, to_tool_calls
 
 @dataclass(frozen=True)
 class AnswerReader:
-    """Reads the answers to one request.
-
-    Args:
-        model_name: is told with each.
-        answer_tool: a tool that stands for the answer's form: a call of it is the answer.
-        most_calls: so many tool calls are told; None is all.
-    """
+    """Reads the answers to one request. model_name: is told with each."""
 
     model_name: str
-    answer_tool: str | None = None
-    most_calls: int | None = None
 
     def message(self, answer: Generation) -> AIMessage:
         """Return a whole answer."""
-        answer = self._read(answer)
         calls, invalid = to_tool_calls(answer.tool_calls)
         metadata = self._metadata(answer)
         if answer.logprobs is not None:
@@ -47,25 +38,14 @@ class AnswerReader:
         told = {"logprobs": _logprobs(delta.logprobs)} if delta.logprobs else {}
         if delta.generation is None:
             return AIMessageChunk(content=delta.content, response_metadata=told)
-        answer = self._read(delta.generation)
-        is_form = answer.content != delta.generation.content  # of it nothing was streamed
+        answer = delta.generation
         return AIMessageChunk(
-            content=answer.content if is_form else delta.content,
+            content=delta.content,
             tool_call_chunks=to_tool_call_chunks(answer.tool_calls),
             usage_metadata=_usage(answer),
             response_metadata={**told, **self._metadata(answer)},
             chunk_position="last",
         )
-
-    def _read(self, answer: Generation) -> Generation:
-        """Return an answer whose call of the answer tool is its content."""
-        calls = answer.tool_calls
-        found = next((call for call in calls if call.name == self.answer_tool), None)
-        if found is not None:
-            return replace(answer, tool_calls=(), text=found.arguments, content=found.arguments)
-        if self.most_calls is not None and len(calls) > self.most_calls:
-            return replace(answer, tool_calls=calls[: self.most_calls])
-        return answer
 
     def _metadata(self, answer: Generation) -> dict[str, Any]:
         return {
@@ -88,15 +68,4 @@ def _usage(answer: Generation) -> UsageMetadata:
 
 def _logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
     """Return log-probabilities in the form of OpenAI's API."""
-    content = [
-        {
-            **_likely(one.token, one.logprob),
-            "top_logprobs": [_likely(token, logprob) for _, token, logprob in one.top],
-        }
-        for one in tokens
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _likely(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "bytes": list(token.encode()), "logprob": logprob}
+    return {"content": [one.to_openai() for one in tokens], "refusal": None}

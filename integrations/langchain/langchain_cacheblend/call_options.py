@@ -9,7 +9,7 @@ from typing import Any
 
 from cacheblend_rag import Arguments, Chunk, ConfigError, SamplingParams, read_hints
 
-from langchain_cacheblend.structured_output import answer_tool, to_structured_outputs
+from langchain_cacheblend.structured_output import to_structured_outputs
 from langchain_cacheblend.tool_calling import Choice, Tool, to_engine_tools, to_tool_choice
 
 SAMPLING_FIELDS = (
@@ -49,31 +49,23 @@ class AskedTools:
 
     Args:
         tools: in the OpenAI form. choice: as a ChatPrompt takes it.
-        answer_tool: the name of the tool among them that stands for ``response_format``.
-        most_calls: so many calls are taken; None is all.
+        parallel: whether an answer may call several at once.
     """
 
     tools: Sequence[Tool] = ()
     choice: Choice = "auto"
-    answer_tool: str | None = None
-    most_calls: int | None = None
+    parallel: bool = True
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> AskedTools:
-        """Read TOOL_FIELDS and ``response_format``; raises ConfigError for a wrong one."""
+        """Read TOOL_FIELDS; raises ConfigError for a wrong one."""
         tools = to_engine_tools(options.get("tools") or [])
         choice = to_tool_choice(options.get("tool_choice"), tools)
         if not tools:
             if choice == "required":
                 raise ConfigError("tool_choice='required' needs tools: bind_tools([...])")
             return cls()
-        names = [tool["function"]["name"] for tool in tools]
-        most = 1 if options.get("parallel_tool_calls") is False else None
-        form = options.get("response_format")
-        answer = None if form is None or choice != "auto" else answer_tool(form, names)
-        if answer is None:
-            return cls(tools, choice, most_calls=most)
-        return cls([*tools, answer], "required", answer["function"]["name"], most)
+        return cls(tools, choice, options.get("parallel_tool_calls") is not False)
 
 
 def told_options(options: Mapping[str, Any], stop: str | list[str] | None) -> dict[str, Any]:

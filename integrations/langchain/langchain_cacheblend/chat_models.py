@@ -310,11 +310,11 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         if hints is None:
             hints = current_hints()
         asked = AskedTools.of(options)
-        if asked.tools and asked.choice != "none":
-            options.pop("response_format", None)  # the calls are the form
         prompt: Prompt
         if asked.tools:
-            prompt = ChatPrompt(to_chat_messages(messages), asked.tools, asked.choice)
+            prompt = ChatPrompt(
+                to_chat_messages(messages), asked.tools, asked.choice, asked.parallel
+            )
         elif engine.has_chat_template:
             prompt = to_engine_messages(messages)
         else:
@@ -324,7 +324,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
             sampling=self._sampling(options),
             config=config,
             hints=read_hints(hints),
-            reader=AnswerReader(self.model_name, asked.answer_tool, asked.most_calls),
+            reader=AnswerReader(self.model_name),
         )
 
     def _sampling(self, options: Mapping[str, Any]) -> SamplingParams:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -101,36 +100,7 @@ def to_structured_outputs(form: Any, response_format: Any) -> StructuredOutputs 
         return form
     if response_format is None:
         return None
-    found = to_response_format(response_format)
-    if found["type"] == "text":
-        return None
-    if found["type"] == "json_object":
-        return StructuredOutputs(json_object=True)
-    return StructuredOutputs(json=found["json_schema"]["schema"])
-
-
-def answer_tool(response_format: Any, taken: Collection[str]) -> dict[str, Any] | None:
-    """Return a tool a call of which is an answer in this form; None for free text.
-
-    A model that may call tools or answer in a form is held to one call: of a tool, or of this one.
-
-    Args:
-        response_format: as for ``to_response_format``.
-        taken: the names of the other tools.
-    """
-    found = to_response_format(response_format)
-    if found["type"] == "text":
-        return None
-    form = found.get("json_schema", {"name": ANSWER, "schema": {"type": "object"}})
-    name = re.sub(r"[^a-zA-Z0-9_-]", "_", form["name"])[:64]
-    while name in taken:
-        name += "_"
-    told = form.get("description") or "Give the answer to the user."
-    parameters = form["schema"]
-    return {
-        "type": "function",
-        "function": {"name": name, "description": told, "parameters": parameters},
-    }
+    return StructuredOutputs.of_response_format(to_response_format(response_format))
 
 
 def bind_form(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag import BlendPrompt, Chunk, SamplingParams, TieredKVStore, TransformersEngine
+from cacheblend_rag import (
+    BlendPrompt,
+    Chunk,
+    PreparedPrompt,
+    SamplingParams,
+    TieredKVStore,
+    TransformersEngine,
+)
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.tiers import HostTier
@@ -73,6 +81,25 @@ def rows_of(model: PreTrainedModel) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_salt_keeps_prefixes_apart_and_chunks_together(make_engine: EngineFactory) -> None:
+    engine = make_engine(recompute_ratio=0.3)
+    engine.precompute(CHUNKS, progress=False)
+
+    def salted(salt: str | None, question: str) -> PreparedPrompt:
+        return replace(engine.prepare(with_chunks(question)), cache_salt=salt)
+
+    told = [
+        asked(engine, salted(salt, question)).report
+        for salt, question in zip(("a", "b", None, "a", "b", None), QUESTIONS, strict=False)
+    ]
+    assert [report.prefix_tokens for report in told] == [0] * 3 + [REUSED] * 3
+    assert all(chunk.hit for report in told for chunk in report.chunks)
+    old = salted("c", QUESTIONS[6])
+    engine.register([Chunk(words(30, 77))])  # it is prepared again, and keeps its salt
+    assert asked(engine, old).report.prefix_tokens == 0
+    assert asked(engine, salted("c", QUESTIONS[7])).report.prefix_tokens == REUSED
+
+
 @pytest.mark.parametrize("prompt", [with_chunks, without])
 def test_every_family_gives_the_same_answers_from_fewer_rows(
     make_engine: EngineFactory, family: str, prompt: Any

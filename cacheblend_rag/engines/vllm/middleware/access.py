@@ -18,6 +18,7 @@ from contextvars import Token
 from http import HTTPStatus
 from typing import Any
 
+from cacheblend_rag.engines.vllm.middleware.error_body import error_body
 from cacheblend_rag.engines.vllm.middleware.release import (
     RELEASE_PATH,
     Application,
@@ -347,8 +348,8 @@ async def _refuse(kind: str, refusal: RefusedRequestError, send: Send) -> None:
     if kind == "websocket":
         await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(refusal)})
         return
-    error = {"message": str(refusal), "type": refusal.status.phrase, "code": refusal.status.value}
-    await _answer(refusal.status, {"error": error}, send, (b"connection", b"close"))
+    told = error_body(refusal.status, str(refusal))
+    await _answer(refusal.status, told, send, (b"connection", b"close"))
 
 
 async def _answer(

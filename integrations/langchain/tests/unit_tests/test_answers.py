@@ -51,24 +51,6 @@ def test_the_last_piece_of_a_stream_has_the_calls() -> None:
     assert whole.response_metadata == message.response_metadata
 
 
-def test_one_of_several_calls_is_taken_where_one_was_asked_for() -> None:
-    reader = AnswerReader("model", most_calls=1)
-    assert [call["id"] for call in reader.message(calling()).tool_calls] == ["1"]
-    last = Delta("", generation=calling())
-    assert [chunk["id"] for chunk in reader.piece(last).tool_call_chunks] == ["1"]
-    assert reader.piece(last).text == ""
-
-
-def test_a_call_of_the_answer_tool_is_the_answer() -> None:
-    reader = AnswerReader("model", answer_tool="Place")
-    found = calling((ToolCall("1", "Place", '{"town": "Rome"}'),))
-    message, piece = reader.message(found), reader.piece(Delta("", generation=found))
-    assert message.text == piece.text == '{"town": "Rome"}'
-    assert message.tool_calls == piece.tool_calls == []
-    assert message.response_metadata["finish_reason"] == "stop"
-    assert reader.message(calling(CALLS[:1])).tool_calls
-
-
 def test_log_probabilities_are_told_as_by_openai() -> None:
     told = TokenLogprob(7, "é", -0.5, ((7, "é", -0.5), (8, "e", -1.5)))
     expected = {

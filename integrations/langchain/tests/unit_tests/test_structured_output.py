@@ -12,7 +12,6 @@ from typing_extensions import TypedDict
 
 from langchain_cacheblend import ChatCacheBlend
 from langchain_cacheblend.structured_output import (
-    answer_tool,
     to_response_format,
     to_structured_outputs,
 )
@@ -92,23 +91,6 @@ def test_a_wrong_form_is_named_in_a_line(form: Any, response_format: Any, told: 
         to_structured_outputs(form, response_format)
     assert str(raised.value).startswith(told)
     assert "\n" not in str(raised.value)
-
-
-def test_the_answer_is_a_tool_of_its_own_among_tools() -> None:
-    tool = answer_tool(Place, ["Place"])
-    assert tool is not None
-    assert tool["function"] == {
-        "name": "Place_",
-        "description": "Where something is.",
-        "parameters": SCHEMA,
-    }
-    some = answer_tool({"type": "json_object"}, [])
-    assert some is not None
-    assert (some["function"]["name"], some["function"]["parameters"]) == (
-        "answer",
-        {"type": "object"},
-    )
-    assert answer_tool({"type": "text"}, []) is None
 
 
 @pytest.mark.parametrize(

@@ -121,10 +121,21 @@ def test_an_answer_that_calls_none_is_text(endpoint: Endpoint, acting: Any) -> N
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_one_call_is_kept_unless_several_are_allowed(endpoint: Endpoint, acting: Any) -> None:
-    llm, _ = acting([ADD, SUB], [ADD, SUB])
-    for allowed, kept in ((False, 1), (True, 2)):
-        response = endpoint(llm, tools=TOOLS, user_msg="?", allow_parallel_tool_calls=allowed)
-        assert len(llm.get_tool_calls_from_response(response)) == kept
+    llm, script = acting([ADD], [ADD, SUB])
+    for allowed in (False, True):
+        endpoint(llm, tools=TOOLS, user_msg="?", allow_parallel_tool_calls=allowed)
+    assert [asked.prompt.parallel_tool_calls for asked in script.asked] == [False, True]
+
+
+def test_tools_and_a_form_reach_the_engine_together(acting: Any) -> None:
+    """It holds the answer to a call or the form, as its own tests show."""
+    llm, script = acting("{}")
+    form = {"type": "json_object"}
+    llm.chat([ChatMessage("?")], tools=TOOLS, response_format=form)
+    (asked,) = script.asked
+    assert asked.prompt.told_tools
+    assert asked.sampling.structured_outputs is not None
+    assert "anyOf" in asked.sampling.structured_outputs.schema
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from llama_index.core.base.llms.types import (
@@ -124,20 +124,8 @@ def _told(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _response_format(asked: Any) -> StructuredOutputs | None:
     """Return the form that OpenAI's ``response_format`` asks for; a pydantic class is a schema."""
     if isinstance(asked, type) and issubclass(asked, BaseModel):
-        return StructuredOutputs(json=asked.model_json_schema())
-    kind = asked.get("type") if isinstance(asked, Mapping) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutputs(json_object=True)
-    named = asked.get("json_schema") if kind == "json_schema" else None
-    schema = named.get("schema") if isinstance(named, Mapping) else None
-    if schema is None:
-        raise ConfigError(
-            f"response_format={asked!r:.80} must be {{'type': 'json_object'}}, {{'type': "
-            "'json_schema', 'json_schema': {'schema': ...}} or a pydantic class"
-        )
-    return StructuredOutputs(json=schema)
+        return StructuredOutputs(json=asked.model_json_schema()).named("response_format")
+    return StructuredOutputs.of_response_format(asked)
 
 
 @dataclass(frozen=True)
@@ -172,7 +160,6 @@ class Call:
 
     def chat(self, generation: Generation) -> ChatResponse:
         """Return the response of a chat."""
-        generation = self._allowed(generation)
         message = _message(generation.content, generation.tool_calls)
         return ChatResponse(message=message, **self._told(generation))
 
@@ -181,23 +168,16 @@ class Call:
         text = self._grow(delta.content)
         if delta.generation is None:
             return ChatResponse(message=_message(text), delta=delta.content)
-        generation = self._allowed(delta.generation)
         return ChatResponse(
-            message=_message(text, generation.tool_calls),
+            message=_message(text, delta.generation.tool_calls),
             delta=delta.content,
-            **self._told(generation),
+            **self._told(delta.generation),
         )
 
     def _grow(self, text: str) -> str:
         """Return the answer so far."""
         self.pieces.append(text)
         return "".join(self.pieces)
-
-    def _allowed(self, generation: Generation) -> Generation:
-        """Keep the first call of a tool where several at once are not wanted."""
-        if self.wanted.tools.parallel or len(generation.tool_calls) < 2:
-            return generation
-        return replace(generation, tool_calls=generation.tool_calls[:1])
 
     def _told(self, generation: Generation) -> dict[str, Any]:
         """Publish the report; return what a response says beside its text."""
@@ -216,7 +196,7 @@ class Call:
         }
         told: dict[str, Any] = {"raw": raw, "additional_kwargs": {REPORT: report}}
         if generation.logprobs is not None:
-            raw["logprobs"] = {"content": [_openai_logprob(one) for one in generation.logprobs]}
+            raw["logprobs"] = {"content": [one.to_openai() for one in generation.logprobs]}
             told["logprobs"] = [_logprobs(one) for one in generation.logprobs]
         return told
 
@@ -258,9 +238,3 @@ def _logprobs(token: TokenLogprob) -> list[LogProb]:
         LogProb(token=text, logprob=value, bytes=list(text.encode()))
         for text, value in [(token.token, token.logprob), *others]
     ]
-
-
-def _openai_logprob(token: TokenLogprob) -> dict[str, Any]:
-    """Return a token's log-probability in OpenAI's form."""
-    top = [{"token": text, "logprob": value} for _, text, value in token.top]
-    return {"token": token.token, "logprob": token.logprob, "top_logprobs": top}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
@@ -11,26 +10,18 @@ from llama_index.core.chat_engine.condense_plus_context import DEFAULT_CONTEXT_P
 from llama_index.core.chat_engine.context import DEFAULT_CONTEXT_TEMPLATE
 from llama_index.core.chat_engine.types import BaseChatEngine, ChatMode
 from llama_index.core.chat_engine.utils import get_prefix_messages_with_context
-from llama_index.core.embeddings.utils import EmbedType
 from llama_index.core.indices.base import BaseIndex
-from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
 from llama_index.core.response_synthesizers import CompactAndRefine
-from llama_index.core.schema import TransformComponent
-from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
-from cacheblend_rag import PassageOrder
 from llama_index.llms.cacheblend.chat_memory import CacheBlendChatMemory
 from llama_index.llms.cacheblend.indexing import (
-    Indexing,
-    Retrieving,
+    PassageOptions,
+    Passages,
     Source,
-    blending_llm,
     check_choice,
-    checked_source,
 )
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
-from llama_index.llms.cacheblend.precompute import Variant
 from llama_index.llms.cacheblend.prompt_helper import CacheBlendPromptHelper
 
 
@@ -40,16 +31,8 @@ def cacheblend_chat_engine(
     *,
     chat_mode: ChatMode | str = ChatMode.CONTEXT,
     memory: CacheBlendChatMemory | None = None,
-    transformations: Sequence[TransformComponent] | None = None,
-    embed_model: EmbedType | None = None,
-    vector_store: BasePydanticVectorStore | None = None,
-    similarity_top_k: int = 4,
     system_prompt: str | None = None,
-    node_postprocessors: Sequence[BaseNodePostprocessor] = (),
-    order: PassageOrder | str = PassageOrder.SCORE,
-    variants: tuple[Variant, ...] | None = None,
-    collection: str | None = None,
-    show_progress: bool = True,
+    **options: Unpack[PassageOptions],
 ) -> BaseChatEngine:
     """Return a chat engine that reuses the KV of retrieved chunks and of earlier turns.
 
@@ -62,38 +45,26 @@ def cacheblend_chat_engine(
         chat_mode: ``context``: each message is what is searched for; ``condense_plus_context``:
             the LLM first makes a question of it that stands alone.
         memory: of the conversation; by default a new one.
-        transformations: as for cacheblend_query_engine, and so are ``embed_model``,
-            ``vector_store``, ``variants``, ``collection`` and ``show_progress``.
-        embed_model: as there.
-        vector_store: as there.
-        similarity_top_k: how many nodes are retrieved.
-        system_prompt: what stands behind them in the system message.
-        node_postprocessors: run before the one that hints.
-        order: as in CacheBlendPostprocessor.
-        variants: as there.
-        collection: as there.
-        show_progress: as there.
+        system_prompt: what stands behind the passages in the system message.
+        **options: arguments of cacheblend_query_engine: ``transformations``, ``embed_model``,
+            ``vector_store``, ``similarity_top_k``, ``node_postprocessors``, ``order``,
+            ``variants``, ``collection``, ``show_progress``.
 
     Raises:
         ConfigError: before a model is loaded, for an argument of another kind.
     """
-    llm = blending_llm(llm)
-    source = checked_source(source)
+    passages = Passages.of(source, llm, options)
     check_choice("chat_mode", chat_mode, [mode.value for mode in MODES])
-    retrieving = Retrieving(llm, similarity_top_k, node_postprocessors, order)
-    indexing = Indexing(
-        llm, transformations, embed_model, vector_store, variants, collection, show_progress
-    )
     engine, template = MODES[ChatMode(chat_mode)]
-    head = None if isinstance(source, BaseIndex) else _whole(template, system_prompt)
-    index = indexing.index(source, head)
-    memory = CacheBlendChatMemory.from_defaults(llm) if memory is None else memory
+    head = None if isinstance(passages.source, BaseIndex) else _whole(template, system_prompt)
+    index = passages.indexing.index(passages.source, head)
+    memory = CacheBlendChatMemory.from_defaults(passages.llm) if memory is None else memory
     made: BaseChatEngine = engine.from_defaults(
-        retriever=retrieving.retriever(index),
-        llm=llm.in_conversation(memory.kv),
+        retriever=passages.retrieving.retriever(index),
+        llm=passages.llm.in_conversation(memory.kv),
         memory=memory,
         system_prompt=system_prompt,
-        node_postprocessors=retrieving.postprocessors(),
+        node_postprocessors=passages.retrieving.postprocessors(),
     )
     return made
 

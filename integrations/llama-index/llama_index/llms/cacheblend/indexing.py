@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from llama_index.core import Settings, StorageContext, VectorStoreIndex
 from llama_index.core.embeddings.utils import EmbedType, resolve_embed_model
@@ -17,7 +17,7 @@ from llama_index.core.schema import BaseNode, Document, TransformComponent
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
-from cacheblend_rag import ConfigError, PassageOrder
+from cacheblend_rag import Arguments, ConfigError, PassageOrder, names_of
 from llama_index.llms.cacheblend.documents import checked_nodes
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
 from llama_index.llms.cacheblend.precompute import CacheBlendPrecompute, Variant
@@ -114,6 +114,46 @@ class Indexing:
         if isinstance(source, BaseIndex):
             return None
         return resolve_embed_model(self.embed_model) if self.embed_model else Settings.embed_model
+
+
+class PassageOptions(TypedDict, total=False):
+    """Which passages are indexed, and which retrieved: arguments of cacheblend_query_engine."""
+
+    transformations: Sequence[TransformComponent] | None
+    embed_model: EmbedType | None
+    vector_store: BasePydanticVectorStore | None
+    similarity_top_k: int
+    node_postprocessors: Sequence[BaseNodePostprocessor]
+    order: PassageOrder | str
+    variants: tuple[Variant, ...] | None
+    collection: str | None
+    show_progress: bool
+
+
+OPTIONS = Arguments("argument", frozenset(PassageOptions.__annotations__))
+
+
+@dataclass(frozen=True)
+class Passages:
+    """Where an engine or a tool finds its passages."""
+
+    llm: CacheBlendLLM
+    source: Source
+    indexing: Indexing
+    retrieving: Retrieving
+
+    @classmethod
+    def of(cls, source: Source, llm: CacheBlendLLM | None, options: Mapping[str, Any]) -> Passages:
+        """Read the arguments; raises ConfigError for one that is unknown or of another kind.
+
+        llm: by default that of Settings. options: PassageOptions.
+        """
+        given = OPTIONS.read(options)
+        llm = blending_llm(llm)
+        retrieving = {name: given.pop(name) for name in names_of(Retrieving) if name in given}
+        return cls(
+            llm, checked_source(source), Indexing(llm, **given), Retrieving(llm, **retrieving)
+        )
 
 
 def checked_source(source: Any) -> Source:

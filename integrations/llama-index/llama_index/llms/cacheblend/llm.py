@@ -294,7 +294,7 @@ class CacheBlendLLM(EngineSettings, StructuredPredictor):
         if use.tools:
             if refusal := self._refuses_tools(engine):
                 raise ConfigError(f"tools: {refusal}")
-            prompt = ChatPrompt(cast("list[Any]", prompt), use.tools, use.choice)
+            prompt = ChatPrompt(cast("list[Any]", prompt), use.tools, use.choice, use.parallel)
         asks = bool(messages) and messages[-1].role is MessageRole.USER
         question = (messages[-1].content or "").strip() if asks else ""
         if self._conversation is None or not question:

@@ -1,0 +1,88 @@
+"""The form of answers that are a list of choices: chat completions, and completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from cacheblend_rag.api.answers import Asked, Piece, Pieces, usage
+from cacheblend_rag.api.errors import ApiError
+from cacheblend_rag.api.sources import extra_of
+from cacheblend_rag.api.wire import DONE, event
+from cacheblend_rag.engines.answer import Generation
+
+
+@dataclass(kw_only=True)
+class ChoicesForm(ABC):
+    """The form of one answer.
+
+    Args:
+        model: the model's name for clients.
+        n: choices for each prompt.
+        usage_in_stream: whether a stream ends with the usage.
+    """
+
+    kind: ClassVar[str]
+    """What ``object`` is in an answer."""
+    chunk_kind: ClassVar[str]
+    """And in a chunk of a stream."""
+    id_prefix: ClassVar[str]
+    prompt_field: ClassVar[str]
+
+    model: str
+    n: int
+    usage_in_stream: bool
+    id: str = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+
+    @abstractmethod
+    def choice(self, asked: Asked, index: int, answer: Generation) -> dict[str, Any]:
+        """Return a choice of a whole answer."""
+
+    @abstractmethod
+    def beginning(self, asked: Asked) -> list[bytes]:
+        """Return the events before any piece."""
+
+    @abstractmethod
+    def of_piece(self, asked: Asked, piece: Piece) -> list[bytes]:
+        """Return the events for a piece."""
+
+    def whole(self, asked: Asked, answers: Sequence[Generation]) -> dict[str, Any]:
+        """Return the body of an answer."""
+        return {
+            **self._head(self.kind),
+            "choices": [self.choice(asked, index, one) for index, one in enumerate(answers)],
+            "usage": usage(answers, self.n),
+            "cacheblend": extra_of(asked, answers),
+        }
+
+    async def events(self, asked: Asked, pieces: Pieces) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a streamed answer."""
+        for sent in self.beginning(asked):
+            yield sent
+        async for piece in pieces:
+            for sent in self.of_piece(asked, piece):
+                yield sent
+        if self.usage_in_stream:
+            counted = usage(pieces.in_order(), self.n)
+            yield event({**self._head(self.chunk_kind), "choices": [], "usage": counted})
+        yield DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the event for an error after the first one."""
+        return event(error.body()) + DONE
+
+    def chunk(self, choice: Mapping[str, Any], **extra: Any) -> bytes:
+        """Return the event with a choice's next part."""
+        told = {**self._head(self.chunk_kind), "choices": [choice], **extra}
+        return event({**told, "usage": None} if self.usage_in_stream else told)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
