@@ -5,7 +5,7 @@ PyTorch is not imported before a plan is made, so that the command line starts q
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ def option(
     """Return a dataclass field that is an option.
 
     Args:
-        default: the field's default.
+        default: the field's default; REQUIRED if there is none.
         help: the option's help text.
         flag: the option's name, ``--`` and the field's name by default. A field that is a tuple
             takes one value each time its option is given.
@@ -33,6 +33,10 @@ def option(
     return field(
         default=default, metadata={"help": help, "flag": flag, "least": least, "comma": comma}
     )
+
+
+REQUIRED: Any = MISSING
+"""The default of an option that must be given."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.bench.plan import ModelPlan, Plan, option
+from cacheblend_rag.bench.gpu.steps import STEP_NAMES
+from cacheblend_rag.bench.plan import REQUIRED, ModelPlan, Plan, option
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings import Precision
 from cacheblend_rag.settings.tier_url import TierUrl
 
 if TYPE_CHECKING:
+    from cacheblend_rag.bench.gpu.scene import Scene
     from cacheblend_rag.bench.vllm import VLLMSetting
     from cacheblend_rag.settings import BlendConfig
 
@@ -267,6 +269,35 @@ class StorePlan(Plan):
         super().__post_init__()
         for tier in self.tiers:
             check_tier(tier)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuPlan(Plan):
+    """Everything about a GPU that decides how much sooner blends are.
+
+    toy: tiny shapes in place of ``shape``, on the CPU too.
+    """
+
+    out: str = option(REQUIRED, "File that gets the result as JSON, anew after each step.")
+    shape: str = option("llama-3.1-8b", "As in `bench ttft`; smaller ones fit smaller GPUs.")
+    steps: tuple[str, ...] = option(
+        (), f"Run only this step: {', '.join(STEP_NAMES)}; repeatable.", flag="--step"
+    )
+    toy: bool = option(False, "Tiny shapes, without a GPU too: tries the command.", flag="--toy")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for step in self.steps:
+            if step not in STEP_NAMES:
+                raise ConfigError(f"step={step!r} must be one of {', '.join(STEP_NAMES)}")
+
+    def scene(self) -> Scene:
+        """Return what is measured on; raises ConfigError for an unknown shape."""
+        from cacheblend_rag.bench.gpu.scene import Dimensions, Scene
+        from cacheblend_rag.bench.shapes import TOY, named_shape
+
+        shape = TOY if self.toy else named_shape(self.shape)
+        return Scene(self.toy, Dimensions.of(shape))
 
 
 def check_tier(tier: str) -> None:

@@ -162,6 +162,9 @@ _SHAPES = (
 )
 SHAPES: Mapping[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
 
+TOY = ModelShape("toy", "llama", 4, 64, 4, 2, 128, 512, 2048, _default_rope(1e4))
+"""A shape of no published model, on which a benchmark itself is tested."""
+
 
 def named_shape(name: str) -> ModelShape:
     """Return the shape called ``name``; raises ConfigError, listing the known ones."""

@@ -12,12 +12,14 @@ from cacheblend_rag.bench.plans import (
     ENGINES,
     BatchPlan,
     ConversationPlan,
+    GpuPlan,
     SteadyPlan,
     StorePlan,
     ThroughputPlan,
     TtftPlan,
 )
 from cacheblend_rag.cli import output
+from cacheblend_rag.cli.gpu_tables import print_gpu
 from cacheblend_rag.cli.plan_command import facts, measured, plan_command
 from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.rag import checks
@@ -84,6 +86,27 @@ def _measure_batch(plan: BatchPlan, advance: Advance) -> dict[str, Any]:
     from cacheblend_rag.bench.batch import measure_batch
 
     return measure_batch(plan, advance)
+
+
+def _measure_gpu(plan: GpuPlan, advance: Advance) -> dict[str, Any]:
+    quiet_libraries()
+    from cacheblend_rag.bench.gpu.run import measure_gpu
+
+    is_terminal = output.side_console().is_terminal
+    return measure_gpu(plan, advance if is_terminal else _line_per_step())
+
+
+def _line_per_step() -> Advance:
+    """Return a function that prints each new step of a label such as ``1 of 3, facts: ...``."""
+    told: set[str] = set()
+
+    def advance(label: str) -> None:
+        step = label.partition(":")[0]
+        if step not in told:
+            told.add(step)
+            output.say(step)
+
+    return advance
 
 
 def _print_batch(found: dict[str, Any]) -> None:
@@ -260,4 +283,12 @@ _add(
     partial(measured, _measure_batch, _print_batch),
     "Loads from disk and requests per second of a batch, in groups that share chunks and first "
     "come, first served.",
+)
+_add(
+    "gpu",
+    GpuPlan,
+    partial(measured, _measure_gpu, print_gpu),
+    "What decides on a GPU how much sooner blends are, in steps of less than nine minutes in all."
+    "\n\nEach step runs in a process of its own, with its own limit; the file holds what was "
+    "measured so far.",
 )

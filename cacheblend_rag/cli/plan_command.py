@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import typer
@@ -66,6 +66,8 @@ def facts(title: str) -> Show:
 
 def _parameter(one: Field[Any], hint: Any) -> inspect.Parameter:
     meta, default = one.metadata, cast("Any", one.default)
+    if default is MISSING:
+        default = inspect.Parameter.empty
     flag = meta["flag"] or f"--{one.name.replace('_', '-')}"
     if meta["comma"]:
         hint, default = str, ",".join(map(str, default))

@@ -187,6 +187,17 @@ WRONG = {
     ("bench", "ttft", "--ratio", "2"): "recompute_ratio=2.0",
     ("bench", "ttft", "--chunks", "100"): "prompt_tokens=51232 must be below 8192",
     ("bench", "steady", "--held", "1"): "held=1.0 must be between 0 and 1",
+    ("bench", "gpu"): "missing option '--out'",
+    (
+        "bench",
+        "gpu",
+        "--out",
+        "{new}",
+        "--step",
+        "guess",
+    ): "step='guess' must be one of facts, link",
+    ("bench", "gpu", "--out", "{new}", "--shape", "tiny"): "shape='tiny' must be one of",
+    ("bench", "gpu", "--toy", "--out", "{nothing}/gpu.json"): "give a file in a folder that exists",
     # servers and stores
     ("serve", "demo", "--disk-gib", "1"): "give --kv-path too",
     ("serve", "demo", "--host-gib", "0"): "--host-gib 0",

@@ -1,0 +1,1 @@
+"""Benchmark of a GPU: each step measures one thing, in a process of its own."""

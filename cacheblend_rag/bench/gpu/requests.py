@@ -1,0 +1,170 @@
+"""An engine on random weights, and requests of which each has another length.
+
+A request that repeats an earlier one's shapes hides whatever is planned or compiled for each shape,
+so no two prompts here have equally many tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from statistics import median
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from cacheblend_rag.bench.gpu.scene import Row, Scene
+from cacheblend_rag.bench.gpu.timing import milliseconds
+from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, draw_chunks, draw_words
+from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.report import PREFILL_PHASES
+from cacheblend_rag.settings import BlendConfig, StoreConfig
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.prompt import BlendPrompt
+
+SEED = 7
+DOCUMENT = "bench"
+REAL_CHUNK, TOY_CHUNK = 512, 24
+SHORTEST_QUESTION = 33
+PLAIN = BlendConfig(
+    selector="hkvd", check_layers=(1,), min_tokens=0, reuse_prefix=False, cost_model=False
+)
+
+
+def _case(selector: str, ratio: float) -> BlendConfig:
+    return PLAIN.with_changes(selector=selector, recompute_ratio=ratio)
+
+
+CASES: Mapping[str, BlendConfig] = {
+    "hkvd 0.15": _case("hkvd", 0.15),
+    "hkvd 0.05": _case("hkvd", 0.05),
+    "before layer 0, 0.15": _case("random", 0.15),
+    "before layer 0, 0.05": _case("random", 0.05),
+    "question_mid 0.15": _case("question_mid", 0.15),
+    "reuse only, 0": _case("hkvd", 0.0),
+    "all tokens, 1": _case("hkvd", 1.0),
+}
+"""Blends that are measured. ``random`` stands for all selectors that choose before layer 0 at no
+cost: with random weights it does not matter which rows are chosen."""
+
+
+@dataclass
+class Requests:
+    """An engine whose store holds chunks in one tier, and the questions asked of it.
+
+    tier: the name that reports must give for every chunk.
+    """
+
+    scene: Scene
+    engine: TransformersEngine
+    chunks: list[Chunk]
+    tier: str
+    vocabulary: int
+    _random: random.Random = field(default_factory=lambda: random.Random(SEED))
+    _lengths: Iterator[int] = field(default_factory=lambda: count(SHORTEST_QUESTION))
+
+    def prompt(self, chunks: int) -> BlendPrompt:
+        """Return a prompt of so many chunks, of a length that no earlier one had."""
+        question = draw_words(self._random, next(self._lengths), self.vocabulary)
+        return BlendPrompt.of(*self._random.sample(self.chunks, chunks), question)
+
+    def ordinary(self, prompt: BlendPrompt) -> Generation:
+        """Return the first token by the model's own prefill."""
+        return self.engine.generate_full(prompt, ONE_TOKEN)
+
+    def blend(self, prompt: BlendPrompt, config: BlendConfig) -> Generation:
+        """Return the first token by a blend; raises CacheBlendError if it was none."""
+        done = self.engine.generate(prompt, ONE_TOKEN, config=config)
+        report = done.report
+        if not report.blended or any(chunk.tier != self.tier for chunk in report.chunks):
+            raise CacheBlendError(f"not blended from {self.tier}: {report.reason or 'a miss'}")
+        return done
+
+    def compared(self, chunks: int, config: BlendConfig, repeat: int) -> Row:
+        """Return medians of a blend and of ordinary prefill of the same prompts, in turn.
+
+        ``first_blend_ms`` is the warm-up's. ``runs``: tokens, ordinary and blend milliseconds of
+        each pair. The phases are those of the blend with the median time.
+        """
+        warm_up = self.prompt(chunks)
+        first = self.blend(warm_up, config)
+        self.ordinary(warm_up)
+        pairs = [self._pair(chunks, config, turn) for turn in range(repeat)]
+        ordinary = median(map(_seconds, (one for one, _ in pairs)))
+        blends = sorted((blend for _, blend in pairs), key=_seconds)
+        middle = blends[len(blends) // 2]
+        return {
+            "blend_ms": milliseconds(_seconds(middle)),
+            "ordinary_ms": milliseconds(ordinary),
+            "speedup": round(ordinary / _seconds(middle), 3),
+            "compute_share": round(middle.report.compute_share, 4),
+            "first_blend_ms": milliseconds(_seconds(first)),
+            **_phases(middle),
+            "runs": [
+                [one.prompt_tokens, milliseconds(_seconds(one)), milliseconds(_seconds(blend))]
+                for one, blend in pairs
+            ],
+        }
+
+    def _pair(self, chunks: int, config: BlendConfig, turn: int) -> tuple[Generation, Generation]:
+        """Return one prompt's answers by ordinary prefill and by a blend, which begins in turn."""
+        prompt = self.prompt(chunks)
+        if turn % 2:
+            blend = self.blend(prompt, config)
+            return self.ordinary(prompt), blend
+        ordinary = self.ordinary(prompt)
+        return ordinary, self.blend(prompt, config)
+
+
+def _seconds(done: Generation) -> float:
+    return done.report.seconds.time_to_first_token
+
+
+def _phases(done: Generation) -> dict[str, Any]:
+    seconds = done.report.seconds
+    names = (*PREFILL_PHASES, "load_hidden")
+    return {f"{name}_ms": milliseconds(getattr(seconds, name)) for name in names}
+
+
+def chunk_tokens(scene: Scene) -> int:
+    """Return how many tokens each chunk has."""
+    return scene.pick(REAL_CHUNK, TOY_CHUNK)
+
+
+def build_model(scene: Scene) -> PreTrainedModel:
+    """Return the whole model with random weights, on the device."""
+    return scene.shape().build_model(dtype=scene.dtype, device=scene.device)
+
+
+@contextmanager
+def open_requests(
+    scene: Scene, model: PreTrainedModel, url: str, tier: str, chunks: int
+) -> Iterator[Requests]:
+    """Yield an engine whose store has stored so many chunks in one tier.
+
+    url: of the tier. tier: its name.
+    """
+    shape = scene.shape()
+    drawn = draw_chunks(
+        random.Random(SEED),
+        chunks,
+        chunk_tokens(scene),
+        shape.vocabulary,
+        selector=PLAIN.selector,
+        name=DOCUMENT,
+    )
+    config = StoreConfig(tiers=(url,))
+    with TieredKVStore.of(config, device=scene.device) as store:
+        engine = TransformersEngine(
+            model, tokenizer=shape.build_tokenizer(), lead_in=LEAD_IN, store=store
+        )
+        if engine.blend_refusal is not None:
+            raise CacheBlendError(f"the model cannot be blended: {engine.blend_refusal}")
+        engine.precompute(drawn, progress=False)
+        yield Requests(scene, engine, drawn, tier, shape.vocabulary)
