@@ -4,23 +4,59 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
+
+from cacheblend_rag.engines.deferred_import import (
+    deferred,
+    distributions_looked_up,
+    dynamo_deferred,
+)
+
+UNUSED = ("sklearn", "scipy")
+"""If they are installed, transformers imports them for a decoding method and a loss."""
+DEFERRED = frozenset(
+    {
+        # for tensor parallelism and FSDP; these import SymPy
+        "torch.distributed._composable.fsdp",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "transformers.distributed.sharding_utils",
+        "transformers.distributed.tensor_parallel",
+        # for masks that are compiled
+        "torch._dynamo",
+    }
+)
+"""What transformers imports by itself that one process, without compiling, does not use."""
 
 
 def quiet_libraries() -> None:
     """Import transformers, and keep its progress bars and advice off the terminal.
 
-    If they are installed, transformers imports scikit-learn for a decoding method and SciPy for a
-    loss, which are not used here and take a second.
+    What it imports for other purposes than ours is left out, or imported when it is used: that is
+    more than half of the time.
     """
-    with _left_out("sklearn"), _left_out("scipy"):
-        from transformers import AutoModelForCausalLM  # noqa: F401 (imports what generates)
+    with ExitStack() as stack:
+        if "transformers" not in sys.modules:
+            for module in UNUSED:
+                stack.enter_context(_left_out(module))
+            stack.enter_context(distributions_looked_up())
+            stack.enter_context(without_unused())
+        # These import what generates, and what every model does
+        from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: F401
         from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+@contextmanager
+def without_unused() -> Iterator[None]:
+    """Let transformers not import what one process does not use, while it is imported or loads."""
+    with dynamo_deferred(), deferred("transformers", DEFERRED, PREPARED):
+        yield
 
 
 @contextmanager
@@ -34,3 +70,28 @@ def _left_out(module: str) -> Iterator[None]:
         yield
     finally:
         del sys.modules[module]
+
+
+def _read_once(import_utils: Any) -> None:
+    """Let transformers read the sources of its models once, and only the ends of files.
+
+    It looks for the names that each exports, twice: they exceed its cache.
+    """
+    read = getattr(import_utils, "create_import_structure_from_path", None)
+    uncached, exported = (
+        getattr(read, "__wrapped__", None),
+        getattr(import_utils, "fetch__all__", None),
+    )
+    if uncached is None or exported is None:  # another release, or done already
+        return
+    kept = cache(uncached)
+
+    def names(source: str) -> Any:
+        # Names are taken from the last assignment that begins a line.
+        return exported(source[max(0, source.rfind("\n__all__") + 1) :])
+
+    import_utils.create_import_structure_from_path = lambda path: kept(str(path))
+    import_utils.fetch__all__ = names
+
+
+PREPARED = {"transformers.utils.import_utils": _read_once}
