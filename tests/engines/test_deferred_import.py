@@ -14,7 +14,7 @@ from cacheblend_rag.engines.deferred_import import PackageDistributions, deferre
 
 IMPORTER = "from deferral_heavy import Kind, make\nfrom deferral_heavy.below import Other\n"
 HEAVY = "class Kind: pass\ndef make(value): return ('made', value)\n"
-UNNEEDED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy")
+UNNEEDED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
 
 
 def printed(code: str, *arguments: str) -> str:
