@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -40,6 +41,7 @@ def quiet_libraries() -> None:
     """
     with ExitStack() as stack:
         if "transformers" not in sys.modules:
+            stack.enter_context(_nothing_collected())
             for module in UNUSED:
                 stack.enter_context(_left_out(module))
             stack.enter_context(distributions_looked_up())
@@ -57,6 +59,19 @@ def without_unused() -> Iterator[None]:
     """Let transformers not import what one process does not use, while it is imported or loads."""
     with dynamo_deferred(), deferred("transformers", DEFERRED, PREPARED):
         yield
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Search for no garbage meanwhile, nor later among what is imported, which stays anyway."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from cacheblend_rag.report import BlendReport, PhaseSeconds
 
 UNNEEDED = (
     "torch._dynamo", "torch._inductor", "torch.onnx", "torch.distributed.tensor",
-    "torch.distributed.fsdp", "sklearn", "scipy", "sentence_transformers", "llama_index", "vllm",
+    "torch.distributed.fsdp", "sklearn", "scipy",
+    "sentence_transformers", "llama_index", "vllm",
     "cacheblend_rag.cli.bench", "cacheblend_rag.cli.serve",
 )  # fmt: skip
 

@@ -105,6 +105,8 @@ print([name for name in {UNNEEDED} if name in sys.modules])
 import torch
 disabled = torch.compiler.disable(len)
 assert "torch._dynamo" in sys.modules and disabled("abc") == 3
+import gc
+assert gc.isenabled()
 from transformers.distributed import tensor_parallel
 assert tensor_parallel.DTensor.__module__ == "torch.distributed.tensor"
 """
