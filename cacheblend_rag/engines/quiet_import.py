@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from threading import Lock
 from types import ModuleType
 from typing import Any, cast
 
@@ -32,6 +33,9 @@ DEFERRED = frozenset(
 )
 """What transformers imports by itself that one process, without compiling, does not use."""
 
+_lock, _deferral = Lock(), ExitStack()
+_entered: list[bool] = []
+
 
 def quiet_libraries() -> None:
     """Import transformers, and keep its progress bars and advice off the terminal.
@@ -56,9 +60,22 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def without_unused() -> Iterator[None]:
-    """Let transformers not import what one process does not use, while it is imported or loads."""
-    with dynamo_deferred(), deferred("transformers", DEFERRED, PREPARED):
+    """Let transformers not import what one process does not use, while it is imported or loads.
+
+    Threads may be in it at the same time: it ends when the last one leaves.
+    """
+    with _lock:
+        if not _entered:
+            _deferral.enter_context(dynamo_deferred())
+            _deferral.enter_context(deferred("transformers", DEFERRED, PREPARED))
+        _entered.append(True)
+    try:
         yield
+    finally:
+        with _lock:
+            _entered.pop()
+            if not _entered:
+                _deferral.close()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.engines.deferred_import import PackageDistributions, deferred
+from cacheblend_rag.engines.quiet_import import without_unused
 
 IMPORTER = "from deferral_heavy import Kind, make\nfrom deferral_heavy.below import Other\n"
 HEAVY = "class Kind: pass\ndef make(value): return ('made', value)\n"
@@ -74,6 +75,20 @@ def test_names_are_real_again_afterwards(library):
     with deferred("deferral_library", {"deferral_heavy"}, {}):
         assert __import__ is not own
     assert __import__ is own
+
+
+def test_threads_may_load_models_at_the_same_time():
+    import torch
+
+    own = __import__, torch.compiler.disable
+    with without_unused():
+        first, second = without_unused(), without_unused()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert __import__ is not own[0]
+        second.__exit__(None, None, None)
+    assert (__import__, torch.compiler.disable) == own
 
 
 def test_a_package_is_found_by_its_own_name_without_listing_files():
