@@ -2,8 +2,8 @@
 
 The names below are the public interface; anything else may change without notice. The last of them
 are for components of other frameworks, such as those of ``integrations/``, which take options and
-open an engine by them. Names that need PyTorch or pydantic are imported on first use, so that
-importing the package stays quick.
+open an engine by them. Names that need other packages, such as PyTorch or NumPy, are imported on
+first use, so that importing the package stays quick.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from cacheblend_rag.errors import (
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.settings.options import Arguments, names_of
 from cacheblend_rag.text.chunk import BOUNDARY_KEY, Chunk, Document, read_boundary, read_hints
-from cacheblend_rag.text.prompt import BlendPrompt, Segment
-from cacheblend_rag.text.registry import ChunkRegistry
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.after_answer import RequestWatcher
@@ -76,6 +74,8 @@ if TYPE_CHECKING:
         StoreConfig,
     )
     from cacheblend_rag.text.chat import ChatPrompt
+    from cacheblend_rag.text.prompt import BlendPrompt, Segment
+    from cacheblend_rag.text.registry import ChunkRegistry
     from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
     from cacheblend_rag.text.tools import ToolCall
 
@@ -84,10 +84,12 @@ __version__ = "0.1.0"
 _LAZY = {
     "BlendConfig": "cacheblend_rag.settings.request",
     "BlendOption": "cacheblend_rag.engines.component",
+    "BlendPrompt": "cacheblend_rag.text.prompt",
     "BlendReport": "cacheblend_rag.report",
     "ChatPrompt": "cacheblend_rag.text.chat",
     "CheckedOptions": "cacheblend_rag.engines.component",
     "ChunkKV": "cacheblend_rag.kv",
+    "ChunkRegistry": "cacheblend_rag.text.registry",
     "ChunkReport": "cacheblend_rag.report",
     "Conversation": "cacheblend_rag.rag.conversation",
     "ConversationKV": "cacheblend_rag.prefill.conversation_kv",
@@ -122,6 +124,7 @@ _LAZY = {
     "TieredKVStore": "cacheblend_rag.kv",
     "TokenLogprob": "cacheblend_rag.engines.answer",
     "ToolCall": "cacheblend_rag.text.tools",
+    "Segment": "cacheblend_rag.text.prompt",
     "SettingChange": "cacheblend_rag.observe.doctor.finding",
     "SharedChunkRegistry": "cacheblend_rag.text.sqlite_registry",
     "TransformersEngine": "cacheblend_rag.engines.transformers",

@@ -13,22 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from cacheblend_rag.cli import output
-from cacheblend_rag.cli.analyze import analyze_command
-from cacheblend_rag.cli.ask import ask_command
-from cacheblend_rag.cli.bench import bench_app
-from cacheblend_rag.cli.chat import chat_command
-from cacheblend_rag.cli.demo import demo_command
-from cacheblend_rag.cli.doctor import doctor_command
-from cacheblend_rag.cli.eval import evaluate_command
-from cacheblend_rag.cli.explain import explain_command
-from cacheblend_rag.cli.index import index_command
-from cacheblend_rag.cli.models import models_app
-from cacheblend_rag.cli.serve import PASS_ON, serve_command
-from cacheblend_rag.cli.settings import settings_command
-from cacheblend_rag.cli.store import store_app
-from cacheblend_rag.cli.tenant import tenant_command
-from cacheblend_rag.cli.tune import tune_command
-from cacheblend_rag.cli.verify import verify_command
+from cacheblend_rag.cli.commands import Commands
 from cacheblend_rag.errors import CacheBlendError
 
 FAILURE = 2
@@ -41,6 +26,10 @@ _HELP_INSTEAD = "NoArgsIsHelpError"
 
 class _Commands(TyperGroup):
     """Prints usage errors and this package's errors as one line, with exit code 2."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = Commands()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with errors_in_one_line():
@@ -81,22 +70,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo_command)
-app.command("index")(index_command)
-app.command("ask")(ask_command)
-app.command("chat")(chat_command)
-app.command("explain")(explain_command)
-app.command("analyze")(analyze_command)
-app.command("eval")(evaluate_command)
-app.command("tune")(tune_command)
-app.command("verify")(verify_command)
-app.command("serve", context_settings=PASS_ON)(serve_command)
-app.command("tenant")(tenant_command)
-app.command("doctor")(doctor_command)
-app.command("settings")(settings_command)
-app.add_typer(bench_app, name="bench")
-app.add_typer(store_app, name="store")
-app.add_typer(models_app, name="models")
 
 
 def _print_version(wanted: bool) -> None:

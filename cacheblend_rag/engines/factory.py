@@ -12,12 +12,11 @@ from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.settings import AUTO, EMBEDDED, VLLM
 from cacheblend_rag.settings.secret import Secret
-from cacheblend_rag.text.registry import ChunkRegistry
-from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.settings import BlendConfig, EngineConfig
+    from cacheblend_rag.text.registry import ChunkRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +165,9 @@ def open_registry(kv_path: Path | None, namespace: str, *, read_only: bool) -> C
     It is in memory without a ``kv_path``, and an empty one where nothing may be written and nothing
     is there.
     """
+    from cacheblend_rag.text.registry import ChunkRegistry
+    from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
+
     if kv_path is None:
         return ChunkRegistry()
     from cacheblend_rag.kv.chunk_kv import namespace_id

@@ -11,11 +11,12 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -63,6 +64,8 @@ def bootstrap_interval(
         raise ValueError("scores=[] must hold at least one score")
     if not 0 < level < 1:
         raise ValueError(f"level={level!r} must be above 0 and below 1")
+    import numpy as np
+
     values = np.asarray(scores, dtype=np.float64)
     rng = np.random.default_rng(seed)
     means = [rng.choice(values, values.size).mean() for _ in range(resamples)]
@@ -125,17 +128,23 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
 def _paired(first: Sequence[float], second: Sequence[float]) -> np.ndarray:
     if not len(first) or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} values must be as many, at least one")
+    import numpy as np
+
     return np.stack([np.asarray(first, np.float64), np.asarray(second, np.float64)], axis=1)
 
 
 def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     """Return the means of prompts drawn with replacement, (resamples, columns)."""
+    import numpy as np
+
     rng = np.random.default_rng(seed)
     count = len(values)
     return np.stack([values[rng.integers(count, size=count)].mean(0) for _ in range(resamples)])
 
 
 def _quantiles(means: np.ndarray, level: float) -> tuple[float, float]:
+    import numpy as np
+
     if not 0 < level < 1:
         raise ValueError(f"level={level!r} must be above 0 and below 1")
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])

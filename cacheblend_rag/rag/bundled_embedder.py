@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import normalize
 
+from cacheblend_rag.engines.quiet_import import without_unused
+
 MAX_TOKENS = 256
 BATCH_TEXTS = 32
 
@@ -27,7 +29,8 @@ class BundledEmbedder:
         from transformers import AutoModel, AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        with without_unused():
+            self._model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
 from filelock import FileLock, Timeout
 
 from cacheblend_rag.errors import CacheBlendError, ConfigError, StoreError
@@ -35,6 +34,7 @@ APPLICATION_ID = 0x63627261
 VERSION = 1
 WAIT_SECONDS = 60.0
 VECTOR_TYPE = "<f4"
+VECTOR_ITEM_BYTES = 4
 TABLES = """
 CREATE TABLE settings (body TEXT NOT NULL);
 CREATE TABLE documents (
@@ -249,6 +249,8 @@ class Collection:
         if not vectors:
             raise StoreError(f"{self.folder} holds no documents: add some with `index`")
         documents = tuple(Document(source, tuple(found)) for source, found in texts.items())
+        import numpy as np
+
         matrix = np.frombuffer(b"".join(vectors), VECTOR_TYPE).reshape(len(vectors), -1)
         if not np.isfinite(matrix).all():
             raise _damaged(self.folder / FILE_NAME, "a vector holds no numbers")
@@ -268,7 +270,7 @@ class Collection:
 
     def _check_size(self, vectors: Vectors) -> None:
         found = self._file.execute("SELECT LENGTH(vector) FROM chunks LIMIT 1").fetchone()
-        size = vectors.shape[1] * np.dtype(VECTOR_TYPE).itemsize
+        size = vectors.shape[1] * VECTOR_ITEM_BYTES
         if found is not None and found[0] != size:
             raise ConfigError(
                 f"embedding model {self.settings.embedding_model!r} is not the one that "
@@ -392,5 +394,5 @@ def _is_chunk(source: object, text: object, vector: object) -> bool:
         and bool(text.strip())
         and isinstance(vector, bytes)
         and len(vector) > 0
-        and len(vector) % np.dtype(VECTOR_TYPE).itemsize == 0
+        and len(vector) % VECTOR_ITEM_BYTES == 0
     )

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from cacheblend_rag.settings import StoreConfig
 
 CHUNK_SIZE = 256
+TESTS_NAME = "tests.json"
+"""The record that a collection's model passed its tests."""
 
 
 def _store() -> StoreConfig:
@@ -137,16 +139,20 @@ def _open(folder: Path, settings: CollectionSettings, placement: Placement) -> E
     from cacheblend_rag.settings import EngineConfig, Profile
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    return open_engine(
-        EngineConfig(
-            engine=settings.engine,
-            model=settings.model,
-            instruction=settings.lead_in,
-            namespace=settings.namespace,
-            store=placement.store.with_changes(kv_path=folder / KV_NAME),
-            fill_on_miss=placement.fill_on_miss,
-            profile=Profile.chosen(placement.profile),
-            device=placement.device,
-            dtype=settings.dtype or None,
-        )
+    config = EngineConfig(
+        engine=settings.engine,
+        model=settings.model,
+        instruction=settings.lead_in,
+        namespace=settings.namespace,
+        store=placement.store.with_changes(kv_path=folder / KV_NAME),
+        fill_on_miss=placement.fill_on_miss,
+        profile=Profile.chosen(placement.profile),
+        device=placement.device,
+        dtype=settings.dtype or None,
     )
+    if settings.engine != EMBEDDED:
+        return open_engine(config)
+    from cacheblend_rag.engines.transformers.passed_tests import recorded_in
+
+    with recorded_in(folder / TESTS_NAME):
+        return open_engine(config)

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
 from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models import knows_only_the_demo
@@ -318,6 +316,8 @@ class Indexing:
         else:
             models.engine.evict_document(document.document_id, document.collection, kept=chunks)
         task.end()
+        import numpy as np
+
         return np.concatenate(vectors), unfinished
 
     def _ready(self) -> tuple[Collection, _Models]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from cacheblend_rag.text.chat import begins_as_rendered
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.instructed import SEPARATOR, InstructedChat
 from cacheblend_rag.text.prompt import BlendPrompt
-from cacheblend_rag.text.registry import ChunkRegistry
+
+if TYPE_CHECKING:
+    from cacheblend_rag.text.registry import ChunkRegistry
 
 INSTRUCTION = (
     "Answer the question from the passages below. Use nothing else. If they do not hold the "

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cacheblend_rag.errors import MissingExtraError, ModelLoadError
 from cacheblend_rag.text.chunk import Document
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 BUNDLED = "bundled"
 
-Vectors = NDArray[np.float32]
+Vectors: TypeAlias = "NDArray[np.float32]"
 
 
 class Embedder:
@@ -90,6 +91,8 @@ def _bundled(extra: str) -> Callable[[Sequence[str]], Vectors]:
 
 
 def _sentence_transformer(name: str, extra: str) -> Callable[[Sequence[str]], Vectors]:
+    import numpy as np
+
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:

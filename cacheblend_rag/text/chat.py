@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.tool_turns import (
@@ -93,6 +91,8 @@ def render_chat(
     Results of tools stand in it word for word. A template that takes no tools, or refuses, drops or
     repeats what they were asked and what they said, gets all this as plain text (see ``turns``).
     """
+    from jinja2 import TemplateError
+
     plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages)]
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError(

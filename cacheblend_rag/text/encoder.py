@@ -17,14 +17,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise
-from typing import Any, Literal, Protocol
-
-import numpy as np
-from jinja2 import TemplateError
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.text.runs import Ids, Run, find_run
 from cacheblend_rag.text.special_tokens import Markers, special_tokens
+
+if TYPE_CHECKING:
+    from cacheblend_rag.text.runs import Ids, Run
 
 TokenIds = tuple[int, ...]
 RoleMarkers = Literal["special tokens", "text", "none"]
@@ -127,6 +126,8 @@ class PromptEncoder:
 
         If the markers are plain text, a passage can imitate them: no tokenizer can tell them apart.
         """
+        from jinja2 import TemplateError
+
         turns = [("user", "alpha"), ("assistant", "beta"), ("user", "gamma")]
         messages = [{"role": role, "content": content} for role, content in turns]
         try:
@@ -287,6 +288,10 @@ def _placed(
     parts: Sequence[tuple[str, bool]], alone: Sequence[TokenIds], ids: TokenIds, start: int
 ) -> tuple[EncodedChunk | None, ...]:
     """Find each chunk's run among a prompt's tokens; start: where its text begins."""
+    import numpy as np
+
+    from cacheblend_rag.text.runs import find_run
+
     tokens: Ids = np.asarray(ids, dtype=np.int64)
     near, after = start, start
     found: list[EncodedChunk | None] = []

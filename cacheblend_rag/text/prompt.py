@@ -9,14 +9,17 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text.chat import ChatPrompt, render_chat
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import PromptEncoder, Tokenizer
-from cacheblend_rag.text.registry import ChunkRegistry
-from cacheblend_rag.text.runs import Run
 from cacheblend_rag.text.tools import Message
+
+if TYPE_CHECKING:
+    from cacheblend_rag.text.registry import ChunkRegistry
+    from cacheblend_rag.text.runs import Run
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -121,6 +122,24 @@ def test_requests_after_a_start(bench):
     outcome = bench("warm_start", "--engine", "other")
     assert outcome.code == 2
     assert "engine='other' must be transformers or vllm" in outcome.stderr
+
+
+def test_seconds_from_a_command_to_its_first_token(bench, monkeypatch, tmp_path):
+    from tests.benchmarks import start
+
+    monkeypatch.setattr(start, "TEXTS", 1)
+    root = Path(__file__).parents[2]
+    given = ("start", "--model", "demo", "--repeat", 1, "--against", root)
+    found = bench(*given, "--json").json
+    for what in ("import", "demo"):
+        for unit in ("seconds", "processor seconds"):
+            assert found[f"{what} here {unit}"] > 0
+            ratio = found[f"{what} against {unit}"] / found[f"{what} here {unit}"]
+            assert found[f"{what} {unit} over ours"] == pytest.approx(ratio)
+
+    for wrong, said in ((("--model", "other"), "model='other'"), (("--against", tmp_path), "root")):
+        outcome = bench("start", *wrong)
+        assert (outcome.code, said in outcome.stderr) == (2, True)
 
 
 FEW = ("--chunks", 60, "--room", 0.3, "--requests", 120, "--drawn", 3, "--chunk-tokens", 12)

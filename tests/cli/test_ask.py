@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +15,13 @@ from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
 from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, PhaseSeconds
+
+UNNEEDED = (
+    "torch._dynamo", "torch._inductor", "torch.onnx", "torch.distributed.tensor",
+    "torch.distributed.fsdp", "sklearn", "scipy",
+    "sentence_transformers", "llama_index", "vllm",
+    "cacheblend_rag.cli.bench", "cacheblend_rag.cli.serve",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -48,6 +57,20 @@ def test_questions_are_answered_from_reused_passages(ask, indexed):
             source["source"] for source in found["sources"]
         ]
     assert right >= 3
+
+
+def test_what_an_answer_does_not_need_is_not_imported(indexed):
+    code = f"""
+import atexit, sys
+from cacheblend_rag.cli.main import app
+atexit.register(lambda: print([name for name in {UNNEEDED} if name in sys.modules], flush=True))
+app()
+"""
+    command = [sys.executable, "-c", code, "ask", indexed[1][0].question]
+    command += ["--from", str(indexed[0]), "--max-tokens", "1"]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert "blended" in found.stdout
+    assert found.stdout.endswith("\n[]\n")
 
 
 def test_the_answer_sources_and_report_are_printed(ask, indexed):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend_rag.cli.commands import PLACES
+
 
 def test_version(cli):
     outcome = cli("--version")
@@ -32,13 +34,43 @@ def test_settings_are_told_as_a_page_and_as_a_schema(cli):
     assert "StoreConfig" in cli("settings", "--json").json["$defs"]
 
 
-def test_help_loads_no_model_library():
+HEAVY = ("torch", "transformers", "tokenizers", "numpy", "jinja2", "faiss", "sklearn")
+
+
+def imported(program: str, *arguments: str) -> list[str]:
+    """Run a program in a new process; returns those of HEAVY that it has imported at its end."""
     code = (
-        "import sys; from cacheblend_rag.cli.main import app; "
-        "print(sorted({'torch', 'transformers', 'faiss'} & set(sys.modules)))"
+        "import atexit, os, sys\n"
+        "told = os.fdopen(os.dup(1), 'w')\n"
+        "os.dup2(2, 1)\n"
+        f"heavy = {HEAVY}\n"
+        "atexit.register(lambda: print(*set(heavy) & set(sys.modules), file=told, flush=True))\n"
+        f"{program}"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_the_package_is_imported_without_other_heavy_ones():
+    assert imported("import cacheblend_rag") == []
+    assert imported("import cacheblend_rag; cacheblend_rag.ChunkRegistry") == ["numpy"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--help",), ("--version",), ("settings",), *((name, "--help") for name in PLACES)],
+    ids=" ".join,
+)
+def test_help_loads_no_model_library(arguments):
+    assert imported("from cacheblend_rag.cli.main import app; app()", *arguments) == []
+
+
+def test_a_command_imports_no_other_one():
+    code = "import sys; from cacheblend_rag.cli.main import app; app(standalone_mode=False)"
+    code += "; assert 'cacheblend_rag.cli.ask' in sys.modules"
+    code += "; assert 'cacheblend_rag.cli.bench' not in sys.modules"
+    assert imported(code, "ask", "--help") == []
 
 
 @pytest.mark.parametrize(
