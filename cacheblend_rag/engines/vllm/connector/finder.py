@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from random import shuffle
 from threading import Event, Lock, Thread
 
 import numpy as np
@@ -26,7 +27,6 @@ from cacheblend_rag.engines.vllm.connector.stored_tokens import (
     id_of,
 )
 from cacheblend_rag.engines.vllm.connector.token_file import TokenFile
-from cacheblend_rag.engines.vllm.connector.token_stream import RedisTokens
 from cacheblend_rag.engines.vllm.protocol import BlendJob, PrecomputeResult, SentChunk, SentLeadIn
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import namespace_id
@@ -121,8 +121,8 @@ class Finder:
     """Knows the tokens of stored chunks, by namespace.
 
     Args:
-        place: the file that keeps them, the tier in Redis that does and shares them with other
-            machines, or None to keep them in this process' memory.
+        place: the file that keeps them, the tier (Redis or an object store) that does and shares
+            them with other machines, or None to keep them in this process' memory.
         model: returns a hash of what the KV depends on, and may take a while: it is called on the
             finder's thread. Chunks of other models are left out.
         read_only: whether the file or the tier is only read.
@@ -257,7 +257,7 @@ class Finder:
     def _opened(self, place: Path | TierUrl, model: str) -> TokenLog:
         if isinstance(place, Path):
             return TokenFile(place, model, read_only=self._read_only)
-        return SharedLog(RedisTokens(place, model), place.name, read_only=self._read_only)
+        return SharedLog.of(place, model, read_only=self._read_only)
 
     def _give_up(self, error: Exception) -> bool:
         """Go on in memory if the file cannot be used; returns whether it was only busy."""
@@ -298,6 +298,7 @@ class Finder:
         for known in list(self._known.values()):
             with self._lock:
                 variants = [one for several in known.variants.values() for one in several]
+            shuffle(variants)  # other replicas may be adding the same ones
             for first in range(0, len(variants), MANY):
                 several = variants[first : first + MANY]
                 tokens = [known.index.tokens(one.name.chunk_id) for one in several]
