@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
@@ -136,7 +137,7 @@ class Finder:
         read_only: bool = False,
     ) -> None:
         self._place, self._model, self._read_only = place, model, read_only
-        self._known: dict[str, _Known] = {}
+        self._known: defaultdict[str, _Known] = defaultdict(_Known)
         self._rows: dict[Row, Name] = {}
         self._leads: dict[SentLeadIn, SentLeadIn] = {}
         self._generations = count(1)
@@ -353,7 +354,7 @@ class Finder:
         """Add chunks of the log; many at once are many times faster than one by one."""
         if len(rows) >= MANY:
             for namespace in {one.name.namespace for _, one in rows}:
-                known = self._known.setdefault(namespace, _Known())
+                known = self._known[namespace]
                 known.index.add_many(
                     (one.tokens, one.name.chunk_id)
                     for _, one in rows
@@ -364,7 +365,7 @@ class Finder:
 
     def _add(self, stored: StoredTokens, row: Row | None, *, anew: bool = True) -> None:
         name = stored.name
-        known = self._known.setdefault(name.namespace, _Known())
+        known = self._known[name.namespace]
         if name.chunk_id not in known.index:
             known.index.add(stored.tokens, name.chunk_id)
         with self._lock:
