@@ -54,6 +54,14 @@ def test_token_index(bench):
     assert "while adding" in bench(*given).stdout
 
 
+def test_shared_tokens(bench):
+    given = ("shared_tokens", "--chunks", 30, "--chunk-tokens", 200)
+    found = bench(*given, "--json").json
+    assert found["objects"] == 1
+    assert 1 < found["bytes_per_token"] < 3
+    assert "tokens in an object store" in bench(*given).stdout
+
+
 def test_token_edges(bench):
     given = ("token_edges", "--model", "demo", "--tokens", 100, "--passages", 8)
     rows = bench(*given, "--json").json["rows"]

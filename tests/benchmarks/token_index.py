@@ -90,7 +90,7 @@ def measure_token_index(plan: TokenIndexPlan, advance: Advance = lambda _: None)
     }
 
 
-def _drawn(draw: np.random.Generator, *shape: int) -> NDArray[np.uint32]:
+def drawn(draw: np.random.Generator, *shape: int) -> NDArray[np.uint32]:
     """Return tokens whose frequency falls with their rank, as that of words does."""
     return ((draw.zipf(1.3, shape) - 1) % VOCABULARY).astype(np.uint32)
 
@@ -99,9 +99,9 @@ def _save(database: sqlite3.Connection, plan: TokenIndexPlan) -> None:
     """Write chunks' tokens to a database."""
     database.execute("CREATE TABLE chunks (name INTEGER PRIMARY KEY, tokens BLOB)")
     draw = np.random.default_rng(SEED)
-    shared = _drawn(draw, SHARED_TOKENS)
+    shared = drawn(draw, SHARED_TOKENS)
     for name in range(plan.chunks):
-        tokens = _drawn(draw, plan.chunk_tokens)
+        tokens = drawn(draw, plan.chunk_tokens)
         if name % SHARED_EVERY == 0:
             tokens[:SHARED_TOKENS] = shared
         if name % REPEATED_EVERY == 0:
@@ -125,9 +125,9 @@ def _prompts(plan: TokenIndexPlan, database: sqlite3.Connection) -> Prompts:
     in_one = len(range(0, plan.chunk_tokens - 40, STRIDE))
     slices = [one[at : at + 33] for one in few for at in range(0, 200 - 33, STRIDE)]
     random.Random(SEED).shuffle(slices)
-    gap = _drawn(draw, 20).tolist()
+    gap = drawn(draw, 20).tolist()
     held = [[*_read(database, name), *gap] for name in own[:: len(own) // 20 + 1]]
-    plain: list[int] = _drawn(draw, LONG).tolist()
+    plain: list[int] = drawn(draw, LONG).tolist()
     kinds = {
         "one token": [[7]],
         "anchors of one chunk": windows[:in_one],
@@ -188,7 +188,7 @@ def _while_adding(
 
     def add() -> None:
         for name in range(plan.chunks, plan.chunks + min(plan.chunks, 2000)):
-            new = _drawn(draw, plan.chunk_tokens).tolist()
+            new = drawn(draw, plan.chunk_tokens).tolist()
             started = perf_counter()
             index.add(new, name)
             adding.append(perf_counter() - started)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.engines.deferred_import import PackageDistributions, deferred
+from cacheblend_rag.engines import quiet_import
 from cacheblend_rag.engines.quiet_import import without_unused
 
 IMPORTER = "from deferral_heavy import Kind, make\nfrom deferral_heavy.below import Other\n"
@@ -77,8 +78,10 @@ def test_names_are_real_again_afterwards(library):
     assert __import__ is own
 
 
-def test_threads_may_load_models_at_the_same_time():
+def test_threads_may_load_models_at_the_same_time(monkeypatch):
     import torch
+
+    monkeypatch.setattr(quiet_import, "_is_own_command", True)
 
     own = __import__, torch.compiler.disable
     with without_unused():
@@ -89,6 +92,12 @@ def test_threads_may_load_models_at_the_same_time():
         assert __import__ is not own[0]
         second.__exit__(None, None, None)
     assert (__import__, torch.compiler.disable) == own
+
+
+def test_a_program_that_uses_the_package_gets_all_of_transformers():
+    own = __import__
+    with without_unused():
+        assert __import__ is own
 
 
 def test_a_package_is_found_by_its_own_name_without_listing_files():
@@ -110,7 +119,8 @@ def test_a_package_with_another_distribution_is_looked_up_in_all_files():
 def test_a_model_loads_and_answers_without_compiler_and_tensor_parallelism():
     code = f"""
 import sys
-from cacheblend_rag.engines.quiet_import import quiet_libraries
+from cacheblend_rag.engines.quiet_import import is_own_command, quiet_libraries
+is_own_command()
 quiet_libraries()
 import cacheblend_rag
 engine = cacheblend_rag.open_engine("transformers", model="demo")
@@ -135,7 +145,8 @@ def test_transformers_knows_the_same_names_as_when_imported_ordinarily():
     code = """
 import sys
 if sys.argv[1:]:
-    from cacheblend_rag.engines.quiet_import import quiet_libraries
+    from cacheblend_rag.engines.quiet_import import is_own_command, quiet_libraries
+    is_own_command()
     quiet_libraries()
 import transformers
 print(sorted(transformers._class_to_module.items()))

@@ -29,7 +29,7 @@ from cacheblend_rag.kv import (
 from cacheblend_rag.kv.tiers import Usage, files
 from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.kv.tiers.bytes import SUFFIX
-from cacheblend_rag.kv.tiers.object import open_store
+from cacheblend_rag.kv.tiers.object_client import open_store
 from tests.local_servers import BUCKET
 from tests.servers import RedisNames, redis_place, tier_at
 

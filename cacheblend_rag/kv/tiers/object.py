@@ -3,6 +3,7 @@
 There is one object per chunk, ``<aa>/<key>.safetensors`` after the prefix, where aa are the chunk
 id's first hex digits; ``quarantine/`` holds unusable ones. The object's metadata holds the time at
 which the chunk was first stored. Object stores record no last use: each process knows its own.
+(``tokens/`` holds what vLLM's connector keeps beside the chunks, see token_objects.py there.)
 """
 
 from __future__ import annotations
@@ -10,41 +11,27 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from datetime import timedelta
-from functools import partial
 from threading import RLock
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-import numpy as np
-from torch import Tensor
-
-from cacheblend_rag.errors import DamagedChunkError, MissingExtraError, StoreError
+from cacheblend_rag.errors import DamagedChunkError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import EncodedChunk
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
-from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for, tensor_of
+from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, tensor_of
 from cacheblend_rag.kv.tiers.contract import Usage
-from cacheblend_rag.kv.tiers.loop import LoopThread
+from cacheblend_rag.kv.tiers.object_client import TIMEOUT_SECONDS, ObjectClient, bytes_of
 from cacheblend_rag.kv.tiers.policy import TierPolicy
-
-T = TypeVar("T")
 
 QUARANTINE = "quarantine/"
 WRITTEN_AT = "writtenat"
 """Name of a chunk's time in its object's metadata: an identifier, since Azure takes no others."""
-NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
-"""Servers' error for a missing bucket, which looks like the one for a missing object."""
-TIMEOUT_SECONDS = 30.0
-RETRIES = 1
-"""Retries of a request that is throttled or broken off; then other tiers are asked."""
 REMEMBERED = 1 << 16
 """Most chunks whose last use this process remembers."""
-STREAMED_BYTES = 1 << 20
-"""Bytes of an answer that are received at once."""
 LISTED_SECONDS = 60.0
 """Age at which the listing is renewed, since other processes write here, too."""
 
@@ -76,23 +63,22 @@ class ObjectTier(BytesTier):
         self._sizes: dict[KVKey, int] = {}
         self._listed_at = -LISTED_SECONDS
         self._lock = RLock()
-        self._seconds = self.policy.timeout_seconds or TIMEOUT_SECONDS
-        self._loop = LoopThread(f"kv-{name}")
+        seconds = self.policy.timeout_seconds or TIMEOUT_SECONDS
+        self._client = ObjectClient(store, seconds, f"kv-{name}")
 
     def close(self) -> None:
         """End the thread that waits for answers."""
-        self._loop.close()
+        self._client.close()
 
     def after_fork(self) -> None:
         """As for any tier; obstore's threads exist in the parent only, so nothing is read here."""
         super().after_fork()
         self._lock = RLock()
-        self._loop.after_fork()
+        self._client.after_fork()
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Yield all objects; without other times, they have those of the listing."""
-        pages = self.store.list()
-        while (page := self._answer(_next(pages))) is not None:
+        for page in self._client.pages():
             for meta in page:
                 if key := _key(meta["path"]):
                     yield key, self._known(key, meta, {})
@@ -103,7 +89,7 @@ class ObjectTier(BytesTier):
         return Usage(len(sizes), sum(sizes))
 
     def _entry(self, key: KVKey) -> Entry | None:
-        found = self._answer(self._get(key, {"head": True}))
+        found = self._client.answer(self._client.get(_path(key), {"head": True}))
         return None if found is None else self._known(key, found.meta, found.attributes)
 
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
@@ -117,42 +103,21 @@ class ObjectTier(BytesTier):
             options["range"] = (start, end)
         elif start:
             options["range"] = {"offset": start}
-        return self._answer(self._read_range(key, options, None if end is None else end - start))
+        most = None if end is None else end - start
+        return self._client.answer(self._read_range(key, options, most))
 
     async def _read_range(
         self, key: KVKey, options: Mapping[str, Any], most: int | None
     ) -> StoredBytes | None:
         """most: requested bytes; None is all."""
-        found = await self._get(key, options)
+        found = await self._client.get(_path(key), options)
         if found is None:
             return None
         entry = self._known(key, found.meta, found.attributes)
         nbytes = found.range[1] - found.range[0]
         if nbytes < 0 or (most is not None and nbytes > most):
             raise DamagedChunkError(f"{nbytes} bytes are answered, of {most} asked for")
-        return StoredBytes(await _bytes_of(found, nbytes), entry.nbytes, entry.written_at)
-
-    async def _get(self, key: KVKey, options: Mapping[str, Any]) -> Any | None:
-        """Return the store's answer; None if the bucket has no such object."""
-        try:
-            return await self.store.get_async(_path(key), options=options)
-        except FileNotFoundError as error:
-            if _tells_of_the_bucket(error):
-                raise
-            return None
-
-    def _answer(self, asked: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine of obstore within the timeout.
-
-        Raises obstore's errors as an OSError of one line.
-        """
-        from obstore.exceptions import BaseError
-
-        try:
-            return self._loop.result(asked, self._seconds)
-        except (BaseError, FileNotFoundError) as error:
-            said = "there is no such bucket" if _tells_of_the_bucket(error) else _line(error)
-            raise OSError(said) from error
+        return StoredBytes(await bytes_of(found, nbytes), entry.nbytes, entry.written_at)
 
     def _mark_used(self, key: KVKey, written_at: float) -> None:
         self._note(key, written_at, time.time())
@@ -163,22 +128,19 @@ class ObjectTier(BytesTier):
         # One at a time in a bounded tier: two must not fill the room made for one.
         with nullcontext() if self.capacity_bytes is None else self._lock:
             self._make_room(key, data.nbytes)
-            options = {"attributes": attributes, "use_multipart": False}
-            self._answer(_done(partial(self.store.put_async, _path(key), parts, **options)))
+            self._client.put(_path(key), parts, attributes)
             self._note(key, written_at, time.time())
             self._sizes[key] = data.nbytes
 
     def _drop(self, key: KVKey) -> bool:
         is_there = self._entry(key) is not None
         if is_there:
-            self._answer(_done(partial(self.store.delete_async, _path(key)), may_be_gone=True))
+            self._client.delete(_path(key))
         self._forget(key)
         return is_there
 
     def _set_aside(self, key: KVKey, reason: str) -> None:
-        aside = f"{QUARANTINE}{key}.{time.time_ns()}"
-        renamed = partial(self.store.rename_async, _path(key), aside)
-        self._answer(_done(renamed, may_be_gone=True))
+        self._client.rename(_path(key), f"{QUARANTINE}{key}.{time.time_ns()}")
         self._forget(key)
 
     def _known(self, key: KVKey, meta: Mapping[str, Any], attributes: Mapping[str, str]) -> Entry:
@@ -236,79 +198,6 @@ class ObjectTier(BytesTier):
             for other, entry in order
             if other != key and other not in self._pinned
         ]
-
-
-def open_store(url: str, *, timeout_seconds: float | None = None, **options: Any) -> Any:
-    """Return obstore's store for a URL; its credentials come from the environment.
-
-    Raises MissingExtraError without the library, StoreError when it knows no such store.
-    """
-    try:
-        from obstore.exceptions import BaseError
-        from obstore.store import from_url
-    except ImportError as error:
-        raise MissingExtraError("an object store", "object-store") from error
-    seconds = timedelta(seconds=timeout_seconds or TIMEOUT_SECONDS)
-    if url.startswith(("file:", "memory:")):
-        return from_url(url, **({"mkdir": True} if url.startswith("file:") else {}))
-    is_plain = str(options.get("endpoint", "")).startswith("http://")
-    try:
-        return from_url(
-            url,
-            client_options={"timeout": seconds, "connect_timeout": seconds, "allow_http": is_plain},
-            retry_config={"max_retries": RETRIES, "retry_timeout": 2 * seconds},
-            **options,
-        )
-    except BaseError as error:
-        raise StoreError(f"{url}: {_line(error)}") from error
-
-
-async def _done(begin: Callable[[], Any], *, may_be_gone: bool = False) -> None:
-    """Run work of obstore on a loop, and wait for it.
-
-    may_be_gone: whether a missing object is no error.
-    """
-    try:
-        await begin()
-    except FileNotFoundError as error:
-        if not may_be_gone or _tells_of_the_bucket(error):
-            raise
-
-
-async def _next(pages: Any) -> Any:
-    """Return the next page of a listing, None after the last one."""
-    async for page in pages:
-        return page
-    return None
-
-
-async def _bytes_of(found: Any, nbytes: int) -> Tensor:
-    """Return the bytes of an answer of declared length; raises OSError for any other length.
-
-    Memory is allocated as they arrive, and for no more than that, since the declared length may be
-    wrong.
-    """
-    if nbytes == 0:
-        return tensor_of(b"")
-    raw, filled = room_for(nbytes), 0
-    room = raw.numpy()
-    async for part in found.stream(min_chunk_size=STREAMED_BYTES):
-        if filled + len(part) > nbytes:
-            raise OSError(f"the store sends more than the {nbytes} bytes of its answer")
-        room[filled : filled + len(part)] = np.frombuffer(part, dtype=np.uint8)
-        filled += len(part)
-    if filled < nbytes:
-        raise OSError(f"{filled} of {nbytes} bytes were sent")
-    return raw
-
-
-def _tells_of_the_bucket(error: BaseException) -> bool:
-    return any(name in str(error) for name in NO_BUCKET)
-
-
-def _line(error: BaseException) -> str:
-    """Return an error's message, without its debugging details."""
-    return " ".join(str(error).partition("\n\n")[0].split())
 
 
 def _path(key: KVKey) -> str:

@@ -12,7 +12,8 @@ from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.kv.tiers.device import DeviceTier
 from cacheblend_rag.kv.tiers.disk import DiskTier
 from cacheblend_rag.kv.tiers.host import HostTier
-from cacheblend_rag.kv.tiers.object import ObjectTier, open_store
+from cacheblend_rag.kv.tiers.object import ObjectTier
+from cacheblend_rag.kv.tiers.object_client import open_store
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.kv.tiers.redis import PREFIX, RedisTier
 from cacheblend_rag.settings import StoreConfig
@@ -103,10 +104,15 @@ def _redis(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier
     return RedisTier(**redis_place(url), prefix=prefix, name=url.name, policy=policy)
 
 
-def _object(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
+def object_store(url: TierUrl, timeout_seconds: float | None = None) -> Any:
+    """Return the object store that a URL names, as ``open_store`` does; raises as it."""
     told = {name: url.options[name] for name in ("endpoint", "region") if name in url.options}
     bare = f"{url.scheme}://{url.host}{url.path}"
-    store = open_store(bare, timeout_seconds=policy.timeout_seconds, **told)
+    return open_store(bare, timeout_seconds=timeout_seconds, **told)
+
+
+def _object(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
+    store = object_store(url, policy.timeout_seconds)
     return ObjectTier(store, keeps_metadata=url.scheme != "file", name=url.name, policy=policy)
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from random import shuffle
 from threading import Event, Lock, Thread
 
 import numpy as np
@@ -34,7 +36,6 @@ from cacheblend_rag.engines.vllm.connector.stored_tokens import (
     id_of,
 )
 from cacheblend_rag.engines.vllm.connector.token_file import TokenFile
-from cacheblend_rag.engines.vllm.connector.token_stream import RedisTokens
 from cacheblend_rag.engines.vllm.protocol import BlendJob, PrecomputeResult, SentChunk, SentLeadIn
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import namespace_id
@@ -73,8 +74,8 @@ class Finder:
     """Knows the tokens of stored chunks, by namespace, and which ones were deleted: ``deletions``.
 
     Args:
-        place: the file that keeps them, the tier in Redis that does and shares them with other
-            machines, or None to keep them in this process' memory.
+        place: the file that keeps them, the tier (Redis or an object store) that does and shares
+            them with other machines, or None to keep them in this process' memory.
         model: returns a hash of what the KV depends on, and may take a while: it is called on the
             finder's thread. Chunks of other models are left out.
         read_only: whether the file or the tier is only read.
@@ -88,7 +89,7 @@ class Finder:
         read_only: bool = False,
     ) -> None:
         self._place, self._model, self._read_only = place, model, read_only
-        self._known: dict[str, _Known] = {}
+        self._known: defaultdict[str, _Known] = defaultdict(_Known)
         self._rows: dict[Row, Name] = {}
         self._leads: dict[SentLeadIn, SentLeadIn] = {}
         self._generations = count(1)
@@ -217,7 +218,7 @@ class Finder:
     def _opened(self, place: Path | TierUrl, model: str) -> TokenLog:
         if isinstance(place, Path):
             return TokenFile(place, model, read_only=self._read_only)
-        return SharedLog(RedisTokens(place, model), place.name, read_only=self._read_only)
+        return SharedLog.of(place, model, read_only=self._read_only)
 
     def _give_up(self, error: Exception) -> bool:
         """Go on in memory if the file cannot be used; returns whether it was only busy."""
@@ -259,6 +260,7 @@ class Finder:
         for known in list(self._known.values()):
             with self._lock:
                 variants = [one for several in known.variants.values() for one in several]
+            shuffle(variants)  # other replicas may be adding the same ones
             for first in range(0, len(variants), MANY):
                 several = variants[first : first + MANY]
                 tokens = [known.index.tokens(one.name.chunk_id) for one in several]
@@ -313,7 +315,7 @@ class Finder:
         """Add chunks of the log; many at once are many times faster than one by one."""
         if len(rows) >= MANY:
             for namespace in {one.name.namespace for _, one in rows}:
-                known = self._known.setdefault(namespace, _Known())
+                known = self._known[namespace]
                 known.index.add_many(
                     (one.tokens, one.name.chunk_id)
                     for _, one in rows
@@ -324,7 +326,7 @@ class Finder:
 
     def _add(self, stored: StoredTokens, row: Row | None, *, anew: bool = True) -> None:
         name = stored.name
-        known = self._known.setdefault(name.namespace, _Known())
+        known = self._known[name.namespace]
         if name.chunk_id not in known.index:
             known.index.add(stored.tokens, name.chunk_id)
         with self._lock:

@@ -38,7 +38,7 @@ from cacheblend_rag.kv.chunk_kv import chunk_id, fingerprint, namespace_id
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.settings import BlendConfig, StoreConfig
-from cacheblend_rag.settings.tier_url import REDIS_SCHEMES, TierUrl
+from cacheblend_rag.settings.tier_url import OBJECT_SCHEMES, REDIS_SCHEMES, TierUrl
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,7 +71,7 @@ class Finding:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, settings: ConnectorSettings) -> Finding:
-        """Make one whose chunks are kept beside their KV, if that is kept in Redis or a folder."""
+        """Make one whose chunks are kept beside their KV, if that outlives the process."""
         store = settings.store
         finder = Finder(
             place_of(store) if settings.find != "off" else None,
@@ -185,11 +185,13 @@ class Finding:
 def place_of(store: StoreConfig) -> Path | TierUrl | None:
     """Return what keeps the tokens of stored chunks, None if that is the process' memory.
 
-    A tier in Redis comes before a folder: it is what all replicas share.
+    A tier in Redis, or else in an object store, comes before a folder: it is what all replicas
+    share.
     """
-    shared = next((url for url in store.urls if url.scheme in REDIS_SCHEMES), None)
-    if shared is not None:
-        return shared
+    for schemes in (REDIS_SCHEMES, OBJECT_SCHEMES):
+        for url in store.urls:
+            if url.scheme in schemes and url.outlives:
+                return url
     return Path(store.kv_path) / FILE_NAME if store.kv_path and store.outlives else None
 
 

@@ -7,7 +7,10 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from cacheblend_rag.engines.vllm.connector.stored_tokens import Name, Row, StoredTokens, TokenLog
+from cacheblend_rag.engines.vllm.connector.token_objects import ObjectTokens
+from cacheblend_rag.engines.vllm.connector.token_stream import RedisTokens
 from cacheblend_rag.kv.tiers.breaker import Breaker
+from cacheblend_rag.settings.tier_url import REDIS_SCHEMES, TierUrl
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +37,17 @@ class SharedLog:
         self._reading, self._writing = Breaker(), Breaker()
         self._waiting: deque[_Change] = deque()
         self._count = 0
-        self._warned = False
+        self._has_read = self._warned = False
+
+    @classmethod
+    def of(cls, url: TierUrl, model: str, *, read_only: bool) -> SharedLog:
+        """Return the log of one model in the tier of a URL, Redis or an object store.
+
+        Raises MissingExtraError, StoreError and ConfigError, as RedisTokens and ObjectTokens.
+        """
+        if url.scheme in REDIS_SCHEMES:
+            return cls(RedisTokens(url, model), url.name, read_only=read_only)
+        return cls(ObjectTokens(url, model, read_only=read_only), url.name, read_only=read_only)
 
     def add(self, stored: Sequence[StoredTokens], fresh: Collection[Name] = ()) -> bool:
         """Write chunks that are missing, as TokenLog says."""
@@ -46,16 +59,16 @@ class SharedLog:
 
     def news(self) -> Iterator[Mapping[Row, StoredTokens | None]]:
         """Yield what was removed and added since the last call, as TokenLog says."""
-        self._write()
         permit = _permit(self._reading)
-        if permit is None:
-            return
-        try:
-            yield from self._log.news()
-        except Exception as error:  # whatever the server sends
-            self._failed(self._reading, permit, error)
-        else:
-            self._worked(self._reading, permit)
+        if permit is not None:
+            try:
+                yield from self._log.news()
+            except Exception as error:  # whatever the server sends
+                self._failed(self._reading, permit, error)
+            else:
+                self._has_read = True
+                self._worked(self._reading, permit)
+        self._write()
 
     def has_lost(self) -> bool:
         """Return whether the server lost what it held, as TokenLog says."""
@@ -73,11 +86,16 @@ class SharedLog:
         self._count += _size(change)
         while self._count > MOST_WAITING and len(self._waiting) > 1:
             self._count -= _size(self._waiting.popleft())
-        return self._write()
+        return self._write() and not self._reading.is_out
 
     def _write(self) -> bool:
-        """Write what waits; returns whether nothing is left."""
+        """Write what waits; returns whether nothing is left.
+
+        Nothing is written before all has been read: what is there already need not be written.
+        """
         while self._waiting:
+            if not self._has_read:
+                return False
             permit = _permit(self._writing)
             if permit is None:
                 return False

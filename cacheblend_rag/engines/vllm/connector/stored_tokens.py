@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, get_args
 
 import numpy as np
@@ -104,7 +106,12 @@ def checked(row: Sequence[object]) -> StoredTokens | None:
     tokens = np.frombuffer(blob, "<u4").astype(np.uint32)
     if id_of(tokens) != chunk or int(tokens.max()) >= 1 << 31:
         return None
-    name = Name(
-        str(namespace), str(chunk), str(context), SentLeadIn(str(lead), str(lead_tokens), window)
-    )
+    lead_in = _lead_in(str(lead), str(lead_tokens), window)
+    name = Name(sys.intern(str(namespace)), str(chunk), str(context), lead_in)
     return StoredTokens(name, tokens, str(follows))
+
+
+@lru_cache
+def _lead_in(kind: str, tokens: str, window: int) -> SentLeadIn:
+    """Return a lead-in, the same object for many chunks."""
+    return SentLeadIn(kind, tokens, window)

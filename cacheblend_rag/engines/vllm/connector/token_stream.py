@@ -11,7 +11,6 @@ large before it sends anything, and what it sends is checked, see stored_tokens.
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,11 +24,10 @@ from cacheblend_rag.engines.vllm.connector.stored_tokens import (
     StoredTokens,
     checked,
 )
+from cacheblend_rag.engines.vllm.connector.token_room import TokenRoom
 from cacheblend_rag.kv.tiers.redis import PREFIX, TIMEOUT_SECONDS, asking, connect
 from cacheblend_rag.kv.tiers.urls import redis_place
 from cacheblend_rag.settings.tier_url import TierUrl
-
-logger = logging.getLogger(__name__)
 
 KEPT_REMOVALS = 100_000
 """Removals that other engines may still have to read."""
@@ -42,10 +40,6 @@ ANSWER_BYTES = 2 * ROW_BYTES
 """Most bytes of all answers that one operation takes."""
 SECONDS_AT_ONCE = 5.0
 """After which the rest of the news is left for the next look."""
-MOST_KEPT = 1 << 29
-"""Most tokens of all chunks that are taken from the server: 2 GiB."""
-LEAST_COUNTED = 512
-"""Tokens that a chunk counts as at least, for what else it takes."""
 START = (0, 0)
 
 _HELD = """
@@ -141,9 +135,7 @@ class RedisTokens:
         self._last_chunk: _Place = START
         self._last_removal: _Place | None = None
         self._has_lost = self._has_added = False
-        self._counted: dict[Row, int] = {}
-        self._kept = 0
-        self._is_full = False
+        self._room = TokenRoom()
 
     def close(self) -> None:
         """Close the connections."""
@@ -188,14 +180,16 @@ class RedisTokens:
             self._last_removal = read if read > self._last_removal else last_removal
             rows = [row.decode(errors="replace") for _, row in page]
             for row in rows:
-                self._kept -= self._counted.pop(row, 0)
+                self._room.free(row)
             yield dict.fromkeys(rows)
         while self._last_chunk < last_chunk and time.monotonic() <= ends:
             read, page = self._read(0, self._last_chunk, fields=6, most=ROW_BYTES)
             self._last_chunk = read if read > self._last_chunk else last_chunk
             found = {row.decode(): _chunk(*values) for row, *values in page}
             yield {
-                row: one for row, one in found.items() if one is not None and self._fits(row, one)
+                row: one
+                for row, one in found.items()
+                if one is not None and self._room.takes(row, one)
             }
 
     def has_lost(self) -> bool:
@@ -212,7 +206,7 @@ class RedisTokens:
         if self._last_removal is None or is_other or last_chunk < self._last_chunk:
             self._has_lost = self._last_removal is not None or self._has_added
             self._last_chunk, self._last_removal = START, last_removal
-            self._counted, self._kept = {}, 0
+            self._room.clear()
         self._last_removal = min(self._last_removal, last_removal)
         self._id = own
         return last_chunk, last_removal
@@ -224,18 +218,6 @@ class RedisTokens:
         with asking(self._seconds, ANSWER_BYTES):
             last, page = self._page([self._keys[stream]], arguments)
         return _place(last), page
-
-    def _fits(self, row: str, one: StoredTokens) -> bool:
-        """Count a chunk; returns whether there is room for it."""
-        tokens = max(len(one.tokens), LEAST_COUNTED)
-        if self._kept + tokens > MOST_KEPT:
-            if not self._is_full:
-                logger.warning("more chunks are stored than are found in prompts")
-            self._is_full = True
-            return False
-        self._kept += tokens - self._counted.get(row, 0)
-        self._counted[row] = tokens
-        return True
 
 
 def _batches(stored: Sequence[StoredTokens]) -> Iterator[list[StoredTokens]]:

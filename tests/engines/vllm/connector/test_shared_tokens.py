@@ -12,7 +12,7 @@ import pytest
 import redis as client_library
 
 from cacheblend_rag.engines.vllm.connector import finder as finder_module
-from cacheblend_rag.engines.vllm.connector import shared_log, token_stream
+from cacheblend_rag.engines.vllm.connector import shared_log, token_room, token_stream
 from cacheblend_rag.engines.vllm.connector.finder import Finder
 from cacheblend_rag.engines.vllm.connector.finding import place_of
 from cacheblend_rag.engines.vllm.connector.stored_tokens import StoredTokens
@@ -121,7 +121,7 @@ def test_no_more_is_kept_than_there_is_room_for(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     learn(fleet.open(), job(FIRST, SECOND, THIRD))
-    monkeypatch.setattr(token_stream, "MOST_KEPT", 2 * token_stream.LEAST_COUNTED)
+    monkeypatch.setattr(token_room, "MOST_KEPT", 2 * token_room.LEAST_COUNTED)
     assert ids(found(fleet.open(), FIRST, SECOND, THIRD)) == [chunk_id(FIRST), chunk_id(SECOND)]
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
@@ -232,6 +232,9 @@ def test_only_so_many_changes_wait_for_a_server(monkeypatch: pytest.MonkeyPatch)
 
         is_dead, told = True, ()
 
+        def news(self) -> Iterator[Any]:
+            return iter(())
+
         def add(self, stored: Any, fresh: Any) -> bool:
             if self.is_dead:
                 raise OSError("away")
@@ -242,6 +245,7 @@ def test_only_so_many_changes_wait_for_a_server(monkeypatch: pytest.MonkeyPatch)
     chunks: list[StoredTokens] = [object() for _ in range(5)]  # type: ignore[misc]
     dead = Dead()
     log = shared_log.SharedLog(dead, "redis")  # type: ignore[arg-type]
+    assert list(log.news()) == []
     assert [log.add([one]) for one in chunks] == [False] * 5
     dead.is_dead = False
     waited(log._write)
@@ -276,11 +280,14 @@ def test_a_password_is_in_no_log(
         ({}, None),
         ({"kv_path": "/kv"}, Path("/kv/tokens.sqlite")),
         ({"kv_path": "/kv", "tiers": "host://"}, None),
-        ({"kv_path": "/kv", "tiers": "host://,s3://bucket/kv"}, Path("/kv/tokens.sqlite")),
-        ({"tiers": "host://,s3://bucket/kv"}, None),
+        ({"kv_path": "/kv", "tiers": "host://,s3://bucket/kv"}, "s3://bucket/kv"),
+        ({"tiers": "host://,s3://bucket/kv,redis://one:6379/0"}, "redis://one:6379/0"),
+        ({"kv_path": "/kv", "tiers": "disk:///kv,file:///objects"}, "file:///objects"),
+        ({"kv_path": "/kv", "tiers": "disk:///kv,memory://"}, Path("/kv/tokens.sqlite")),
+        ({"tiers": "host://,memory://"}, None),
         ({"tiers": "host://,redis://one:6379/0,redis://two:6379/0"}, "redis://one:6379/0"),
         ({"kv_path": "/kv", "tiers": "host://,unix:///run/redis.sock"}, "unix:///run/redis.sock"),
     ],
 )
-def test_redis_keeps_them_where_it_is_a_tier(store: dict[str, Any], place: object) -> None:
+def test_a_shared_tier_keeps_them_where_there_is_one(store: dict[str, Any], place: object) -> None:
     assert place_of(StoreConfig(**store)) == place

@@ -1,0 +1,198 @@
+"""Asks an object store, through obstore, within a deadline for each answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from cacheblend_rag.errors import MissingExtraError, StoreError
+from cacheblend_rag.kv.tiers.bytes import room_for, tensor_of
+from cacheblend_rag.kv.tiers.loop import LoopThread
+
+T = TypeVar("T")
+
+NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+"""Servers' error for a missing bucket, which looks like the one for a missing object."""
+TIMEOUT_SECONDS = 30.0
+RETRIES = 1
+"""Retries of a request that is throttled or broken off; then other tiers are asked."""
+STREAMED_BYTES = 1 << 20
+"""Bytes of an answer that are received at once."""
+
+
+class ObjectClient:
+    """A store of obstore whose answers are waited for up to a deadline.
+
+    Its methods raise OSError of one line, whatever goes wrong.
+
+    store: of obstore. seconds: for one whole answer. name: of the thread that waits.
+    """
+
+    def __init__(self, store: Any, seconds: float, name: str) -> None:
+        self.store, self._seconds = store, seconds
+        self._loop = LoopThread(name)
+
+    def close(self) -> None:
+        """End the thread that waits for answers."""
+        self._loop.close()
+
+    def after_fork(self) -> None:
+        """Refuse all work in a forked process: obstore's threads exist in the parent only."""
+        self._loop.after_fork()
+
+    def answer(self, asked: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine of obstore."""
+        from obstore.exceptions import BaseError
+
+        try:
+            return self._loop.result(asked, self._seconds)
+        except (BaseError, FileNotFoundError) as error:
+            said = "there is no such bucket" if _tells_of_the_bucket(error) else _line(error)
+            raise OSError(said) from error
+
+    async def get(self, path: str, options: Mapping[str, Any]) -> Any | None:
+        """Return the store's answer, to be waited for by ``answer``; None without such an object.
+
+        options: of obstore, such as the range.
+        """
+        try:
+            return await self.store.get_async(path, options=options)
+        except FileNotFoundError as error:
+            if _tells_of_the_bucket(error):
+                raise
+            return None
+
+    def read_many(self, paths: Sequence[str], most_bytes: int) -> list[bytes | OSError | None]:
+        """Return whole objects; None for one that is not there, and errors in place.
+
+        One that is late or larger than ``most_bytes`` is an error, and holds no other up.
+        """
+        asked = _all(self._whole(path, most_bytes) for path in paths)
+        return self._loop.result(asked, self._seconds + 1)  # each ends before
+
+    async def _whole(self, path: str, most_bytes: int) -> bytes | OSError | None:
+        from obstore.exceptions import BaseError
+
+        try:
+            async with asyncio.timeout(self._seconds):
+                found = await self.get(path, {})
+                if found is None:
+                    return None
+                nbytes = found.range[1] - found.range[0]
+                if not 0 <= nbytes <= most_bytes:
+                    return OSError(f"{path} has {nbytes} bytes, of at most {most_bytes}")
+                return bytes((await bytes_of(found, nbytes)).numpy())
+        except TimeoutError:
+            return OSError(f"the whole answer did not arrive within {self._seconds:g} s")
+        except (BaseError, OSError) as error:
+            return OSError(_line(error))
+
+    def pages(self, prefix: str | None = None) -> Iterator[Sequence[Mapping[str, Any]]]:
+        """Yield what obstore tells of objects, a page at a time.
+
+        prefix: the folder they are in, at any depth.
+        """
+        pages = self.store.list(prefix)
+        while (page := self.answer(_next(pages))) is not None:
+            yield page
+
+    def put(
+        self,
+        path: str,
+        parts: Sequence[bytes | memoryview],
+        attributes: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write an object, in place of an older one."""
+        options = {"attributes": attributes, "use_multipart": False}
+        self.answer(_done(partial(self.store.put_async, path, parts, **options)))
+
+    def delete(self, path: str) -> None:
+        """Remove an object if it is there."""
+        self.answer(_done(partial(self.store.delete_async, path), may_be_gone=True))
+
+    def rename(self, path: str, target: str) -> None:
+        """Give an object another path if it is there."""
+        self.answer(_done(partial(self.store.rename_async, path, target), may_be_gone=True))
+
+
+def open_store(url: str, *, timeout_seconds: float | None = None, **options: Any) -> Any:
+    """Return obstore's store for a URL; its credentials come from the environment.
+
+    Raises MissingExtraError without the library, StoreError when it knows no such store.
+    """
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError as error:
+        raise MissingExtraError("an object store", "object-store") from error
+    seconds = timedelta(seconds=timeout_seconds or TIMEOUT_SECONDS)
+    if url.startswith(("file:", "memory:")):
+        return from_url(url, **({"mkdir": True} if url.startswith("file:") else {}))
+    is_plain = str(options.get("endpoint", "")).startswith("http://")
+    try:
+        return from_url(
+            url,
+            client_options={"timeout": seconds, "connect_timeout": seconds, "allow_http": is_plain},
+            retry_config={"max_retries": RETRIES, "retry_timeout": 2 * seconds},
+            **options,
+        )
+    except BaseError as error:
+        raise StoreError(f"{url}: {_line(error)}") from error
+
+
+async def _done(begin: Callable[[], Any], *, may_be_gone: bool = False) -> None:
+    """Run work of obstore on a loop, and wait for it.
+
+    may_be_gone: whether a missing object is no error.
+    """
+    try:
+        await begin()
+    except FileNotFoundError as error:
+        if not may_be_gone or _tells_of_the_bucket(error):
+            raise
+
+
+async def _all(asked: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    return await asyncio.gather(*asked)
+
+
+async def _next(pages: Any) -> Any:
+    """Return the next page of a listing, None after the last one."""
+    async for page in pages:
+        return page
+    return None
+
+
+async def bytes_of(found: Any, nbytes: int) -> Tensor:
+    """Return the bytes of an answer of declared length; raises OSError for any other length.
+
+    Memory is allocated as they arrive, and for no more than that, since the declared length may be
+    wrong.
+    """
+    if nbytes == 0:
+        return tensor_of(b"")
+    raw, filled = room_for(nbytes), 0
+    room = raw.numpy()
+    async for part in found.stream(min_chunk_size=STREAMED_BYTES):
+        if filled + len(part) > nbytes:
+            raise OSError(f"the store sends more than the {nbytes} bytes of its answer")
+        room[filled : filled + len(part)] = np.frombuffer(part, dtype=np.uint8)
+        filled += len(part)
+    if filled < nbytes:
+        raise OSError(f"{filled} of {nbytes} bytes were sent")
+    return raw
+
+
+def _tells_of_the_bucket(error: BaseException) -> bool:
+    return any(name in str(error) for name in NO_BUCKET)
+
+
+def _line(error: BaseException) -> str:
+    """Return an error's message, without its debugging details."""
+    return " ".join(str(error).partition("\n\n")[0].split())

@@ -1,0 +1,48 @@
+"""Reading several objects at once: what is wrong with one of them holds no other up."""
+
+import asyncio
+from contextlib import closing
+
+import pytest
+
+from cacheblend_rag.kv.tiers.object_client import ObjectClient, open_store
+
+
+class Slow:
+    """A store that answers for objects named ``late`` after a minute."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    async def get_async(self, path, **options):
+        if path == "late":
+            await asyncio.sleep(60)
+        return await self.store.get_async(path, **options)
+
+
+@pytest.fixture
+def client():
+    with closing(ObjectClient(Slow(open_store("memory://")), 1.0, "test")) as made:
+        for path, size in {"one": 3, "late": 3, "large": 11, "empty": 0}.items():
+            made.put(path, [bytes(size)])
+        yield made
+
+
+def test_each_object_has_its_own_answer(client):
+    paths = ["one", "late", "missing", "large", "empty", "one"]
+    one, late, missing, large, empty, again = client.read_many(paths, 10)
+    assert (one, missing, empty, again) == (bytes(3), None, b"", bytes(3))
+    assert str(late) == "the whole answer did not arrive within 1 s"
+    assert str(large) == "large has 11 bytes, of at most 10"
+    assert client.read_many([], 10) == []
+
+
+def test_what_is_not_there_is_deleted_without_an_error(client):
+    client.delete("missing")
+    client.delete("one")
+    assert sorted(meta["path"] for page in client.pages() for meta in page) == [
+        "empty", "large", "late",
+    ]  # fmt: skip
