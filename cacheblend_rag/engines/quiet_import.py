@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from threading import Lock
+from threading import Event, Lock
 from types import ModuleType
 from typing import Any, cast
 
@@ -35,7 +35,7 @@ DEFERRED = frozenset(
 
 _lock, _deferral = Lock(), ExitStack()
 _entered: list[bool] = []
-_is_own_command = False
+_own_command = Event()
 
 
 def is_own_command() -> None:
@@ -44,8 +44,7 @@ def is_own_command() -> None:
     Only there are transformers' imports deferred: a program that uses the package gets the whole
     library.
     """
-    global _is_own_command
-    _is_own_command = True
+    _own_command.set()
 
 
 def quiet_libraries() -> None:
@@ -58,7 +57,7 @@ def quiet_libraries() -> None:
         if "transformers" not in sys.modules:
             for module in UNUSED:
                 stack.enter_context(_left_out(module))
-            if _is_own_command:
+            if _own_command.is_set():
                 stack.enter_context(_nothing_collected())
                 stack.enter_context(distributions_looked_up())
             stack.enter_context(without_unused())
@@ -77,7 +76,7 @@ def without_unused() -> Iterator[None]:
     It does nothing but in a command of this package. Threads may be in it at the same time: it ends
     when the last one leaves.
     """
-    if not _is_own_command:
+    if not _own_command.is_set():
         yield
         return
     with _lock:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.engines.deferred_import import PackageDistributions, deferred
 from cacheblend_rag.engines import quiet_import
+from cacheblend_rag.engines.deferred_import import PackageDistributions, deferred
 from cacheblend_rag.engines.quiet_import import without_unused
 
 IMPORTER = "from deferral_heavy import Kind, make\nfrom deferral_heavy.below import Other\n"
@@ -81,7 +82,9 @@ def test_names_are_real_again_afterwards(library):
 def test_threads_may_load_models_at_the_same_time(monkeypatch):
     import torch
 
-    monkeypatch.setattr(quiet_import, "_is_own_command", True)
+    own_command = threading.Event()
+    own_command.set()
+    monkeypatch.setattr(quiet_import, "_own_command", own_command)
 
     own = __import__, torch.compiler.disable
     with without_unused():
