@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -188,11 +189,12 @@ def _of_format(response_format: ResponseFormat) -> StructuredOutputs | None:
 
 def _structured(structured: Mapping[str, Any]) -> StructuredOutputs:
     given = {name: value for name, value in structured.items() if value is not None}
-    unknown = given.keys() - StructuredOutputs.__dataclass_fields__.keys()
+    names = [field.name for field in fields(StructuredOutputs)]
+    unknown = given.keys() - set(names)
     if unknown:
-        known = ", ".join(StructuredOutputs.__dataclass_fields__)
         raise bad_field(
-            f"structured_outputs.{min(unknown):.40}", f"is unknown: give one of {known}"
+            f"structured_outputs.{min(unknown):.40}",
+            f"is unknown: give one of {', '.join(names)}",
         )
     try:
         return StructuredOutputs(**given)

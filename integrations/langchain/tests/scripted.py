@@ -25,12 +25,14 @@ class Asked:
     Args:
         role: of the last message. text: of the last message that a user said.
         tools: names of the tools that it may call. forced: whether it must call one.
+        has_form: whether it must have a form otherwise.
     """
 
     role: str
     text: str
     tools: tuple[str, ...]
     forced: bool
+    has_form: bool
 
 
 Call = tuple[str, dict[str, Any]]
@@ -97,4 +99,5 @@ def _asked(request: Request) -> Asked:
         text=users[-1] if users else "",
         tools=tuple(names) if choice != "none" else (),
         forced=choice not in ("auto", "none"),
+        has_form=request.sampling.structured_outputs is not None,
     )

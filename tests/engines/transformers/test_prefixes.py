@@ -80,7 +80,6 @@ def rows_of(model: PreTrainedModel) -> Iterator[list[int]]:
         hook.remove()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_a_salt_keeps_prefixes_apart_and_chunks_together(make_engine: EngineFactory) -> None:
     engine = make_engine(recompute_ratio=0.3)
     engine.precompute(CHUNKS, progress=False)
@@ -100,6 +99,7 @@ def test_a_salt_keeps_prefixes_apart_and_chunks_together(make_engine: EngineFact
     assert asked(engine, salted("c", QUESTIONS[7])).report.prefix_tokens == REUSED
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("prompt", [with_chunks, without])
 def test_every_family_gives_the_same_answers_from_fewer_rows(
     make_engine: EngineFactory, family: str, prompt: Any

@@ -36,12 +36,12 @@ class Place(BaseModel):
 
 
 def script(asked: Asked) -> str | Call | None:
-    """Search once, then give the answer by a tool for it, if there is one."""
+    """Search once, then give the answer by a tool for it, if there is one, or in its form."""
     if asked.role == "user":
         return "search", {"query": "river"}
     if "Place" in asked.tools:
         return "Place", {"town": "Rome"}
-    return None
+    return '{"town": "Rome"}' if asked.has_form else None
 
 
 @pytest.fixture
