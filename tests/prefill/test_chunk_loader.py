@@ -6,6 +6,7 @@ import math
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -312,26 +313,31 @@ def test_seconds_that_are_hidden_are_no_part_of_the_first_tokens() -> None:
 # Ranks
 
 
-def collectives(make_tier: Any, **options: Any) -> list[int]:
-    """How often each of two ranks asks the other in a pass, which gives what one rank gives."""
-    ranks, counts = Ranks(), [0, 0]
+def collectives(make_tier: Callable[[threading.Event], Tier], **options: Any) -> list[int]:
+    """How often each of two ranks asks the other in a pass, which gives what one rank gives.
+
+    make_tier: given an event that is set once they have agreed on chunks.
+    """
+    counts = [0, 0]
 
     def of(rank: int, stack: FakeStack) -> tuple[FusedPrompt, Told]:
-        own = stack.reduced
+        own, agreed = stack.reduced, threading.Event()
 
         def reduced(part: Tensor, how: Any) -> Tensor:
             counts[rank] += 1
-            return own(part, how)
+            whole = own(part, how)
+            agreed.set()
+            return whole
 
         stack.reduced = reduced
-        return over([make_tier()], stack=stack, **options)
+        return over([make_tier(agreed)], stack=stack, **options)
 
-    for found in ranks.run(of):
+    for found in Ranks().run(of):
         assert_same(found, expected(**options))
     return counts
 
 
-def full_host() -> HostTier:
+def full_host(_: threading.Event) -> HostTier:
     host = HostTier(None)
     for chunk in NAMES.values():
         host.put(chunk.key, StoredChunk(chunk_kv(FakeStack(), chunk), 0.0))
@@ -344,7 +350,11 @@ def test_ranks_agree_once_a_pass_on_chunks_in_memory(selector: str) -> None:
     assert collectives(full_host, selector=selector, recompute_ratio=0.3) == [2, 2]
 
 
-def test_ranks_agree_on_layers_only_until_all_have_read_them() -> None:
-    """One of them reads slowly: they agree as often, and give what one rank alone gives."""
-    first = collectives(slow_tier, selector="none", recompute_ratio=0.0)
-    assert first[0] == first[1] > 2
+def test_ranks_agree_on_layers_until_all_have_read_them() -> None:
+    def begun_late(agreed: threading.Event) -> Tier:
+        tier = slow_tier()
+        tier.gate = lambda *_: agreed.wait(10)
+        return tier
+
+    one, other = collectives(begun_late, selector="none", recompute_ratio=0.0)
+    assert one == other > 2
