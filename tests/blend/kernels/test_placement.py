@@ -1,6 +1,6 @@
 """The kernel that places chunks: right in Triton's interpreter, and compiled for GPUs without one.
 
-A GPU tests it too, if there is one (tests/blend/test_transfer.py and tests/prefill/test_beside.py).
+A GPU runs it, too, if there is one.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from cacheblend_rag.blend import FusedKV  # noqa: E402
+from cacheblend_rag.blend.copy_stream import pinned_buffers_of  # noqa: E402
 from cacheblend_rag.blend.kernels.placement import (  # noqa: E402
     FP8,
     INT8,
@@ -25,7 +29,13 @@ from cacheblend_rag.blend.kernels.placement import (  # noqa: E402
     constants_of,
     place_kernel,
 )
+from cacheblend_rag.blend.layer_part import LayerPart  # noqa: E402
+from cacheblend_rag.blend.placement import has_kernel, place_parts  # noqa: E402
+from cacheblend_rag.blend.stack import Geometry  # noqa: E402
+from cacheblend_rag.blend.transfer import Upload  # noqa: E402
+from tests.blend.test_placement import part_of, turn_by  # noqa: E402
 
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 WIDE = {"k_h", "v_h", "p_b", "p_h", "p_v"}
 POINTERS = {"TABLE": "*i64", "SLOTS": "*i64"}
 
@@ -112,3 +122,38 @@ def test_memory_is_read_and_written_sixteen_bytes_at_once() -> None:
     assert all(".v4.b32" in store for store in stores)
     unaligned = compiled(90, "bf16", NATIVE, 128, align=2).asm["ptx"]
     assert not re.findall(r"ld\.global[^\n]*\.v4\.b32", unaligned)
+
+
+@GPU
+def test_a_gpu_places_what_the_twin_does() -> None:
+    assert has_kernel(torch.device("cuda", 0))
+
+
+@GPU
+@pytest.mark.parametrize("form", ["native", "fp8", "int8"])
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_gpu_reads_chunks_where_they_are(locked: bool, form: Any) -> None:
+    """In page-locked memory, or through buffers."""
+    device = torch.device("cuda", 0)
+    buffers = pinned_buffers_of(device)
+    assert buffers is not None
+    shape = Geometry(2, 8, 8, 128, torch.bfloat16, device)
+    found, wanted = FusedKV(shape, 4096), FusedKV(shape, 4096)
+    turn = turn_by(321, 64, interleaved=False, device=device)
+    parts = []
+    for index in range(16):
+        part = part_of(torch.randn(2, 8, 256, 128).bfloat16(), form)
+        if locked:
+            part = part.moved([tensor.pin_memory() for tensor in part.tensors])
+        parts.append(LayerPart(index * 256, part, turn if index % 2 else None))
+    upload = Upload(buffers, found, 1, parts, buffers.copy_stream.worked())
+    while not upload.go_on():
+        time.sleep(0.001)
+    upload.arrive()
+    there = [
+        LayerPart(one.start, one.kv.moved([t.to(device) for t in one.kv.tensors]), one.turn)
+        for one in parts
+    ]
+    place_parts(wanted, 1, there)
+    torch.testing.assert_close(found.keys[1], wanted.keys[1], atol=0.02, rtol=0.02)
+    assert torch.equal(found.values[1], wanted.values[1])
