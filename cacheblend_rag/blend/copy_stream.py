@@ -7,9 +7,10 @@ and reads of the other: the device waits for them, the host never does.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -17,14 +18,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cacheblend_rag.blend.placement import has_kernel
+
 BUFFERS = 16
 BUFFER_BYTES = 4 << 20
 PINNED_BYTES = BUFFERS * BUFFER_BYTES
 """Limit of page-locked memory for all passes on a device."""
 COPY_STREAM_BYTES = PINNED_BYTES + 7 * BUFFER_BYTES
 """Limit of device memory: PINNED_BYTES, and a buffer's KV while it is unpacked and rotated."""
-ALIGNMENT = 8
-"""Alignment of the first tensor of a part, in bytes; no element is larger."""
+ALIGNMENT = 16
+"""Alignment of the first tensor of a part, in bytes: what a GPU reads at once."""
+TABLE_BYTES = 48 << 10
+"""Room of each buffer for the table of a kernel, beside KV."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -139,22 +144,25 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 class PinnedBuffer:
     """A host and a device buffer for copies, (bytes,) uint8 each. used: bytes in use.
 
+    table_bytes: those at the end that are not for KV, but for a table that is copied with it.
     until: the event after which it can be reused. held: objects to keep alive until then.
     """
 
     host: Tensor
     device: Tensor
+    table_bytes: int = 0
     used: int = 0
     until: Event | None = None
     held: Sequence[Tensor] = ()
 
     def rows(self, row_bytes: int) -> int:
         """Return how many more rows of so many bytes fit."""
-        return (self.host.numel() - _aligned(self.used, ALIGNMENT)) // row_bytes
+        room = self.host.numel() - self.table_bytes
+        return (room - _aligned(self.used, ALIGNMENT)) // row_bytes
 
     def place(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return contiguous space for such a tensor, on the host and on the device."""
-        start = _aligned(self.used, like.itemsize)
+        start = _aligned(self.used, math.gcd(ALIGNMENT, like.nbytes))
         here = slice(start, start + like.nbytes)
         self.used = here.stop
         host, device = (
@@ -170,17 +178,22 @@ def _aligned(nbytes: int, to: int) -> int:
 class PinnedBuffers:
     """The buffers of a device, shared by all passes: made when first needed, then reused.
 
-    writer: the thread that waits for copies from the device.
+    writer: the thread that waits for copies from the device. stager: the thread that copies KV from
+    ordinary memory into buffers. table_bytes: see PinnedBuffer; 0 if no kernel places chunks.
     """
 
     def __init__(
-        self, copy_stream: CopyStream, most: int = BUFFERS, nbytes: int = BUFFER_BYTES
+        self,
+        copy_stream: CopyStream,
+        most: int = BUFFERS,
+        nbytes: int = BUFFER_BYTES,
+        *,
+        table_bytes: int = 0,
     ) -> None:
-        self.copy_stream, self.writer = (
-            copy_stream,
-            ThreadPoolExecutor(1, thread_name_prefix="kv-cut"),
-        )
-        self._left, self._nbytes = most, nbytes
+        self.copy_stream = copy_stream
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="kv-cut")
+        self.stager: Executor = ThreadPoolExecutor(1, thread_name_prefix="kv-stage")
+        self._left, self._nbytes, self.table_bytes = most, nbytes + table_bytes, table_bytes
         self._lock = threading.Lock()
         self._free: list[PinnedBuffer] = []
         self._busy: list[PinnedBuffer] = []
@@ -195,7 +208,7 @@ class PinnedBuffers:
                     self.copy_stream.scratch(self._nbytes),
                 )
                 self._left -= 1  # not before: there may be no memory for it
-                return PinnedBuffer(pinned, scratch)
+                return PinnedBuffer(pinned, scratch, self.table_bytes)
             return self._free.pop() if self._free else None
 
     def give(
@@ -247,4 +260,6 @@ def pinned_buffers_of(device: torch.device) -> PinnedBuffers | None:
 
 @cache
 def _cuda_pinned_buffers(index: int) -> PinnedBuffers:
-    return PinnedBuffers(CudaCopyStream(torch.device("cuda", index)))
+    device = torch.device("cuda", index)
+    table_bytes = TABLE_BYTES if has_kernel(device) else 0
+    return PinnedBuffers(CudaCopyStream(device), table_bytes=table_bytes)

@@ -9,99 +9,38 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend.copy_stream import Event, PinnedBuffer, PinnedBuffers, pinned_buffers_of
+from cacheblend_rag.blend.copy_stream import (
+    Event,
+    PinnedBuffer,
+    PinnedBuffers,
+    pinned_buffers_of,
+)
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.rotary import Rotation
+from cacheblend_rag.blend.layer_part import LayerPart
+from cacheblend_rag.blend.placement import place_parts
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 
+MOST_PARTS = 500
+"""Most chunks that go through a buffer together: so many rows fit in its table."""
 PAUSE_SECONDS = 0.001
 """How long a step sleeps when no buffer is free, before other work may run."""
-
-
-class Sendable(Protocol):
-    """One layer of a chunk in a form that can be copied to a device.
-
-    tokens: of the chunk. row_bytes: most bytes per token, packed or unpacked. tensors: the tensors
-    to copy.
-    """
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def row_bytes(self) -> int: ...
-
-    @property
-    def tensors(self) -> Sequence[Tensor]: ...
-
-    def cut(self, start: int, end: int) -> Sendable:
-        """Return some of its tokens."""
-
-    @property
-    def arrived(self) -> Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]:
-        """Return a function that makes keys and values of the copied tensors.
-
-        Keys and values are (kv_heads, tokens, head_dim). The function keeps no reference to them.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """A Sendable of plain keys and values, each (kv_heads, tokens, head_dim)."""
-
-    keys: Tensor
-    values: Tensor
-
-    @property
-    def tokens(self) -> int:
-        return int(self.keys.shape[1])
-
-    @property
-    def row_bytes(self) -> int:
-        return 2 * self.keys.nbytes // self.tokens
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
-
-    def cut(self, start: int, end: int) -> Numbers:
-        return Numbers(self.keys[:, start:end], self.values[:, start:end])
-
-    @property
-    def arrived(self) -> Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]:
-        return lambda tensors: (tensors[0], tensors[1])
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPart:
-    """One layer of a chunk, and its destination; start, turn: see ``FusedKV.place``."""
-
-    start: int
-    kv: Sendable
-    turn: Rotation | None
-
-    def cut(self, tokens: int) -> tuple[LayerPart, LayerPart | None]:
-        """Return its first tokens, and the rest."""
-        if tokens >= self.kv.tokens:
-            return self, None
-        first = replace(self, kv=self.kv.cut(0, tokens))
-        rest = self.kv.cut(tokens, self.kv.tokens)
-        return first, replace(self, start=self.start + tokens, kv=rest)
 
 
 class Upload:
     """The copy of one layer of a prompt's chunks into the buffer of a pass.
 
     after: an event after the work that last used the layer's slot in the buffer.
+
+    KV in ordinary memory is copied into page-locked buffers by a thread, which queues their copies,
+    too. The kernel that places chunks reads page-locked memory where it is.
     """
 
     def __init__(
@@ -115,7 +54,9 @@ class Upload:
         self._buffers, self._copy_stream = buffers, buffers.copy_stream
         self._fused, self._layer = fused, layer
         self._todo = deque(parts)
-        self._event: Event | None = None
+        self._staging: deque[Future[None]] = deque()
+        self._events: list[Event] = []
+        self._has_kernel = bool(buffers.table_bytes)
         self._copy_stream.follow(after)
         self._copy_stream.share(fused.keys, fused.values)
 
@@ -124,52 +65,131 @@ class Upload:
         while self._todo:
             buffer = self._buffers.take()
             if buffer is None:
-                return False
-            held: list[Tensor] = []
-            try:
-                self._fill(buffer, held)
-            finally:  # also if it fails for lack of memory
-                self._event = self._copy_stream.carried()
-                self._buffers.give(buffer, self._event, held)
-        return True
+                break
+            load = _Load(buffer)
+            self._fill(load)
+            if load.sources:
+                self._staging.append(self._buffers.stager.submit(self._send, load))
+            else:
+                self._send(load)
+        while self._staging and self._staging[0].done():
+            self._staging.popleft().result()
+        return not self._todo and not self._staging
 
     def arrive(self) -> None:
-        """Make the compute stream wait for the copies."""
-        if self._event is not None:
-            self._copy_stream.hold_work(self._event)
+        """Make the compute stream wait for the copies, also if not all chunks are queued."""
+        wait(self._staging)
+        for event in self._events:
+            self._copy_stream.hold_work(event)
 
-    def _fill(self, buffer: PinnedBuffer, held: list[Tensor]) -> None:
-        """Queue copies of as many tokens as fit in a buffer; ``held`` gets tensors to keep."""
-        while self._todo and (rows := buffer.rows(self._todo[0].kv.row_bytes)):
+    def _fill(self, load: _Load) -> None:
+        """Choose the tokens that go through a buffer: as many as fit."""
+        while self._todo and len(load.parts) < MOST_PARTS:
+            part = self._todo[0]
+            if self._has_kernel and self._is_readable(part):
+                self._todo.popleft()
+                load.parts.append(part)
+                load.held += part.kv.tensors
+                continue
+            if not (rows := load.buffer.rows(part.kv.row_bytes)):
+                return
             part, rest = self._todo.popleft().cut(rows)
             if rest is not None:
                 self._todo.appendleft(rest)
-            sent = [self._sent(tensor, buffer, held) for tensor in part.kv.tensors]
-            if part.turn is not None:
-                self._copy_stream.share(part.turn.cos, part.turn.sin)
-            self._copy_stream.run(partial(self._lay, part.start, part.kv.arrived, sent, part.turn))
+            sent = [self._sent(tensor, load) for tensor in part.kv.tensors]
+            load.parts.append(replace(part, kv=part.kv.moved(sent)))
 
-    def _lay(
-        self,
-        start: int,
-        arrived: Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]],
-        sent: Sequence[Tensor],
-        turn: Rotation | None,
-    ) -> None:
-        self._fused.place(self._layer, start, *arrived(sent), turn)
+    def _is_readable(self, part: LayerPart) -> bool:
+        """Whether a kernel can read a chunk where it is."""
+        from cacheblend_rag.blend.kernels.placement import is_readable
 
-    def _sent(self, tensor: Tensor, buffer: PinnedBuffer, held: list[Tensor]) -> Tensor:
-        """Queue the copy of a tensor to the device; returns the device tensor."""
+        stream = self._copy_stream
+        return is_readable(part) and all(
+            stream.has(tensor) or stream.is_pinned(tensor) for tensor in part.kv.tensors
+        )
+
+    def _sent(self, tensor: Tensor, load: _Load) -> Tensor:
+        """Return where a tensor will be on the device, and note how it gets there."""
         if self._copy_stream.has(tensor):
-            self._copy_stream.share(tensor)
+            load.held.append(tensor)
             return tensor
-        host, device = buffer.place(tensor)
+        start = load.buffer.used
+        host, device = load.buffer.place(tensor)
         if tensor.is_contiguous() and self._copy_stream.is_pinned(tensor):
-            held.append(tensor)
+            load.copies.append((device, tensor))
+            load.held.append(tensor)
         else:
-            tensor = host.copy_(tensor)
-        self._copy_stream.copy(device, tensor)
+            load.sources.append((host, tensor))
+            load.stage(start)
         return device
+
+    @torch.inference_mode()
+    def _send(self, load: _Load) -> None:
+        """Fill a buffer, and queue its copies and the placement of its chunks."""
+        stream, buffer = self._copy_stream, load.buffer
+        try:
+            if load.sources:
+                hosts, tensors = zip(*load.sources, strict=True)
+                torch._foreach_copy_(hosts, tensors)
+            place = self._by_kernel(load) if self._has_kernel else self._plainly(load.parts)
+            for run in load.staged:
+                stream.copy(buffer.device[run], buffer.host[run])
+            for device, tensor in load.copies:
+                stream.copy(device, tensor)
+            stream.share(*(tensor for tensor in load.held if stream.has(tensor)))
+            for part in load.parts:
+                if part.turn is not None:
+                    stream.share(part.turn.cos, part.turn.sin)
+            stream.run(place)
+        finally:  # also if it fails for lack of memory
+            event = stream.carried()
+            self._events.append(event)
+            self._buffers.give(buffer, event, load.held)
+
+    def _plainly(self, parts: Sequence[LayerPart]) -> Callable[[], None]:
+        return partial(place_parts, self._fused, self._layer, parts)
+
+    def _by_kernel(self, load: _Load) -> Callable[[], None]:
+        """Write the kernel's table into the buffer; returns the function that launches it."""
+        from cacheblend_rag.blend.kernels import placement as kernel
+
+        rows, launches = kernel.table_of(load.parts)
+        numbers = torch.tensor(rows)
+        start = load.buffer.used
+        host, table = load.buffer.place(numbers)
+        host.copy_(numbers)
+        load.stage(start)
+        on_host = any(not self._copy_stream.has(tensor) for tensor in load.held)
+
+        def launch() -> None:
+            programs = kernel.LINK_PROGRAMS if on_host else kernel.PROGRAMS
+            into = self._fused.of_layer(self._layer)
+            kernel.place_by_kernel(*into, table, launches, programs=programs)
+
+        return launch
+
+
+@dataclass
+class _Load:
+    """Chunks that go through a buffer together.
+
+    parts: with their tensors on the device, or where a kernel reads them. sources: what is to be
+    copied into the buffer first, each with its place there. staged: the runs of the buffer's bytes
+    to copy. copies: what is copied past the buffer. held: what is to be kept until all is done.
+    """
+
+    buffer: PinnedBuffer
+    parts: list[LayerPart] = field(default_factory=list)
+    sources: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    staged: list[slice] = field(default_factory=list)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)
+
+    def stage(self, start: int) -> None:
+        """Have the buffer's bytes from ``start`` to those used last copied."""
+        joins = bool(self.staged) and self.staged[-1].stop == start
+        begin = self.staged.pop().start if joins else start
+        self.staged.append(slice(begin, self.buffer.used))
 
 
 class Download:

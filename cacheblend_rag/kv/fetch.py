@@ -206,6 +206,24 @@ class LayerSource:
             asked = [place.parts.get(first) for place, _, first in self._asked(layer)]
         return not self._closed and all(part is not None and part.done() for part in asked)
 
+    def is_all_read(self) -> bool:
+        """Return whether all remaining layers of the used chunks have been read.
+
+        Then ``layer`` neither waits nor returns errors until ``rewind``.
+        """
+        with self._lock:
+            used = [(place, place.chunk) for place in self._places if place.chunk is not None]
+            return not self._closed and all(self._has_rest(*each) for each in used)
+
+    def _has_rest(self, place: _Place, chunk: SharedChunk) -> bool:
+        first = chunk.first_of(self._handed + 1)
+        while first < chunk.reader.layers and not chunk.needs_no_read:
+            part = place.parts.get(first)
+            if part is None or not part.done() or part.cancelled() or part.exception():
+                return False
+            first = chunk.last_of(first)
+        return True
+
     def measured(self) -> dict[str, tuple[int, float]]:
         """Return the bytes read from each tier, and the seconds of reading.
 

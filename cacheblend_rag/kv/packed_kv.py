@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ class PackedLayer:
 
     def unpacked(self) -> tuple[Tensor, Tensor]:
         """Return keys and values, each (kv_heads, tokens, head_dim)."""
-        return self.arrived(self.tensors)
+        return unpack_parts(self.codes, self.of_keys, self.of_values, self.precision, self.dtype)
 
     # As it is sent to a device, see Sendable
 
@@ -70,17 +69,10 @@ class PackedLayer:
         )
         return replace(self, codes=self.codes[:, :, here], of_keys=of_keys, of_values=of_values)
 
-    @property
-    def arrived(self) -> Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]:
-        """Return a function that makes keys and values of the copied tensors."""
-        return partial(_unpacked_of, self.precision, self.dtype)
-
-
-def _unpacked_of(
-    precision: Precision, dtype: torch.dtype, tensors: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    codes, of_keys, of_values = tensors
-    return unpack_parts(codes, of_keys, of_values, precision, dtype)
+    def moved(self, tensors: Sequence[Tensor]) -> PackedLayer:
+        """Return the same tokens, given their tensors on a device."""
+        codes, of_keys, of_values = tensors
+        return replace(self, codes=codes, of_keys=of_keys, of_values=of_values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

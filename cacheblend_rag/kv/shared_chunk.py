@@ -79,6 +79,11 @@ class SharedChunk:
             return self.reader.kv.nbytes
         return self.reader.layers * self.reader.layer_bytes
 
+    @property
+    def needs_no_read(self) -> bool:
+        """Whether all layers are in memory in the prompt's form."""
+        return not self._unpacks and (self.reader.in_memory or self._whole is not None)
+
     def hold(self) -> None:
         """Keep the parts read from now on as long as this object lives."""
         with self._lock:

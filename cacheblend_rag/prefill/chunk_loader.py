@@ -14,10 +14,12 @@ from cacheblend_rag.blend.copy_stream import (
     pinned_buffers_of,
 )
 from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.layer_part import LayerPart, Numbers, Sendable
+from cacheblend_rag.blend.placement import place_parts
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.blend.transfer import LayerPart, Numbers, Sendable, Upload
+from cacheblend_rag.blend.transfer import Upload
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource, Threshold
@@ -113,6 +115,9 @@ class ChunkLoader:
 
     On a GPU a layer is copied on the copy stream, and the compute stream waits for it; while a
     layer is computed, the next one is copied if it has been read.
+
+    Ranks agree on each layer until all of them have read every layer: no chunk can be lost then,
+    and each waits for its own copies only.
     """
 
     fused: FusedKV
@@ -126,6 +131,7 @@ class ChunkLoader:
         self._parts: list[LayerKV | StoreError] | None = None
         self._upload: Upload | None = None
         self._free: Event | None = None
+        self._all_read = False
 
     def into(self, fused: FusedKV) -> Self:
         """Set the buffer that chunks are copied into; returns this object."""
@@ -137,7 +143,10 @@ class ChunkLoader:
         for chunk in self.chunks:
             self._take(chunk, self.source.take())
             yield
-        self._agree([chunk.reason is None for chunk in self.chunks])
+        sound = [chunk.reason is None for chunk in self.chunks]
+        here = [self.source.is_all_read(), *sound]
+        self._all_read, *sound = on_all_ranks(self.stack, here)
+        self._use(sound)
 
     def _take(self, chunk: LoadedChunk, found: Found) -> None:
         head = found.head
@@ -151,22 +160,21 @@ class ChunkLoader:
         if chunk.whole_start != head.position:
             chunk.turn = self.stack.rotation(chunk.whole_start - head.position)
 
-    def _agree(self, sound: Sequence[bool]) -> None:
-        """Use the chunks that all ranks can read."""
-        agreed = on_all_ranks(self.stack, sound)
-        for chunk, is_used in zip(self.chunks, agreed, strict=True):
+    def _use(self, used: Sequence[bool]) -> None:
+        """Use some of the chunks, the same on all ranks."""
+        for chunk, is_used in zip(self.chunks, used, strict=True):
             chunk.is_used = is_used
-        self.source.keep(agreed)
+        self.source.keep(used)
 
     def leave_out(self, unwanted: Sequence[LoadedChunk]) -> None:
         """Drop chunks that are computed faster than loaded, the same on all ranks."""
         for chunk in unwanted:
             chunk.reason = "slow"
-        self._agree_without(unwanted)
+        self._use_without(unwanted)
 
-    def _agree_without(self, gone: Sequence[LoadedChunk]) -> None:
+    def _use_without(self, gone: Sequence[LoadedChunk]) -> None:
         left = {id(chunk) for chunk in gone}
-        self._agree([chunk.is_used and id(chunk) not in left for chunk in self.chunks])
+        self._use([chunk.is_used and id(chunk) not in left for chunk in self.chunks])
 
     def load(self, layer: int) -> Steps[None]:
         """Copy one layer of all chunks into the buffer, once; yields while it waits for it.
@@ -179,9 +187,7 @@ class ChunkLoader:
         parts = yield from self._layer(layer, used)
         if self._buffers is None:
             with self.times.laying():
-                for part in _placed(layer, used, parts):
-                    kv = part.kv.arrived(part.kv.tensors)
-                    self.fused.place(layer, part.start, *kv, part.turn)
+                place_parts(self.fused, layer, _placed(layer, used, parts))
         else:
             self._arrive()
             self._look_ahead(self._buffers, layer + 1, used)
@@ -199,14 +205,17 @@ class ChunkLoader:
                 self._parts = self.source.layer(layer)
             parts = self._parts
             is_there = parts is not None and self._is_sent(layer, used, parts)
-            here = [is_there, *(not isinstance(p, StoreError) for p in parts or ())]
-            here += [True] * (1 + len(used) - len(here))
-            is_there, *sound = on_all_ranks(self.stack, here)
+            sound = [not isinstance(part, StoreError) for part in parts or ()]
+            sound += [True] * (len(used) - len(sound))
+            if not self._all_read:
+                here = [is_there, self.source.is_all_read(), *sound]
+                is_there, self._all_read, *sound = on_all_ranks(self.stack, here)
             if is_there or not all(sound):
                 break
             if parts is not None and not is_there:
                 time.sleep(WAIT_SECONDS)  # for a buffer
-            yield
+            if not self._all_read:
+                yield  # as often on all ranks
         self._parts = None
         self.times.waited(wait.began, wait.seconds(without=self.times.laid - laid))
         if not all(sound):
@@ -249,7 +258,7 @@ class ChunkLoader:
         for chunk, part in zip(used, parts, strict=False):
             if isinstance(part, StoreError):
                 chunk.reason = miss_of(part)
-        self._agree_without([c for c, is_sound in zip(used, sound, strict=True) if not is_sound])
+        self._use_without([c for c, is_sound in zip(used, sound, strict=True) if not is_sound])
         self.rewind()
         raise LostChunkError
 
@@ -258,6 +267,7 @@ class ChunkLoader:
         self._laid.clear()
         self._arrive()  # late rows would fall on those of the next pass
         self._parts = self._free = None
+        self._all_read = False
         self.source.rewind()
 
 

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,18 @@ from torch.utils._pytree import tree_leaves
 
 from cacheblend_rag.blend.copy_stream import PinnedBuffers
 from cacheblend_rag.blend.fused import FusedKV
+
+
+class AtOnce(Executor):
+    """Stands for a thread that has done its work by the time it is looked at."""
+
+    def submit(self, work: Any, /, *given: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*given, **named))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
 
 
 @dataclass
@@ -216,14 +229,16 @@ class _Seen(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function.is_view:
-            return function(*args, **(kwargs or {}))
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         made = {_storage(each) for each in self._made}
-        for given in tree_leaves((args, kwargs)):
-            if isinstance(given, Tensor):
-                self._copy_stream.saw(given, made)
         out = function(*args, **(kwargs or {}))
-        self._made += [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        new = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        # In inference mode `to` arrives here whole, which may be a view or a copy.
+        if function.is_view and {*map(_storage, new)} <= {*map(_storage, given)}:
+            return out
+        for each in given:
+            self._copy_stream.saw(each, made)
+        self._made += new
         return out
 
 

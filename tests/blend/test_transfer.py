@@ -17,12 +17,13 @@ from torch import Tensor
 
 from cacheblend_rag.blend import FusedKV, RingKV
 from cacheblend_rag.blend.copy_stream import CudaCopyStream, PinnedBuffers, pinned_buffers_of
+from cacheblend_rag.blend.layer_part import LayerPart, Numbers, Sendable
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import Geometry
-from cacheblend_rag.blend.transfer import Download, LayerPart, Numbers, Sendable, Upload, to_host
+from cacheblend_rag.blend.transfer import Download, Upload, to_host
 from cacheblend_rag.kv.packed_kv import PackedLayer
 from cacheblend_rag.kv.precision import pack
-from tests.blend.fake_copy_stream import FakeCopyStream, use
+from tests.blend.fake_copy_stream import AtOnce, FakeCopyStream, use
 from tests.blend.fake_stack import FREQUENCIES, HEAD_DIM, KV_HEADS, LAYERS, FakeStack
 from tests.prefill.prompts import run
 
@@ -134,6 +135,7 @@ def test_what_is_laid_beside_the_work_is_what_is_laid_plainly(
 def test_stages_are_few_and_one_is_used_anew_only_when_its_copies_are_done() -> None:
     copy_stream = FakeCopyStream(patience=None)
     buffers = PinnedBuffers(copy_stream, 2, 3 * ROW_BYTES)
+    buffers.stager = AtOnce()
     fused = buffer("fused", geometry(copy_stream))
     upload = Upload(buffers, fused, 0, parts_of(0, fused.keys.device), copy_stream.worked())
     looks = 0
@@ -172,6 +174,38 @@ def test_pinned_memory_is_copied_from_where_it_lies_and_held_until_then() -> Non
     assert torch.equal(staged, torch.full_like(staged, 0xFF)), "nothing went through the buffer"
     for one, other in zip(fused.layer(0), laid_plainly("fused", copy_stream)[0], strict=True):
         assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+def test_ordinary_memory_is_read_by_a_thread_while_the_models_thread_goes_on() -> None:
+    """Its copies are queued there, too, and a pass that is given up meanwhile loses nothing."""
+    copy_stream, may_read = FakeCopyStream(), threading.Event()
+    buffers = PinnedBuffers(copy_stream, 2, 40 * ROW_BYTES)
+    buffers.stager.submit(may_read.wait, 20)
+    fused = buffer("fused", geometry(copy_stream))
+    upload = Upload(buffers, fused, 0, parts_of(0, fused.keys.device), copy_stream.worked())
+    assert not upload.go_on()
+    assert not upload.go_on()
+    asked = copy_stream.asked
+    may_read.set()
+    sent(upload)
+    assert copy_stream.asked == asked + 2, "one copy of all chunks, and their placement"
+    upload.arrive()
+    assert copy_stream.errors == []
+    for one, other in zip(fused.layer(0), laid_plainly("fused", copy_stream)[0], strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+def test_what_is_given_up_arrives_before_its_memory_is_used_anew() -> None:
+    copy_stream, may_read = FakeCopyStream(), threading.Event()
+    buffers = PinnedBuffers(copy_stream, 1, 40 * ROW_BYTES)
+    buffers.stager.submit(may_read.wait, 20)
+    fused = buffer("fused", geometry(copy_stream))
+    upload = Upload(buffers, fused, 0, parts_of(0, fused.keys.device), copy_stream.worked())
+    assert not upload.go_on()
+    threading.Timer(0.05, may_read.set).start()
+    upload.arrive()
+    assert copy_stream.done == copy_stream.asked
+    assert not fused.layer(0)[0][:, :, 1:8].isnan().any()
 
 
 def test_what_is_on_the_device_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +357,8 @@ def test_no_stage_is_lost_where_there_is_no_memory(
         PinnedBuffers(copy_stream, 2, 40 * ROW_BYTES),
         buffer("fused", geometry(copy_stream)),
     )
+
+    buffers.stager = AtOnce()
 
     def move() -> bool:
         if way == "up":

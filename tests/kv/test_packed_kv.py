@@ -328,7 +328,7 @@ def test_a_layer_may_be_cut_anywhere(precision):
     for start, end in ((0, 1), (3, 40), (63, 64), (0, 64)):
         part = layer.cut(start, end)
         assert part.tokens == end - start
-        found = part.arrived([tensor.clone() for tensor in part.tensors])
+        found = part.moved([tensor.clone() for tensor in part.tensors]).unpacked()
         assert torch.equal(found[0], keys[:, start:end])
         assert torch.equal(found[1], values[:, start:end])
         assert sum(tensor.nbytes for tensor in part.tensors) <= part.row_bytes * part.tokens

@@ -74,6 +74,7 @@ class Beside:
 
     def check(self) -> None:
         """What should be so at the end of every test."""
+        self.buffers.stager.submit(lambda: None).result()  # after whatever it has to do
         if self.copy_stream is None:
             torch.cuda.synchronize()
         else:

@@ -6,6 +6,7 @@ import math
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.kv import HostTier, KVKey, codec
 from cacheblend_rag.kv.fetch import LayerSource
-from cacheblend_rag.kv.tiers import Tier
+from cacheblend_rag.kv.tiers import StoredChunk, Tier
 from cacheblend_rag.prefill import prompt_pass
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from cacheblend_rag.report import PREFILL_PHASES, PhaseSeconds, PhaseStarts
@@ -307,3 +308,53 @@ def test_seconds_that_are_hidden_are_no_part_of_the_first_tokens() -> None:
     assert replace(seconds, load_hidden=64.0) != seconds
     assert replace(seconds, load_hidden=64.0).time_to_first_token == seconds.time_to_first_token
     assert tuple(vars(PhaseStarts())) == (*PREFILL_PHASES, "decode")
+
+
+# Ranks
+
+
+def collectives(make_tier: Callable[[threading.Event], Tier], **options: Any) -> list[int]:
+    """How often each of two ranks asks the other in a pass, which gives what one rank gives.
+
+    make_tier: given an event that is set once they have agreed on chunks.
+    """
+    counts = [0, 0]
+
+    def of(rank: int, stack: FakeStack) -> tuple[FusedPrompt, Told]:
+        own, agreed = stack.reduced, threading.Event()
+
+        def reduced(part: Tensor, how: Any) -> Tensor:
+            counts[rank] += 1
+            whole = own(part, how)
+            agreed.set()
+            return whole
+
+        stack.reduced = reduced
+        return over([make_tier(agreed)], stack=stack, **options)
+
+    for found in Ranks().run(of):
+        assert_same(found, expected(**options))
+    return counts
+
+
+def full_host(_: threading.Event) -> HostTier:
+    host = HostTier(None)
+    for chunk in NAMES.values():
+        host.put(chunk.key, StoredChunk(chunk_kv(FakeStack(), chunk), 0.0))
+    return host
+
+
+@pytest.mark.parametrize("selector", ["none", "prior", "random"])
+def test_ranks_agree_once_a_pass_on_chunks_in_memory(selector: str) -> None:
+    """Once on chunks, once on their priors: no layer asks anything."""
+    assert collectives(full_host, selector=selector, recompute_ratio=0.3) == [2, 2]
+
+
+def test_ranks_agree_on_layers_until_all_have_read_them() -> None:
+    def begun_late(agreed: threading.Event) -> Tier:
+        tier = slow_tier()
+        tier.gate = lambda *_: agreed.wait(10)
+        return tier
+
+    one, other = collectives(begun_late, selector="none", recompute_ratio=0.0)
+    assert one == other > 2

@@ -12,6 +12,8 @@ import torch
 
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.compact import compact
+from cacheblend_rag.kv.packed_kv import StoredKV
+from cacheblend_rag.kv.page_locked import PageLockedMemory, cuda_memory
 from cacheblend_rag.kv.stored_chunk import Entry, StoredChunk
 from cacheblend_rag.kv.tiers.admission import Resident
 from cacheblend_rag.kv.tiers.base import Tier
@@ -22,8 +24,10 @@ from cacheblend_rag.kv.tiers.policy import TierPolicy
 class HostTier(Tier):
     """Chunk KV as CPU tensors; the least requested chunks are evicted first.
 
-    Tensors are kept without a copy if they are on the CPU, each layer contiguous, and not part of a
-    larger storage; callers must not write into tensors that they get or put.
+    Where this process uses a GPU, they are copied into page-locked memory, which the GPU reads.
+    Otherwise, and beyond its limit, tensors are kept without a copy if they are on the CPU, each
+    layer contiguous, and not part of a larger storage. Callers must not write into tensors that
+    they get or put. memory: page-locked memory; by default this process's own.
     """
 
     durable: ClassVar[bool] = False
@@ -36,8 +40,10 @@ class HostTier(Tier):
         *,
         name: str = "host",
         policy: TierPolicy | None = None,
+        memory: PageLockedMemory | None = None,
     ) -> None:
         super().__init__(name, capacity_bytes, policy=policy)
+        self._memory = memory or cuda_memory()
         self.device = torch.device("cpu")
         self._chunks: OrderedDict[KVKey, StoredChunk] = OrderedDict()
         self._used_at: dict[KVKey, float] = {}
@@ -111,7 +117,7 @@ class HostTier(Tier):
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
         self._capacity.check_fits(chunk.kv.nbytes)  # before copying: a refusal costs nothing
         chunk.check()
-        kept = StoredChunk(compact(chunk.kv, self.device), chunk.written_at)
+        kept = StoredChunk(self._own(chunk.kv), chunk.written_at)
         with self._lock:
             self._make_room(key, kept.kv.nbytes)
             self._discard(key)
@@ -119,6 +125,10 @@ class HostTier(Tier):
             self._of_chunk[key.chunk_id].add(key)
             self._used_at[key] = time.time()
             self._nbytes += kept.kv.nbytes
+
+    def _own(self, kv: StoredKV) -> StoredKV:
+        locked = self._memory.copied(kv) if self.device.type == "cpu" else None
+        return compact(kv, self.device) if locked is None else locked
 
     def _drop(self, key: KVKey) -> bool:
         with self._lock:

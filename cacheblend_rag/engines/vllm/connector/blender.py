@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, Work, WorkResult
 from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, Allotted
-from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices
+from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices, steps_ahead
 from cacheblend_rag.engines.vllm.connector.paged import paged_cache
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
@@ -167,14 +167,26 @@ class Blender:
         """Run a job until it is done or time is up; None if it is not done.
 
         Ranks stop after the same step, since all of them take part in each step: the first one's
-        clock decides, and a failure of one is a failure of all.
+        clock decides, and a failure of one is a failure of all. Once the job runs layers, a rank
+        that fails ends the engine, and jobs end on all ranks alike: then they agree only after as
+        many steps as fit into the time left.
         """
+        began, done, ahead = time.perf_counter(), 0, 1
         while True:
             result = self._next_result(request_id, work)
             has_failed = isinstance(result, Failed | _OutOfMemory)
             if isinstance(result, _OutOfMemory):
                 result = self._given_up(request_id, result.lack)
-            failed, late = self._agreed([has_failed, self._pace.is_over(until)])
+            late, done, ahead = self._pace.is_over(until), done + 1, ahead - 1
+            if request_id in self._together and not has_failed:
+                if result is not None:
+                    return result
+                if ahead:
+                    continue
+            now = time.perf_counter()
+            failed, late, ahead = self._agreed(
+                has_failed, late, steps_ahead(until - now, now - began, done)
+            )
             if result is not None or failed:
                 return RANK_FAILED if failed and not has_failed else result
             if late:
@@ -219,11 +231,15 @@ class Blender:
             self._together.add(request_id)
         return None
 
-    def _agreed(self, here: list[bool]) -> list[bool]:
-        """Return whether any rank failed, and whether the first one's time is up."""
+    def _agreed(self, failed: bool, late: bool, ahead: int) -> tuple[bool, bool, int]:
+        """Return whether any rank failed, whether the first one's time is up, and its ``ahead``.
+
+        ahead: how many steps to run before ranks agree again.
+        """
         ranks = get_tp_group()
         if ranks.world_size == 1:
-            return here
-        failed, late = here
-        seen = torch.tensor([failed, late and ranks.is_first_rank], dtype=torch.int32)
-        return [bool(flag) for flag in all_reduce(seen, "max").tolist()]
+            return failed, late, 1
+        own = [late, ahead] if ranks.is_first_rank else [False, 0]
+        seen = torch.tensor([failed, *own], dtype=torch.int32)
+        failed, late, ahead = all_reduce(seen, "max").tolist()
+        return bool(failed), bool(late), ahead

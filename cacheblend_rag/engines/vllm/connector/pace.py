@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,21 @@ class Slices:
         usual, idle_slices = (0.03, 8) if device.type == "cpu" else (0.005, 4)
         busy = usual if busy is None else busy
         return cls(busy, busy * idle_slices)
+
+
+MOST_STEPS_AHEAD = 16
+"""Steps after which ranks agree again: one may take far longer than those before it."""
+
+
+def steps_ahead(left: float, seconds: float, steps: int) -> int:
+    """Return how many steps fit into the time left, at least one.
+
+    left: seconds, infinite without a limit. seconds: of the ``steps`` done before.
+    """
+    if math.isinf(left):
+        return MOST_STEPS_AHEAD
+    fit = left * steps / seconds if seconds > 0 else 1.0
+    return max(1, min(MOST_STEPS_AHEAD, int(fit)))
 
 
 class OwnTime:

@@ -1,0 +1,302 @@
+"""Places one layer of all chunks of a prompt by one launch; its twin is ``place_parts``.
+
+A program unpacks some tokens of one head of one chunk, rotates the keys in float32, and writes both
+where the prompt has them: into the dense buffer of a pass, and into a paged cache. A table gives it
+the addresses of each chunk's tensors, which may be in page-locked memory of the host: few programs,
+which take one part after the other, read that as fast as the link allows, and leave the device to
+the layer that it computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cacheblend_rag.blend.layer_part import LayerPart, Numbers
+from cacheblend_rag.kv.packed_kv import PackedLayer
+
+TILE = 16
+"""Tokens of a head that a program handles at once."""
+PROGRAMS, LINK_PROGRAMS = 1056, 32
+"""Most programs at once: where all chunks are on the device, and where any is on the host."""
+NATIVE, FP8, INT8 = 0, 1, 2
+_FORMS = {"native": NATIVE, "fp8": FP8, "int8": INT8}
+COLUMNS = 12
+_NO_ALIGNMENT_BEYOND = 16
+
+
+@triton.jit
+def _two_to_the(exponents: tl.tensor) -> tl.tensor:
+    return ((exponents.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _number(codes: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
+    """Return codes as float32 numbers, without their scales."""
+    if FORM == 1:  # e4m3; by its bits, since not every GPU converts it
+        bits = codes.to(tl.int32)
+        digits = bits & 0x7F
+        normal = ((digits << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        least = digits.to(tl.float32) * 0.001953125
+        size = tl.where(digits < 8, least, normal)
+        return tl.where(bits > 0x7F, -size, size)
+    elif FORM == 2:
+        return codes.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        return codes.to(tl.float32)
+
+
+@triton.jit
+def _key_scales(
+    row: tl.tensor, head: tl.tensor, channels: tl.tensor, there: tl.tensor, FORM: tl.constexpr
+) -> tl.tensor:
+    """Return the scales of a head's keys, of each channel: fp8 has one for all of them."""
+    own = tl.load(row + 4).to(tl.pointer_type(tl.int8)) + head * tl.load(row + 5)
+    steps = channels * 0 if FORM == 1 else channels
+    return _two_to_the(tl.load(own + steps, mask=there, other=0))[None, :]
+
+
+@triton.jit
+def _value_scales(
+    row: tl.tensor, head: tl.tensor, tokens: tl.tensor, there: tl.tensor, FORM: tl.constexpr
+) -> tl.tensor:
+    """Return the scales of a head's values, of each token: fp8 has one for all of them."""
+    own = tl.load(row + 6).to(tl.pointer_type(tl.int8)) + head * tl.load(row + 7)
+    steps = tokens * 0 if FORM == 1 else tokens
+    return _two_to_the(tl.load(own + steps, mask=there, other=0))[:, None]
+
+
+@triton.jit
+def _rotated(
+    x1: tl.tensor,
+    x2: tl.tensor,
+    row: tl.tensor,
+    p: tl.tensor,
+    PAIRS: tl.constexpr,
+    TYPE: tl.constexpr,
+) -> tl.tensor:
+    """Return pairs of components rotated as a chunk's row says, if it does."""
+    cos = tl.load(row + 8)
+    is_turned = p < tl.where(cos > 0, PAIRS, 0).to(tl.int32)
+    sin = tl.load(row + 9).to(tl.pointer_type(tl.float32))
+    cos = cos.to(tl.pointer_type(tl.float32))
+    c = tl.load(cos + p, mask=is_turned, other=1.0)[None, :]
+    s = tl.load(sin + p, mask=is_turned, other=0.0)[None, :]
+    return (x1 * c - x2 * s).to(TYPE), (x2 * c + x1 * s).to(TYPE)
+
+
+@triton.jit(do_not_specialize=("tiles", "heads", "total"))
+def place_kernel(
+    TABLE: tl.tensor, KEYS: tl.tensor, VALUES: tl.tensor, PAGES: tl.tensor, SLOTS: tl.tensor,
+    k_h: tl.tensor, k_t: tl.tensor, v_h: tl.tensor, v_t: tl.tensor,
+    p_b: tl.tensor, p_h: tl.tensor, p_t: tl.tensor, p_v: tl.tensor,
+    tiles: tl.tensor, heads: tl.tensor, total: tl.tensor,
+    FORM: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, PP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Place ``total`` tiles: of each chunk of TABLE ``tiles`` for each of ``heads``, some empty.
+
+    TABLE: see ``table_of``. ALIGN: what the addresses of all heads of chunks divide by, in bytes.
+    KEYS, VALUES: of the dense buffer. PAGES: a paged cache, SLOTS the slot of each position of the
+    prompt, negative where none is to be written; p_b, p_h, p_t: its strides by blocks, heads and
+    tokens, p_v how far behind its key a value is.
+    """
+    TYPE: tl.constexpr = KEYS.dtype.element_ty
+    STORED: tl.constexpr = tl.uint8 if FORM else TYPE
+    p, d = tl.arange(0, PP), tl.arange(0, DP)
+    one = 2 * p if INTERLEAVED else p
+    other = one + 1 if INTERLEAVED else p + PAIRS
+    for index in range(tl.program_id(0), total, tl.num_programs(0)):
+        row = TABLE + (index // (tiles * heads)) * 12
+        head = (index // tiles % heads).to(tl.int64)
+        t = (index % tiles) * TOKENS + tl.arange(0, TOKENS)
+        there = t < tl.load(row + 11).to(tl.int32)
+        if (index % tiles) * TOKENS < tl.load(row + 11):
+            keys = tl.load(row).to(tl.pointer_type(STORED)) + head * tl.load(row + 2)
+            values = tl.load(row + 1).to(tl.pointer_type(STORED)) + head * tl.load(row + 3)
+            keys = tl.multiple_of(keys, ALIGN) + t[:, None] * D
+            values = tl.multiple_of(values, ALIGN) + t[:, None] * D
+            both = there[:, None] & (p < PAIRS)[None, :]
+            whole = there[:, None] & (d < D)[None, :]
+            rest = whole & (d >= 2 * PAIRS)[None, :]
+            x1 = _number(tl.load(keys + one[None, :], mask=both, other=0), FORM)
+            x2 = _number(tl.load(keys + other[None, :], mask=both, other=0), FORM)
+            r = tl.load(keys + d[None, :], mask=rest, other=0)
+            v = tl.load(values + d[None, :], mask=whole, other=0)
+            if FORM != 0:
+                x1 *= _key_scales(row, head, one, p < PAIRS, FORM)
+                x2 *= _key_scales(row, head, other, p < PAIRS, FORM)
+                # as numbers of the model's type, which the twin rotates
+                x1, x2 = x1.to(TYPE).to(tl.float32), x2.to(TYPE).to(tl.float32)
+                r = (_number(r, FORM) * _key_scales(row, head, d, d < D, FORM)).to(TYPE)
+                v = (_number(v, FORM) * _value_scales(row, head, t, there, FORM)).to(TYPE)
+            y1, y2 = _rotated(x1, x2, row, p, PAIRS, TYPE)
+            position = tl.load(row + 10) + t
+            if DENSE:
+                into = KEYS + head * k_h + position[:, None] * k_t
+                tl.store(into + one[None, :], y1, mask=both)
+                tl.store(into + other[None, :], y2, mask=both)
+                tl.store(into + d[None, :], r, mask=rest)
+                into = VALUES + head * v_h + position[:, None] * v_t
+                tl.store(into + d[None, :], v, mask=whole)
+            if PAGED:
+                slot = tl.load(SLOTS + position, mask=there, other=-1)[:, None]
+                has = slot.to(tl.int32) >= 0
+                into = PAGES + slot // PAGE * p_b + slot % PAGE * p_t + head * p_h
+                tl.store(into + one[None, :], y1, mask=both & has)
+                tl.store(into + other[None, :], y2, mask=both & has)
+                tl.store(into + d[None, :], r, mask=rest & has)
+                tl.store(into + p_v + d[None, :], v, mask=whole & has)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A paged cache of one layer, into which chunks are placed, too.
+
+    cache: of the model's dtype. slots: (tokens,) int64 of the prompt's positions, negative where
+    none is to be written. block_size: tokens of a block. strides: in elements, by blocks, heads and
+    tokens. values: how many elements a value is behind its key.
+    """
+
+    cache: Tensor
+    slots: Tensor
+    block_size: int
+    strides: tuple[int, int, int]
+    values: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Chunks in one form, which one launch places. rows: of the table, see ``table_of``.
+
+    tokens: of the longest. align: what the addresses of all tokens' keys and values divide by, in
+    bytes, at most 16. turn: (pairs of a rotation, whether they are interleaved).
+    """
+
+    form: int
+    rows: slice
+    tokens: int
+    align: int
+    turn: tuple[int, bool]
+
+
+def table_of(parts: Sequence[LayerPart]) -> tuple[list[list[int]], list[Launch]]:
+    """Return the table of a layer's chunks, COLUMNS numbers for each, and its launches.
+
+    A row has the addresses of keys and of values, how far heads are apart in each, the same of
+    their exponents, the addresses of cos and sin (0: not rotated), first position, and tokens.
+    """
+    table: list[list[int]] = []
+    launches = []
+    for form in _FORMS.values():
+        mine = [part for part in parts if _form_of(part) == form]
+        if not mine:
+            continue
+        first = len(table)
+        table += [_row(part) for part in mine]
+        turns = {_turn_of(part) for part in mine} - {None}
+        if len(turns) > 1:
+            raise ValueError("chunks of one layer are rotated in different ways")
+        rows = slice(first, len(table))
+        size = 1 if form else mine[0].kv.tensors[0].itemsize
+        strides = [n * size for row in table[rows] for n in row[2:4]]
+        strides.append(mine[0].kv.tensors[0].shape[-1] * size)
+        addresses = [address for row in table[rows] for address in row[:2]]
+        align = math.gcd(_NO_ALIGNMENT_BEYOND, *addresses, *strides)
+        longest = max(part.kv.tokens for part in mine)
+        turn = next(iter(turns), None) or (0, False)
+        launches.append(Launch(form, rows, longest, align, turn))
+    return table, launches
+
+
+def place_by_kernel(
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    launches: Sequence[Launch],
+    *,
+    pages: Pages | None = None,
+    dense: bool = True,
+    programs: int = PROGRAMS,
+) -> None:
+    """Place chunks into a layer, (kv_heads, capacity, head_dim), of keys and of values.
+
+    table: what ``table_of`` returned, (chunks, COLUMNS) int64, on the device. dense: whether to
+    write into ``keys`` and ``values``; otherwise only into ``pages``.
+    """
+    heads, _, width = keys.shape
+    cache, slots = (keys, table) if pages is None else (pages.cache, pages.slots)
+    steps = (0, 0, 0, 0) if pages is None else (*pages.strides, pages.values)
+    for launch in launches:
+        rows, (pairs, interleaved) = table[launch.rows], launch.turn
+        tiles = triton.cdiv(launch.tokens, TILE)
+        total = tiles * heads * len(rows)
+        arguments: dict[str, Any] = constants_of(launch.form, width, pairs, launch.align)
+        place_kernel[(min(total, programs),)](
+            rows, keys, values, cache, slots,
+            *keys.stride()[:2], *values.stride()[:2], *steps,
+            tiles, heads, total,
+            INTERLEAVED=interleaved, DENSE=dense, PAGED=pages is not None,
+            PAGE=1 if pages is None else pages.block_size, **arguments,
+        )  # fmt: skip
+
+
+def constants_of(form: int, width: int, pairs: int, align: int) -> dict[str, int]:
+    """Return the kernel's constants that depend on the chunks' form and the model."""
+    return {
+        "FORM": form,
+        "PAIRS": pairs,
+        "PP": triton.next_power_of_2(max(1, pairs)),
+        "D": width,
+        "DP": triton.next_power_of_2(width),
+        "ALIGN": align,
+        "TOKENS": TILE,
+    }
+
+
+def _form_of(part: LayerPart) -> int:
+    return _FORMS[part.kv.precision] if isinstance(part.kv, PackedLayer) else NATIVE
+
+
+def _turn_of(part: LayerPart) -> tuple[int, bool] | None:
+    if part.turn is None or not part.turn.cos.shape[-1]:
+        return None
+    return part.turn.cos.shape[-1], part.turn.interleaved
+
+
+def _row(part: LayerPart) -> list[int]:
+    if isinstance(part.kv, PackedLayer):
+        keys, values = part.kv.codes
+        scales = [
+            number
+            for own in (part.kv.of_keys, part.kv.of_values)
+            for number in (own.data_ptr(), own.stride(0))
+        ]
+    elif isinstance(part.kv, Numbers):
+        keys, values, scales = part.kv.keys, part.kv.values, [0] * 4
+    else:
+        raise TypeError(f"{type(part.kv).__name__} has no form that the kernel reads")
+    turn = [0, 0]
+    if part.turn is not None and _turn_of(part):
+        turn = [part.turn.cos.data_ptr(), part.turn.sin.data_ptr()]
+    return [
+        keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0),
+        *scales, *turn, part.start, part.kv.tokens,
+    ]  # fmt: skip
+
+
+def is_readable(part: LayerPart) -> bool:
+    """Whether the kernel can read a chunk as its tensors are: each token's numbers in a row."""
+    width = part.kv.tensors[0].shape[-1]
+    return all(
+        tensor.stride(-1) == 1 and tensor.stride(-2) == width
+        for tensor in part.kv.tensors
+        if tensor.shape[-1] == width
+    )

@@ -1,0 +1,83 @@
+"""One layer of a chunk's KV, and where a prompt has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from cacheblend_rag.blend.rotary import Rotation
+
+
+class Sendable(Protocol):
+    """One layer of a chunk in a form that can be copied to a device.
+
+    tokens: of the chunk. row_bytes: most bytes per token, packed or unpacked. tensors: the tensors
+    to copy.
+    """
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
+
+    def cut(self, start: int, end: int) -> Sendable:
+        """Return some of its tokens."""
+
+    def moved(self, tensors: Sequence[Tensor]) -> Sendable:
+        """Return the same tokens, given their tensors on a device."""
+
+    def unpacked(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values, each (kv_heads, tokens, head_dim)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A Sendable of plain keys and values, each (kv_heads, tokens, head_dim)."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return int(self.keys.shape[1])
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.keys.nbytes // self.tokens
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+    def cut(self, start: int, end: int) -> Numbers:
+        return Numbers(self.keys[:, start:end], self.values[:, start:end])
+
+    def moved(self, tensors: Sequence[Tensor]) -> Numbers:
+        return Numbers(*tensors)
+
+    def unpacked(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """One layer of a chunk, and its destination; start, turn: see ``FusedKV.place``."""
+
+    start: int
+    kv: Sendable
+    turn: Rotation | None
+
+    def cut(self, tokens: int) -> tuple[LayerPart, LayerPart | None]:
+        """Return its first tokens, and the rest."""
+        if tokens >= self.kv.tokens:
+            return self, None
+        first = replace(self, kv=self.kv.cut(0, tokens))
+        rest = self.kv.cut(tokens, self.kv.tokens)
+        return first, replace(self, start=self.start + tokens, kv=rest)

@@ -1,0 +1,116 @@
+"""Places one layer of all chunks of a prompt into its KV: unpacked, keys re-rotated.
+
+On NVIDIA GPUs with Triton one kernel does so (`kernels/placement.py`); ``has_kernel`` decides for
+both engines. Elsewhere ``place_parts`` does: its operations take lists of tensors, so their number
+does not depend on that of chunks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.layer_part import LayerPart, Numbers, Sendable
+from cacheblend_rag.blend.rotary import Rotation, rotate_all_into
+from cacheblend_rag.blend.stack import Geometry
+from cacheblend_rag.kv.packed_kv import PackedLayer
+from cacheblend_rag.kv.precision import pack
+from cacheblend_rag.settings import Precision
+
+_LOG = logging.getLogger(__name__)
+
+CACHED_BYTES = 1 << 18
+"""Keys that go through all operations together on a CPU, in bytes: they stay in its cache, which
+matters more than few operations. So larger chunks are placed one after the other there."""
+
+
+@cache
+def has_kernel(device: torch.device) -> bool:
+    """Whether chunks are placed on a device by the kernel: if it is there, and does what it should.
+
+    The first call tries it, which waits for the device.
+    """
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    if not is_nvidia or importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        if _places_alike(device):
+            return True
+        _LOG.warning("the kernel that places chunk KV computes wrong numbers here: it is not used")
+    except Exception:  # of a compiler, for one: everything works without it, only slower
+        _LOG.warning("the kernel that places chunk KV does not work here", exc_info=True)
+    return False
+
+
+def _places_alike(device: torch.device) -> bool:
+    """Whether the kernel places what its twin does, up to a rounding, in every form of chunk KV."""
+    from cacheblend_rag.blend.kernels.placement import place_by_kernel, table_of
+
+    size, draw = 40, torch.Generator().manual_seed(0)
+    angles = torch.arange(32, device=device)[None].float()
+    parts: list[LayerPart] = []
+    forms: tuple[Precision, ...] = ("native", "fp8", "int8")
+    for index, form in enumerate(forms):
+        kv = torch.randn(2, 2, size, 64, generator=draw).to(torch.bfloat16)
+        numbers: Sendable = Numbers(*kv)
+        if form != "native":
+            numbers = PackedLayer.of(*pack(kv[0], kv[1], form), form, kv.dtype)
+        there = numbers.moved([tensor.to(device) for tensor in numbers.tensors])
+        parts.append(LayerPart(index * size, there, Rotation(angles.cos(), angles.sin())))
+    shape = Geometry(1, 2, 2, 64, torch.bfloat16, device)
+    found, wanted = (FusedKV(shape, len(parts) * size) for _ in range(2))
+    rows, launches = table_of(parts)
+    place_by_kernel(*found.of_layer(0), torch.tensor(rows, device=device), launches)
+    place_parts(wanted, 0, parts)
+    same_keys = torch.allclose(found.keys, wanted.keys, rtol=0.02, atol=0.02)
+    return same_keys and torch.equal(found.values, wanted.values)
+
+
+def place_parts(fused: FusedKV, layer: int, parts: Sequence[LayerPart]) -> None:
+    """Copy one layer of chunks to their positions in a prompt's KV.
+
+    parts: their tensors may be on any device; packed ones are unpacked one after the other.
+    """
+    keys, values = fused.of_layer(layer)
+    for some in _together(parts) if keys.device.type == "cpu" else [parts]:
+        if len(some) == 1:
+            fused.place(layer, some[0].start, *some[0].kv.unpacked(), some[0].turn)
+        else:
+            _place(keys, values, some)
+
+
+def _together(parts: Sequence[LayerPart]) -> Iterator[list[LayerPart]]:
+    """Yield parts in groups of at least CACHED_BYTES, the last one aside."""
+    some: list[LayerPart] = []
+    nbytes = 0
+    for part in parts:
+        some.append(part)
+        nbytes += part.kv.tokens * part.kv.row_bytes // 2
+        if nbytes >= CACHED_BYTES:
+            yield some
+            some, nbytes = [], 0
+    if some:
+        yield some
+
+
+def _place(keys: Tensor, values: Tensor, parts: Sequence[LayerPart]) -> None:
+    """Copy parts into one layer, (kv_heads, capacity, head_dim), of keys and of values."""
+    copies: list[tuple[Tensor, Tensor]] = []
+    turned = []
+    for part in parts:
+        here = slice(part.start, part.start + part.kv.tokens)
+        own_keys, own_values = part.kv.unpacked()
+        copies.append((values[:, here], own_values))
+        if part.turn is None or not part.turn.cos.numel():
+            copies.append((keys[:, here], own_keys))
+        else:
+            turned.append((keys[:, here], own_keys.to(keys.device), part.turn))
+    torch._foreach_copy_([into for into, _ in copies], [tensor for _, tensor in copies])
+    if turned:
+        rotate_all_into(turned)

@@ -1,0 +1,159 @@
+"""Page-locked memory for chunk KV on the host: a GPU reads it without the host's help.
+
+Each chunk gets pages of its own, which go back to the system with the last tensor in them. They are
+never written again, so a forked process may read them.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.kv.packed_kv import StoredKV
+
+ALIGNMENT = 64
+"""Of each tensor in the memory of a chunk, in bytes."""
+SHARE = 0.5
+"""Most page-locked memory, as a share of the machine's: the rest can still be paged."""
+PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for all devices."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class _Pages(mmap.mmap):
+    """Memory of its own, unlike mmap with a finalizer that runs before it goes back."""
+
+
+class PageLockedMemory:
+    """Page-locked memory, up to a limit.
+
+    lock, unlock: of an address and a size; whether that worked. is_there: whether a device uses
+    page-locked memory at all, asked each time. limit: bytes.
+    """
+
+    def __init__(
+        self,
+        lock: Callable[[int, int], bool],
+        unlock: Callable[[int], None],
+        is_there: Callable[[], bool],
+        limit: int,
+    ) -> None:
+        self._lock_pages, self._unlock_pages, self._is_there = lock, unlock, is_there
+        self._limit, self._taken = limit, 0
+        self._mutex = threading.Lock()
+        # A finalizer may run anywhere, also under the lock: it only notes what is free.
+        self._freed: deque[int] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are page-locked now."""
+        with self._mutex:
+            return self._in_use()
+
+    def copied(self, kv: StoredKV) -> StoredKV | None:
+        """Return a copy of a chunk in page-locked memory; None if there is none for it."""
+        if not self._is_there():
+            return None
+        sizes: list[int] = []
+
+        def measure(tensor: Tensor) -> Tensor:
+            sizes.append(_aligned(tensor.nbytes))
+            return tensor
+
+        kv.mapped(measure)
+        pages = self._pages(sum(sizes))
+        if pages is None:
+            return None
+        free = torch.frombuffer(pages, dtype=torch.uint8)
+
+        def place(tensor: Tensor) -> Tensor:
+            nonlocal free
+            own, free = free[: tensor.nbytes], free[_aligned(tensor.nbytes) :]
+            return own.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+        return kv.mapped(place)
+
+    def _pages(self, nbytes: int) -> _Pages | None:
+        """Return page-locked pages; None beyond the limit, or if they cannot be locked."""
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._mutex:
+            if self._in_use() + nbytes > self._limit:
+                return None
+            self._taken += nbytes
+        try:
+            pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError):
+            self._freed.append(nbytes)
+            return None
+        address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+        if self._lock_pages(address, nbytes):
+            weakref.finalize(pages, self._free, address, nbytes).atexit = False
+            return pages
+        self._freed.append(nbytes)
+        with self._mutex:
+            self._limit = self._in_use()  # as much as can be locked
+        _LOG.warning(
+            "only %d MiB of chunk KV could be page-locked: the rest is copied by the host",
+            self._limit >> 20,
+        )
+        return None
+
+    def _in_use(self) -> int:
+        while self._freed:
+            self._taken -= self._freed.popleft()
+        return self._taken
+
+    def _free(self, address: int, nbytes: int) -> None:
+        if self._is_there():  # not in a forked process, nor once CUDA is shut down
+            self._unlock_pages(address)
+        self._freed.append(nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@cache
+def cuda_memory() -> PageLockedMemory:
+    """Return the page-locked memory of this process, which is for CUDA devices that it uses."""
+    whole = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE if sys.platform == "linux" else 0
+    return PageLockedMemory(_lock, _unlock, _has_context, int(SHARE * whole))
+
+
+def _has_context() -> bool:
+    # torch does not type what asks CUDA.
+    return torch.cuda.is_initialized() and _device() is not None  # type: ignore[no-untyped-call]
+
+
+def _device() -> int | None:
+    """Return a device that this process computes on; asking begins no work on any device."""
+    has_context: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext")  # noqa: B009
+    return next(filter(has_context, range(torch.cuda.device_count())), None)
+
+
+def _lock(address: int, nbytes: int) -> bool:
+    with torch.cuda.device(_device()):
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if not int(cudart.cudaHostRegister(address, nbytes, PORTABLE)):
+            return True
+        try:  # the next operation would raise this error
+            torch.zeros(1, device="cuda")
+        except RuntimeError:
+            _LOG.debug("memory was not page-locked", exc_info=True)
+        return False
+
+
+def _unlock(address: int) -> None:
+    with torch.cuda.device(_device()):
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
