@@ -6,16 +6,21 @@ to its last row, so scattered rows cost the causal triangle, not the whole recta
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cacheblend_rag.blend.masks import MOST_MASK_BYTES, MaskCache
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.sdpa_backends import without_cudnn
 
 BLOCK_ROWS = 64
 ACCELERATOR_BLOCK_ROWS = 1024
 DISTANCE = torch.int32
+MASK_STRIDE = 8
+"""A mask's stride is a multiple of it, or fused kernels of GPUs would copy the mask first."""
 LARGEST_LOGITS = 1 << 26
 """Most logits in memory at once, without a fused kernel."""
 
@@ -30,16 +35,19 @@ def attend_rows(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    masks: MaskCache | None = None,
 ) -> Tensor:
     """Return the rows' attention, (batch, rows, heads, head_dim).
 
     query: (batch, heads, rows, head_dim). keys, values: (batch, kv_heads, tokens, head_dim), index
     = position; every position that a row may see must hold finite values. window: keys a row may
     see at most, itself included. softcap: logits are capped at it, or None. sinks: (heads,), each
-    head's attention sink as a logit, or None.
+    head's attention sink as a logit, or None. masks: keeps the rows' masks for other layers.
     """
     batch, heads, count, width = query.shape
     kv_heads = keys.shape[1]
+    copies = heads // kv_heads
+    masks = MaskCache(0) if masks is None else masks
     out = query.new_empty(batch, count, heads, width)
     in_steps = softcap is not None or sinks is not None
     size = _block_rows(query.device, heads * keys.shape[2] if in_steps else 0)
@@ -54,7 +62,9 @@ def attend_rows(
             keys[:, :, seen],
             values[:, :, seen],
         )
-        mask = _bias(block, seen, window, copies=heads // kv_heads, dtype=query.dtype)
+        named = (here.start, here.stop, window, copies, query.dtype)
+        make = partial(_bias, block, seen, window, copies=copies, dtype=query.dtype)
+        mask = masks.get(rows, named, make)
         if not in_steps:
             with without_cudnn():
                 done = functional.scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling)
@@ -98,7 +108,9 @@ def attention_bytes(
     size: bytes per element. in_steps: whether there are capped logits or sinks.
     """
     rows = min(tokens, _block_rows(device, heads * tokens if in_steps else 0))
-    mask = tokens * rows * (heads // kv_heads * size + DISTANCE.itemsize + 2)
+    copies, stride = heads // kv_heads, _stride(tokens)
+    mask = rows * (stride * copies * size + tokens * (DISTANCE.itemsize + 2))
+    mask += min(MOST_MASK_BYTES, tokens * stride * copies * size)  # of a pass's other rows
     logits = 3 * tokens * rows * heads * torch.float32.itemsize
     return mask + logits if in_steps else mask
 
@@ -179,11 +191,17 @@ def _bias(
     Without a window every row sees the keys before the first row, so only the rest is compared.
     """
     first = rows.first if window is None else seen.start
-    device = rows.device.device
-    bias = torch.zeros(copies, len(rows), seen.stop - seen.start, dtype=dtype, device=device)
+    device, count = rows.device.device, seen.stop - seen.start
+    shape = (copies, len(rows), _stride(count))
+    bias = torch.zeros(shape, dtype=dtype, device=device)[:, :, :count]
     visible = visible_keys(rows, slice(first, seen.stop), window)
     bias[:, :, first - seen.start :].masked_fill_(~visible, float("-inf"))
     return bias.flatten(0, 1)
+
+
+def _stride(keys: int) -> int:
+    """Return how far the rows of a mask for so many keys are apart."""
+    return -(-keys // MASK_STRIDE) * MASK_STRIDE
 
 
 def visible_keys(rows: Rows, keys: slice, window: int | None) -> Tensor:

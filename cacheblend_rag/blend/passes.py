@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.choice_log import log_choice
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.narrowing import QuestionAttention
 from cacheblend_rag.blend.observer import Observer, Selection
 from cacheblend_rag.blend.repair import KVRepair
+from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Mask, Positions, Rows
 from cacheblend_rag.blend.schedule import Schedule, row_count
 from cacheblend_rag.blend.selectors import Evidence
@@ -109,13 +109,14 @@ class BlendPass:
     the most rows to run through a layer at once, which bounds the memory of layers that compute
     all tokens; more rows are run in even blocks; None is the stack's default. needs_hidden: whether
     the last tokens' hidden states are needed, or only KV. last: how many of them. attention: how
-    rows attend; by default exactly, over the fused KV. question_start: position of the question's
-    first token, which narrowings need; without it, or if no token of the question is computed, they
-    go by the scores of the last choice. layers: run only so many of the first layers, for their KV;
-    None is all. before_layer: steps that copy a layer's cached KV into the buffer, run before the
-    layer. observers: watch the pass; without any, nothing is computed or read back for them.
-    on_layer: called with each layer whose KV is final. on_check: called as each check begins, once
-    the device has finished the layers before it. request_id: names the pass in logs.
+    rows attend; by default exactly, over the fused KV, as RowAttention chooses. question_start:
+    position of the question's first token, which narrowings need; without it, or if no token of the
+    question is computed, they go by the scores of the last choice. layers: run only so many of the
+    first layers, for their KV; None is all. before_layer: steps that copy a layer's cached KV into
+    the buffer, run before the layer. observers: watch the pass; without any, nothing is computed or
+    read back for them. on_layer: called with each layer whose KV is final. on_check: called as each
+    check begins, once the device has finished the layers before it. request_id: names the pass in
+    logs.
 
     Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
     in between. Afterwards ``stats`` is complete and, if needed, ``hidden`` are the last tokens'
@@ -151,6 +152,7 @@ class BlendPass:
         if self.needs_hidden:  # the last tokens yield the logits
             self._always[-self.last :] = True
         self._device = self.stack.geometry.device
+        self._attend: Attention = self.attention or RowAttention()
         self.stats = PassStats(recomputed=np.zeros_like(self._cached))
         self._scores = torch.full(self._cached.shape, -torch.inf)  # of the last choice
         self._question: QuestionAttention | None = None
@@ -284,7 +286,7 @@ class BlendPass:
         def attend(call: AttentionCall) -> Tensor:
             self._write(call, block)
             self._attended(call, block)
-            return (self.attention or attend_fused)(call, self.fused, block.rows)
+            return self._attend(call, self.fused, block.rows)
 
         return self.stack.run_layer(layer, hidden, block.position_inputs, attend)
 
@@ -380,15 +382,6 @@ class BlendPass:
 
     def _probe(self, layer: int, block: _Block) -> AttentionCall:
         return probe_layer(self.stack, layer, self.hidden[:, block.here], block.position_inputs)
-
-
-def attend_fused(call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
-    """Attend exactly, with PyTorch's attention, over the fused KV."""
-    keys, values = fused.layer(call.layer)
-    return attend_rows(
-        call.query, keys, values, rows,
-        scaling=call.scaling, window=call.window, softcap=call.softcap, sinks=call.sinks,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

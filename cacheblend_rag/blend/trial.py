@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.passes import Attention, attend_fused
+from cacheblend_rag.blend.passes import Attention
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, find_layout, turns_into
 from cacheblend_rag.blend.rounding import (
     ROUNDING_FACTOR,
@@ -36,6 +36,7 @@ from cacheblend_rag.blend.rounding import (
     is_low,
     layer_noise,
 )
+from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import (
     Attend,
@@ -336,7 +337,7 @@ def check_layers(
         found = torch.empty_like(wanted)
         for rows, here in parts:
             hidden, inputs = before.index_select(1, here), stack.position_inputs(rows.device[None])
-            attend = _over(fused, rows, attention or attend_fused)
+            attend = _over(fused, rows, attention or RowAttention())
             found.index_copy_(1, here, stack.run_layer(layer, hidden, inputs, attend))
         if not is_low(wanted) and cache_step is None:
             alike = all(on_all_ranks(stack, [close(found, wanted, before, ulps=OUTPUT_ULPS)]))

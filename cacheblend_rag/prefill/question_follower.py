@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.observer import Observer
-from cacheblend_rag.blend.passes import attend_fused
+from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
@@ -36,6 +36,7 @@ class QuestionFollower:
         self._rows = Rows.at(np.arange(first, token_ids.numel()), stack.geometry.device)
         self._hidden = stack.embed(token_ids[None, first:])
         self._inputs = stack.position_inputs(self._rows.device[None])
+        self._attend = RowAttention()
 
     def follow(self, layer: int, fused: FusedKV) -> None:
         """Run a layer whose KV is final."""
@@ -43,7 +44,7 @@ class QuestionFollower:
         def attend(call: AttentionCall) -> Tensor:
             fused.write(layer, self._rows, call.key, call.value)
             self._observer.attended(call, self._rows, fused.layer(layer)[0])
-            return attend_fused(call, fused, self._rows)
+            return self._attend(call, fused, self._rows)
 
         self._hidden = self._stack.run_layer(layer, self._hidden, self._inputs, attend)
 

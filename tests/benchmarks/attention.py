@@ -1,4 +1,4 @@
-"""One layer's attention over scattered rows: SDPA and, on CUDA, FlexAttention."""
+"""One layer's attention over scattered rows: SDPA and, on CUDA, FlexAttention and our kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cacheblend_rag.bench.interleave import Advance, run_in_turns
 from cacheblend_rag.bench.plan import ModelPlan, option
 from cacheblend_rag.blend.flex import FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.passes import attend_fused
+from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, Geometry
 from cacheblend_rag.cli import output
@@ -24,15 +24,15 @@ from cacheblend_rag.errors import ConfigError
 from tests.benchmarks.command import benchmark_app
 
 TAIL = 32
-FULL, SDPA, FLEX = "full prefill", "sdpa", "flex"
+FULL, SDPA, FLEX, KERNEL = "full prefill", "sdpa", "flex", "kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPlan(ModelPlan):
-    """One layer's attention over scattered rows: SDPA and, on CUDA, FlexAttention.
+    """One layer's attention over scattered rows: SDPA and, on CUDA, FlexAttention and our kernel.
 
-    The last TAIL tokens, the question, are always computed. FlexAttention runs on CUDA only: it is
-    not compiled elsewhere.
+    The last TAIL tokens, the question, are always computed. FlexAttention and the kernel run on
+    CUDA only: they are not compiled elsewhere.
     """
 
     shape: str = option("mistral-7b", "A name of the shapes in cacheblend_rag.bench.")
@@ -75,9 +75,10 @@ def _measure(plan: AttentionPlan, tokens: int, advance: Advance) -> dict[str, An
     chosen = random.Random(0).sample(range(tokens - TAIL), round(plan.ratio * (tokens - TAIL)))
     rows = Rows.at(np.array([*sorted(chosen), *range(tokens - TAIL, tokens)]), device)
     call = AttentionCall(0, query[:, :, rows.device], keys, values, width**-0.5)
-    kernels = {SDPA: partial(attend_fused, call, fused, rows)}
+    kernels = {SDPA: partial(RowAttention(kernels=False), call, fused, rows)}
     if device.type == "cuda":
         kernels[FLEX] = partial(FlexAttention(), call, fused, rows)
+        kernels[KERNEL] = partial(RowAttention(), call, fused, rows)
 
     def full() -> torch.Tensor:
         return functional.scaled_dot_product_attention(

@@ -18,7 +18,7 @@ from cacheblend_rag.blend.attention import (
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 from cacheblend_rag.blend.flex import KEPT_MASKS, FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.passes import attend_fused
+from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, Geometry
 
@@ -26,6 +26,7 @@ TOKENS, HEADS, KV_HEADS, WIDTH = 300, 4, 2, 8
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(1, HEADS, KV_HEADS, WIDTH, torch.float32, CPU)
 SINKS = torch.tensor([0.0, 1.5, -2.0, 3.0])
+attend_fused = RowAttention(kernels=False)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -181,18 +182,21 @@ def test_the_cost_of_all_rows_is_the_cost_of_prefill(window: int | None) -> None
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 1)])
 def test_attention_says_what_memory_it_takes_at_most(heads: int, kv_heads: int) -> None:
-    """A mask for each head that shares a KV head, with what it is made of; logits three times."""
+    """A mask for each head that shares a KV head, with what it is made of; logits three times.
+
+    And the masks that are kept for other layers: at most 32 MiB.
+    """
     tokens, rows, copies = 1_000, 64, heads // kv_heads
-    mask = tokens * rows * (copies * 2 + 4 + 2)
+    mask = tokens * rows * (copies * 2 + 4 + 2) + tokens * tokens * copies * 2
     assert attention_bytes(tokens, heads, kv_heads, CPU, 2, in_steps=False) == mask
     logits = 3 * tokens * rows * heads * 4
     assert attention_bytes(tokens, heads, kv_heads, CPU, 2, in_steps=True) == mask + logits
     short = attention_bytes(10, heads, kv_heads, CPU, 2, in_steps=False)
-    assert short == 10 * 10 * (copies * 2 + 4 + 2)
+    assert short == 10 * (10 * (4 + 2) + 2 * 16 * copies * 2), "16: a stride is a multiple of 8"
     there = torch.device("cuda")
     for tokens in (9_000, 1_000_000):  # no logits are laid out, however many there would be
         many = attention_bytes(tokens, heads, kv_heads, there, 2, in_steps=False)
-        assert many == tokens * 1024 * (copies * 2 + 4 + 2)
+        assert many == tokens * 1024 * (copies * 2 + 4 + 2) + (32 << 20)
 
 
 def test_logits_laid_out_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

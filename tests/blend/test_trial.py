@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import FusedKV, rounding, trial
-from cacheblend_rag.blend.passes import attend_fused
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table
 from cacheblend_rag.blend.rounding import EIGHT_BIT_STEP, close
+from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import Attend, AttentionCall, Geometry, probe_layer
 from cacheblend_rag.blend.trial import (
@@ -321,7 +321,7 @@ def test_rows_of_the_trial_attend_apart_and_by_the_attention_given() -> None:
 
     def attention(call: AttentionCall, seen: FusedKV, rows: Rows) -> Tensor:
         asked.append((call.layer, (rows.host - wanted.start).tolist()))
-        return attend_fused(call, seen, rows)
+        return RowAttention()(call, seen, rows)
 
     check_layers(FakeStack(), wanted, fused, attention)
     odd = list(trial.ODD_ROWS)
@@ -336,7 +336,7 @@ class Eight:
         kept = FusedKV(replace(FakeStack().geometry), fused.tokens)
         for own, stored in ((fused.keys, kept.keys), (fused.values, kept.values)):
             stored.copy_(own.to(torch.float8_e4m3fn).float())
-        return attend_fused(call, kept, rows)
+        return RowAttention()(call, kept, rows)
 
 
 def test_more_rounding_is_let_pass_where_the_model_keeps_kv_in_8_bits() -> None:

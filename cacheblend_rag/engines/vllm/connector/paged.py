@@ -1,12 +1,12 @@
 """Writes one request's KV into vLLM's paged KV cache, and attends over it.
 
-Fused KV is written with the attention layer's own function, which knows the cache's layout and
-its quantization. Only the KV of a prefix that vLLM's prefix cache holds is read back, in the layout
-and format that this function was seen to write. Rows may attend over the paged cache too
-("native"): each run of consecutive rows is passed as a sequence of its own that shares the
-request's blocks. That equals vLLM's own prefill bit for bit. Scattered rows make many short runs,
-for which PyTorch's attention over the fused KV is faster, except on CPUs with AVX-512; rows whose
-blocks are shared with ordinary requests are left out of that.
+Fused KV is written with the attention layer's own function, which knows the cache's layout and its
+quantization. Only the KV of a prefix that vLLM's prefix cache holds is read back, in the layout and
+format that this function was seen to write. Rows may attend over the paged cache too ("native"):
+each run of consecutive rows is passed as a sequence of its own that shares the request's blocks.
+That equals vLLM's own prefill bit for bit. Scattered rows make many short runs, for which attention
+over the dense fused KV (`RowAttention`) is faster, except on CPUs with AVX-512; rows whose blocks
+are shared with ordinary requests are left out of that.
 
 If all layers have a sliding window, vLLM gives a request blocks for the end of its prompt only,
 and the null block in place of the others. Then rows attend over a separate cache, which all layers
@@ -31,7 +31,8 @@ from vllm.v1.worker.utils import select_common_block_size
 
 from cacheblend_rag.blend.flex import FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.passes import Attention, attend_fused
+from cacheblend_rag.blend.passes import Attention
+from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.stack import AttentionCall
 from cacheblend_rag.engines.vllm.connector.block_layout import BlockLayout, block_layout
@@ -166,7 +167,8 @@ class PagedKV:
     _splits: dict[int, tuple[Rows, Rows, Rows]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._plain = FlexAttention() if self.mode == "flex" else attend_fused
+        is_flex, kernels = self.mode == "flex", self.mode != "sdpa"
+        self._plain = FlexAttention() if is_flex else RowAttention(kernels=kernels)
         blocks = self.cache.kernel_blocks(self.block_ids)
         size = self.cache.block_size
         given = np.asarray(self.block_ids)[np.arange(self.first, self.tokens) // size] != NULL_BLOCK
@@ -354,7 +356,7 @@ def _edges(positions: Positions) -> Positions:
 def _native_run(device: torch.device) -> float:
     """Return the least average length of runs for the native kernel.
 
-    On an accelerator many runs behave like decoding, for which PyTorch's attention is faster.
+    On an accelerator many runs behave like decoding, for which attention over dense KV is faster.
     """
     if device.type != "cpu":
         return float("inf")

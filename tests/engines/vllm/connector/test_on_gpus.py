@@ -163,7 +163,7 @@ def test_no_more_runs_attend_at_once_than_the_builder_has_room_for(blender: Any)
     torch.testing.assert_close(found, fused_keys(blender, blender.cache, "sdpa"), atol=1e-4, rtol=0)
 
 
-def test_accelerators_attend_to_scattered_rows_by_pytorch_and_to_runs_natively(
+def test_accelerators_attend_to_scattered_rows_over_dense_kv_and_to_runs_natively(
     blender: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PagedCache, "device", property(lambda _: CUDA))

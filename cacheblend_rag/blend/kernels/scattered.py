@@ -1,0 +1,345 @@
+"""Attention of scattered rows by one Triton kernel; its PyTorch twin is `attend_rows`.
+
+No mask lies in memory: the kernel compares positions. A program computes a tile of rows for all
+heads that share a KV head, so their KV is read once, and reads the keys from the first that its
+first row may see to its last row. Keys that all rows of a tile see are not compared at all. The
+algorithm is FlashAttention's (Source: arXiv 2205.14135).
+
+It runs on NVIDIA GPUs from compute capability 8.0 on, and in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LEAST_WIDTH, MOST_WIDTH = 64, 256
+LOG2E = math.log2(math.e)
+"""Softmax is computed in powers of two, which GPUs have an instruction for."""
+_FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_LOG2E = tl.constexpr(LOG2E)
+_E4M3_BIAS = tl.constexpr(256.0)
+"""The bits of an e4m3 number, moved to the places that they have in a float16, are a number that is
+smaller by this factor."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program computes, and how. rows: of all heads together. keys: read at once."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+INTERPRETED = Tile(32, 32, warps=4, stages=2)
+"""The tile in Triton's interpreter."""
+
+
+def attend_scattered(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Return the rows' attention, (1, rows, heads, head_dim), of the query's dtype.
+
+    query: (1, heads, rows, head_dim), float16 or bfloat16. keys, values: (1, kv_heads, tokens,
+    head_dim), index = position, of the same dtype or fp8; every position that a row may see must
+    hold finite values. positions: (rows,) integers on the device, increasing; padding, at the end,
+    has position -1 and gets zeros. key_scales, value_scales: what fp8 KV is multiplied by,
+    broadcastable to (kv_heads, tokens) float32. window, softcap, sinks: as for attend_rows. tile:
+    None chooses by the device.
+    """
+    _, heads, rows, width = query.shape
+    kv_heads, tokens = keys.shape[1:3]
+    query, keys, values = (_with_adjacent_numbers(one) for one in (query, keys, values))
+    out = query.new_empty(1, rows, heads, width)
+    constants = constants_of(
+        query.dtype, keys.dtype, heads // kv_heads, width,
+        window=window is not None, softcap=softcap is not None, sinks=sinks is not None,
+        scales=key_scales is not None,
+    )  # fmt: skip
+    tile = tile or _tile_on(query.device, width, rows * heads)
+    if constants["FP8"]:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    scales = [
+        None if one is None else one.float().expand(kv_heads, tokens)
+        for one in (key_scales, value_scales)
+    ]
+    programs = (triton.cdiv(rows * (heads // kv_heads), tile.rows), kv_heads)
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        _attend[programs](
+            query, keys, values, positions, out,
+            positions if sinks is None else sinks,
+            *(positions if one is None else one for one in scales),
+            rows, window or 0, scaling * LOG2E if softcap is None else scaling / softcap,
+            0.0 if softcap is None else softcap * LOG2E,
+            query.stride(1), query.stride(2), keys.stride(1), keys.stride(2),
+            values.stride(1), values.stride(2), out.stride(2), out.stride(1),
+            *(step for one in scales for step in ((0, 0) if one is None else one.stride())),
+            **constants, M=tile.rows, N=tile.keys,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
+
+
+def takes(query: Tensor, keys: Tensor) -> bool:
+    """Whether the kernel can compute these shapes and dtypes, of one sequence."""
+    return (
+        query.shape[0] == 1
+        and query.dtype in {torch.float16, torch.bfloat16}
+        and (keys.dtype == query.dtype or keys.dtype in _FP8)
+        and LEAST_WIDTH <= query.shape[3] <= MOST_WIDTH
+    )
+
+
+@lru_cache(maxsize=256)
+def constants_of(
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    copies: int,
+    width: int,
+    *,
+    window: bool,
+    softcap: bool,
+    sinks: bool,
+    scales: bool,
+) -> dict[str, Any]:
+    """Return what the kernel is compiled for, its tile aside.
+
+    copies: heads for each KV head. window, softcap, sinks, scales: whether there are any.
+    """
+    return {
+        "FP8": _FP8.get(kv_dtype, ""),
+        "HAS_WINDOW": window,
+        "HAS_SOFTCAP": softcap,
+        "HAS_SINKS": sinks,
+        "HAS_SCALES": scales,
+        "COPIES": copies,
+        "D": width,
+        "PADDED": triton.next_power_of_2(width),
+        # Triton's interpreter has no arithmetic for bfloat16.
+        "WIDE": triton.knobs.runtime.interpret or dtype == torch.float32,
+    }
+
+
+def tiles_on(device: torch.device, head_dim: int) -> tuple[Tile, ...]:
+    """Return all tiles that the kernel may be run with on a device, the largest first."""
+    if device.type != "cuda":
+        return (INTERPRETED,)
+    capability, _ = _facts(device)
+    return tuple(dict.fromkeys(tiles_for(capability, head_dim)))
+
+
+def tiles_for(capability: tuple[int, int], head_dim: int) -> tuple[Tile, Tile]:
+    """Return a large and a small tile that fit a GPU's registers and shared memory.
+
+    They do whatever attention is like. capability: the GPU's compute capability, such as (9, 0).
+    """
+    is_wide = head_dim > 128
+    if capability == (9, 0):  # whose tensor cores want 64 rows or more
+        small = Tile(64, 32, warps=8 if is_wide else 4, stages=2)
+        return small if is_wide else Tile(128, 64, warps=8, stages=2), small
+    large = Tile(64, 64 if head_dim <= 64 else 32, warps=8 if is_wide else 4, stages=2)
+    return large, Tile(32, 32, warps=4, stages=2)
+
+
+def _tile_on(device: torch.device, head_dim: int, rows: int) -> Tile:
+    """Return the tile for so many rows, of all heads together.
+
+    For few rows it is small, so that no multiprocessor is without work.
+    """
+    if device.type != "cuda":
+        return INTERPRETED
+    capability, processors = _facts(device)
+    large, small = tiles_for(capability, head_dim)
+    return large if large.rows * processors <= rows else small
+
+
+@lru_cache(maxsize=16)
+def _facts(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Return a GPU's compute capability, and how many multiprocessors it has."""
+    facts = torch.cuda.get_device_properties(device)
+    return (facts.major, facts.minor), facts.multi_processor_count
+
+
+def _with_adjacent_numbers(part: Tensor) -> Tensor:
+    return part if part.stride(3) == 1 else part.contiguous()
+
+
+@triton.jit(
+    # or prompts of other lengths would have to wait for the compiler
+    do_not_specialize=["rows", "window", "ks_head", "ks_token", "vs_head", "vs_token"],
+    do_not_specialize_on_alignment=["positions", "sinks", "key_scales", "value_scales"],
+)
+def _attend(
+    query: tl.tensor, keys: tl.tensor, values: tl.tensor, positions: tl.tensor, out: tl.tensor,
+    sinks: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor,
+    rows: tl.tensor, window: tl.tensor, scaling: tl.tensor, softcap: tl.tensor,
+    q_head: tl.tensor, q_row: tl.tensor, k_head: tl.tensor, k_token: tl.tensor,
+    v_head: tl.tensor, v_token: tl.tensor, o_head: tl.tensor, o_row: tl.tensor,
+    ks_head: tl.tensor, ks_token: tl.tensor, vs_head: tl.tensor, vs_token: tl.tensor,
+    FP8: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
+    COPIES: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+) -> None:  # fmt: skip
+    """One tile: M of (rows x heads of one KV head), the heads of a row side by side."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most keys first
+    kv_head = tl.program_id(1)
+    m = tile * M + tl.arange(0, M)
+    row = m // COPIES
+    head = kv_head * COPIES + m % COPIES
+    exists = row < rows
+    position = tl.load(positions + row, mask=exists, other=-1).to(tl.int32)
+    first = tl.load(positions + tile * M // COPIES).to(tl.int32)
+    last = tl.max(position, 0)
+
+    d = tl.arange(0, PADDED)
+    wanted = exists[:, None] & (d < D)[None, :]
+    place = head[:, None].to(tl.int64) * q_head + row[:, None].to(tl.int64) * q_row + d[None, :]
+    q = tl.load(query + place, mask=wanted, other=0.0)
+    if WIDE:
+        q = q.to(tl.float32)
+    keys += kv_head.to(tl.int64) * k_head
+    values += kv_head.to(tl.int64) * v_head
+    if HAS_SCALES:
+        key_scales += kv_head.to(tl.int64) * ks_head
+        value_scales += kv_head.to(tl.int64) * vs_head
+
+    most = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.full((M,), 0.0, tl.float32)
+    if HAS_SINKS:  # each is one more key, of which the value is zero
+        most = tl.load(sinks + head, mask=exists, other=0.0).to(tl.float32) * _LOG2E
+        total += 1.0
+    acc = tl.full((M, PADDED), 0.0, tl.float32)
+
+    if HAS_WINDOW:
+        start = tl.maximum(first - window + 1, 0)
+    else:  # first the keys that all rows of the tile see
+        start = (first + 1) // N * N
+        acc, total, most = _attend_keys(
+            acc, total, most, q, keys, values, key_scales, value_scales, position,
+            0, start, last, window, scaling, softcap, k_token, v_token, ks_token, vs_token,
+            False, FP8, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, D, PADDED, WIDE, N,
+        )  # fmt: skip
+    acc, total, most = _attend_keys(
+        acc, total, most, q, keys, values, key_scales, value_scales, position,
+        start, last + 1, last, window, scaling, softcap, k_token, v_token, ks_token, vs_token,
+        True, FP8, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, D, PADDED, WIDE, N,
+    )  # fmt: skip
+
+    # Padding may share a tile with rows, and has then seen their keys.
+    share = tl.where(position >= 0, 1.0 / tl.where(total == 0.0, 1.0, total), 0.0)
+    place = head[:, None].to(tl.int64) * o_head + row[:, None].to(tl.int64) * o_row + d[None, :]
+    tl.store(out + place, (acc * share[:, None]).to(out.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
+def _attend_keys(
+    acc: tl.tensor, total: tl.tensor, most: tl.tensor, q: tl.tensor,
+    keys: tl.tensor, values: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor,
+    position: tl.tensor, start: tl.tensor, stop: tl.tensor, last: tl.tensor, window: tl.tensor,
+    scaling: tl.tensor, softcap: tl.tensor,
+    k_token: tl.tensor, v_token: tl.tensor, ks_token: tl.tensor, vs_token: tl.tensor,
+    MASKED: tl.constexpr, FP8: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
+    D: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, N: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Add the keys from start to stop - 1 to the softmax: its sum, total and largest logit.
+
+    MASKED: whether some row may not see all of them. No key after the last row is read: what is
+    there may be no number.
+    """
+    for first in range(start, stop, N):
+        n = first + tl.arange(0, N)
+        inside = n <= last
+        k = _load(keys, k_token, first, inside, MASKED, D, PADDED, N)
+        v = _load(values, v_token, first, inside, MASKED, D, PADDED, N)
+        k = _decoded(k, FP8)
+        v = _decoded(v, FP8)
+        if HAS_SCALES:
+            vs = tl.load(value_scales + n * vs_token, mask=inside, other=0.0)[:, None]
+            v = v.to(tl.float32) * vs
+        if FP8 == "e4m3":
+            v = v * _E4M3_BIAS
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
+        logits = tl.dot(q, tl.trans(k)) * scaling
+        if HAS_SCALES:
+            logits = logits * tl.load(key_scales + n * ks_token, mask=inside, other=0.0)[None, :]
+        if FP8 == "e4m3":
+            logits = logits * _E4M3_BIAS
+        if HAS_SOFTCAP:
+            logits = softcap * _tanh(logits)
+        if MASKED:
+            seen = n[None, :] <= position[:, None]
+            if HAS_WINDOW:
+                seen = seen & (n[None, :] > position[:, None] - window)
+            logits = tl.where(seen, logits, float("-inf"))
+        new = tl.maximum(most, tl.max(logits, 1))
+        finite = tl.where(new == float("-inf"), 0.0, new)  # of a row that has seen no key yet
+        shares = tl.exp2(logits - finite[:, None])
+        fade = tl.exp2(most - finite)
+        total = total * fade + tl.sum(shares, 1)
+        acc = acc * fade[:, None] + tl.dot(shares.to(q.dtype), v)
+        most = new
+    return acc, total, most
+
+
+@triton.jit
+def _load(
+    numbers: tl.tensor, step: tl.tensor, first: tl.tensor, inside: tl.tensor,
+    MASKED: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """(N, PADDED) of the keys or values from token ``first`` on; zeros outside."""
+    d = tl.arange(0, PADDED)
+    here = numbers + tl.cast(first, tl.int64) * step
+    places = here + tl.arange(0, N)[:, None] * step + d[None, :]
+    if MASKED:
+        return tl.load(places, mask=inside[:, None] & (d < D)[None, :], other=0)
+    elif D == PADDED:
+        return tl.load(places)
+    else:
+        return tl.load(places, mask=(d < D)[None, :], other=0)
+
+
+@triton.jit
+def _decoded(numbers: tl.tensor, FP8: tl.constexpr) -> tl.tensor:
+    """Numbers as they are, or float16 of the codes of fp8, bytes.
+
+    By bits, since Triton knows e4m3 only from compute capability 8.9 on. Those of e4m3 are 256
+    times too small.
+    """
+    if FP8 == "e4m3":
+        code = numbers.to(tl.uint16)
+        return (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    elif FP8 == "e5m2":
+        return (numbers.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    else:
+        return numbers
+
+
+@triton.jit
+def _tanh(x: tl.tensor) -> tl.tensor:
+    """Hyperbolic tangent, of the exponential function that every version of Triton has."""
+    small = tl.exp2(tl.abs(x) * (-2.0 * _LOG2E))
+    size = (1.0 - small) / (1.0 + small)
+    return tl.where(x < 0, -size, size)

@@ -1,0 +1,207 @@
+"""Chooses how rows attend over a layer's fused KV: the one place for every engine.
+
+On NVIDIA GPUs a run of rows attends by FlashAttention, which PyTorch brings, and scattered rows by
+a Triton kernel (`kernels.scattered`). Each is compared with PyTorch's plain attention when it is
+first used for heads of some shape, and is not used if it fails or differs. Everywhere else rows
+attend by `attend_rows`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.backends import cuda
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from cacheblend_rag.blend.attention import attend_rows
+from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.masks import MaskCache
+from cacheblend_rag.blend.rows import Positions, Rows
+from cacheblend_rag.blend.sdpa_backends import without_cudnn
+from cacheblend_rag.blend.stack import AttentionCall
+from cacheblend_rag.memory import lack_of_memory
+
+logger = logging.getLogger(__name__)
+
+LEAST_CAPABILITY = (8, 0)
+"""The compute capability from which on GPUs have what both kernels need."""
+TESTED_TOKENS = 300
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Largest difference from attention in float32, for values around 1."""
+
+Kernel = Literal["flash", "scattered"]
+
+
+class RowAttention:
+    """An `Attention` for one pass.
+
+    kernels: whether GPU kernels may be used; without them rows attend by PyTorch's plain attention.
+    """
+
+    def __init__(self, *, kernels: bool = True) -> None:
+        self._kernels, self._masks = kernels, MaskCache()
+
+    def __call__(self, call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
+        keys, values = fused.layer(call.layer)
+        # A window that reaches back to the first token is none.
+        window = call.window if call.window is not None and call.window <= rows.last else None
+        if self._kernels and has_kernels(call.query.device):
+            case = _Case.of(call, keys, window)
+            if rows.is_run and case.is_plain and works("flash", case):
+                return attend_run(call.query, keys, values, rows, scaling=call.scaling)
+            if works("scattered", case):
+                return _attend_scattered(
+                    call.query, keys, values, rows, scaling=call.scaling, window=window,
+                    softcap=call.softcap, sinks=call.sinks,
+                )  # fmt: skip
+        return attend_rows(
+            call.query, keys, values, rows, scaling=call.scaling, window=window,
+            softcap=call.softcap, sinks=call.sinks,
+            # Runs are long, and indexing and probes may not hold their masks.
+            masks=None if rows.is_run else self._masks,
+        )  # fmt: skip
+
+
+def attend_run(
+    query: Tensor, keys: Tensor, values: Tensor, rows: Rows, *, scaling: float
+) -> Tensor:
+    """Return the attention of consecutive rows, as `attend_rows` does, without a mask in memory.
+
+    On devices without FlashAttention, PyTorch makes one.
+    """
+    seen = rows.last + 1
+    with without_cudnn():
+        done = functional.scaled_dot_product_attention(
+            query,
+            keys[:, :, :seen],
+            values[:, :, :seen],
+            attn_mask=causal_lower_right(len(rows), seen),
+            scale=scaling,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )
+    return done.transpose(1, 2)
+
+
+@lru_cache(maxsize=16)
+def has_kernels(device: torch.device) -> bool:
+    """Whether GPU kernels can be used on a device; CUDA builds of PyTorch bring Triton."""
+    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What a kernel is compiled for: heads of some shape, and what their attention is like."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    has_window: bool
+    has_softcap: bool
+    has_sinks: bool
+
+    @classmethod
+    def of(cls, call: AttentionCall, keys: Tensor, window: int | None) -> _Case:
+        query = call.query
+        return cls(
+            query.device, query.dtype, query.shape[1], keys.shape[1], query.shape[3],
+            window is not None, call.softcap is not None, call.sinks is not None,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        what = [name for name in ("window", "softcap", "sinks") if getattr(self, f"has_{name}")]
+        return (
+            f"{self.heads} heads ({self.kv_heads} of KV) of {self.head_dim} {self.dtype} "
+            f"with {', '.join(what) or 'no extras'} on {self.device}"
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether PyTorch's fused attention can compute it."""
+        return not (self.has_window or self.has_softcap or self.has_sinks)
+
+
+@lru_cache(maxsize=256)
+def works(kernel: Kernel, case: _Case) -> bool:
+    """Whether a kernel computes what `attend_rows` does; tested once, which compiles it.
+
+    Raises errors of memory, which say nothing about the kernel, and of a device that has failed.
+    """
+    try:
+        difference = _difference(kernel, case)
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:  # a kernel only saves time: whatever stops it, attention goes on
+        if lack_of_memory(error) is not None:
+            raise
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    else:
+        if difference is None:
+            return False
+        if difference <= TOLERANCE[case.dtype]:
+            return True
+        why = f"its results differ by {difference:.2g}"
+    logger.warning(
+        "the %s attention kernel is not used for %s (PyTorch's is): %s", kernel, case, why
+    )
+    return False
+
+
+@torch.inference_mode()
+def _difference(kernel: Kernel, case: _Case) -> float | None:
+    """Return how far a kernel's results are from plain attention in float32; None: not for it."""
+    draw = torch.Generator().manual_seed(0)
+    places = np.arange(100, TESTED_TOKENS, 1 if kernel == "flash" else 3)
+    rows = Rows.at(cast(Positions, places), case.device)
+
+    def made(heads: int, tokens: int) -> Tensor:
+        numbers = torch.randn(1, heads, tokens, case.head_dim, generator=draw)
+        return numbers.to(case.device, case.dtype)
+
+    query = made(case.heads, len(rows))
+    keys, values = (made(case.kv_heads, TESTED_TOKENS) for _ in range(2))
+    options: dict[str, Any] = {"scaling": case.head_dim**-0.5}
+    if kernel == "flash":
+        if case.dtype not in TOLERANCE or not _flash_takes(query, keys):
+            return None
+        results = [attend_run(query, keys, values, rows, **options)]
+    else:
+        from cacheblend_rag.blend.kernels.scattered import takes, tiles_on  # Triton: only here
+
+        if not takes(query, keys):
+            return None
+        sinks = torch.randn(case.heads, generator=draw).to(case.device, case.dtype)
+        options["window"] = 77 if case.has_window else None
+        options["softcap"] = 3.0 if case.has_softcap else None
+        options["sinks"] = sinks if case.has_sinks else None
+        results = [
+            _attend_scattered(query, keys, values, rows, **options, tile=tile)
+            for tile in tiles_on(case.device, case.head_dim)
+        ]
+    wanted = attend_rows(query.float(), keys.float(), values.float(), rows, **options)
+    differences = [(done.float() - wanted).abs() for done in results]
+    return float(torch.stack(differences).nan_to_num(nan=torch.inf).max())
+
+
+def _flash_takes(query: Tensor, keys: Tensor) -> bool:
+    of = cuda.SDPAParams(query, keys, keys, None, 0.0, False, query.shape[1] != keys.shape[1])
+    return bool(cuda.can_use_flash_attention(of))
+
+
+def _attend_scattered(
+    query: Tensor, keys: Tensor, values: Tensor, rows: Rows, **options: Any
+) -> Tensor:
+    from cacheblend_rag.blend.kernels.scattered import attend_scattered  # Triton: only here
+
+    return attend_scattered(query, keys, values, rows.device, **options)

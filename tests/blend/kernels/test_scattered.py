@@ -1,0 +1,121 @@
+"""The attention kernel: what it computes, in Triton's interpreter, and that it fits on GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_rag.blend.kernels import scattered
+from cacheblend_rag.blend.kernels.scattered import constants_of, takes, tiles_for
+from tests.blend.kernels.gpus import ADA, AMPERE, GPUS, HOPPER, Compiled, Gpu, compiled
+
+PLAIN = {"window": False, "softcap": False, "sinks": False}
+EVERYTHING = {"window": True, "softcap": True, "sinks": True}
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+MOST_SPILLED = {AMPERE: 256, ADA: 256, HOPPER: 0}
+LARGE, SMALL = 0, 1
+
+
+def test_it_computes_what_pytorch_does_in_the_interpreter() -> None:
+    """In a process of its own: Triton reads the variable when a kernel is defined."""
+    tests = Path(__file__).with_name("interpreted_scattered.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def compiled_for(
+    gpu: Gpu,
+    head_dim: int,
+    *,
+    size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    fp8: torch.dtype | None = None,
+    **given: bool,
+) -> Compiled:
+    options = {**PLAIN, "scales": fp8 is not None, **given}
+    constants = {**constants_of(dtype, fp8 or dtype, 4, head_dim, **options)}
+    tile = tiles_for(gpu.capability, head_dim)[size]
+    number = f"*{NAMES[dtype]}"
+    stored = "*u8" if fp8 else number
+    steps = {f"{of}_{by}" for of in "qo" for by in ("head", "row")}
+    steps |= {f"{of}_{by}" for of in "kv" for by in ("head", "token")}
+    of_scales = {f"{of}_{by}" for of in ("ks", "vs") for by in ("head", "token")}
+    types = {
+        "query": number, "keys": stored, "values": stored, "out": number, "positions": "*i64",
+        "sinks": number if options["sinks"] else "*i64",
+        **dict.fromkeys(("key_scales", "value_scales"), "*fp32" if fp8 else "*i64"),
+        **dict.fromkeys(("scaling", "softcap"), "fp32"),
+        **dict.fromkeys(steps | of_scales | {"rows", "window"}, "i32"),
+    }  # fmt: skip
+    aligned = {"query", "keys", "values", "out"} | steps
+    constants |= {"M": tile.rows, "N": tile.keys}
+    return compiled(
+        scattered._attend, gpu, types, constants, aligned=aligned,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_it_fits_the_registers_and_the_shared_memory_of_gpus(gpu: Gpu, head_dim: int) -> None:
+    for options in (
+        {"size": LARGE, **EVERYTHING},
+        {"size": SMALL, "fp8": torch.float8_e4m3fn, **EVERYTHING},
+        {"size": LARGE, "fp8": torch.float8_e4m3fn, **EVERYTHING},
+    ):
+        made = compiled_for(gpu, head_dim, **options)
+        assert made.spilled <= MOST_SPILLED[gpu], options
+        assert made.shared <= gpu.shared, options
+        assert ("wgmma" if gpu is HOPPER else "mma.sync") in made.assembly, "tensor cores"
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+def test_it_fits_with_other_numbers_and_with_heads_that_are_padded(gpu: Gpu) -> None:
+    for made in (
+        compiled_for(gpu, 80, size=LARGE),
+        compiled_for(gpu, 128, size=LARGE, dtype=torch.float16, fp8=torch.float8_e5m2),
+    ):
+        assert made.spilled <= MOST_SPILLED[gpu]
+        assert made.shared <= gpu.shared
+
+
+def test_every_gpu_gets_tiles_that_were_compiled_for_it_or_for_a_smaller_one() -> None:
+    for gpu in GPUS:
+        large, small = tiles_for(gpu.capability, 128)
+        assert large.rows > small.rows
+    for capability in ((8, 6), (8, 7), (10, 0), (12, 0)):
+        for head_dim in (64, 80, 128, 256):
+            assert tiles_for(capability, head_dim) == tiles_for(ADA.capability, head_dim)
+
+
+def test_few_rows_get_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that each of a GPU's multiprocessors has one."""
+    monkeypatch.setattr(scattered, "_facts", lambda _: ((9, 0), 132))
+    gpu = torch.device("cuda", 0)
+    large, small = scattered.tiles_on(gpu, 128)
+    for rows, tile in ((132 * large.rows, large), (132 * large.rows - 1, small), (1, small)):
+        assert scattered._tile_on(gpu, 128, rows) == tile
+    assert len(scattered.tiles_on(gpu, 256)) == 1
+
+
+def numbers(dtype: torch.dtype, head_dim: int = 128, batch: int = 1) -> torch.Tensor:
+    return torch.zeros(batch, 2, 3, head_dim, dtype=dtype)
+
+
+def test_it_says_what_it_cannot_compute() -> None:
+    half = numbers(torch.float16)
+    assert takes(half, half)
+    assert takes(half, numbers(torch.float8_e4m3fn))
+    assert takes(numbers(torch.bfloat16, 64), numbers(torch.bfloat16, 64))
+    assert not takes(numbers(torch.float32), numbers(torch.float32))
+    assert not takes(half, numbers(torch.bfloat16))
+    for head_dim in (32, 63, 257, 512):
+        assert not takes(numbers(torch.float16, head_dim), numbers(torch.float16, head_dim))
+    assert not takes(numbers(torch.float16, batch=2), numbers(torch.float16, batch=2))
