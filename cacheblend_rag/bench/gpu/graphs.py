@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cacheblend_rag.bench.gpu.kernels import PADDED, PaddedAttention
+from cacheblend_rag.bench.gpu.kernels import PaddedAttention, padded_on
 from cacheblend_rag.bench.gpu.layer import Drive, open_layers, random_kv, random_rows
 from cacheblend_rag.bench.gpu.scene import NO_CUDA, Doing, Row, Scene
 from cacheblend_rag.bench.gpu.timing import attempt, milliseconds, times
@@ -89,7 +89,7 @@ class PaddedDrive:
         def attend(call: AttentionCall) -> Tensor:
             keys.index_copy_(1, self.positions, call.key[0])
             values.index_copy_(1, self.positions, call.value[0])
-            return self._attend(call, keys[None], values[None], self.mask)
+            return self._attend(call, keys[None], values[None], self.positions, self.mask)
 
         return self.stack.run_layer(layer, hidden, self.inputs, attend)
 
@@ -221,7 +221,7 @@ def measure(scene: Scene, doing: Doing) -> Iterator[Row]:
     stack = open_layers(scene, LAYERS)
     for tokens in scene.pick(REAL_TOKENS, TOY_TOKENS):
         for count in scene.pick(REAL_ROWS, TOY_ROWS):
-            for name, attend in PADDED.items():
+            for name, attend in padded_on(scene.device).items():
                 doing(f"{count} rows of {tokens} tokens, {name}")
                 trial = Trial(scene, stack, tokens, count, attend)
                 label = {"tokens": tokens, "rows": count, "kernel": name}

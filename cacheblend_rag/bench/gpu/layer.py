@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from cacheblend_rag.bench.gpu.scene import NO_CUDA, Doing, Row, Scene
 from cacheblend_rag.bench.gpu.timing import Work, attempt, times, told
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.passes import attend_fused
+from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall
 from cacheblend_rag.engines.transformers.stack import TransformersStack
@@ -82,6 +82,7 @@ class Drive:
 
     def __init__(self, stack: TransformersStack, fused: FusedKV, rows: Rows) -> None:
         self.stack, self.fused, self.rows = stack, fused, rows
+        self._attend = RowAttention()
         self.inputs = stack.position_inputs(rows.device[None])
         self.hidden = stack.embed(rows.device[None] % 100)
 
@@ -90,7 +91,7 @@ class Drive:
 
         def attend(call: AttentionCall) -> Tensor:
             self.fused.write(layer, self.rows, call.key, call.value)
-            return attend_fused(call, self.fused, self.rows)
+            return self._attend(call, self.fused, self.rows)
 
         return self.stack.run_layer(layer, hidden, self.inputs, attend)
 
