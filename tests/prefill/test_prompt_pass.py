@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, TieredKVStore
 from cacheblend_rag.blend import BlendPass, FusedKV, passes, plan_schedule
+from cacheblend_rag.blend.layer_part import LayerPart
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import probe_question
 from cacheblend_rag.blend.rotary import rotated
@@ -22,8 +24,8 @@ from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
 from cacheblend_rag.kv.speed import Speeds
+from cacheblend_rag.prefill import chunk_loader, stopwatch
 from cacheblend_rag.prefill import prompt_pass as prompt_pass_module
-from cacheblend_rag.prefill import stopwatch
 from cacheblend_rag.prefill.controller import Decision, Kind, Rates, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NOT_STORED
@@ -335,14 +337,14 @@ def test_a_probe_that_ends_midway_loads_no_more(
 ) -> None:
     """A ring is loaded again from layer 0 on, a whole buffer goes on where the probe ended."""
     placed_at: list[tuple[int, int]] = []
-    place = FusedKV.place
+    place = chunk_loader.place_parts
     stack = FakeStack()
 
-    def noted(self: FusedKV, layer: int, *args: Any) -> None:
-        placed_at.append((layer, len(stack.log)))
-        place(self, layer, *args)
+    def noted(fused: FusedKV, layer: int, parts: Sequence[LayerPart]) -> None:
+        placed_at.extend((layer, len(stack.log)) for _ in parts)
+        place(fused, layer, parts)
 
-    monkeypatch.setattr(FusedKV, "place", noted)
+    monkeypatch.setattr(chunk_loader, "place_parts", noted)
     options = {"reserve": reserve}
     found = finished(
         prompt_pass(filled(placed()), placed(), stack, options, selector="question_mid")
