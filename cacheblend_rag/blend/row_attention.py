@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.backends import cuda
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.fused import FusedKV
@@ -77,6 +76,8 @@ def attend_run(
 
     On devices without FlashAttention, PyTorch makes one.
     """
+    from torch.nn.attention.bias import causal_lower_right  # imports the compiler: only on GPUs
+
     seen = rows.last + 1
     with without_cudnn():
         done = functional.scaled_dot_product_attention(

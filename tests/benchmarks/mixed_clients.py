@@ -29,7 +29,7 @@ import typer
 
 from cacheblend_rag.demo.corpus import generate_collection
 from tests.local_servers import HOST, free_port
-from tests.memory import resident_mib
+from tests.resident import resident_mib
 
 MODEL = "demo"
 FLAGS = {

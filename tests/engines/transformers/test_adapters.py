@@ -113,9 +113,9 @@ def test_changing_back_finds_what_was_stored(
     tried: list[str] = []
     open_stack = watched_model.open_stack
 
-    def noted(model: Any) -> Any:
+    def noted(*arguments: Any) -> Any:
         tried.append(peft.active_adapter)
-        return open_stack(model)
+        return open_stack(*arguments)
 
     monkeypatch.setattr(watched_model, "open_stack", noted)
     engine = make_engine(with_model=peft, recompute_ratio=0.0)

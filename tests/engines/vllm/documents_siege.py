@@ -30,7 +30,7 @@ from cacheblend_rag.engines.vllm.serve import RunningServer, running_server
 from tests.engines.vllm.hostile import mutated
 from tests.engines.vllm.siege import FLAGS
 from tests.engines.vllm.test_tenants import METADATA, PLUGIN
-from tests.memory import resident_mib
+from tests.resident import resident_mib
 
 DOCUMENTS = "/v1/cacheblend/documents"
 TENANTS = ("acme", "globex")

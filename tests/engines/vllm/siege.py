@@ -31,7 +31,7 @@ from cacheblend_rag.engines.vllm.serve import RunningServer, running_server
 from cacheblend_rag.errors import CacheBlendError
 from tests.engines.vllm.demo_prompts import HEAD, documents, text
 from tests.engines.vllm.hostile import mutated
-from tests.memory import resident_mib
+from tests.resident import resident_mib
 
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096")
 ANSWER = SamplingParams(max_tokens=12)

@@ -17,7 +17,7 @@ from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.quality.verify import samples
 from cacheblend_rag.quality.verify.check import Verdict
 from cacheblend_rag.quality.verify.gate import frame_of, verify_engine
-from cacheblend_rag.text import encoder
+from cacheblend_rag.text import runs
 from tests.models import GPT2_CONFIG
 
 DATA = demo_dataset(("adjacent",), 1, samples.SEED)
@@ -100,7 +100,7 @@ def test_a_tokenizer_must_give_texts_back(
 
 
 def test_inseparable_passages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder, "find_run", lambda *_: None)
+    monkeypatch.setattr(runs, "find_run", lambda *_: None)
     verdict = verify_engine(opened(), DATA)
     assert statuses(verdict)["seams"] == "failed"
 
