@@ -62,9 +62,9 @@ def test_questions_are_answered_from_reused_passages(ask, indexed):
 def test_what_an_answer_does_not_need_is_not_imported(indexed):
     code = f"""
 import atexit, sys
-from cacheblend_rag.cli.main import app
+from cacheblend_rag.__main__ import main
 atexit.register(lambda: print([name for name in {UNNEEDED} if name in sys.modules], flush=True))
-app()
+main()
 """
     command = [sys.executable, "-c", code, "ask", indexed[1][0].question]
     command += ["--from", str(indexed[0]), "--max-tokens", "1"]
