@@ -221,8 +221,14 @@ class Finder:
         return SharedLog.of(place, model, read_only=self._read_only)
 
     def _give_up(self, error: Exception) -> bool:
-        """Go on in memory if the file cannot be used; returns whether it was only busy."""
-        if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+        """Go on in memory if the file cannot be used; returns whether it was only busy.
+
+        To one who only reads it, a file without tables is one that another process is making.
+        """
+        passing = ("locked", "no such table") if self._read_only else ("locked",)
+        if isinstance(error, sqlite3.OperationalError) and any(
+            why in str(error) for why in passing
+        ):
             logger.debug("%s: %s", self._place, error)
             return True
         logger.warning(
