@@ -48,14 +48,14 @@ class ChoicesForm(ABC):
 
     @abstractmethod
     def beginning(self, asked: Asked) -> list[bytes]:
-        """Return the events before any piece."""
+        """Return the server-sent events that a stream begins with."""
 
     @abstractmethod
     def of_piece(self, asked: Asked, piece: Piece) -> list[bytes]:
-        """Return the events for a piece."""
+        """Return the server-sent events for a piece of an answer."""
 
     def whole(self, asked: Asked, answers: Sequence[Generation]) -> dict[str, Any]:
-        """Return the body of an answer."""
+        """Return the JSON body of a response that is not streamed."""
         return {
             **self._head(self.kind),
             "choices": [self.choice(asked, index, one) for index, one in enumerate(answers)],

@@ -122,12 +122,12 @@ class CompletionForm(ChoicesForm):
         return self._choice(index, text, answer.finish_reason, told)
 
     def beginning(self, asked: Asked) -> list[bytes]:
-        """Return the events before any piece."""
+        """Return the server-sent events that a stream begins with."""
         texts = [self._echoed(asked, index) for index in range(len(asked.prompts) * self.n)]
         return [self.chunk(self._choice(at, text)) for at, text in enumerate(texts) if self.echo]
 
     def of_piece(self, asked: Asked, piece: Piece) -> list[bytes]:
-        """Return the events for a piece."""
+        """Return the server-sent events for a piece of an answer."""
         index, answer, new = piece.index, piece.delta.generation, piece.logprobs
         if not (piece.delta.text or new or answer):
             return []

@@ -19,7 +19,7 @@ ANSWER_TOKENS = 2048
 """Longest answer of a request without a bound; a small model may never end by itself."""
 MOST_STOPS = 16
 MOST_TOOLS = 128
-"""As many as OpenAI's API takes; and so many calls a message may have."""
+"""Most tools of a request, as in OpenAI's API, and most tool calls of a message."""
 MOST_MESSAGES = 8192
 _NO_GUIDED = "use structured_outputs or response_format"
 _UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {

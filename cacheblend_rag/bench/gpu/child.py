@@ -23,7 +23,7 @@ QUIETLY = "quietly"
 
 
 class Told:
-    """The file that tells what a step does and has found."""
+    """The file by which a step's process tells its parent its progress and results."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._part = path, path.with_suffix(".part")

@@ -60,7 +60,7 @@ BATCH_OBJECTS, BATCH_BYTES = 32, 1 << 23
 MOST_ROWS = 1 << 22
 """Rows of all objects that are known by their object, to see which ones to replace."""
 OWN_SECONDS, OTHERS_SECONDS = 10.0, (60.0, 180.0)
-"""Before objects are replaced: by the replica whose turn it is, and by another if it does not."""
+"""Delay before objects are merged by the replica that wrote the oldest, and by any other one."""
 TRIES, RETRY_SECONDS = 3, 600.0
 """Of reading an object, and the time after them, or after objects could not be replaced."""
 _NAME = re.compile(r"[0-9a-f]{12}-[0-9a-f]{16}-[0-9a-f]{1,12}")
