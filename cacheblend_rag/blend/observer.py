@@ -35,6 +35,10 @@ class Observer:
     All ranks of a pass need observers of the same kinds.
     """
 
+    def watches(self, layer: int) -> bool:
+        """Return whether a layer's attention or the KV that it replaces is of interest."""
+        return True
+
     def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
         """Called before attention is computed, with its call, rows, and the layer's fused keys."""
 

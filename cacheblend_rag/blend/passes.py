@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +33,21 @@ from cacheblend_rag.blend.steps import Steps
 Attention = Callable[[AttentionCall, FusedKV, Rows], Tensor]
 """Attention of rows over a layer's fused KV, which holds their fresh KV already; returns
 (1, rows, heads, head_dim)."""
+
+
+class GraphedRows(Protocol):
+    """Runs layers on the rows of one prompt as CUDA graphs, their attention included."""
+
+    def run(self, layer: int, hidden: Tensor) -> Tensor | None:
+        """Run one layer on ``hidden`` (1, rows, hidden), and write the rows' fresh KV.
+
+        Returns hidden states that are valid until the next run; None if the layer has to be run
+        without a graph.
+        """
+
+
+Graphed = Callable[[Rows, FusedKV], GraphedRows | None]
+"""Returns what runs layers on rows of a prompt by graphs; None if they are to be run without."""
 
 
 @dataclass
@@ -109,7 +125,8 @@ class BlendPass:
     the most rows to run through a layer at once, which bounds the memory of layers that compute
     all tokens; more rows are run in even blocks; None is the stack's default. needs_hidden: whether
     the last tokens' hidden states are needed, or only KV. last: how many of them. attention: how
-    rows attend; by default exactly, over the fused KV, as RowAttention chooses. question_start:
+    rows attend; by default exactly, over the fused KV, as RowAttention chooses. graphed: gives CUDA
+    graphs for layers in which nothing else is asked for. question_start:
     position of the question's first token, which narrowings need; without it, or if no token of the
     question is computed, they go by the scores of the last choice. layers: run only so many of the
     first layers, for their KV; None is all. before_layer: steps that copy a layer's cached KV into
@@ -136,6 +153,7 @@ class BlendPass:
     needs_hidden: bool = True
     last: int = 1
     attention: Attention | None = None
+    graphed: Graphed | None = None
     question_start: int | None = None
     layers: int | None = None
     before_layer: Callable[[int], Steps[None]] | None = None
@@ -249,14 +267,16 @@ class BlendPass:
         """Let later layers run on ``rows``."""
         self._rows = self._computed = rows
         self._blocks = [
-            _Block(
-                slice(start, start + len(part)),
-                part,
-                self.stack.position_inputs(part.device[None]),
-            )
+            _Block(self.stack, slice(start, start + len(part)), part)
             for start, part in rows.blocks(self.row_block or self.stack.row_block)
         ]
         self._changes = None if self._repair is None else self._repair.of(rows)
+        # Graphs attend as RowAttention does, and change nothing else.
+        is_plain = len(self._blocks) == 1 and not (self.attention or self._question or self._repair)
+        self._graphs = self.graphed(rows, self.fused) if self.graphed and is_plain else None
+        if self._graphs is None:
+            for block in self._blocks:
+                block.prepare()
 
     def _go_on(self, kept: Rows) -> None:
         """Carry on only some of the rows."""
@@ -283,6 +303,11 @@ class BlendPass:
         self.stats.work += self.stack.costs[layer].run(self._rows)
 
     def _run_block(self, layer: int, block: _Block, hidden: Tensor) -> Tensor:
+        if self._graphs is not None and not any(one.watches(layer) for one in self.observers):
+            done = self._graphs.run(layer, hidden)
+            if done is not None:
+                return done
+
         def attend(call: AttentionCall) -> Tensor:
             self._write(call, block)
             self._attended(call, block)
@@ -384,13 +409,22 @@ class BlendPass:
         return probe_layer(self.stack, layer, self.hidden[:, block.here], block.position_inputs)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Block:
     """Rows run through a layer at once: their indices among all rows, and their positions."""
 
+    stack: DecoderStack
     here: slice
     rows: Rows
-    position_inputs: Any
+
+    @cached_property
+    def position_inputs(self) -> Any:
+        """Of the rows; graphs have their own."""
+        return self.stack.position_inputs(self.rows.device[None])
+
+    def prepare(self) -> None:
+        """Make the position inputs now, and not within a layer."""
+        _ = self.position_inputs
 
 
 class _Timer:

@@ -12,7 +12,7 @@ from torch import Tensor
 from cacheblend_rag.blend.attention import attention_mass
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.observer import Observer
-from cacheblend_rag.blend.passes import BlendPass, Candidates
+from cacheblend_rag.blend.passes import BlendPass, Candidates, Graphed
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.schedule import Schedule
 from cacheblend_rag.blend.selectors import Probe, make_selector
@@ -31,6 +31,7 @@ def probe_question(
     *,
     probe: Probe,
     before_layer: Callable[[int], Steps[None]] | None = None,
+    graphed: Graphed | None = None,
 ) -> Steps[tuple[Tensor, float]]:
     """Return the attention each token gets from the question, and the work spent.
 
@@ -39,13 +40,14 @@ def probe_question(
     and summed over the observed layers. Result: (tokens,) float32, on the host.
 
     question_start: position of the question's first token; the question ends the prompt.
-    before_layer: see BlendPass.
+    before_layer, graphed: see BlendPass.
     """
     observer = _QuestionAttention(stack, probe, question_start)
     run = BlendPass(
         stack, token_ids, fused, _with_last_token(candidates), REUSE_ONLY,
         observers=[observer],
         before_layer=before_layer,
+        graphed=graphed,
         layers=probe.depth(stack.geometry.layers),
         needs_hidden=False,
     )  # fmt: skip
@@ -85,6 +87,9 @@ class _QuestionAttention(Observer):
         self.work = 0.0
         self._costs, self._question_start, self._probe = stack.costs, question_start, probe
         self._observed = frozenset(probe.observed(stack.geometry.layers))
+
+    def watches(self, layer: int) -> bool:
+        return layer in self._observed
 
     def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
         first = int(np.searchsorted(rows.host, self._question_start))

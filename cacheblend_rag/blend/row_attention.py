@@ -69,6 +69,30 @@ class RowAttention:
         )  # fmt: skip
 
 
+def attend_by_positions(call: AttentionCall, positions: Tensor, address: Tensor) -> Tensor:
+    """Write rows' fresh KV where a prompt's is, and attend there, as a CUDA graph can hold it.
+
+    positions: (rows,) int64 on the device, -1 for padding, at the end. address: see `KVAddress`.
+    Returns (1, rows, heads, head_dim). Raises UnsupportedAttentionError where the kernel cannot be
+    used.
+    """
+    from cacheblend_rag.blend.kernels.row_writes import write_rows  # Triton: only here
+    from cacheblend_rag.blend.kernels.scattered import KVAddress, attend_scattered
+
+    if not works("scattered", _Case.of(call, call.key, call.window)):
+        raise UnsupportedAttentionError("the attention kernel cannot be used")
+    place = KVAddress(address, call.layer)
+    write_rows(call.key, call.value, positions, place)
+    return attend_scattered(
+        call.query, call.key, call.value, positions, scaling=call.scaling, window=call.window,
+        softcap=call.softcap, sinks=call.sinks, place=place,
+    )  # fmt: skip
+
+
+class UnsupportedAttentionError(RuntimeError):
+    """The kernel that attends by positions cannot compute a layer's attention."""
+
+
 def attend_run(
     query: Tensor, keys: Tensor, values: Tensor, rows: Rows, *, scaling: float
 ) -> Tensor:
@@ -188,7 +212,7 @@ def _difference(kernel: Kernel, case: _Case) -> float | None:
         options["sinks"] = sinks if case.has_sinks else None
         results = [
             _attend_scattered(query, keys, values, rows, **options, tile=tile)
-            for tile in tiles_on(case.device, case.head_dim)
+            for tile in tiles_on(case.device, case.head_dim, plain=case.is_plain)
         ]
     wanted = attend_rows(query.float(), keys.float(), values.float(), rows, **options)
     differences = [(done.float() - wanted).abs() for done in results]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, RingKV, Schedule, plan_schedule
 from cacheblend_rag.blend.observer import Observer
-from cacheblend_rag.blend.passes import Attention, Candidates
+from cacheblend_rag.blend.passes import Attention, Candidates, Graphed
 from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
@@ -111,10 +111,10 @@ class PromptPass:
     order; the caller closes it. reserve: room in the buffer for tokens decoded later;
     None if no layer is needed once it is final: the buffer is a ring. needs_hidden: whether the
     last token's hidden state is needed. until: compute only so many of the first tokens, at least
-    all chunks; None is all. attention: see BlendPass. on_layer: called with each layer whose KV is
-    final. on_restart: called before the pass starts again because a chunk was lost. controller:
-    decides by measured speeds what is loaded; without one everything is. own_seconds: a clock that
-    stops while other requests run between the steps, for measuring the pass. observer: watches the
+    all chunks; None is all. attention, graphed: see BlendPass. on_layer: called with each layer
+    whose KV is final. on_restart: called before the pass starts again because a chunk was lost.
+    controller: decides by measured speeds what is loaded; without one everything is. own_seconds: a
+    clock that stops while other requests run between the steps, for measuring the pass. observer: watches the
     pass; it sees the pass again from its start after a chunk was lost. lack_of_room: called once
     chunks are found; returns why memory is too short for the pass, or None. prefix_blocks: how many
     blocks of the tokens before the first chunk are read; those that are found stay as stored. held:
@@ -132,6 +132,7 @@ class PromptPass:
     needs_hidden: bool = True
     until: int | None = None
     attention: Attention | None = None
+    graphed: Graphed | None = None
     on_layer: OnLayer | None = None
     on_restart: Callable[[], None] | None = None
     controller: Controller | None = None
@@ -276,6 +277,7 @@ class PromptPass:
             schedule,
             needs_hidden=self.needs_hidden,
             attention=self.attention,
+            graphed=self.graphed,
             question_start=self._question_start,
             before_layer=partial(self._load, loader),
             on_layer=followed(self.stack, self.token_ids, self.until, recorder, self.on_layer),
@@ -387,6 +389,7 @@ class PromptPass:
             self._question_start,
             probe=schedule.selector.probe,
             before_layer=partial(self._load, loader),
+            graphed=self.graphed,
         )
         self._work += work
         if not loader.fused.keeps_layers:

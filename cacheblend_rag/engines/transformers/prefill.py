@@ -119,6 +119,7 @@ def blended_prefill(
         source,
         config,
         reserve,
+        graphed=stack.graphed,
         controller=controller,
         prefix_blocks=len(chunks.blocks),
         request_id=chunks.request_id,

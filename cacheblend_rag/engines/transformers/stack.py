@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cacheblend_rag.blend.cost import LayerCost
+from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
+from cacheblend_rag.blend.row_attention import has_kernels
+from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import (
     Attend,
     AttentionCall,
@@ -30,6 +33,7 @@ from cacheblend_rag.engines.transformers.attention_window import AttentionWindow
 from cacheblend_rag.engines.transformers.float32 import in_float32, weights_in_float32
 from cacheblend_rag.engines.transformers.interception import DRIVEN, SIGHT, Interception
 from cacheblend_rag.engines.transformers.layer_calls import LayerCalls
+from cacheblend_rag.engines.transformers.layer_graphs import GraphedRows, LayerGraphs
 from cacheblend_rag.engines.transformers.offloading import run_device
 from cacheblend_rag.errors import UnsupportedModelError
 
@@ -103,6 +107,7 @@ class TransformersStack:
         self.layouts: Sequence[Layout | None] | None = None
         self._costs: tuple[LayerCost, ...] | None = None
         self._rotation = lru_cache(KEPT_ROTATIONS)(self._rotation_by)
+        self._graphs = LayerGraphs(self, self.layers) if _can_have_graphs(model, self) else None
 
     @property
     def geometry(self) -> Geometry:
@@ -138,6 +143,10 @@ class TransformersStack:
         with self._interception.attending(layer, self._windows[layer], attend):
             out = self.layers[layer](hidden, **arguments)
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
+
+    def graphed(self, rows: Rows, fused: FusedKV) -> GraphedRows | None:
+        """Return CUDA graphs of the layers for rows of a prompt; None if there are none."""
+        return None if self._graphs is None else self._graphs.of(rows, fused)
 
     def rotation(self, offset: int) -> Rotation:
         return self._rotation(offset)
@@ -317,6 +326,12 @@ class TransformersStack:
             per_pair=4.0 * shape.heads * shape.head_dim,
             window=self._windows[layer],
         )
+
+
+def _can_have_graphs(model: PreTrainedModel, stack: TransformersStack) -> bool:
+    """Whether a model is all on one GPU with kernels for scattered rows."""
+    is_spread = getattr(model, "hf_device_map", None) is not None
+    return has_kernels(stack.geometry.device) and not is_spread
 
 
 def _named_window(layer: nn.Module) -> int | None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from cacheblend_rag.blend.kernels import scattered
+from cacheblend_rag.blend.kernels import row_writes, scattered
 from cacheblend_rag.blend.kernels.scattered import constants_of, takes, tiles_for
 from tests.blend.kernels.gpus import ADA, AMPERE, GPUS, HOPPER, Compiled, Gpu, compiled
+from tests.blend.kernels.interpreter import run_interpreted
 
 PLAIN = {"window": False, "softcap": False, "sinks": False}
 EVERYTHING = {"window": True, "softcap": True, "sinks": True}
@@ -22,12 +18,7 @@ LARGE, SMALL = 0, 1
 
 
 def test_it_computes_what_pytorch_does_in_the_interpreter() -> None:
-    """In a process of its own: Triton reads the variable when a kernel is defined."""
-    tests = Path(__file__).with_name("interpreted_scattered.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted("tests/blend/kernels/interpreted_scattered.py")
 
 
 def compiled_for(
@@ -37,11 +28,13 @@ def compiled_for(
     size: int,
     dtype: torch.dtype = torch.bfloat16,
     fp8: torch.dtype | None = None,
+    placed: bool = False,
     **given: bool,
 ) -> Compiled:
     options = {**PLAIN, "scales": fp8 is not None, **given}
     constants = {**constants_of(dtype, fp8 or dtype, 4, head_dim, **options)}
-    tile = tiles_for(gpu.capability, head_dim)[size]
+    plain = not (fp8 or any(given.values()))
+    tile = tiles_for(gpu.capability, head_dim, plain=plain)[size]
     number = f"*{NAMES[dtype]}"
     stored = "*u8" if fp8 else number
     steps = {f"{of}_{by}" for of in "qo" for by in ("head", "row")}
@@ -52,10 +45,11 @@ def compiled_for(
         "sinks": number if options["sinks"] else "*i64",
         **dict.fromkeys(("key_scales", "value_scales"), "*fp32" if fp8 else "*i64"),
         **dict.fromkeys(("scaling", "softcap"), "fp32"),
-        **dict.fromkeys(steps | of_scales | {"rows", "window"}, "i32"),
+        "place": "*i64",
+        **dict.fromkeys(steps | of_scales | {"layer", "rows", "window"}, "i32"),
     }  # fmt: skip
     aligned = {"query", "keys", "values", "out"} | steps
-    constants |= {"M": tile.rows, "N": tile.keys}
+    constants |= {"PLACED": placed, "M": tile.rows, "N": tile.keys}
     return compiled(
         scattered._attend, gpu, types, constants, aligned=aligned,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
@@ -66,7 +60,9 @@ def compiled_for(
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_it_fits_the_registers_and_the_shared_memory_of_gpus(gpu: Gpu, head_dim: int) -> None:
     for options in (
-        {"size": LARGE, **EVERYTHING},
+        {"size": LARGE},
+        {"size": LARGE, "placed": True},
+        {"size": LARGE, "placed": True, **EVERYTHING},
         {"size": SMALL, "fp8": torch.float8_e4m3fn, **EVERYTHING},
         {"size": LARGE, "fp8": torch.float8_e4m3fn, **EVERYTHING},
     ):
@@ -86,6 +82,21 @@ def test_it_fits_with_other_numbers_and_with_heads_that_are_padded(gpu: Gpu) -> 
         assert made.shared <= gpu.shared
 
 
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_the_kernel_that_writes_rows_fits(gpu: Gpu, head_dim: int) -> None:
+    padded = 1 << (head_dim - 1).bit_length()
+    types = dict.fromkeys(("layer", "rows", "k_head", "k_row", "v_head", "v_row"), "i32")
+    types |= {"keys": "*bf16", "values": "*bf16", "positions": "*i64", "place": "*i64"}
+    made = compiled(
+        row_writes._write, gpu, types, {"D": head_dim, "PADDED": padded, "N": row_writes.ROWS},
+        aligned={"keys", "values", "k_head", "k_row", "v_head", "v_row"}, num_warps=4,
+    )  # fmt: skip
+    assert not made.spilled
+    if head_dim != 80:
+        assert "st.global.v4.b32" in made.assembly, "16 bytes at once"
+
+
 def test_every_gpu_gets_tiles_that_were_compiled_for_it_or_for_a_smaller_one() -> None:
     for gpu in GPUS:
         large, small = tiles_for(gpu.capability, 128)
@@ -99,9 +110,13 @@ def test_few_rows_get_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that each of a GPU's multiprocessors has one."""
     monkeypatch.setattr(scattered, "_facts", lambda _: ((9, 0), 132))
     gpu = torch.device("cuda", 0)
-    large, small = scattered.tiles_on(gpu, 128)
+    large, small = scattered.tiles_for((9, 0), 128)
     for rows, tile in ((132 * large.rows, large), (132 * large.rows - 1, small), (1, small)):
         assert scattered._tile_on(gpu, 128, rows) == tile
+    assert scattered.tiles_on(gpu, 128) == (large, small)
+    assert scattered.tiles_on(gpu, 128, plain=True) == (
+        scattered._tile_on(gpu, 128, 1, plain=True),
+    )
     assert len(scattered.tiles_on(gpu, 256)) == 1
 
 

@@ -1,0 +1,220 @@
+"""Layers on padded rows, as graphs hold them, in Triton's interpreter; run by test_layer_graphs.py.
+
+Instead of a CUDA graph, the same work is done again: what it reads from the host shows here, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from cacheblend_rag.blend import row_attention
+from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.passes import BlendPass, Candidates
+from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.blend.schedule import Schedule
+from cacheblend_rag.blend.selectors import make_selector
+from cacheblend_rag.engines.transformers import layer_graphs
+from cacheblend_rag.engines.transformers.layer_graphs import LayerGraphs, Replay
+from cacheblend_rag.engines.transformers.stack import TransformersStack
+
+SIZES = {
+    "vocab_size": 60, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 64,
+}  # fmt: skip
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def gemma2() -> PreTrainedModel:
+    """With a window in every other layer, and soft caps."""
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=20))
+
+
+class Captured:
+    """Captures a layer by keeping its work. count: of the layers captured."""
+
+    def __init__(self, spoil: Callable[[], None] = lambda: None) -> None:
+        self.count, self._spoil = 0, spoil
+        self.replayed = 0
+
+    def __call__(self, work: Callable[[], None]) -> Replay:
+        self.count += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            work()
+            self._spoil()
+
+        return replay
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_attention, "has_kernels", lambda _: True)
+    monkeypatch.setattr(layer_graphs, "MULTIPLE", 8)
+    row_attention.works.cache_clear()
+
+
+def stack_of(make: Callable[[], PreTrainedModel]) -> TransformersStack:
+    torch.manual_seed(1)
+    return TransformersStack(make().half().eval())
+
+
+class Prompt:
+    """A prompt of random tokens whose KV is there, of which some rows are computed anew."""
+
+    def __init__(self, stack: TransformersStack, tokens: int, count: int, seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        self.ids = torch.from_numpy(draw.integers(1, 60, tokens))
+        self.stack = stack
+        self.stored = FusedKV(stack.geometry, tokens)
+        noise = torch.Generator().manual_seed(seed)
+        for part in (self.stored.keys, self.stored.values):
+            part.copy_(torch.randn(part.shape, generator=noise))
+        self.cached = torch.ones(tokens, dtype=torch.bool)
+        self.cached[draw.choice(tokens, count, replace=False)] = False
+        self.cached[-1] = False
+
+    @torch.inference_mode()
+    def blended(self, graphs: LayerGraphs | None) -> tuple[torch.Tensor, FusedKV]:
+        """Return the last hidden state, and the prompt's KV."""
+        fused = FusedKV(self.stack.geometry, len(self.ids), reserve=5)
+        fused.keys[:, :, : len(self.ids)] = self.stored.keys
+        fused.values[:, :, : len(self.ids)] = self.stored.values
+        nothing = torch.zeros_like(self.cached)
+        candidates = Candidates(self.cached, nothing, torch.zeros(len(self.ids), dtype=torch.long))
+        run = BlendPass(
+            self.stack, self.ids, fused, candidates, Schedule(make_selector("none"), 0.0, {}),
+            graphed=None if graphs is None else graphs.of,
+        )  # fmt: skip
+        run.run()
+        return run.hidden, fused
+
+    def check(self, graphs: LayerGraphs) -> None:
+        """Compare a pass with graphs to one without."""
+        wanted, plain = self.blended(None)
+        found, fused = self.blended(graphs)
+        seen = slice(0, len(self.ids))
+        assert apart(found, wanted) < 5e-3
+        assert apart(fused.keys[:, :, seen], plain.keys[:, :, seen]) < 5e-3
+        assert apart(fused.values[:, :, seen], plain.values[:, :, seen]) < 5e-3
+
+
+def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the largest difference of a row, relative to its norm."""
+    gone = (found - wanted).float().norm(dim=-1) / wanted.float().norm(dim=-1)
+    return float(gone.max())
+
+
+@pytest.mark.parametrize("make", [llama, gemma2])
+def test_prompts_of_all_lengths_share_the_graphs_of_a_number_of_rows(
+    make: Callable[[], PreTrainedModel],
+) -> None:
+    stack, captured = stack_of(make), Captured()
+    graphs = LayerGraphs(stack, stack.layers, captured)
+    Prompt(stack, 90, 13, seed=1).check(graphs)
+    assert not captured.count, "the first time, none is captured"
+    Prompt(stack, 70, 10, seed=2).check(graphs)
+    assert captured.count == 2, "the last layer runs for one row"
+    Prompt(stack, 110, 15, seed=3).check(graphs)
+    Prompt(stack, 40, 9, seed=4).check(graphs)
+    assert captured.count == 2
+    assert captured.replayed == 2 * 3
+    assert graphs.is_on
+
+
+def test_passes_may_take_turns() -> None:
+    stack = stack_of(llama)
+    graphs = LayerGraphs(stack, stack.layers, Captured())
+    prompts = [Prompt(stack, 60 + 9 * seed, 11, seed=seed) for seed in range(3)]
+    for prompt in prompts:
+        prompt.check(graphs)
+    with torch.inference_mode():
+        rows = [Rows.where(~prompt.cached.numpy(), torch.device("cpu")) for prompt in prompts]
+        hidden = [stack.embed(p.ids[r.device][None]) for p, r in zip(prompts, rows, strict=True)]
+        runs = [graphs.of(r, p.stored) for p, r in zip(prompts, rows, strict=True)]
+        alone = [run.run(0, h).clone() for run, h in zip(runs, hidden, strict=True)]
+        first = runs[0].run(1, alone[0]).clone()
+        runs[1].run(1, alone[1])
+        torch.testing.assert_close(runs[0].run(1, alone[0]), first, atol=0, rtol=0)
+        assert not torch.equal(alone[0], alone[1])
+
+
+def test_a_graph_with_another_result_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    stack = stack_of(llama)
+    graphs = LayerGraphs(stack, stack.layers)
+
+    def spoil() -> None:
+        for inputs in graphs._seen.values():
+            inputs.out.mul_(1.1)
+
+    graphs._capture = Captured(spoil)
+    prompt = Prompt(stack, 90, 13, seed=1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            prompt.check(graphs)
+    assert not graphs.is_on
+    assert [record.getMessage() for record in caplog.records] == [
+        "layers are run without CUDA graphs: layer 0 differs by 0.1 of its size"
+    ]
+
+
+def test_where_capturing_fails_the_pass_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: object) -> Replay:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    stack = stack_of(llama)
+    graphs = LayerGraphs(stack, stack.layers, fail)
+    prompt = Prompt(stack, 90, 13, seed=1)
+    for _ in range(3):
+        prompt.check(graphs)
+    assert not graphs.is_on
+    assert len(caplog.records) == 1
+
+
+def test_a_model_with_hooks_gets_none() -> None:
+    stack, captured = stack_of(llama), Captured()
+    graphs = LayerGraphs(stack, stack.layers, captured)
+    prompt = Prompt(stack, 90, 13, seed=1)
+    prompt.check(graphs)
+    handle = stack.layers[1].mlp.register_forward_hook(lambda _, __, out: out * 2)
+    prompt.check(graphs)
+    assert not captured.count
+    handle.remove()
+    prompt.check(graphs)
+    assert captured.count == 2
+
+
+def test_graphs_of_few_sizes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_graphs, "KEPT_SIZES", 2)
+    stack, captured = stack_of(llama), Captured()
+    graphs = LayerGraphs(stack, stack.layers, captured)
+    for count, known in ((10, 2), (20, 4), (10, 4), (30, 6), (20, 8)):
+        for seed in range(2):
+            Prompt(stack, 90, count, seed=seed).check(graphs)
+        assert captured.count == known
+
+
+def test_too_many_rows_or_one_get_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_graphs, "MOST_ROWS", 16)
+    stack = stack_of(llama)
+    graphs = LayerGraphs(stack, stack.layers, Captured())
+    fused = FusedKV(stack.geometry, 60)
+    for count, has in ((1, False), (2, True), (16, True), (17, False)):
+        rows = Rows.at(np.arange(count), torch.device("cpu"))
+        graphs.of(rows, fused)
+        assert (graphs.of(rows, fused) is not None) == has
