@@ -114,12 +114,12 @@ class PromptPass:
     all chunks; None is all. attention, graphed: see BlendPass. on_layer: called with each layer
     whose KV is final. on_restart: called before the pass starts again because a chunk was lost.
     controller: decides by measured speeds what is loaded; without one everything is. own_seconds: a
-    clock that stops while other requests run between the steps, for measuring the pass. observer: watches the
-    pass; it sees the pass again from its start after a chunk was lost. lack_of_room: called once
-    chunks are found; returns why memory is too short for the pass, or None. prefix_blocks: how many
-    blocks of the tokens before the first chunk are read; those that are found stay as stored. held:
-    the KV of the first tokens, if the caller has it; then no blocks are read. request_id: names it
-    in logs.
+    clock that stops while other requests run between the steps, for measuring the pass. observer:
+    watches the pass; it sees the pass again from its start after a chunk was lost. lack_of_room:
+    called once chunks are found; returns why memory is too short for the pass, or None.
+    prefix_blocks: how many blocks of the tokens before the first chunk are read; those that are
+    found stay as stored. held: the KV of the first tokens, if the caller has it; then no blocks are
+    read. request_id: names it in logs.
     found: the reports of chunks by then, as if all found chunks were used.
     """
 

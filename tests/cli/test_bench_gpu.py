@@ -16,7 +16,7 @@ from tests.cli.conftest import outcome_of
 
 pytestmark = pytest.mark.timeout(1800)  # each step has a limit of its own
 
-NEEDS_CUDA = {"link", "checks"}
+NEEDS_CUDA = {"link", "graphs", "checks"}
 NO_CUDA = "skipped: no CUDA device"
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -62,7 +62,6 @@ def test_only_what_needs_a_gpu_has_no_figures(found):
     refused = {(name, kernel.split()[0]) for name, skipped, kernel in failed if not skipped}
     assert refused <= {("attention", "SDPA")}, "backends that CPUs lack"
     assert {row["on the device"] for row in rows(found, "layer") if "rows" in row} == {NO_CUDA}
-    assert {row["graph_ms"] for row in rows(found, "graphs")} == {NO_CUDA}
 
 
 def test_kernels_compute_the_same_attention(found):
@@ -76,10 +75,9 @@ def test_chunks_are_laid_from_each_tier(found):
     assert laid == {("host", "native", True), ("host", "fp8", True), ("device", "native", True)}
 
 
-def test_padded_rows_of_another_prompt_give_the_same_result(found):
-    for row in rows(found, "graphs"):
-        assert row["padded_rows"] > row["rows"]
-        assert row["error"] < (0.05 if torch.cuda.is_available() else 1e-5)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphs_compute_other_rows_of_another_prompt(found):
+    assert all(row["error"] < 0.05 for row in rows(found, "graphs"))
 
 
 def test_every_blend_is_compared_with_ordinary_prefill_of_the_same_prompt(found):

@@ -32,8 +32,8 @@ def _step(name: str, about: str, seconds: float, **traits: bool) -> Step:
     return Step(name, about, f"cacheblend_rag.bench.gpu.{name}:measure", seconds, **traits)
 
 
-def _model_step(name: str, about: str, seconds: float) -> Step:
-    return _step(name, about, seconds, has_model=True)
+def _model_step(name: str, about: str, seconds: float, *, cuda: bool = False) -> Step:
+    return _step(name, about, seconds, has_model=True, needs_cuda=cuda)
 
 
 STEPS = (
@@ -46,7 +46,7 @@ STEPS = (
     _model_step("ttft", "time to first token of blends and ordinary prefill, chunks in memory", 95),
     _model_step("tiers", "time to first token by where chunk KV is", 45),
     _model_step("memory", "peak memory of a request beyond weights and store", 40),
-    _model_step("graphs", "driven layers on padded rows, and as CUDA graphs", 50),
+    _model_step("graphs", "driven layers on few rows, without and with CUDA graphs", 50, cuda=True),
     _step(
         "checks", "the project's tests that need a CUDA device", 50,
         needs_cuda=True, needs_checkout=True,

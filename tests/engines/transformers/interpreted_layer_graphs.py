@@ -1,6 +1,7 @@
 """Layers on padded rows, as graphs hold them, in Triton's interpreter; run by test_layer_graphs.py.
 
-Instead of a CUDA graph, the same work is done again: what it reads from the host shows here, too.
+Instead of a CUDA graph, a recording of the operations is run again, with the numbers and addresses
+that they had: one that needs others computes something wrong.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.transformers import layer_graphs
 from cacheblend_rag.engines.transformers.layer_graphs import LayerGraphs, Replay
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from tests.recording import Recording
 
 SIZES = {
     "vocab_size": 60, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -45,7 +47,7 @@ def gemma2() -> PreTrainedModel:
 
 
 class Captured:
-    """Captures a layer by keeping its work. count: of the layers captured."""
+    """Captures a layer as a recording. count: of the layers captured. replayed: how often."""
 
     def __init__(self, spoil: Callable[[], None] = lambda: None) -> None:
         self.count, self._spoil = 0, spoil
@@ -53,10 +55,15 @@ class Captured:
 
     def __call__(self, work: Callable[[], None]) -> Replay:
         self.count += 1
+        attend = layer_graphs.attend_by_positions
+        with Recording() as recording, pytest.MonkeyPatch.context() as patch:
+            # What a kernel does is not seen by the recording.
+            patch.setattr(layer_graphs, "attend_by_positions", recording.noted(attend))
+            work()
 
         def replay() -> None:
             self.replayed += 1
-            work()
+            recording.replay()
             self._spoil()
 
         return replay
@@ -69,9 +76,9 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     row_attention.works.cache_clear()
 
 
-def stack_of(make: Callable[[], PreTrainedModel]) -> TransformersStack:
+def stack_of(make: Callable[[], PreTrainedModel], device: str = "cpu") -> TransformersStack:
     torch.manual_seed(1)
-    return TransformersStack(make().half().eval())
+    return TransformersStack(make().half().eval().to(device))
 
 
 class Prompt:
@@ -79,7 +86,7 @@ class Prompt:
 
     def __init__(self, stack: TransformersStack, tokens: int, count: int, seed: int) -> None:
         draw = np.random.default_rng(seed)
-        self.ids = torch.from_numpy(draw.integers(1, 60, tokens))
+        self.ids = torch.from_numpy(draw.integers(1, 60, tokens)).to(stack.geometry.device)
         self.stack = stack
         self.stored = FusedKV(stack.geometry, tokens)
         noise = torch.Generator().manual_seed(seed)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
@@ -26,6 +27,17 @@ class Recording(TorchDispatchMode):
         made = function(*args, **(kwargs or {}))
         self._operations.append((function, args, kwargs or {}, made))
         return made
+
+    def noted(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a function that is recorded as a whole, since it does more than operations."""
+
+        def called(*args: Any, **kwargs: Any) -> Tensor:
+            with _disable_current_modes():
+                made = function(*args, **kwargs)
+            self._operations.append((function, args, kwargs, made))
+            return made
+
+        return called
 
     def replay(self) -> None:
         for function, args, kwargs, made in self._operations:
