@@ -92,7 +92,7 @@ class Trial:
         capture = milliseconds(seconds) * layers / LAYERS
         return {
             "capture_ms": round(capture, 1),
-            "graph_mib": round(nbytes * layers / LAYERS / 2**20, 1),
+            "graph_mib": round(nbytes / 2**20, 1),  # which all layers share
             "pass_saves_ms": round(saves, 2),
             "pays": saves >= (1 - WORTH) * layers * found["eager_ms"],
             "pays_after_requests": round(capture / saves, 1) if saves > 0 else None,

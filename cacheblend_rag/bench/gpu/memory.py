@@ -7,6 +7,7 @@ from functools import partial
 
 from cacheblend_rag.bench.gpu.requests import (
     CASES,
+    WARM_UPS,
     Requests,
     build_model,
     chunk_tokens,
@@ -41,7 +42,8 @@ def measure(scene: Scene, doing: Doing) -> Iterator[Row]:
 
 def _measured(requests: Requests, chunks: int, way: Callable[[BlendPrompt], object]) -> Row:
     scene = requests.scene
-    way(requests.prompt(chunks))
+    for _ in range(WARM_UPS):
+        way(requests.prompt(chunks))
     prompt = requests.prompt(chunks)
     peak = peak_extra_bytes(lambda: way(prompt), scene.device)
     own = scene.shape().kv_bytes(chunks * chunk_tokens(scene), scene.dtype)

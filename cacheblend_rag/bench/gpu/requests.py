@@ -32,6 +32,8 @@ SEED = 7
 DOCUMENT = "bench"
 REAL_CHUNK, TOY_CHUNK = 512, 24
 SHORTEST_QUESTION = 33
+WARM_UPS = 4
+"""Blends before those that are measured: kernels are compiled, and layers captured as graphs."""
 PLAIN = BlendConfig(
     selector="hkvd", check_layers=(1,), min_tokens=0, reuse_prefix=False, cost_model=False
 )
@@ -89,12 +91,12 @@ class Requests:
     def compared(self, chunks: int, config: BlendConfig, repeat: int) -> Row:
         """Return medians of a blend and of ordinary prefill of the same prompts, in turn.
 
-        ``first_blend_ms`` is the warm-up's. ``runs``: tokens, ordinary and blend milliseconds of
-        each pair. The phases are those of the blend with the median time.
+        ``first_blend_ms`` is that of the first of several before. ``runs``: tokens, ordinary and
+        blend milliseconds of each pair. The phases are those of the blend with the median time.
         """
-        warm_up = self.prompt(chunks)
-        first = self.blend(warm_up, config)
-        self.ordinary(warm_up)
+        warm_ups = [self.prompt(chunks) for _ in range(WARM_UPS)]
+        first, *_ = [self.blend(prompt, config) for prompt in warm_ups]
+        self.ordinary(warm_ups[0])
         pairs = [self._pair(chunks, config, turn) for turn in range(repeat)]
         ordinary = median(map(_seconds, (one for one, _ in pairs)))
         blends = sorted((blend for _, blend in pairs), key=_seconds)
