@@ -31,10 +31,11 @@ from cacheblend_rag.kv import HostTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.packed_kv import StoredKV, packed
 from cacheblend_rag.kv.tiers import StoredChunk, Tier
+from cacheblend_rag.prefill.chunk_loader import ChunkLoader, Place, begin_reading
 from cacheblend_rag.prefill.prompt_pass import PromptPass
 from tests.blend.fake_copy_stream import FakeCopyStream, use
 from tests.blend.fake_stack import LAYERS, FakeStack
-from tests.prefill.prompts import Ranks, chunk_kv, placed, prompt_ids
+from tests.prefill.prompts import Ranks, chunk_kv, placed, prompt_ids, run
 from tests.prefill.test_beside import slow_tier
 from tests.prefill.test_chunk_loader import NAMES, assert_same, over, spans_of
 
@@ -347,6 +348,25 @@ def test_ranks_agree_where_one_alone_has_all_in_memory(
         assert_same(found, wanted)
         assert found[1].restarts == int(lost)
     assert passes.planned == 1 + int(lost), "anew, once a chunk is lost"
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_what_is_laid_again_waits_for_the_work_before(passes: Passes, ring: bool) -> None:
+    """The plan is still good, and the fake notes a layer that is overwritten while it is read."""
+    stack = FakeStack()
+    with TieredKVStore([host_tier()]) as store:
+        source = begin_reading(store, (chunk.key for chunk in placed()), stack)
+        loader = ChunkLoader(stack, [Place(chunk.start, chunk.end) for chunk in placed()], source)
+        run(loader.heads())
+        fused = RingKV(stack.geometry, TOKENS) if ring else FusedKV(stack.geometry, TOKENS)
+        loader.into(fused)
+        for _ in range(2):
+            for layer in range(LAYERS):
+                run(loader.load(layer))
+                fused.layer(layer)
+            loader.rewind()
+        source.close()
+    assert passes.planned == 1
 
 
 @pytest.mark.parametrize("ring", [False, True])
