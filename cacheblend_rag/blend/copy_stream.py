@@ -197,6 +197,7 @@ class PinnedBuffers:
         self._lock = threading.Lock()
         self._free: list[PinnedBuffer] = []
         self._busy: list[PinnedBuffer] = []
+        self._held: dict[int, tuple[Sequence[Tensor], Event]] = {}
 
     def take(self) -> PinnedBuffer | None:
         """Return an empty buffer; None while all are in use by the device."""
@@ -220,6 +221,17 @@ class PinnedBuffers:
             self._busy.append(buffer)
             self._collect()
 
+    def hold(self, held: Sequence[Tensor], until: Event) -> None:
+        """Keep tensors that are in no buffer until the device has reached an event.
+
+        A later event for the same sequence takes the place of the one before. Tensors are let go of
+        when others are held, or when a buffer is taken, given back or released.
+        """
+        with self._lock:
+            if id(held) not in self._held:
+                self._collect()
+            self._held[id(held)] = held, until
+
     def release(self) -> int:
         """Free the buffers that are not in use; returns their bytes, on host and device."""
         with self._lock:
@@ -230,6 +242,8 @@ class PinnedBuffers:
         return 2 * count * self._nbytes
 
     def _collect(self) -> None:
+        held = self._held.items()
+        self._held = {key: each for key, each in held if not each[1].query()}
         busy, self._busy = self._busy, []
         for buffer in busy:
             if buffer.until is not None and not buffer.until.query():

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cacheblend_rag.blend.rotary import Rotation
+from cacheblend_rag.kv.packed_kv import LayerKV, PackedLayer, StoredKV
 
 
 class Sendable(Protocol):
@@ -66,6 +67,11 @@ class Numbers:
         return self.keys, self.values
 
 
+def sendable(kv: LayerKV) -> Sendable:
+    """Return one layer of a chunk as it is sent, not copied."""
+    return kv if isinstance(kv, PackedLayer) else Numbers(*kv)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPart:
     """One layer of a chunk, and its destination; start, turn: see ``FusedKV.place``."""
@@ -81,3 +87,15 @@ class LayerPart:
         first = replace(self, kv=self.kv.cut(0, tokens))
         rest = self.kv.cut(tokens, self.kv.tokens)
         return first, replace(self, start=self.start + tokens, kv=rest)
+
+
+@dataclass(frozen=True, slots=True)
+class WholePart:
+    """All layers of a chunk in memory, and their destination.
+
+    kv: the chunk as its tier holds it, of which each layer is a view as far behind the one before.
+    first: its first layer, or some tokens of it, but with the rotation of all layers.
+    """
+
+    kv: StoredKV
+    first: LayerPart

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.layer_part import LayerPart, Numbers, Sendable
+from cacheblend_rag.blend.layer_part import LayerPart, WholePart, sendable
 from cacheblend_rag.blend.rotary import Rotation, rotate_all_into
 from cacheblend_rag.blend.stack import Geometry
-from cacheblend_rag.kv.packed_kv import PackedLayer
-from cacheblend_rag.kv.precision import pack
+from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.kv.packed_kv import packed
 from cacheblend_rag.settings import Precision
 
 _LOG = logging.getLogger(__name__)
@@ -50,24 +50,25 @@ def has_kernel(device: torch.device) -> bool:
 
 def _places_alike(device: torch.device) -> bool:
     """Whether the kernel places what its twin does, up to a rounding, in every form of chunk KV."""
-    from cacheblend_rag.blend.kernels.placement import place_by_kernel, table_of
+    from cacheblend_rag.blend.kernels.layer_launches import LayerLaunches, tables_of
 
-    size, draw = 40, torch.Generator().manual_seed(0)
-    angles = torch.arange(32, device=device)[None].float()
-    parts: list[LayerPart] = []
+    layers, size, draw = 2, 40, torch.Generator().manual_seed(0)
+    angles = torch.arange(layers * 32, device=device).view(layers, 32).float()
+    turn = Rotation(angles.cos(), angles.sin())
+    parts: list[WholePart] = []
     forms: tuple[Precision, ...] = ("native", "fp8", "int8")
     for index, form in enumerate(forms):
-        kv = torch.randn(2, 2, size, 64, generator=draw).to(torch.bfloat16)
-        numbers: Sendable = Numbers(*kv)
-        if form != "native":
-            numbers = PackedLayer.of(*pack(kv[0], kv[1], form), form, kv.dtype)
-        there = numbers.moved([tensor.to(device) for tensor in numbers.tensors])
-        parts.append(LayerPart(index * size, there, Rotation(angles.cos(), angles.sin())))
-    shape = Geometry(1, 2, 2, 64, torch.bfloat16, device)
+        kv = torch.randn(2, layers, 2, size, 64, generator=draw).to(torch.bfloat16)
+        stored = packed(ChunkKV(kv[0], kv[1], 0), form).mapped(lambda tensor: tensor.to(device))
+        parts.append(WholePart(stored, LayerPart(index * size, sendable(stored.layer(0)), turn)))
+    shape = Geometry(layers, 2, 2, 64, torch.bfloat16, device)
     found, wanted = (FusedKV(shape, len(parts) * size) for _ in range(2))
-    rows, launches = table_of(parts)
-    place_by_kernel(*found.of_layer(0), torch.tensor(rows, device=device), launches)
-    place_parts(wanted, 0, parts)
+    table, launches = tables_of(parts)
+    place = LayerLaunches(found, torch.from_numpy(table).to(device), launches, on_host=False)
+    for layer in range(layers):
+        place(layer)
+        own = [(part.first.start, sendable(part.kv.layer(layer))) for part in parts]
+        place_parts(wanted, layer, [LayerPart(*each, turn.of(layer)) for each in own])
     same_keys = torch.allclose(found.keys, wanted.keys, rtol=0.02, atol=0.02)
     return same_keys and torch.equal(found.values, wanted.values)
 

@@ -18,7 +18,7 @@ from cacheblend_rag.kv.budget import Reservation
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.layer_wait import LayerWait
 from cacheblend_rag.kv.opening import Way
-from cacheblend_rag.kv.packed_kv import LayerKV
+from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV
 from cacheblend_rag.kv.reading import SharedReads
 from cacheblend_rag.kv.shared_chunk import Found, Part, SharedChunk
 
@@ -199,6 +199,19 @@ class LayerSource:
                     self._give_back(place, first)
             self._read_ahead()
         return parts
+
+    def in_memory(self) -> list[StoredKV] | None:
+        """Return the used chunks, in order, as their tiers hold them.
+
+        Returns:
+            None unless all of them are in memory in the prompt's form. Who has them needs none of
+            the layers.
+        """
+        with self._lock:
+            used = [place.chunk for place in self._places if place.chunk is not None]
+        found = [chunk.in_memory for chunk in used]
+        whole = [kv for kv in found if kv is not None]
+        return None if self._closed or len(whole) < len(found) else whole
 
     def is_read(self, layer: int) -> bool:
         """Return whether one layer of all used chunks has been read."""

@@ -84,6 +84,13 @@ class SharedChunk:
         """Whether all layers are in memory in the prompt's form."""
         return not self._unpacks and (self.reader.in_memory or self._whole is not None)
 
+    @property
+    def in_memory(self) -> StoredKV | None:
+        """The chunk as its tier holds it, if that is memory and the prompt's form; else None."""
+        if isinstance(self.reader, WholeReader) and not self._unpacks:
+            return self.reader.kv
+        return None
+
     def hold(self) -> None:
         """Keep the parts read from now on as long as this object lives."""
         with self._lock:

@@ -14,7 +14,8 @@ from cacheblend_rag.blend.copy_stream import (
     pinned_buffers_of,
 )
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.layer_part import LayerPart, Numbers, Sendable
+from cacheblend_rag.blend.layer_part import LayerPart, Sendable, WholePart, sendable
+from cacheblend_rag.blend.laying import Laying
 from cacheblend_rag.blend.placement import place_parts
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
@@ -25,7 +26,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource, Threshold
 from cacheblend_rag.kv.layer_wait import LayerWait
 from cacheblend_rag.kv.lookup import miss_of
-from cacheblend_rag.kv.packed_kv import LayerKV, PackedLayer
+from cacheblend_rag.kv.packed_kv import LayerKV
 from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.shared_chunk import Found
 from cacheblend_rag.kv.store import TieredKVStore
@@ -101,7 +102,7 @@ class LoadedChunk:
 
     def part(self, kv: LayerKV) -> Sendable:
         """Return the run's part of one layer of the chunk, not copied."""
-        part = kv if isinstance(kv, PackedLayer) else Numbers(*kv)
+        part = sendable(kv)
         if not self.skip and not self.beyond:
             return part
         return part.cut(self.own.start, self.own.stop)
@@ -131,6 +132,11 @@ class ChunkLoader:
         self._parts: list[LayerKV | StoreError] | None = None
         self._upload: Upload | None = None
         self._free: Event | None = None
+        self._used: list[LoadedChunk] = []
+        self._tiers: list[str] = []
+        self._planned: Laying | None = None
+        self._is_planned = False
+        self._queued: tuple[int, Event] | None = None
         self._all_read = False
 
     def into(self, fused: FusedKV) -> Self:
@@ -164,6 +170,9 @@ class ChunkLoader:
         """Use some of the chunks, the same on all ranks."""
         for chunk, is_used in zip(self.chunks, used, strict=True):
             chunk.is_used = is_used
+        self._used = [chunk for chunk in self.chunks if chunk.is_used]
+        self._tiers = list(dict.fromkeys(chunk.tier or "" for chunk in self._used))
+        self._planned, self._is_planned = None, False
         self.source.keep(used)
 
     def leave_out(self, unwanted: Sequence[LoadedChunk]) -> None:
@@ -181,8 +190,12 @@ class ChunkLoader:
 
         Raises LostChunkError, on all ranks, when a chunk cannot be read any more.
         """
-        used = [chunk for chunk in self.chunks if chunk.is_used]
+        used = self._used
         if layer in self._laid or not used:
+            return
+        if (laying := self._laying()) is not None:
+            yield from self._lay(laying, layer)
+            self._laid.add(layer)
             return
         parts = yield from self._layer(layer, used)
         if self._buffers is None:
@@ -222,6 +235,45 @@ class ChunkLoader:
             self._lose(used, parts or [], sound)
         return [part for part in parts or () if not isinstance(part, StoreError)]
 
+    def _laying(self) -> Laying | None:
+        """Return how all layers are laid, if a kernel can read all chunks where they are."""
+        if self._buffers is None or self._is_planned:
+            return self._planned
+        self._is_planned = True
+        with self.times.laying():
+            kvs = self.source.in_memory() if Laying.is_possible(self._buffers) else None
+            if kvs is not None:
+                parts = [
+                    WholePart(kv, LayerPart(chunk.start, chunk.part(kv.layer(0)), chunk.turn))
+                    for chunk, kv in zip(self._used, kvs, strict=True)
+                ]
+                self._planned = Laying.of(self._buffers, self.fused, parts)
+        return self._planned
+
+    def _lay(self, laying: Laying, layer: int) -> Steps[None]:
+        """Make the compute stream wait for one layer of all chunks, and queue the next one."""
+        wait = LayerWait((tier, None) for tier in self._tiers)
+        laid = self.times.laid
+        self._queue(laying, layer)
+        while not self._all_read:  # other ranks may still read theirs
+            here = [True, self.source.is_all_read(), *[True] * len(self._used)]
+            is_there, self._all_read, *sound = on_all_ranks(self.stack, here)
+            if not all(sound):
+                self._lose(self._used, [], sound)
+            if is_there:
+                break
+            yield
+        self.times.waited(wait.began, wait.seconds(without=self.times.laid - laid))
+        self._arrive()
+        if layer + 1 < self.stack.geometry.layers:
+            self._queue(laying, layer + 1)
+
+    def _queue(self, laying: Laying, layer: int) -> None:
+        if self._queued is None or self._queued[0] != layer:
+            with self.times.laying():
+                self._arrive()
+                self._queued = layer, laying.queue(layer)
+
     def _is_sent(
         self, layer: int, used: Sequence[LoadedChunk], parts: Sequence[LayerKV | StoreError]
     ) -> bool:
@@ -240,7 +292,9 @@ class ChunkLoader:
         """Make the compute stream wait for the queued copies."""
         if self._upload is not None:
             self._upload.arrive()
-        self._upload = None
+        if self._queued is not None and self._buffers is not None:
+            self._buffers.copy_stream.hold_work(self._queued[1])
+        self._upload = self._queued = None
 
     def _look_ahead(self, buffers: PinnedBuffers, layer: int, used: Sequence[LoadedChunk]) -> None:
         """Begin to copy a layer in the background, if it was read; its slot is free by now."""
@@ -266,6 +320,8 @@ class ChunkLoader:
         """Start again with the first layer, overwriting the buffer."""
         self._laid.clear()
         self._arrive()  # late rows would fall on those of the next pass
+        if self._planned is not None:
+            self._planned.restart()
         self._parts = self._free = None
         self._all_read = False
         self.source.rewind()

@@ -1,5 +1,7 @@
 """Places one layer of all chunks of a prompt by one launch; its twin is ``place_parts``.
 
+``LayerLaunches`` (`layer_launches.py`) does so for chunks of which all layers are in memory.
+
 A program unpacks some tokens of one head of one chunk, rotates the keys in float32, and writes both
 where the prompt has them: into the dense buffer of a pass, and into a paged cache. A table gives it
 the addresses of each chunk's tensors, which may be in page-locked memory of the host: few programs,
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import triton
@@ -19,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cacheblend_rag.blend.layer_part import LayerPart, Numbers
-from cacheblend_rag.kv.packed_kv import PackedLayer
+from cacheblend_rag.kv.packed_kv import PackedKV, PackedLayer
 
 TILE = 16
 """Tokens of a head that a program handles at once."""
@@ -29,6 +32,11 @@ NATIVE, FP8, INT8 = 0, 1, 2
 _FORMS = {"native": NATIVE, "fp8": FP8, "int8": INT8}
 COLUMNS = 12
 _NO_ALIGNMENT_BEYOND = 16
+CONSTANTS = (
+    "FORM", "INTERLEAVED", "PAIRS", "PP", "HEADS", "D", "DP", "ALIGN",
+    "DENSE", "PAGED", "PAGE", "TOKENS",
+)  # fmt: skip
+"""The kernel's last arguments, for each combination of which it is compiled."""
 
 
 @triton.jit
@@ -91,22 +99,22 @@ def _rotated(
     return (x1 * c - x2 * s).to(TYPE), (x2 * c + x1 * s).to(TYPE)
 
 
-@triton.jit(do_not_specialize=("tiles", "heads", "total"))
+@triton.jit(do_not_specialize=("first", "tiles", "total"))
 def place_kernel(
     TABLE: tl.tensor, KEYS: tl.tensor, VALUES: tl.tensor, PAGES: tl.tensor, SLOTS: tl.tensor,
-    k_h: tl.tensor, k_t: tl.tensor, v_h: tl.tensor, v_t: tl.tensor,
-    p_b: tl.tensor, p_h: tl.tensor, p_t: tl.tensor, p_v: tl.tensor,
-    tiles: tl.tensor, heads: tl.tensor, total: tl.tensor,
+    apart: tl.tensor, p_b: tl.tensor, p_h: tl.tensor, p_t: tl.tensor, p_v: tl.tensor,
+    first: tl.tensor, tiles: tl.tensor, total: tl.tensor,
     FORM: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, PP: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ALIGN: tl.constexpr,
+    DENSE: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Place ``total`` tiles: of each chunk of TABLE ``tiles`` for each of ``heads``, some empty.
+    """Place ``total`` tiles: of each chunk from row ``first`` on ``tiles`` a head, some empty.
 
     TABLE: see ``table_of``. ALIGN: what the addresses of all heads of chunks divide by, in bytes.
-    KEYS, VALUES: of the dense buffer. PAGES: a paged cache, SLOTS the slot of each position of the
-    prompt, negative where none is to be written; p_b, p_h, p_t: its strides by blocks, heads and
-    tokens, p_v how far behind its key a value is.
+    KEYS, VALUES: of the dense buffer, whose heads are ``apart``, and each token's numbers behind
+    those of the one before. PAGES: a paged cache, SLOTS the slot of each position of the prompt,
+    negative where none is to be written; p_b, p_h, p_t: its strides by blocks, heads and tokens,
+    p_v how far behind its key a value is.
     """
     TYPE: tl.constexpr = KEYS.dtype.element_ty
     STORED: tl.constexpr = tl.uint8 if FORM else TYPE
@@ -114,8 +122,8 @@ def place_kernel(
     one = 2 * p if INTERLEAVED else p
     other = one + 1 if INTERLEAVED else p + PAIRS
     for index in range(tl.program_id(0), total, tl.num_programs(0)):
-        row = TABLE + (index // (tiles * heads)) * 12
-        head = (index // tiles % heads).to(tl.int64)
+        row = TABLE + (first + index // (tiles * HEADS)) * 12
+        head = (index // tiles % HEADS).to(tl.int64)
         t = (index % tiles) * TOKENS + tl.arange(0, TOKENS)
         there = t < tl.load(row + 11).to(tl.int32)
         if (index % tiles) * TOKENS < tl.load(row + 11):
@@ -140,11 +148,11 @@ def place_kernel(
             y1, y2 = _rotated(x1, x2, row, p, PAIRS, TYPE)
             position = tl.load(row + 10) + t
             if DENSE:
-                into = KEYS + head * k_h + position[:, None] * k_t
+                into = KEYS + head * apart + position[:, None] * D
                 tl.store(into + one[None, :], y1, mask=both)
                 tl.store(into + other[None, :], y2, mask=both)
                 tl.store(into + d[None, :], r, mask=rest)
-                into = VALUES + head * v_h + position[:, None] * v_t
+                into = VALUES + head * apart + position[:, None] * D
                 tl.store(into + d[None, :], v, mask=whole)
             if PAGED:
                 slot = tl.load(SLOTS + position, mask=there, other=-1)[:, None]
@@ -193,18 +201,27 @@ def table_of(parts: Sequence[LayerPart]) -> tuple[list[list[int]], list[Launch]]
     A row has the addresses of keys and of values, how far heads are apart in each, the same of
     their exponents, the addresses of cos and sin (0: not rotated), first position, and tokens.
     """
-    table: list[list[int]] = []
+    order = by_form([part.kv for part in parts])
+    return launches_of([parts[index] for index in order])
+
+
+def by_form(kvs: Sequence[object]) -> list[int]:
+    """Return the indices of chunks, or of layers of them, those of one form together."""
+    forms = [_form_of(kv) for kv in kvs]
+    return sorted(range(len(kvs)), key=forms.__getitem__)
+
+
+def launches_of(parts: Sequence[LayerPart]) -> tuple[list[list[int]], list[Launch]]:
+    """As ``table_of``, of chunks in the order of ``by_form``."""
+    table = [_row(part) for part in parts]
     launches = []
-    for form in _FORMS.values():
-        mine = [part for part in parts if _form_of(part) == form]
-        if not mine:
-            continue
-        first = len(table)
-        table += [_row(part) for part in mine]
+    for form, group in groupby(range(len(parts)), lambda index: _form_of(parts[index].kv)):
+        indices = list(group)
+        rows = slice(indices[0], indices[-1] + 1)
+        mine = parts[rows]
         turns = {_turn_of(part) for part in mine} - {None}
         if len(turns) > 1:
             raise ValueError("chunks of one layer are rotated in different ways")
-        rows = slice(first, len(table))
         size = 1 if form else mine[0].kv.tensors[0].itemsize
         strides = [n * size for row in table[rows] for n in row[2:4]]
         strides.append(mine[0].kv.tensors[0].shape[-1] * size)
@@ -228,32 +245,67 @@ def place_by_kernel(
 ) -> None:
     """Place chunks into a layer, (kv_heads, capacity, head_dim), of keys and of values.
 
+    The two are alike: each head's tokens follow one another, and heads are as far apart in both.
     table: what ``table_of`` returned, (chunks, COLUMNS) int64, on the device. dense: whether to
     write into ``keys`` and ``values``; otherwise only into ``pages``.
     """
+    for launch in launches:
+        grid = grid_of(launch, keys.shape[0], programs)
+        place_kernel[grid](*arguments_of(launch, keys, values, table, pages=pages, dense=dense))
+
+
+def grid_of(launch: Launch, heads: int, programs: int) -> tuple[int, int, int]:
+    """Return a launch's grid, of at most so many programs."""
+    return min(_tiles(launch) * heads * _count(launch), programs), 1, 1
+
+
+def arguments_of(
+    launch: Launch,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    *,
+    pages: Pages | None = None,
+    dense: bool = True,
+) -> tuple[Any, ...]:
+    """Return the kernel's arguments in order; see ``place_by_kernel``."""
     heads, _, width = keys.shape
+    if keys.stride() != values.stride() or keys.stride()[1:] != (width, 1):
+        raise ValueError("keys and values differ in strides, or tokens do not follow one another")
     cache, slots = (keys, table) if pages is None else (pages.cache, pages.slots)
     steps = (0, 0, 0, 0) if pages is None else (*pages.strides, pages.values)
-    for launch in launches:
-        rows, (pairs, interleaved) = table[launch.rows], launch.turn
-        tiles = triton.cdiv(launch.tokens, TILE)
-        total = tiles * heads * len(rows)
-        arguments: dict[str, Any] = constants_of(launch.form, width, pairs, launch.align)
-        place_kernel[(min(total, programs),)](
-            rows, keys, values, cache, slots,
-            *keys.stride()[:2], *values.stride()[:2], *steps,
-            tiles, heads, total,
-            INTERLEAVED=interleaved, DENSE=dense, PAGED=pages is not None,
-            PAGE=1 if pages is None else pages.block_size, **arguments,
-        )  # fmt: skip
+    pairs, interleaved = launch.turn
+    tiles = _tiles(launch)
+    constants: dict[str, Any] = {
+        **constants_of(launch.form, heads, width, pairs, launch.align),
+        "INTERLEAVED": interleaved,
+        "DENSE": dense,
+        "PAGED": pages is not None,
+        "PAGE": 1 if pages is None else pages.block_size,
+    }
+    return (
+        table, keys, values, cache, slots, keys.stride(0), *steps,
+        launch.rows.start, tiles, tiles * heads * _count(launch),
+        *(constants[name] for name in CONSTANTS),
+    )  # fmt: skip
 
 
-def constants_of(form: int, width: int, pairs: int, align: int) -> dict[str, int]:
+def _tiles(launch: Launch) -> int:
+    return -(-launch.tokens // TILE)
+
+
+def _count(launch: Launch) -> int:
+    count: int = launch.rows.stop - launch.rows.start
+    return count
+
+
+def constants_of(form: int, heads: int, width: int, pairs: int, align: int) -> dict[str, int]:
     """Return the kernel's constants that depend on the chunks' form and the model."""
     return {
         "FORM": form,
         "PAIRS": pairs,
         "PP": triton.next_power_of_2(max(1, pairs)),
+        "HEADS": heads,
         "D": width,
         "DP": triton.next_power_of_2(width),
         "ALIGN": align,
@@ -261,8 +313,8 @@ def constants_of(form: int, width: int, pairs: int, align: int) -> dict[str, int
     }
 
 
-def _form_of(part: LayerPart) -> int:
-    return _FORMS[part.kv.precision] if isinstance(part.kv, PackedLayer) else NATIVE
+def _form_of(kv: object) -> int:
+    return _FORMS[kv.precision] if isinstance(kv, PackedLayer | PackedKV) else NATIVE
 
 
 def _turn_of(part: LayerPart) -> tuple[int, bool] | None:

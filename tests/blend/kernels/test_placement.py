@@ -36,7 +36,8 @@ from cacheblend_rag.blend.transfer import Upload  # noqa: E402
 from tests.blend.test_placement import part_of, turn_by  # noqa: E402
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-WIDE = {"k_h", "v_h", "p_b", "p_h", "p_v"}
+WIDE = {"apart", "p_b", "p_h", "p_v"}
+HEADS = 8
 POINTERS = {"TABLE": "*i64", "SLOTS": "*i64"}
 
 
@@ -52,7 +53,7 @@ def test_it_places_what_its_twin_does() -> None:
 def compiled(capability: int, dtype: str, form: int, width: int, **options: Any) -> Any:
     """Compile the kernel for a GPU that need not be there."""
     pairs = options.get("pairs", width // 2)
-    constants = constants_of(form, width, pairs, options.get("align", 16))
+    constants = constants_of(form, HEADS, width, pairs, options.get("align", 16))
     constants |= {
         "INTERLEAVED": options.get("interleaved", False),
         "DENSE": True,
@@ -67,7 +68,7 @@ def compiled(capability: int, dtype: str, form: int, width: int, **options: Any)
         for name in names
     }
     signature |= dict.fromkeys(constants, "constexpr")
-    aligned = [name for name in names if name not in {*constants, "tiles", "heads", "total"}]
+    aligned = [name for name in names if name not in {*constants, "first", "tiles", "total"}]
     source = ASTSource(
         place_kernel,
         signature,

@@ -1,0 +1,396 @@
+"""Chunks in memory are laid as each layer alone would be, in Triton's interpreter.
+
+Run it with TRITON_INTERPRET=1, as test_layer_launches.py does. The fake device copies as late as it
+may, and reads what it finds then.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from cacheblend_rag import BlendConfig, TieredKVStore
+from cacheblend_rag.blend import FusedKV, RingKV
+from cacheblend_rag.blend.copy_stream import TABLE_BYTES, PinnedBuffers
+from cacheblend_rag.blend.kernels import layer_launches, placement
+from cacheblend_rag.blend.layer_part import LayerPart, WholePart, sendable
+from cacheblend_rag.blend.laying import Laying
+from cacheblend_rag.blend.rotary import Rotation
+from cacheblend_rag.blend.stack import Geometry
+from cacheblend_rag.blend.transfer import Upload
+from cacheblend_rag.kv import HostTier, codec
+from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.kv.packed_kv import StoredKV, packed
+from cacheblend_rag.kv.tiers import StoredChunk, Tier
+from cacheblend_rag.prefill.chunk_loader import ChunkLoader, Place, begin_reading
+from cacheblend_rag.prefill.prompt_pass import PromptPass
+from tests.blend.fake_copy_stream import FakeCopyStream, use
+from tests.blend.fake_stack import LAYERS, FakeStack
+from tests.prefill.prompts import Ranks, chunk_kv, placed, prompt_ids, run
+from tests.prefill.test_beside import slow_tier
+from tests.prefill.test_chunk_loader import NAMES, assert_same, over, spans_of
+
+DEPTH, HEADS, WIDTH = 4, 2, 16
+CPU = torch.device("cpu")
+SPANS = ((1, 7, 5), (9, 3, None), (12, 11, -4), (24, 5, 2))
+"""Where runs of chunks start, their tokens, and how far they are moved."""
+TOKENS = 30
+
+
+class Interpreted:
+    """The kernel, of which the fake device sees what it is given, not how it is interpreted."""
+
+    def __init__(self, kernel: Any, copy_stream: FakeCopyStream) -> None:
+        self._kernel, self._copy_stream = kernel, copy_stream
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*given: Any) -> None:
+            with _disable_current_modes():
+                self._kernel[grid](*given)
+            for tensor in given:
+                if isinstance(tensor, Tensor):
+                    self._copy_stream.saw(tensor, set())
+
+        return launch
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch, copy_stream: FakeCopyStream) -> None:
+    kernel = Interpreted(placement.place_kernel, copy_stream)
+    monkeypatch.setattr(placement, "place_kernel", kernel)
+    monkeypatch.setattr(layer_launches, "place_kernel", kernel)
+
+
+def turn_of(by: int | None) -> Rotation | None:
+    """Another rotation in every layer."""
+    if by is None:
+        return None
+    angles = by * torch.arange(1, DEPTH + 1)[:, None] * 0.7 ** torch.arange(WIDTH // 2)
+    return Rotation(angles.cos(), angles.sin())
+
+
+def stored(size: int, form: Any, place: Callable[[Tensor], Tensor], seed: int = 0) -> StoredKV:
+    draw = torch.Generator().manual_seed(seed)
+    kv = torch.randn(2, DEPTH, HEADS, size, WIDTH, generator=draw).half()
+    return packed(ChunkKV(kv[0], kv[1], 0), form).mapped(lambda tensor: place(tensor.clone()))
+
+
+def wholes_of(copy_stream: FakeCopyStream, form: str, *, on_device: bool) -> list[WholePart]:
+    parts = []
+    for number, (start, tokens, by) in enumerate(SPANS):
+        skip, beyond = number % 3, number % 2
+        own = ("native", "fp8", "int8")[number % 3] if form == "mixed" else form
+        is_there = on_device and number % 2 == 0
+        place = copy_stream.put_here if is_there else copy_stream.pin
+        kv = stored(skip + tokens + beyond, own, place, number)
+        first = sendable(kv.layer(0)).cut(skip, skip + tokens)
+        parts.append(WholePart(kv, LayerPart(start, first, turn_of(by))))
+    return parts
+
+
+def part_of(whole: WholePart, layer: int, skip: int) -> LayerPart:
+    of = whole.first
+    own = sendable(whole.kv.layer(layer)).cut(skip, skip + of.kv.tokens)
+    return LayerPart(of.start, own, None if of.turn is None else of.turn.of(layer))
+
+
+def buffer(*, ring: bool) -> FusedKV:
+    shape = Geometry(DEPTH, HEADS, HEADS, WIDTH, torch.half, CPU)
+    fused = RingKV(shape, TOKENS) if ring else FusedKV(shape, TOKENS)
+    fused.keys.fill_(torch.nan)
+    fused.values.fill_(torch.nan)
+    return fused
+
+
+def layer_of(fused: FusedKV, layer: int) -> list[Tensor]:
+    return [part.clone().view(torch.int16) for part in fused.layer(layer)]
+
+
+@pytest.fixture
+def copy_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCopyStream]:
+    fake = FakeCopyStream(patience=None)
+    fake.watch(monkeypatch)
+    interpret(monkeypatch, fake)
+    yield fake
+    fake.finish()
+    assert fake.errors == []
+    assert fake.waited_in == []
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("form", ["native", "fp8", "int8", "mixed"])
+def test_layers_are_laid_as_each_alone_bit_for_bit(
+    copy_stream: FakeCopyStream, form: str, on_device: bool, ring: bool
+) -> None:
+    """Each is queued while the one before is at work."""
+    buffers = PinnedBuffers(copy_stream, 2, 4096, table_bytes=TABLE_BYTES)
+    wholes = wholes_of(copy_stream, form, on_device=on_device)
+    wanted = buffer(ring=ring)
+    alone = []
+    for layer in range(DEPTH):
+        parts = [part_of(whole, layer, n % 3) for n, whole in enumerate(wholes)]
+        upload = Upload(buffers, wanted, layer, parts, copy_stream.worked())
+        assert upload.go_on()
+        upload.arrive()
+        alone.append(layer_of(wanted, layer))
+    fused = buffer(ring=ring)
+    laying = Laying.of(buffers, fused, wholes)
+    assert laying is not None
+    event = laying.queue(0)
+    for layer in range(DEPTH):
+        copy_stream.hold_work(event)
+        if layer + 1 < DEPTH:
+            event = laying.queue(layer + 1)
+        found = layer_of(fused, layer)
+        assert all(torch.equal(*pair) for pair in zip(found, alone[layer], strict=True))
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_pass_that_starts_again_waits_for_the_one_before(
+    copy_stream: FakeCopyStream, ring: bool
+) -> None:
+    buffers = PinnedBuffers(copy_stream, 2, 4096, table_bytes=TABLE_BYTES)
+    fused = buffer(ring=ring)
+    laying = Laying.of(buffers, fused, wholes_of(copy_stream, "native", on_device=False))
+    assert laying is not None
+    for _ in range(2):
+        for layer in range(DEPTH):
+            copy_stream.hold_work(laying.queue(layer))
+            layer_of(fused, layer)  # at which the fake notes what has not been waited for
+        laying.restart()
+
+
+@pytest.mark.parametrize("how", ["ordinary", "strides"])
+def test_chunks_that_the_kernel_cannot_read_are_not_planned(
+    copy_stream: FakeCopyStream, how: str
+) -> None:
+    buffers = PinnedBuffers(copy_stream, 2, 4096, table_bytes=TABLE_BYTES)
+    wholes = wholes_of(copy_stream, "native", on_device=False)
+    assert Laying.of(buffers, buffer(ring=False), wholes) is not None
+    kv = stored(4, "native", torch.Tensor.clone if how == "ordinary" else copy_stream.pin)
+    if how == "strides":
+        kv = kv.mapped(lambda tensor: tensor[..., ::2, :])
+    wholes.append(WholePart(kv, LayerPart(0, sendable(kv.layer(0)), None)))
+    assert Laying.of(buffers, buffer(ring=False), wholes) is None
+
+
+def test_chunks_are_held_until_they_are_read_and_no_longer(copy_stream: FakeCopyStream) -> None:
+    buffers = PinnedBuffers(copy_stream, 2, 4096, table_bytes=TABLE_BYTES)
+    wholes = wholes_of(copy_stream, "mixed", on_device=True)
+    kept = [weakref.ref(tensor) for whole in wholes for tensor in tensors_of(whole.kv)]
+    fused = buffer(ring=False)
+    laying = Laying.of(buffers, fused, wholes)
+    assert laying is not None
+    before = laying.queue(0)
+    copy_stream.hold_work(before)
+    last = laying.queue(1)
+    del wholes, laying
+    gc.collect()
+    buffers.release()
+    assert all(one() is not None for one in kept), "layer 1 is still to be read"
+    copy_stream.hold_work(last)
+    assert not fused.layer(1)[0][:, :, 1:8].isnan().any()
+    gc.collect()
+    buffers.release()
+    gc.collect()
+    assert all(one() is None for one in kept)
+
+
+def test_what_was_queued_in_vain_is_held_too(
+    copy_stream: FakeCopyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there is no memory: some of a layer's launches may be under way."""
+    buffers = PinnedBuffers(copy_stream, 2, 4096, table_bytes=TABLE_BYTES)
+    laying = Laying.of(
+        buffers, buffer(ring=False), wholes_of(copy_stream, "native", on_device=False)
+    )
+    assert laying is not None
+    copy_stream.finish()
+    buffers.release()
+    assert not buffers._held
+
+    def refused(*_: Any) -> None:
+        copy_stream._ask(lambda: None)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(copy_stream, "run", refused)
+    with pytest.raises(torch.OutOfMemoryError):
+        laying.queue(0)
+    assert buffers._held
+
+
+def tensors_of(kv: StoredKV) -> list[Tensor]:
+    found: list[Tensor] = []
+    kv.mapped(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+# Passes
+
+
+class Readable(FakeCopyStream):
+    """A device that reads all of the host's memory, as it does page-locked memory."""
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return True
+
+
+@dataclass
+class Passes:
+    """Has passes lay chunks by a plan, or layer by layer. planned: how many did so."""
+
+    monkeypatch: pytest.MonkeyPatch
+    planned: int = 0
+
+    def layer_by_layer(self, call: Callable[[], Any]) -> Any:
+        with self.monkeypatch.context() as patch:
+            patch.setattr(Laying, "is_possible", lambda _: False)
+            return call()
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
+    monkeypatch.setattr(codec, "HEAD_BYTES", 1 << 10)
+    stream, found, own = Readable(patience=1), Passes(monkeypatch), Laying.__init__
+    stream.watch(monkeypatch)
+    interpret(monkeypatch, stream)
+    buffers = PinnedBuffers(stream, 2, 4096, table_bytes=TABLE_BYTES)
+    use(monkeypatch, buffers)
+
+    def noted(laying: Laying, *given: Any, **named: Any) -> None:
+        found.planned += 1
+        own(laying, *given, **named)
+
+    monkeypatch.setattr(Laying, "__init__", noted)
+    yield found
+    stream.finish()
+    assert stream.errors == []
+    assert stream.waited_in == []
+    buffers.release()
+    assert not buffers._held
+
+
+def host_tier(names: str = "abc", form: Any = "native") -> HostTier:
+    host = HostTier(None)
+    for name in names:
+        kv = packed(chunk_kv(FakeStack(), NAMES[name]), form)
+        host.put(NAMES[name].key, StoredChunk(kv, 0.0))
+    return host
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", ["native", "fp8", "int8"])
+@pytest.mark.parametrize("selector", ["none", "hkvd", "question_mid"])
+def test_a_pass_is_the_same(passes: Passes, selector: str, form: str, ring: bool) -> None:
+    options = {"selector": selector, "recompute_ratio": 0.3, "ring": ring, "unpack": False}
+    wanted = passes.layer_by_layer(lambda: over([host_tier(form=form)], **options))
+    assert passes.planned == 0
+    found = over([host_tier(form=form)], **options)
+    assert found[0].blended
+    assert passes.planned == 1
+    assert_same(found, wanted)
+    assert set(found[0].load_by_tier) == {"host"}
+    assert found[0].seconds["lay_in"] > 0
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_chunks_that_are_read_are_not_planned(passes: Passes, ring: bool) -> None:
+    """Neither are those beside one that is read."""
+    options = {"selector": "prior", "recompute_ratio": 0.3, "ring": ring, "unpack": False}
+    wanted = over([host_tier()], **options)
+    assert passes.planned == 1
+    assert_same(over([host_tier("ab"), slow_tier("c")], **options), wanted)
+    assert passes.planned == 1
+
+
+@pytest.mark.parametrize("layer", range(1, LAYERS))
+def test_a_pass_that_loses_what_is_read_is_planned_anew(passes: Passes, layer: int) -> None:
+    """Once chunks in memory alone are left."""
+    tier, options = slow_tier("b"), {"selector": "question", "recompute_ratio": 0.3, "ring": True}
+    data = tier.objects[NAMES["b"].key]
+    data[spans_of(data, "b").span(layer, layer + 1)[0] + 3] ^= 1
+    wanted = passes.layer_by_layer(lambda: over([host_tier("ac")], unpack=False, **options))
+    assert passes.planned == 0
+    found = over([host_tier("ac"), tier], unpack=False, **options)
+    assert_same(found, wanted)
+    assert found[1].restarts == 1
+    assert passes.planned == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("lost", [False, True])
+def test_ranks_agree_where_one_alone_has_all_in_memory(
+    passes: Passes, lost: bool, rank: int
+) -> None:
+    tiers: list[Tier] = [host_tier(), host_tier()]
+    slow = slow_tier()
+    if lost:
+        data = slow.objects[NAMES["b"].key]
+        data[spans_of(data, "b").span(2, 3)[0]] ^= 1
+    tiers[rank] = slow
+    options = {"selector": "prior", "recompute_ratio": 0.3, "ring": True, "unpack": False}
+
+    def of(number: int, stack: FakeStack) -> Any:
+        return over([tiers[number]], stack=stack, **options)
+
+    both = Ranks().run(of)
+    wanted = passes.layer_by_layer(lambda: over([host_tier("ac" if lost else "abc")], **options))
+    for found in both:
+        assert_same(found, wanted)
+        assert found[1].restarts == int(lost)
+    assert passes.planned == 1 + int(lost), "anew, once a chunk is lost"
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_what_is_laid_again_waits_for_the_work_before(passes: Passes, ring: bool) -> None:
+    """The plan is still good, and the fake notes a layer that is overwritten while it is read."""
+    stack = FakeStack()
+    with TieredKVStore([host_tier()]) as store:
+        source = begin_reading(store, (chunk.key for chunk in placed()), stack)
+        loader = ChunkLoader(stack, [Place(chunk.start, chunk.end) for chunk in placed()], source)
+        run(loader.heads())
+        fused = RingKV(stack.geometry, TOKENS) if ring else FusedKV(stack.geometry, TOKENS)
+        loader.into(fused)
+        for _ in range(2):
+            for layer in range(LAYERS):
+                run(loader.load(layer))
+                fused.layer(layer)
+            loader.rewind()
+        source.close()
+    assert passes.planned == 1
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("steps", [7, 8, 10])
+def test_a_pass_that_is_given_up_gives_everything_back(
+    passes: Passes, ring: bool, steps: int
+) -> None:
+    """Its memory is not let go of while the device is still at what was asked of it."""
+    stack = FakeStack()
+    with TieredKVStore([host_tier()]) as store:
+        source = store.fetch(chunk.key for chunk in placed())
+        work = PromptPass(
+            stack, prompt_ids(), placed(), source,
+            BlendConfig(recompute_ratio=0.3, min_tokens=0), reserve=None if ring else 0,
+        )  # fmt: skip
+        running = work.steps()
+        for _ in range(steps):
+            next(running)
+        running.close()
+        source.close()
+        kept = weakref.ref(source)
+        del running, work, source
+        gc.collect()
+        assert kept() is None
+    assert passes.planned == 1
+    again = partial(over, recompute_ratio=0.3, ring=ring, selector="prior")
+    assert_same(again([host_tier()]), passes.layer_by_layer(lambda: again([host_tier()])))

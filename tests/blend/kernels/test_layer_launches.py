@@ -1,0 +1,251 @@
+"""What is worked out once for all layers is what would be worked out for each, and costs no more.
+
+Whether the kernel places it right, interpreted_laying.py says, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from cacheblend_rag.blend import FusedKV, RingKV
+from cacheblend_rag.blend.copy_stream import TABLE_BYTES, PinnedBuffers
+from cacheblend_rag.blend.kernels import layer_launches
+from cacheblend_rag.blend.kernels.layer_launches import LayerLaunches, tables_of
+from cacheblend_rag.blend.kernels.placement import COLUMNS, CONSTANTS, place_kernel, table_of
+from cacheblend_rag.blend.layer_part import LayerPart, WholePart, sendable
+from cacheblend_rag.blend.rotary import Rotation
+from cacheblend_rag.blend.stack import Geometry
+from cacheblend_rag.kv import HostTier, TieredKVStore
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id
+from cacheblend_rag.kv.packed_kv import packed
+from cacheblend_rag.prefill import chunk_loader
+from cacheblend_rag.prefill.chunk_loader import ChunkLoader, Place
+from tests.blend.fake_copy_stream import use
+from tests.blend.fake_stack import FakeStack
+from tests.operations import Operations
+from tests.prefill.prompts import FINGERPRINT, run
+
+DEPTH = 3
+Layers = list[list[LayerPart]]
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> tuple[list[WholePart], Layers]:
+    """Chunks of which some tokens are placed, whole and layer by layer."""
+    heads, width = draw(st.integers(1, 3)), draw(st.sampled_from([8, 24, 64]))
+    pairs, dtype = draw(st.sampled_from([0, 4])), draw(st.sampled_from([torch.half, torch.float]))
+    wholes: list[WholePart] = []
+    layers: Layers = [[] for _ in range(DEPTH)]
+    at = 0
+    for _ in range(draw(st.integers(1, 5))):
+        tokens, skip = draw(st.integers(1, 9)), draw(st.integers(0, 3))
+        size = tokens + skip + draw(st.integers(0, 3))
+        if draw(st.booleans()):  # keys and values of a layer are adjacent, as where they are cut
+            kv = torch.randn(DEPTH, 2, heads, size, width).to(dtype).transpose(0, 1)
+        else:
+            kv = torch.randn(2, DEPTH, heads, size, width).to(dtype)
+        form = draw(st.sampled_from(["native", "fp8", "int8"]))
+        stored = packed(ChunkKV(kv[0], kv[1], 0), form)
+        turn = None
+        if draw(st.booleans()):
+            angles = torch.randn(2, DEPTH, pairs)
+            turn = Rotation(angles[0], angles[1])
+        for layer in range(DEPTH):
+            own = sendable(stored.layer(layer)).cut(skip, skip + tokens)
+            moved = None if turn is None else turn.of(layer)
+            layers[layer].append(LayerPart(at, own, moved))
+        wholes.append(WholePart(stored, replace(layers[0][-1], turn=turn)))
+        at += tokens
+    return wholes, layers
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(chunks())
+def test_the_tables_of_all_layers_are_those_of_each(drawn: tuple[list[WholePart], Layers]) -> None:
+    wholes, layers = drawn
+    table, launches = tables_of(wholes)
+    assert table.shape == (DEPTH, len(wholes), COLUMNS)
+    for own, parts in zip(table.tolist(), layers, strict=True):
+        rows, wanted = table_of(parts)
+        assert own == rows
+        assert [replace(one, align=0) for one in launches] == [
+            replace(one, align=0) for one in wanted
+        ]
+        for one, other in zip(launches, wanted, strict=True):
+            assert other.align % one.align == 0
+
+
+def test_chunks_that_are_moved_in_different_ways_are_refused() -> None:
+    kv = ChunkKV(torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8), 0)
+    turns = [Rotation(torch.ones(2, pairs), torch.zeros(2, pairs)) for pairs in (2, 4)]
+    wholes = [WholePart(kv, LayerPart(0, sendable(kv.layer(0)), turn)) for turn in turns]
+    with pytest.raises(ValueError, match="different ways"):
+        tables_of(wholes)
+
+
+class Compiled:
+    """Stands for the kernel: says what it was asked for, and by which way.
+
+    ``asked`` holds the grid and the arguments by name, tensors as addresses; ``bound`` says for
+    each whether Triton had to work out what it launches.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, dict[str, Any]]] = []
+        self.bound: list[bool] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *given: self._note(grid, given, bound=True)
+
+    def _note(self, grid: Any, given: Any, *, bound: bool) -> Any:
+        numbers = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in given]
+        self.asked.append((grid, dict(zip(place_kernel.arg_names, numbers, strict=True))))
+        self.bound.append(bound)
+        return _Ready(self)
+
+
+class _Ready:
+    def __init__(self, kernel: Compiled) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *given: self._kernel._note(grid, given, bound=False)
+
+
+@pytest.mark.parametrize(("tokens", "bindings"), [(32, 1), (33, 2)])
+def test_what_is_launched_anew_is_what_triton_compiled(
+    tokens: int, bindings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for addresses that divide by 16, and once for others, which it compiles otherwise."""
+    kernel = Compiled()
+    monkeypatch.setattr(layer_launches, "place_kernel", kernel)
+    depth, heads, width = 6, 1, 4
+    fused = FusedKV(Geometry(depth, heads, heads, width, torch.half, torch.device("cpu")), tokens)
+    kv = ChunkKV(*torch.randn(2, depth, heads, 20, width).half(), 0)
+    codes = packed(kv, "fp8")
+    wholes = [
+        WholePart(one, LayerPart(at, sendable(one.layer(0)).cut(0, 10), None))
+        for at, one in ((0, codes), (10, kv), (20, codes))
+    ]
+    table, launches = tables_of(wholes)
+    place = LayerLaunches(fused, torch.from_numpy(table), launches, on_host=True)
+    for layer in range(depth):
+        place(layer)
+    assert kernel.bound.count(True) == bindings * len(launches) == bindings * 2
+    for number, (grid, asked) in enumerate(kernel.asked):
+        layer, launch = number // 2, launches[number % 2]
+        keys, values = fused.of_layer(layer)
+        assert (asked["KEYS"], asked["VALUES"]) == (keys.data_ptr(), values.data_ptr())
+        assert asked["first"] == layer * len(wholes) + launch.rows.start
+        total = heads * (launch.rows.stop - launch.rows.start)
+        assert (asked["tiles"], asked["total"], grid) == (1, total, (total, 1, 1))
+        first = kernel.asked[number % 2][1]
+        same = {"TABLE", "SLOTS", "apart", "p_b", "p_h", "p_t", "p_v", *CONSTANTS}
+        assert {name: asked[name] for name in same} == {name: first[name] for name in same}
+
+
+class CountingStream:
+    """A copy stream that does nothing, and counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    scratch = pinned
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def count(*_: Any) -> Any:
+            self.asked[name] += 1
+            return {"has": False, "is_pinned": True}.get(name, self)
+
+        return count
+
+    def query(self) -> bool:
+        return False
+
+
+class Calls:
+    """Counts calls of Python functions, and of those written in C."""
+
+    def __enter__(self) -> Calls:
+        self.count = 0
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: Any, event: str, argument: Any) -> None:
+        self.count += event in {"call", "c_call"}
+
+
+def work_of_layers(
+    count: int, monkeypatch: pytest.MonkeyPatch, *, ring: bool, form: Any = "native"
+) -> tuple[list[int], list[Counter[str]]]:
+    """Load so many chunks layer by layer: each layer's calls, and what the stream is asked."""
+    stack, size, stream = FakeStack(windows=(None,) * 6), 4, CountingStream()
+    buffers = PinnedBuffers(stream, table_bytes=TABLE_BYTES)  # type: ignore[arg-type]
+    use(monkeypatch, buffers)
+    of = stack.geometry
+    with TieredKVStore([HostTier(None)], precision=form) as store:
+        keys = [KVKey(chunk_id([number]), FINGERPRINT) for number in range(count)]
+        for key in keys:
+            kv = torch.randn(2, of.layers, of.kv_heads, size, of.head_dim)
+            store.put(key, ChunkKV(kv[0], kv[1], 0))
+        with store.fetch(keys, unpack=False) as source:
+            places = [Place(index * size, (index + 1) * size) for index in range(count)]
+            loader = ChunkLoader(stack, places, source)
+            run(loader.heads())
+            fused = RingKV(of, count * size) if ring else FusedKV(of, count * size)
+            loader.into(fused)
+            calls, asked = [], []
+            for layer in range(of.layers - 1):
+                stream.asked.clear()
+                with Calls() as counted, Operations():
+                    run(loader.load(layer))
+                calls.append(counted.count)
+                asked.append(stream.asked.copy())
+    return calls[1:], asked[1:]
+
+
+@pytest.mark.parametrize("form", ["native", "fp8", "int8"])
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_layers_work_does_not_depend_on_the_number_of_chunks(
+    ring: bool, form: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No chunk is asked anything; in a ring alone the copy stream has to wait for the pass."""
+    few, asked = work_of_layers(2, monkeypatch, ring=ring, form=form)
+    many, also = work_of_layers(40, monkeypatch, ring=ring, form=form)
+    assert few == many
+    waits = {"worked": 1, "follow": 1} if ring else {}
+    assert asked == also == [Counter(run=1, carried=1, hold_work=1, **waits)] * 4
+
+
+def test_that_more_work_for_more_chunks_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_loader.Laying, "is_possible", lambda _: False)
+    few, _ = work_of_layers(2, monkeypatch, ring=True)
+    many, _ = work_of_layers(40, monkeypatch, ring=True)
+    assert min(many) > max(few)
+
+
+def test_layers_are_laid_in_tritons_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    module = "tests/blend/kernels/interpreted_laying.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", module]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
