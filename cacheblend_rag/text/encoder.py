@@ -261,10 +261,14 @@ class PromptEncoder:
             token
             for part, (_, is_chunk) in zip(alone, parts, strict=True)
             if not is_chunk
-            for token in part
-            if token in self.special_ids
+            for token in self._specials_in(part)
         ]
-        return own == [token for token in ids if token in self.special_ids]
+        return own == self._specials_in(ids)
+
+    def _specials_in(self, ids: array[int]) -> list[int]:
+        if self.special_ids.isdisjoint(ids):
+            return []
+        return [token for token in ids if token in self.special_ids]
 
     def _known(self, text: str, *, is_data: bool) -> KnownText:
         """Return a part's tokens by itself, which are encoded if it is not known."""
