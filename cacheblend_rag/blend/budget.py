@@ -2,6 +2,9 @@
 
 Sources: FusionRAG (arXiv 2601.12904) recomputes tokens above the mean by half a standard deviation;
 budgets per chunk are this project's.
+
+The arithmetic is NumPy's, on one thread: PyTorch spreads indexing from some thousand elements on
+over all threads of the CPU, and waking them takes longer than the work.
 """
 
 from __future__ import annotations
@@ -9,10 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cacheblend_rag.settings import BlendConfig, ChunkBudget
+
+Floats = NDArray[np.float64]
+Scores = NDArray[np.float32]
+Indices = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 MINIMUM, QUOTA, REST, REFUSED = range(4)
 """In this order tokens are taken, each kind by score."""
@@ -43,76 +53,105 @@ class Budget:
         """Return the indices, rising, of at most ``count`` tokens; -inf is never taken.
 
         scores: (tokens,) float32. chunks: (tokens,) int64, each token's chunk, from 0; None without
-        chunks. Of equal scores the first ones win, so that the choice is the same on every device.
+        chunks. All are on the host. Of equal scores the first ones win, so that the choice is the
+        same on every device.
         """
-        order = ranked(scores)
-        if not order.numel() or count < 1:
-            return order[:0]
-        own = torch.zeros_like(order) if chunks is None else chunks[order]
-        kinds = self._kinds(scores[order].double(), own, count)
-        taken = torch.sort(kinds, stable=True).indices[:count]
-        return order[taken[kinds[taken] != REFUSED]].sort().values
+        given = scores.numpy()
+        if self == Budget():
+            return torch.from_numpy(best(given, count))
+        order = _ranked(given)
+        if not order.size or count < 1:
+            return torch.from_numpy(order[:0])
+        own = np.zeros_like(order) if chunks is None else chunks.numpy()[order]
+        kinds = self._kinds(given[order].astype(np.float64), own, count)
+        taken = np.argsort(kinds, kind="stable")[:count]
+        return torch.from_numpy(np.sort(order[taken[kinds[taken] != REFUSED]]))
 
-    def _kinds(self, scores: Tensor, chunks: Tensor, count: int) -> Tensor:
+    def _kinds(self, scores: Floats, chunks: Indices, count: int) -> Indices:
         """Return (tokens,) int64, the kind of each token; tokens in falling order of score."""
-        kinds = torch.where(self._passed(scores), REST, REFUSED)
+        kinds = np.where(self._passed(scores), REST, REFUSED)
         if self.per_chunk == "none" and not self.least:
             return kinds
-        sizes = torch.bincount(chunks)
+        sizes = np.bincount(chunks)
         present = int((sizes > 0).sum())
         least = min(self.least, count // present)
-        quotas = least + (self._shares(scores, chunks) * (count - least * present) + 1e-9).long()
+        shared = self._shares(scores, chunks) * (count - least * present) + 1e-9
+        quotas = least + shared.astype(np.int64)
         places = _places(chunks, sizes)
         kinds[(places < quotas[chunks]) & (kinds == REST)] = QUOTA
         kinds[places < least] = MINIMUM
         return kinds
 
-    def _passed(self, scores: Tensor) -> Tensor:
-        passed = torch.ones_like(scores, dtype=torch.bool)
+    def _passed(self, scores: Floats) -> Mask:
+        passed = np.ones(scores.shape, dtype=np.bool_)
         if self.sigmas is not None:
-            deviation = scores.std(unbiased=False)
-            passed &= scores > scores.mean() + self.sigmas * deviation
+            passed &= scores > scores.mean() + self.sigmas * scores.std()
         if self.mass is not None:
-            passed &= fewest_with(_weights(scores), self.mass)
+            passed &= _fewest_with(_weights(scores), self.mass)
         return passed
 
-    def _shares(self, scores: Tensor, chunks: Tensor) -> Tensor:
+    def _shares(self, scores: Floats, chunks: Indices) -> Floats:
         """Return (chunks,) float64: the share of the rows that each chunk gets by itself."""
-        masses = torch.bincount(chunks, _weights(scores))
+        masses = np.bincount(chunks, _weights(scores))
         if self.per_chunk == "none":
-            return torch.zeros_like(masses)
-        if self.per_chunk == "equal" or not bool(masses.sum() > 0):
-            masses = (torch.bincount(chunks) > 0).double()
-        return masses / masses.sum()
+            return np.zeros_like(masses)
+        if self.per_chunk == "equal" or not masses.sum() > 0:
+            masses = (np.bincount(chunks) > 0).astype(np.float64)
+        shares: Floats = masses / masses.sum()
+        return shares
 
 
-def ranked(scores: Tensor) -> Tensor:
-    """Return the indices of all scores but -inf, highest first, equal scores in their order."""
-    order = torch.sort(scores, descending=True, stable=True).indices
-    return order[scores[order] > -torch.inf]
+def best(scores: Scores, count: int) -> Indices:
+    """Return the indices, rising, of the ``count`` highest scores; -inf never counts.
+
+    Of equal scores the first ones win.
+    """
+    usable = np.flatnonzero(scores > -np.inf)
+    if count >= usable.size:
+        return usable
+    if count < 1:
+        return usable[:0]
+    values = scores[usable]
+    lowest = np.partition(values, -count)[-count]
+    taken = values > lowest
+    taken[np.flatnonzero(values == lowest)[: count - np.count_nonzero(taken)]] = True
+    chosen: Indices = usable[taken]
+    return chosen
 
 
 def fewest_with(weights: Tensor, share: float) -> Tensor:
     """Return (tokens,) bool: the fewest tokens whose weights add up to ``share`` of all.
 
-    weights: (tokens,), at least 0. Of equal weights the first ones are taken.
+    weights: (tokens,), at least 0, on the host. Of equal weights the first ones are taken.
     """
-    ordered, order = torch.sort(weights.double(), descending=True, stable=True)
-    before = ordered.cumsum(0) - ordered
-    taken = torch.zeros_like(weights, dtype=torch.bool)
+    return torch.from_numpy(_fewest_with(weights.numpy().astype(np.float64), share))
+
+
+def _fewest_with(weights: Floats, share: float) -> Mask:
+    order = np.argsort(-weights, kind="stable")
+    ordered = weights[order]
+    before = ordered.cumsum() - ordered
+    taken = np.zeros(weights.shape, dtype=np.bool_)
     taken[order] = before < share * ordered.sum()
     return taken
 
 
-def _weights(scores: Tensor) -> Tensor:
+def _ranked(scores: Scores) -> Indices:
+    """Return the indices of all scores but -inf, highest first, equal scores in their order."""
+    order = np.argsort(-scores, kind="stable")
+    possible: Indices = order[scores[order] > -np.inf]
+    return possible
+
+
+def _weights(scores: Floats) -> Floats:
     """Return scores as weights: those of a rule that gives negative ones are moved up to 0."""
-    return scores - scores.min().clamp(max=0)
+    return scores - min(float(scores.min()), 0.0)
 
 
-def _places(chunks: Tensor, sizes: Tensor) -> Tensor:
+def _places(chunks: Indices, sizes: Indices) -> Indices:
     """Return (tokens,) int64: how many earlier tokens are of the same chunk; sizes: of each."""
-    order = torch.sort(chunks, stable=True).indices
-    starts = sizes.cumsum(0) - sizes
-    places = torch.empty_like(chunks)
-    places[order] = torch.arange(chunks.numel()) - starts.repeat_interleave(sizes)
+    order = np.argsort(chunks, kind="stable")
+    starts = sizes.cumsum() - sizes
+    places = np.empty_like(chunks)
+    places[order] = np.arange(chunks.size) - np.repeat(starts, sizes)
     return places

@@ -106,10 +106,10 @@ class Candidates:
     def evidence(self, positions: Positions, **fresh: Any) -> Evidence:
         """Return a selector's inputs for the tokens at ``positions``; fresh: see Evidence."""
         return Evidence(
-            offsets=self.offsets[positions],
-            prior=None if self.prior is None else self.prior[positions],
+            offsets=_at(self.offsets, positions),
+            prior=None if self.prior is None else _at(self.prior, positions),
             question_attention=(
-                None if self.question_attention is None else self.question_attention[positions]
+                None if self.question_attention is None else _at(self.question_attention, positions)
             ),
             positions=torch.from_numpy(positions),
             **fresh,
@@ -248,9 +248,9 @@ class BlendPass:
         """Rows to carry on: those always computed and the best candidates."""
         count = row_count(ratio, int(self._eligible.sum()))
         scores = self.stack.broadcast(scores).cpu()
-        self._scores[candidates] = scores
+        self._scores.numpy()[candidates] = scores.numpy()
         chunks = self.candidates.chunks
-        own = None if chunks is None else chunks[candidates]
+        own = None if chunks is None else _at(chunks, candidates)
         best = candidates[self.schedule.budget.rows(scores, own, count).numpy()]
         ranks_by = None if layer in self.schedule.narrowings else self.schedule.selector
         log_choice(self.request_id, layer, ranks_by, candidates, scores, chosen=best)
@@ -441,6 +441,11 @@ class _Timer:
 
     def __exit__(self, *_: object) -> None:
         self.stats.selection_seconds += time.perf_counter() - self.started
+
+
+def _at(whole: Tensor, positions: Positions) -> Tensor:
+    """Return a host tensor's elements, read by NumPy: on one thread (see ``budget``)."""
+    return torch.from_numpy(whole.numpy()[positions])
 
 
 def synchronize(device: torch.device) -> None:

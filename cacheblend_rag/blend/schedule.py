@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from cacheblend_rag.blend.budget import Budget, ranked
+from cacheblend_rag.blend.budget import Budget, best
 from cacheblend_rag.blend.selectors import Selector, make_selector
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings import BlendConfig
@@ -107,4 +108,4 @@ def top_rows(scores: Tensor, count: int) -> Tensor:
 
     Of equal scores the first ones win, so the choice is the same on every device.
     """
-    return ranked(scores)[:count].sort().values
+    return torch.from_numpy(best(scores.numpy(), count))

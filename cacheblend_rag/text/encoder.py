@@ -13,13 +13,24 @@ special although templates use them as such.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from cacheblend_rag.errors import PromptError
+from cacheblend_rag.text.known_texts import (
+    CUT,
+    SHORTEST,
+    KnownText,
+    KnownTexts,
+    completed,
+    find_inside,
+    has_cuts,
+    shortened,
+)
 from cacheblend_rag.text.special_tokens import Markers, special_tokens
 
 if TYPE_CHECKING:
@@ -47,7 +58,8 @@ SAMPLES = (
     ("19", "84 or so"),
 )
 """Pairs of texts that show whether a tokenizer puts a space before a text."""
-CACHED_CHUNKS = 10_000
+KNOWN_TEXTS_BYTES = 64 << 20
+"""Memory for the tokens of known texts: about 12,000 chunks of 512 tokens."""
 
 
 class Tokenizer(Protocol):
@@ -102,10 +114,21 @@ class EncodedPrompt:
 class PromptEncoder:
     """Encodes prompts with one tokenizer. May be used by several threads at once.
 
+    It keeps the tokens of texts, and encodes only what it has not seen and the edges of what it
+    has (see ``known_texts``). The tokenizer must not be changed meanwhile. An engine has an encoder
+    of its own, so tenants, which have engines of their own, share none.
+
     split_special_tokens: whether chunk text that looks like a special token is encoded as text.
+    known_bytes: memory for known texts.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, split_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        split_special_tokens: bool = True,
+        known_bytes: int = KNOWN_TEXTS_BYTES,
+    ) -> None:
         self.tokenizer = tokenizer
         self.splits_special_tokens = split_special_tokens
         self.opening = opening_tokens(tokenizer)
@@ -114,7 +137,7 @@ class PromptEncoder:
         self._markers = Markers(self._special.values())
         self._anchors: tuple[tuple[str, TokenIds], ...] = ()
         self._find_anchors()
-        self._chunk = lru_cache(CACHED_CHUNKS)(self._encode_chunk)
+        self._known_texts = KnownTexts(known_bytes)
 
     @property
     def adds_prefix(self) -> bool:
@@ -159,7 +182,7 @@ class PromptEncoder:
 
         Raises PromptError when ``text`` holds an unpaired surrogate, which no tokenizer can encode.
         """
-        return self._chunk(text)
+        return tuple(self._known(text, is_data=True).ids)
 
     def separator(self, text: str) -> TokenIds:
         """Return the tokens of the text between two passages; raises PromptError as ``chunk``.
@@ -192,16 +215,31 @@ class PromptEncoder:
         """
         for text, _ in parts:
             _check_surrogates(text)
-        alone: list[TokenIds] = [()] * len(parts)
+        known: list[KnownText] = []
         if any(is_chunk for _, is_chunk in parts):  # else there is nothing to find in the whole
-            alone = [self._chunk(text) if chunk else self._behind(text) for text, chunk in parts]
-        ids = self._whole(parts)
+            known = [self._known(text, is_data=is_chunk) for text, is_chunk in parts]
+        alone = [one.ids for one in known]
+        ids = self._joined(parts, known)
         if not self._adds_no_control(ids, parts, alone):
-            ids = tuple(token for part in alone for token in part)
-        has_opening = parts and not parts[0][1] and ids[: len(self.opening)] == self.opening
-        opening = () if has_opening or not opens else self.opening
-        chunks = _placed(parts, alone, (*opening, *ids), len(opening))
-        return EncodedPrompt((*opening, *ids), chunks)
+            ids = array("i", chain.from_iterable(alone))
+        opening = array("i", self.opening)
+        has_opening = parts and not parts[0][1] and ids[: len(opening)] == opening
+        start = 0 if has_opening or not opens else len(opening)
+        ids = opening[:start] + ids
+        chunks = _placed(parts, alone, ids, start) if known else (None,) * len(parts)
+        return EncodedPrompt(tuple(ids), chunks)
+
+    def _joined(self, parts: Sequence[tuple[str, bool]], known: Sequence[KnownText]) -> array[int]:
+        """Return the tokens of all parts as one text; known: each part, if it is known."""
+        if any(one.inside is not None for one in known):
+            short = [
+                (shortened(text, one), is_chunk)
+                for (text, is_chunk), one in zip(parts, known, strict=True)
+            ]
+            whole = completed(array("i", self._whole(short)), known)
+            if whole is not None:
+                return whole
+        return array("i", self._whole(parts))
 
     def _whole(self, parts: Sequence[tuple[str, bool]]) -> TokenIds:
         """Return the tokens of all parts as one text, without special tokens in its chunks."""
@@ -214,7 +252,7 @@ class PromptEncoder:
         return tuple(chain(self._plain(first), *map(self._behind, rest)))
 
     def _adds_no_control(
-        self, ids: TokenIds, parts: Sequence[tuple[str, bool]], alone: Sequence[TokenIds]
+        self, ids: array[int], parts: Sequence[tuple[str, bool]], alone: Sequence[array[int]]
     ) -> bool:
         """Whether all special tokens come from text parts; a normalizer may create others."""
         if not self.splits_special_tokens or not any(is_chunk for _, is_chunk in parts):
@@ -223,18 +261,36 @@ class PromptEncoder:
             token
             for part, (_, is_chunk) in zip(alone, parts, strict=True)
             if not is_chunk
-            for token in part
-            if token in self.special_ids
+            for token in self._specials_in(part)
         ]
-        return own == [token for token in ids if token in self.special_ids]
+        return own == self._specials_in(ids)
 
-    def _encode_chunk(self, text: str) -> TokenIds:
+    def _specials_in(self, ids: array[int]) -> list[int]:
+        if self.special_ids.isdisjoint(ids):
+            return []
+        return [token for token in ids if token in self.special_ids]
+
+    def _known(self, text: str, *, is_data: bool) -> KnownText:
+        """Return a part's tokens by itself, which are encoded if it is not known."""
+        return self._known_texts.get(text, is_data, lambda: self._look_at(text, is_data))
+
+    def _look_at(self, text: str, is_data: bool) -> KnownText:
         _check_surrogates(text)
-        guarded = [(0, len(text))] if self.splits_special_tokens else []
-        ids = tuple(chain.from_iterable(map(self._behind, self.pieces(text, guarded))))
-        if guarded and not self.special_ids.isdisjoint(ids):
-            return self.broken_up(text)
-        return ids
+        is_split = is_data and self.splits_special_tokens
+        pieces = list(self.pieces(text, [(0, len(text))] if is_split else []))
+        ids = array("i", chain.from_iterable(map(self._behind, pieces)))
+        if is_split and not self.special_ids.isdisjoint(ids):
+            return KnownText(array("i", self.broken_up(text)))
+        if len(pieces) > 1 or len(text) < SHORTEST or not self._has_cuts:
+            return KnownText(ids)
+        return KnownText(ids, find_inside(text, ids, self._behind))
+
+    @cached_property
+    def _has_cuts(self) -> bool:
+        """Whether texts may be cut in words; found out when the first long text is encoded."""
+        if any(CUT.search(marker) for marker in self._special.values()):
+            return False
+        return has_cuts(self.tokenizer, self._plain, self._behind)
 
     def broken_up(self, text: str) -> TokenIds:
         """Return a chunk's tokens, without special tokens: texts that look like one are split."""
@@ -285,7 +341,10 @@ class PromptEncoder:
 
 
 def _placed(
-    parts: Sequence[tuple[str, bool]], alone: Sequence[TokenIds], ids: TokenIds, start: int
+    parts: Sequence[tuple[str, bool]],
+    alone: Sequence[array[int]],
+    ids: array[int],
+    start: int,
 ) -> tuple[EncodedChunk | None, ...]:
     """Find each chunk's run among a prompt's tokens; start: where its text begins."""
     import numpy as np
@@ -300,7 +359,7 @@ def _placed(
         if run is not None:
             near, after = run.start - run.skip, run.end
         near += len(own)
-        found.append(EncodedChunk(own, run) if is_chunk else None)
+        found.append(EncodedChunk(tuple(own), run) if is_chunk else None)
     return tuple(found)
 
 

@@ -70,8 +70,9 @@ def _longest(tokens: Ids, chunk: Ids, start: int, after: int) -> Run | None:
     low, high = max(start, after), min(start + chunk.size, tokens.size)
     if high <= low:
         return None
-    same = tokens[low:high] == chunk[low - start : high - start]
-    edges = np.flatnonzero(np.diff(same, prepend=False, append=False))
+    same = np.zeros(high - low + 2, dtype=np.bool_)
+    same[1:-1] = tokens[low:high] == chunk[low - start : high - start]
+    edges = np.flatnonzero(same[1:] != same[:-1])
     if not edges.size:
         return None
     begins, ends = edges[::2], edges[1::2]

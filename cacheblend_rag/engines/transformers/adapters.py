@@ -23,9 +23,9 @@ INNER_NAMES = ("base_layer", "original_module")
 PLAIN = (bool, int, float, str)
 
 
-def has_adapters(module: nn.Module) -> bool:
-    """Whether a module is a layer with adapters."""
-    return getattr(type(module), "adapter_layer_names", None) is not None
+def has_adapters(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class are layers with adapters."""
+    return getattr(kind, "adapter_layer_names", None) is not None
 
 
 def merged_into(layer: Any) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ def adapters_hash(model: nn.Module, dtype: torch.dtype) -> str | None:
 
 
 def _adapter_layers(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if has_adapters(module)}
+    return {name: module for name, module in model.named_modules() if has_adapters(type(module))}
 
 
 def _container(name: str, layers: Mapping[str, nn.Module]) -> tuple[str, str, str, str] | None:

@@ -22,6 +22,8 @@ DRIVEN = "cacheblend_rag"
 """Active while layers are run or recorded; no masks are built."""
 SIGHT = "cacheblend_rag_sight"
 """Active while the layers' masks are recorded."""
+ACTIVE = "_attn_implementation_internal"
+"""The attribute of a config that names the attention implementation."""
 
 _active = threading.local()
 
@@ -36,14 +38,16 @@ class Interception:
         found: dict[int, Any] = {}
         for module in model.modules():
             config = getattr(module, "config", None)
-            if hasattr(config, "_attn_implementation_internal"):
+            if ACTIVE in getattr(config, "__dict__", ()):
                 found[id(config)] = config
-        self._configs = list(found.values())
+        # Their attributes as dicts: a config's own getattr and setattr are slow, and each layer
+        # that is run needs them.
+        self._configs = [vars(config) for config in found.values()]
 
     @property
     def replaces_flash(self) -> bool:
         """Whether the model's own attention is a kernel that takes no mask."""
-        return any("flash" in str(config._attn_implementation) for config in self._configs)
+        return any("flash" in str(config[ACTIVE]) for config in self._configs)
 
     @contextmanager
     def attending(self, layer: int, window: int | None, attend: Attend) -> Iterator[None]:
@@ -74,14 +78,14 @@ class Interception:
     @contextmanager
     def implementation(self, name: str) -> Iterator[None]:
         """Activate one of our attention implementations."""
-        before = [config._attn_implementation for config in self._configs]
+        before = [config[ACTIVE] for config in self._configs]
         try:
             for config in self._configs:
-                config._attn_implementation_internal = name
+                config[ACTIVE] = name
             yield
         finally:
             for config, own in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = own
+                config[ACTIVE] = own
 
 
 def _intercepted(

@@ -34,7 +34,8 @@ class LayerCalls:
     def __init__(self, model: PreTrainedModel, interception: Interception) -> None:
         self.decoder, self.layers = _decoder(model)
         self._model_type, self._interception = type(model).__name__, interception
-        self._signatures = [inspect.signature(type(layer).forward) for layer in self.layers]
+        signatures = [inspect.signature(type(layer).forward) for layer in self.layers]
+        self._names = [_positional(signature) for signature in signatures]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the input of the first layer for tokens (batch, rows)."""
@@ -76,34 +77,30 @@ class LayerCalls:
 
     def hidden_in(self, layer: int, given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
         """Return the hidden states among a layer's arguments."""
-        bound = self._signatures[layer].bind(None, *given, **named)
-        return cast(Tensor, list(bound.arguments.values())[1])
+        return cast(Tensor, given[0] if given else named[self._names[layer][0]])
 
     @contextmanager
     def replaced(self, functions: dict[int, Callable[..., Any]]) -> Iterator[None]:
         """Replace some layers' forward functions temporarily."""
         with ExitStack() as restore:
             for layer, function in functions.items():
-                module = self.layers[layer]
-                if "forward" in module.__dict__:  # a hook's, of a model spread over devices
-                    restore.callback(setattr, module, "forward", module.forward)
+                own = self.layers[layer].__dict__  # written to itself: nn.Module's setattr is slow
+                if "forward" in own:  # a hook's, of a model spread over devices
+                    restore.callback(own.__setitem__, "forward", own["forward"])
                 else:
-                    restore.callback(module.__dict__.pop, "forward")
-                module.forward = function
+                    restore.callback(own.pop, "forward")
+                own["forward"] = function
             yield
 
     def _by_name(self, layer: int, function: Callable[..., Tensor]) -> Callable[..., Any]:
         """Return a forward that passes ``function`` the hidden state, and the rest by name."""
-        signature = self._signatures[layer]
+        first, *rest = self._names[layer]
 
         def forward(*given: Any, **named: Any) -> Any:
-            bound = signature.bind(None, *given, **named)
-            _, hidden, *rest = bound.arguments
-            extra = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
-            arguments = {name: bound.arguments[name] for name in rest}
-            for name in extra:
-                arguments |= arguments.pop(name, {})
-            return function(bound.arguments[hidden], **arguments)
+            if not given:
+                return function(named.pop(first), **named)
+            hidden, *others = given
+            return function(hidden, **dict(zip(rest, others, strict=False)), **named)
 
         return forward
 
@@ -116,6 +113,12 @@ class LayerCalls:
         raise UnsupportedModelError(
             f"{self._model_type} does not call its {len(self.layers)} layers in order"
         )
+
+
+def _positional(signature: inspect.Signature) -> list[str]:
+    """Return the names of a layer's parameters that may be given by position, without ``self``."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, one in signature.parameters.items() if one.kind in kinds][1:]
 
 
 def _decoder(model: PreTrainedModel) -> tuple[nn.Module, list[nn.Module]]:

@@ -1,0 +1,201 @@
+"""Keeps the tokens of texts that were encoded before, and puts prompts together of them.
+
+A prompt is encoded as one text, so the tokens at the edges of a passage in it depend on the text
+beside it; those inside do not. What is encoded is therefore the prompt without the inner part of
+each known text, and the inner tokens are inserted afterwards.
+
+Texts are cut before a space between two ASCII letters or digits, and only for tokenizers of which
+``has_cuts`` shows that no token lies across such a place.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from array import array
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    Ids = array[int]
+
+CUT = re.compile(r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])")
+CROSSING = re.compile("[A-Za-z0-9][ \u0120\u2581]")
+"""In a vocabulary: a token that holds a place of cuts. A space is itself, byte-level BPE's mark of
+it, or SentencePiece's."""
+MODELS = {"BPE", "WordPiece", "WordLevel"}
+"""Models of ``tokenizers`` whose tokens on both sides of a place that no token crosses are
+independent. A Unigram model's are but for rounding."""
+SAMPLES = (
+    "The harbour is older than the town",
+    "Half of it 19 84 or so (Why 42 then)",
+    "x y Zulu\n\nQ7 it's 3 o'clock in A B",
+)
+"""Texts that must have the same tokens if they are cut at any place."""
+MATCHED_CHARACTERS = 32
+"""Fewest characters on each side of a removed part by whose tokens its place is found."""
+SHORTEST = 400
+"""Characters of the shortest text of which the inner part is skipped."""
+ENTRY_BYTES = 700
+"""Memory of an entry beside its text and tokens, about."""
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """The part of a text that need not be encoded again.
+
+    start, stop: its characters. first, last: its tokens [first, last) among the text's. matched:
+    the tokens around it, as bytes, whatever stands beside the text. matched_before: how many of
+    them precede it.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    matched: bytes
+    matched_before: int
+
+
+@dataclass(frozen=True, slots=True)
+class KnownText:
+    """A text's tokens by itself. inside: None if it has no part that can be skipped."""
+
+    ids: Ids
+    inside: Inside | None = None
+
+
+class KnownTexts:
+    """The texts used last, with their tokens, up to a number of bytes. Thread-safe.
+
+    A key is a text, and whether it is data, in which special tokens are split.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity, self._bytes = capacity_bytes, 0
+        self._texts: OrderedDict[tuple[str, bool], KnownText] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, text: str, is_data: bool, encode: Callable[[], KnownText]) -> KnownText:
+        """Return a known text, or encode it and keep it."""
+        key = text, is_data
+        with self._lock:
+            found = self._texts.get(key)
+            if found is not None:
+                self._texts.move_to_end(key)
+                return found
+        made = encode()  # without the lock: other texts need not wait for it
+        size = _size(text, made)
+        if size > self._capacity:
+            return made
+        with self._lock:
+            if key not in self._texts:
+                self._texts[key] = made
+                self._bytes += size
+            while self._bytes > self._capacity:
+                (old, _), dropped = self._texts.popitem(last=False)
+                self._bytes -= _size(old, dropped)
+        return made
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the texts and their tokens, about."""
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+
+def _size(text: str, known: KnownText) -> int:
+    return sys.getsizeof(text) + known.ids.itemsize * len(known.ids) + ENTRY_BYTES
+
+
+def has_cuts(tokenizer: Any, encode: Encode, encode_behind: Encode) -> bool:
+    """Whether texts cut before a space have the tokens of the whole, wherever they are cut.
+
+    encode, encode_behind: return the tokens of a text alone, and as after another text.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = getattr(backend, "model", None)
+    if backend is None or type(model).__name__ not in MODELS or getattr(model, "dropout", None):
+        return False
+    if CROSSING.search("\0".join(backend.get_vocab(with_added_tokens=True))):
+        return False
+    for token in backend.get_added_tokens_decoder().values():
+        if token.rstrip and re.search("[A-Za-z0-9]$", token.content):  # takes the space along
+            return False
+    for sample in SAMPLES:
+        whole = [*encode(sample)]
+        for place in (found.start() for found in CUT.finditer(sample)):
+            if [*encode(sample[:place]), *encode_behind(sample[place:])] != whole:
+                return False
+    return True
+
+
+def find_inside(text: str, ids: Ids, encode_behind: Encode) -> Inside | None:
+    """Return the part of a text that need not be encoded again; ids: the text's tokens.
+
+    What stands beside the text may change its tokens up to the first place at which it can be cut,
+    and from the last such place on.
+    """
+    places = [found.start() for found in CUT.finditer(text)]
+    if not places:
+        return None
+    first, last = places[0], places[-1]
+    start = next((at for at in places if at >= first + MATCHED_CHARACTERS), last)
+    stop = next((at for at in reversed(places) if at <= last - MATCHED_CHARACTERS), first)
+    if stop - start < len(text) // 2:
+        return None
+    cuts = pairwise((0, first, start, stop, last, len(text)))
+    edge, before, _, after, end = (
+        array("i", () if (here, there) == (start, stop) else encode_behind(text[here:there]))
+        for here, there in cuts
+    )
+    head, tail = edge + before, after + end
+    if ids[: len(head)] != head or ids[len(ids) - len(tail) :] != tail:
+        return None
+    matched = (before + after).tobytes()
+    return Inside(start, stop, len(head), len(ids) - len(tail), matched, len(before))
+
+
+def shortened(text: str, known: KnownText) -> str:
+    """Return a text without the part that need not be encoded."""
+    inside = known.inside
+    return text if inside is None else text[: inside.start] + text[inside.stop :]
+
+
+def completed(ids: Ids, known: Sequence[KnownText]) -> Ids | None:
+    """Return a shortened prompt's tokens, with those of what was left out inserted.
+
+    known: the prompt's texts, in order. None if the places are not certain: the tokens around one
+    also occur elsewhere.
+    """
+    skipped = [(one.ids, one.inside) for one in known if one.inside is not None]
+    encoded, expected = ids.tobytes(), Counter(inside.matched for _, inside in skipped)
+    found = {tokens: deque(_places(encoded, tokens, ids.itemsize)) for tokens in expected}
+    if any(len(found[tokens]) != times for tokens, times in expected.items()):
+        return None
+    whole, done = array("i"), 0
+    for own, inside in skipped:
+        place = found[inside.matched].popleft() + inside.matched_before
+        if place < done:
+            return None
+        whole += ids[done:place]
+        whole += own[inside.first : inside.last]
+        done = place
+    return whole + ids[done:]
+
+
+def _places(encoded: bytes, tokens: bytes, size: int) -> Iterator[int]:
+    """Yield each index at which some tokens begin among others; size: bytes of a token."""
+    at = encoded.find(tokens)
+    while at >= 0:
+        if at % size == 0:
+            yield at // size
+        at = encoded.find(tokens, at + 1)

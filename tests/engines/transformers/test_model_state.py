@@ -1,0 +1,94 @@
+"""Every change of modules and weights is noticed, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from cacheblend_rag.engines.transformers.model_state import ModelState
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.none = nn.Linear(2, 2), nn.Linear(2, 2, bias=False), None
+        self.register_buffer("kept", torch.zeros(2))
+        self.register_buffer("transient", torch.zeros(2), persistent=False)
+        self.register_parameter("absent", None)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(Block(), Block(), nn.LayerNorm(2))
+
+
+def replace_module(made: nn.Module) -> None:
+    made[1].second = nn.Linear(2, 2, bias=False)  # type: ignore[index]
+
+
+def swap_modules(made: nn.Module) -> None:
+    made[0].second, made[1].second = made[1].second, made[0].second  # type: ignore[index]
+
+
+def add_module(made: nn.Module) -> None:
+    made[0].first.extra = nn.Identity()  # type: ignore[index]
+
+
+def replace_weight(made: nn.Module) -> None:
+    made[0].first.weight = nn.Parameter(torch.zeros(2, 2))  # type: ignore[index]
+
+
+def write_weight(made: nn.Module) -> None:
+    with torch.no_grad():
+        made[2].weight.add_(1)  # type: ignore[index]
+
+
+def move_storage(made: nn.Module) -> None:
+    made[1].first.weight.data = torch.zeros(2, 2)  # type: ignore[index]
+
+
+def write_buffer(made: nn.Module) -> None:
+    made[0].kept.add_(1)  # type: ignore[index]
+
+
+def add_parameter(made: nn.Module) -> None:
+    made[1].absent = nn.Parameter(torch.zeros(2))  # type: ignore[index]
+
+
+CHANGES = [
+    replace_module, swap_modules, add_module, replace_weight, write_weight, move_storage,
+    write_buffer, add_parameter,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_noticed(change: Callable[[nn.Module], None]) -> None:
+    made = model()
+    before = ModelState.of(made)
+    assert ModelState.of(made).has_weights_of(before)
+    change(made)
+    assert not ModelState.of(made).has_weights_of(before)
+
+
+def test_running_the_model_and_what_is_not_saved_with_it_are_no_change() -> None:
+    made = model()
+    before = ModelState.of(made)
+    made[0].transient.add_(1)  # type: ignore[index]
+    made[2](torch.zeros(1, 2))  # type: ignore[index]
+    assert ModelState.of(made).has_weights_of(before)
+
+
+def test_inference_tensors_and_weights_that_are_elsewhere_are_looked_at() -> None:
+    made = model()
+    with torch.inference_mode():
+        made[2].weight = nn.Parameter(torch.ones(2), requires_grad=False)  # type: ignore[index]
+    before = ModelState.of(made)
+    made[0].first.weight = nn.Parameter(torch.zeros(2, 2))  # type: ignore[index]
+    assert not ModelState.of(made).has_weights_of(before)
+    with torch.device("meta"):
+        absent = nn.Linear(2, 2)
+    before = ModelState.of(absent)
+    absent.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
+    assert ModelState.of(absent).has_weights_of(before), "loaded anew each time it is used"
