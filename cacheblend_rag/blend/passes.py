@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from cacheblend_rag.blend.choice_log import log_choice
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.graphed import Graphed
 from cacheblend_rag.blend.narrowing import QuestionAttention
 from cacheblend_rag.blend.observer import Observer, Selection
 from cacheblend_rag.blend.repair import KVRepair
@@ -33,21 +34,6 @@ from cacheblend_rag.blend.steps import Steps
 Attention = Callable[[AttentionCall, FusedKV, Rows], Tensor]
 """Attention of rows over a layer's fused KV, which holds their fresh KV already; returns
 (1, rows, heads, head_dim)."""
-
-
-class GraphedRows(Protocol):
-    """Runs layers on the rows of one prompt as CUDA graphs, their attention included."""
-
-    def run(self, layer: int, hidden: Tensor) -> Tensor | None:
-        """Run one layer on ``hidden`` (1, rows, hidden), and write the rows' fresh KV.
-
-        Returns hidden states that are valid until the next run; None if the layer has to be run
-        without a graph.
-        """
-
-
-Graphed = Callable[[Rows, FusedKV], GraphedRows | None]
-"""Returns what runs layers on rows of a prompt by graphs; None if they are to be run without."""
 
 
 @dataclass

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from cacheblend_rag.blend.attention import attention_mass
 from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.graphed import Graphed
 from cacheblend_rag.blend.observer import Observer
-from cacheblend_rag.blend.passes import BlendPass, Candidates, Graphed
+from cacheblend_rag.blend.passes import BlendPass, Candidates
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.schedule import Schedule
 from cacheblend_rag.blend.selectors import Probe, make_selector

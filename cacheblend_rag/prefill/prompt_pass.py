@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, RingKV, Schedule, plan_schedule
+from cacheblend_rag.blend.graphed import Graphed
 from cacheblend_rag.blend.observer import Observer
-from cacheblend_rag.blend.passes import Attention, Candidates, Graphed
+from cacheblend_rag.blend.passes import Attention, Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
