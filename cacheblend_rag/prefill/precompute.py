@@ -24,6 +24,7 @@ from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import DecoderStack, Geometry, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.blend.token_tensor import token_tensor
 from cacheblend_rag.blend.transfer import Download, to_host, until
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.fetch import LayerSource
@@ -166,7 +167,7 @@ def compute_document(stack: DecoderStack, work: DocumentPlan, store: TieredKVSto
     if not missing:
         return
     end = missing[-1][1] + len(missing[-1][0].token_ids)
-    ids = torch.tensor(work.tokens[:end], device=stack.geometry.device)
+    ids = token_tensor(work.tokens[:end], stack.geometry.device)
     earlier = [m for m, found in zip(work.members, stored, strict=True) if found and m[1] < end]
     keys = (chunk.key for chunk, _ in earlier)
     with begin_reading(store, keys, stack, promote=False) as source:

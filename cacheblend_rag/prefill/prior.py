@@ -14,6 +14,7 @@ from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.blend.stack import DecoderStack
 from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.blend.token_tensor import token_tensor
 
 PRIOR_LAYER = 1
 """The first layer whose keys depend on other tokens: comparing there costs about one layer."""
@@ -29,7 +30,7 @@ def keys_of_prior_layer(stack: DecoderStack, tokens: Sequence[int]) -> Steps[Ten
 
     tokens: the whole sequence from position 0. Yields after each block of rows.
     """
-    ids = torch.tensor(tokens, device=stack.geometry.device)
+    ids = token_tensor(tokens, stack.geometry.device)
     layers = prior_layer(stack) + 1
     fused = FusedKV(replace(stack.geometry, layers=layers), ids.numel())
     nothing = Candidates.none(ids.numel())

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from cacheblend_rag.blend import FusedKV
+from cacheblend_rag.blend.token_tensor import token_tensor
 from cacheblend_rag.blend.trial import trial_tokens
 from cacheblend_rag.engines.transformers.batched_decode import can_decode_batches
 from cacheblend_rag.engines.transformers.cache import FusedCache
@@ -97,7 +98,7 @@ class OrdinaryPrefill:
         self, token_ids: Sequence[int], cache: Cache | None, start: int = 0, keep: int = 1
     ) -> Tensor:
         """Return (1, keep, vocabulary) float32 logits, of the last tokens."""
-        ids = torch.tensor([token_ids], device=run_device(self.model))
+        ids = token_tensor(token_ids, run_device(self.model))[None]
         options: dict[str, Any] = {}
         if self.positioned and "position_ids" in self.parameters:
             positions = torch.arange(start, start + len(token_ids), device=ids.device)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from cacheblend_rag.blend.stack import DecoderStack
 from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.blend.token_tensor import token_tensor
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.offloading import run_device
@@ -111,7 +111,7 @@ def blended_prefill(
     controller: Controller | None = None,
 ) -> Steps[Prefilled | NotWorthLoading]:
     """Load, select and recompute: one chunk, then one block of rows in one layer, at a time."""
-    ids = torch.tensor(chunks.token_ids, device=stack.geometry.device)
+    ids = token_tensor(chunks.token_ids, stack.geometry.device)
     work = PromptPass(
         stack,
         ids,

@@ -17,6 +17,7 @@ from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.blend.token_tensor import token_tensor
 from cacheblend_rag.engines.request_log import log_blend
 from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
 from cacheblend_rag.engines.vllm.connector.keeping import keep
@@ -225,7 +226,7 @@ class JobRunner:
         )
         return PromptPass(
             self.stack,
-            torch.tensor(allotted.tokens, device=self.stack.geometry.device),
+            token_tensor(allotted.tokens, self.stack.geometry.device),
             self._placed(allotted),
             source,
             allotted.job.config,
@@ -251,7 +252,7 @@ class JobRunner:
             return Failed(no_room(lack))
         blended = PromptPass(
             self.stack,
-            torch.tensor(job.tokens, device=device),
+            token_tensor(job.tokens, device),
             self._placed(allotted),
             source,
             job.config,
@@ -275,7 +276,7 @@ class JobRunner:
             return Failed(no_room(lack))
         blended = PromptPass(
             self.stack,
-            torch.tensor(job.tokens, device=self.stack.geometry.device),
+            token_tensor(job.tokens, self.stack.geometry.device),
             self._placed(allotted),
             source,
             job.config,
