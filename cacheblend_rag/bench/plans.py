@@ -74,6 +74,9 @@ class TtftPlan(BlendPlan):
     eager: bool = option(False, "vLLM without compiling the model.")
     attention: str = option("auto", "Of recomputed rows in vLLM: auto, native, sdpa or flex.")
     precision: Precision = option("native", "Of stored chunk KV: native, fp8 or int8.")
+    neighbours: int = option(
+        0, "Other processes that compute meanwhile, each on one thread.", least=0
+    )
     memory: bool = True
 
     def __post_init__(self) -> None:

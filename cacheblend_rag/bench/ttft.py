@@ -14,6 +14,7 @@ from typing import Any
 
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
 from cacheblend_rag.bench.memory import peak_extra_bytes
+from cacheblend_rag.bench.neighbours import neighbours
 from cacheblend_rag.bench.plans import TtftPlan
 from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, draw_chunks, draw_words
 from cacheblend_rag.engines.answer import Generation
@@ -41,7 +42,7 @@ class TtftRow:
     runs: seconds of each run of ``full``, ``blend`` and ``prefix_caching``. load_seconds: how long
     the blend waited for reads. load_hidden_seconds: reading time during which it computed.
     hidden_share: the latter's share of both; None in memory, unless chunks are unpacked there, and
-    in vLLM. precision: of stored chunk KV.
+    in vLLM. precision: of stored chunk KV. neighbours: other processes that computed meanwhile.
     """
 
     engine: str
@@ -64,6 +65,7 @@ class TtftRow:
     load_hidden_seconds: float | None = None
     hidden_share: float | None = None
     precision: str = "native"
+    neighbours: int = 0
 
     @classmethod
     def of(
@@ -102,6 +104,7 @@ class TtftRow:
             batched_tokens=batched_tokens,
             runs=runs,
             precision=plan.precision,
+            neighbours=plan.neighbours,
             **_hiding(loads),
         )
 
@@ -142,6 +145,7 @@ def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[Ttft
             stack.callback(engine.evict_document, DOCUMENT)
             engine.precompute(chunks, progress=False)
             engines[tier_name(tier)] = engine
+        stack.enter_context(neighbours(plan.neighbours))
         return _Measurement(plan, engines, prompt, advance).rows()
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
+from cacheblend_rag.bench.neighbours import neighbours
 from cacheblend_rag.bench.plans import TtftPlan
 from cacheblend_rag.bench.ttft import (
     DOCUMENT,
@@ -52,7 +53,7 @@ def measure_vllm_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list
     with plan.setting.saved_model() as folder:
         for tier in dict.fromkeys(plan.tiers):
             advance(f"starting vLLM for {tier}")
-            with _engine(plan, folder, tier) as engine:
+            with _engine(plan, folder, tier) as engine, neighbours(plan.neighbours):
                 rows += _Measurement(plan, engine, tier_name(tier), advance).rows()
     return rows
 
