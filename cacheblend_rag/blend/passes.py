@@ -112,7 +112,8 @@ class BlendPass:
     rows attend; by default exactly, over the fused KV, as RowAttention chooses. question_start:
     position of the question's first token, which narrowings need; without it, or if no token of the
     question is computed, they go by the scores of the last choice. layers: run only so many of the
-    first layers, for their KV; None is all. before_layer: steps that copy a layer's cached KV into
+    first layers, for their KV; None is all. positions: (tokens,) int64 in the prompt, on the model's
+    device, if the tokens are only some of a prompt's. before_layer: steps that copy a layer's cached KV into
     the buffer, run before the layer. observers: watch the pass; without any, nothing is computed or
     read back for them. on_layer: called with each layer whose KV is final. on_check: called as each
     check begins, once the device has finished the layers before it. request_id: names the pass in
@@ -138,6 +139,7 @@ class BlendPass:
     attention: Attention | None = None
     question_start: int | None = None
     layers: int | None = None
+    positions: Tensor | None = None
     before_layer: Callable[[int], Steps[None]] | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
     on_check: Callable[[], None] | None = None
@@ -252,11 +254,14 @@ class BlendPass:
             _Block(
                 slice(start, start + len(part)),
                 part,
-                self.stack.position_inputs(part.device[None]),
+                self.stack.position_inputs(self._positions_of(part)[None]),
             )
             for start, part in rows.blocks(self.row_block or self.stack.row_block)
         ]
         self._changes = None if self._repair is None else self._repair.of(rows)
+
+    def _positions_of(self, rows: Rows) -> Tensor:
+        return rows.device if self.positions is None else self.positions[rows.device]
 
     def _go_on(self, kept: Rows) -> None:
         """Carry on only some of the rows."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.attention import attention_mass
-from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.fused import FusedKV, RingKV
 from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import BlendPass, Candidates
 from cacheblend_rag.blend.rows import Rows
@@ -35,21 +35,36 @@ def probe_question(
     """Return the attention each token gets from the question, and the work spent.
 
     The pass is plain reuse, so only text and missing chunks are computed; it ends after the last
-    layer that ``probe`` observes. Attention is reduced over the question's tokens and over heads,
+    layer that ``probe`` observes. If the question is asked alone, the pass is over these tokens
+    only, and ends before chunk KV is taken. Attention is reduced over the question's tokens and over heads,
     and summed over the observed layers. Result: (tokens,) float32, on the host.
 
     question_start: position of the question's first token; the question ends the prompt.
     before_layer: see BlendPass.
     """
     observer = _QuestionAttention(stack, probe, question_start)
-    run = BlendPass(
-        stack, token_ids, fused, _with_last_token(candidates), REUSE_ONLY,
-        observers=[observer],
-        before_layer=before_layer,
-        layers=probe.depth(stack.geometry.layers),
-        needs_hidden=False,
-    )  # fmt: skip
-    yield from run.steps()
+    candidates = _with_last_token(candidates)
+    depth = probe.depth(stack.geometry.layers)
+    if probe.alone:
+        text = Rows.where(~candidates.cached.numpy(), stack.geometry.device)
+        asked = _Asked(text, observer.observed)
+        run = BlendPass(
+            stack, token_ids[text.device], RingKV(stack.geometry, len(text)),
+            Candidates.none(len(text)), REUSE_ONLY,
+            observers=[asked], layers=depth, positions=text.device, needs_hidden=False,
+        )  # fmt: skip
+        yield from run.steps()
+        for layer in range(depth):
+            if before_layer is not None:
+                yield from before_layer(layer)
+            asked.show(layer, fused, observer)
+            yield
+    else:
+        run = BlendPass(
+            stack, token_ids, fused, candidates, REUSE_ONLY,
+            observers=[observer], before_layer=before_layer, layers=depth, needs_hidden=False,
+        )  # fmt: skip
+        yield from run.steps()
     work = observer.work + run.stats.work
     if not observer.layers:
         return torch.zeros(token_ids.numel()), work
@@ -73,22 +88,47 @@ def _of_all_layers(stack: DecoderStack, probe: Probe, layers: Tensor) -> Tensor:
     return (whole.norm(dim=1) if whole.dim() == 3 else whole).sum(0)
 
 
+class _Asked(Observer):
+    """Keeps what the text of a prompt asks in the observed layers, and shows it to another observer.
+
+    text: the tokens of the pass that it observes, at their positions in the prompt.
+    """
+
+    def __init__(self, text: Rows, observed: frozenset[int]) -> None:
+        self._text, self._observed = text, observed
+        self._calls: dict[int, list[tuple[AttentionCall, Rows]]] = {}
+
+    def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
+        if call.layer in self._observed:
+            first = int(rows.host[0])  # of the pass's own tokens, so an index of the text
+            own = self._text.part(first, first + len(rows))
+            self._calls.setdefault(call.layer, []).append((call, own))
+
+    def show(self, layer: int, fused: FusedKV, observer: Observer) -> None:
+        """Show a layer's queries the keys of the whole prompt: those of the chunks are in fused."""
+        calls = self._calls.pop(layer, [])
+        for call, rows in calls:
+            fused.write(layer, rows, call.key, call.value)
+        for call, rows in calls:
+            observer.attended(call, rows, fused.layer(layer)[0])
+
+
 class _QuestionAttention(Observer):
     """Collects what the question's tokens attend to in the observed layers.
 
     layers: (tokens,) of each, or (question tokens, tokens), see _of_all_layers; of this rank's
-    heads. work: floating-point operations that took.
+    heads. work: floating-point operations that took. observed: the observed layers.
     """
 
     def __init__(self, stack: DecoderStack, probe: Probe, question_start: int) -> None:
         self.layers: list[Tensor] = []
         self.work = 0.0
         self._costs, self._question_start, self._probe = stack.costs, question_start, probe
-        self._observed = frozenset(probe.observed(stack.geometry.layers))
+        self.observed = frozenset(probe.observed(stack.geometry.layers))
 
     def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
         first = int(np.searchsorted(rows.host, self._question_start))
-        if call.layer not in self._observed or first == len(rows):
+        if call.layer not in self.observed or first == len(rows):
             return
         shares = attention_mass(
             call.query[:, :, first:], keys, rows.part(first, len(rows)),

@@ -29,6 +29,8 @@ class Probe:
             their squares.
         draft: weight, 0 to 1, of the prompt's last token, which predicts the answer's first; all
             tokens share the rest.
+        alone: whether the question's tokens see only the text of the prompt in the layers before
+            they are observed, as if it had no chunks: then these layers cost next to nothing.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -39,6 +41,7 @@ class Probe:
     heads: Heads = "max"
     tokens: Tokens = "sum"
     draft: float = 0.0
+    alone: bool = False
 
     def __post_init__(self) -> None:
         if not _is_span(self.span):
@@ -53,6 +56,8 @@ class Probe:
             )
         if not _is_number(self.draft) or not 0 <= self.draft <= 1:
             raise ConfigError(f"draft={self.draft!r} must be a number from 0 to 1")
+        if not isinstance(self.alone, bool):
+            raise ConfigError(f"alone={self.alone!r} must be true or false")
 
     def observed(self, layers: int) -> tuple[int, ...]:
         """Return the observed layers of a model of ``layers`` layers, rising, at least one.
