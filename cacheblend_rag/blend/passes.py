@@ -112,12 +112,12 @@ class BlendPass:
     rows attend; by default exactly, over the fused KV, as RowAttention chooses. question_start:
     position of the question's first token, which narrowings need; without it, or if no token of the
     question is computed, they go by the scores of the last choice. layers: run only so many of the
-    first layers, for their KV; None is all. positions: (tokens,) int64 in the prompt, on the model's
-    device, if the tokens are only some of a prompt's. before_layer: steps that copy a layer's cached KV into
-    the buffer, run before the layer. observers: watch the pass; without any, nothing is computed or
-    read back for them. on_layer: called with each layer whose KV is final. on_check: called as each
-    check begins, once the device has finished the layers before it. request_id: names the pass in
-    logs.
+    first layers, for their KV; None is all. positions: (tokens,) int64 in the prompt, on the
+    model's device, if the tokens are only some of it. before_layer: steps that copy a layer's
+    cached KV into the buffer, run before the layer. observers: watch the pass; without any, nothing
+    is computed or read back for them. on_layer: called with each layer whose KV is final. on_check:
+    called as each check begins, once the device has finished the layers before it. request_id:
+    names the pass in logs.
 
     Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
     in between. Afterwards ``stats`` is complete and, if needed, ``hidden`` are the last tokens'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import numpy as np
@@ -13,11 +13,15 @@ from cacheblend_rag.blend.attention import attention_mass
 from cacheblend_rag.blend.fused import FusedKV, RingKV
 from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import BlendPass, Candidates
-from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.blend.rows import Mask, Rows
 from cacheblend_rag.blend.schedule import Schedule
 from cacheblend_rag.blend.selectors import Probe, make_selector
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 from cacheblend_rag.blend.steps import Steps
+
+FIRST_TOKENS = 64
+"""So many of a prompt's first tokens are computed for a question asked alone even if their exact KV
+is held, since attention that goes nowhere else goes to a prompt's first tokens."""
 
 REUSE_ONLY = Schedule(make_selector("none"), 0.0, {})
 
@@ -36,25 +40,26 @@ def probe_question(
 
     The pass is plain reuse, so only text and missing chunks are computed; it ends after the last
     layer that ``probe`` observes. If the question is asked alone, the pass is over these tokens
-    only, and ends before chunk KV is taken. Attention is reduced over the question's tokens and over heads,
-    and summed over the observed layers. Result: (tokens,) float32, on the host.
+    only, and then chunk KV of the observed layers only is taken. Attention is reduced over the
+    question's tokens and over heads, and summed over the observed layers. Result: (tokens,)
+    float32, on the host.
 
     question_start: position of the question's first token; the question ends the prompt.
-    before_layer: see BlendPass.
+    before_layer: see BlendPass; if the question is asked alone, for the observed layers only.
     """
-    observer = _QuestionAttention(stack, probe, question_start)
-    candidates = _with_last_token(candidates)
-    depth = probe.depth(stack.geometry.layers)
+    observed = probe.observed_of([cost.window for cost in stack.costs])
+    observer = _QuestionAttention(stack, probe, observed, question_start)
+    candidates, depth = _with_last_token(candidates), observed[-1] + 1
     if probe.alone:
-        text = Rows.where(~candidates.cached.numpy(), stack.geometry.device)
-        asked = _Asked(text, observer.observed)
+        text = Rows.where(_text(candidates), stack.geometry.device)
+        asked = _Asked(text, observed)
         run = BlendPass(
             stack, token_ids[text.device], RingKV(stack.geometry, len(text)),
             Candidates.none(len(text)), REUSE_ONLY,
             observers=[asked], layers=depth, positions=text.device, needs_hidden=False,
         )  # fmt: skip
         yield from run.steps()
-        for layer in range(depth):
+        for layer in observed:
             if before_layer is not None:
                 yield from before_layer(layer)
             asked.show(layer, fused, observer)
@@ -78,6 +83,14 @@ def _with_last_token(candidates: Candidates) -> Candidates:
     return replace(candidates, cached=cached)
 
 
+def _text(candidates: Candidates) -> Mask:
+    """Return (tokens,) bool: the tokens that are computed if the question is asked alone."""
+    text: Mask = ~candidates.cached.numpy()
+    if candidates.chunks is not None:
+        text[:FIRST_TOKENS] |= candidates.chunks[:FIRST_TOKENS].numpy() < 0
+    return text
+
+
 def _of_all_layers(stack: DecoderStack, probe: Probe, layers: Tensor) -> Tensor:
     """Combine the ranks' heads, and sum over layers: (tokens,) float32.
 
@@ -89,12 +102,12 @@ def _of_all_layers(stack: DecoderStack, probe: Probe, layers: Tensor) -> Tensor:
 
 
 class _Asked(Observer):
-    """Keeps what the text of a prompt asks in the observed layers, and shows it to another observer.
+    """Keeps what a prompt's text gives attention in the observed layers, for another observer.
 
     text: the tokens of the pass that it observes, at their positions in the prompt.
     """
 
-    def __init__(self, text: Rows, observed: frozenset[int]) -> None:
+    def __init__(self, text: Rows, observed: Collection[int]) -> None:
         self._text, self._observed = text, observed
         self._calls: dict[int, list[tuple[AttentionCall, Rows]]] = {}
 
@@ -117,18 +130,20 @@ class _QuestionAttention(Observer):
     """Collects what the question's tokens attend to in the observed layers.
 
     layers: (tokens,) of each, or (question tokens, tokens), see _of_all_layers; of this rank's
-    heads. work: floating-point operations that took. observed: the observed layers.
+    heads. work: floating-point operations that took.
     """
 
-    def __init__(self, stack: DecoderStack, probe: Probe, question_start: int) -> None:
+    def __init__(
+        self, stack: DecoderStack, probe: Probe, observed: Collection[int], question_start: int
+    ) -> None:
         self.layers: list[Tensor] = []
         self.work = 0.0
         self._costs, self._question_start, self._probe = stack.costs, question_start, probe
-        self.observed = frozenset(probe.observed(stack.geometry.layers))
+        self._observed = observed
 
     def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
         first = int(np.searchsorted(rows.host, self._question_start))
-        if call.layer not in self.observed or first == len(rows):
+        if call.layer not in self._observed or first == len(rows):
             return
         shares = attention_mass(
             call.query[:, :, first:], keys, rows.part(first, len(rows)),

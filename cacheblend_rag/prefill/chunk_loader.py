@@ -193,15 +193,31 @@ class ChunkLoader:
             self._look_ahead(self._buffers, layer + 1, used)
         self._laid.add(layer)
 
-    def _layer(self, layer: int, used: Sequence[LoadedChunk]) -> Steps[list[LayerKV]]:
+    def load_early(self, layer: int) -> Steps[None]:
+        """As ``load``, but out of turn: the buffer may get the layer again."""
+        used = [chunk for chunk in self.chunks if chunk.is_used]
+        if not used:
+            return
+        parts = yield from self._layer(layer, used, early=True)
+        if self._buffers is None:
+            with self.times.laying():
+                place_parts(self.fused, layer, _placed(layer, used, parts))
+        else:
+            self._arrive()
+
+    def _layer(
+        self, layer: int, used: Sequence[LoadedChunk], *, early: bool = False
+    ) -> Steps[list[LayerKV]]:
         """Wait until all ranks have one layer of all chunks."""
         laid = self.times.laid
         if self._parts is None:
-            wait = self.source.waiting(layer)
+            wait = self.source.waiting(layer, early=early)
         else:
             wait = LayerWait((chunk.tier or "", None) for chunk in used)
         while True:
-            if self._parts is None and self.source.wait(WAIT_SECONDS):
+            if self._parts is None and early:
+                self._parts = self.source.early(layer, WAIT_SECONDS)
+            elif self._parts is None and self.source.wait(WAIT_SECONDS):
                 self._parts = self.source.layer(layer)
             parts = self._parts
             is_there = parts is not None and self._is_sent(layer, used, parts)

@@ -16,7 +16,7 @@ from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.selectors import Probe
 from cacheblend_rag.errors import ConfigError
 from tests.blend.fake_stack import HEAD_DIM, KV_HEADS, LAYERS, FakeStack, Reference, WatchedKV
-from tests.blend.test_passes import PROMPTS, TOKENS, Case, Prompt, Slow
+from tests.blend.test_passes import PROMPTS, SPANS, TOKENS, Case, Prompt, Slow
 from tests.prefill.prompts import Ranks, run
 
 REUSE = BlendConfig(selector="none")
@@ -155,7 +155,21 @@ def test_a_question_asked_alone_sees_chunks_only_where_it_is_observed(
         assert mine == text_of(prompt), "each token of the text once"
 
 
-def test_a_question_is_asked_alone_before_any_layer_of_the_chunks_is_laid() -> None:
+def test_a_question_asked_alone_sees_the_first_tokens_though_their_kv_is_held() -> None:
+    prompt, probe = Prompt(), Probe(layers=[1], heads="sum", alone=True)
+    wanted, _ = probed(prompt, TOKENS - 4, probe=probe)
+    held, stack = prompt.candidates, FakeStack()
+    first = SPANS["a"][0]
+    held.chunks = torch.where(held.cached, 0, -1)
+    held.cached[:first] = True
+    fused = prompt.laid(WatchedKV(stack, TOKENS))
+    mass, _ = run(probe_question(stack, prompt.ids, fused, held, TOKENS - 4, probe=probe))
+    assert first > 0
+    assert torch.equal(mass, wanted)
+    assert held.cached[:first].all(), "the pass itself still reuses them"
+
+
+def test_a_question_asked_alone_takes_chunk_kv_of_observed_layers_only() -> None:
     prompt, stack = Prompt(), FakeStack()
     laid: list[tuple[int, int]] = []
 
@@ -170,7 +184,7 @@ def test_a_question_is_asked_alone_before_any_layer_of_the_chunks_is_laid() -> N
             stack, prompt.ids, fused, prompt.candidates, TOKENS - 4, probe=probe, before_layer=lay
         )
     )
-    assert laid == [(0, 2), (1, 2), (2, 2)], "while these layers were being read"
+    assert laid == [(2, 2)], "no other layer, and the question is computed while it is read"
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -262,6 +276,23 @@ def test_a_span_is_a_share_of_the_depth(
 ) -> None:
     assert probe.observed(layers) == observed
     assert probe.depth(layers) == observed[-1] + 1
+
+
+@pytest.mark.parametrize(
+    ("windows", "observed"),
+    [
+        ([None] * 10, (4, 5)),
+        ([None, 9] * 5, (4,)),
+        ([9, 9, 9, 9, 9, 9, 9, None, 9, None], (7,)),
+        ([None, 9, 9, 9, 9, 9, 9, 9, 9, 9], (4, 5)),
+    ],
+)
+def test_a_question_asked_alone_is_observed_where_layers_see_the_whole_prompt(
+    windows: list[int | None], observed: tuple[int, ...]
+) -> None:
+    assert Probe(span=(0.4, 0.6), alone=True).observed_of(windows) == observed
+    assert Probe(span=(0.4, 0.6)).observed_of(windows) == (4, 5)
+    assert Probe(layers=[1, 3], alone=True).observed_of(windows) == (1, 3), "as asked for"
 
 
 def test_a_layer_that_the_model_lacks_is_named() -> None:

@@ -16,8 +16,9 @@ from cacheblend_rag.blend.selectors.probe import Heads, Probe, Tokens
 class Question(Selector):
     """Attention mass of the question; by default the most attentive head's, in the upper layers.
 
-    span, layers, heads, tokens, draft, alone: see Probe. Related: ProphetKV (arXiv 2602.02579); ``draft``
-    follows BCR (arXiv 2610.02233), which ranks by the attention of the answer's first tokens.
+    span, layers, heads, tokens, draft, alone: see Probe. Related: ProphetKV (arXiv 2602.02579);
+    ``draft`` follows BCR (arXiv 2610.02233), which ranks by the attention of the answer's first
+    tokens.
     """
 
     needs_question: ClassVar[bool] = True
