@@ -130,7 +130,9 @@ class TtftPlan(BlendPlan):
         if 0 < ratio < 1 and selector.needs_fresh_kv:
             whole = (self.check_layers[0] + 1) / self.model_shape.layers
             return 1 / (whole + (1 - whole) * kept)
-        probe = selector.kv_before(self.model_shape.layers) if 0 < ratio < 1 else 0.0
+        asks = 0 < ratio < 1 and selector.needs_question
+        layers = self.model_shape.layers
+        probe = selector.probe.depth(layers) / layers if asks else 0.0
         return 1 / (kept + probe * question)
 
 

@@ -22,5 +22,6 @@ class GraphedRows(Protocol):
         """
 
 
-Graphed = Callable[[Rows, FusedKV], GraphedRows | None]
-"""Returns what runs layers on rows of a prompt by graphs; None if they are to be run without."""
+Graphed = Callable[[Rows, FusedKV, Tensor | None], GraphedRows | None]
+"""Returns what runs layers on rows of a prompt by graphs; None if they are to be run without. The
+third argument: the positions of all tokens of the buffer, (tokens,), if those are no indices."""

@@ -115,11 +115,12 @@ class BlendPass:
     graphs for layers in which nothing else is asked for. question_start:
     position of the question's first token, which narrowings need; without it, or if no token of the
     question is computed, they go by the scores of the last choice. layers: run only so many of the
-    first layers, for their KV; None is all. before_layer: steps that copy a layer's cached KV into
-    the buffer, run before the layer. observers: watch the pass; without any, nothing is computed or
-    read back for them. on_layer: called with each layer whose KV is final. on_check: called as each
-    check begins, once the device has finished the layers before it. request_id: names the pass in
-    logs.
+    first layers, for their KV; None is all. positions: (tokens,) int64 in the prompt, on the
+    model's device, if the tokens are only some of it. before_layer: steps that copy a layer's
+    cached KV into the buffer, run before the layer. observers: watch the pass; without any, nothing
+    is computed or read back for them. on_layer: called with each layer whose KV is final. on_check:
+    called as each check begins, once the device has finished the layers before it. request_id:
+    names the pass in logs.
 
     Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
     in between. Afterwards ``stats`` is complete and, if needed, ``hidden`` are the last tokens'
@@ -142,6 +143,7 @@ class BlendPass:
     graphed: Graphed | None = None
     question_start: int | None = None
     layers: int | None = None
+    positions: Tensor | None = None
     before_layer: Callable[[int], Steps[None]] | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
     on_check: Callable[[], None] | None = None
@@ -253,13 +255,15 @@ class BlendPass:
         """Let later layers run on ``rows``."""
         self._rows = self._computed = rows
         self._blocks = [
-            _Block(self.stack, slice(start, start + len(part)), part)
+            _Block(self.stack, slice(start, start + len(part)), part, self.positions)
             for start, part in rows.blocks(self.row_block or self.stack.row_block)
         ]
         self._changes = None if self._repair is None else self._repair.of(rows)
         # Graphs attend as RowAttention does, and change nothing else.
         is_plain = len(self._blocks) == 1 and not (self.attention or self._question or self._repair)
-        self._graphs = self.graphed(rows, self.fused) if self.graphed and is_plain else None
+        self._graphs = None
+        if self.graphed is not None and is_plain:
+            self._graphs = self.graphed(rows, self.fused, self.positions)
         if self._graphs is None:
             for block in self._blocks:
                 block.prepare()
@@ -397,16 +401,22 @@ class BlendPass:
 
 @dataclass
 class _Block:
-    """Rows run through a layer at once: their indices among all rows, and their positions."""
+    """Rows run through a layer at once: their indices among all rows, and among the tokens.
+
+    positions: of all tokens in the prompt, if those are not their indices.
+    """
 
     stack: DecoderStack
     here: slice
     rows: Rows
+    positions: Tensor | None
 
     @cached_property
     def position_inputs(self) -> Any:
         """Of the rows; graphs have their own."""
-        return self.stack.position_inputs(self.rows.device[None])
+        rows = self.rows.device
+        at = rows if self.positions is None else self.positions[rows]
+        return self.stack.position_inputs(at[None])
 
     def prepare(self) -> None:
         """Make the position inputs now, and not within a layer."""

@@ -177,10 +177,16 @@ class LayerSource:
                 self._begin(place, chunk, first, anyway=True)
             self._read_ahead()
 
-    def waiting(self, layer: int) -> LayerWait:
-        """Begin to read a layer, as ``want``; returns the measurement of the wait for it."""
+    def waiting(self, layer: int, *, early: bool = False) -> LayerWait:
+        """Begin to read a layer, as ``want``; returns the measurement of the wait for it.
+
+        early: it is taken by ``early``.
+        """
         with self._lock:
-            self.want(layer)
+            if early:
+                self._begin_early(layer)
+            else:
+                self.want(layer)
             return LayerWait((c.tier, place.parts[first]) for place, c, first in self._asked(layer))
 
     def layer(self, layer: int) -> list[LayerKV | StoreError]:
@@ -201,17 +207,31 @@ class LayerSource:
         return parts
 
     def in_memory(self) -> list[StoredKV] | None:
-        """Return the used chunks, in order, as their tiers hold them.
+        """Return the used chunks, in order, as their tiers hold them, instead of their layers.
 
-        Returns:
-            None unless all of them are in memory in the prompt's form. Who has them needs none of
-            the layers.
+        None unless all of them are in memory in the prompt's form.
         """
         with self._lock:
             used = [place.chunk for place in self._places if place.chunk is not None]
         found = [chunk.in_memory for chunk in used]
         whole = [kv for kv in found if kv is not None]
         return None if self._closed or len(whole) < len(found) else whole
+
+    def early(self, layer: int, seconds: float) -> list[LayerKV | StoreError] | None:
+        """Return a layer as ``layer`` does, but out of turn; None if it takes longer than that.
+
+        It can be taken again in its turn, without reading it again.
+        """
+        with self._lock:
+            self._begin_early(layer)
+            asked = [(chunk, place.parts[first]) for place, chunk, first in self._asked(layer)]
+        if wait([future for _, future in asked], seconds).not_done:
+            return None
+        return [_part(chunk, future, layer) for chunk, future in asked]
+
+    def _begin_early(self, layer: int) -> None:
+        for place, chunk, first in self._asked(layer):
+            self._begin(place, chunk, first, anyway=True)
 
     def is_read(self, layer: int) -> bool:
         """Return whether one layer of all used chunks has been read."""

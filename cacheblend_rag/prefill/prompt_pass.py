@@ -312,9 +312,12 @@ class PromptPass:
     def _held_tokens(self) -> int:
         return 0 if self.held is None else self.held.tokens
 
-    def _load(self, loader: ChunkLoader, layer: int) -> Steps[None]:
-        """Copy one layer of all cached KV into the buffer; raises LostChunkError."""
-        yield from loader.load(layer)
+    def _load(self, loader: ChunkLoader, layer: int, *, early: bool = False) -> Steps[None]:
+        """Copy one layer of all cached KV into the buffer; raises LostChunkError.
+
+        early: out of turn, see ChunkLoader.load_early.
+        """
+        yield from loader.load_early(layer) if early else loader.load(layer)
         if self.held is not None:
             with loader.times.laying():
                 self.held.place(layer, loader.fused)
@@ -382,18 +385,19 @@ class PromptPass:
     def _probe(
         self, loader: ChunkLoader, candidates: Candidates, schedule: Schedule
     ) -> Steps[Tensor]:
+        probe = schedule.selector.probe
         attention, work = yield from probe_question(
             self.stack,
             self.token_ids,
             loader.fused,
             candidates,
             self._question_start,
-            probe=schedule.selector.probe,
-            before_layer=partial(self._load, loader),
+            probe=probe,
+            before_layer=partial(self._load, loader, early=probe.alone),
             graphed=self.graphed,
         )
         self._work += work
-        if not loader.fused.keeps_layers:
+        if not probe.alone and not loader.fused.keeps_layers:
             loader.rewind()
         return attention
 

@@ -20,15 +20,20 @@ def test_they_compute_until_the_benchmark_is_over(monkeypatch: pytest.MonkeyPatc
         return made[-1]
 
     monkeypatch.setattr(subprocess, "Popen", noted)
-    with pytest.raises(ZeroDivisionError), neighbours(2):
-        assert len(made) == 2
+    with pytest.raises(ZeroDivisionError):
+        use(made)
+    assert len(made) == 2
+    assert all(process.poll() is not None for process in made)
+
+
+def use(made: list[subprocess.Popen[bytes]]) -> None:
+    with neighbours(2):
         before = [used(process.pid) for process in made]
         until = time.monotonic() + 60
         while any(used(p.pid) <= b for p, b in zip(made, before, strict=True)):
             assert time.monotonic() < until, "they do nothing"
             time.sleep(0.05)
         _ = 1 / 0
-    assert all(process.poll() is not None for process in made)
 
 
 def used(pid: int) -> int:

@@ -29,6 +29,9 @@ class Probe:
             their squares.
         draft: weight, 0 to 1, of the prompt's last token, which predicts the answer's first; all
             tokens share the rest.
+        alone: whether the question's tokens see only the text of the prompt in the layers before
+            they are observed, as if it had no chunks: these layers then cost little, and need no
+            chunk KV.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -39,6 +42,7 @@ class Probe:
     heads: Heads = "max"
     tokens: Tokens = "sum"
     draft: float = 0.0
+    alone: bool = False
 
     def __post_init__(self) -> None:
         if not _is_span(self.span):
@@ -53,6 +57,8 @@ class Probe:
             )
         if not _is_number(self.draft) or not 0 <= self.draft <= 1:
             raise ConfigError(f"draft={self.draft!r} must be a number from 0 to 1")
+        if not isinstance(self.alone, bool):
+            raise ConfigError(f"alone={self.alone!r} must be true or false")
 
     def observed(self, layers: int) -> tuple[int, ...]:
         """Return the observed layers of a model of ``layers`` layers, rising, at least one.
@@ -67,9 +73,26 @@ class Probe:
         first = min(first, layers - 1)
         return tuple(range(first, max(end, first + 1)))
 
+    def observed_of(self, windows: Sequence[int | None]) -> tuple[int, ...]:
+        """Return the observed layers of a model, given each layer's sliding window or None.
+
+        They are those of ``observed``. But of a span, a question that is asked alone is observed in
+        layers without a window only, since the others see the end of a prompt: if there is none in
+        the span, in the next one.
+        """
+        observed = self.observed(len(windows))
+        if not self.alone or self.layers is not None:
+            return observed
+        unlimited = [i for i in range(observed[0], len(windows)) if windows[i] is None]
+        return tuple(i for i in unlimited if i <= observed[-1]) or tuple(unlimited[:1]) or observed
+
     def depth(self, layers: int) -> int:
         """Return how many of a model's first layers the probe pass needs."""
         return self.observed(layers)[-1] + 1
+
+    def kv_layers(self, layers: int) -> int:
+        """Return of how many of a model's layers the probe pass needs chunk KV."""
+        return len(self.observed(layers)) if self.alone else self.depth(layers)
 
 
 def _is_number(value: Any) -> bool:

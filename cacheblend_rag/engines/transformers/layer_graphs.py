@@ -58,8 +58,10 @@ class LayerGraphs:
         self._seen: OrderedDict[int, _Inputs | None] = OrderedDict()
         self.is_on = True
 
-    def of(self, rows: Rows, fused: FusedKV) -> GraphedRows | None:
+    def of(self, rows: Rows, fused: FusedKV, positions: Tensor | None = None) -> GraphedRows | None:
         """Return the graphs for rows of a prompt; None if layers are to be run without.
+
+        positions: of all tokens of ``fused``, (tokens,), if those are not their indices.
 
         Hooks may do anything, so a model that has some on its layers gets no graphs.
         """
@@ -77,7 +79,8 @@ class LayerGraphs:
         inputs = self._seen[size]
         if inputs is None:
             inputs = self._seen[size] = _Inputs.of(self._stack, size)
-        return GraphedRows(self, inputs, rows, fused)
+        at = rows.device if positions is None else positions[rows.device]
+        return GraphedRows(self, inputs, rows, fused, at)
 
     def give_up(self, why: str) -> None:
         """Run all layers without graphs from now on."""
@@ -128,10 +131,13 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 
 class GraphedRows:
-    """Runs layers on the rows of one prompt by graphs."""
+    """Runs layers on the rows of one prompt by graphs; at: their positions, (rows,)."""
 
-    def __init__(self, graphs: LayerGraphs, inputs: _Inputs, rows: Rows, fused: FusedKV) -> None:
+    def __init__(
+        self, graphs: LayerGraphs, inputs: _Inputs, rows: Rows, fused: FusedKV, at: Tensor
+    ) -> None:
         self._graphs, self._inputs, self._rows, self._fused = graphs, inputs, rows, fused
+        self._at = at
         self._stack, self._may_capture = graphs._stack, CAPTURED_AT_ONCE
 
     def run(self, layer: int, hidden: Tensor) -> Tensor | None:
@@ -157,7 +163,7 @@ class GraphedRows:
         inputs, rows, keys = self._inputs, self._rows.device, self._fused.keys
         missing = len(inputs.positions) - len(rows)
         inputs.positions[: len(rows)] = rows
-        padded = torch.cat((rows, rows[-1:].expand(missing)))
+        padded = torch.cat((self._at, self._at[-1:].expand(missing)))
         inputs.positions[len(rows) :] = -1
         inputs.hidden[:, len(rows) :] = 0
         new = _tensors(self._stack.position_inputs(padded[None]))

@@ -144,9 +144,14 @@ class TransformersStack:
             out = self.layers[layer](hidden, **arguments)
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
-    def graphed(self, rows: Rows, fused: FusedKV) -> GraphedRows | None:
-        """Return CUDA graphs of the layers for rows of a prompt; None if there are none."""
-        return None if self._graphs is None else self._graphs.of(rows, fused)
+    def graphed(
+        self, rows: Rows, fused: FusedKV, positions: Tensor | None = None
+    ) -> GraphedRows | None:
+        """Return CUDA graphs of the layers for rows of a prompt; None if there are none.
+
+        positions: of all tokens of ``fused``, (tokens,), if those are not their indices.
+        """
+        return None if self._graphs is None else self._graphs.of(rows, fused, positions)
 
     def rotation(self, offset: int) -> Rotation:
         return self._rotation(offset)
