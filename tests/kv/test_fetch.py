@@ -340,7 +340,8 @@ def test_a_layer_can_be_taken_early_and_is_read_once(monkeypatch, slow, gate):
 
 
 def test_a_layer_that_is_damaged_is_an_error_if_taken_early_too(slow):
-    slow.objects[KEYS[1]][part(slow, 3, KEYS[1])] ^= 1
+    _, at = part(slow, 3, KEYS[1])
+    slow.objects[KEYS[1]][at] ^= 1
     with TieredKVStore([slow]) as store, store.fetch(KEYS[:2]) as source:
         heads(source)
         sound, error = source.early(3, 10)

@@ -370,7 +370,7 @@ def test_what_is_laid_again_waits_for_the_work_before(passes: Passes, ring: bool
 
 
 @pytest.mark.parametrize("ring", [False, True])
-@pytest.mark.parametrize("steps", [7, 8, 10])
+@pytest.mark.parametrize("steps", [10, 11, 13])
 def test_a_pass_that_is_given_up_gives_everything_back(
     passes: Passes, ring: bool, steps: int
 ) -> None:
