@@ -20,9 +20,9 @@ from cacheblend_rag.blend.selectors import Probe, make_selector
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 from cacheblend_rag.blend.steps import Steps
 
-FIRST_TOKENS = 64
+FIRST_TOKENS = 256
 """So many of a prompt's first tokens are computed for a question asked alone even if their exact KV
-is held, since attention that goes nowhere else goes to a prompt's first tokens."""
+is held. So it sees the instruction, whether that is held or not, and chooses the same tokens."""
 
 FEW_TOKENS = 256
 """Up to so many tokens are computed alone in a buffer of all layers, if there are CUDA graphs."""
