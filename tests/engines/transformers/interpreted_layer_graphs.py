@@ -97,7 +97,9 @@ class Prompt:
         self.cached[-1] = False
 
     @torch.inference_mode()
-    def blended(self, graphs: LayerGraphs | None) -> tuple[torch.Tensor, FusedKV]:
+    def blended(
+        self, graphs: LayerGraphs | None, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, FusedKV]:
         """Return the last hidden state, and the prompt's KV."""
         fused = FusedKV(self.stack.geometry, len(self.ids), reserve=5)
         fused.keys[:, :, : len(self.ids)] = self.stored.keys
@@ -106,15 +108,15 @@ class Prompt:
         candidates = Candidates(self.cached, nothing, torch.zeros(len(self.ids), dtype=torch.long))
         run = BlendPass(
             self.stack, self.ids, fused, candidates, Schedule(make_selector("none"), 0.0, {}),
-            graphed=None if graphs is None else graphs.of,
+            graphed=None if graphs is None else graphs.of, positions=positions,
         )  # fmt: skip
         run.run()
         return run.hidden, fused
 
-    def check(self, graphs: LayerGraphs) -> None:
+    def check(self, graphs: LayerGraphs, positions: torch.Tensor | None = None) -> None:
         """Compare a pass with graphs to one without."""
-        wanted, plain = self.blended(None)
-        found, fused = self.blended(graphs)
+        wanted, plain = self.blended(None, positions)
+        found, fused = self.blended(graphs, positions)
         seen = slice(0, len(self.ids))
         assert apart(found, wanted) < 5e-3
         assert apart(fused.keys[:, :, seen], plain.keys[:, :, seen]) < 5e-3
@@ -142,6 +144,17 @@ def test_prompts_of_all_lengths_share_the_graphs_of_a_number_of_rows(
     assert captured.count == 2
     assert captured.replayed == 2 * 3
     assert graphs.is_on
+
+
+def test_tokens_may_be_some_of_a_prompt() -> None:
+    """Then they have other positions than places in the buffer."""
+    stack, captured = stack_of(llama), Captured()
+    graphs = LayerGraphs(stack, stack.layers, captured)
+    for seed in range(4):
+        prompt = Prompt(stack, 60, 11, seed=seed)
+        prompt.check(graphs, torch.arange(60) * 3 + 50 * seed)
+    assert captured.count == 2
+    assert captured.replayed > 2
 
 
 def test_passes_may_take_turns() -> None:
