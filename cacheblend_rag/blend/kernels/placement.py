@@ -26,7 +26,7 @@ from cacheblend_rag.kv.packed_kv import PackedKV, PackedLayer
 
 TILE = 16
 """Tokens of a head that a program handles at once."""
-PROGRAMS, LINK_PROGRAMS = 1056, 32
+PROGRAMS, LINK_PROGRAMS = 1056, 24
 """Most programs at once: where all chunks are on the device, and where any is on the host."""
 NATIVE, FP8, INT8 = 0, 1, 2
 _FORMS = {"native": NATIVE, "fp8": FP8, "int8": INT8}
