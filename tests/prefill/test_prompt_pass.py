@@ -331,11 +331,22 @@ def test_a_question_is_what_follows_the_last_chunk_or_the_last_token() -> None:
     assert found.chunks[2].reason == "not stored"
 
 
-@pytest.mark.parametrize(("reserve", "placings"), [(0, [3, 3, 3, 3]), (None, [6, 6, 6, 3])])
+@pytest.mark.parametrize(
+    ("reserve", "alone", "placings"),
+    [
+        (0, False, [3, 3, 3, 3]),
+        (None, False, [6, 6, 6, 3]),
+        (0, True, [3, 3, 6, 3]),
+        (None, True, [3, 3, 6, 3]),
+    ],
+)
 def test_a_probe_that_ends_midway_loads_no_more(
-    reserve: int | None, placings: list[int], monkeypatch: pytest.MonkeyPatch
+    reserve: int | None, alone: bool, placings: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ring is loaded again from layer 0 on, a whole buffer goes on where the probe ended."""
+    """A ring is loaded again from layer 0 on, a whole buffer goes on where the probe ended.
+
+    A question that is asked alone loads the observed layer, and both begin with layer 0.
+    """
     placed_at: list[tuple[int, int]] = []
     place = chunk_loader.place_parts
     stack = FakeStack()
@@ -347,8 +358,11 @@ def test_a_probe_that_ends_midway_loads_no_more(
     monkeypatch.setattr(chunk_loader, "place_parts", noted)
     options = {"reserve": reserve}
     found = finished(
-        prompt_pass(filled(placed()), placed(), stack, options, selector="question_mid")
-    )
+        prompt_pass(
+            filled(placed()), placed(), stack, options,
+            selector="question_mid", selector_options={"layers": [2], "alone": alone},
+        )
+    )  # fmt: skip
     ran = [layer for layer, _ in groupby(event.layer for event in stack.log)]
     assert ran == [0, 1, 2, 0, 1, 2, 3]
     assert [sum(layer == one for one, _ in placed_at) for layer in range(LAYERS)] == placings
