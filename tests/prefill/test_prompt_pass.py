@@ -331,10 +331,22 @@ def test_a_question_is_what_follows_the_last_chunk_or_the_last_token() -> None:
     assert found.chunks[2].reason == "not stored"
 
 
-@pytest.mark.parametrize("reserve", [0, None])
-def test_a_question_asked_alone_takes_chunks_only_where_it_is_observed(
-    reserve: int | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("reserve", "alone", "placings"),
+    [
+        (0, False, [3, 3, 3, 3]),
+        (None, False, [6, 6, 6, 3]),
+        (0, True, [3, 3, 6, 3]),
+        (None, True, [3, 3, 6, 3]),
+    ],
+)
+def test_a_probe_that_ends_midway_loads_no_more(
+    reserve: int | None, alone: bool, placings: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A ring is loaded again from layer 0 on, a whole buffer goes on where the probe ended.
+
+    A question that is asked alone loads the observed layer, and both begin with layer 0.
+    """
     placed_at: list[tuple[int, int]] = []
     place = chunk_loader.place_parts
     stack = FakeStack()
@@ -346,11 +358,14 @@ def test_a_question_asked_alone_takes_chunks_only_where_it_is_observed(
     monkeypatch.setattr(chunk_loader, "place_parts", noted)
     options = {"reserve": reserve}
     found = finished(
-        prompt_pass(filled(placed()), placed(), stack, options, selector="question_mid")
-    )
+        prompt_pass(
+            filled(placed()), placed(), stack, options,
+            selector="question_mid", selector_options={"layers": [2], "alone": alone},
+        )
+    )  # fmt: skip
     ran = [layer for layer, _ in groupby(event.layer for event in stack.log)]
     assert ran == [0, 1, 2, 0, 1, 2, 3]
-    assert [sum(layer == one for one, _ in placed_at) for layer in range(LAYERS)] == [3, 3, 6, 3]
+    assert [sum(layer == one for one, _ in placed_at) for layer in range(LAYERS)] == placings
     last = [ran_before for layer, ran_before in placed_at if layer == LAYERS - 1]
     assert last == [6] * len(SPANS), "after three layers of the probe and three of the pass"
     assert found.selector == "question_mid"
