@@ -27,7 +27,8 @@ from cacheblend_rag.engines.vllm.connector import blender as blender_module
 from cacheblend_rag.engines.vllm.connector import job_runner
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import MOST_STEPS_AHEAD, Pace, Slices, steps_ahead
-from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
+from cacheblend_rag.engines.vllm.connector.paged import PagedKV
+from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.protocol import PrefetchResult
 from tests.engines.vllm.fp8_attention import QuantizedQueryBackend, fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -85,7 +86,7 @@ def test_kernels_may_see_smaller_blocks_than_vllm_hands_out(
     cache = blender.cache
     assert (cache.block_size, cache.kernel_block_size) == (128, KERNEL_BLOCK)
     assert cache.attention[0].kv_cache.shape[2] == KERNEL_BLOCK
-    assert cache.builder.kv_cache_spec.block_size == KERNEL_BLOCK
+    assert cache.builders[0].kv_cache_spec.block_size == KERNEL_BLOCK
     short_steps.precompute(DOCUMENTS, progress=False)
     check_exact(short_steps, rounding=OTHER_BLOCKS)
 
@@ -137,7 +138,7 @@ def fused_keys(blender: Any, cache: PagedCache, mode: Any) -> torch.Tensor:
     blocks = range(
         blender.trial.blocks - 1 + (-TOKENS // cache.block_size), blender.trial.blocks - 1
     )
-    paged = PagedKV(cache, blocks, 0, TOKENS, mode)
+    paged = PagedKV(cache, [blocks], 0, TOKENS, mode)
     schedule = plan_schedule(BlendConfig(selector="none"), stack.geometry.layers)
     known = Candidates(cached, cached, torch.zeros(TOKENS, dtype=torch.long))
     run = BlendPass(
@@ -149,15 +150,15 @@ def fused_keys(blender: Any, cache: PagedCache, mode: Any) -> torch.Tensor:
 
 
 def test_metadata_that_a_builder_overwrites_are_never_used_again(blender: Any) -> None:
-    shared = OneBuffer(blender.cache.builder)
-    found = fused_keys(blender, replace(blender.cache, builder=shared), "native")
+    shared = OneBuffer(blender.cache.builders[0])
+    found = fused_keys(blender, replace(blender.cache, builders=[shared]), "native")
     assert len(set(shared.sequences)) > 1, "blocks differ in their runs"
     torch.testing.assert_close(found, fused_keys(blender, blender.cache, "sdpa"), atol=1e-4, rtol=0)
 
 
 def test_no_more_runs_attend_at_once_than_the_builder_has_room_for(blender: Any) -> None:
-    small = OneBuffer(blender.cache.builder, most=2)
-    cache = replace(blender.cache, builder=small, most_runs=2)
+    small = OneBuffer(blender.cache.builders[0], most=2)
+    cache = replace(blender.cache, builders=[small], most_runs=2)
     found = fused_keys(blender, cache, "native")
     assert max(small.sequences) == 2
     torch.testing.assert_close(found, fused_keys(blender, blender.cache, "sdpa"), atol=1e-4, rtol=0)
@@ -193,9 +194,9 @@ def test_metadata_are_built_of_what_the_host_knows(
     blender: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Builders of GPU backends ask the device for what they are not told, and wait for it."""
-    paged = PagedKV(blender.cache, range(1, 12), 0, TOKENS, "native")
+    paged = PagedKV(blender.cache, [range(1, 12)], 0, TOKENS, "native")
     rows = Rows.at(np.r_[3:9, 20, 40:90, 100:TOKENS], torch.device("cpu"))
-    ((_, common),) = paged.common(rows)
+    ((_, common),) = paged.common(rows, 0)
     lengths = [9, 21, 90, TOKENS]
     assert common.seq_lens.tolist() == lengths
     assert common.seq_lens_cpu_upper_bound is not None
@@ -253,7 +254,7 @@ def peak_of(engine: InProcessEngine, prompt: str) -> tuple[int, int]:
     until = request.job.chunks[-1].end
     last = blender.trial.blocks - 1
     blocks = tuple(range(last + (-until // blender.cache.block_size), last))
-    job = Allotted("", request.job, request.token_ids, 0, until, blocks)
+    job = Allotted("", request.job, request.token_ids, 0, until, (blocks,))
     with PeakBytes() as memory:
         for _ in blender.jobs.work(job, blender.jobs.source(job)):
             pass
