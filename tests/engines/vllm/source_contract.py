@@ -305,7 +305,15 @@ CONTRACT: dict[str, dict[str, Name]] = {
     },
     "vllm.v1.attention.backends.cpu_attn": {"CPUAttentionBackendImpl": WRITING},
     "vllm.v1.attention.backends.flash_attn": {"FlashAttentionImpl": WRITING},
-    "vllm.v1.attention.backends.flashinfer": {"FlashInferImpl": WRITING},
+    "vllm.v1.attention.backends.flashinfer": {
+        "FlashInferImpl": WRITING,
+        "FlashInferMetadataBuilder": Name(
+            members={
+                "set_workspace_buffer": ("workspace_buffer",),
+                **fields("_get_workspace_buffer"),
+            }
+        ),
+    },
     "vllm.v1.attention.backends.triton_attn": {"TritonAttentionImpl": WRITING},
     "vllm.v1.worker.utils": {
         "select_common_block_size": Name(

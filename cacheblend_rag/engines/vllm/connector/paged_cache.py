@@ -18,6 +18,7 @@ from cacheblend_rag.engines.vllm.connector.block_layout import BlockLayout, bloc
 from cacheblend_rag.engines.vllm.connector.kv_groups import specs_of
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.memory import lack_of_memory
 from cacheblend_rag.reason import ReasonCode
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,8 @@ class PagedCache:
 def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> PagedCache:
     """Return a worker's paged cache, with metadata builders like vLLM's own.
 
-    Raises UnsupportedModelError when layers use several attention backends or kernel block sizes.
+    Raises UnsupportedModelError when layers use several attention backends or kernel block sizes,
+    or there is no memory for the backend's workspace.
     """
     backends = {layer.attn_backend for layer in stack.attention}
     if len(backends) != 1:
@@ -124,6 +126,7 @@ def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> Pag
         raise UnsupportedModelError(
             "KV cache groups have blocks of different sizes", ReasonCode.UNSUPPORTED_ATTENTION
         )
+    share_workspace(builders)
     return PagedCache(
         stack.attention,
         [group_of[name] for name in stack.names],
@@ -134,4 +137,35 @@ def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> Pag
         most_runs=(
             None if device.type == "cpu" else int(vllm_config.scheduler_config.max_num_seqs)
         ),
+    )
+
+
+def share_workspace(builders: Sequence[Any]) -> None:
+    """Allocate the workspace that builders of FlashInfer's backend need, one for all of them.
+
+    A builder would allocate its own (394 MiB or more) when it first builds metadata. vLLM's memory
+    profile does not include it, and a connector cannot reach the builders of vLLM's model runner,
+    which have one, too. Allocated at start, it is no longer among the free bytes that passes are
+    measured against. Passes run one after another on one stream, as vLLM's own groups do, which
+    share one.
+
+    Raises UnsupportedModelError when there is no memory for it.
+    """
+    first, *others = builders
+    if not (hasattr(first, "_get_workspace_buffer") and hasattr(first, "set_workspace_buffer")):
+        return
+    try:
+        workspace = first._get_workspace_buffer()
+    except RuntimeError as error:
+        if lack_of_memory(error) is None:
+            raise
+        raise UnsupportedModelError(
+            "there is no device memory for the attention backend's workspace: serve with a smaller "
+            "--gpu-memory-utilization",
+            ReasonCode.NO_ROOM,
+        ) from None
+    for builder in others:
+        builder.set_workspace_buffer(workspace)
+    logger.info(
+        "the attention backend's workspace takes %d MiB beside vLLM's", workspace.nbytes >> 20
     )

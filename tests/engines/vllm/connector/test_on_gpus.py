@@ -28,8 +28,10 @@ from cacheblend_rag.engines.vllm.connector import job_runner
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import MOST_STEPS_AHEAD, Pace, Slices, steps_ahead
 from cacheblend_rag.engines.vllm.connector.paged import PagedKV
-from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
+from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache, share_workspace
 from cacheblend_rag.engines.vllm.protocol import PrefetchResult
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.reason import ReasonCode
 from tests.engines.vllm.fp8_attention import QuantizedQueryBackend, fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
@@ -243,6 +245,53 @@ def test_a_preempted_request_keeps_its_output(llama: InProcessEngine) -> None:
 
 
 # Memory
+
+
+class WithWorkspace:
+    """A builder as FlashInfer's: it allocates a workspace when it first needs one."""
+
+    def __init__(self, free: int = 1 << 20) -> None:
+        self.free, self.made, self.workspace = free, 0, None
+
+    def _get_workspace_buffer(self) -> torch.Tensor:
+        if self.workspace is None:
+            if self.free < NEEDED:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 394.00 MiB.")
+            self.made += 1
+            self.set_workspace_buffer(torch.zeros(NEEDED, dtype=torch.uint8))
+        assert self.workspace is not None
+        return self.workspace
+
+    def set_workspace_buffer(self, workspace_buffer: Any) -> None:
+        self.workspace = workspace_buffer
+
+
+NEEDED = 4096
+
+
+def test_builders_share_one_workspace_that_is_allocated_at_start() -> None:
+    builders = [WithWorkspace() for _ in range(3)]
+    share_workspace(builders)
+    assert [builder.made for builder in builders] == [1, 0, 0]
+    assert len({id(builder.workspace) for builder in builders}) == 1
+    workspace = builders[0].workspace
+    assert [builder._get_workspace_buffer() is workspace for builder in builders] == [True] * 3
+    share_workspace([object(), object()])  # of a backend that has none
+
+
+def test_without_room_for_a_workspace_nothing_is_blended_and_the_reason_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UnsupportedModelError, match="gpu-memory-utilization") as raised:
+        share_workspace([WithWorkspace(free=0)])
+    assert raised.value.reason.code == ReasonCode.NO_ROOM
+
+    def fail(_: Any) -> torch.Tensor:
+        raise RuntimeError("of another kind")
+
+    monkeypatch.setattr(WithWorkspace, "_get_workspace_buffer", fail)
+    with pytest.raises(RuntimeError, match="of another kind"):
+        share_workspace([WithWorkspace()])
 
 
 @torch.inference_mode()
