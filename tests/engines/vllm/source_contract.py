@@ -163,6 +163,8 @@ CONTRACT: dict[str, dict[str, Name]] = {
     f"{CONNECTOR}.base": {
         "KVConnectorRole": Name(members=fields("SCHEDULER", "WORKER")),
         "KVConnectorMetadata": Name(),
+        "KVConnectorTransferResults": Name(members=fields("failed_recving")),
+        "SupportsHMA": Name(members={"request_finished_all_groups": ("request", "block_ids")}),
         "KVConnectorWorkerMetadata": Name(members={"aggregate": ("other",)}),
         "KVConnectorBase_V1": Name(
             ("vllm_config", "role", "kv_cache_config"),
@@ -173,6 +175,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "start_load_kv": ("forward_context",),
                 "wait_for_layer_load": ("layer_name",),
                 "get_finished": ("finished_req_ids",),
+                "get_transfer_results": ("finished_req_ids",),
                 "on_new_request": ("request",),
                 "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
                 "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
@@ -270,11 +273,12 @@ CONTRACT: dict[str, dict[str, Name]] = {
     },
     "vllm.v1.kv_cache_interface": {
         "KVCacheConfig": Name(members=fields("kv_cache_groups", "num_blocks")),
-        "KVCacheGroupSpec": Name(members=fields("kv_cache_spec")),
+        "KVCacheGroupSpec": Name(members=fields("kv_cache_spec", "layer_names")),
         "KVCacheSpec": Name(
             members={"copy_with_new_block_size": ("block_size",), **fields("block_size")}
         ),
-        "SlidingWindowSpec": Name(),
+        "FullAttentionSpec": Name(),
+        "SlidingWindowSpec": Name(members=fields("sliding_window")),
         "UniformTypeKVCacheSpecs": Name(members=fields("kv_cache_specs")),
     },
     "vllm.v1.attention.backend": {
@@ -301,7 +305,15 @@ CONTRACT: dict[str, dict[str, Name]] = {
     },
     "vllm.v1.attention.backends.cpu_attn": {"CPUAttentionBackendImpl": WRITING},
     "vllm.v1.attention.backends.flash_attn": {"FlashAttentionImpl": WRITING},
-    "vllm.v1.attention.backends.flashinfer": {"FlashInferImpl": WRITING},
+    "vllm.v1.attention.backends.flashinfer": {
+        "FlashInferImpl": WRITING,
+        "FlashInferMetadataBuilder": Name(
+            members={
+                "set_workspace_buffer": ("workspace_buffer",),
+                **fields("_get_workspace_buffer"),
+            }
+        ),
+    },
     "vllm.v1.attention.backends.triton_attn": {"TritonAttentionImpl": WRITING},
     "vllm.v1.worker.utils": {
         "select_common_block_size": Name(

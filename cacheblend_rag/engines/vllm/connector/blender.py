@@ -15,7 +15,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, Work, WorkResult
 from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, Allotted
 from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices, steps_ahead
-from cacheblend_rag.engines.vllm.connector.paged import paged_cache
+from cacheblend_rag.engines.vllm.connector.paged_cache import paged_cache
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack

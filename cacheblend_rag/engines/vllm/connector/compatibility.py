@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
+from cacheblend_rag.engines.vllm.connector.kv_groups import obstacle
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.reason import Reason, ReasonCode
 
@@ -25,7 +24,6 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any) -> Reason | None:
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "data parallelism of experts": parallel.data_parallel_size > 1 and model.is_moe,
-        "several KV cache groups": len(kv_cache_config.kv_cache_groups) > 1,
         "speculative decoding": vllm_config.speculative_config is not None,
         "LoRA": vllm_config.lora_config is not None,
         f"a KV cache of type {cache.cache_dtype}": cache.cache_dtype not in KV_TYPES,
@@ -34,19 +32,12 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any) -> Reason | None:
         return Reason(
             ReasonCode.UNSUPPORTED_ATTENTION, "multi-head latent attention (MLA) cannot be blended"
         )
+    if groups := obstacle(kv_cache_config, cache):
+        return Reason(ReasonCode.UNSUPPORTED_ATTENTION, f"{groups} cannot be blended")
     for name, present in obstacles.items():
         if present:
             return Reason(ReasonCode.UNSUPPORTED_SETTING, f"{name} cannot be blended")
     return None
-
-
-def drops_blocks(kv_cache_config: Any) -> bool:
-    """Whether vLLM allocates no blocks before the sliding window.
-
-    It recomputes a failed synchronous load in the allocated blocks, so loads must be asynchronous.
-    """
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return any(isinstance(spec, SlidingWindowSpec) for spec in specs)
 
 
 def check_attention(layers: Sequence[Any]) -> None:

@@ -17,11 +17,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
-from cacheblend_rag.engines.vllm.connector.compatibility import drops_blocks, refusal_of
+from cacheblend_rag.engines.vllm.connector.compatibility import refusal_of
 from cacheblend_rag.engines.vllm.connector.finding import Finding
+from cacheblend_rag.engines.vllm.connector.kv_groups import is_recomputed, kept_tokens
 from cacheblend_rag.engines.vllm.connector.metadata import StepJobs, StepResults
 from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.connector.scheduler import ConnectorScheduler
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class CacheBlendConnector(KVConnectorBase_V1):
+class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
     """The class that vLLM loads, once beside its scheduler and once in each worker.
 
     Each method belongs to one of the two sides; see ConnectorScheduler and ConnectorWorker.
@@ -52,8 +55,8 @@ class CacheBlendConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of_vllm(vllm_config)
         refusal = refusal_of(vllm_config, kv_cache_config)
-        drops = drops_blocks(kv_cache_config)
-        asynchronous = settings.asynchronous or drops
+        asynchronous = settings.asynchronous or not is_recomputed(kv_cache_config)
+        block_size = vllm_config.cache_config.block_size
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -62,8 +65,9 @@ class CacheBlendConnector(KVConnectorBase_V1):
                 refusal,
                 asynchronous=asynchronous,
                 step_tokens=settings.step_tokens,
-                block_size=vllm_config.cache_config.block_size,
-                shares_prefix=settings.attention not in PLAIN and not drops,
+                block_size=block_size,
+                shares_prefix=settings.attention not in PLAIN,
+                kept_tokens=kept_tokens(kv_cache_config, block_size),
                 finding=Finding.of(vllm_config, settings),
             )
         else:
@@ -120,8 +124,14 @@ class CacheBlendConnector(KVConnectorBase_V1):
         """Return requests whose asynchronous work is done."""
         return None, self.worker.take_done()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return requests whose asynchronous work is done, and those vLLM must compute itself."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self.worker.take_failed_requests()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return blocks that could not be filled; vLLM recomputes them."""
+        """Return blocks of the only KV cache group that could not be filled; vLLM computes them."""
         return self.worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -160,6 +170,12 @@ class CacheBlendConnector(KVConnectorBase_V1):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return the result of a request that brought a job."""
+        return False, self.scheduler.finish(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return the result of a request that brought a job; its blocks may be freed."""
         return False, self.scheduler.finish(request)
 
     def shutdown(self) -> None:

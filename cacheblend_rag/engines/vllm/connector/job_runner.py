@@ -23,7 +23,8 @@ from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
 from cacheblend_rag.engines.vllm.connector.keeping import keep
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import OwnTime
-from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
+from cacheblend_rag.engines.vllm.connector.paged import PagedKV
+from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 from cacheblend_rag.engines.vllm.connector.tenants import NOT_FOR_TENANTS
@@ -224,6 +225,7 @@ class JobRunner:
             self.mode,
             allotted.shared,
         )
+        one = replace(self.stack.geometry, layers=1)
         return PromptPass(
             self.stack,
             token_tensor(allotted.tokens, self.stack.geometry.device),
@@ -238,7 +240,12 @@ class JobRunner:
             on_restart=paged.forget,
             own_seconds=self.own_time.seconds,
             controller=Controller(self.stack.costs, self.rates, self.store.speeds),
-            lack_of_room=partial(self._lack_of_room, len(allotted.tokens), checks=bool(checks)),
+            lack_of_room=partial(
+                self._lack_of_room,
+                len(allotted.tokens),
+                checks=bool(checks),
+                more=FusedKV.bytes_for(one, allotted.until) if paged.has_own else 0,
+            ),
             held=paged.prefix(allotted.prefix),
             request_id=allotted.request_id,
         )
@@ -294,14 +301,14 @@ class JobRunner:
         return (yield from keep(self.stack, self.store, blended, parts))
 
     def _lack_of_room(
-        self, tokens: int, *, checks: bool = False, whole: bool = False
+        self, tokens: int, *, checks: bool = False, whole: bool = False, more: int = 0
     ) -> str | None:
         """Return why a pass over so many tokens does not fit beside vLLM on some rank, or None.
 
         vLLM has profiled its own needs only, and its own out-of-memory error would end the server.
-        whole: whether the pass keeps all layers' KV.
+        whole: whether the pass keeps all layers' KV. more: bytes beside those of the pass.
         """
-        needed = self.stack.pass_bytes(tokens, checks=checks)
+        needed = self.stack.pass_bytes(tokens, checks=checks) + more
         needed += FusedKV.bytes_for(self.stack.geometry, tokens) if whole else 0
         free = free_bytes(self.stack.geometry.device)
         if all(on_all_ranks(self.stack, [free is None or needed <= free])):

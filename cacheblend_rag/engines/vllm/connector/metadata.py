@@ -30,10 +30,10 @@ class Allotted:
     """One request's job with the blocks that the scheduler allocated.
 
     tokens: the whole prompt. first, until: tokens [first, until) must be provided; those before are
-    in the cache already. block_ids: the request's blocks. wait: whether it is needed in this step.
-    arrived: when vLLM received the request, in seconds of ``time.time``. shared: tokens in the
-    blocks before the first chunk, which ordinary requests may share. namespace: of its KV; None is
-    the server's.
+    in the cache already. block_ids: the request's blocks in each KV cache group. wait: whether it
+    is needed in this step. arrived: when vLLM received the request, in seconds of ``time.time``.
+    shared: tokens in the blocks before the first chunk, which ordinary requests may share.
+    namespace: of its KV; None is the server's.
     """
 
     request_id: str
@@ -41,7 +41,7 @@ class Allotted:
     tokens: tuple[int, ...]
     first: int
     until: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
     wait: bool = False
     arrived: float = 0.0
     shared: int = 0
@@ -53,8 +53,9 @@ class Allotted:
         return min(self.first, self.shared)
 
     def blocks(self, size: int) -> tuple[int, ...]:
-        """Return the blocks, of ``size`` tokens each, that must be filled."""
-        return self.block_ids[self.first // size : -(-self.until // size)]
+        """Return the blocks, of ``size`` tokens each, that must be filled in the only group."""
+        (block_ids,) = self.block_ids
+        return block_ids[self.first // size : -(-self.until // size)]
 
 
 @dataclass

@@ -8,26 +8,22 @@ That equals vLLM's own prefill bit for bit. Scattered rows make many short runs,
 over the dense fused KV (`RowAttention`) is faster, except on CPUs with AVX-512; rows whose blocks
 are shared with ordinary requests are left out of that.
 
-If all layers have a sliding window, vLLM gives a request blocks for the end of its prompt only,
-and the null block in place of the others. Then rows attend over a separate cache, which all layers
-use in turn.
+Layers belong to KV cache groups, each with a block table of its own (`BlockTable`). To layers with
+a sliding window vLLM may give blocks for the end of a prompt only, and the null block in place of
+the others. Then their rows attend over a separate cache, which all such layers use in turn.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-from vllm.v1.worker.utils import select_common_block_size
 
 from cacheblend_rag.blend.flex import FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
@@ -35,16 +31,12 @@ from cacheblend_rag.blend.passes import Attention
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.stack import AttentionCall
-from cacheblend_rag.engines.vllm.connector.block_layout import BlockLayout, block_layout
+from cacheblend_rag.engines.vllm.connector.block_table import BlockTable
+from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.settings import PLAIN, AttentionMode
-from cacheblend_rag.engines.vllm.connector.stack import WRITTEN_AT_ONCE, VLLMStack
-from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.engines.vllm.connector.stack import WRITTEN_AT_ONCE
 from cacheblend_rag.prefill.prompt_pass import HeldPrefix
-from cacheblend_rag.reason import ReasonCode
 
-logger = logging.getLogger(__name__)
-
-NULL_BLOCK = 0
 NATIVE_RUN = 8
 """With ``auto``, rows attend natively when their runs are at least this long on average."""
 NATIVE_RUN_AVX512 = 1
@@ -52,161 +44,70 @@ NATIVE_RUN_AVX512 = 1
 single rows (``bench ttft --engine vllm --attention``)."""
 
 
-@dataclass(frozen=True)
-class PagedCache:
-    """The paged KV cache of a worker, as its attention layers use it.
-
-    attention: vLLM's attention layers. builder: makes the backend's metadata. block_size: tokens
-    per block of vLLM's allocator. kernel_block_size: tokens per block of the kernels, which divides
-    it. dtype: of the model. most_runs: most sequences that the builder supports; None is without
-    limit.
-    """
-
-    attention: Sequence[Any]
-    builder: Any
-    block_size: int
-    kernel_block_size: int
-    dtype: torch.dtype
-    most_runs: int | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """The cache's device."""
-        device: torch.device = self.attention[0].kv_cache.device
-        return device
-
-    def kernel_blocks(self, block_ids: Sequence[int]) -> Tensor:
-        """Return the kernels' block ids for allocator blocks, (kernel blocks,) int32."""
-        parts = self.block_size // self.kernel_block_size
-        blocks = np.asarray(block_ids, dtype=np.int32)[:, None] * parts + np.arange(parts)
-        return torch.from_numpy(blocks.astype(np.int32).reshape(-1)).to(self.device)
-
-    def own(self, blocks: int) -> Tensor:
-        """Return an empty cache of so many kernel blocks, in the first layer's layout."""
-        like: Tensor = self.attention[0].kv_cache
-        shape = [blocks, *like.shape[1:]]
-        order = sorted(range(len(shape)), key=like.stride, reverse=True)
-        laid_out = like.new_zeros([shape[axis] for axis in order])
-        return laid_out.permute([order.index(axis) for axis in range(len(shape))])
-
-    @cached_property
-    def layout(self) -> BlockLayout | None:
-        """Where a kernel block keeps its KV, None if that cannot be found out."""
-        first = self.attention[0]
-        shape = (self.kernel_block_size, int(first.num_kv_heads), int(first.head_size))
-        try:
-            return block_layout(first, self.own(1), shape, self.dtype)
-        except torch.AcceleratorError:
-            raise
-        except Exception:  # of a backend that nobody has tried; blends work without it
-            logger.debug("the layout of vLLM's KV cache was not found out", exc_info=True)
-            return None
-
-    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Read back a layer's KV in kernel blocks; call it only if ``layout`` is known.
-
-        Returns:
-            Keys and values, each (kv_heads, tokens, head_dim).
-        """
-        assert self.layout is not None  # noqa: S101 (see above)
-        attention = self.attention[layer]
-        return self.layout.read(attention, attention.kv_cache[blocks.long()], self.dtype)
-
-
-def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> PagedCache:
-    """Return a worker's paged cache, with a metadata builder like vLLM's own."""
-    backends = {layer.attn_backend for layer in stack.attention}
-    if len(backends) != 1:
-        raise UnsupportedModelError(
-            "layers of this model use several attention backends", ReasonCode.UNSUPPORTED_ATTENTION
-        )
-    backend = backends.pop()
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = spec.kv_cache_specs[stack.names[0]]
-    sizing = (spec.block_size, [backend], [spec])
-    taken = len(signature(select_common_block_size).parameters)  # vLLM 0.31 takes no specs
-    size = select_common_block_size(*sizing[:taken])
-    device = stack.geometry.device
-    builder = backend.get_builder_cls()(
-        spec.copy_with_new_block_size(size), stack.names, vllm_config, device
-    )
-    return PagedCache(
-        stack.attention,
-        builder,
-        block_size=spec.block_size,
-        kernel_block_size=size,
-        dtype=stack.geometry.dtype,
-        most_runs=(
-            None if device.type == "cpu" else int(vllm_config.scheduler_config.max_num_seqs)
-        ),
-    )
-
-
 @dataclass
 class PagedKV:
     """The destination of a request's tokens [first, tokens).
 
-    block_ids: the request's blocks, in order. first: tokens before it are in the cache already.
-    shared: tokens in the first blocks, whose KV vLLM's prefix cache may give to ordinary requests:
-    unless ``mode`` says otherwise, their rows attend natively, as in vLLM's own prefill.
+    block_ids: the request's blocks in each KV cache group, in order. first: tokens before it are in
+    the cache already. shared: tokens in the first blocks, whose KV vLLM's prefix cache may give to
+    ordinary requests: unless ``mode`` says otherwise, their rows attend natively, as in vLLM's own
+    prefill. tables: of the groups.
     """
 
     cache: PagedCache
-    block_ids: Sequence[int]
+    block_ids: Sequence[Sequence[int]]
     first: int
     tokens: int
     mode: AttentionMode = "auto"
     shared: int = 0
+    tables: list[BlockTable] = field(init=False)
     _plain: Attention = field(init=False)
-    _runs: dict[int, tuple[Rows, list[tuple[slice, CommonAttentionMetadata]]]] = field(
+    _runs: dict[tuple[int, int], tuple[Rows, list[tuple[slice, CommonAttentionMetadata]]]] = field(
         init=False, default_factory=dict
     )
-    _built: tuple[CommonAttentionMetadata, Any] | None = field(init=False, default=None)
+    _built: dict[int, tuple[CommonAttentionMetadata, Any]] = field(init=False, default_factory=dict)
     _in_cache: set[int] = field(init=False, default_factory=set)
     _splits: dict[int, tuple[Rows, Rows, Rows]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         is_flex, kernels = self.mode == "flex", self.mode != "sdpa"
         self._plain = FlexAttention() if is_flex else RowAttention(kernels=kernels)
-        blocks = self.cache.kernel_blocks(self.block_ids)
-        size = self.cache.block_size
-        given = np.asarray(self.block_ids)[np.arange(self.first, self.tokens) // size] != NULL_BLOCK
-        skipped = int(given.argmax()) if given.any() else self.tokens - self.first
-        self._given = slice(self.first + skipped, self.tokens)
-        self.slots = self._slots_in(blocks)
-        self._own: Tensor | None = None
-        if NULL_BLOCK in self.block_ids[: -(-self.tokens // size)] and self.mode not in PLAIN:
-            count = -(-self.tokens // self.cache.kernel_block_size)
-            blocks = torch.arange(count, device=self.cache.device).int()
-            self._own = self.cache.own(count)
-        self._blocks, self._native_slots = blocks, self._slots_in(blocks)
+        is_native = self.mode not in PLAIN
+        self.tables = [
+            BlockTable.of(self.cache, blocks, self.first, self.tokens, attends=is_native)
+            for blocks in self.block_ids
+        ]
 
-    def _slots_in(self, blocks: Tensor) -> Tensor:
-        """Return the slot, (tokens,) int64, of each position in these kernel blocks."""
-        size = self.cache.kernel_block_size
-        positions = torch.arange(self.tokens, device=blocks.device)
-        return blocks.long()[positions // size] * size + positions % size
+    @cached_property
+    def _own(self) -> Tensor:
+        """The separate cache."""
+        return self.cache.own(-(-self.tokens // self.cache.kernel_block_size))
+
+    @property
+    def has_own(self) -> bool:
+        """Whether layers attend over a separate cache, of one layer's KV."""
+        return any(table.is_apart for table in self.tables)
 
     def attend(self, call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
         """Attention for BlendPass; see the module."""
-        layer = self.cache.attention[call.layer]
-        cache = layer.kv_cache if self._own is None else self._own
-        first = self.first if self._own is None else 0
+        table = self.tables[self.cache.groups[call.layer]]
+        cache = self._own if table.is_apart else self.cache.attention[call.layer].kv_cache
+        first = 0 if table.is_apart else self.first
         if not self.is_native(rows):
             self._in_cache.discard(call.layer)
             leading, others = self._split(rows)
             if not len(leading):
                 return self._plain(call, fused, rows)
-            self._write(call.layer, fused, slice(first, self.shared), cache, self._native_slots)
+            shared = slice(first, self.shared)
+            self._write(call.layer, fused, shared, cache, table.native_slots)
             exact = self._attend_natively(_part(call, 0, len(leading)), cache, leading)
             other = self._plain(_part(call, len(leading), len(rows)), fused, others)
             return torch.cat((exact, other), 1)
         if call.layer in self._in_cache:
             fresh = rows.part(int(np.searchsorted(rows.host, first)), len(rows))
-            self._write(call.layer, fused, fresh.device, cache, self._native_slots)
+            self._write(call.layer, fused, fresh.device, cache, table.native_slots)
         else:
-            self._write(call.layer, fused, slice(first, self.tokens), cache, self._native_slots)
+            self._write(call.layer, fused, slice(first, self.tokens), cache, table.native_slots)
         self._in_cache.add(call.layer)
         return self._attend_natively(call, cache, rows)
 
@@ -223,12 +124,13 @@ class PagedKV:
 
         None if there are none, or if they cannot be read back.
         """
-        if not tokens or self._own is not None or self.cache.layout is None:
+        is_held = tokens > 0 and all(table.is_whole for table in self.tables)
+        if not is_held or self.cache.layout is None:
             return None
         size = self.cache.kernel_block_size
-        blocks = self._blocks[: tokens // size]
 
         def place(layer: int, fused: FusedKV) -> None:
+            blocks = self.tables[self.cache.groups[layer]].blocks[: tokens // size]
             start = 0
             for part in torch.split(blocks, max(1, WRITTEN_AT_ONCE // size)):
                 fused.place(layer, start, *self.cache.read(layer, part), None)
@@ -241,18 +143,22 @@ class PagedKV:
 
         Native attention writes a layer whole on its first call, and then the fresh rows.
         """
-        if self._own is not None or layer not in self._in_cache:
+        table = self.tables[self.cache.groups[layer]]
+        if table.is_apart or layer not in self._in_cache:
             cache = self.cache.attention[layer].kv_cache
-            self._write(layer, fused, self._given, cache, self.slots)
+            self._write(layer, fused, table.given, cache, table.slots)
 
     def forget(self) -> None:
         """Write all layers whole again, since the pass starts again."""
         self._in_cache.clear()
 
-    def run(self, rows: Rows) -> tuple[Any, Tensor]:
-        """Return the backend's metadata for rows that are one run, and the slots of their KV."""
-        ((_, common),) = self.common(rows)
-        return self._build(common), self._native_slots[rows.device]
+    def run(self, rows: Rows) -> list[tuple[Any, Tensor]]:
+        """Return each layer's metadata for rows that are one run, and the slots of their KV."""
+        made: list[tuple[Any, Tensor]] = []
+        for group, table in enumerate(self.tables):
+            ((_, common),) = self.common(rows, group)
+            made.append((self._build(common, group), table.native_slots[rows.device]))
+        return [made[group] for group in self.cache.groups]
 
     def is_native(self, rows: Rows) -> bool:
         """Whether these rows attend by vLLM's own kernel."""
@@ -264,42 +170,48 @@ class PagedKV:
         return len(rows) >= _native_run(self.cache.device) * runs
 
     def _attend_natively(self, call: AttentionCall, cache: Tensor, rows: Rows) -> Tensor:
-        layer = self.cache.attention[call.layer]
+        layer, group = self.cache.attention[call.layer], self.cache.groups[call.layer]
         query, key, value = (
             part[0].transpose(0, 1).contiguous() for part in (call.query, call.key, call.value)
         )
         output = torch.empty_like(query)
         if getattr(layer, "query_quant", None) is not None:  # such a kernel takes it quantized
             query = layer.query_quant(query.flatten(1), layer._q_scale)[0].view_as(query)
-        for here, common in self.common(rows):
-            metadata = self._build(common)
+        for here, common in self.common(rows, group):
+            metadata = self._build(common, group)
             parts = (query[here], key[here], value[here])
             layer.impl.forward(layer, *parts, cache, metadata, output=output[here])
         return output[None]
 
-    def _build(self, common: CommonAttentionMetadata) -> Any:
-        """Return the backend's metadata; only the latest are kept.
+    def _build(self, common: CommonAttentionMetadata, group: int) -> Any:
+        """Return the backend's metadata; only the latest of each group are kept.
 
         Builders may return views of one buffer, which the next call overwrites.
         """
-        if self._built is None or self._built[0] is not common:
+        if group not in self._built or self._built[group][0] is not common:
             fast = self.cache.device.type != "cpu"
-            self._built = (common, self.cache.builder.build(0, common, fast_build=fast))
-        return self._built[1]
+            made = self.cache.builders[group].build(0, common, fast_build=fast)
+            self._built[group] = (common, made)
+        return self._built[group][1]
 
-    def common(self, rows: Rows) -> list[tuple[slice, CommonAttentionMetadata]]:
-        """Return vLLM's common metadata for parts of the rows, each as one batch of sequences."""
-        if id(rows) not in self._runs:
+    def common(self, rows: Rows, group: int) -> list[tuple[slice, CommonAttentionMetadata]]:
+        """Return vLLM's common metadata of a KV cache group, for parts of the rows.
+
+        Each part is one batch of sequences.
+        """
+        key = (group, id(rows))
+        if key not in self._runs:
             edges = _edges(rows.host)
             most = self.cache.most_runs or len(edges)
             starts = range(0, len(edges) - 1, most)
             parts = [edges[start : start + most + 1] for start in starts]
             # the rows are kept too, so that Python does not reuse their id for other rows
-            made = [(slice(int(p[0]), int(p[-1])), self._batch(rows, p)) for p in parts]
-            self._runs[id(rows)] = (rows, made)
-        return self._runs[id(rows)][1]
+            table = self.tables[group]
+            made = [(slice(int(p[0]), int(p[-1])), self._batch(rows, p, table)) for p in parts]
+            self._runs[key] = (rows, made)
+        return self._runs[key][1]
 
-    def _batch(self, rows: Rows, edges: Positions) -> CommonAttentionMetadata:
+    def _batch(self, rows: Rows, edges: Positions, table: BlockTable) -> CommonAttentionMetadata:
         """Return the metadata of runs of rows, as sequences of one request."""
         device = self.cache.device
         starts = (edges - edges[0]).astype(np.int32)
@@ -315,8 +227,8 @@ class PagedKV:
             num_actual_tokens=len(here),
             max_query_len=int(np.diff(starts).max()),
             max_seq_len=int(ends.max()),
-            block_table_tensor=self._blocks[None].expand(len(ends), -1).contiguous(),
-            slot_mapping=self._native_slots[here.device],
+            block_table_tensor=table.native_blocks[None].expand(len(ends), -1).contiguous(),
+            slot_mapping=table.native_slots[here.device],
         )
 
     def _write(

@@ -6,6 +6,7 @@ results with the requests' last outputs, or on request.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -67,7 +68,9 @@ class ConnectorScheduler:
     steps. step_tokens: see ConnectorSettings. block_size: tokens a block of vLLM's cache.
     shares_prefix: whether the blocks before a prompt's first chunk may be shared with ordinary
     requests. Synchronous blends share none: vLLM hands out blocks that it computes in the same
-    step, after the blend. finding: makes jobs of requests that bring none.
+    step, after the blend. kept_tokens: how long a prompt may be, up to its last chunk, to have
+    blocks for all of its tokens; longer ones share none, since the pass could not read them. None
+    is without limit. finding: makes jobs of requests that bring none.
     """
 
     def __init__(
@@ -79,11 +82,13 @@ class ConnectorScheduler:
         step_tokens: int,
         block_size: int,
         shares_prefix: bool,
+        kept_tokens: int | None = None,
         finding: Finding,
     ) -> None:
         self.asynchronous, self.step_tokens = asynchronous, step_tokens
         self.finding = finding
         self._block_size, self._shares_prefix = block_size, shares_prefix
+        self._kept_tokens = math.inf if kept_tokens is None else kept_tokens
         self.pending: dict[str, Pending] = {}
         self.late: dict[str, Pending] = {}
         self.reports: OrderedDict[str, Result] = OrderedDict()
@@ -105,10 +110,9 @@ class ConnectorScheduler:
         self.pending[request.request_id] = pending
         if pending.job is None or not pending.blends:
             return
-        shares = self._shares(pending.job)
-        pending.may_go_on = shares and goes_on(pending.job)
+        pending.may_go_on = self._may_share(pending.job) and goes_on(pending.job)
         if not pending.may_go_on:
-            self._set_apart(request, pending.job, shares=shares)
+            self._set_apart(request, pending.job, shares=self._shares(pending.job))
 
     def _read(self, request: Request) -> Pending:
         """Return the state of a new request, for its own namespace."""
@@ -155,7 +159,7 @@ class ConnectorScheduler:
                 pending.result = gone_on(pending.job, tuple(request.prompt_token_ids), computed)
                 return 0, False
             pending.may_go_on = False
-            self._set_apart(request, pending.job, shares=True)
+            self._set_apart(request, pending.job, shares=self._shares(pending.job))
         # Of what was blended before, only an incomplete last block is missing: vLLM computes it.
         is_repeat = bool(pending.found) and computed > pending.shared
         least = self._block_size if is_repeat else 1
@@ -197,6 +201,10 @@ class ConnectorScheduler:
 
     def _shares(self, job: BlendJob) -> bool:
         """Whether a blend shares the blocks before its first chunk."""
+        return self._may_share(job) and job.chunks[-1].end <= self._kept_tokens
+
+    def _may_share(self, job: BlendJob) -> bool:
+        """Whether a prompt of any length may use vLLM's own blocks."""
         return self._shares_prefix and self.asynchronous and job.config.reuse_prefix
 
     def _note_repeat(self, pending: Pending, work: str, why: Reason) -> None:
@@ -228,7 +236,7 @@ class ConnectorScheduler:
                 tokens=pending.job.tokens or tuple(request.prompt_token_ids),
                 first=pending.first,
                 until=pending.tokens,
-                block_ids=tuple(blocks.get_block_ids()[0]),
+                block_ids=tuple(map(tuple, blocks.get_block_ids())),
                 wait=not self._may_wait(pending.job),
                 arrived=request.arrival_time,
                 shared=pending.shared,

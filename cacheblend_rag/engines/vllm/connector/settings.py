@@ -51,8 +51,8 @@ class ConnectorSettings(Settings):
     """Whether clients' keys decide the namespace of each request (``serve --tenants``); requests
     that came past the access middleware then reuse nothing."""
     asynchronous: Flag = True
-    """Blend between scheduler steps, so that other requests keep decoding; always so if all layers
-    have a sliding window."""
+    """Blend between scheduler steps, so that other requests keep decoding; always so if layers have
+    a sliding window that vLLM keeps no KV before."""
     slice_seconds: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, Must("a number above 0")
     ] = None

@@ -189,12 +189,17 @@ class VLLMStack:
         """Record the hidden states before and after each layer, while the model itself runs."""
         return self._calls.recorded()
 
-    def run_model(self, token_ids: Tensor, positions: Tensor, metadata: Any, slots: Tensor) -> None:
-        """Run vLLM's own layers, uncompiled, on tokens (tokens,) with paged attention."""
+    def run_model(
+        self, token_ids: Tensor, positions: Tensor, layers: Sequence[tuple[Any, Tensor]]
+    ) -> None:
+        """Run vLLM's own layers, uncompiled, on tokens (tokens,) with paged attention.
+
+        layers: each layer's metadata and the slots of its KV.
+        """
         with set_forward_context(
-            dict.fromkeys(self.names, metadata),
+            {name: one[0] for name, one in zip(self.names, layers, strict=True)},
             self._config,
-            slot_mapping=dict.fromkeys(self.names, slots),
+            slot_mapping={name: one[1] for name, one in zip(self.names, layers, strict=True)},
             skip_compiled=True,
         ):
             self._calls.call_model(token_ids, positions)

@@ -22,7 +22,8 @@ from cacheblend_rag.blend.trial import (
     tokens_behind,
     trial_tokens,
 )
-from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
+from cacheblend_rag.engines.vllm.connector.paged import PagedKV
+from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 
@@ -53,7 +54,7 @@ class Trial:
         """
         ids = trial_tokens(self.vocabulary, self.stack.geometry.device)
         fused = self._made_up(ids)
-        blocks = range(1, 1 - (-fused.tokens // self.cache.block_size))
+        blocks = self.cache.first_blocks(fused.tokens)
         reference = self._reference(ids, fused, blocks)
         check_embedding(self.stack, reference)
         step = cache_step(self.cache.attention[0].kv_cache.dtype, self.stack.geometry.dtype)
@@ -70,7 +71,7 @@ class Trial:
             )
         return key_traits(self.stack, ids)
 
-    def _reference(self, ids: Tensor, fused: FusedKV, blocks: Sequence[int]) -> Reference:
+    def _reference(self, ids: Tensor, fused: FusedKV, blocks: Sequence[range]) -> Reference:
         """Run the model itself on the tokens, after synthetic KV in its own cache."""
         start = fused.tokens - ids.numel()
         own = PagedKV(self.cache, blocks, 0, fused.tokens, "native")
@@ -78,11 +79,12 @@ class Trial:
             own.finish_layer(layer, fused)
         rows = Rows.at(np.arange(start, fused.tokens), self.stack.geometry.device)
         with self.stack.recorded() as (inputs, outputs):
-            self.stack.run_model(ids, rows.device, *own.run(rows))
+            self.stack.run_model(ids, rows.device, own.run(rows))
         return Reference(ids, start, inputs, outputs)
 
     def _made_up(self, ids: Tensor) -> FusedKV:
         """Return synthetic KV, as much as fits into the cache besides the test's tokens."""
-        room = min(self.window, (self.blocks - 1) * self.cache.block_size)
+        each = (self.blocks - 1) // len(self.cache.builders)
+        room = min(self.window, each * self.cache.block_size)
         behind = tokens_behind(self.stack.windows, room)
         return made_up(self.stack, ids, behind)

@@ -75,6 +75,7 @@ class ConnectorWorker:
         self._done: set[str] = set()
         self._results: dict[str, Result] = {}
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._timer = PrefillTimer((), Rates())  # of no layers, where nothing is blended
         self._own_time = OwnTime()
         generation = generation_values(vllm_config.model_config)
@@ -201,8 +202,11 @@ class ConnectorWorker:
         if not done.wait:
             self._done.add(request_id)
         if leaves_blocks_empty(result, blends=done.job.kind == "blend"):
-            size = self._vllm_config.cache_config.block_size
-            self._failed_blocks |= set(done.blocks(size))
+            if len(done.block_ids) > 1:  # blocks do not tell vLLM the request then
+                self._failed_requests.add(request_id)
+            else:
+                size = self._vllm_config.cache_config.block_size
+                self._failed_blocks |= set(done.blocks(size))
 
     def status(self, namespace: str | None = None) -> ConnectorStatus:
         """Return whether and how this worker blends; namespace: the asker's, None is the server's.
@@ -255,6 +259,11 @@ class ConnectorWorker:
     def take_failed_blocks(self) -> set[int]:
         """Return blocks that could not be filled; vLLM computes them."""
         failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_failed_requests(self) -> set[str]:
+        """Return requests of several KV cache groups that vLLM computes itself."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_results(self) -> StepResults | None:

@@ -23,7 +23,7 @@ def vllm_config(**changes: Any) -> Any:
             data_parallel_size=1,
         ),
         model_config=SimpleNamespace(is_moe=False, use_mla=False, hf_config=LlamaConfig(**SHAPE)),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
         speculative_config=None,
         lora_config=None,
     )
@@ -50,14 +50,15 @@ def vllm_config(**changes: Any) -> Any:
     ],
 )
 def test_what_cannot_be_blended_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
-    groups = SimpleNamespace(kv_cache_groups=[object()])
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=object())])
     assert refusal_of(vllm_config(), groups) is None
     assert said in str(refusal_of(vllm_config(**changes), groups))
 
 
-def test_several_groups_of_kv_are_refused() -> None:
-    groups = SimpleNamespace(kv_cache_groups=[object(), object()])
-    assert "several KV cache groups" in str(refusal_of(vllm_config(), groups))
+def test_groups_of_kv_that_no_attention_has_are_refused() -> None:
+    group = SimpleNamespace(kv_cache_spec=object())
+    groups = SimpleNamespace(kv_cache_groups=[group, group])
+    assert "KV cache groups of other kinds" in str(refusal_of(vllm_config(), groups))
 
 
 def attention(**changes: Any) -> Any:

@@ -67,7 +67,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[PagedKV]:
 def in_cache(paged: PagedKV, layer: int, start: int, tokens: int) -> tuple[Tensor, Tensor]:
     """Keys and values of some tokens, each (kv_heads, tokens, head_dim), as vLLM reads them."""
     cache = paged.cache.attention[layer].kv_cache
-    slots, size = paged.slots[start : start + tokens], cache.shape[2]
+    slots, size = paged.tables[0].slots[start : start + tokens], cache.shape[2]
     held = cache[slots // size, :, slots % size].view(FP8).float().transpose(0, 1)
     keys, values = held.chunk(2, -1)
     return keys, values

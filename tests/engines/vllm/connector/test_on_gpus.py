@@ -27,8 +27,11 @@ from cacheblend_rag.engines.vllm.connector import blender as blender_module
 from cacheblend_rag.engines.vllm.connector import job_runner
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import MOST_STEPS_AHEAD, Pace, Slices, steps_ahead
-from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
+from cacheblend_rag.engines.vllm.connector.paged import PagedKV
+from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache, share_workspace
 from cacheblend_rag.engines.vllm.protocol import PrefetchResult
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.reason import ReasonCode
 from tests.engines.vllm.fp8_attention import QuantizedQueryBackend, fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
@@ -85,7 +88,7 @@ def test_kernels_may_see_smaller_blocks_than_vllm_hands_out(
     cache = blender.cache
     assert (cache.block_size, cache.kernel_block_size) == (128, KERNEL_BLOCK)
     assert cache.attention[0].kv_cache.shape[2] == KERNEL_BLOCK
-    assert cache.builder.kv_cache_spec.block_size == KERNEL_BLOCK
+    assert cache.builders[0].kv_cache_spec.block_size == KERNEL_BLOCK
     short_steps.precompute(DOCUMENTS, progress=False)
     check_exact(short_steps, rounding=OTHER_BLOCKS)
 
@@ -137,7 +140,7 @@ def fused_keys(blender: Any, cache: PagedCache, mode: Any) -> torch.Tensor:
     blocks = range(
         blender.trial.blocks - 1 + (-TOKENS // cache.block_size), blender.trial.blocks - 1
     )
-    paged = PagedKV(cache, blocks, 0, TOKENS, mode)
+    paged = PagedKV(cache, [blocks], 0, TOKENS, mode)
     schedule = plan_schedule(BlendConfig(selector="none"), stack.geometry.layers)
     known = Candidates(cached, cached, torch.zeros(TOKENS, dtype=torch.long))
     run = BlendPass(
@@ -149,15 +152,15 @@ def fused_keys(blender: Any, cache: PagedCache, mode: Any) -> torch.Tensor:
 
 
 def test_metadata_that_a_builder_overwrites_are_never_used_again(blender: Any) -> None:
-    shared = OneBuffer(blender.cache.builder)
-    found = fused_keys(blender, replace(blender.cache, builder=shared), "native")
+    shared = OneBuffer(blender.cache.builders[0])
+    found = fused_keys(blender, replace(blender.cache, builders=[shared]), "native")
     assert len(set(shared.sequences)) > 1, "blocks differ in their runs"
     torch.testing.assert_close(found, fused_keys(blender, blender.cache, "sdpa"), atol=1e-4, rtol=0)
 
 
 def test_no_more_runs_attend_at_once_than_the_builder_has_room_for(blender: Any) -> None:
-    small = OneBuffer(blender.cache.builder, most=2)
-    cache = replace(blender.cache, builder=small, most_runs=2)
+    small = OneBuffer(blender.cache.builders[0], most=2)
+    cache = replace(blender.cache, builders=[small], most_runs=2)
     found = fused_keys(blender, cache, "native")
     assert max(small.sequences) == 2
     torch.testing.assert_close(found, fused_keys(blender, blender.cache, "sdpa"), atol=1e-4, rtol=0)
@@ -193,9 +196,9 @@ def test_metadata_are_built_of_what_the_host_knows(
     blender: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Builders of GPU backends ask the device for what they are not told, and wait for it."""
-    paged = PagedKV(blender.cache, range(1, 12), 0, TOKENS, "native")
+    paged = PagedKV(blender.cache, [range(1, 12)], 0, TOKENS, "native")
     rows = Rows.at(np.r_[3:9, 20, 40:90, 100:TOKENS], torch.device("cpu"))
-    ((_, common),) = paged.common(rows)
+    ((_, common),) = paged.common(rows, 0)
     lengths = [9, 21, 90, TOKENS]
     assert common.seq_lens.tolist() == lengths
     assert common.seq_lens_cpu_upper_bound is not None
@@ -244,6 +247,53 @@ def test_a_preempted_request_keeps_its_output(llama: InProcessEngine) -> None:
 # Memory
 
 
+class WithWorkspace:
+    """A builder as FlashInfer's: it allocates a workspace when it first needs one."""
+
+    def __init__(self, free: int = 1 << 20) -> None:
+        self.free, self.made, self.workspace = free, 0, None
+
+    def _get_workspace_buffer(self) -> torch.Tensor:
+        if self.workspace is None:
+            if self.free < NEEDED:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 394.00 MiB.")
+            self.made += 1
+            self.set_workspace_buffer(torch.zeros(NEEDED, dtype=torch.uint8))
+        assert self.workspace is not None
+        return self.workspace
+
+    def set_workspace_buffer(self, workspace_buffer: Any) -> None:
+        self.workspace = workspace_buffer
+
+
+NEEDED = 4096
+
+
+def test_builders_share_one_workspace_that_is_allocated_at_start() -> None:
+    builders = [WithWorkspace() for _ in range(3)]
+    share_workspace(builders)
+    assert [builder.made for builder in builders] == [1, 0, 0]
+    assert len({id(builder.workspace) for builder in builders}) == 1
+    workspace = builders[0].workspace
+    assert [builder._get_workspace_buffer() is workspace for builder in builders] == [True] * 3
+    share_workspace([object(), object()])  # of a backend that has none
+
+
+def test_without_room_for_a_workspace_nothing_is_blended_and_the_reason_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UnsupportedModelError, match="gpu-memory-utilization") as raised:
+        share_workspace([WithWorkspace(free=0)])
+    assert raised.value.reason.code == ReasonCode.NO_ROOM
+
+    def fail(_: Any) -> torch.Tensor:
+        raise RuntimeError("of another kind")
+
+    monkeypatch.setattr(WithWorkspace, "_get_workspace_buffer", fail)
+    with pytest.raises(RuntimeError, match="of another kind"):
+        share_workspace([WithWorkspace()])
+
+
 @torch.inference_mode()
 def peak_of(engine: InProcessEngine, prompt: str) -> tuple[int, int]:
     """The most bytes that a blend's pass held, and how many tokens its prompt has."""
@@ -253,7 +303,7 @@ def peak_of(engine: InProcessEngine, prompt: str) -> tuple[int, int]:
     until = request.job.chunks[-1].end
     last = blender.trial.blocks - 1
     blocks = tuple(range(last + (-until // blender.cache.block_size), last))
-    job = Allotted("", request.job, request.token_ids, 0, until, blocks)
+    job = Allotted("", request.job, request.token_ids, 0, until, (blocks,))
     with PeakBytes() as memory:
         for _ in blender.jobs.work(job, blender.jobs.source(job)):
             pass

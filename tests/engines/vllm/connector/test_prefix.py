@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 from cacheblend_rag import BlendConfig, BlendPrompt, Generation
 from cacheblend_rag.engines.vllm.connector import paged
 from cacheblend_rag.engines.vllm.connector.block_layout import FP8, block_layout
+from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.prefix import set_apart
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
@@ -412,5 +413,5 @@ def test_a_cache_that_cannot_be_read_back_has_no_layout(fault: str) -> None:
         num_kv_heads=1,
         head_size=2,
     )
-    cache = paged.PagedCache([layer], None, 2, 2, torch.float32)
+    cache = PagedCache([layer], [0], [None], 2, 2, torch.float32)
     assert cache.layout is None

@@ -1,0 +1,68 @@
+"""vLLM's KV cache groups: layers that share a block table, and which blocks a group drops.
+
+If a model mixes full attention and sliding windows, vLLM's hybrid KV cache manager puts its layers
+into several groups. A group of layers with a window gets no blocks for tokens before the window.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+
+def specs_of(group: Any) -> list[Any]:
+    """Return the KV cache specs of a group's layers, in order; one stands for all equal ones."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return [spec.kv_cache_specs[name] for name in group.layer_names]
+    return [spec]
+
+
+def obstacle(kv_cache_config: Any, cache_config: Any) -> str | None:
+    """Return what cannot be blended about several KV cache groups, or None.
+
+    The layers of a model with one group are judged by its test.
+    """
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group)]
+    size = cache_config.block_size
+    hashed = getattr(cache_config, "prefix_match_unit", None)  # vLLM 0.31 has none
+    if len(kv_cache_config.kv_cache_groups) <= 1:
+        return None
+    if any(type(spec) not in {FullAttentionSpec, SlidingWindowSpec} for spec in specs):
+        return "KV cache groups of other kinds than full attention and sliding windows"
+    if any(spec.block_size != size for spec in specs) or hashed not in {None, size}:
+        return "KV cache groups with blocks of different sizes"
+    return None
+
+
+def smallest_window(kv_cache_config: Any) -> int | None:
+    """Return the smallest window of layers that get no blocks before it, in tokens.
+
+    None if all layers get blocks for all tokens.
+    """
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group)]
+    windows = [spec.sliding_window for spec in specs if isinstance(spec, SlidingWindowSpec)]
+    return min(windows, default=None)
+
+
+def is_recomputed(kv_cache_config: Any) -> bool:
+    """Whether vLLM can compute what a synchronous load in the same step has failed to load.
+
+    It does so in the blocks of one group that has them all. Otherwise loads must be asynchronous.
+    """
+    is_only = len(kv_cache_config.kv_cache_groups) <= 1
+    return is_only and smallest_window(kv_cache_config) is None
+
+
+def kept_tokens(kv_cache_config: Any, block_size: int) -> int | None:
+    """Return the length of the longest prompt part that has all blocks in all groups; None is any.
+
+    vLLM drops the complete blocks before the window of the token after that part.
+    """
+    window = smallest_window(kv_cache_config)
+    return None if window is None else window - 1 + block_size - 1

@@ -1,0 +1,171 @@
+"""vLLM's paged KV cache in a worker: attention layers, KV cache groups and metadata builders."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.worker.utils import select_common_block_size
+
+from cacheblend_rag.engines.vllm.connector.block_layout import BlockLayout, block_layout
+from cacheblend_rag.engines.vllm.connector.kv_groups import specs_of
+from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.memory import lack_of_memory
+from cacheblend_rag.reason import ReasonCode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """The paged KV cache of a worker, as its attention layers use it.
+
+    attention: vLLM's attention layers. groups: the KV cache group of each; a request has a block
+    table per group, and layers of different groups may share memory, of which they use other
+    blocks. builders: one per group, make the backend's metadata. block_size: tokens per block of
+    vLLM's allocator. kernel_block_size: tokens per block of the kernels, which divides it. dtype:
+    of the model. most_runs: most sequences that the builders support; None is without limit.
+    """
+
+    attention: Sequence[Any]
+    groups: Sequence[int]
+    builders: Sequence[Any]
+    block_size: int
+    kernel_block_size: int
+    dtype: torch.dtype
+    most_runs: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The cache's device."""
+        device: torch.device = self.attention[0].kv_cache.device
+        return device
+
+    def kernel_blocks(self, block_ids: Sequence[int]) -> Tensor:
+        """Return the kernels' block ids for allocator blocks, (kernel blocks,) int32."""
+        parts = self.block_size // self.kernel_block_size
+        blocks = np.asarray(block_ids, dtype=np.int32)[:, None] * parts + np.arange(parts)
+        return torch.from_numpy(blocks.astype(np.int32).reshape(-1)).to(self.device)
+
+    def first_blocks(self, tokens: int) -> list[range]:
+        """Return blocks for so many tokens in each group, none in two groups."""
+        each = -(-tokens // self.block_size)
+        starts = (1 + group * each for group in range(len(self.builders)))  # 0 is the null block
+        return [range(start, start + each) for start in starts]
+
+    def own(self, blocks: int) -> Tensor:
+        """Return an empty cache of so many kernel blocks, in the first layer's layout."""
+        like: Tensor = self.attention[0].kv_cache
+        shape = [blocks, *like.shape[1:]]
+        order = sorted(range(len(shape)), key=like.stride, reverse=True)
+        laid_out = like.new_zeros([shape[axis] for axis in order])
+        return laid_out.permute([order.index(axis) for axis in range(len(shape))])
+
+    @cached_property
+    def layout(self) -> BlockLayout | None:
+        """Where a kernel block keeps its KV, None if that cannot be found out."""
+        first = self.attention[0]
+        shape = (self.kernel_block_size, int(first.num_kv_heads), int(first.head_size))
+        try:
+            return block_layout(first, self.own(1), shape, self.dtype)
+        except torch.AcceleratorError:
+            raise
+        except Exception:  # of a backend that nobody has tried; blends work without it
+            logger.debug("the layout of vLLM's KV cache was not found out", exc_info=True)
+            return None
+
+    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Read back a layer's KV in kernel blocks; call it only if ``layout`` is known.
+
+        Returns:
+            Keys and values, each (kv_heads, tokens, head_dim).
+        """
+        assert self.layout is not None  # noqa: S101 (see above)
+        attention = self.attention[layer]
+        return self.layout.read(attention, attention.kv_cache[blocks.long()], self.dtype)
+
+
+def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> PagedCache:
+    """Return a worker's paged cache, with metadata builders like vLLM's own.
+
+    Raises UnsupportedModelError when layers use several attention backends or kernel block sizes,
+    or there is no memory for the backend's workspace.
+    """
+    backends = {layer.attn_backend for layer in stack.attention}
+    if len(backends) != 1:
+        raise UnsupportedModelError(
+            "layers of this model use several attention backends", ReasonCode.UNSUPPORTED_ATTENTION
+        )
+    backend = backends.pop()
+    device = stack.geometry.device
+    builders, sizes, group_of = list[Any](), set[int](), dict[str, int]()
+    for group in kv_cache_config.kv_cache_groups:
+        names = [name for name in stack.names if name in set(group.layer_names)]
+        if not names:
+            raise UnsupportedModelError("a KV cache group has none of the model's attention layers")
+        spec = specs_of(group)[0]
+        sizing = (spec.block_size, [backend], [spec])
+        taken = len(signature(select_common_block_size).parameters)  # vLLM 0.31 takes no specs
+        size = select_common_block_size(*sizing[:taken])
+        sizes.add(size)
+        group_of |= dict.fromkeys(names, len(builders))
+        builders.append(
+            backend.get_builder_cls()(
+                spec.copy_with_new_block_size(size), names, vllm_config, device
+            )
+        )
+    if len(sizes) != 1:
+        raise UnsupportedModelError(
+            "KV cache groups have blocks of different sizes", ReasonCode.UNSUPPORTED_ATTENTION
+        )
+    share_workspace(builders)
+    return PagedCache(
+        stack.attention,
+        [group_of[name] for name in stack.names],
+        builders,
+        block_size=spec.block_size,
+        kernel_block_size=size,
+        dtype=stack.geometry.dtype,
+        most_runs=(
+            None if device.type == "cpu" else int(vllm_config.scheduler_config.max_num_seqs)
+        ),
+    )
+
+
+def share_workspace(builders: Sequence[Any]) -> None:
+    """Allocate the workspace that builders of FlashInfer's backend need, one for all of them.
+
+    A builder would allocate its own (394 MiB or more) when it first builds metadata. vLLM's memory
+    profile does not include it, and a connector cannot reach the builders of vLLM's model runner,
+    which have one, too. Allocated at start, it is no longer among the free bytes that passes are
+    measured against. Passes run one after another on one stream, as vLLM's own groups do, which
+    share one.
+
+    Raises UnsupportedModelError when there is no memory for it.
+    """
+    first, *others = builders
+    if not (hasattr(first, "_get_workspace_buffer") and hasattr(first, "set_workspace_buffer")):
+        return
+    try:
+        workspace = first._get_workspace_buffer()
+    except RuntimeError as error:
+        if lack_of_memory(error) is None:
+            raise
+        raise UnsupportedModelError(
+            "there is no device memory for the attention backend's workspace: serve with a smaller "
+            "--gpu-memory-utilization",
+            ReasonCode.NO_ROOM,
+        ) from None
+    for builder in others:
+        builder.set_workspace_buffer(workspace)
+    logger.info(
+        "the attention backend's workspace takes %d MiB beside vLLM's", workspace.nbytes >> 20
+    )
