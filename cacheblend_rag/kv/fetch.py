@@ -178,10 +178,7 @@ class LayerSource:
             self._read_ahead()
 
     def waiting(self, layer: int, *, early: bool = False) -> LayerWait:
-        """Begin to read a layer, as ``want``; returns the measurement of the wait for it.
-
-        early: it is taken by ``early``.
-        """
+        """Begin to read a layer; returns the measurement of the wait. early: taken by ``early``."""
         with self._lock:
             if early:
                 self._begin_early(layer)
