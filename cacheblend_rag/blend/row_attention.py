@@ -25,7 +25,7 @@ from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.masks import MaskCache
 from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.sdpa_backends import without_cudnn
-from cacheblend_rag.blend.stack import AttentionCall
+from cacheblend_rag.blend.stack import AttentionCall, Geometry
 from cacheblend_rag.memory import lack_of_memory
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,16 @@ def attend_by_positions(call: AttentionCall, positions: Tensor, address: Tensor)
         call.query, call.key, call.value, positions, scaling=call.scaling, window=call.window,
         softcap=call.softcap, sinks=call.sinks, place=place,
     )  # fmt: skip
+
+
+def can_attend_by_positions(of: Geometry) -> bool:
+    """Whether `attend_by_positions` may work for a model: its device, dtype and heads suit it."""
+    if not has_kernels(of.device):
+        return False
+    from cacheblend_rag.blend.kernels.scattered import takes  # Triton: only here
+
+    one = torch.empty(1, 1, 1, of.head_dim, dtype=of.dtype)
+    return takes(one, one)
 
 
 class UnsupportedAttentionError(RuntimeError):

@@ -94,8 +94,8 @@ class _Inputs:
     """The buffers that graphs of one number of rows read and write.
 
     positions: (rows,) int64, -1 for padding. address: see KVAddress. hidden, out: (1, rows,
-    hidden); padding stays 0 in ``hidden``. arguments: the stack's position inputs.
-    replays: by layer. user: whose prompt is in them.
+    hidden); padding stays 0 in ``hidden``. arguments: the stack's position inputs. replays: by
+    layer. user: a token of whose prompt is in them, which does not keep that prompt's KV.
     """
 
     positions: Tensor
@@ -104,7 +104,7 @@ class _Inputs:
     out: Tensor
     arguments: Any
     replays: dict[int, Replay] = field(default_factory=dict)
-    user: GraphedRows | None = None
+    user: object = None
 
     @classmethod
     def of(cls, stack: DecoderStack, size: int) -> _Inputs:
@@ -137,7 +137,7 @@ class GraphedRows:
         self, graphs: LayerGraphs, inputs: _Inputs, rows: Rows, fused: FusedKV, at: Tensor
     ) -> None:
         self._graphs, self._inputs, self._rows, self._fused = graphs, inputs, rows, fused
-        self._at = at
+        self._at, self._token = at, object()
         self._stack, self._may_capture = graphs._stack, CAPTURED_AT_ONCE
 
     def run(self, layer: int, hidden: Tensor) -> Tensor | None:
@@ -149,7 +149,7 @@ class GraphedRows:
         is_captured = layer in inputs.replays
         if not self._graphs.is_on or not (is_captured or self._may_capture):
             return None
-        if inputs.user is not self:
+        if inputs.user is not self._token:
             self._fill()
         inputs.hidden[:, : len(self._rows)] = hidden
         if not is_captured:
@@ -171,7 +171,7 @@ class GraphedRows:
             into.copy_(tensor)
         numbers = [keys.data_ptr(), self._fused.values.data_ptr(), *keys.stride()[:2]]
         inputs.address.copy_(torch.tensor(numbers), non_blocking=True)
-        inputs.user = self
+        inputs.user = self._token
 
     def _captured(self, layer: int) -> Tensor | None:
         """Run a layer without a graph, capture it, and compare the two."""

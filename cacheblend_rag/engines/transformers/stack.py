@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
-from cacheblend_rag.blend.row_attention import has_kernels
+from cacheblend_rag.blend.row_attention import can_attend_by_positions
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import (
     Attend,
@@ -334,9 +334,9 @@ class TransformersStack:
 
 
 def _can_have_graphs(model: PreTrainedModel, stack: TransformersStack) -> bool:
-    """Whether a model is all on one GPU with kernels for scattered rows."""
+    """Whether a model is all on one GPU that has kernels for its attention."""
     is_spread = getattr(model, "hf_device_map", None) is not None
-    return has_kernels(stack.geometry.device) and not is_spread
+    return can_attend_by_positions(stack.geometry) and not is_spread
 
 
 def _named_window(layer: nn.Module) -> int | None:
