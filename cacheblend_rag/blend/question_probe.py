@@ -53,7 +53,7 @@ def probe_question(
     before_layer, graphed: see BlendPass; if the question is asked alone, KV of the observed layers
     only is taken.
     """
-    observed = probe.observed_of([cost.window for cost in stack.costs])
+    observed = probe.observed(stack.geometry.layers)
     observer = _QuestionAttention(stack, probe, observed, question_start)
     candidates, depth = _with_last_token(candidates), observed[-1] + 1
     if probe.alone:

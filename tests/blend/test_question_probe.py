@@ -278,21 +278,15 @@ def test_a_span_is_a_share_of_the_depth(
     assert probe.depth(layers) == observed[-1] + 1
 
 
-@pytest.mark.parametrize(
-    ("windows", "observed"),
-    [
-        ([None] * 10, (4, 5)),
-        ([None, 9] * 5, (4,)),
-        ([9, 9, 9, 9, 9, 9, 9, None, 9, None], (7,)),
-        ([None, 9, 9, 9, 9, 9, 9, 9, 9, 9], (4, 5)),
-    ],
-)
-def test_a_question_asked_alone_is_observed_where_layers_see_the_whole_prompt(
-    windows: list[int | None], observed: tuple[int, ...]
-) -> None:
-    assert Probe(span=(0.4, 0.6), alone=True).observed_of(windows) == observed
-    assert Probe(span=(0.4, 0.6)).observed_of(windows) == (4, 5)
-    assert Probe(layers=[1, 3], alone=True).observed_of(windows) == (1, 3), "as asked for"
+def test_a_question_is_asked_alone_only_where_layers_see_the_whole_prompt() -> None:
+    probe = Probe(span=(0.4, 0.6), alone=True)
+    assert probe.on([None] * 10) is probe
+    there = probe.on([None, 9] * 5)
+    assert not there.alone
+    assert there.observed(10) == (4, 5, 6, 7), "and in more layers"
+    assert Probe(span=(0.4, 0.9), alone=True).on([9] * 10).span == (0.4, 1.0)
+    for other in (Probe(span=(0.4, 0.6)), Probe(layers=[1, 3], alone=True)):
+        assert other.on([None, 9] * 5) is other, "as asked for"
 
 
 def test_a_layer_that_the_model_lacks_is_named() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -12,6 +12,8 @@ from cacheblend_rag.errors import ConfigError
 
 Heads = Literal["sum", "max"]
 Tokens = Literal["sum", "norm"]
+MORE_SPAN = 0.25
+"""How much longer the span is where a question is not asked alone though it should be."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +75,16 @@ class Probe:
         first = min(first, layers - 1)
         return tuple(range(first, max(end, first + 1)))
 
-    def observed_of(self, windows: Sequence[int | None]) -> tuple[int, ...]:
-        """Return the observed layers of a model, given each layer's sliding window or None.
+    def on(self, windows: Sequence[int | None]) -> Probe:
+        """Return the probe for a model, given each layer's sliding window or None.
 
-        They are those of ``observed``. But of a span, a question that is asked alone is observed in
-        layers without a window only, since the others see the end of a prompt: if there is none in
-        the span, in the next one.
+        Layers with a window show a question asked alone the end of the prompt only, so in a model
+        that has some it sees the chunks, and a longer span is observed; unless layers are named.
         """
-        observed = self.observed(len(windows))
-        if not self.alone or self.layers is not None:
-            return observed
-        unlimited = [i for i in range(observed[0], len(windows)) if windows[i] is None]
-        return tuple(i for i in unlimited if i <= observed[-1]) or tuple(unlimited[:1]) or observed
+        if not self.alone or self.layers is not None or not any(windows):
+            return self
+        first, end = self.span
+        return replace(self, alone=False, span=(first, min(1.0, end + MORE_SPAN)))
 
     def depth(self, layers: int) -> int:
         """Return how many of a model's first layers the probe pass needs."""

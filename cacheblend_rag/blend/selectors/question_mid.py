@@ -13,7 +13,8 @@ from cacheblend_rag.blend.selectors.question import Question
 class QuestionMid(Question):
     """As ``question``, in few layers, by a question that has not seen the chunks.
 
-    So the probe takes chunk KV of these layers only, and ends there. Related: QCFuse (arXiv
+    In a model that has layers with a sliding window it has, see ``Probe.on``. Elsewhere the probe
+    takes chunk KV of these layers only, and ends there. Related: QCFuse (arXiv
     2606.05875), which scores by three middle layers chosen by measurement; ``layers`` names such
     layers of a model.
     """
