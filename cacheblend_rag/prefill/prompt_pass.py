@@ -385,7 +385,7 @@ class PromptPass:
     def _probe(
         self, loader: ChunkLoader, candidates: Candidates, schedule: Schedule
     ) -> Steps[Tensor]:
-        probe = schedule.selector.probe.on([cost.window for cost in self.stack.costs])
+        probe = schedule.selector.probe
         attention, work = yield from probe_question(
             self.stack,
             self.token_ids,

@@ -21,7 +21,7 @@ from cacheblend_rag import BlendConfig, BlendPrompt, SamplingParams
 from cacheblend_rag.bench.interleave import Advance
 from cacheblend_rag.bench.plan import Plan, option
 from cacheblend_rag.blend.schedule import row_count
-from cacheblend_rag.blend.selectors import Probe, make_selector
+from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.cli import output
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.quality.data import load_dataset
@@ -38,8 +38,7 @@ SETS: Sets = {
     "random": ("random", {}),
     "question": ("question", {}),
     "question_mid": ("question_mid", {}),
-    "question_mid, chunks seen": ("question_mid", {"alone": False}),
-    "0.4-0.75, chunks seen": ("question_mid", {"span": [0.4, 0.75], "alone": False}),
+    "question_mid, alone": ("question_mid", {"span": [0.4, 0.5], "alone": True}),
     "prophet": ("prophet", {}),
     "infoflow": ("infoflow", {}),
     "span 0.25-0.5": ("question_mid", {"span": [0.25, 0.5]}),
@@ -168,8 +167,7 @@ def _layer_rows(asked: Sequence[_Asked], plan: LayersPlan, advance: Advance) -> 
     for index, one in enumerate(asked):
         advance(f"prompt {index + 1} of {len(asked)}, layer by layer")
         best = partial(one.best, plan.config, plan.ratio)
-        mean = best(span=[0.0, 1.0], alone=False)
-        question = best(span=[0.5, 1.0], heads="max", alone=False)
+        mean, question = best(span=[0.0, 1.0]), best(span=[0.5, 1.0], heads="max")
         for layer in range(one.engine.model.config.num_hidden_layers):
             own = best(layers=[layer])
             shares = (len(own & mean) / len(own), len(own & question) / len(own))
@@ -186,7 +184,7 @@ def _layer_rows(asked: Sequence[_Asked], plan: LayersPlan, advance: Advance) -> 
 
 def _three_best(rows: Sequence[Row]) -> list[int]:
     """Return the middle layers that overlap best with ``question``."""
-    middle = Probe(span=(0.4, 0.75)).observed(len(rows))
+    middle = make_selector("question_mid").probe.observed(len(rows))
     ranked = sorted(middle, key=lambda layer: -rows[layer]["question"])
     return sorted(ranked[:3])
 

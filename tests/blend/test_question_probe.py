@@ -278,17 +278,6 @@ def test_a_span_is_a_share_of_the_depth(
     assert probe.depth(layers) == observed[-1] + 1
 
 
-def test_a_question_is_asked_alone_only_where_layers_see_the_whole_prompt() -> None:
-    probe = Probe(span=(0.4, 0.6), alone=True)
-    assert probe.on([None] * 10) is probe
-    there = probe.on([None, 9] * 5)
-    assert not there.alone
-    assert there.observed(10) == (4, 5, 6, 7), "and in more layers"
-    assert Probe(span=(0.4, 0.9), alone=True).on([9] * 10).span == (0.4, 1.0)
-    for other in (Probe(span=(0.4, 0.6)), Probe(layers=[1, 3], alone=True)):
-        assert other.on([None, 9] * 5) is other, "as asked for"
-
-
 def test_a_layer_that_the_model_lacks_is_named() -> None:
     with pytest.raises(ConfigError, match=r"layers=\[3, 4\] must be below the model's 4 layers"):
         Probe(layers=[3, 4]).observed(4)

@@ -41,7 +41,7 @@ def chosen(name: str, seen: Evidence, count: int, **options: Any) -> list[int]:
         ("question", Probe((0.5, 1.0), None, "max", "sum"), 1.0),
         ("question_prior", Probe((0.5, 1.0), None, "max", "sum"), 1.0),
         ("prophet", Probe((0.0, 1.0), None, "sum", "sum"), 1.0),
-        ("question_mid", Probe((0.4, 0.5), None, "sum", "sum", alone=True), 0.1),
+        ("question_mid", Probe((0.4, 0.75), None, "sum", "sum"), 0.75),
         ("fusion", Probe((0.4, 0.75), None, "sum", "sum"), 0.75),
         ("infoflow", Probe((0.6, 0.75), None, "sum", "norm"), 0.75),
     ],
@@ -54,7 +54,7 @@ def test_each_has_its_own_probe(name: str, probe: Probe, read: float) -> None:
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_probe_is_set_by_options_and_needs_kv_up_to_its_last_layer(name: str) -> None:
     options = {"layers": [1, 4], "heads": "sum", "tokens": "norm", "draft": 0.25}
-    selector = make_selector(name, options | {"alone": False})
+    selector = make_selector(name, options)
     assert selector.needs_question
     assert selector.probe == Probe(selector.probe.span, [1, 4], "sum", "norm", 0.25)
     assert selector.kv_before(20) == 0.25

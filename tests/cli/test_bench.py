@@ -24,7 +24,7 @@ FIELDS = {
     "engine", "shape", "prompt_tokens", "selector", "ratio", "tier", "full_seconds",
     "blend_seconds", "speedup", "bound", "share_of_bound", "peak_extra_bytes", "prompt_kv_bytes",
     "prefix_caching_seconds", "batched_tokens", "runs", "load_seconds", "load_hidden_seconds",
-    "hidden_share", "precision",
+    "hidden_share", "precision", "neighbours",
 }  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def by_hand(
     schedule, work = plan_schedule(config, LAYERS), 0.0
     if schedule.selector.needs_question and schedule.chooses:
         ids = prompt_ids()
-        asked = schedule.selector.probe.on(stack.windows)
+        asked = schedule.selector.probe
         known.question_attention, work = run(
             probe_question(stack, ids, fused, known, QUESTION, probe=asked)
         )

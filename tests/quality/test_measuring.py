@@ -195,4 +195,4 @@ def test_a_row_says_how_much_kv_is_read_before_layer_0():
     mid = Rule("document", "question_mid", 0.1)
     found = rows_of(evaluator(layers=20).run(WHOLE[:1], [REUSE, RANDOM, mid]))
     assert (found["none"].kv_before, found["random"].kv_before) == (0.0, 0.0)
-    assert found["question_mid"].kv_before == pytest.approx(0.1)
+    assert found["question_mid"].kv_before == pytest.approx(0.75)

@@ -60,10 +60,7 @@ class Selector:
         return Probe()
 
     def kv_before(self, layers: int) -> float:
-        """Return the share of a model's layers whose cached KV is read before layer 0 is run.
-
-        Of a model with sliding windows it may be more, see ``Probe.on``.
-        """
+        """Return the share of a model's layers whose cached KV is read before layer 0 is run."""
         return self.probe.kv_layers(layers) / layers if self.needs_question else 0.0
 
     def score(self, evidence: Evidence) -> Tensor:

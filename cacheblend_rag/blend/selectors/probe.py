@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -12,8 +12,6 @@ from cacheblend_rag.errors import ConfigError
 
 Heads = Literal["sum", "max"]
 Tokens = Literal["sum", "norm"]
-MORE_SPAN = 0.25
-"""How much longer the span is where a question is not asked alone though it should be."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,8 @@ class Probe:
             tokens share the rest.
         alone: whether the question's tokens see only the text of the prompt in the layers before
             they are observed, as if it had no chunks: these layers then cost little, and need no
-            chunk KV.
+            chunk KV. In models with sliding windows name layers without one: the others show a
+            question asked alone the end of the prompt only.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -74,17 +73,6 @@ class Probe:
         first, end = (math.floor(share * layers + 1e-9) for share in self.span)
         first = min(first, layers - 1)
         return tuple(range(first, max(end, first + 1)))
-
-    def on(self, windows: Sequence[int | None]) -> Probe:
-        """Return the probe for a model, given each layer's sliding window or None.
-
-        Layers with a window show a question asked alone the end of the prompt only, so in a model
-        that has some it sees the chunks, and a longer span is observed; unless layers are named.
-        """
-        if not self.alone or self.layers is not None or not any(windows):
-            return self
-        first, end = self.span
-        return replace(self, alone=False, span=(first, min(1.0, end + MORE_SPAN)))
 
     def depth(self, layers: int) -> int:
         """Return how many of a model's first layers the probe pass needs."""
