@@ -204,7 +204,7 @@ def test_the_question_waits_for_observed_layers_only_and_nothing_is_read_twice(
 
     monkeypatch.setattr(QuestionMid, "score", scored)
     tier.gate = gate
-    config = {"selector_options": {"layers": [2]}, "recompute_ratio": 0.3}
+    config = {"selector_options": {"layers": [2], "alone": True}, "recompute_ratio": 0.3}
     found = over([tier], ring=ring, **config)
     assert_same(found, expected(**config))
     assert found[0].selector == "question_mid"
