@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -133,3 +135,21 @@ def traces_alone_and_of_ranks(**config: Any) -> tuple[Trace, Trace]:
     first, second = Ranks().run(traced_by)
     assert first == second
     return traced_by(0, None), first
+
+
+def give_up(store: TieredKVStore, stack: FakeStack, *, ring: bool, steps: int) -> None:
+    """Begin a pass, give it up after some steps, and expect that nothing holds what it read."""
+    source = store.fetch(chunk.key for chunk in placed())
+    work = PromptPass(
+        stack, prompt_ids().to(stack.device), placed(), source,
+        BlendConfig(recompute_ratio=0.3, min_tokens=0), reserve=None if ring else 0,
+    )  # fmt: skip
+    running = work.steps()
+    for _ in range(steps):
+        next(running)
+    running.close()
+    source.close()
+    kept = weakref.ref(source)
+    del running, work, source
+    gc.collect()
+    assert kept() is None

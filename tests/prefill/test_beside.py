@@ -5,9 +5,7 @@ On a fake device that copies as late as it may, and on a GPU if there is one.
 
 from __future__ import annotations
 
-import gc
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, TieredKVStore
+from cacheblend_rag import TieredKVStore
 from cacheblend_rag.blend.copy_stream import PinnedBuffers, pinned_buffers_of
 from cacheblend_rag.blend.transfer import Upload
 from cacheblend_rag.kv import DeviceTier, HostTier, codec
@@ -24,13 +22,13 @@ from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.packed_kv import packed, unpacked
 from cacheblend_rag.kv.tiers import StoredChunk, Tier
 from cacheblend_rag.prefill import chunk_loader
-from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
+from cacheblend_rag.prefill.prompt_pass import FusedPrompt
 from cacheblend_rag.settings import Precision
 from tests.blend.fake_copy_stream import FakeCopyStream, use
 from tests.blend.fake_stack import LAYERS, Event, FakeStack
 from tests.kv.samples import SlowBytes
 from tests.prefill import test_precompute as documents
-from tests.prefill.prompts import Ranks, chunk_kv, placed, prompt_ids, run
+from tests.prefill.prompts import Ranks, chunk_kv, give_up, placed, run
 from tests.prefill.test_chunk_loader import (
     NAMES,
     Told,
@@ -271,22 +269,8 @@ def test_a_layer_that_is_not_read_is_not_waited_for_ahead(
 def test_a_pass_that_is_given_up_gives_everything_back(
     beside: Beside, ring: bool, steps: int
 ) -> None:
-    stack = beside.stack()
     with TieredKVStore([host_tier()]) as store:
-        source = store.fetch(chunk.key for chunk in placed())
-        work = PromptPass(
-            stack, prompt_ids().to(stack.device), placed(), source,
-            BlendConfig(recompute_ratio=0.3, min_tokens=0), reserve=None if ring else 0,
-        )  # fmt: skip
-        running = work.steps()
-        for _ in range(steps):
-            next(running)
-        running.close()
-        source.close()
-        kept = weakref.ref(source)
-        del running, work, source
-        gc.collect()
-        assert kept() is None
+        give_up(store, beside.stack(), ring=ring, steps=steps)
     # The device is still at what was asked, while the next pass begins.
     found = over([host_tier()], stack=beside.stack(), ring=ring, recompute_ratio=0.3)
     wanted = beside.plainly(

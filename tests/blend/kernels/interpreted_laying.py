@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cacheblend_rag import BlendConfig, TieredKVStore
+from cacheblend_rag import TieredKVStore
 from cacheblend_rag.blend import FusedKV, RingKV
 from cacheblend_rag.blend.copy_stream import TABLE_BYTES, PinnedBuffers
 from cacheblend_rag.blend.kernels import layer_launches, placement
@@ -32,10 +32,9 @@ from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.packed_kv import StoredKV, packed
 from cacheblend_rag.kv.tiers import StoredChunk, Tier
 from cacheblend_rag.prefill.chunk_loader import ChunkLoader, Place, begin_reading
-from cacheblend_rag.prefill.prompt_pass import PromptPass
 from tests.blend.fake_copy_stream import FakeCopyStream, use
 from tests.blend.fake_stack import LAYERS, FakeStack
-from tests.prefill.prompts import Ranks, chunk_kv, placed, prompt_ids, run
+from tests.prefill.prompts import Ranks, chunk_kv, give_up, placed, run
 from tests.prefill.test_beside import slow_tier
 from tests.prefill.test_chunk_loader import NAMES, assert_same, over, spans_of
 
@@ -375,22 +374,8 @@ def test_a_pass_that_is_given_up_gives_everything_back(
     passes: Passes, ring: bool, steps: int
 ) -> None:
     """Its memory is not let go of while the device is still at what was asked of it."""
-    stack = FakeStack()
     with TieredKVStore([host_tier()]) as store:
-        source = store.fetch(chunk.key for chunk in placed())
-        work = PromptPass(
-            stack, prompt_ids(), placed(), source,
-            BlendConfig(recompute_ratio=0.3, min_tokens=0), reserve=None if ring else 0,
-        )  # fmt: skip
-        running = work.steps()
-        for _ in range(steps):
-            next(running)
-        running.close()
-        source.close()
-        kept = weakref.ref(source)
-        del running, work, source
-        gc.collect()
-        assert kept() is None
+        give_up(store, FakeStack(), ring=ring, steps=steps)
     assert passes.planned == 1
     again = partial(over, recompute_ratio=0.3, ring=ring, selector="prior")
     assert_same(again([host_tier()]), passes.layer_by_layer(lambda: again([host_tier()])))
