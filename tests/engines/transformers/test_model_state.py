@@ -25,36 +25,36 @@ def model() -> nn.Module:
 
 
 def replace_module(made: nn.Module) -> None:
-    made[1].second = nn.Linear(2, 2, bias=False)  # type: ignore[index]
+    made[1].second = nn.Linear(2, 2, bias=False)
 
 
 def swap_modules(made: nn.Module) -> None:
-    made[0].second, made[1].second = made[1].second, made[0].second  # type: ignore[index]
+    made[0].second, made[1].second = made[1].second, made[0].second
 
 
 def add_module(made: nn.Module) -> None:
-    made[0].first.extra = nn.Identity()  # type: ignore[index]
+    made[0].first.extra = nn.Identity()
 
 
 def replace_weight(made: nn.Module) -> None:
-    made[0].first.weight = nn.Parameter(torch.zeros(2, 2))  # type: ignore[index]
+    made[0].first.weight = nn.Parameter(torch.zeros(2, 2))
 
 
 def write_weight(made: nn.Module) -> None:
     with torch.no_grad():
-        made[2].weight.add_(1)  # type: ignore[index]
+        made[2].weight.add_(1)
 
 
 def move_storage(made: nn.Module) -> None:
-    made[1].first.weight.data = torch.zeros(2, 2)  # type: ignore[index]
+    made[1].first.weight.data = torch.zeros(2, 2)
 
 
 def write_buffer(made: nn.Module) -> None:
-    made[0].kept.add_(1)  # type: ignore[index]
+    made[0].kept.add_(1)
 
 
 def add_parameter(made: nn.Module) -> None:
-    made[1].absent = nn.Parameter(torch.zeros(2))  # type: ignore[index]
+    made[1].absent = nn.Parameter(torch.zeros(2))
 
 
 CHANGES = [
@@ -75,17 +75,17 @@ def test_a_change_is_noticed(change: Callable[[nn.Module], None]) -> None:
 def test_running_the_model_and_what_is_not_saved_with_it_are_no_change() -> None:
     made = model()
     before = ModelState.of(made)
-    made[0].transient.add_(1)  # type: ignore[index]
-    made[2](torch.zeros(1, 2))  # type: ignore[index]
+    made[0].transient.add_(1)
+    made[2](torch.zeros(1, 2))
     assert ModelState.of(made).has_weights_of(before)
 
 
 def test_inference_tensors_and_weights_that_are_elsewhere_are_looked_at() -> None:
     made = model()
     with torch.inference_mode():
-        made[2].weight = nn.Parameter(torch.ones(2), requires_grad=False)  # type: ignore[index]
+        made[2].weight = nn.Parameter(torch.ones(2), requires_grad=False)
     before = ModelState.of(made)
-    made[0].first.weight = nn.Parameter(torch.zeros(2, 2))  # type: ignore[index]
+    made[0].first.weight = nn.Parameter(torch.zeros(2, 2))
     assert not ModelState.of(made).has_weights_of(before)
     with torch.device("meta"):
         absent = nn.Linear(2, 2)
