@@ -1,4 +1,4 @@
-"""Other processes that compute meanwhile: what a benchmark finds on a machine that is shared."""
+"""CPU load by other processes, to benchmark as on a shared machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 @contextmanager
 def neighbours(count: int) -> Iterator[None]:
-    """Keep so many processes multiplying matrices, each on one thread."""
+    """Run ``count`` processes that multiply matrices, each on one thread, until the exit."""
     found: list[subprocess.Popen[bytes]] = []
     try:
         while len(found) < count:

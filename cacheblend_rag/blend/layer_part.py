@@ -68,7 +68,7 @@ class Numbers:
 
 
 def sendable(kv: LayerKV) -> Sendable:
-    """Return one layer of a chunk as it is sent, not copied."""
+    """Wrap one layer of a chunk's KV as a Sendable, without copying it."""
     return kv if isinstance(kv, PackedLayer) else Numbers(*kv)
 
 

@@ -1,4 +1,4 @@
-"""Lays chunks in memory into the buffer of a pass: planned once, then one launch a layer.
+"""Copies chunk KV from memory into a pass's KV buffer: planned once, one kernel launch a layer.
 
 A kernel reads the chunks where they are. What it is to be told of them is worked out for all layers
 before the first one, so the host's work for a layer does not depend on the number of chunks.
@@ -20,7 +20,7 @@ from cacheblend_rag.kv.packed_kv import PackedKV, StoredKV
 
 
 class Laying:
-    """The chunks of a pass, and their way into its buffer.
+    """Copies the chunk KV of one pass into its KV buffer, layer by layer.
 
     buffers: of the device; they keep the chunks' memory until the device has read it. fused: the
     buffer of the pass. parts: chunks that the kernel can read, at least one.
@@ -69,7 +69,7 @@ class Laying:
         return cls(buffers, fused, parts, on_host=on_host)
 
     def queue(self, layer: int) -> Event:
-        """Queue the placement of one layer; returns the event after it.
+        """Launch the kernel that copies one layer of all chunks; returns an event after it.
 
         In a ring it begins once all work that is queued by now is done, which may use the layer's
         place. In a buffer of all layers only the first one does: then layers follow one another.

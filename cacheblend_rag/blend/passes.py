@@ -401,7 +401,7 @@ class BlendPass:
 
 @dataclass
 class _Block:
-    """Rows run through a layer at once: their indices among all rows, and among the tokens.
+    """A block of rows run through a layer at once. here: its slice of the pass's hidden states.
 
     positions: of all tokens in the prompt, if those are not their indices.
     """

@@ -80,7 +80,7 @@ def attend_by_positions(call: AttentionCall, positions: Tensor, address: Tensor)
     from cacheblend_rag.blend.kernels.scattered import KVAddress, attend_scattered
 
     if not works("scattered", _Case.of(call, call.key, call.window)):
-        raise UnsupportedAttentionError("the attention kernel cannot be used")
+        raise UnsupportedAttentionError(f"the Triton kernel cannot be used for layer {call.layer}")
     place = KVAddress(address, call.layer)
     write_rows(call.key, call.value, positions, place)
     return attend_scattered(
@@ -90,7 +90,7 @@ def attend_by_positions(call: AttentionCall, positions: Tensor, address: Tensor)
 
 
 def can_attend_by_positions(of: Geometry) -> bool:
-    """Whether `attend_by_positions` may work for a model: its device, dtype and heads suit it."""
+    """Whether the Triton attention kernel supports a model's device, dtype and head size."""
     if not has_kernels(of.device):
         return False
     from cacheblend_rag.blend.kernels.scattered import takes  # Triton: only here
@@ -100,7 +100,7 @@ def can_attend_by_positions(of: Geometry) -> bool:
 
 
 class UnsupportedAttentionError(RuntimeError):
-    """The kernel that attends by positions cannot compute a layer's attention."""
+    """The Triton attention kernel does not support a layer's dtype, head size or options."""
 
 
 def attend_run(

@@ -193,7 +193,7 @@ def completed(ids: Ids, known: Sequence[KnownText]) -> Ids | None:
 
 
 def _places(encoded: bytes, tokens: bytes, size: int) -> Iterator[int]:
-    """Yield each index at which some tokens begin among others; size: bytes of a token."""
+    """Yield each token index at which ``tokens`` occur in ``encoded``; size: bytes of an id."""
     at = encoded.find(tokens)
     while at >= 0:
         if at % size == 0:

@@ -23,7 +23,7 @@ QUIETLY = "quietly"
 
 
 class Told:
-    """The file by which a step's process tells its parent its progress and results."""
+    """The JSON file in which a step's process reports progress and results to its parent."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._part = path, path.with_suffix(".part")

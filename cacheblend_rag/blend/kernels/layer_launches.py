@@ -30,7 +30,7 @@ from cacheblend_rag.blend.layer_part import WholePart
 from cacheblend_rag.kv.packed_kv import PackedKV
 
 ALIGNED = 16
-"""Bytes: Triton compiles a kernel anew for an address that does not divide by them."""
+"""Pointer alignment in bytes that Triton specializes on: other pointers need another kernel."""
 
 
 def tables_of(parts: Sequence[WholePart]) -> tuple[NDArray[np.int64], list[Launch]]:
@@ -82,7 +82,7 @@ class LayerLaunches:
         self._ready: dict[tuple[int, bool, bool], tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, layer: int) -> None:
-        """Launch the placement of one layer."""
+        """Launch the kernel that copies one layer of all chunks into the buffer."""
         keys, values = self._fused.of_layer(layer)
         into = keys.data_ptr(), values.data_ptr()
         aligned = not into[0] % ALIGNED, not into[1] % ALIGNED

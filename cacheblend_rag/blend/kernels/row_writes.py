@@ -35,7 +35,7 @@ def _write(
     rows: tl.tensor, k_head: tl.tensor, k_row: tl.tensor, v_head: tl.tensor, v_row: tl.tensor,
     D: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr,
 ) -> None:  # fmt: skip
-    """N rows of one head."""
+    """Write the keys and values of N rows of one KV head."""
     TYPE: tl.constexpr = keys.dtype.element_ty
     row, head = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1).to(tl.int64)
     d = tl.arange(0, PADDED)

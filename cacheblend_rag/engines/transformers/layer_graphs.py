@@ -35,7 +35,7 @@ CAPTURED_AT_ONCE = 16
 KEPT_SIZES = 16
 """Of so many padded numbers of rows graphs are kept; of those that came last."""
 TOLERANCE = 1e-2
-"""Largest difference of a graph's result from the layer's, relative to its norm."""
+"""Largest relative error, by norm, of a graph's output against the same layer run eagerly."""
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
@@ -174,7 +174,7 @@ class GraphedRows:
         inputs.user = self._token
 
     def _captured(self, layer: int) -> Tensor | None:
-        """Run a layer without a graph, capture it, and compare the two."""
+        """Run a layer eagerly, capture it as a CUDA graph, and compare both outputs."""
         inputs, count = self._inputs, len(self._rows)
 
         def work() -> None:

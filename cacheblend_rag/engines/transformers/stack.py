@@ -334,7 +334,7 @@ class TransformersStack:
 
 
 def _can_have_graphs(model: PreTrainedModel, stack: TransformersStack) -> bool:
-    """Whether a model is all on one GPU that has kernels for its attention."""
+    """Whether all weights are on one GPU, and the Triton attention kernel takes its heads."""
     is_spread = getattr(model, "hf_device_map", None) is not None
     return can_attend_by_positions(stack.geometry) and not is_spread
 

@@ -221,7 +221,7 @@ class Finder:
         return SharedLog.of(place, model, read_only=self._read_only)
 
     def _give_up(self, error: Exception) -> bool:
-        """Go on in memory if the file cannot be used; returns whether it was only busy.
+        """Use an index in memory if the file cannot be opened; returns whether it was only locked.
 
         To one who only reads it, a file without tables is one that another process is making.
         """

@@ -141,7 +141,7 @@ def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> Pag
 
 
 def share_workspace(builders: Sequence[Any]) -> None:
-    """Allocate the workspace that builders of FlashInfer's backend need, one for all of them.
+    """Allocate one FlashInfer workspace buffer, shared by all metadata builders of passes.
 
     A builder would allocate its own (394 MiB or more) when it first builds metadata. vLLM's memory
     profile does not include it, and a connector cannot reach the builders of vLLM's model runner,
