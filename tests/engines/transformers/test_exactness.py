@@ -65,6 +65,8 @@ class Case:
         **settings,
     ) -> BlendPass:
         fused = FusedKV(self.stack.geometry, self.ids.numel())
+        for unwritten in (fused.keys, fused.values):  # what nothing has written must not matter
+            unwritten.fill_(torch.nan)
         cached = torch.zeros(self.ids.shape, dtype=torch.bool)
         offsets = torch.zeros_like(self.ids)
         for index in hits:

@@ -15,6 +15,7 @@ import torch
 from vllm.forward_context import set_forward_context
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Document, TransformersEngine
+from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.sampling import ResolvedSampling
@@ -238,6 +239,30 @@ def test_rows_beyond_one_block_are_run_in_several(
     monkeypatch.setattr(blender.jobs, "mode", "native")
     assert blender.stack.row_block == STEP_TOKENS < len(short_steps.tokenize(retrieved().text))
     assert difference(short_steps, retrieved(), 1.0) <= OTHER_BLOCKS
+
+
+@pytest.mark.parametrize("mode", ["auto", "native", "sdpa"])
+def test_memory_that_nothing_has_written_is_not_read(
+    short_steps: InProcessEngine, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Whatever is in it: kernels read blocks of the cache to their ends, and 0 x NaN is NaN."""
+    index(short_steps)
+    blender = short_steps.worker_connector.blender
+    monkeypatch.setattr(blender.jobs, "mode", mode)
+    monkeypatch.setattr(blender.stack, "row_block", 20)  # one ends just before a separator
+    config = short_steps.config.with_changes(selector="hkvd", recompute_ratio=SOME)
+    asked = request_of(short_steps, retrieved(), SHORT, config)
+    expected = logprobs(short_steps, replace(asked, salt=f"{mode} before"))
+    begin = FusedKV.__init__
+
+    def unwritten(fused: FusedKV, *given: Any, **named: Any) -> None:
+        begin(fused, *given, **named)
+        fused.keys.fill_(math.nan)
+        fused.values.fill_(math.nan)
+
+    monkeypatch.setattr(FusedKV, "__init__", unwritten)
+    assert logprobs(short_steps, replace(asked, salt=f"{mode} after")) == expected
+    assert difference(short_steps, retrieved(), 1.0) <= (1e-4 if mode in PLAIN else OTHER_BLOCKS)
 
 
 @pytest.mark.parametrize("attention", PLAIN)

@@ -66,7 +66,7 @@ class PagedKV:
         init=False, default_factory=dict
     )
     _built: dict[int, tuple[CommonAttentionMetadata, Any]] = field(init=False, default_factory=dict)
-    _in_cache: set[int] = field(init=False, default_factory=set)
+    _in_cache: dict[int, int] = field(init=False, default_factory=dict)
     _splits: dict[int, tuple[Rows, Rows, Rows]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -94,22 +94,32 @@ class PagedKV:
         cache = self._own if table.is_apart else self.cache.attention[call.layer].kv_cache
         first = 0 if table.is_apart else self.first
         if not self.is_native(rows):
-            self._in_cache.discard(call.layer)
+            self._in_cache.pop(call.layer, None)
             leading, others = self._split(rows)
             if not len(leading):
                 return self._plain(call, fused, rows)
-            shared = slice(first, self.shared)
+            shared = slice(first, leading.last + 1)
             self._write(call.layer, fused, shared, cache, table.native_slots)
             exact = self._attend_natively(_part(call, 0, len(leading)), cache, leading)
             other = self._plain(_part(call, len(leading), len(rows)), fused, others)
             return torch.cat((exact, other), 1)
-        if call.layer in self._in_cache:
-            fresh = rows.part(int(np.searchsorted(rows.host, first)), len(rows))
-            self._write(call.layer, fused, fresh.device, cache, table.native_slots)
-        else:
-            self._write(call.layer, fused, slice(first, self.tokens), cache, table.native_slots)
-        self._in_cache.add(call.layer)
+        self._write_until(rows, call.layer, fused, cache, first)
         return self._attend_natively(call, cache, rows)
+
+    def _write_until(
+        self, rows: Rows, layer: int, fused: FusedKV, cache: Tensor, first: int
+    ) -> None:
+        """Write what the cache lacks of a layer, up to the last of the rows, for them to attend.
+
+        Not further: KV of later rows may not have been computed, and kernels read a block of the
+        cache to its end, where masked numbers must be finite.
+        """
+        slots = self.tables[self.cache.groups[layer]].native_slots
+        done = self._in_cache.get(layer, first)
+        fresh = rows.part(*np.searchsorted(rows.host, (first, done)).tolist())
+        self._write(layer, fused, fresh.device, cache, slots)
+        self._write(layer, fused, slice(done, rows.last + 1), cache, slots)
+        self._in_cache[layer] = max(done, rows.last + 1)
 
     def _split(self, rows: Rows) -> tuple[Rows, Rows]:
         """Return the rows whose blocks are shared, and the others."""
@@ -139,14 +149,14 @@ class PagedKV:
         return HeldPrefix(tokens, place)
 
     def finish_layer(self, layer: int, fused: FusedKV) -> None:
-        """Write a layer whose KV is final, unless native attention has written all of it.
-
-        Native attention writes a layer whole on its first call, and then the fresh rows.
-        """
+        """Write a layer whose KV is final, except for what native attention has written of it."""
         table = self.tables[self.cache.groups[layer]]
         if table.is_apart or layer not in self._in_cache:
-            cache = self.cache.attention[layer].kv_cache
-            self._write(layer, fused, table.given, cache, table.slots)
+            given = table.given
+        else:
+            given = slice(self._in_cache[layer], self.tokens)
+        cache = self.cache.attention[layer].kv_cache
+        self._write(layer, fused, given, cache, table.slots)
 
     def forget(self) -> None:
         """Write all layers whole again, since the pass starts again."""
