@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -54,9 +53,7 @@ class Case:
         fused = FusedKV(replace(of, layers=1), tokens)
         fused.keys.normal_()
         fused.values.normal_()
-        chosen = np.random.default_rng(tokens).choice(tokens - 1, count - 1, replace=False)
-        positions = np.append(np.sort(chosen), tokens - 1).astype(np.int64)
-        rows = Rows.at(positions, scene.device)
+        rows = scene.random_rows(tokens, count, seed=tokens)
         keys, values = fused.layer(0)
         query = scene.random(1, count, of.heads, of.head_dim).transpose(1, 2)
         call = AttentionCall(

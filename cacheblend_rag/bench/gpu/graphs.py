@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cacheblend_rag.bench.gpu.layer import Drive, open_layers, random_kv, random_rows
+from cacheblend_rag.bench.gpu.layer import Drive, open_layers, random_kv
 from cacheblend_rag.bench.gpu.scene import Doing, Row, Scene
 from cacheblend_rag.bench.gpu.timing import Work, attempt, milliseconds, times
 from cacheblend_rag.blend.fused import FusedKV
@@ -47,7 +47,7 @@ class Trial:
 
         ``graph`` includes what a pass does once for its rows; ``take_ms`` is its part.
         """
-        rows = random_rows(self.scene, self.tokens, self.count)
+        rows = self.scene.random_rows(self.tokens, self.count)
         eager = Drive(self.stack, random_kv(self.stack, self.tokens), rows)
         graphs = LayerGraphs(self.stack, self.stack.layers)
         graphs.of(rows, eager.fused)  # graphs are for numbers of rows that come again
@@ -74,7 +74,7 @@ class Trial:
 
         Both begin with the same KV.
         """
-        rows = random_rows(self.scene, self.tokens - SHORTER, self.count - 1, seed=1)
+        rows = self.scene.random_rows(self.tokens - SHORTER, self.count - 1, seed=1)
         prompts = []
         for _ in range(2):
             shorter = FusedKV(self.stack.geometry, self.tokens - SHORTER)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -36,11 +35,11 @@ def measure(scene: Scene, doing: Doing) -> Iterator[Row]:
     fused = random_kv(stack, tokens)
     for count in scene.pick(REAL_ROWS, TOY_ROWS):
         doing(f"{count} rows")
-        drive = Drive(stack, fused, random_rows(scene, tokens, count))
+        drive = Drive(stack, fused, scene.random_rows(tokens, count))
         row: Row = {"rows": count, "tokens": tokens}
         yield attempt(row, partial(_measured, scene, drive))
     ids = torch.arange(tokens, device=scene.device)[None]
-    chosen = random_rows(scene, tokens, scene.pick(REAL_ROWS, TOY_ROWS)[1])
+    chosen = scene.random_rows(tokens, scene.pick(REAL_ROWS, TOY_ROWS)[1])
     once: dict[str, Work] = {
         "embedding of all tokens": lambda: stack.embed(ids % 100),
         "position inputs of all tokens": lambda: stack.position_inputs(ids),
@@ -69,12 +68,6 @@ def random_kv(stack: TransformersStack, tokens: int) -> FusedKV:
     fused.keys.normal_()
     fused.values.normal_()
     return fused
-
-
-def random_rows(scene: Scene, tokens: int, count: int, seed: int = 0) -> Rows:
-    """Return random rows, the last token among them."""
-    chosen = np.random.default_rng(seed).choice(tokens - 1, count - 1, replace=False)
-    return Rows.at(np.append(np.sort(chosen), tokens - 1).astype(np.int64), scene.device)
 
 
 class Drive:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from cacheblend_rag.bench.shapes import ModelShape
+    from cacheblend_rag.blend.rows import Rows
     from cacheblend_rag.blend.stack import Geometry
 
 T = TypeVar("T")
@@ -102,6 +103,15 @@ class Scene:
         import torch
 
         return torch.randn(*shape, dtype=self.dtype, device=self.device)
+
+    def random_rows(self, tokens: int, count: int, seed: int = 0) -> Rows:
+        """Return random rows of so many tokens, the last token among them."""
+        import numpy as np
+
+        from cacheblend_rag.blend.rows import Rows
+
+        chosen = np.random.default_rng(seed).choice(tokens - 1, count - 1, replace=False)
+        return Rows.at(np.append(np.sort(chosen), tokens - 1).astype(np.int64), self.device)
 
     def shape(self, layers: int | None = None) -> ModelShape:
         """Return the model's shape, with only so many layers if given."""
