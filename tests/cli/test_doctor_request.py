@@ -8,7 +8,7 @@ import pytest
 
 from cacheblend_rag import open_engine
 from cacheblend_rag.demo.corpus import DEFAULT_FRAME
-from cacheblend_rag.observe.doctor.machine import Machine
+from cacheblend_rag.engines.machine import Machine
 from tests.observe.doctor.conftest import documents, prompts, text_of
 
 ONCE = ("--runs", 1, "--answer-tokens", 4)

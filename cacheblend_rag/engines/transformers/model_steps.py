@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import monotonic
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -16,6 +16,7 @@ from cacheblend_rag.blend.sdpa_backends import without_cudnn
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.stream import Cancellation
+from cacheblend_rag.engines.transformers.cpu_threads import cpu_threads
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.kv.fetch import LayerSource
 
@@ -44,20 +45,29 @@ def inference() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def short_operations(device: torch.device) -> Iterator[None]:
+    """Run the model on few tokens, as `inference`: on a CPU, on threads that do not wait."""
+    with inference(), cpu_threads.limited() if device.type == "cpu" else nullcontext():
+        yield
+
+
 def run_steps(
     lock: PriorityLock,
     steps: Steps[T],
     cancel: Cancellation,
+    *,
     source: LayerSource | None = None,
     stall: Callable[[], None] = lambda: None,
+    running: Callable[[], AbstractContextManager[None]] = inference,
 ) -> T | None:
     """Run a request's steps, and wait in between for the KV of the next one.
 
-    stall: called when that takes longer than ``STALLED_SECONDS``. Returns None if it is cancelled
-    meanwhile.
+    stall: called when that takes longer than ``STALLED_SECONDS``. running: around each step.
+    Returns None if it is cancelled meanwhile.
     """
     while not cancel.is_set():
-        with working(), lock.taken(), inference():
+        with working(), lock.taken(), running():
             try:
                 next(steps)
             except StopIteration as done:

@@ -14,7 +14,11 @@ from cacheblend_rag.engines.answer import FULL_PREFILL, Request
 from cacheblend_rag.engines.backend import STOPPED, UNSUPPORTED
 from cacheblend_rag.engines.batch_order import chunks_of
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS, FusedCache
-from cacheblend_rag.engines.transformers.model_steps import run_steps, run_when_idle
+from cacheblend_rag.engines.transformers.model_steps import (
+    run_steps,
+    run_when_idle,
+    short_operations,
+)
 from cacheblend_rag.engines.transformers.prefill import (
     NOT_ASKED,
     Prefilled,
@@ -236,7 +240,10 @@ class Prefiller:
             steps = blended_prefill(
                 stack, chunks, source, config, reserve, controller=self.tried.controller
             )
-            return run_steps(self.lock, steps, request.cancel, source, turn.stall)
+            running = partial(short_operations, stack.geometry.device)
+            return run_steps(
+                self.lock, steps, request.cancel, source=source, stall=turn.stall, running=running
+            )
 
     def _ordinarily(self, request: Request, reserve: int, told: PrefillReport) -> Prefilled | None:
         """Serve a prompt by the model's own prefill, and record its duration."""

@@ -19,7 +19,7 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import DEFAULT_FRAME, DemoPrompt, generate_prompts
-from cacheblend_rag.observe.doctor.machine import CpuCounters, Machine
+from cacheblend_rag.engines.machine import CpuCounters, Machine
 
 HEAD = DEFAULT_FRAME.head
 EngineMaker = Callable[..., TransformersEngine]
