@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -77,6 +78,7 @@ class TtftPlan(BlendPlan):
     neighbours: int = option(
         0, "Other processes that compute meanwhile, each on one thread.", least=0
     )
+    cold: bool = option(False, "Drop the disk's files from the page cache before each blend.")
     memory: bool = True
 
     def __post_init__(self) -> None:
@@ -90,6 +92,9 @@ class TtftPlan(BlendPlan):
         )  # raises for an unknown name
         for tier in self.tiers:
             check_tier(tier)
+        can_be_cold = self.engine == ENGINES[0] and hasattr(os, "posix_fadvise")
+        if self.cold and ("disk" not in self.tiers or not can_be_cold):
+            raise ConfigError("cold=True: only for --tier disk, --engine transformers, on Linux")
         self.model_shape.check_prompt(self.prompt_tokens)
         for ratio in self.ratios:
             self.blend_config(ratio)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from collections import defaultdict
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -43,6 +45,7 @@ class TtftRow:
     the blend waited for reads. load_hidden_seconds: reading time during which it computed.
     hidden_share: the latter's share of both; None in memory, unless chunks are unpacked there, and
     in vLLM. precision: of stored chunk KV. neighbours: other processes that computed meanwhile.
+    cold: whether the disk's files were not in the page cache.
     """
 
     engine: str
@@ -66,6 +69,7 @@ class TtftRow:
     hidden_share: float | None = None
     precision: str = "native"
     neighbours: int = 0
+    cold: bool = False
 
     @classmethod
     def of(
@@ -105,6 +109,7 @@ class TtftRow:
             runs=runs,
             precision=plan.precision,
             neighbours=plan.neighbours,
+            cold=plan.cold and tier == "disk",
             **_hiding(loads),
         )
 
@@ -136,6 +141,7 @@ def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[Ttft
     prompt = BlendPrompt.of(*chunks, question)
     with ExitStack() as stack:
         engines: dict[str, TransformersEngine] = {}
+        folders: dict[str, Path] = {}
         for tier in dict.fromkeys(plan.tiers):
             advance(f"precomputing for {tier}")
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-"))
@@ -145,14 +151,16 @@ def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[Ttft
             stack.callback(engine.evict_document, DOCUMENT)
             engine.precompute(chunks, progress=False)
             engines[tier_name(tier)] = engine
+            folders[tier_name(tier)] = Path(folder)
         stack.enter_context(neighbours(plan.neighbours))
-        return _Measurement(plan, engines, prompt, advance).rows()
+        return _Measurement(plan, engines, folders, prompt, advance).rows()
 
 
 @dataclass(frozen=True)
 class _Measurement:
     plan: TtftPlan
     engines: dict[str, TransformersEngine]
+    folders: dict[str, Path]
     prompt: BlendPrompt
     advance: Advance
     loads: defaultdict[tuple[str, float], list[tuple[float, float]]] = field(
@@ -179,6 +187,8 @@ class _Measurement:
         return _first_token_seconds(engine.generate_full(self.prompt, ONE_TOKEN))
 
     def _blend(self, tier: str, ratio: float, turn: int) -> float:
+        if self.plan.cold:
+            drop_from_page_cache(self.folders[tier])
         generation = self.engines[tier].generate(
             self.prompt, ONE_TOKEN, config=self.plan.blend_config(ratio)
         )
@@ -197,6 +207,15 @@ class _Measurement:
         name = self.engines[tier].name
         loads = () if (tier, plan.precision) == ("host", "native") else self.loads[case]
         return TtftRow.of(plan, name, ratio, tier, runs, peak_extra_bytes=peak, loads=loads)
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    """Have the system read a folder's files from the device the next time."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb+") as file:
+                os.fsync(file)  # pages that are not written yet stay
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def check_blend(plan: TtftPlan, generation: Generation, ratio: float, tier: str) -> None:

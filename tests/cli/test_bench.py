@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections import Counter
@@ -24,7 +25,7 @@ FIELDS = {
     "engine", "shape", "prompt_tokens", "selector", "ratio", "tier", "full_seconds",
     "blend_seconds", "speedup", "bound", "share_of_bound", "peak_extra_bytes", "prompt_kv_bytes",
     "prefix_caching_seconds", "batched_tokens", "runs", "load_seconds", "load_hidden_seconds",
-    "hidden_share", "precision", "neighbours",
+    "hidden_share", "precision", "neighbours", "cold",
 }  # fmt: skip
 
 
@@ -52,6 +53,19 @@ def test_what_is_unpacked_in_memory_is_told(cli):
     assert (native["precision"], packed["precision"]) == ("native", "fp8")
     assert native["hidden_share"] is None
     assert 0 <= packed["hidden_share"] <= 1
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="Linux only")
+def test_cold_files_are_dropped_from_the_page_cache_before_each_blend(cli, monkeypatch):
+    dropped = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, *what: dropped.append(what))
+    rows = cli("bench", "ttft", "--shape", "tiny", *SMALL, "--ratio", 0, "--cold", "--json").json[
+        "rows"
+    ]
+    assert [(row["tier"], row["cold"]) for row in rows] == [("host", False), ("disk", True)]
+    chunks, blends = 2, 3  # a warm-up, the timed one, and one for memory
+    files = [what for what in dropped if what == (0, 0, os.POSIX_FADV_DONTNEED)]
+    assert len(files) == len(dropped) >= chunks * blends
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "prior", "question_prior"])

@@ -119,6 +119,8 @@ def test_eval_gives_the_table_of_the_embedded_engine():
     [
         (("ttft", "--engine", "gguf"), "engine='gguf'"),
         (("ttft", "--engine", "vllm", "--attention", "magic"), "attention='magic'"),
+        (("ttft", "--cold", "--tier", "host"), "cold=True"),
+        (("ttft", "--cold", "--engine", "vllm"), "cold=True"),
         (("throughput", "--drawn", 50), "drawn=50"),
         (("throughput", "--chunk-tokens", 5000), "prompt_tokens=30032"),
         (("throughput", "--ratio", 2), "recompute_ratio=2.0"),
