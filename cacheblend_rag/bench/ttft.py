@@ -187,7 +187,7 @@ class _Measurement:
         return _first_token_seconds(engine.generate_full(self.prompt, ONE_TOKEN))
 
     def _blend(self, tier: str, ratio: float, turn: int) -> float:
-        if self.plan.cold:
+        if self.plan.cold and tier == "disk":
             drop_from_page_cache(self.folders[tier])
         generation = self.engines[tier].generate(
             self.prompt, ONE_TOKEN, config=self.plan.blend_config(ratio)
@@ -210,12 +210,30 @@ class _Measurement:
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """Have the system read a folder's files from the device the next time."""
+    """Have the system read a folder's files from the device the next time.
+
+    Raises CacheBlendError where it keeps them in memory, as a tmpfs does.
+    """
     for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb+") as file:
-                os.fsync(file)  # pages that are not written yet stay
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if not path.is_file():
+            continue
+        with path.open("rb+") as file:
+            os.fsync(file)  # pages that are not written yet stay
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if _is_cached(file.fileno()):
+                raise CacheBlendError(
+                    f"cold: the system keeps {path} in memory; set TMPDIR to a folder on a disk"
+                )
+
+
+def _is_cached(file: int) -> bool:
+    """Return whether a file's first bytes can be read without waiting for a device."""
+    try:
+        return os.preadv(file, [bytearray(1)], 0, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system that does not tell
+        return True
 
 
 def check_blend(plan: TtftPlan, generation: Generation, ratio: float, tier: str) -> None:

@@ -51,8 +51,8 @@ class CpuLoad:
 
     @classmethod
     def between(cls, before: CpuCounters | None, after: CpuCounters | None) -> CpuLoad | None:
-        """Return the load between two readings; None if the system has no such counters."""
-        if before is None or after is None:
+        """Return the load between two readings; None if there are none, or of other CPUs each."""
+        if before is None or after is None or before.cpus != after.cpus:
             return None
         busy, idle = after.busy - before.busy, after.idle - before.idle
         steal, own = after.steal - before.steal, after.own - before.own
@@ -77,7 +77,7 @@ class Machine:
     """The counters of the machine that this process runs on; tests have their own."""
 
     def counters(self) -> CpuCounters | None:
-        """Return the CPU counters; None on systems other than Linux."""
+        """Return the CPU counters; None on systems other than Linux, or if some CPUs have none."""
         try:
             usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
             lines = Path("/proc/stat").read_text().splitlines()
@@ -85,6 +85,8 @@ class Machine:
             return None
         ticks = os.sysconf("SC_CLK_TCK")
         rows = [line.split() for line in lines if line.partition(" ")[0] in usable]
+        if len(rows) != len(usable):
+            return None
         # user, nice, system, idle, iowait, irq, softirq, steal; guests are counted as user
         spent = [[int(field) / ticks for field in row[1:9]] for row in rows]
         times = os.times()

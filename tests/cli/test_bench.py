@@ -9,17 +9,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cacheblend_rag.bench import shapes
+from cacheblend_rag import TransformersEngine
+from cacheblend_rag.bench import shapes, ttft
 from cacheblend_rag.bench.memory import peak_extra_bytes
 from cacheblend_rag.bench.plans import SteadyPlan, TtftPlan
 from cacheblend_rag.bench.steady import SteadyRow, TimedAnswer, combinations
 from cacheblend_rag.bench.ttft import TtftRow
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import CacheBlendError, ConfigError
 from tests.servers import redis_place, tier_at
 
 TINY = shapes.ModelShape(
     "tiny", "llama", 4, 32, 4, 2, 64, 512, 2048, {"rope_type": "default", "rope_theta": 1e4}
 )
+needs_fadvise = pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="Linux only")
 SMALL = ("--chunks", 2, "--chunk-tokens", 48, "--question-tokens", 4, "--repeat", 1)
 FIELDS = {
     "engine", "shape", "prompt_tokens", "selector", "ratio", "tier", "full_seconds",
@@ -55,17 +57,31 @@ def test_what_is_unpacked_in_memory_is_told(cli):
     assert 0 <= packed["hidden_share"] <= 1
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="Linux only")
+@needs_fadvise
 def test_cold_files_are_dropped_from_the_page_cache_before_each_blend(cli, monkeypatch):
-    dropped = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, *what: dropped.append(what))
-    rows = cli("bench", "ttft", "--shape", "tiny", *SMALL, "--ratio", 0, "--cold", "--json").json[
-        "rows"
-    ]
+    events, generate = [], TransformersEngine.generate
+
+    def answered(engine, *given, **named):
+        told = generate(engine, *given, **named)
+        events.append(told.report.chunks[0].tier)
+        return told
+
+    monkeypatch.setattr(ttft, "drop_from_page_cache", lambda _: events.append("dropped"))
+    monkeypatch.setattr(TransformersEngine, "generate", answered)
+    command = ("bench", "ttft", "--shape", "tiny", *SMALL, "--ratio", 0, "--cold", "--json")
+    rows = cli(*command).json["rows"]
     assert [(row["tier"], row["cold"]) for row in rows] == [("host", False), ("disk", True)]
-    chunks, blends = 2, 3  # a warm-up, the timed one, and one for memory
-    files = [what for what in dropped if what == (0, 0, os.POSIX_FADV_DONTNEED)]
-    assert len(files) == len(dropped) >= chunks * blends
+    before = [events[at - 1] for at, event in enumerate(events) if event == "disk"]
+    assert before == ["dropped"] * 3, "a warm-up, the timed one, and one for memory"
+    assert events.count("dropped") == 3
+
+
+@needs_fadvise
+def test_files_that_are_not_dropped_end_the_measurement(monkeypatch, tmp_path):
+    (tmp_path / "chunk").write_bytes(b"numbers")
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: None)  # as on a tmpfs
+    with pytest.raises(CacheBlendError, match=r"cold: the system keeps .*chunk in memory"):
+        ttft.drop_from_page_cache(tmp_path)
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "prior", "question_prior"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ def test_without_counters_nothing_is_known() -> None:
     assert CpuLoad.between(None, START) is None
     assert CpuLoad.between(START, None) is None
     assert CpuLoad.between(START, START) is None
+    assert CpuLoad.between(START, replace(after(busy=6, idle=2), cpus=1)) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counters are Linux's")

@@ -2,8 +2,8 @@
 
 A parallel operation ends with its slowest thread. A thread whose CPU another process uses waits for
 its turn, some milliseconds, and a blend or a decode step has thousands of operations shorter than
-that. On one thread less, none waits. Long operations, those of ordinary prefill, keep all threads:
-they wait as seldom as they are few, and more threads get more of a crowded CPU.
+that. On one thread less, none waits. Ordinary prefill keeps all threads: it has few operations, so
+waiting costs little, and more threads get a larger share of a crowded CPU.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from cacheblend_rag.engines.machine import CpuCounters, CpuLoad, Machine
 WINDOW_SECONDS = 0.2
 """The load is that of the time since it was last read, at least so long: counters are coarse."""
 IGNORED_CPUS = 0.4
-"""So much CPU time a second of other processes costs no thread."""
+"""Other processes may use this many CPUs without costing a thread."""
 
 
 class CpuThreads:
     """Limits the threads of PyTorch's CPU operations by what other processes use of the CPUs.
 
-    The limit is of the thread that runs the operations, but PyTorch passes it on to threads that
-    use it for the first time meanwhile. machine: has the counters. clock: seconds.
+    machine: has the counters. clock: seconds.
+
+    A limit is one of the thread that runs the operations. But PyTorch passes it on to threads that
+    use PyTorch for the first time meanwhile: ``usual`` gives those of the engine all threads again.
     """
 
     def __init__(
@@ -36,39 +38,68 @@ class CpuThreads:
         self._machine, self._clock, self._reading = machine or Machine(), clock, threading.Lock()
         self._counters: CpuCounters | None = None
         self._read_at = -WINDOW_SECONDS
-        self._free: int | None = None
+        self._cpus = self._free = 0
         self._limits = set[int]()
-        self._usual = 1
+        self._usual: int | None = None
+        self._threads = threading.local()
+        self._is_fixed = False
+
+    def usual(self) -> int:
+        """Return how many threads this thread's operations run on without a limit.
+
+        If another thread's limit was passed on to it, that ends here.
+        """
+        now = torch.get_num_threads()
+        is_known = getattr(self._threads, "is_known", False)
+        self._threads.is_known = True
+        if not is_known and self._usual is not None and now in self._limits:
+            torch.set_num_threads(self._usual)
+            return self._usual
+        self._usual = now
+        return now
 
     @contextmanager
     def limited(self) -> Iterator[None]:
         """Run PyTorch's CPU operations on at most as many threads as there are free CPUs."""
-        now = torch.get_num_threads()
-        if now not in self._limits:  # otherwise it may be a limit that was passed on
-            self._usual = now
-        usual, free = self._usual, self._free_cpus()
-        count = usual if free is None else max(1, min(usual, free))
-        if count != usual:
-            self._limits.add(count)
-        if count != now:
-            torch.set_num_threads(count)
+        usual = self.usual()
+        count = self._count(usual)
+        if count == usual:
+            yield
+            return
+        self._limits.add(count)
+        torch.set_num_threads(count)
+        # vLLM's CPU worker replaces the function by one that warns.
+        self._is_fixed = torch.get_num_threads() != count
         try:
             yield
         finally:
-            if count != usual:
+            if not self._is_fixed:
                 torch.set_num_threads(usual)
 
-    def _free_cpus(self) -> int | None:
-        """Return how many CPUs other processes leave; None where the system does not tell."""
+    def _count(self, usual: int) -> int:
+        """Return how many threads to use; without a limit, as many as usual."""
+        if usual == 1 or self._is_fixed:
+            return usual
+        cpus, free = self._load()
+        # Threads that are bound to single CPUs, as by OMP_PROC_BIND, see no others.
+        return usual if cpus < usual else max(1, min(usual, free))
+
+    def _load(self) -> tuple[int, int]:
+        """Return how many CPUs there are, and how many other processes leave free.
+
+        None are there where the system does not tell.
+        """
         with self._reading:
             now = self._clock()
             if now - self._read_at >= WINDOW_SECONDS:
                 before, self._read_at = self._counters, now
                 after = self._counters = self._machine.counters()
                 load = CpuLoad.between(before, after)
+                self._cpus, self._free = 0, 0
                 if load is not None and after is not None:
+                    self._cpus = after.cpus
                     self._free = int(after.cpus * (1 - load.other) + IGNORED_CPUS)
-            return self._free
+            return self._cpus, self._free
 
 
 cpu_threads = CpuThreads()

@@ -40,7 +40,8 @@ def lock_of(model: PreTrainedModel) -> PriorityLock:
 
 @contextmanager
 def inference() -> Iterator[None]:
-    """Run the model without gradients, and its attention without cuDNN."""
+    """Run the model without gradients, its attention without cuDNN, on all usual CPU threads."""
+    cpu_threads.usual()
     with torch.no_grad(), without_cudnn():
         yield
 

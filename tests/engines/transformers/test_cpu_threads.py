@@ -118,17 +118,56 @@ def test_a_thread_that_began_under_a_limit_gets_the_usual_threads(
         found.append(torch.get_num_threads())
         has_begun.set()
         may_go_on.wait(10)
-        found.append(limited(threads))
+        found.append(threads.usual())
+        found.append(torch.get_num_threads())
 
     one = threading.Thread(target=other)
     with threads.limited():
         one.start()
         assert has_begun.wait(10)
-    machine.others = 0.0
-    machine.run(1.0)
     may_go_on.set()
     one.join(10)
-    assert found == [2, 4]
+    assert found == [2, 4, 4]
+
+
+def test_what_the_user_sets_holds_even_if_it_was_a_limit_before(
+    machine: Scripted, threads: CpuThreads
+) -> None:
+    machine.others = 2.0
+    machine.run(1.0)
+    assert limited(threads) == 2
+    torch.set_num_threads(2)
+    machine.others = 0.0
+    machine.run(1.0)
+    assert limited(threads) == 2
+    assert torch.get_num_threads() == 2
+
+
+def test_threads_that_are_bound_to_single_cpus_are_not_limited() -> None:
+    """Their system tells of one CPU only, that of the thread that asks."""
+
+    class Bound(Machine):
+        read = 0.0
+
+        def counters(self) -> CpuCounters | None:
+            self.read += 1.0
+            return CpuCounters(1, busy=self.read, idle=0.0, steal=0.0, own=CPUS * self.read)
+
+    times = iter(range(10))
+    threads = CpuThreads(Bound(), lambda: float(next(times)))
+    assert [limited(threads), limited(threads)] == [CPUS, CPUS]
+
+
+def test_where_the_number_of_threads_is_fixed_it_is_set_once(
+    machine: Scripted, threads: CpuThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the process of vLLM's CPU worker."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    machine.others = 2.0
+    machine.run(1.0)
+    assert [limited(threads), limited(threads)] == [CPUS, CPUS]
+    assert asked == [2]
 
 
 def test_systems_that_do_not_tell_their_load_cost_no_thread() -> None:
@@ -136,7 +175,8 @@ def test_systems_that_do_not_tell_their_load_cost_no_thread() -> None:
         def counters(self) -> CpuCounters | None:
             return None
 
-    threads = CpuThreads(Silent(), lambda: 100.0)
+    times = iter(range(10))
+    threads = CpuThreads(Silent(), lambda: float(next(times)))
     assert [limited(threads), limited(threads)] == [CPUS, CPUS]
 
 
