@@ -17,12 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cacheblend_rag.blend.rows import Mask, Positions
 from cacheblend_rag.settings import BlendConfig, ChunkBudget
 
 Floats = NDArray[np.float64]
 Scores = NDArray[np.float32]
-Indices = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 
 MINIMUM, QUOTA, REST, REFUSED = range(4)
 """In this order tokens are taken, each kind by score."""
@@ -67,7 +66,7 @@ class Budget:
         taken = np.argsort(kinds, kind="stable")[:count]
         return torch.from_numpy(np.sort(order[taken[kinds[taken] != REFUSED]]))
 
-    def _kinds(self, scores: Floats, chunks: Indices, count: int) -> Indices:
+    def _kinds(self, scores: Floats, chunks: Positions, count: int) -> Positions:
         """Return (tokens,) int64, the kind of each token; tokens in falling order of score."""
         kinds = np.where(self._passed(scores), REST, REFUSED)
         if self.per_chunk == "none" and not self.least:
@@ -90,7 +89,7 @@ class Budget:
             passed &= _fewest_with(_weights(scores), self.mass)
         return passed
 
-    def _shares(self, scores: Floats, chunks: Indices) -> Floats:
+    def _shares(self, scores: Floats, chunks: Positions) -> Floats:
         """Return (chunks,) float64: the share of the rows that each chunk gets by itself."""
         masses = np.bincount(chunks, _weights(scores))
         if self.per_chunk == "none":
@@ -101,7 +100,7 @@ class Budget:
         return shares
 
 
-def best(scores: Scores, count: int) -> Indices:
+def best(scores: Scores, count: int) -> Positions:
     """Return the indices, rising, of the ``count`` highest scores; -inf never counts.
 
     Of equal scores the first ones win.
@@ -115,7 +114,7 @@ def best(scores: Scores, count: int) -> Indices:
     lowest = np.partition(values, -count)[-count]
     taken = values > lowest
     taken[np.flatnonzero(values == lowest)[: count - np.count_nonzero(taken)]] = True
-    chosen: Indices = usable[taken]
+    chosen: Positions = usable[taken]
     return chosen
 
 
@@ -136,10 +135,10 @@ def _fewest_with(weights: Floats, share: float) -> Mask:
     return taken
 
 
-def _ranked(scores: Scores) -> Indices:
+def _ranked(scores: Scores) -> Positions:
     """Return the indices of all scores but -inf, highest first, equal scores in their order."""
     order = np.argsort(-scores, kind="stable")
-    possible: Indices = order[scores[order] > -np.inf]
+    possible: Positions = order[scores[order] > -np.inf]
     return possible
 
 
@@ -148,7 +147,7 @@ def _weights(scores: Floats) -> Floats:
     return scores - min(float(scores.min()), 0.0)
 
 
-def _places(chunks: Indices, sizes: Indices) -> Indices:
+def _places(chunks: Positions, sizes: Positions) -> Positions:
     """Return (tokens,) int64: how many earlier tokens are of the same chunk; sizes: of each."""
     order = np.argsort(chunks, kind="stable")
     starts = sizes.cumsum() - sizes

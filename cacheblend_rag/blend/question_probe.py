@@ -22,7 +22,8 @@ from cacheblend_rag.blend.steps import Steps
 
 FIRST_TOKENS = 256
 """So many of a prompt's first tokens are computed for a question asked alone even if their exact KV
-is held. So it sees the instruction, whether that is held or not, and chooses the same tokens."""
+is held: as a rule all of an instruction, so that the choice does not depend on whether it is held.
+Of a longer one, the rest is not seen while it is held."""
 
 FEW_TOKENS = 256
 """Up to so many tokens are computed alone in a buffer of all layers, if there are CUDA graphs."""
@@ -50,8 +51,7 @@ def probe_question(
     float32, on the host.
 
     question_start: position of the question's first token; the question ends the prompt.
-    before_layer, graphed: see BlendPass; if the question is asked alone, KV of the observed layers
-    only is taken.
+    before_layer, graphed: see BlendPass.
     """
     observed = probe.observed(stack.geometry.layers)
     observer = _QuestionAttention(stack, probe, observed, question_start)
@@ -111,7 +111,7 @@ def _of_all_layers(stack: DecoderStack, probe: Probe, layers: Tensor) -> Tensor:
 
 
 class _Asked(Observer):
-    """Keeps what a prompt's text gives attention in the observed layers, for another observer.
+    """Keeps queries, keys and values of the observed layers, to attend to the whole prompt later.
 
     text: the tokens of the pass that it observes, at their positions in the prompt.
     """

@@ -119,6 +119,7 @@ class LayerSource:
         self._begun = self._given = 0
         self._reads, self._unpacks = _Ahead(), _Ahead()
         self._wanted = self._handed = -1
+        self._early: int | None = None
         self._closed = False
         self.busy = BusySeconds()
         self._read_from: dict[str, tuple[BusySeconds, int]] = {}
@@ -131,6 +132,8 @@ class LayerSource:
     def wait(self, seconds: float) -> bool:
         """Wait at most so long for the next item: a head, or the wanted layer of all chunks.
 
+        A layer that ``early`` waits for comes before the wanted one.
+
         Returns:
             Whether it has been read, or nothing is left.
         """
@@ -140,9 +143,10 @@ class LayerSource:
             self._open_next()
             return bool(wait([self._opened(self._given)], seconds).done)
         with self._lock:
-            if self._handed >= self._wanted:
+            layer = self._wanted if self._early is None else self._early
+            if self._early is None and self._handed >= self._wanted:
                 return True
-            asked = [place.parts[first] for place, _, first in self._asked(self._wanted)]
+            asked = [place.parts[first] for place, _, first in self._asked(layer)]
         return not wait(asked, seconds).not_done
 
     def take(self) -> Found:
@@ -224,9 +228,11 @@ class LayerSource:
             asked = [(chunk, place.parts[first]) for place, chunk, first in self._asked(layer)]
         if wait([future for _, future in asked], seconds).not_done:
             return None
+        self._early = None
         return [_part(chunk, future, layer) for chunk, future in asked]
 
     def _begin_early(self, layer: int) -> None:
+        self._early = layer
         for place, chunk, first in self._asked(layer):
             self._begin(place, chunk, first, anyway=True)
 
@@ -266,6 +272,7 @@ class LayerSource:
         """Start again with the first layer."""
         with self._lock:
             self._wanted = self._handed = -1
+            self._early = None
             for index, place in enumerate(self._places):
                 for first in list(place.parts):
                     self._give_back(place, first)

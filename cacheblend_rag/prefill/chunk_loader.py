@@ -207,14 +207,13 @@ class ChunkLoader:
         self._laid.add(layer)
 
     def load_early(self, layer: int) -> Steps[None]:
-        """As ``load``, but out of turn: the buffer may get the layer again."""
+        """As ``load``, but out of turn: the buffer gets the layer once more in its turn."""
         used = self._used
         if layer in self._laid or not used:
             return
         if (laying := self._laying()) is not None:
             yield from self._lay(laying, layer, last=True)
-            if self.fused.keeps_layers:
-                self._laid.add(layer)
+            laying.restart()
             return
         parts = yield from self._layer(layer, used, early=True)
         if self._buffers is None:

@@ -331,7 +331,9 @@ def test_a_layer_can_be_taken_early_and_is_read_once(monkeypatch, slow, gate):
         assert source.early(4, 0.01) is None, (
             "others took all the room, and it is read all the same"
         )
+        assert not source.wait(0.01), "a request waits without holding the model"
         gate.set()
+        assert source.wait(10)
         late = source.early(4, 10)
         assert holds([late], KEYS[:2], {key: _from(kv, 4) for key, kv in KVS.items()})
         assert holds(layers_of(source), KEYS[:2])

@@ -18,7 +18,7 @@ from cacheblend_rag.bench.gpu.layer import Drive, open_layers, random_kv
 from cacheblend_rag.bench.gpu.scene import Doing, Row, Scene
 from cacheblend_rag.bench.gpu.timing import Work, attempt, milliseconds, times
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.engines.transformers.layer_graphs import GraphedRows, LayerGraphs
+from cacheblend_rag.engines.transformers.layer_graphs import LayerGraphs, PromptGraphs
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.errors import CacheBlendError
 
@@ -107,7 +107,7 @@ def _by_graphs(graphs: LayerGraphs, drive: Drive) -> Tensor:
     return _run(run, drive)
 
 
-def _run(run: GraphedRows, drive: Drive) -> Tensor:
+def _run(run: PromptGraphs, drive: Drive) -> Tensor:
     hidden = drive.hidden
     for layer in range(LAYERS):
         out = run.run(layer, hidden)

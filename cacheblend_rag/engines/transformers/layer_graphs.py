@@ -23,6 +23,7 @@ from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.row_attention import attend_by_positions
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
+from cacheblend_rag.memory import lack_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,9 @@ class LayerGraphs:
         self._seen: OrderedDict[int, _Inputs | None] = OrderedDict()
         self.is_on = True
 
-    def of(self, rows: Rows, fused: FusedKV, positions: Tensor | None = None) -> GraphedRows | None:
+    def of(
+        self, rows: Rows, fused: FusedKV, positions: Tensor | None = None
+    ) -> PromptGraphs | None:
         """Return the graphs for rows of a prompt; None if layers are to be run without.
 
         positions: of all tokens of ``fused``, (tokens,), if those are not their indices.
@@ -80,7 +83,7 @@ class LayerGraphs:
         if inputs is None:
             inputs = self._seen[size] = _Inputs.of(self._stack, size)
         at = rows.device if positions is None else positions[rows.device]
-        return GraphedRows(self, inputs, rows, fused, at)
+        return PromptGraphs(self, inputs, rows, fused, at)
 
     def give_up(self, why: str) -> None:
         """Run all layers without graphs from now on."""
@@ -130,7 +133,7 @@ def _tensors(inputs: Any) -> list[Tensor]:
     return list({id(leaf): leaf for leaf in leaves}.values())
 
 
-class GraphedRows:
+class PromptGraphs:
     """Runs layers on the rows of one prompt by graphs; at: their positions, (rows,)."""
 
     def __init__(
@@ -188,12 +191,16 @@ class GraphedRows:
             replay()
             found = inputs.out[:, :count]
             error = float((found - wanted).float().norm() / wanted.float().norm())
+        except torch.AcceleratorError:
+            raise
         except Exception as failure:  # a graph only saves time: whatever stops it, the pass goes on
+            if lack_of_memory(failure) is not None:
+                return None
             self._graphs.give_up(f"{type(failure).__name__}: {' '.join(str(failure).split())}")
             return None
         if not error <= TOLERANCE:
             self._graphs.give_up(f"layer {layer} differs by {error:.2g} of its size")
-            return wanted
+            return None  # the layer is run again, since the graph has written its KV, too
         inputs.replays[layer] = replay
         return found
 

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cacheblend_rag.blend.cost import LayerCost
-from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.graphed import Graphed
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
 from cacheblend_rag.blend.row_attention import can_attend_by_positions
-from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import (
     Attend,
     AttentionCall,
@@ -33,7 +32,7 @@ from cacheblend_rag.engines.transformers.attention_window import AttentionWindow
 from cacheblend_rag.engines.transformers.float32 import in_float32, weights_in_float32
 from cacheblend_rag.engines.transformers.interception import DRIVEN, SIGHT, Interception
 from cacheblend_rag.engines.transformers.layer_calls import LayerCalls
-from cacheblend_rag.engines.transformers.layer_graphs import GraphedRows, LayerGraphs
+from cacheblend_rag.engines.transformers.layer_graphs import LayerGraphs
 from cacheblend_rag.engines.transformers.offloading import run_device
 from cacheblend_rag.errors import UnsupportedModelError
 
@@ -144,14 +143,10 @@ class TransformersStack:
             out = self.layers[layer](hidden, **arguments)
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
-    def graphed(
-        self, rows: Rows, fused: FusedKV, positions: Tensor | None = None
-    ) -> GraphedRows | None:
-        """Return CUDA graphs of the layers for rows of a prompt; None if there are none.
-
-        positions: of all tokens of ``fused``, (tokens,), if those are not their indices.
-        """
-        return None if self._graphs is None else self._graphs.of(rows, fused, positions)
+    @property
+    def graphed(self) -> Graphed | None:
+        """Gives CUDA graphs of the layers for rows of a prompt; None where there are none."""
+        return None if self._graphs is None else self._graphs.of
 
     def rotation(self, offset: int) -> Rotation:
         return self._rotation(offset)
@@ -334,9 +329,11 @@ class TransformersStack:
 
 
 def _can_have_graphs(model: PreTrainedModel, stack: TransformersStack) -> bool:
-    """Whether all weights are on one GPU, and the Triton attention kernel takes its heads."""
-    is_spread = getattr(model, "hf_device_map", None) is not None
-    return can_attend_by_positions(stack.geometry) and not is_spread
+    """Whether all weights stay on one GPU, and the Triton attention kernel takes its heads."""
+    is_spread = any(weight.device != stack.geometry.device for weight in model.parameters())
+    # Accelerate's hooks move weights in and out around each forward.
+    is_moved = any(hasattr(module, "_hf_hook") for module in model.modules())
+    return can_attend_by_positions(stack.geometry) and not is_spread and not is_moved
 
 
 def _named_window(layer: nn.Module) -> int | None:

@@ -29,7 +29,7 @@ from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.schedule import Schedule
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.transformers import layer_graphs
-from cacheblend_rag.engines.transformers.layer_graphs import LayerGraphs, Replay
+from cacheblend_rag.engines.transformers.layer_graphs import LayerGraphs, PromptGraphs, Replay
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from tests.recording import Recording
 
@@ -194,16 +194,25 @@ def test_passes_may_take_turns() -> None:
         assert not torch.equal(alone[0], alone[1])
 
 
-def test_a_graph_with_another_result_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_graph_with_another_result_is_not_used(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stack = stack_of(llama)
     graphs = LayerGraphs(stack, stack.layers)
+    prompt, buffers = Prompt(stack, 90, 13, seed=1), list[FusedKV]()
+    of = graphs.of
+
+    def noted(rows: Rows, fused: FusedKV, positions: torch.Tensor | None) -> PromptGraphs | None:
+        buffers.append(fused)
+        return of(rows, fused, positions)
 
     def spoil() -> None:
         for inputs in graphs._seen.values():
             inputs.out.mul_(1.1)
+        buffers[-1].keys[0][:, : len(prompt.ids)][:, ~prompt.cached] = 0
 
     graphs._capture = Captured(spoil)
-    prompt = Prompt(stack, 90, 13, seed=1)
+    monkeypatch.setattr(graphs, "of", noted)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             prompt.check(graphs)

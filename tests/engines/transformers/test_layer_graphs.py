@@ -11,7 +11,7 @@ import torch
 from cacheblend_rag import BlendConfig, TransformersEngine
 from cacheblend_rag.bench.shapes import named_shape
 from cacheblend_rag.bench.workload import LEAD_IN, draw_chunks, draw_words
-from cacheblend_rag.engines.transformers.layer_graphs import CudaCapture, GraphedRows, LayerGraphs
+from cacheblend_rag.engines.transformers.layer_graphs import CudaCapture, LayerGraphs, PromptGraphs
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.text.prompt import BlendPrompt
@@ -94,13 +94,13 @@ def test_blends_by_cuda_graphs_are_those_without(asked, selector, monkeypatch) -
         selector=selector, recompute_ratio=0.2, check_layers=(1,), min_tokens=0, cost_model=False
     )
     runs: list[int] = []
-    run = GraphedRows.run
+    run = PromptGraphs.run
 
     def counted(self, layer, hidden):
         runs.append(layer)
         return run(self, layer, hidden)
 
-    monkeypatch.setattr(GraphedRows, "run", counted)
+    monkeypatch.setattr(PromptGraphs, "run", counted)
     for prompt in prompts[:3]:
         scores_of(engine, prompt, config)
     assert runs

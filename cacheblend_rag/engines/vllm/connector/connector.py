@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from cacheblend_rag.engines.vllm.connector.compatibility import refusal_of
 from cacheblend_rag.engines.vllm.connector.finding import Finding
-from cacheblend_rag.engines.vllm.connector.kv_groups import is_recomputed, kept_tokens
+from cacheblend_rag.engines.vllm.connector.kv_groups import kept_tokens, recomputes_failed_loads
 from cacheblend_rag.engines.vllm.connector.metadata import StepJobs, StepResults
 from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.connector.scheduler import ConnectorScheduler
@@ -55,7 +55,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of_vllm(vllm_config)
         refusal = refusal_of(vllm_config, kv_cache_config)
-        asynchronous = settings.asynchronous or not is_recomputed(kv_cache_config)
+        asynchronous = settings.asynchronous or not recomputes_failed_loads(kv_cache_config)
         block_size = vllm_config.cache_config.block_size
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None

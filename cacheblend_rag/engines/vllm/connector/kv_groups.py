@@ -26,13 +26,13 @@ def specs_of(group: Any) -> list[Any]:
 def obstacle(kv_cache_config: Any, cache_config: Any) -> str | None:
     """Return what cannot be blended about several KV cache groups, or None.
 
-    The layers of a model with one group are judged by its test.
+    With one group nothing is refused here: `Trial` tests the model.
     """
+    if len(kv_cache_config.kv_cache_groups) <= 1:
+        return None
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group)]
     size = cache_config.block_size
     hashed = getattr(cache_config, "prefix_match_unit", None)  # vLLM 0.31 has none
-    if len(kv_cache_config.kv_cache_groups) <= 1:
-        return None
     if any(type(spec) not in {FullAttentionSpec, SlidingWindowSpec} for spec in specs):
         return "KV cache groups of other kinds than full attention and sliding windows"
     if any(spec.block_size != size for spec in specs) or hashed not in {None, size}:
@@ -50,10 +50,11 @@ def smallest_window(kv_cache_config: Any) -> int | None:
     return min(windows, default=None)
 
 
-def is_recomputed(kv_cache_config: Any) -> bool:
-    """Whether vLLM can compute what a synchronous load in the same step has failed to load.
+def recomputes_failed_loads(kv_cache_config: Any) -> bool:
+    """Whether vLLM can compute what a synchronous load has failed to load.
 
-    It does so in the blocks of one group that has them all. Otherwise loads must be asynchronous.
+    Only with a single KV cache group that has blocks for all tokens; otherwise loads must be
+    asynchronous.
     """
     is_only = len(kv_cache_config.kv_cache_groups) <= 1
     return is_only and smallest_window(kv_cache_config) is None

@@ -202,7 +202,7 @@ class ConnectorWorker:
         if not done.wait:
             self._done.add(request_id)
         if leaves_blocks_empty(result, blends=done.job.kind == "blend"):
-            if len(done.block_ids) > 1:  # blocks do not tell vLLM the request then
+            if len(done.block_ids) > 1:  # block ids are unique only within a group
                 self._failed_requests.add(request_id)
             else:
                 size = self._vllm_config.cache_config.block_size

@@ -29,9 +29,9 @@ from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.block_table import BlockTable
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner
 from cacheblend_rag.engines.vllm.connector.kv_groups import (
-    is_recomputed,
     kept_tokens,
     obstacle,
+    recomputes_failed_loads,
     smallest_window,
 )
 from cacheblend_rag.engines.vllm.connector.paged import PagedKV
@@ -393,6 +393,6 @@ def test_the_smallest_window_decides_what_is_dropped() -> None:
     assert kept_tokens(config(FULL), 16) is None
     # Of 46 tokens the next one sees the last 31: the first 15 fill no block of 16.
     assert kept_tokens(config(FULL, WIDE, NARROW), 16) == 46
-    assert is_recomputed(config(FULL))
-    assert not is_recomputed(config(WIDE))
-    assert not is_recomputed(config(FULL, FULL))
+    assert recomputes_failed_loads(config(FULL))
+    assert not recomputes_failed_loads(config(WIDE))
+    assert not recomputes_failed_loads(config(FULL, FULL))
