@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cacheblend_rag import Chunk, Diagnosis, Document, Finding, TieredKVStore, diagnose
+from cacheblend_rag.bench.neighbours import neighbours
 from cacheblend_rag.demo.corpus import OTHER_FRAMES
 from cacheblend_rag.engines.machine import Machine
 from cacheblend_rag.engines.transformers import prefiller
@@ -196,18 +193,6 @@ def test_model_fails_verify(make: EngineMaker, monkeypatch: pytest.MonkeyPatch) 
     assert found.code == "model_fails_verify"
     assert "positions" in found.evidence
     assert found.change.effect == verdict.advice
-
-
-@contextmanager
-def neighbours(count: int) -> Iterator[None]:
-    """Processes that do nothing but use a CPU each."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for one in busy:
-            one.kill()
-            one.wait()
 
 
 def test_machine_busy(make: EngineMaker) -> None:
