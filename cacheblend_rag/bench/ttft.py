@@ -210,9 +210,9 @@ class _Measurement:
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """Have the system read a folder's files from the device the next time.
+    """Drop a folder's files from the page cache, so that the next read waits for the disk.
 
-    Raises CacheBlendError where it keeps them in memory, as a tmpfs does.
+    Raises CacheBlendError where the system keeps them in memory, as on a tmpfs.
     """
     for path in folder.rglob("*"):
         if not path.is_file():

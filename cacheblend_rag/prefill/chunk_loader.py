@@ -207,7 +207,7 @@ class ChunkLoader:
         self._laid.add(layer)
 
     def load_early(self, layer: int) -> Steps[None]:
-        """As ``load``, but out of turn: the buffer gets the layer once more in its turn."""
+        """Copy a layer before its turn; ``load`` copies it again when its turn comes."""
         used = self._used
         if layer in self._laid or not used:
             return

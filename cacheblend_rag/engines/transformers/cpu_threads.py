@@ -18,7 +18,7 @@ import torch
 from cacheblend_rag.engines.machine import CpuCounters, CpuLoad, Machine
 
 WINDOW_SECONDS = 0.2
-"""The load is that of the time since it was last read, at least so long: counters are coarse."""
+"""Least time between readings of the CPU counters, which are too coarse for shorter times."""
 IGNORED_CPUS = 0.4
 """Other processes may use this many CPUs without costing a thread."""
 
@@ -87,7 +87,7 @@ class CpuThreads:
     def _load(self) -> tuple[int, int]:
         """Return how many CPUs there are, and how many other processes leave free.
 
-        None are there where the system does not tell.
+        Both are 0 where the system has no such counters, or has been read only once.
         """
         with self._reading:
             now = self._clock()

@@ -48,7 +48,7 @@ def inference() -> Iterator[None]:
 
 @contextmanager
 def short_operations(device: torch.device) -> Iterator[None]:
-    """Run the model on few tokens, as `inference`: on a CPU, on threads that do not wait."""
+    """As `inference`, for few tokens: on a CPU, with at most a thread for each free CPU."""
     with inference(), cpu_threads.limited() if device.type == "cpu" else nullcontext():
         yield
 

@@ -145,7 +145,7 @@ class TransformersStack:
 
     @property
     def graphed(self) -> Graphed | None:
-        """Gives CUDA graphs of the layers for rows of a prompt; None where there are none."""
+        """A function that returns CUDA graphs of the layers for given rows; None without graphs."""
         return None if self._graphs is None else self._graphs.of
 
     def rotation(self, offset: int) -> Rotation:

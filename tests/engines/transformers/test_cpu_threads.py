@@ -28,7 +28,8 @@ class Scripted(Machine):
     def clock(self) -> float:
         return self.now
 
-    def run(self, seconds: float) -> None:
+    def run(self, seconds: float, *, others: float | None = None) -> None:
+        self.others = self.others if others is None else others
         self.now += seconds
         self._own += seconds
         self._busy += seconds * (1 + self.others)
@@ -70,8 +71,7 @@ def threads(machine: Scripted) -> CpuThreads:
 def test_a_thread_for_each_cpu_that_others_leave(
     machine: Scripted, threads: CpuThreads, others: float, count: int
 ) -> None:
-    machine.others = others
-    machine.run(1.0)
+    machine.run(1.0, others=others)
     assert limited(threads) == count
     assert torch.get_num_threads() == CPUS
 
@@ -79,8 +79,7 @@ def test_a_thread_for_each_cpu_that_others_leave(
 def test_it_follows_the_load_but_reads_it_only_now_and_then(
     machine: Scripted, threads: CpuThreads
 ) -> None:
-    machine.others = 2.0
-    machine.run(1.0)
+    machine.run(1.0, others=2.0)
     assert limited(threads) == 2
     before, machine.others = machine.readings, 0.0
     machine.run(WINDOW_SECONDS / 2)
@@ -91,15 +90,13 @@ def test_it_follows_the_load_but_reads_it_only_now_and_then(
 
 def test_never_more_threads_than_pytorch_was_given(machine: Scripted, threads: CpuThreads) -> None:
     torch.set_num_threads(2)
-    machine.others = 1.0
-    machine.run(1.0)
+    machine.run(1.0, others=1.0)
     assert limited(threads) == 2
     assert torch.get_num_threads() == 2
 
 
 def test_an_error_leaves_the_usual_threads(machine: Scripted, threads: CpuThreads) -> None:
-    machine.others = 2.0
-    machine.run(1.0)
+    machine.run(1.0, others=2.0)
     with pytest.raises(RuntimeError), threads.limited():
         raise RuntimeError
     assert torch.get_num_threads() == CPUS
@@ -109,8 +106,7 @@ def test_a_thread_that_began_under_a_limit_gets_the_usual_threads(
     machine: Scripted, threads: CpuThreads
 ) -> None:
     """PyTorch passes a limit on to threads whose first operation runs meanwhile."""
-    machine.others = 2.0
-    machine.run(1.0)
+    machine.run(1.0, others=2.0)
     found: list[int] = []
     has_begun, may_go_on = threading.Event(), threading.Event()
 
@@ -133,12 +129,10 @@ def test_a_thread_that_began_under_a_limit_gets_the_usual_threads(
 def test_what_the_user_sets_holds_even_if_it_was_a_limit_before(
     machine: Scripted, threads: CpuThreads
 ) -> None:
-    machine.others = 2.0
-    machine.run(1.0)
+    machine.run(1.0, others=2.0)
     assert limited(threads) == 2
     torch.set_num_threads(2)
-    machine.others = 0.0
-    machine.run(1.0)
+    machine.run(1.0, others=0.0)
     assert limited(threads) == 2
     assert torch.get_num_threads() == 2
 
@@ -164,8 +158,7 @@ def test_where_the_number_of_threads_is_fixed_it_is_set_once(
     """As in the process of vLLM's CPU worker."""
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    machine.others = 2.0
-    machine.run(1.0)
+    machine.run(1.0, others=2.0)
     assert [limited(threads), limited(threads)] == [CPUS, CPUS]
     assert asked == [2]
 
@@ -188,8 +181,7 @@ def test_blends_and_decode_steps_are_limited_and_ordinary_prefill_is_not(
     engine = TransformersEngine(
         model, tokenizer=make_tokenizer(), config=BlendConfig(min_tokens=0, cost_model=False)
     )
-    machine.others = 2.0
-    machine.run(1.0)
+    machine.run(1.0, others=2.0)
     counts = list[tuple[int, int]]()
     layer = model.model.layers[-1].mlp
     layer.register_forward_hook(

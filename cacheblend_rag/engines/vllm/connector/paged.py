@@ -109,7 +109,7 @@ class PagedKV:
     def _write_until(
         self, rows: Rows, layer: int, fused: FusedKV, cache: Tensor, first: int
     ) -> None:
-        """Write what the cache lacks of a layer, up to the last of the rows, for them to attend.
+        """Write a layer's KV that vLLM's cache lacks, up to the last of these rows, which attend next.
 
         Not further: KV of later rows may not have been computed, and kernels read a block of the
         cache to its end, where masked numbers must be finite.
@@ -149,7 +149,7 @@ class PagedKV:
         return HeldPrefix(tokens, place)
 
     def finish_layer(self, layer: int, fused: FusedKV) -> None:
-        """Write a layer whose KV is final, except for what native attention has written of it."""
+        """Write a layer whose KV is final to vLLM's cache, except for what is there already."""
         table = self.tables[self.cache.groups[layer]]
         if table.is_apart or layer not in self._in_cache:
             given = table.given
