@@ -109,7 +109,7 @@ class PagedKV:
     def _write_until(
         self, rows: Rows, layer: int, fused: FusedKV, cache: Tensor, first: int
     ) -> None:
-        """Write a layer's KV that vLLM's cache lacks, up to the last of these rows, which attend next.
+        """Write a layer's KV that vLLM's cache lacks, up to the last of these rows.
 
         Not further: KV of later rows may not have been computed, and kernels read a block of the
         cache to its end, where masked numbers must be finite.
