@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 
+from cacheblend_rag.engines.transformers.packed_weights import pack_weights
 from cacheblend_rag.errors import ConfigError
 
 _WEIGHT_SCALE = 0.02
@@ -59,6 +60,14 @@ class ModelShape:
             for name, weight in model.named_parameters():
                 _fill(name, weight, generator)
         return model.eval()
+
+    def build_served_model(
+        self, *, dtype: torch.dtype, device: torch.device | str
+    ) -> PreTrainedModel:
+        """Return the model with its weights as the embedded engine has those that it loads."""
+        model = self.build_model(dtype=dtype, device=device)
+        pack_weights(model)
+        return model
 
     def build_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a tokenizer whose words are ``t0``, ``t1``, ...: one token each, no BOS."""

@@ -83,7 +83,7 @@ def measure_steady(plan: SteadyPlan, advance: Advance = lambda _: None) -> dict[
     """
     advance("building the model")
     shape = plan.model_shape
-    model = shape.build_model(dtype=plan.torch_dtype, device=plan.torch_device)
+    model = shape.build_served_model(dtype=plan.torch_dtype, device=plan.torch_device)
     rng = random.Random(plan.seed)
     chunks = draw_chunks(
         rng, plan.chunks, plan.chunk_tokens, shape.vocabulary,

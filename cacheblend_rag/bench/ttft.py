@@ -135,7 +135,7 @@ def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[Ttft
     """
     advance("building the model")
     shape = plan.model_shape
-    model = shape.build_model(dtype=plan.torch_dtype, device=plan.torch_device)
+    model = shape.build_served_model(dtype=plan.torch_dtype, device=plan.torch_device)
     tokenizer = shape.build_tokenizer()
     chunks, question = draw_texts(plan)
     prompt = BlendPrompt.of(*chunks, question)

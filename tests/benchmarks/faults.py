@@ -66,7 +66,7 @@ def measure_faults(plan: FaultsPlan, advance: Advance = lambda _: None) -> dict[
     """
     advance("building the model")
     shape = plan.model_shape
-    model = shape.build_model(dtype=plan.torch_dtype, device=plan.torch_device)
+    model = shape.build_served_model(dtype=plan.torch_dtype, device=plan.torch_device)
     stored, prompts = _prompts(plan)
     with ExitStack() as stack:
         engines = {}

@@ -161,7 +161,7 @@ class _Run:
         self._weights = zipf_weights(plan.chunks, plan.exponent)
         shape = plan.model_shape
         self.engine = TransformersEngine(
-            shape.build_model(dtype=plan.torch_dtype, device=plan.torch_device),
+            shape.build_served_model(dtype=plan.torch_dtype, device=plan.torch_device),
             tokenizer=shape.build_tokenizer(),
             config=plan.blend_config(plan.ratio),
             store=TieredKVStore.open(host_bytes=plan.store_bytes),

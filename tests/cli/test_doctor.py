@@ -19,6 +19,7 @@ def test_a_usable_setup(cli, small_model):
     assert (outcome.code, found["usable"]) == (0, True)
     assert found["model"]["architecture"] == "LlamaForCausalLM"
     assert found["model"]["problem"] is None
+    assert found["model"]["packed_weights"] == 0  # they are small
     assert found["devices"][0]["device"] == "cpu"
     assert found["versions"]["torch"]
     assert found["store"] is None

@@ -14,6 +14,7 @@ from cacheblend_rag.engines.identity import weights_in_files
 from cacheblend_rag.engines.quiet_import import without_unused
 from cacheblend_rag.engines.tokenizer import unloaded
 from cacheblend_rag.engines.transformers.adapters import base_weights_hash
+from cacheblend_rag.engines.transformers.packed_weights import pack_weights
 from cacheblend_rag.errors import ConfigError, ModelLoadError, first_line
 from cacheblend_rag.models import resolve
 
@@ -59,6 +60,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model from safetensors weights.
 
+    On a CPU its large weights are packed for oneDNN (`pack_weights`).
     Raises ModelLoadError when there is no such model or it cannot be loaded, ConfigError for an
     unknown ``dtype``.
     """
@@ -74,7 +76,10 @@ def load_model(
             )
     except (OSError, KeyError, ImportError, RuntimeError, *REFUSED) as error:
         raise ModelLoadError(f"{unloaded('model', name)}: {first_line(error)}") from error
-    return prepare(model.to(device))
+    model = prepare(model.to(device))
+    packed = pack_weights(model)
+    logger.debug("%s: %d weights are packed for oneDNN", name, packed)
+    return model
 
 
 def checkpoint_dtype(name: str | Path) -> torch.dtype | None:

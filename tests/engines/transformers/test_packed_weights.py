@@ -1,0 +1,126 @@
+"""Weights packed for oneDNN: equal results, and which are packed."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from cacheblend_rag import BlendConfig, Chunk, TransformersEngine
+from cacheblend_rag.engines.transformers import packed_weights
+from cacheblend_rag.engines.transformers.adapters import base_weights_hash
+from cacheblend_rag.engines.transformers.loading import load_model
+from cacheblend_rag.engines.transformers.model_state import ModelState
+from cacheblend_rag.engines.transformers.packed_weights import (
+    PackedLinear,
+    pack_weights,
+    packed_count,
+)
+from tests.models import make_model, make_tokenizer, prompt_of, words
+
+CHUNKS = [Chunk(words(30, seed)) for seed in range(2)]
+PROMPT = prompt_of("w5 w6", *CHUNKS, words(6, 99))
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in {"x86_64", "AMD64"} or not torch.backends.mkldnn.is_available(),
+    reason="weights are packed on x86 only",
+)
+
+
+def packed_model() -> PreTrainedModel:
+    model = make_model()
+    assert pack_weights(model, least=0) > 0
+    return model
+
+
+@torch.no_grad()
+def test_a_packed_model_gives_the_logits_of_the_dense_one() -> None:
+    ids = torch.arange(5, 45)[None]
+    torch.testing.assert_close(packed_model()(ids).logits, make_model()(ids).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(7, 96), (1, 1, 96), (0, 96), (2, 3, 96)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_any_rows_with_and_without_a_bias(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 40, bias=bias)
+    rows = torch.randn(shape).transpose(0, -2)
+    wanted = linear(rows)
+    assert pack_weights(linear, least=0) == 1
+    torch.testing.assert_close(linear(rows), wanted)
+
+
+def test_only_large_weights_of_one_plain_layer_are_packed() -> None:
+    class Own(nn.Linear):
+        pass
+
+    tied = nn.Linear(8, 8)
+    embedding = nn.Embedding(8, 8)
+    tied.weight = embedding.weight
+    small, half = nn.Linear(4, 8), nn.Linear(8, 8, dtype=torch.float16)
+    large = nn.Linear(8, 8)
+    assert pack_weights(nn.ModuleList([tied, embedding, Own(8, 8), small, half, large]), 64) == 1
+    assert isinstance(large, PackedLinear)
+    assert not any(one.weight.is_mkldnn for one in (tied, small, half))
+
+
+def test_nothing_is_packed_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert pack_weights(make_model(), least=0) == 0
+    monkeypatch.setattr(packed_weights, "OPERATORS", ("_an_operator_of_no_version",))
+    assert pack_weights(make_model(), least=0) == 0
+
+
+def test_a_packed_models_weights_have_the_same_hash() -> None:
+    wanted = base_weights_hash(make_model(), torch.float32)
+    assert base_weights_hash(packed_model(), torch.float32) == wanted
+
+
+@torch.no_grad()
+def test_a_dense_weight_put_in_place_of_a_packed_one_is_noticed_and_used() -> None:
+    model = packed_model()
+    before = ModelState.of(model)
+    assert ModelState.of(model).has_weights_of(before)
+    layer = next(part for part in model.modules() if isinstance(part, PackedLinear))
+    layer.weight = nn.Parameter(2 * layer.weight.to_dense())
+    assert not ModelState.of(model).has_weights_of(before)
+    rows = torch.randn(3, layer.in_features)
+    torch.testing.assert_close(layer(rows), nn.functional.linear(rows, layer.weight))
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.3])
+def test_the_engine_blends_a_packed_model_as_a_dense_one(ratio: float) -> None:
+    found = []
+    for model in (packed_model(), make_model()):
+        config = BlendConfig(min_tokens=0, selector="random", recompute_ratio=ratio)
+        engine = TransformersEngine(model, tokenizer=make_tokenizer(), config=config)
+        engine.precompute(CHUNKS, progress=False)
+        score = engine.score(PROMPT, (7, 8, 9))
+        assert score.report.blended
+        found.append(score.log_probs)
+    torch.testing.assert_close(*found)
+
+
+def test_adapters_can_be_put_around_packed_layers() -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    ids, found = torch.arange(5, 45)[None], []
+    for model in (packed_model(), make_model()):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            found.append(get_peft_model(model, config).eval()(ids).logits)
+    torch.testing.assert_close(*found)
+
+
+def test_models_loaded_by_name_are_packed_and_given_ones_are_not(tmp_path: Path) -> None:
+    loaded = load_model("smollm2", CPU, None)
+    assert packed_count(loaded) == 3 * loaded.config.num_hidden_layers  # the MLPs'
+    given = make_model()
+    TransformersEngine(given, tokenizer=make_tokenizer())
+    assert packed_count(given) == 0
