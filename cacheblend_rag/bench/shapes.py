@@ -41,11 +41,13 @@ class ModelShape:
 
     def check_prompt(self, tokens: int) -> None:
         """Raise ConfigError when a prompt of so many tokens, and one more, does not fit."""
-        if tokens >= self.max_positions:
-            raise ConfigError(
-                f"prompt_tokens={tokens} must be below {self.max_positions}, "
-                f"the positions of {self.name}"
-            )
+        check_positions(tokens, self.max_positions, self.name)
+
+    def load(
+        self, *, dtype: torch.dtype, device: torch.device
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+        """Return the model with random weights, and the tokenizer."""
+        return self.build_model(dtype=dtype, device=device), self.build_tokenizer()
 
     def build_model(
         self, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0
@@ -96,6 +98,14 @@ class ModelShape:
             bos_token_id=None,
             eos_token_id=None,
             **self.extra,
+        )
+
+
+def check_positions(tokens: int, positions: int, name: str) -> None:
+    """Raise ConfigError when a prompt of so many tokens, and one more, does not fit a model."""
+    if tokens >= positions:
+        raise ConfigError(
+            f"prompt_tokens={tokens} must be below {positions}, the positions of {name}"
         )
 
 
