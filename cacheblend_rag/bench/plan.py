@@ -35,6 +35,8 @@ def option(
     )
 
 
+DEFAULT_SHAPE = "smollm2-135m"
+SHAPES_HELP = "smollm2-135m, smollm2-360m, qwen2.5-0.5b, llama-3.2-1b, mistral-7b, llama-3.1-8b."
 REQUIRED: Any = MISSING
 """The default of an option that must be given."""
 
@@ -57,10 +59,7 @@ class ModelPlan(Plan):
     shape: a name in `SHAPES`, with the model's dimensions. dtype, device: of its weights.
     """
 
-    shape: str = option(
-        "smollm2-135m",
-        "smollm2-135m, smollm2-360m, qwen2.5-0.5b, llama-3.2-1b, mistral-7b, llama-3.1-8b.",
-    )
+    shape: str = option(DEFAULT_SHAPE, SHAPES_HELP)
     dtype: str = option("float32", "float32, bfloat16 or float16.")
     device: str = option("cpu", "cpu, cuda, mps, ...; vLLM runs on what it was built for.")
 

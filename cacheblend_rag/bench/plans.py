@@ -8,14 +8,24 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.bench.gpu.steps import STEP_NAMES
-from cacheblend_rag.bench.plan import REQUIRED, ModelPlan, Plan, option
+from cacheblend_rag.bench.plan import (
+    DEFAULT_SHAPE,
+    REQUIRED,
+    SHAPES_HELP,
+    ModelPlan,
+    Plan,
+    option,
+)
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings import Precision
 from cacheblend_rag.settings.tier_url import TierUrl
 
 if TYPE_CHECKING:
     from cacheblend_rag.bench.gpu.scene import Scene
+    from cacheblend_rag.bench.named_model import NamedModel
+    from cacheblend_rag.bench.shapes import ModelShape
     from cacheblend_rag.bench.vllm import VLLMSetting
+    from cacheblend_rag.report import BlendReport
     from cacheblend_rag.settings import BlendConfig
 
 ENGINES = ("transformers", "vllm", "vllm-server")
@@ -37,6 +47,11 @@ class BlendPlan(ModelPlan):
         (1,), "Where hkvd compares, separated by commas.", comma=True
     )
 
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return self.model_shape.layers
+
     def blend_config(self, ratio: float) -> BlendConfig:
         """Return the config of a blend at ``ratio``; raises ConfigError if it cannot be run."""
         from cacheblend_rag.blend import plan_schedule
@@ -49,17 +64,44 @@ class BlendPlan(ModelPlan):
             min_tokens=0,
             reuse_prefix=False,
         )
-        plan_schedule(config, self.model_shape.layers)
+        plan_schedule(config, self.layers)
         return config
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """The tokens of a prompt, as an engine counts them.
+
+    chunks: those whose KV is stored. question: those behind the last chunk.
+    """
+
+    prompt: int
+    chunks: int
+    question: int
+
+    @classmethod
+    def of(cls, report: BlendReport) -> PromptTokens:
+        """Return those of a blended prompt."""
+        behind = max(chunk.start + chunk.tokens for chunk in report.chunks)
+        chunks = sum(chunk.tokens for chunk in report.chunks)
+        return cls(report.prompt_tokens, chunks, report.prompt_tokens - behind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TtftPlan(BlendPlan):
     """Time to first token: every tier at every ratio, ``repeat`` times each, medians reported.
 
-    batched_tokens: None is the whole prompt. memory: whether peak memory is measured, too.
+    model: by its name, with its own weights and on real text; "" is random weights of ``shape``.
+    batched_tokens: None is the whole prompt. memory: whether peak memory is measured, too. Raises
+    ModelLoadError when there is no such model.
     """
 
+    shape: str = option("", f"Of random weights: {SHAPES_HELP} {DEFAULT_SHAPE} by default.")
+    model: str = option(
+        "",
+        "In place of a shape: a model's own weights, on real text. smollm2, a folder, a GGUF file "
+        "or a hub name.",
+    )
     engine: str = option(ENGINES[0], f"{', '.join(ENGINES)}.")
     chunks: int = option(8, "Chunks in the prompt.", least=1)
     ratios: tuple[float, ...] = option((0.15,), "Recompute ratio; repeatable.", flag="--ratio")
@@ -83,6 +125,12 @@ class TtftPlan(BlendPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.model and self.shape:
+            raise ConfigError(
+                f"shape={self.shape!r} and model={self.model!r} exclude each other: give one"
+            )
+        if not self.model and not self.shape:
+            object.__setattr__(self, "shape", DEFAULT_SHAPE)
         if self.engine not in ENGINES:
             raise ConfigError(f"engine={self.engine!r} must be one of {', '.join(ENGINES)}")
         from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
@@ -95,13 +143,27 @@ class TtftPlan(BlendPlan):
         can_be_cold = self.engine == ENGINES[0] and hasattr(os, "RWF_NOWAIT")
         if self.cold and ("disk" not in self.tiers or not can_be_cold):
             raise ConfigError("cold=True: only for --tier disk, --engine transformers, on Linux")
-        self.model_shape.check_prompt(self.prompt_tokens)
+        self.subject.check_prompt(self.prompt_tokens)
         for ratio in self.ratios:
             self.blend_config(ratio)
 
+    @cached_property
+    def subject(self) -> ModelShape | NamedModel:
+        """What is measured."""
+        if not self.model:
+            return self.model_shape
+        from cacheblend_rag.bench.named_model import NamedModel
+
+        return NamedModel.of(self.model)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return self.subject.layers
+
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the whole prompt."""
+        """Tokens of the whole prompt; of real text about so many."""
         return self.chunks * self.chunk_tokens + self.question_tokens
 
     @cached_property
@@ -109,35 +171,37 @@ class TtftPlan(BlendPlan):
         """The model and how vLLM runs it."""
         from cacheblend_rag.bench.vllm import VLLMSetting
 
-        return VLLMSetting(self.model_shape, self.torch_dtype, self.torch_device, self.eager)
+        return VLLMSetting(self.subject, self.torch_dtype, self.torch_device, self.eager)
 
-    @property
-    def step_tokens(self) -> int:
+    def step_tokens(self, prompt_tokens: int) -> int:
         """Most tokens vLLM computes in a step: its default, or what holds the prompt if longer."""
-        return self.batched_tokens or max(VLLM_BATCHED_TOKENS, self.prompt_tokens)
+        return self.batched_tokens or max(VLLM_BATCHED_TOKENS, prompt_tokens)
 
     def blend_config(self, ratio: float) -> BlendConfig:
         """As of any plan; what is measured is a blend, however slow."""
         return super().blend_config(ratio).with_changes(cost_model=False)
 
-    def bound(self, ratio: float) -> float:
+    def bound(self, ratio: float, tokens: PromptTokens | None = None) -> float:
         """Return the largest speedup the computed tokens allow: full prefill's work by the blend's.
 
         Work is counted as tokens x layers: all tokens up to and at the (first) check layer, and
-        the question with the ratio's share of the chunks in the rest. Selectors that choose before
-        layer 0 have no such first part; those that ask the question pay its probe pass.
+        what is no chunk with the ratio's share of the chunks in the rest. Selectors that choose
+        before layer 0 have no such first part; those that ask the question pay its probe pass.
+        tokens: of the prompt, as planned by default.
         """
         from cacheblend_rag.blend.selectors import make_selector
 
+        if tokens is None:
+            chunks = self.chunks * self.chunk_tokens
+            tokens = PromptTokens(self.prompt_tokens, chunks, self.question_tokens)
         selector = make_selector(self.selector)
-        question = self.question_tokens / self.prompt_tokens
-        kept = ratio * self.chunks * self.chunk_tokens / self.prompt_tokens + question
+        question = tokens.question / tokens.prompt
+        kept = 1 - (1 - ratio) * tokens.chunks / tokens.prompt
         if 0 < ratio < 1 and selector.needs_fresh_kv:
-            whole = (self.check_layers[0] + 1) / self.model_shape.layers
+            whole = (self.check_layers[0] + 1) / self.layers
             return 1 / (whole + (1 - whole) * kept)
         asks = 0 < ratio < 1 and selector.needs_question
-        layers = self.model_shape.layers
-        probe = selector.probe.depth(layers) / layers if asks else 0.0
+        probe = selector.probe.depth(self.layers) / self.layers if asks else 0.0
         return 1 / (kept + probe * question)
 
 

@@ -42,11 +42,7 @@ class ModelShape:
 
     def check_prompt(self, tokens: int) -> None:
         """Raise ConfigError when a prompt of so many tokens, and one more, does not fit."""
-        if tokens >= self.max_positions:
-            raise ConfigError(
-                f"prompt_tokens={tokens} must be below {self.max_positions}, "
-                f"the positions of {self.name}"
-            )
+        check_positions(tokens, self.max_positions, self.name)
 
     def build_model(
         self, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0
@@ -61,13 +57,13 @@ class ModelShape:
                 _fill(name, weight, generator)
         return model.eval()
 
-    def build_served_model(
-        self, *, dtype: torch.dtype, device: torch.device | str
-    ) -> PreTrainedModel:
-        """Return the model with its weights as the embedded engine has those that it loads."""
+    def load(
+        self, *, dtype: torch.dtype, device: torch.device
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+        """Return the model and its tokenizer, as the embedded engine has those that it loads."""
         model = self.build_model(dtype=dtype, device=device)
         pack_weights(model)
-        return model
+        return model, self.build_tokenizer()
 
     def build_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a tokenizer whose words are ``t0``, ``t1``, ...: one token each, no BOS."""
@@ -105,6 +101,14 @@ class ModelShape:
             bos_token_id=None,
             eos_token_id=None,
             **self.extra,
+        )
+
+
+def check_positions(tokens: int, positions: int, name: str) -> None:
+    """Raise ConfigError when a prompt of so many tokens, and one more, does not fit a model."""
+    if tokens >= positions:
+        raise ConfigError(
+            f"prompt_tokens={tokens} must be below {positions}, the positions of {name}"
         )
 
 

@@ -83,7 +83,7 @@ def measure_steady(plan: SteadyPlan, advance: Advance = lambda _: None) -> dict[
     """
     advance("building the model")
     shape = plan.model_shape
-    model = shape.build_served_model(dtype=plan.torch_dtype, device=plan.torch_device)
+    model, tokenizer = shape.load(dtype=plan.torch_dtype, device=plan.torch_device)
     rng = random.Random(plan.seed)
     chunks = draw_chunks(
         rng, plan.chunks, plan.chunk_tokens, shape.vocabulary,
@@ -91,9 +91,7 @@ def measure_steady(plan: SteadyPlan, advance: Advance = lambda _: None) -> dict[
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="cacheblend-") as folder:
         store = TieredKVStore.open(host_bytes=plan.host_bytes, kv_path=Path(folder))
-        engine = TransformersEngine(
-            model, tokenizer=shape.build_tokenizer(), lead_in=LEAD_IN, store=store
-        )
+        engine = TransformersEngine(model, tokenizer=tokenizer, lead_in=LEAD_IN, store=store)
         advance(f"precomputing {plan.chunks} chunks")
         engine.precompute(chunks, progress=False)
         answers = list(_answers(plan, engine, chunks, rng, advance))

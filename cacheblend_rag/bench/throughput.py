@@ -95,7 +95,7 @@ def measure_throughput(plan: ThroughputPlan, advance: Advance = lambda _: None) 
 @dataclass(frozen=True)
 class _Run:
     plan: ThroughputPlan
-    folder: Path
+    folder: Path | str
     work: _Workload
     warm_up: _Workload
     advance: Advance

@@ -1,4 +1,7 @@
-"""Measures time to first token of blends and ordinary prefill, on random weights."""
+"""Measures time to first token of blends and ordinary prefill.
+
+On random weights of a shape and random words, or on a model's own weights and real text.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,19 @@ from typing import Any
 
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
 from cacheblend_rag.bench.memory import peak_extra_bytes
+from cacheblend_rag.bench.named_model import NamedModel
 from cacheblend_rag.bench.neighbours import neighbours
-from cacheblend_rag.bench.plans import TtftPlan
-from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, draw_chunks, draw_words
+from cacheblend_rag.bench.plans import PromptTokens, TtftPlan
+from cacheblend_rag.bench.real_text import draw_real_texts
+from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, Texts, draw_chunks, draw_words
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.models import public_name
 from cacheblend_rag.settings import Precision, StoreConfig
 from cacheblend_rag.settings.tier_url import TierUrl
-from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.prompt import BlendPrompt
 
 DOCUMENT = "bench"
@@ -37,10 +43,11 @@ _SEED = 7
 class TtftRow:
     """One tier at one ratio. Seconds are medians of ``runs``; ``speedup`` = full / blend seconds.
 
-    bound: the speedup that the computed tokens allow (`TtftPlan.bound`). peak_extra_bytes: the
-    most a blend holds beyond weights and store, None where unmeasurable. prompt_kv_bytes: the
-    prompt's own KV. prefix_caching_seconds: of vLLM's own prefix caching on the same chunks in
-    another order, None in the embedded engine. batched_tokens: most tokens vLLM computes in a step.
+    shape: of random weights, else None. model: whose own weights they are, else None. bound: the
+    speedup that the computed tokens allow (`TtftPlan.bound`). peak_extra_bytes: the most a blend
+    holds beyond weights and store, None where unmeasurable. prompt_kv_bytes: the prompt's own KV.
+    prefix_caching_seconds: of vLLM's own prefix caching on the same chunks in another order, None
+    in the embedded engine. batched_tokens: most tokens vLLM computes in a step.
     runs: seconds of each run of ``full``, ``blend`` and ``prefix_caching``. load_seconds: how long
     the blend waited for reads. load_hidden_seconds: reading time during which it computed.
     hidden_share: the latter's share of both; None in memory, unless chunks are unpacked there, and
@@ -49,7 +56,8 @@ class TtftRow:
     """
 
     engine: str
-    shape: str
+    shape: str | None
+    model: str | None
     prompt_tokens: int
     selector: str
     ratio: float
@@ -80,20 +88,23 @@ class TtftRow:
         tier: str,
         runs: Mapping[str, Sequence[float]],
         *,
+        tokens: PromptTokens,
         peak_extra_bytes: int | None = None,
         batched_tokens: int | None = None,
         loads: Sequence[tuple[float, float]] = (),
     ) -> TtftRow:
         """Make a row from measurements; ``runs`` as in the row.
 
-        loads: of each blend, the seconds waited for reads and those hidden.
+        tokens: of the prompt that was measured. loads: of each blend, the seconds waited for reads
+        and those hidden.
         """
         seconds = {name: median(run) for name, run in runs.items()}
-        bound, speedup = plan.bound(ratio), seconds["full"] / seconds["blend"]
+        bound, speedup = plan.bound(ratio, tokens), seconds["full"] / seconds["blend"]
         return cls(
             engine=engine,
-            shape=plan.shape,
-            prompt_tokens=plan.prompt_tokens,
+            shape=plan.shape or None,
+            model=public_name(plan.model) if plan.model else None,
+            prompt_tokens=tokens.prompt,
             selector=plan.selector,
             ratio=ratio,
             tier=tier,
@@ -103,7 +114,7 @@ class TtftRow:
             bound=bound,
             share_of_bound=speedup / bound,
             peak_extra_bytes=peak_extra_bytes,
-            prompt_kv_bytes=plan.model_shape.kv_bytes(plan.prompt_tokens, plan.torch_dtype),
+            prompt_kv_bytes=plan.subject.kv_bytes(tokens.prompt, plan.torch_dtype),
             prefix_caching_seconds=seconds.get("prefix_caching"),
             batched_tokens=batched_tokens,
             runs=runs,
@@ -133,12 +144,9 @@ def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[Ttft
 
     advance: called with a label before each step, for a progress display.
     """
-    advance("building the model")
-    shape = plan.model_shape
-    model = shape.build_served_model(dtype=plan.torch_dtype, device=plan.torch_device)
-    tokenizer = shape.build_tokenizer()
-    chunks, question = draw_texts(plan)
-    prompt = BlendPrompt.of(*chunks, question)
+    texts = draw_texts(plan)
+    advance(f"loading {plan.model}" if plan.model else "building the model")
+    model, tokenizer = plan.subject.load(dtype=plan.torch_dtype, device=plan.torch_device)
     with ExitStack() as stack:
         engines: dict[str, TransformersEngine] = {}
         folders: dict[str, Path] = {}
@@ -149,11 +157,11 @@ def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[Ttft
             store = stack.enter_context(TieredKVStore.of(config))
             engine = TransformersEngine(model, tokenizer=tokenizer, lead_in=LEAD_IN, store=store)
             stack.callback(engine.evict_document, DOCUMENT)
-            engine.precompute(chunks, progress=False)
+            engine.precompute(texts.chunks, progress=False)
             engines[tier_name(tier)] = engine
             folders[tier_name(tier)] = Path(folder)
         stack.enter_context(neighbours(plan.neighbours))
-        return _Measurement(plan, engines, folders, prompt, advance).rows()
+        return _Measurement(plan, engines, folders, texts.prompt(), advance).rows()
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,7 @@ class _Measurement:
     loads: defaultdict[tuple[str, float], list[tuple[float, float]]] = field(
         default_factory=lambda: defaultdict(list)
     )
+    tokens: dict[tuple[str, float], PromptTokens] = field(default_factory=dict)
 
     def rows(self) -> list[TtftRow]:
         cases = {
@@ -193,6 +202,7 @@ class _Measurement:
             self.prompt, ONE_TOKEN, config=self.plan.blend_config(ratio)
         )
         check_blend(self.plan, generation, ratio, tier)
+        self.tokens[tier, ratio] = PromptTokens.of(generation.report)
         if turn:
             seconds = generation.report.seconds
             self.loads[tier, ratio].append((seconds.look_up + seconds.load, seconds.load_hidden))
@@ -206,7 +216,16 @@ class _Measurement:
             peak = peak_extra_bytes(lambda: self._blend(tier, ratio, 0), plan.torch_device)
         name = self.engines[tier].name
         loads = () if (tier, plan.precision) == ("host", "native") else self.loads[case]
-        return TtftRow.of(plan, name, ratio, tier, runs, peak_extra_bytes=peak, loads=loads)
+        return TtftRow.of(
+            plan,
+            name,
+            ratio,
+            tier,
+            runs,
+            tokens=self.tokens[case],
+            peak_extra_bytes=peak,
+            loads=loads,
+        )
 
 
 def drop_from_page_cache(folder: Path) -> None:
@@ -264,10 +283,24 @@ def store_config(tier: str, folder: str, precision: Precision) -> StoreConfig:
     return StoreConfig(tiers=(place,), precision=precision)
 
 
-def draw_texts(plan: TtftPlan) -> tuple[list[Chunk], str]:
-    """Return the chunks and the question."""
-    rng, vocabulary = random.Random(_SEED), plan.model_shape.vocabulary
+def draw_texts(plan: TtftPlan) -> Texts:
+    """Return the chunks and the question; raises ConfigError when a prompt of them does not fit."""
+    rng, subject = random.Random(_SEED), plan.subject
+    if isinstance(subject, NamedModel):
+        encoder = PromptEncoder(subject.load_tokenizer())
+        texts = draw_real_texts(
+            rng,
+            encoder,
+            chunks=plan.chunks,
+            chunk_tokens=plan.chunk_tokens,
+            question_tokens=plan.question_tokens,
+            selector=plan.selector,
+            name=DOCUMENT,
+        )
+        subject.check_prompt(texts.most_tokens)
+        return texts
+    vocabulary = subject.vocabulary
     chunks = draw_chunks(
         rng, plan.chunks, plan.chunk_tokens, vocabulary, selector=plan.selector, name=DOCUMENT
     )
-    return chunks, draw_words(rng, plan.question_tokens, vocabulary)
+    return Texts(chunks, draw_words(rng, plan.question_tokens, vocabulary), plan.prompt_tokens)

@@ -14,14 +14,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
 from cacheblend_rag.bench.neighbours import neighbours
-from cacheblend_rag.bench.plans import TtftPlan
+from cacheblend_rag.bench.plans import PromptTokens, TtftPlan
 from cacheblend_rag.bench.ttft import (
     DOCUMENT,
     TtftRow,
@@ -31,7 +31,7 @@ from cacheblend_rag.bench.ttft import (
     tier_name,
 )
 from cacheblend_rag.bench.vllm import VLLMKind, running_vllm
-from cacheblend_rag.bench.workload import ONE_TOKEN
+from cacheblend_rag.bench.workload import ONE_TOKEN, Texts
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.text.prompt import BlendPrompt
 
@@ -48,25 +48,27 @@ def measure_vllm_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list
 
     advance: called with a label before each step.
     """
-    advance("building the model")
+    texts = draw_texts(plan)
+    if not plan.model:
+        advance("building the model")
     rows: list[TtftRow] = []
-    with plan.setting.saved_model() as folder:
+    with plan.setting.saved_model() as model:
         for tier in dict.fromkeys(plan.tiers):
             advance(f"starting vLLM for {tier}")
-            with _engine(plan, folder, tier) as engine, neighbours(plan.neighbours):
-                rows += _Measurement(plan, engine, tier_name(tier), advance).rows()
+            with _engine(plan, texts, model, tier) as engine, neighbours(plan.neighbours):
+                rows += _Measurement(plan, texts, engine, tier_name(tier), advance).rows()
     return rows
 
 
 @contextmanager
-def _engine(plan: TtftPlan, folder: Path, tier: str) -> Iterator[VLLMEngine]:
-    options = plan.setting.options(plan.prompt_tokens, CACHED_PROMPTS)
-    options["max_num_batched_tokens"] = plan.step_tokens
+def _engine(plan: TtftPlan, texts: Texts, model: Path | str, tier: str) -> Iterator[VLLMEngine]:
+    options = plan.setting.options(texts.most_tokens, CACHED_PROMPTS)
+    options["max_num_batched_tokens"] = plan.step_tokens(texts.most_tokens)
     with tempfile.TemporaryDirectory(prefix="cacheblend-kv-") as kv:
         store = store_config(tier, kv, plan.precision)
         settings = ConnectorSettings(store=store).with_changes(attention=plan.attention)
         kind = cast("VLLMKind", plan.engine)
-        with running_vllm(kind, folder, options=options, settings=settings) as engine:
+        with running_vllm(kind, model, options=options, settings=settings) as engine:
             yield engine
             engine.evict_document(DOCUMENT)
 
@@ -74,17 +76,16 @@ def _engine(plan: TtftPlan, folder: Path, tier: str) -> Iterator[VLLMEngine]:
 @dataclass
 class _Measurement:
     plan: TtftPlan
+    texts: Texts
     engine: VLLMEngine
     tier: str
     advance: Advance
-
-    def __post_init__(self) -> None:
-        self.chunks, self.question = draw_texts(self.plan)
+    tokens: dict[float, PromptTokens] = field(default_factory=dict)
 
     def rows(self) -> list[TtftRow]:
         plan = self.plan
         self.advance(f"precomputing for {self.tier}")
-        self.engine.precompute(self.chunks, progress=False)
+        self.engine.precompute(self.texts.chunks, progress=False)
         blends: dict[str, Case] = {
             f"blend from {self.tier} at ratio {ratio:g}": partial(self._blend, ratio)
             for ratio in plan.ratios
@@ -99,7 +100,8 @@ class _Measurement:
                 ratio,
                 self.tier,
                 {"full": full, "blend": runs[name], "prefix_caching": prefix_caching},
-                batched_tokens=plan.step_tokens,
+                tokens=self.tokens[ratio],
+                batched_tokens=plan.step_tokens(self.texts.most_tokens),
             )
             for name, ratio in zip(blends, plan.ratios, strict=True)
         ]
@@ -117,10 +119,11 @@ class _Measurement:
         generation = self.engine.generate(prompt, ONE_TOKEN, config=config)
         seconds = time.perf_counter() - started
         check_blend(self.plan, generation, ratio, self.tier)
+        self.tokens[ratio] = PromptTokens.of(generation.report)
         return seconds
 
     def _prefix_caching(self, turn: int) -> float:
-        for chunk in self.chunks:
+        for chunk in self.texts.chunks:
             self.engine.generate_full(BlendPrompt.of(chunk), ONE_TOKEN, cache_salt=SHARED_SALT)
         prompt = self._prompt(turn)
         started = time.perf_counter()
@@ -128,5 +131,5 @@ class _Measurement:
         return time.perf_counter() - started
 
     def _prompt(self, turn: int) -> BlendPrompt:
-        shuffled = random.Random(turn).sample(self.chunks, len(self.chunks))
-        return BlendPrompt.of(*shuffled, self.question)
+        chunks = self.texts.chunks
+        return self.texts.prompt(random.Random(turn).sample(chunks, len(chunks)))

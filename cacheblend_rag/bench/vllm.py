@@ -1,4 +1,4 @@
-"""Saves a shape's random model to a folder and starts comparable vLLM engines with it.
+"""Starts comparable vLLM engines with a shape's random model, saved to a folder, or a named one.
 
 KV caches have a fixed size, and on a CPU all engines compute on the same cores. By default,
 vLLM sizes its cache by the free memory, and reserves one core, and another one with
@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from cacheblend_rag.bench.named_model import NamedModel
 from cacheblend_rag.bench.shapes import ModelShape
 from cacheblend_rag.bench.workload import LEAD_IN
 from cacheblend_rag.errors import MissingExtraError
+from cacheblend_rag.models import resolve
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
@@ -41,14 +43,20 @@ class VLLMSetting:
     it was built for.
     """
 
-    shape: ModelShape
+    shape: ModelShape | NamedModel
     dtype: torch.dtype
     device: torch.device
     eager: bool = False
 
     @contextmanager
-    def saved_model(self) -> Iterator[Path]:
-        """Yield a folder with the random model, in the hub's format; it is removed at the end."""
+    def saved_model(self) -> Iterator[Path | str]:
+        """Yield a folder with the random model, in the hub's format; it is removed at the end.
+
+        Of a named model it is that model's folder or hub name.
+        """
+        if isinstance(self.shape, NamedModel):
+            yield resolve(self.shape.name)
+            return
         with tempfile.TemporaryDirectory(prefix="cacheblend-model-") as name:
             self.shape.save(Path(name), dtype=self.dtype, device=self.device)
             if self.device.type == "cuda":
@@ -76,7 +84,7 @@ class VLLMSetting:
 @contextmanager
 def running_vllm(
     kind: VLLMKind,
-    folder: Path,
+    model: Path | str,
     *,
     options: dict[str, Any],
     connector: bool = True,
@@ -84,8 +92,8 @@ def running_vllm(
 ) -> Iterator[VLLMEngine]:
     """Yield an engine over vLLM, in process or in a server, which is stopped at the end.
 
-    options: engine arguments. connector: False is vLLM as it is. settings: the connector's. Raises
-    MissingExtraError without vLLM.
+    model: a folder or a hub name. options: engine arguments. connector: False is vLLM as it is.
+    settings: the connector's. Raises MissingExtraError without vLLM.
     """
     if find_spec("vllm") is None:
         raise MissingExtraError(f"engine={kind!r}", "vllm")
@@ -96,7 +104,7 @@ def running_vllm(
         arguments = {"disable_log_stats": True, **options}
         if not connector:
             arguments["kv_transfer_config"] = None
-        with _engine_over(InProcessVLLM(folder, settings, **arguments)) as engine:
+        with _engine_over(InProcessVLLM(model, settings, **arguments)) as engine:
             yield engine
     else:
         from cacheblend_rag.engines.vllm.http import VLLMServer
@@ -104,8 +112,8 @@ def running_vllm(
 
         flags = ["--disable-log-stats", *_flags(options)]
         with (
-            running_server(folder, flags=flags, connector=connector, settings=settings) as server,
-            _engine_over(VLLMServer(server.url, model=folder)) as engine,
+            running_server(model, flags=flags, connector=connector, settings=settings) as server,
+            _engine_over(VLLMServer(server.url, model=model)) as engine,
         ):
             yield engine
 

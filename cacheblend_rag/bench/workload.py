@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from cacheblend_rag.blend.selectors import make_selector
@@ -11,8 +12,30 @@ from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.prompt import BlendPrompt
 
 ONE_TOKEN = SamplingParams.greedy(max_tokens=1, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a prompt is made of.
+
+    most_tokens: of prompts with all chunks, in any order. separator: between chunks, and before
+    the question.
+    """
+
+    chunks: Sequence[Chunk]
+    question: str
+    most_tokens: int
+    separator: str = ""
+
+    def prompt(self, chunks: Sequence[Chunk] | None = None) -> BlendPrompt:
+        """Return a prompt of all chunks, or of ``chunks``, and the question."""
+        parts = self.chunks if chunks is None else chunks
+        return BlendPrompt.of(
+            *(part for chunk in parts for part in (chunk, self.separator)), self.question
+        )
 
 
 def draw_words(rng: random.Random, count: int, vocabulary: int) -> str:
@@ -23,14 +46,19 @@ def draw_words(rng: random.Random, count: int, vocabulary: int) -> str:
 def draw_chunks(
     rng: random.Random, chunks: int, tokens: int, vocabulary: int, *, selector: str, name: str
 ) -> list[Chunk]:
-    """Return chunks of ``tokens`` tokens each.
+    """Return chunks of ``tokens`` random words each; selector, name: as for ``to_chunks``."""
+    texts = [draw_words(rng, tokens, vocabulary) for _ in range(chunks)]
+    return to_chunks(texts, selector=selector, name=name, separator=" ")
 
-    They belong to a document called ``name``, by which their KV can be evicted. If the selector
-    needs a prior, each has the chunks before it as context.
+
+def to_chunks(texts: Sequence[str], *, selector: str, name: str, separator: str) -> list[Chunk]:
+    """Return texts as chunks of a document called ``name``, by which their KV can be evicted.
+
+    If the selector needs a prior, each has the chunks before it as context, with ``separator``
+    between them.
     """
-    texts = tuple(draw_words(rng, tokens, vocabulary) for _ in range(chunks))
     if make_selector(selector).needs_prior:
-        return Document(name, texts, separator=" ").to_chunks()
+        return Document(name, tuple(texts), separator=separator).to_chunks()
     return [Chunk(text, name) for text in texts]
 
 
@@ -49,10 +77,15 @@ def draw_ranks(rng: random.Random, weights: Sequence[float], count: int) -> tupl
 
 def sample_sentences() -> list[str]:
     """Return the sentences of the bundled sample of real passages."""
+    return sentences_of([passage.text for passage in load_passages().passages])
+
+
+def sentences_of(texts: Sequence[str]) -> list[str]:
+    """Return the sentences of texts; each ends with a full stop or a question mark."""
     return [
-        f"{sentence}."
-        for passage in load_passages().passages
-        for sentence in passage.text.rstrip(".").split(". ")
+        sentence if sentence.endswith("?") else f"{sentence}."
+        for text in texts
+        for sentence in text.rstrip(".").split(". ")
     ]
 
 

@@ -120,6 +120,7 @@ def evaluate_command(
         checks.check_placement(device, dtype)
         kept = options.collection_store(store) if store else None
         log = _log(out, resume)
+        from cacheblend_rag.engines.model_config import text_config
         from cacheblend_rag.engines.sampling import SamplingParams
         from cacheblend_rag.engines.tokenizer import load_tokenizer
         from cacheblend_rag.quality.engines import opened_engines
@@ -127,7 +128,6 @@ def evaluate_command(
         from cacheblend_rag.quality.frame import PromptFrame
         from cacheblend_rag.quality.grids import complete, default_rules
         from cacheblend_rag.quality.measuring import Measures
-        from cacheblend_rag.rag.model_config import text_config
 
         # Loaded where it is needed first: wrong data are told before.
         loaded = cache(partial(load_tokenizer, model))

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin,
 import typer
 
 from cacheblend_rag.cli import options, output
+from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.rag import checks
 
 PlanT = TypeVar("PlanT")
@@ -38,6 +39,9 @@ def plan_command(
     def command(*, as_json: bool, **values: Any) -> None:
         checks.check_placement(None, values.get("dtype"))
         checks.check_blend(None, values.get("selector"))
+        if model := values.get("model"):
+            quiet_libraries()
+            checks.check_model(model)
         run(plan(**{one.name: _value(one, values[one.name]) for one in told}), as_json)
 
     parameters = [_parameter(one, hints[one.name]) for one in told]

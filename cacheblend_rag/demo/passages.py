@@ -1,11 +1,13 @@
-"""A sample of real passages, and questions about them, from the data set MuSiQue.
+"""Real passages, and questions about them, from the data set MuSiQue.
 
-``musique/NOTICE`` gives the source, the licence and the changes.
+``musique`` is a sample of a few, ``single_hop`` an evaluation of its own; the NOTICE of each gives
+the source, the licence and the changes.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from cacheblend_rag.text.chunk import Document
 FOLDER = Path(__file__).parent / "musique"
 FILE = FOLDER / "passages.json"
 NOTICE = FOLDER / "NOTICE"
+SINGLE_HOP_FILE = Path(__file__).parent / "single_hop" / "questions.json"
 
 
 @dataclass(frozen=True)
@@ -68,3 +71,30 @@ def load_passages() -> PassageSample:
             for item in plain["questions"]
         ),
     )
+
+
+@dataclass(frozen=True)
+class RealTexts:
+    """All real passages and questions of the package; no passage holds another."""
+
+    passages: tuple[str, ...]
+    questions: tuple[str, ...]
+
+
+def load_real_texts() -> RealTexts:
+    """Read the sample's texts, and those of the single-hop questions."""
+    sample = load_passages()
+    asked = json.loads(SINGLE_HOP_FILE.read_text(encoding="utf-8"))["questions"]
+    chunks = (text for item in asked for one in item["documents"] for text in one["chunks"])
+    passages = (*(passage.text for passage in sample.passages), *chunks)
+    questions = (*(one.question for one in sample.questions), *(one["question"] for one in asked))
+    return RealTexts(
+        _none_in_another(tuple(text.strip() for text in passages)), tuple(dict.fromkeys(questions))
+    )
+
+
+def _none_in_another(texts: Sequence[str]) -> tuple[str, ...]:
+    """Return the texts that no other one holds; of those that differ in case only, the first."""
+    first = {text.casefold(): text for text in reversed(texts)}
+    held = [key for key in first if any(key in other and key != other for other in first)]
+    return tuple(first[key] for key in reversed(first) if key not in held)

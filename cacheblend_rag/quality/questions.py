@@ -16,6 +16,7 @@ from cacheblend_rag.demo.corpus import (
     DemoPrompt,
     generate_prompts,
 )
+from cacheblend_rag.demo.passages import SINGLE_HOP_FILE
 from cacheblend_rag.errors import ConfigError, DatasetError
 from cacheblend_rag.quality.data import load_dataset
 from cacheblend_rag.quality.data.cutting import DEFAULT_CUTTING, Cutting, cut
@@ -28,7 +29,6 @@ from cacheblend_rag.text.chunk import Document
 
 DEMO = "demo"
 SINGLE_HOP = "single-hop"
-SINGLE_HOP_FILE = Path(__file__).parent / "data" / "single_hop" / "questions.json"
 RULER = "ruler:"
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.engines.model_config import kv_bytes_per_token, served_dtype, text_config
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
@@ -25,7 +26,6 @@ from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.prefill.precompute import document_plans
 from cacheblend_rag.rag.collection import CollectionSettings
 from cacheblend_rag.rag.index_report import IndexReport
-from cacheblend_rag.rag.model_config import kv_bytes_per_token, served_dtype, text_config
 from cacheblend_rag.rag.readers import EXTRA, make_splitter
 from cacheblend_rag.rag.retrieval import Embedder
 from cacheblend_rag.settings import EMBEDDED, LeadInConfig

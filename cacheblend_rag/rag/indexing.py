@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from cacheblend_rag.engines.model_config import kv_bytes_per_token, served_dtype, text_config
 from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models import knows_only_the_demo
@@ -38,7 +39,6 @@ from cacheblend_rag.rag.collection_engine import (
     open_new,
 )
 from cacheblend_rag.rag.index_report import IndexReport
-from cacheblend_rag.rag.model_config import kv_bytes_per_token, served_dtype, text_config
 from cacheblend_rag.rag.progress import ProgressCallbacks
 from cacheblend_rag.rag.readers import (
     EXTRA,

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+from cacheblend_rag.engines.model_config import BYTES_OF_PRIOR, kv_shape, served_dtype, text_config
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.precision import scales
 from cacheblend_rag.rag.estimating import BYTES_AROUND_CHUNK
-from cacheblend_rag.rag.model_config import BYTES_OF_PRIOR, kv_shape, served_dtype, text_config
 from cacheblend_rag.settings import Precision
 from cacheblend_rag.settings.sizes import read_bytes, read_seconds
 

@@ -131,8 +131,8 @@ def measure_gaps(gaps: GapPlan, advance: Advance = lambda _: None) -> dict[str, 
     plan, ratio = gaps.ttft(), gaps.ratio
     checks.check_engine(VLLM)
     advance("building the model")
-    chunks, question = draw_texts(plan)
-    prompt = BlendPrompt.of(*chunks, question)
+    texts = draw_texts(plan)
+    prompt = texts.prompt()
     options = plan.setting.options(plan.prompt_tokens, CACHED_PROMPTS, engines=2)
     whole = {**options, "max_num_batched_tokens": plan.prompt_tokens + NEIGHBOUR_PROMPT}
     room = 2 * plan.model_shape.kv_bytes(plan.prompt_tokens, plan.torch_dtype)
@@ -152,7 +152,7 @@ def measure_gaps(gaps: GapPlan, advance: Advance = lambda _: None) -> dict[str, 
             running_vllm("vllm", folder, options=options, settings=settings) as engine,
             running_vllm("vllm", folder, options=whole, connector=False) as unchunked,
         ):
-            engine.precompute(chunks, progress=False)
+            engine.precompute(texts.chunks, progress=False)
             cases = {
                 BLEND: _Case(plan, engine, partial(blended, engine), []),
                 PIECEWISE: _Case(plan, engine, partial(full, engine), []),

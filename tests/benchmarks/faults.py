@@ -65,8 +65,7 @@ def measure_faults(plan: FaultsPlan, advance: Advance = lambda _: None) -> dict[
     ratio: the median over turns of one by the other, which follow each other in each turn.
     """
     advance("building the model")
-    shape = plan.model_shape
-    model = shape.build_served_model(dtype=plan.torch_dtype, device=plan.torch_device)
+    model, tokenizer = plan.model_shape.load(dtype=plan.torch_dtype, device=plan.torch_device)
     stored, prompts = _prompts(plan)
     with ExitStack() as stack:
         engines = {}
@@ -74,7 +73,7 @@ def measure_faults(plan: FaultsPlan, advance: Advance = lambda _: None) -> dict[
             advance(f"precomputing, Redis {death}")
             store, die = _store(death, stack)
             engines[death] = engine = TransformersEngine(
-                model, tokenizer=shape.build_tokenizer(), lead_in=LEAD_IN, store=store
+                model, tokenizer=tokenizer, lead_in=LEAD_IN, store=store
             )
             stack.callback(engine.close)
             engine.precompute(stored, progress=False)

@@ -159,10 +159,10 @@ class _Run:
             name="bench",
         )
         self._weights = zipf_weights(plan.chunks, plan.exponent)
-        shape = plan.model_shape
+        model, tokenizer = plan.model_shape.load(dtype=plan.torch_dtype, device=plan.torch_device)
         self.engine = TransformersEngine(
-            shape.build_served_model(dtype=plan.torch_dtype, device=plan.torch_device),
-            tokenizer=shape.build_tokenizer(),
+            model,
+            tokenizer=tokenizer,
             config=plan.blend_config(plan.ratio),
             store=TieredKVStore.open(host_bytes=plan.store_bytes),
             lead_in=LEAD_IN,

@@ -87,8 +87,8 @@ def measure_prefix(plan: PrefixPlan, advance: Advance = lambda _: None) -> dict[
     """Return median seconds of each case, the speedups by reuse, and the parameters."""
     advance("building the model")
     shape, draw = plan.model_shape, random.Random(1)
-    model = shape.build_served_model(dtype=plan.torch_dtype, device=plan.torch_device)
-    engine = TransformersEngine(model, tokenizer=shape.build_tokenizer(), lead_in=LEAD_IN)
+    model, tokenizer = shape.load(dtype=plan.torch_dtype, device=plan.torch_device)
+    engine = TransformersEngine(model, tokenizer=tokenizer, lead_in=LEAD_IN)
     with closing(engine):
         chunks = draw_chunks(
             draw, plan.chunks, plan.chunk_tokens, shape.vocabulary,

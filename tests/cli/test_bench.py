@@ -7,14 +7,16 @@ from collections import Counter
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from cacheblend_rag import TransformersEngine
+from cacheblend_rag import TransformersEngine, models
 from cacheblend_rag.bench import shapes, ttft
 from cacheblend_rag.bench.memory import peak_extra_bytes
-from cacheblend_rag.bench.plans import SteadyPlan, TtftPlan
+from cacheblend_rag.bench.plans import PromptTokens, SteadyPlan, TtftPlan
 from cacheblend_rag.bench.steady import SteadyRow, TimedAnswer, combinations
 from cacheblend_rag.bench.ttft import TtftRow
+from cacheblend_rag.demo.passages import load_real_texts
+from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from tests.servers import redis_place, tier_at
 
@@ -24,7 +26,7 @@ TINY = shapes.ModelShape(
 needs_fadvise = pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="Linux only")
 SMALL = ("--chunks", 2, "--chunk-tokens", 48, "--question-tokens", 4, "--repeat", 1)
 FIELDS = {
-    "engine", "shape", "prompt_tokens", "selector", "ratio", "tier", "full_seconds",
+    "engine", "shape", "model", "prompt_tokens", "selector", "ratio", "tier", "full_seconds",
     "blend_seconds", "speedup", "bound", "share_of_bound", "peak_extra_bytes", "prompt_kv_bytes",
     "prefix_caching_seconds", "batched_tokens", "runs", "load_seconds", "load_hidden_seconds",
     "hidden_share", "precision", "neighbours", "cold",
@@ -104,6 +106,83 @@ def test_one_row_stands_alone(cli, slow_blends, selector):
     assert row["speedup"] == pytest.approx(row["full_seconds"] / row["blend_seconds"])
     assert row["share_of_bound"] == pytest.approx(row["speedup"] / row["bound"])
     assert row["prompt_kv_bytes"] == 100 * 4 * 2 * 2 * 8 * 4
+
+
+def test_a_models_own_weights_are_measured_on_real_text(cli, slow_blends, monkeypatch):
+    reports, prompts, generate = [], [], TransformersEngine.generate
+
+    def answered(engine, prompt, *given, **named):
+        told = generate(engine, prompt, *given, **named)
+        reports.append(told.report)
+        prompts.append(prompt)
+        return told
+
+    monkeypatch.setattr(TransformersEngine, "generate", answered)
+    command = ("bench", "ttft", "--model", "demo", *SMALL, "--ratio", 0.25, "--ratio", 0, "--json")
+    rows = cli(*command).json["rows"]
+    assert [(row["tier"], row["ratio"]) for row in rows] == [
+        ("host", 0.25), ("host", 0), ("disk", 0.25), ("disk", 0)
+    ]  # fmt: skip
+    told = reports[0]
+    chunks = sum(chunk.tokens for chunk in told.chunks)
+    assert 90 <= chunks <= 96
+    kept = 1 - 0.75 * chunks / told.prompt_tokens
+    config = AutoConfig.from_pretrained(models.resolve("demo"))
+    layers, width = config.num_hidden_layers, config.num_key_value_heads * config.head_dim
+    for row in rows:
+        assert set(row) == FIELDS
+        assert (row["model"], row["shape"]) == ("demo", None)
+        assert row["prompt_tokens"] == told.prompt_tokens == chunks + told.computed_tokens
+        assert row["prompt_kv_bytes"] == told.prompt_tokens * layers * 2 * width * 4
+    assert 1 / rows[0]["bound"] == pytest.approx((2 + (layers - 2) * kept) / layers)
+    assert 1 / rows[1]["bound"] == pytest.approx(told.computed_tokens / told.prompt_tokens)
+    words = set(" ".join(load_real_texts().passages).split())
+    cut = [segment.text for segment in prompts[0].segments if segment.chunk]
+    assert len(cut) == 2
+    assert all(set(text.split()) <= words for text in cut)
+
+
+def test_a_models_table_names_it(cli):
+    outcome = cli("bench", "ttft", "--model", "demo", *SMALL, "--tier", "host")
+    assert outcome.code == 0
+    assert "demo, 1" in outcome.stdout
+
+
+def test_a_model_is_loaded_once_in_the_precision_asked_for(cli, monkeypatch):
+    loaded, load = [], loading.load_model
+
+    def noted(*given):
+        loaded.append(load(*given))
+        return loaded[-1]
+
+    monkeypatch.setattr(loading, "load_model", noted)
+    command = ("bench", "ttft", "--model", "demo", *SMALL, "--dtype", "bfloat16", "--json")
+    rows = cli(*command).json["rows"]
+    assert [row["tier"] for row in rows] == ["host", "disk"]
+    assert [model.dtype for model in loaded] == [torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--shape", "tiny"), "shape='tiny' and model='demo' exclude each other: give one"),
+        (("--chunks", 8), "prompt_tokens=4128 must be below 4096, the positions of demo"),
+        (("--chunks", 4, "--chunk-tokens", 1015), "must be below 4096, the positions of demo"),
+        (("--chunks", 1, "--check-layers", 99), "99"),
+    ],
+)
+def test_a_model_that_cannot_be_measured_is_not_loaded(cli, monkeypatch, options, message):
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("it was loaded"))
+    outcome = cli("bench", "ttft", "--model", "demo", *options, "--json")
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert message in outcome.stderr
+    assert outcome.stderr.count("\n") == 1
+
+
+def test_a_model_that_is_not_there_is_one_line(cli, tmp_path):
+    outcome = cli("bench", "ttft", "--model", tmp_path / "none")
+    assert (outcome.code, outcome.stderr.count("\n")) == (2, 1)
+    assert "there is no such folder" in outcome.stderr
 
 
 CONVERSATION = (
@@ -197,10 +276,13 @@ def test_a_tier_is_measured_by_its_url_and_left_as_it_was(cli, redis):
 def test_what_is_hidden_is_the_share_that_was_not_waited_for():
     runs = {"full": [4.0], "blend": [1.0]}
     loads = [(0.1, 0.9), (0.5, 0.5), (0.3, 0.9)]
-    row = TtftRow.of(plan(), "toy", 0.15, "disk", runs, loads=loads)
+    row = TtftRow.of(plan(), "toy", 0.15, "disk", runs, tokens=TOKENS, loads=loads)
     assert (row.load_seconds, row.load_hidden_seconds, row.hidden_share) == (0.3, 0.9, 0.75)
-    memory = TtftRow.of(plan(), "toy", 0.15, "host", runs)
+    memory = TtftRow.of(plan(), "toy", 0.15, "host", runs, tokens=TOKENS)
     assert (memory.load_seconds, memory.hidden_share) == (None, None)
+
+
+TOKENS = PromptTokens(prompt=500, chunks=400, question=100)
 
 
 def plan(**changes):
@@ -217,6 +299,13 @@ def test_bound_counts_whole_layers_up_to_the_check_layer():
 def test_bound_of_rows_chosen_before_layer_0_counts_those_rows():
     assert 1 / plan(selector="prior").bound(0.25) == pytest.approx(200 / 500)
     assert 1 / plan(selector="question").bound(0.25) == pytest.approx((200 + 100) / 500)
+
+
+def test_bound_of_a_measured_prompt_counts_its_own_tokens():
+    # 600 tokens, 400 of chunks, 100 behind them: 100 more are computed between chunks
+    tokens = PromptTokens(prompt=600, chunks=400, question=100)
+    assert 1 / plan().bound(0.25, tokens) == pytest.approx((2 + 2 * 300 / 600) / 4)
+    assert 1 / plan(selector="question").bound(0.25, tokens) == pytest.approx((300 + 100) / 600)
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "prior", "question"])

@@ -53,6 +53,21 @@ def test_time_to_first_token(cli, engine):
 
 
 @needs_vllm
+@pytest.mark.parametrize("engine", ["vllm", "vllm-server"])
+def test_time_to_first_token_of_a_model_by_its_name(cli, engine):
+    outcome = cli(
+        "bench", "ttft", "--engine", engine, "--model", "demo", "--chunk-tokens", 48,
+        "--question-tokens", 5, "--eager", "--chunks", 3, "--repeat", 1, "--ratio", 0.25,
+        "--selector", "question_mid", "--tier", "host", "--json",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.stderr
+    row = outcome.json
+    assert (row["engine"], row["model"], row["shape"]) == (engine, "demo", None)
+    assert 3 * 45 <= row["prompt_tokens"] <= 3 * 48 + 5 + 2 * 3 + 1
+    assert row["batched_tokens"] >= row["prompt_tokens"]
+
+
+@needs_vllm
 def test_overhead(bench):
     found = bench(
         "overhead", "--shape", "tiny", "--eager", "--prompt-tokens", 40, "--decoded", 6,

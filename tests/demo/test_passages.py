@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from cacheblend_rag.demo.passages import FILE, NOTICE, load_passages
+from cacheblend_rag.demo.passages import FILE, NOTICE, load_passages, load_real_texts
 from cacheblend_rag.quality.metrics import holds_answer
 
 
@@ -24,3 +24,13 @@ def test_the_sample_says_whose_it_is():
         assert words in notice
     assert f"{len(plain['passages'])} paragraphs of {len(plain['musique'])} questions" in notice
     assert "NOTICE" in plain["notice"]
+
+
+def test_no_real_text_holds_another():
+    texts, sample = load_real_texts(), load_passages()
+    lower = [text.casefold() for text in texts.passages]
+    assert not [text for text in lower if sum(text in other for other in lower) > 1]
+    assert texts.passages[: len(sample.passages)] == tuple(one.text for one in sample.passages)
+    assert sum(len(text.split()) for text in texts.passages) > 7500
+    assert len(set(texts.questions)) == len(texts.questions) > 40
+    assert all(question.endswith("?") for question in texts.questions)

@@ -36,7 +36,7 @@ def test_bytes_are_those_that_the_model_has() -> None:
 
 
 def test_the_demo_models_shape_is_read_from_its_config() -> None:
-    from cacheblend_rag.rag.model_config import kv_bytes_per_token, text_config
+    from cacheblend_rag.engines.model_config import kv_bytes_per_token, text_config
 
     shape = KVShape.of("demo", "float32", "cpu")
     large = shape.chunk_bytes("native", 1 << 20) / (1 << 20)
