@@ -39,7 +39,8 @@ def plan_command(
     def command(*, as_json: bool, **values: Any) -> None:
         checks.check_placement(None, values.get("dtype"))
         checks.check_blend(None, values.get("selector"))
-        if model := values.get("model"):
+        model = values.get("model")
+        if isinstance(model, str) and model:
             quiet_libraries()
             checks.check_model(model)
         run(plan(**{one.name: _value(one, values[one.name]) for one in told}), as_json)
