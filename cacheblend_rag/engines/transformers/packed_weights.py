@@ -13,7 +13,7 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-LEAST_ELEMENTS = 1 << 19
+LEAST_ELEMENTS = 1 << 18
 """Smaller weights stay as they are: their products take less time than calling oneDNN."""
 OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
 """PyTorch's compiler uses them; builds without oneDNN lack them, and later versions may."""
