@@ -9,10 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.bench.shapes import check_positions
-from cacheblend_rag.engines.model_config import kv_shape, text_config
+from cacheblend_rag.engines.model_config import context_window_in, kv_shape, text_config
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.transformers.given_model import GivenModel
-from cacheblend_rag.engines.transformers.loading import UNLIMITED
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class NamedModel:
     def of(cls, name: str) -> Self:
         """Read the model's config, without weights; raises ModelLoadError if there is none."""
         config = text_config(name)
-        window = getattr(config, "max_position_embeddings", None)
-        return cls(name, *kv_shape(config), int(window or UNLIMITED))
+        return cls(name, *kv_shape(config), context_window_in(config))
 
     def check_prompt(self, tokens: int) -> None:
         """Raise ConfigError when a prompt of so many tokens, and one more, does not fit."""
@@ -44,7 +42,10 @@ class NamedModel:
         return tokens * self.layers * 2 * self.kv_heads * self.head_size * dtype.itemsize
 
     def load(self, *, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
-        """Return the model and its tokenizer, as an engine loads them."""
+        """Return the model and its tokenizer, as an engine loads them.
+
+        Raises ModelLoadError when they cannot be loaded.
+        """
         given = GivenModel.of(self.name, None, str(device), dtype)
         return given.model, given.tokenizer
 

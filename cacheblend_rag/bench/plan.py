@@ -68,7 +68,7 @@ class ModelPlan(Plan):
         """The model's dimensions; raises ConfigError for an unknown name."""
         from cacheblend_rag.bench.shapes import named_shape
 
-        return named_shape(self.shape)
+        return named_shape(self.shape or DEFAULT_SHAPE)
 
     @cached_property
     def torch_dtype(self) -> torch.dtype:

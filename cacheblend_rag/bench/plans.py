@@ -129,8 +129,6 @@ class TtftPlan(BlendPlan):
             raise ConfigError(
                 f"shape={self.shape!r} and model={self.model!r} exclude each other: give one"
             )
-        if not self.model and not self.shape:
-            object.__setattr__(self, "shape", DEFAULT_SHAPE)
         if self.engine not in ENGINES:
             raise ConfigError(f"engine={self.engine!r} must be one of {', '.join(ENGINES)}")
         from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings

@@ -69,7 +69,7 @@ def measure_throughput(plan: ThroughputPlan, advance: Advance = lambda _: None) 
     advance("building the model")
     work = _Workload.draw(plan, plan.chunks, plan.questions, plan.seed)
     warm_up = _Workload.draw(plan, plan.drawn, WARM_UP_QUESTIONS, plan.seed + 1)
-    with plan.setting.saved_model() as folder:
+    with plan.setting.served_model() as folder:
         run = _Run(plan, folder, work, warm_up, advance)
         plain, prefix_caching = run.plain(), run.prefix_caching()
         blend, precompute_seconds = run.blend()

@@ -102,7 +102,7 @@ class TtftRow:
         bound, speedup = plan.bound(ratio, tokens), seconds["full"] / seconds["blend"]
         return cls(
             engine=engine,
-            shape=plan.shape or None,
+            shape=None if plan.model else plan.model_shape.name,
             model=public_name(plan.model) if plan.model else None,
             prompt_tokens=tokens.prompt,
             selector=plan.selector,

@@ -52,7 +52,7 @@ def measure_vllm_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list
     if not plan.model:
         advance("building the model")
     rows: list[TtftRow] = []
-    with plan.setting.saved_model() as model:
+    with plan.setting.served_model() as model:
         for tier in dict.fromkeys(plan.tiers):
             advance(f"starting vLLM for {tier}")
             with _engine(plan, texts, model, tier) as engine, neighbours(plan.neighbours):

@@ -39,26 +39,26 @@ BLOCK_TOKENS = 128
 class VLLMSetting:
     """The model and how vLLM runs it.
 
-    eager: without compiling it. dtype, device: of the random weights; vLLM runs on the device that
-    it was built for.
+    subject: random weights of a shape, or a model's own. eager: without compiling it. dtype,
+    device: of the random weights; vLLM runs on the device that it was built for.
     """
 
-    shape: ModelShape | NamedModel
+    subject: ModelShape | NamedModel
     dtype: torch.dtype
     device: torch.device
     eager: bool = False
 
     @contextmanager
-    def saved_model(self) -> Iterator[Path | str]:
+    def served_model(self) -> Iterator[Path | str]:
         """Yield a folder with the random model, in the hub's format; it is removed at the end.
 
         Of a named model it is that model's folder or hub name.
         """
-        if isinstance(self.shape, NamedModel):
-            yield resolve(self.shape.name)
+        if isinstance(self.subject, NamedModel):
+            yield resolve(self.subject.name)
             return
         with tempfile.TemporaryDirectory(prefix="cacheblend-model-") as name:
-            self.shape.save(Path(name), dtype=self.dtype, device=self.device)
+            self.subject.save(Path(name), dtype=self.dtype, device=self.device)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             yield Path(name)
@@ -72,9 +72,9 @@ class VLLMSetting:
         window = -(-(prompt_tokens + SPARE_TOKENS) // BLOCK_TOKENS) * BLOCK_TOKENS
         options: dict[str, Any] = {
             "dtype": str(self.dtype).removeprefix("torch."),
-            "max_model_len": min(self.shape.max_positions, window),
+            "max_model_len": min(self.subject.max_positions, window),
             "enforce_eager": self.eager,
-            "kv_cache_memory_bytes": self.shape.kv_bytes(window * prompts, self.dtype),
+            "kv_cache_memory_bytes": self.subject.kv_bytes(window * prompts, self.dtype),
         }
         if torch.cuda.is_available():
             options["gpu_memory_utilization"] = GPU_SHARE / engines

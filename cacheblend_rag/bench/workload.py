@@ -81,7 +81,7 @@ def sample_sentences() -> list[str]:
 
 
 def sentences_of(texts: Sequence[str]) -> list[str]:
-    """Return the sentences of texts; each ends with a full stop or a question mark."""
+    """Return the sentences of texts, cut behind full stops, those of abbreviations among them."""
     return [
         sentence if sentence.endswith("?") else f"{sentence}."
         for text in texts

@@ -1,4 +1,4 @@
-"""Reads a model's KV shape and dtype from its config, without weights."""
+"""Reads a model's context window, KV shape and dtype from its config, without weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import torch
 
 BYTES_OF_PRIOR = 4
+UNLIMITED = 1 << 20
+"""The context window of a model that does not state one, in tokens."""
 
 
 def text_config(model: str) -> Any:
@@ -26,6 +28,12 @@ def text_config(model: str) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model={model!r}: its config cannot be read: {error}") from error
     return config.get_text_config()
+
+
+def context_window_in(config: Any) -> int:
+    """Return the context window that a text part's config states, in tokens."""
+    stated = getattr(config, "max_position_embeddings", None)
+    return int(stated) if stated and stated > 0 else UNLIMITED
 
 
 def kv_shape(config: Any) -> tuple[int, int, int]:

@@ -146,7 +146,7 @@ def measure_gaps(gaps: GapPlan, advance: Advance = lambda _: None) -> dict[str, 
     def full(engine: VLLMEngine, _turn: int) -> Generation:
         return engine.generate_full(prompt, ONE_TOKEN)
 
-    with plan.setting.saved_model() as folder:
+    with plan.setting.served_model() as folder:
         advance("starting vLLM twice")
         with (
             running_vllm("vllm", folder, options=options, settings=settings) as engine,

@@ -95,7 +95,7 @@ def measure_overhead(plan: OverheadPlan, advance: Advance = lambda _: None) -> d
     checks.check_engine(VLLM)
     setting = plan.setting
     advance("building the model")
-    with setting.saved_model() as folder, ExitStack() as stack:
+    with setting.served_model() as folder, ExitStack() as stack:
         kinds = (WITHOUT, WITH, AGAIN)
         options = setting.options(plan.longest, CACHED_PROMPTS, len(kinds))
         cases: dict[str, Case] = {}

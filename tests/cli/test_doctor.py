@@ -3,10 +3,13 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from cacheblend_rag.engines.transformers import loading
+from cacheblend_rag.engines.transformers.packed_weights import pack_weights
 from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.observe import diagnosis
 from tests.models import make_model
@@ -23,6 +26,15 @@ def test_a_usable_setup(cli, small_model):
     assert found["devices"][0]["device"] == "cpu"
     assert found["versions"]["torch"]
     assert found["store"] is None
+
+
+def test_packed_weights_are_counted(cli, small_model, monkeypatch):
+    monkeypatch.setattr(loading, "pack_weights", partial(pack_weights, least=0))
+    count = cli("doctor", "--model", small_model, "--json").json["model"]["packed_weights"]
+    assert count > 0
+    monkeypatch.setenv("COLUMNS", "300")
+    told = " ".join(cli("doctor", "--model", small_model).stdout.split())
+    assert f"{count} weights packed for oneDNN" in told
 
 
 def test_a_missing_model_is_reported_not_raised(cli):

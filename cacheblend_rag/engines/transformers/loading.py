@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_rag.engines.generation_file import REFUSED, repaired_generation_config
 from cacheblend_rag.engines.identity import weights_in_files
+from cacheblend_rag.engines.model_config import context_window_in
 from cacheblend_rag.engines.quiet_import import without_unused
 from cacheblend_rag.engines.tokenizer import unloaded
 from cacheblend_rag.engines.transformers.adapters import base_weights_hash
@@ -19,9 +20,6 @@ from cacheblend_rag.errors import ConfigError, ModelLoadError, first_line
 from cacheblend_rag.models import resolve
 
 logger = logging.getLogger(__name__)
-
-UNLIMITED = 1 << 20
-"""The context window of a model that does not state one."""
 
 
 def pick_device(device: str | None) -> torch.device:
@@ -60,7 +58,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model from safetensors weights.
 
-    On a CPU its large weights are packed for oneDNN (`pack_weights`).
+    On an x86 CPU its large weights are packed for oneDNN (`pack_weights`).
     Raises ModelLoadError when there is no such model or it cannot be loaded, ConfigError for an
     unknown ``dtype``.
     """
@@ -127,8 +125,7 @@ def weights_identity(model: PreTrainedModel, name: str | Path | None) -> str:
 
 def context_window(model: PreTrainedModel) -> int:
     """Return the model's context window in tokens."""
-    named = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return int(named) if named and named > 0 else UNLIMITED
+    return context_window_in(model.config.get_text_config())
 
 
 def vocabulary_size(model: PreTrainedModel, tokenizer: Any) -> int:

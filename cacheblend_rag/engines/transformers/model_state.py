@@ -1,8 +1,8 @@
 """Detects changes of a model cheaply, without reading weights.
 
 It compares the modules and weights (identity of tensors, their storage, and PyTorch's version
-counters) and the active adapters. Writes through ``tensor.data`` into the same storage, and effects
-of forward hooks, are not noticed.
+counters) and the active adapters. Writes through ``tensor.data`` into the same storage or to
+packed weights, and effects of forward hooks, are not noticed.
 """
 
 from __future__ import annotations

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+
+from cacheblend_rag.engines.transformers.adapters import has_adapters
 
 LEAST_ELEMENTS = 1 << 18
 """Smaller weights stay as they are: their products take less time than calling oneDNN."""
@@ -29,36 +32,53 @@ class PackedLinear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return ``input`` (..., in features) times the weight, plus the bias."""
-        if not self.weight.is_mkldnn:
+        """Return (..., out features): ``input`` (..., in features) times the weight, plus the bias.
+
+        Gradients reach the input, not the weight.
+        """
+        weight = self.weight
+        if not weight.is_mkldnn:
             return super().forward(input)
-        if input.dtype is not self.weight.dtype:
-            return nn.functional.linear(input, self.weight.to_dense(), self.bias)
+        needs_gradient = torch.is_grad_enabled() and input.requires_grad
+        if needs_gradient or input.dtype is not weight.dtype:  # oneDNN's operator has neither
+            return nn.functional.linear(input, weight.to_dense(), self.bias)
         product: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-            input, self.weight, self.bias, "none", [], ""
+            input, weight, self.bias, "none", [], ""
         )
         return product
 
 
 def pack_weights(model: nn.Module, least: int = LEAST_ELEMENTS) -> int:
-    """Pack the weights of a model's linear layers in place, and return how many were.
+    """Pack the float32 weights of a model's linear layers in place; return how many were packed.
 
-    The model is to be used without gradients from then on. Left as they are: weights of fewer than
-    ``least`` elements, those that several modules share, those of subclasses of ``nn.Linear``, and
-    all where oneDNN has no fast product for them.
+    Left as they are: weights of fewer than ``least`` elements, those that several modules share,
+    those of other classes than ``nn.Linear`` and ``nn.Parameter`` themselves, layers whose
+    ``forward`` was replaced, models with PEFT adapters, and all where oneDNN cannot be used.
     """
-    uses = Counter(
-        id(weight) for module in model.modules() for weight in module._parameters.values()
-    )
-    linears = [
-        module
-        for module in model.modules()
-        if type(module) is nn.Linear and uses[id(module.weight)] == 1
+    modules = list(model.modules())
+    if not _has_operators() or any(has_adapters(type(module)) for module in modules):
+        return 0
+    uses = Counter(id(weight) for module in modules for weight in module._parameters.values())
+    large = [
+        (linear, weight)
+        for linear, weight in _plain_linears(modules)
+        if weight.numel() >= least and uses[id(weight)] == 1
     ]
-    large = [one for one in linears if one.weight.numel() >= least and _can_pack(one.weight)]
-    for linear in large:
-        _pack(linear)
+    for linear, weight in large:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), HINT_ROWS)
+        linear.weight = nn.Parameter(packed, requires_grad=False)
+        linear.__class__ = PackedLinear
     return len(large)
+
+
+def unpack_weights(model: nn.Module) -> None:
+    """Make packed weights dense again, in place: to train or save the model, or merge adapters."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            linear: nn.Linear = module
+            if linear.weight.is_mkldnn:
+                linear.weight = nn.Parameter(linear.weight.to_dense(), requires_grad=False)
+            linear.__class__ = nn.Linear
 
 
 def packed_count(model: nn.Module) -> int:
@@ -68,20 +88,20 @@ def packed_count(model: nn.Module) -> int:
     )
 
 
-def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies by a weight at least as fast packed as MKL does unpacked."""
-    if weight.device.type != "cpu" or platform.machine() not in {"x86_64", "AMD64"}:
-        return False
-    has_operators = all(hasattr(torch.ops.mkldnn, name) for name in OPERATORS)
-    if not has_operators or not torch.backends.mkldnn.enabled:
-        return False
-    if weight.dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype is torch.float32
+def _has_operators() -> bool:
+    """Whether this is an x86 CPU, and PyTorch has the operators and may use oneDNN."""
+    is_x86 = platform.machine() in {"x86_64", "AMD64"}
+    has_all = all(hasattr(torch.ops.mkldnn, name) for name in OPERATORS)
+    return is_x86 and has_all and bool(torch.backends.mkldnn.enabled)
 
 
-def _pack(linear: nn.Linear) -> None:
-    dense = linear.weight.detach()
-    packed = torch.ops.mkldnn._reorder_linear_weight(dense, HINT_ROWS)
-    linear.weight = nn.Parameter(packed, requires_grad=False)
-    linear.__class__ = PackedLinear
+def _plain_linears(modules: list[nn.Module]) -> Iterator[tuple[nn.Linear, Tensor]]:
+    """Yield linear layers and their dense float32 weights on a CPU; quantized ones have others."""
+    for module in modules:
+        weight = module._parameters.get("weight")
+        if type(module) is not nn.Linear or "forward" in vars(module):
+            continue
+        if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
+            continue
+        if weight.device.type == "cpu" and weight.dtype is torch.float32:
+            yield module, weight

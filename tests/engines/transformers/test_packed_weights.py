@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import platform
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +20,14 @@ from cacheblend_rag.engines.transformers.packed_weights import (
     PackedLinear,
     pack_weights,
     packed_count,
+    unpack_weights,
 )
 from tests.models import make_model, make_tokenizer, prompt_of, words
 
 CHUNKS = [Chunk(words(30, seed)) for seed in range(2)]
 PROMPT = prompt_of("w5 w6", *CHUNKS, words(6, 99))
 CPU = torch.device("cpu")
+LORA = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in {"x86_64", "AMD64"} or not torch.backends.mkldnn.is_available(),
@@ -33,10 +35,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+class Quantized(nn.Parameter):
+    """A parameter of another class, as quantizers have them."""
+
+
 def packed_model() -> PreTrainedModel:
     model = make_model()
     assert pack_weights(model, least=0) > 0
     return model
+
+
+def packed(linear: nn.Linear) -> nn.Linear:
+    copied = copy.deepcopy(linear)
+    assert pack_weights(copied, least=0) == 1
+    return copied
 
 
 @torch.no_grad()
@@ -50,25 +62,61 @@ def test_a_packed_model_gives_the_logits_of_the_dense_one() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_any_rows_with_and_without_a_bias(shape: tuple[int, ...], bias: bool) -> None:
     torch.manual_seed(0)
-    linear = nn.Linear(96, 40, bias=bias)
-    rows = torch.randn(shape).transpose(0, -2)
-    wanted = linear(rows)
-    assert pack_weights(linear, least=0) == 1
-    torch.testing.assert_close(linear(rows), wanted)
+    linear = nn.Linear(96, 40, bias=bias).requires_grad_(False)
+    dense = torch.randn(shape)
+    for rows in (dense, dense.mT.contiguous().mT):  # the second one with other strides
+        torch.testing.assert_close(packed(linear)(rows), linear(rows))
 
 
 def test_only_large_weights_of_one_plain_layer_are_packed() -> None:
     class Own(nn.Linear):
         pass
 
-    tied = nn.Linear(8, 8)
-    embedding = nn.Embedding(8, 8)
+    tied, embedding = nn.Linear(8, 8), nn.Embedding(8, 8)
     tied.weight = embedding.weight
-    small, half = nn.Linear(4, 8), nn.Linear(8, 8, dtype=torch.float16)
+    bare, hooked, quantized = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    del bare.weight  # as quantizers that unpack weights at the first forward leave a layer
+    hooked.forward = hooked.forward  # type: ignore[method-assign]
+    quantized.weight = Quantized(quantized.weight)
+    others = [nn.Linear(8, 8, dtype=dtype) for dtype in (torch.float16, torch.bfloat16)]
+    kept = [tied, embedding, Own(8, 8), nn.Linear(4, 8), bare, hooked, quantized, *others]
     large = nn.Linear(8, 8)
-    assert pack_weights(nn.ModuleList([tied, embedding, Own(8, 8), small, half, large]), 64) == 1
+    assert pack_weights(nn.ModuleList([*kept, large]), 64) == 1
     assert isinstance(large, PackedLinear)
-    assert not any(one.weight.is_mkldnn for one in (tied, small, half))
+    assert packed_count(nn.ModuleList(kept)) == 0
+
+
+def test_gradients_reach_the_input_and_other_dtypes_are_refused_as_by_a_dense_layer() -> None:
+    linear = nn.Linear(96, 40).requires_grad_(False)
+    found = []
+    for layer in (linear, packed(linear)):
+        rows = torch.ones(3, 96, requires_grad=True)
+        layer(rows).sum().backward()
+        found.append(rows.grad)
+        with pytest.raises(RuntimeError, match="dtype"):
+            layer(torch.ones(3, 96, dtype=torch.float16))
+    torch.testing.assert_close(*found)
+
+
+@torch.no_grad()
+def test_unpacked_a_model_is_what_it_was() -> None:
+    model = packed_model()
+    unpack_weights(model)
+    assert packed_count(model) == 0
+    torch.testing.assert_close(model.state_dict(), make_model().state_dict(), rtol=0, atol=0)
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+
+
+def test_a_model_that_is_changed_while_an_engine_has_it_is_dense_again() -> None:
+    model = packed_model()
+    engine = TransformersEngine(model, tokenizer=make_tokenizer())
+    engine.score(PROMPT, (7, 8, 9))
+    assert packed_count(model) > 0
+    lora = get_peft_model(model, LORA).eval()
+    engine.score(PROMPT, (7, 8, 9))
+    assert packed_count(model) == 0
+    lora.merge_adapter()
+    assert pack_weights(model, least=0) == 0  # adapters may be merged, or taken out again
 
 
 def test_nothing_is_packed_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,16 +157,15 @@ def test_the_engine_blends_a_packed_model_as_a_dense_one(ratio: float) -> None:
 
 
 def test_adapters_can_be_put_around_packed_layers() -> None:
-    config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     ids, found = torch.arange(5, 45)[None], []
     for model in (packed_model(), make_model()):
         torch.manual_seed(3)
         with torch.no_grad():
-            found.append(get_peft_model(model, config).eval()(ids).logits)
+            found.append(get_peft_model(model, LORA).eval()(ids).logits)
     torch.testing.assert_close(*found)
 
 
-def test_models_loaded_by_name_are_packed_and_given_ones_are_not(tmp_path: Path) -> None:
+def test_models_loaded_by_name_are_packed_and_given_ones_are_not() -> None:
     loaded = load_model("smollm2", CPU, None)
     assert packed_count(loaded) == 5 * loaded.config.num_hidden_layers  # all but keys and values
     given = make_model()
