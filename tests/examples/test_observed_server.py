@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -26,6 +27,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.id_generator import IdGenerator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cacheblend_rag import (
@@ -55,6 +57,16 @@ SOURCES = (generator().SERVER, generator().APPLICATION)
 PATIENCE = 240.0
 VLLM_SPAN = "llm_request"
 """The name of vLLM's own span of a request."""
+
+
+class OwnIds(IdGenerator):
+    """Ids that no seed repeats: vLLM seeds the generator of the usual ones, in any process."""
+
+    def generate_span_id(self) -> int:
+        return secrets.randbits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        return secrets.randbits(128) or 1
 
 
 def one_of_each(registry: CollectorRegistry) -> None:
@@ -126,7 +138,7 @@ def prometheus(engine: VLLMEngine, tmp_path: Path) -> Iterator[Server]:
 
 
 def test_a_servers_spans_are_below_the_requests(engine: VLLMEngine, receiver: OTLPReceiver) -> None:
-    provider = TracerProvider()
+    provider = TracerProvider(id_generator=OwnIds())
     provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(receiver.url)))
     traced = engine.sibling(lead_in="document")
     trace_requests(traced, provider)
