@@ -29,7 +29,10 @@ class NamedModel:
 
     @classmethod
     def of(cls, name: str) -> Self:
-        """Read the model's config, without weights; raises ModelLoadError if there is none."""
+        """Return what the model's config says; weights are not read.
+
+        Raises ModelLoadError if there is no such model.
+        """
         config = text_config(name)
         return cls(name, *kv_shape(config), context_window_in(config))
 
@@ -50,5 +53,5 @@ class NamedModel:
         return given.model, given.tokenizer
 
     def load_tokenizer(self) -> Any:
-        """Return the tokenizer alone; raises ModelLoadError if there is none."""
+        """Return the tokenizer; raises ModelLoadError if it cannot be loaded."""
         return load_tokenizer(self.name)

@@ -70,7 +70,7 @@ class BlendPlan(ModelPlan):
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """The tokens of a prompt, as an engine counts them.
+    """Numbers of tokens in a prompt, as an engine's report gives them.
 
     chunks: those whose KV is stored. question: those behind the last chunk.
     """
@@ -81,7 +81,7 @@ class PromptTokens:
 
     @classmethod
     def of(cls, report: BlendReport) -> PromptTokens:
-        """Return those of a blended prompt."""
+        """Count the tokens of a prompt that was blended, from its report."""
         behind = max(chunk.start + chunk.tokens for chunk in report.chunks)
         chunks = sum(chunk.tokens for chunk in report.chunks)
         return cls(report.prompt_tokens, chunks, report.prompt_tokens - behind)

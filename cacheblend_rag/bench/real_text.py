@@ -19,7 +19,7 @@ _WORD = re.compile(r"\S+")
 
 
 class Cutter:
-    """Cuts pieces off texts in random order, one behind the other, after words.
+    """Joins texts in random order and cuts the result, between words, into pieces.
 
     Once all texts are used up, their sentences come again, in an order of their own each time.
 
@@ -37,7 +37,7 @@ class Cutter:
         self._more, self._rest = _endless(rng, texts), ""
 
     def cut(self, tokens: int) -> str:
-        """Return a text of so many tokens, or as few less as whole words allow; at least a word."""
+        """Return the next piece: as many whole words as fit in ``tokens`` tokens, at least one."""
         while self._count(self._rest) <= tokens:
             self._rest += (self._separator if self._rest else "") + next(self._more)
         ends = [word.end() for word in _WORD.finditer(self._rest)]

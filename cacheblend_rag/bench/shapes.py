@@ -60,7 +60,7 @@ class ModelShape:
     def load(
         self, *, dtype: torch.dtype, device: torch.device
     ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-        """Return the model and its tokenizer, as the embedded engine has those that it loads."""
+        """Return the model with random weights, packed as a loaded one's, and its tokenizer."""
         model = self.build_model(dtype=dtype, device=device)
         pack_weights(model)
         return model, self.build_tokenizer()

@@ -46,13 +46,13 @@ def draw_words(rng: random.Random, count: int, vocabulary: int) -> str:
 def draw_chunks(
     rng: random.Random, chunks: int, tokens: int, vocabulary: int, *, selector: str, name: str
 ) -> list[Chunk]:
-    """Return chunks of ``tokens`` random words each; selector, name: as for ``to_chunks``."""
+    """Return chunks of ``tokens`` random one-token words; selector, name: see ``to_chunks``."""
     texts = [draw_words(rng, tokens, vocabulary) for _ in range(chunks)]
     return to_chunks(texts, selector=selector, name=name, separator=" ")
 
 
 def to_chunks(texts: Sequence[str], *, selector: str, name: str, separator: str) -> list[Chunk]:
-    """Return texts as chunks of a document called ``name``, by which their KV can be evicted.
+    """Return texts as the chunks of one document, ``name``; evicting it removes all their KV.
 
     If the selector needs a prior, each has the chunks before it as context, with ``separator``
     between them.

@@ -75,7 +75,7 @@ def load_passages() -> PassageSample:
 
 @dataclass(frozen=True)
 class RealTexts:
-    """All real passages and questions of the package; no passage holds another."""
+    """All real passages and questions in the package; no passage contains another one."""
 
     passages: tuple[str, ...]
     questions: tuple[str, ...]

@@ -207,7 +207,7 @@ class ChunkLoader:
         self._laid.add(layer)
 
     def load_early(self, layer: int) -> Steps[None]:
-        """Copy a layer before its turn; ``load`` copies it again when its turn comes."""
+        """Copy a layer's KV early, before the pass reaches it; ``load`` copies it again then."""
         used = self._used
         if layer in self._laid or not used:
             return

@@ -48,7 +48,7 @@ def inference() -> Iterator[None]:
 
 @contextmanager
 def short_operations(device: torch.device) -> Iterator[None]:
-    """As `inference`, for few tokens: on a CPU, with at most a thread for each free CPU."""
+    """Like `inference`, for few tokens: on a CPU, with no more threads than idle CPUs."""
     with inference(), cpu_threads.limited() if device.type == "cpu" else nullcontext():
         yield
 

@@ -1,4 +1,4 @@
-"""Keeps a model's large weights on a CPU in the layout that oneDNN multiplies by.
+"""Packs large weights of linear layers on x86 CPUs into oneDNN's blocked memory layout.
 
 PyTorch multiplies float32 by the weights as they lie, through MKL, which rearranges parts of them
 in every call. Once rearranged for oneDNN they need none of that: with few rows, as a blend and a
@@ -21,7 +21,7 @@ LEAST_ELEMENTS = 1 << 18
 OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
 """PyTorch's compiler uses them; builds without oneDNN lack them, and later versions may."""
 HINT_ROWS = 512
-"""Rows for which oneDNN picks the layout; it takes any number."""
+"""Batch size that oneDNN optimizes the layout for; inputs may have any number of rows."""
 
 
 class PackedLinear(nn.Linear):
@@ -96,7 +96,7 @@ def _has_operators() -> bool:
 
 
 def _plain_linears(modules: list[nn.Module]) -> Iterator[tuple[nn.Linear, Tensor]]:
-    """Yield linear layers and their dense float32 weights on a CPU; quantized ones have others."""
+    """Yield unquantized linear layers whose weight is a dense float32 tensor on a CPU, with it."""
     for module in modules:
         weight = module._parameters.get("weight")
         if type(module) is not nn.Linear or "forward" in vars(module):

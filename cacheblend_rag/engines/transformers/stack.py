@@ -145,7 +145,7 @@ class TransformersStack:
 
     @property
     def graphed(self) -> Graphed | None:
-        """A function that returns CUDA graphs of the layers for given rows; None without graphs."""
+        """Returns the layers as CUDA graphs for given rows; None if graphs cannot be used."""
         return None if self._graphs is None else self._graphs.of
 
     def rotation(self, offset: int) -> Rotation:

@@ -149,7 +149,7 @@ class PagedKV:
         return HeldPrefix(tokens, place)
 
     def finish_layer(self, layer: int, fused: FusedKV) -> None:
-        """Write a layer whose KV is final to vLLM's cache, except for what is there already."""
+        """Write a layer's final KV to vLLM's cache, without the tokens written before."""
         table = self.tables[self.cache.groups[layer]]
         if table.is_apart or layer not in self._in_cache:
             given = table.given
