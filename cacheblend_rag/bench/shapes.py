@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 
+from cacheblend_rag.engines.transformers.matmul_prefill import use_matmul_attention
 from cacheblend_rag.engines.transformers.packed_weights import pack_weights
 from cacheblend_rag.errors import ConfigError
 
@@ -63,6 +64,7 @@ class ModelShape:
         """Return the model with random weights, packed as a loaded one's, and its tokenizer."""
         model = self.build_model(dtype=dtype, device=device)
         pack_weights(model)
+        use_matmul_attention(model)
         return model, self.build_tokenizer()
 
     def build_tokenizer(self) -> PreTrainedTokenizerFast:

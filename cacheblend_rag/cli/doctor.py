@@ -192,6 +192,8 @@ def _model_line(model: Mapping[str, Any]) -> str:
     what = f"{model['architecture']}, {model['dtype']} on {model['device']}"
     if model["packed_weights"]:
         what += f", {model['packed_weights']} weights packed for oneDNN"
+    if model["matmul_attention"]:
+        what += ", attention by matrix products"
     return f"{what}: " + ("can be blended" if not model["problem"] else f"not: {model['problem']}")
 
 

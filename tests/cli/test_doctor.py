@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from cacheblend_rag.engines.transformers import loading
+from cacheblend_rag.blend.onednn import has_fast_matmul
+from cacheblend_rag.engines.transformers import loading, matmul_prefill
 from cacheblend_rag.engines.transformers.packed_weights import pack_weights
 from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.observe import diagnosis
@@ -35,6 +36,17 @@ def test_packed_weights_are_counted(cli, small_model, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     told = " ".join(cli("doctor", "--model", small_model).stdout.split())
     assert f"{count} weights packed for oneDNN" in told
+
+
+def test_attention_by_matrix_products_is_named(cli, small_model, monkeypatch):
+    assert cli("doctor", "--model", small_model, "--json").json["model"]["matmul_attention"] is (
+        has_fast_matmul()
+    )
+    monkeypatch.setenv("COLUMNS", "300")
+    for is_fast in (True, False):
+        monkeypatch.setattr(matmul_prefill, "has_fast_matmul", lambda is_fast=is_fast: is_fast)
+        told = " ".join(cli("doctor", "--model", small_model).stdout.split())
+        assert ("attention by matrix products" in told) is is_fast
 
 
 def test_a_missing_model_is_reported_not_raised(cli):

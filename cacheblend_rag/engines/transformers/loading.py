@@ -15,6 +15,7 @@ from cacheblend_rag.engines.model_config import context_window_in
 from cacheblend_rag.engines.quiet_import import without_unused
 from cacheblend_rag.engines.tokenizer import unloaded
 from cacheblend_rag.engines.transformers.adapters import base_weights_hash
+from cacheblend_rag.engines.transformers.matmul_prefill import use_matmul_attention
 from cacheblend_rag.engines.transformers.packed_weights import pack_weights
 from cacheblend_rag.errors import ConfigError, ModelLoadError, first_line
 from cacheblend_rag.models import resolve
@@ -58,7 +59,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model from safetensors weights.
 
-    On an x86 CPU its large weights are packed for oneDNN (`pack_weights`).
+    On an x86 CPU its large weights are packed for oneDNN (`pack_weights`), and with AVX-512 it
+    attends by matrix products (`use_matmul_attention`).
     Raises ModelLoadError when there is no such model or it cannot be loaded, ConfigError for an
     unknown ``dtype``.
     """
@@ -75,8 +77,10 @@ def load_model(
     except (OSError, KeyError, ImportError, RuntimeError, *REFUSED) as error:
         raise ModelLoadError(f"{unloaded('model', name)}: {first_line(error)}") from error
     model = prepare(model.to(device))
-    packed = pack_weights(model)
-    logger.debug("%s: %d weights are packed for oneDNN", name, packed)
+    packed, matmul = pack_weights(model), use_matmul_attention(model)
+    logger.debug(
+        "%s: %d weights packed for oneDNN, attention by matrix products: %s", name, packed, matmul
+    )
     return model
 
 

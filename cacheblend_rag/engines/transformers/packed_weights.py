@@ -7,19 +7,17 @@ decode step have them, a product takes down to half the time.
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
+from cacheblend_rag.blend.onednn import has_onednn, onednn_linear
 from cacheblend_rag.engines.transformers.adapters import has_adapters
 
 LEAST_ELEMENTS = 1 << 18
 """Smaller weights stay as they are: their products take less time than calling oneDNN."""
-OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
-"""PyTorch's compiler uses them; builds without oneDNN lack them, and later versions may."""
 HINT_ROWS = 512
 """Batch size that oneDNN optimizes the layout for; inputs may have any number of rows."""
 
@@ -42,10 +40,7 @@ class PackedLinear(nn.Linear):
         needs_gradient = torch.is_grad_enabled() and input.requires_grad
         if needs_gradient or input.dtype is not weight.dtype:  # oneDNN's operator has neither
             return nn.functional.linear(input, weight.to_dense(), self.bias)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-            input, weight, self.bias, "none", [], ""
-        )
-        return product
+        return onednn_linear(input, weight, self.bias)
 
 
 def pack_weights(model: nn.Module, least: int = LEAST_ELEMENTS) -> int:
@@ -56,7 +51,7 @@ def pack_weights(model: nn.Module, least: int = LEAST_ELEMENTS) -> int:
     ``forward`` was replaced, models with PEFT adapters, and all where oneDNN cannot be used.
     """
     modules = list(model.modules())
-    if not _has_operators() or any(has_adapters(type(module)) for module in modules):
+    if not has_onednn() or any(has_adapters(type(module)) for module in modules):
         return 0
     uses = Counter(id(weight) for module in modules for weight in module._parameters.values())
     large = [
@@ -86,13 +81,6 @@ def packed_count(model: nn.Module) -> int:
     return sum(
         isinstance(module, PackedLinear) and module.weight.is_mkldnn for module in model.modules()
     )
-
-
-def _has_operators() -> bool:
-    """Whether this is an x86 CPU, and PyTorch has the operators and may use oneDNN."""
-    is_x86 = platform.machine() in {"x86_64", "AMD64"}
-    has_all = all(hasattr(torch.ops.mkldnn, name) for name in OPERATORS)
-    return is_x86 and has_all and bool(torch.backends.mkldnn.enabled)
 
 
 def _plain_linears(modules: list[nn.Module]) -> Iterator[tuple[nn.Linear, Tensor]]:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cacheblend_rag import BlendConfig, Chunk, TransformersEngine
-from cacheblend_rag.engines.transformers import packed_weights
+from cacheblend_rag.blend import onednn
 from cacheblend_rag.engines.transformers.adapters import base_weights_hash
 from cacheblend_rag.engines.transformers.loading import load_model
 from cacheblend_rag.engines.transformers.model_state import ModelState
@@ -122,7 +122,7 @@ def test_a_model_that_is_changed_while_an_engine_has_it_is_dense_again() -> None
 def test_nothing_is_packed_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.backends.mkldnn.flags(enabled=False):
         assert pack_weights(make_model(), least=0) == 0
-    monkeypatch.setattr(packed_weights, "OPERATORS", ("_an_operator_of_no_version",))
+    monkeypatch.setattr(onednn, "OPERATORS", ("_an_operator_of_no_version",))
     assert pack_weights(make_model(), least=0) == 0
 
 

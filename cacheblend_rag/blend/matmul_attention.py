@@ -1,0 +1,121 @@
+"""Causal attention as whole matrix products, for CPUs on which they are faster than fused kernels.
+
+PyTorch's fused attention for CPUs multiplies small tiles through MKL, at a third of the rate that
+oneDNN reaches with AVX-512. So a block of rows computes all its logits at once, then their softmax,
+then the weighted values, for one KV head after another, in float32 whatever the inputs are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.blend.attention import LARGEST_LOGITS, capped, shares, visible_keys
+from cacheblend_rag.blend.masks import MOST_MASK_BYTES, MaskCache
+from cacheblend_rag.blend.onednn import has_fast_matmul, onednn_linear
+from cacheblend_rag.blend.rows import Rows
+
+MATMUL_ROWS = 384
+"""Rows of a product, about, heads that share a KV head counted apart: enough for oneDNN to be
+efficient, few enough for the logits to stay in the cache."""
+LEAST_BLOCK = 32
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def prefers_matmul(query: Tensor) -> bool:
+    """Whether rows should attend by `attend_by_matmul`: those of one prompt, with AVX-512."""
+    is_supported = query.device.type == "cpu" and query.dtype in DTYPES and query.shape[0] == 1
+    return is_supported and has_fast_matmul()
+
+
+def attend_by_matmul(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Rows,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    masks: MaskCache | None = None,
+) -> Tensor:
+    """Return the rows' attention, (1, rows, heads, head_dim); arguments as for `attend_rows`.
+
+    For one prompt, without gradients.
+    """
+    _, heads, count, width = query.shape
+    kv_heads = keys.shape[1]
+    copies = heads // kv_heads
+    masks = MaskCache() if masks is None else masks
+    blocks = list(_blocks(rows, window, _block_rows(copies, keys.shape[2]), masks))
+    # Heads that share a KV head become additional rows of its products.
+    grouped = query[0].view(kv_heads, copies, count, width)
+    by_head = None if sinks is None else sinks.float().view(kv_heads, copies, 1)
+    out = query.new_empty(1, count, heads, width)
+    places = out.view(count, kv_heads, copies, width)
+    for head in range(kv_heads):
+        scaled = grouped[head].float() * scaling
+        own_keys, own_values = (part[0, head].float().contiguous() for part in (keys, values))
+        beside = None if by_head is None else by_head[head]
+        for block in blocks:
+            own, bias = scaled[:, block.here].reshape(-1, width), block.bias()
+            logits = onednn_linear(own, own_keys[block.seen]).view(copies, len(bias), -1)
+            logits = capped(logits, softcap)
+            logits[:, :, -bias.shape[1] :] += bias
+            weights = shares(logits, None if beside is None else beside.expand(-1, len(bias)))
+            done = onednn_linear(weights.view(len(own), -1), own_values[block.seen].T)
+            places[block.here, head] = done.view(copies, len(bias), width).transpose(0, 1)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows that attend at once.
+
+    here: their indices. seen: positions of the keys that any of them sees. bias: returns what to
+    add to the logits of the last of these keys, those that not all of the rows see: (rows, keys)
+    float32.
+    """
+
+    here: slice
+    seen: slice
+    bias: Callable[[], Tensor]
+
+
+def _blocks(rows: Rows, window: int | None, most: int, masks: MaskCache) -> Iterator[_Block]:
+    """Yield blocks of at most ``most`` rows."""
+    for start, block in rows.blocks(most):
+        seen = slice(0 if window is None else max(0, block.first - window + 1), block.last + 1)
+        partly = slice(block.first if window is None else seen.start, seen.stop)
+        # Blocks of a run that are of one size have one mask, but for those where a window begins.
+        which = (len(block), partly.stop - partly.start) if rows.is_run else (start, most)
+        make = partial(_bias, block, partly, window)
+        bias = partial(masks.get, rows, (*which, window), make)
+        yield _Block(slice(start, start + len(block)), seen, bias)
+
+
+def matmul_attention_bytes(tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Return the peak memory of `attend_by_matmul` for so many tokens, without its result."""
+    copies = heads // kv_heads
+    rows = min(tokens, _block_rows(copies, tokens))
+    inputs = (copies + 2) * head_dim * tokens  # of one KV head
+    logits, bias = 3 * copies * rows * tokens, 2 * rows * tokens
+    return torch.float32.itemsize * (inputs + logits + bias) + MOST_MASK_BYTES
+
+
+def _block_rows(copies: int, tokens: int) -> int:
+    """Return how many rows attend at once."""
+    most = max(LEAST_BLOCK, MATMUL_ROWS // copies)
+    return max(1, min(most, LARGEST_LOGITS // (copies * tokens)))
+
+
+def _bias(rows: Rows, keys: slice, window: int | None) -> Tensor:
+    """(rows, keys) float32: 0 where a row sees a key, else -infinity."""
+    visible = visible_keys(rows, keys, window)
+    bias = torch.zeros(visible.shape, device=visible.device)
+    return bias.masked_fill_(~visible, float("-inf"))

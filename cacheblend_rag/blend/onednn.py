@@ -1,0 +1,44 @@
+"""Products of matrices by oneDNN, which PyTorch brings but does not use for all of them.
+
+PyTorch multiplies float32 through MKL. On CPUs with AVX-512 oneDNN takes half the time or less
+(docs/benchmarks.md, "Attention by matrix products").
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import cache
+
+import torch
+from torch import Tensor
+
+OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
+"""PyTorch's compiler uses them; builds without oneDNN lack them, and later versions may."""
+LIMIT = "ONEDNN_MAX_CPU_ISA"
+"""The environment variable by which users restrict the instructions that oneDNN uses."""
+WITHOUT_AVX512 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2")
+"""Its values that exclude AVX-512."""
+
+
+def has_onednn() -> bool:
+    """Whether this is an x86 CPU, and PyTorch has oneDNN's operators and may use them."""
+    is_x86 = platform.machine() in {"x86_64", "AMD64"}
+    has_all = all(hasattr(torch.ops.mkldnn, name) for name in OPERATORS)
+    return is_x86 and has_all and bool(torch.backends.mkldnn.enabled)
+
+
+@cache
+def has_fast_matmul() -> bool:
+    """Whether oneDNN and PyTorch may use AVX-512."""
+    is_limited = os.environ.get(LIMIT, "").upper() in WITHOUT_AVX512
+    return has_onednn() and torch.backends.cpu.get_cpu_capability() == "AVX512" and not is_limited
+
+
+def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return (..., out): ``rows`` (..., in) times ``weight`` (out, in) transposed, plus the bias.
+
+    Like ``torch.nn.functional.linear``, without gradients. weight: dense, or in oneDNN's layout.
+    """
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
+    return product

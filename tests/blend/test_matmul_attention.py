@@ -1,0 +1,176 @@
+"""Attention by matrix products against a dense reference, and where it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cacheblend_rag.blend import matmul_attention, onednn
+from cacheblend_rag.blend.attention import attend_rows, attention_bytes
+from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.masks import MaskCache
+from cacheblend_rag.blend.matmul_attention import (
+    attend_by_matmul,
+    matmul_attention_bytes,
+    prefers_matmul,
+)
+from cacheblend_rag.blend.onednn import has_fast_matmul, has_onednn, onednn_linear
+from cacheblend_rag.blend.row_attention import RowAttention, row_attention_bytes
+from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.blend.stack import AttentionCall
+from tests.blend.test_attention import CASES, CPU, GEOMETRY, HEADS, KV_HEADS, ROWS, TOKENS, dense
+from tests.blend.test_attention import inputs as made_inputs
+
+pytestmark = pytest.mark.skipif(not has_onednn(), reason="oneDNN is used on x86 only")
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU with AVX-512."""
+    monkeypatch.setattr(matmul_attention, "has_fast_matmul", lambda: True)
+
+
+def scattered(*positions: int) -> Rows:
+    return Rows.at(np.array(positions), CPU)
+
+
+@CASES
+@ROWS
+@pytest.mark.parametrize("most", [1, 10, 384])
+def test_rows_get_what_dense_causal_attention_gives_them(
+    rows: Rows,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(matmul_attention, "MATMUL_ROWS", most)
+    monkeypatch.setattr(matmul_attention, "LEAST_BLOCK", 1)
+    query, keys, values = made_inputs()
+    shares = dense(query, keys, window, softcap, sinks)
+    every = (shares @ values[0].repeat_interleave(HEADS // KV_HEADS, 0)).transpose(0, 1)
+    asked, wanted = query[:, :, rows.device], every[rows.device]
+    options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
+    masks = MaskCache()
+    for _ in range(2):  # the second time with the masks of the first
+        found = attend_by_matmul(asked, keys, values, rows, scaling=0.3, masks=masks, **options)
+        assert found.shape == (1, len(rows), HEADS, query.shape[3])
+        torch.testing.assert_close(found[0], wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_inputs_are_computed_in_float32(dtype: torch.dtype) -> None:
+    query, keys, values = (part.to(dtype) for part in made_inputs())
+    rows = scattered(3, 4, 100, 250, 299)
+    asked = query[:, :, rows.device]
+    found = attend_by_matmul(asked, keys, values, rows, scaling=0.3)
+    wide = attend_rows(asked.float(), keys.float(), values.float(), rows, scaling=0.3)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, wide.to(dtype), atol=torch.finfo(dtype).eps, rtol=0.01)
+
+
+def test_inputs_may_lie_in_memory_in_any_order() -> None:
+    """As a model's own: (tokens, heads, head_dim), transposed."""
+    query, keys, values = made_inputs()
+    rows = Rows.at(np.arange(TOKENS), CPU)
+    wanted = attend_by_matmul(query, keys, values, rows, scaling=0.3)
+    turned = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in (query, keys, values)]
+    torch.testing.assert_close(attend_by_matmul(*turned, rows, scaling=0.3), wanted)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_keys_that_no_row_sees_are_not_read(window: int | None) -> None:
+    query, keys, values = made_inputs()
+    rows = scattered(100, 101, 130)
+    asked = query[:, :, rows.device]
+    wanted = attend_by_matmul(asked, keys, values, rows, scaling=0.3, window=window)
+    for part in (keys, values):
+        part[:, :, 131:] = torch.nan
+        part[:, :, : 0 if window is None else 100 - window + 1] = torch.nan
+    found = attend_by_matmul(asked, keys, values, rows, scaling=0.3, window=window)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_blocks_are_as_large_as_the_heads_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """About 384 rows of a product; fewer where their logits would be too many."""
+    sizes: list[int] = []
+
+    def noted(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(rows))
+        return onednn_linear(rows, weight)
+
+    monkeypatch.setattr(matmul_attention, "onednn_linear", noted)
+    query, keys, values = made_inputs()
+    every = Rows.at(np.arange(TOKENS), CPU)
+    whole = attend_by_matmul(query, keys, values, every, scaling=0.3)
+    assert sizes == 2 * KV_HEADS * 2 * [150 * HEADS // KV_HEADS]
+    sizes.clear()
+    monkeypatch.setattr(matmul_attention, "LARGEST_LOGITS", TOKENS * 2 * 50)
+    found = attend_by_matmul(query, keys, values, every, scaling=0.3)
+    assert set(sizes) == {50 * HEADS // KV_HEADS}
+    torch.testing.assert_close(found, whole)
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_pass_attends_so_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+
+    def noted(query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        used.append(query.shape[2])
+        return attend_by_matmul(query, *rest, **named)
+
+    monkeypatch.setattr("cacheblend_rag.blend.row_attention.attend_by_matmul", noted)
+    query, keys, values = made_inputs()
+    fused = FusedKV(GEOMETRY, TOKENS)
+    fused.keys[:], fused.values[:] = keys, values
+    rows = scattered(7, 9, 250)
+    asked = query[:, :, rows.device]
+    call = AttentionCall(0, asked, asked, asked, 0.3)
+    found = RowAttention()(call, fused, rows)
+    assert used == [3]
+    torch.testing.assert_close(found, attend_rows(asked, keys, values, rows, scaling=0.3))
+
+
+@pytest.mark.usefixtures("fast")
+def test_other_inputs_attend_as_before() -> None:
+    one = torch.empty(1, 2, 3, 4)
+    assert prefers_matmul(one)
+    assert prefers_matmul(one.bfloat16())
+    assert not prefers_matmul(one.double())
+    assert not prefers_matmul(one.expand(2, -1, -1, -1))
+    assert not prefers_matmul(one.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "limit", "is_fast"),
+    [
+        ("AVX512", None, True),
+        ("AVX512", "AVX512_CORE", True),
+        ("AVX512", "AVX2", False),
+        ("AVX2", None, False),
+    ],
+)
+def test_it_needs_avx_512(
+    capability: str, limit: str | None, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    if limit is None:
+        monkeypatch.delenv(onednn.LIMIT, raising=False)
+    else:
+        monkeypatch.setenv(onednn.LIMIT, limit)
+    assert has_fast_matmul.__wrapped__() is is_fast
+
+
+def test_it_says_what_memory_it_takes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.blend.row_attention.has_fast_matmul", lambda: False)
+    plain = attention_bytes(5_000, HEADS, KV_HEADS, CPU, 4, in_steps=False)
+    assert row_attention_bytes(5_000, GEOMETRY, in_steps=False) == plain
+    monkeypatch.setattr("cacheblend_rag.blend.row_attention.has_fast_matmul", lambda: True)
+    matmul = matmul_attention_bytes(5_000, HEADS, KV_HEADS, GEOMETRY.head_dim)
+    assert row_attention_bytes(5_000, GEOMETRY, in_steps=False) == max(plain, matmul)
+    copies, rows = HEADS // KV_HEADS, 384 // (HEADS // KV_HEADS)
+    assert matmul >= 4 * 2 * copies * rows * 5_000, "logits and their softmax"
