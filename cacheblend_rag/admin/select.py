@@ -126,10 +126,10 @@ class Choice:
         self, registry: SharedChunkRegistry, lead_in: LeadIn, document: str
     ) -> set[tuple[str, str]]:
         chunks = set(registry.document(document))
-        names = {_name(lead_in, chunk) for chunk in chunks}
+        names = _names(lead_in, chunks)
         if self.spare:  # chunks with the same texts in other documents
             variants = (one for chunk in chunks for one in registry.variants(chunk.text))
-            names -= {_name(lead_in, one) for one in variants if one not in chunks}
+            names -= _names(lead_in, (one for one in variants if one not in chunks))
         return names
 
 
@@ -145,9 +145,11 @@ def _lead_in(tokenizer: Tokenizer, config: LeadInConfig) -> LeadIn:
     return LeadIn(encoder, config, instruction="", identity={}, namespace="")
 
 
-def _name(lead_in: LeadIn, chunk: Chunk) -> tuple[str, str]:
-    key = lead_in.key(chunk)
-    return key.chunk_id, key.context_id
+def _names(lead_in: LeadIn, chunks: Iterable[Chunk]) -> set[tuple[str, str]]:
+    """Return the ids of chunks, and of the forms behind a space that some are stored in, too."""
+    forms = ((chunk, lead_in.behind_space(chunk)) for chunk in chunks)
+    keys = (lead_in.key(one) for both in forms for one in both if one is not None)
+    return {(key.chunk_id, key.context_id) for key in keys}
 
 
 def _check_fingerprint(text: str) -> None:
