@@ -126,10 +126,12 @@ class Choice:
         self, registry: SharedChunkRegistry, lead_in: LeadIn, document: str
     ) -> set[tuple[str, str]]:
         chunks = set(registry.document(document))
-        names = _names(lead_in, chunks)
+        stored = _with_forms(lead_in, chunks)
+        names = {_name(lead_in, one) for one in stored}
         if self.spare:  # chunks with the same texts in other documents
-            variants = (one for chunk in chunks for one in registry.variants(chunk.text))
-            names -= _names(lead_in, (one for one in variants if one not in chunks))
+            variants = (one for chunk in stored for one in registry.variants(chunk.text))
+            others = {one for one in variants if one not in chunks}
+            names -= {_name(lead_in, one) for one in _with_forms(lead_in, others)}
         return names
 
 
@@ -145,11 +147,14 @@ def _lead_in(tokenizer: Tokenizer, config: LeadInConfig) -> LeadIn:
     return LeadIn(encoder, config, instruction="", identity={}, namespace="")
 
 
-def _names(lead_in: LeadIn, chunks: Iterable[Chunk]) -> set[tuple[str, str]]:
-    """Return the ids of chunks, and of the forms behind a space that some are stored in, too."""
-    forms = ((chunk, lead_in.behind_space(chunk)) for chunk in chunks)
-    keys = (lead_in.key(one) for both in forms for one in both if one is not None)
-    return {(key.chunk_id, key.context_id) for key in keys}
+def _with_forms(lead_in: LeadIn, chunks: set[Chunk]) -> set[Chunk]:
+    """Return chunks, and the forms behind a space that engines may have stored beside some."""
+    return chunks | {form for chunk in chunks if (form := lead_in.behind_space(chunk))}
+
+
+def _name(lead_in: LeadIn, chunk: Chunk) -> tuple[str, str]:
+    key = lead_in.key(chunk)
+    return key.chunk_id, key.context_id
 
 
 def _check_fingerprint(text: str) -> None:
