@@ -11,7 +11,7 @@ from cacheblend_rag.text.encoder import PromptEncoder, TokenIds
 
 MOST_LOST = 2
 """First tokens of a passage behind a space that may be others than its own."""
-HEAD = 256
+HEAD = 128
 """Characters of a passage that are compared: what stands before a text changes no more of it."""
 
 
