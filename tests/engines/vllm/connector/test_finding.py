@@ -438,12 +438,12 @@ def test_a_form_behind_a_space_is_found_whole_and_reported_as_its_chunk(
     engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's tokenizer has none, so that words stand for a rare name's other tokens."""
-    first, second = words(60, 91), words(80, 92)
-    others = words(4, 93)
+    first, second = words(60, 191), words(80, 192)
+    others = words(4, 193)
     monkeypatch.setattr(
         lead_in, "behind_space", lambda text, _: f"{others} {text}" if text == second else None
     )
-    document = Document("f", (first, second, words(50, 94)))
+    document = Document("f", (first, second, words(50, 194)))
     report = engine.precompute([document], progress=False)
     assert (report.computed, report.skipped, report.refused) == (3, 0, {})
     again = engine.precompute([document], progress=False)
@@ -451,7 +451,7 @@ def test_a_form_behind_a_space_is_found_whole_and_reported_as_its_chunk(
     finder = engine.scheduler_connector.finding.finder
     assert finder.settle()
     chunks = document.to_chunks()
-    text = f"{words(9, 95)} {first} {others} {second} {document.chunks[2]} {words(9, 96)}"
+    text = f"{words(9, 195)} {first} {others} {second} {document.chunks[2]} {words(9, 196)}"
     prompt = tokens_of(engine, text)
     assert [one.sent.protected for one in finder.find("default", prompt)] == [False] * 3
     [told] = ask(engine, prompt, params=find(recompute_ratio=0.0))
