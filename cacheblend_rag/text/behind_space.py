@@ -12,13 +12,13 @@ from cacheblend_rag.text.encoder import PromptEncoder, TokenIds
 MOST_LOST = 2
 """First tokens of a passage behind a space that may be others than its own."""
 HEAD = 128
-"""Characters of a passage that are compared: what stands before a text changes no more of it."""
+"""Characters of a passage that are compared: a space before it changes no tokens beyond."""
 
 
 def behind_space(text: str, encoder: PromptEncoder) -> str | None:
-    """Return a passage with a space before it; None if it has nearly the same tokens there.
+    """Return a passage with a space before it, if it begins with more than two other tokens there.
 
-    It does not if more than two of its first tokens are others than those of the passage alone.
+    Else return None: whoever knows the tokens of the passage alone finds nearly all of it.
     """
     head = text[:HEAD]
     spaced = encoder.broken_up(f" {head}")
