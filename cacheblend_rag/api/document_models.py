@@ -178,7 +178,10 @@ class Stats(BaseModel):
     model: str
     documents: int
     chunks: int
-    stored_chunks: int | None = Field(description="With KV; None if the engine cannot tell.")
+    stored_chunks: int | None = Field(
+        description="With KV; None if the engine cannot tell. In vLLM, those of all documents, and "
+        "forms that chunks have behind a space."
+    )
     reuses: bool = Field(description="Whether requests reuse chunks.")
     reason: str | None = Field(description="Why they do not.")
     read_only: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from weakref import ref
@@ -102,6 +102,7 @@ class IndexTime:
         yield done
         if plans:
             yield from self._backend._fill(plans)
+            yield from self._forms_stored(known, self._backend._fill)
         lost = len(chunks) - len(known) + self._known.drop_forgotten(known)
         yield Stored(refused={FORGOTTEN: lost} if lost else {})
 
@@ -144,18 +145,44 @@ class IndexTime:
         self._backend._refresh()
 
     def _stored(
-        self, chunks: Iterable[Chunk], refusal: Reason | None, verify: bool
+        self, chunks: Sequence[Chunk], refusal: Reason | None, verify: bool
     ) -> Generator[Stored, None, None]:
         """Store chunks; yields results, a few at a time."""
         plans, done = self._admitted(chunks, refusal)
         yield done
-        if plans and verify:
-            lost = self._backend._verify([plan.key for plan in plans])
-            plans = [plan for plan in plans if plan.key not in lost]
-            for reason in lost.values():
+        if not plans:
+            return
+        if verify:
+            plans, lost = self._verified(plans)
+            for reason in lost:
                 yield Stored.failure(reason)
         if plans:
             yield from self._backend._store(plans)
+        yield from self._forms_stored(chunks, self._backend._store, verify=verify)
+
+    def _forms_stored(
+        self,
+        chunks: Sequence[Chunk],
+        store: Callable[[Sequence[ChunkPlan]], Generator[Stored, None, None]],
+        *,
+        verify: bool = False,
+    ) -> Generator[Stored, None, None]:
+        """Store the forms that chunks have behind a space; yields results that count nothing."""
+        forms = self._known.forms(chunks)
+        plans, _ = self._admitted(forms, None)
+        if plans and verify:
+            plans, _ = self._verified(plans)
+        key = self._lead_in.key
+        ids = {key(form): key(chunk).chunk_id for form, chunk in forms.items()}
+        if plans:
+            with closing(store([replace(plan, form_of=ids[plan.key]) for plan in plans])) as steps:
+                for _ in steps:
+                    yield Stored()
+
+    def _verified(self, plans: Sequence[ChunkPlan]) -> tuple[list[ChunkPlan], list[Reason]]:
+        """Check stored KV; returns the plans but for those whose KV is unreadable, and why."""
+        lost = self._backend._verify([plan.key for plan in plans])
+        return [plan for plan in plans if plan.key not in lost], list(lost.values())
 
     def _admitted(
         self, chunks: Iterable[Chunk], refusal: Reason | None

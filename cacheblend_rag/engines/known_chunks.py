@@ -25,6 +25,8 @@ COMPARED = 8
 class KnownChunks:
     """Registered chunks; their KV is dropped once no registered chunk shares it.
 
+    The KV of a chunk's form behind a space is dropped with the chunk's, and counts nowhere.
+
     backend: drops KV; may be a weak proxy.
     """
 
@@ -76,6 +78,13 @@ class KnownChunks:
         self.registry.discard_many(chunks)
         return dropped + self._drop(chunks)  # KV that others stored in between
 
+    def forms(self, chunks: Iterable[Chunk]) -> dict[Chunk, Chunk]:
+        """Return the forms behind a space that are stored beside chunks, with those chunks."""
+        if not self._backend.finds_by_tokens:
+            return {}
+        made = ((self._lead_in.behind_space(chunk), chunk) for chunk in chunks)
+        return {form: chunk for form, chunk in made if form is not None}
+
     def has(self, chunk: Chunk) -> bool:
         """Whether this very chunk, with its document and context, is registered."""
         return chunk in self.registry.variants(chunk.text)
@@ -90,27 +99,29 @@ class KnownChunks:
 
     def removed_by_others(self, chunks: Iterable[Chunk]) -> list[KVKey]:
         """Return the keys of chunks that another writer forgot, and no registered chunk shares."""
-        return [self._lead_in.key(chunk) for chunk in chunks if not self._is_shared(chunk, ())]
+        alone = [chunk for chunk in chunks if not self._is_shared(chunk, ())]
+        return self._keys([*alone, *self._forms_alone(alone, ())])
 
     def unregistered(self, keys: Iterable[KVKey]) -> list[KVKey]:
         """Return those keys that no registered chunk has."""
         self.registry.refresh()
-        known = {self._lead_in.key(chunk) for chunk in self.registry.chunks()}
+        chunks = self.registry.chunks()
+        known = {*self._keys(chunks), *self._keys(self.forms(chunks))}
         return [key for key in keys if key not in known]
 
     def hinted(self, hints: Iterable[Chunk | str]) -> list[KVKey]:
         """Return the keys of hinted chunks, and of all chunks of hinted documents."""
-        chunks = (
+        chunks = [
             chunk
             for hint in hints
             for chunk in (self.registry.document(hint) if isinstance(hint, str) else (hint,))
-        )
-        return [self._lead_in.key(chunk) for chunk in chunks]
+        ]
+        return self._keys([*chunks, *self.forms(chunks)])
 
     def _drop(self, chunks: Iterable[Chunk], besides: Collection[Chunk] = ()) -> int:
         """Drop the KV of chunks that no registered chunk shares, ``besides`` aside."""
         alone = [chunk for chunk in chunks if not self._is_shared(chunk, besides)]
-        return self._backend._evict([self._lead_in.key(chunk) for chunk in alone])
+        return self._evict(alone, self._forms_alone(alone, besides))
 
     def _forget_priors(self, chunks: Iterable[Chunk]) -> int:
         """Drop KV without a context in its key, for chunks of documents with boundaries.
@@ -119,12 +130,29 @@ class KnownChunks:
         """
         if self._lead_in.name == "document":
             return 0
-        return self._backend._evict([self._lead_in.key(chunk) for chunk in chunks])
+        given = list(chunks)
+        return self._evict(given, self.forms(given))
+
+    def _evict(self, chunks: Iterable[Chunk], forms: Iterable[Chunk]) -> int:
+        """Drop the KV of chunks and of forms; returns how many of the chunks were stored."""
+        if keys := self._keys(forms):
+            self._backend._evict(keys)
+        return self._backend._evict(self._keys(chunks))
+
+    def _keys(self, chunks: Iterable[Chunk]) -> list[KVKey]:
+        return [self._lead_in.key(chunk) for chunk in chunks]
+
+    def _forms_alone(self, chunks: Iterable[Chunk], besides: Collection[Chunk]) -> list[Chunk]:
+        """Return the forms of chunks that are not the text of a registered chunk themselves."""
+        return [form for form in self.forms(chunks) if not self._is_shared(form, besides)]
 
     def _is_shared(self, chunk: Chunk, besides: Collection[Chunk]) -> bool:
         key = self._lead_in.key(chunk)
-        variants = self.registry.variants(chunk.text)
-        return any(self._lead_in.key(one) == key for one in variants if one not in besides)
+        others = [one for one in self.registry.variants(chunk.text) if one not in besides]
+        if chunk.text.startswith(" "):
+            plain = self.registry.variants(chunk.text[1:])
+            others += self.forms(one for one in plain if one not in besides)
+        return any(self._lead_in.key(one) == key for one in others)
 
 
 def chunks_of(item: Item) -> list[Chunk]:

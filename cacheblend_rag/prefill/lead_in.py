@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.settings import LeadInConfig
+from cacheblend_rag.text.behind_space import behind_space
 from cacheblend_rag.text.chat import begins_as_rendered
 from cacheblend_rag.text.chunk import Chunk, Context
 from cacheblend_rag.text.encoder import PromptEncoder, TokenIds
@@ -29,13 +30,15 @@ class ChunkPlan:
 
     token_ids: the chunk's own tokens. lead: tokens of BOS and instruction; without BOS if a chat
     template rendered the instruction without one. context: tokens of its own document within the
-    window, whatever the lead-in. key: of its KV.
+    window, whatever the lead-in. key: of its KV. form_of: the id of the chunk whose form behind a
+    space it is, or "".
     """
 
     token_ids: tuple[int, ...]
     lead: tuple[int, ...]
     context: tuple[int, ...]
     key: KVKey
+    form_of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,14 @@ class LeadIn:
         return ChunkPlan(
             self.encoder.chunk(chunk.text), self.tokens, self._context(chunk), self.key(chunk)
         )
+
+    def behind_space(self, chunk: Chunk) -> Chunk | None:
+        """Return the form that a chunk has behind a space, None if its own tokens are found there.
+
+        It has the same document and context.
+        """
+        text = behind_space(chunk.text, self.encoder)
+        return None if text is None else replace(chunk, text=text)
 
     def window_of(self, chunk: Chunk) -> list[tuple[Context, TokenIds]]:
         """Return the pieces of its document that a chunk's KV was computed after, in order.

@@ -47,7 +47,8 @@ def measure_token_edges(plan: TokenEdgesPlan, advance: Advance = lambda _: None)
     """Return ``rows`` by model, length and surroundings.
 
     found: share of the passages' tokens. lost: mean and most tokens lost at an edge. over_2: share
-    of the edges that lost more than two.
+    of the edges that lost more than two. behind_space: how many passages are indexed in the form
+    behind a space, too.
     """
     texts, rows = texts_of(*map(Path, plan.files)), list[dict[str, Any]]()
     for model in plan.models:
@@ -62,6 +63,7 @@ def measure_token_edges(plan: TokenEdgesPlan, advance: Advance = lambda _: None)
                         "model": model,
                         "tokens": tokens,
                         "passages": len(edges.lost) // 2,
+                        "behind_space": index.behind_space,
                         "around": join,
                         "found": edges.found,
                         "mean_lost": mean(edges.lost),

@@ -89,7 +89,7 @@ class VLLMEngine(Engine):
     """
 
     part_chunks = 512
-    fills_last = compares = True
+    fills_last = compares = finds_by_tokens = True
 
     def __init__(
         self,

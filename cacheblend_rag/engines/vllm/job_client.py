@@ -65,7 +65,15 @@ class JobClient:
             for plan, start in work.members
         )
         tokens = tuple(work.tokens)
-        job = BlendJob("precompute", self._lead_in, chunks, tokens=tokens, idle=idle)
+        forms = tuple(plan.form_of for plan, _ in work.members)
+        job = BlendJob(
+            "precompute",
+            self._lead_in,
+            chunks,
+            tokens=tokens,
+            idle=idle,
+            form_of=forms if any(forms) else (),
+        )
         request = carrier(job, affinity_of(plan.key for plan, _ in work.members))
         return await self._carry_out(request, everywhere=not self.status.shared)
 

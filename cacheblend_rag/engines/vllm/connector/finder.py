@@ -10,7 +10,7 @@ import logging
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,8 +25,8 @@ from cacheblend_rag.engines.vllm.connector.found_chunk import (
     FoundChunk,
     Generation,
     Variant,
-    continues,
 )
+from cacheblend_rag.engines.vllm.connector.known_tokens import LEAST_RUN, KnownTokens
 from cacheblend_rag.engines.vllm.connector.shared_log import SharedLog
 from cacheblend_rag.engines.vllm.connector.stored_tokens import (
     Name,
@@ -40,12 +40,10 @@ from cacheblend_rag.engines.vllm.protocol import BlendJob, PrecomputeResult, Sen
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from cacheblend_rag.settings.tier_url import TierUrl
-from cacheblend_rag.text.token_index import TokenIndex, TokenRun
+from cacheblend_rag.text.token_index import TokenRun
 
 logger = logging.getLogger(__name__)
 
-LEAST_RUN = 32
-"""Tokens of the shortest part of a chunk that is found."""
 GAP = 16
 """Most tokens between two chunks of a document that follow one another: a separator."""
 STEP = 16
@@ -60,14 +58,6 @@ for ever; 5 GB if each has 512 tokens."""
 MANY = 256
 """Chunks from which on they are added to the index together."""
 REFRESH_SECONDS, CLOSE_SECONDS = 0.5, 10.0
-
-
-@dataclass(slots=True)
-class _Known:
-    """The chunks of one namespace."""
-
-    index: TokenIndex[str] = field(default_factory=lambda: TokenIndex(LEAST_RUN))
-    variants: dict[str, tuple[Variant, ...]] = field(default_factory=dict)
 
 
 class Finder:
@@ -89,7 +79,7 @@ class Finder:
         read_only: bool = False,
     ) -> None:
         self._place, self._model, self._read_only = place, model, read_only
-        self._known: defaultdict[str, _Known] = defaultdict(_Known)
+        self._known: defaultdict[str, KnownTokens] = defaultdict(KnownTokens)
         self._rows: dict[Row, Name] = {}
         self._leads: dict[SentLeadIn, SentLeadIn] = {}
         self._generations = count(1)
@@ -125,8 +115,8 @@ class Finder:
                 continue
             left -= absent
             before = found[-1] if found else None
-            chosen = min(variants, key=lambda one: (not continues(one, before), one.rank))
-            is_known = not chosen.is_contextual or continues(chosen, before)
+            chosen = min(variants, key=lambda one: (not known.continues(one, before), one.rank))
+            is_known = not chosen.is_contextual or known.continues(chosen, before)
             sent = SentChunk(
                 run.start,
                 run.end,
@@ -136,7 +126,8 @@ class Finder:
                 after=tuple(tokens[run.skip + run.end - run.start :].tolist()),
                 lead_in=chosen.name.lead_in,
             )
-            found.append(FoundChunk(sent, chosen.name, chosen.generation, is_known))
+            form_of = known.form_of(chosen)
+            found.append(FoundChunk(sent, chosen.name, chosen.generation, is_known, form_of))
         return found
 
     def learn(self, namespace: str, job: BlendJob, result: PrecomputeResult) -> None:
@@ -294,15 +285,15 @@ class Finder:
         self, namespace: str, job: BlendJob, result: PrecomputeResult
     ) -> Iterable[tuple[int, StoredTokens]]:
         """Yield a job's chunks that are stored and long enough to be found, with their places."""
-        previous, end, lead = "", 0, job.lead_in
+        previous, end, lead, forms = "", 0, job.lead_in, dict(enumerate(job.form_of))
         for place, sent in enumerate(job.chunks):
             if sent.end - sent.start < LEAST_RUN:
                 continue
             tokens = _array(job, sent)
             own = id_of(tokens)
             if place not in result.lost:
-                follows = ""
-                if sent.context_id:
+                follows = forms.get(place, "")
+                if sent.context_id and not follows:
                     is_next = previous and sent.start - end <= GAP
                     follows = previous if is_next else self._before(namespace, job, sent)
                 name = Name(namespace, own, sent.context_id, self._leads.setdefault(lead, lead))

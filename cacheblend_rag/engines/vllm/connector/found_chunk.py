@@ -21,7 +21,10 @@ does; the next two have at least the first token that attention needs (an attent
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Stored KV of a chunk's tokens. generation: another one when it was stored anew."""
+    """Stored KV of a chunk's tokens. follows: as of StoredTokens.
+
+    generation: another one when it was stored anew.
+    """
 
     name: Name
     follows: str
@@ -43,13 +46,20 @@ class FoundChunk:
     """A stored chunk, or a part of one, in a prompt.
 
     sent: as jobs name it, with its own lead-in. name, generation: to forget it by. is_known:
-    whether all its document before it stands before it here.
+    whether all its document before it stands before it here. form_of: the id of the chunk whose
+    form behind a space it is, or "".
     """
 
     sent: SentChunk
     name: Name
     generation: int
     is_known: bool
+    form_of: str = ""
+
+    @property
+    def chunk_id(self) -> str:
+        """The chunk's id, also where its form behind a space was found."""
+        return self.form_of or self.name.chunk_id
 
     @property
     def at(self) -> FoundAt:
@@ -71,5 +81,5 @@ def continues(variant: Variant, before: FoundChunk | None) -> bool:
     """Whether the document before a chunk stands before it in the prompt, up to this chunk."""
     if not variant.follows or before is None:
         return False
-    is_next = before.name.chunk_id == variant.follows and before.name.lead_in.name == "document"
+    is_next = before.chunk_id == variant.follows and before.name.lead_in.name == "document"
     return is_next and before.is_known and before.is_whole

@@ -44,7 +44,11 @@ class Name:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTokens:
-    """A stored chunk: tokens (tokens,) uint32; follows: id of the chunk before it, or ""."""
+    """A stored chunk: tokens (tokens,) uint32.
+
+    follows: id of the chunk before it in its document, or ""; of a chunk's form behind a space, the
+    id of that chunk.
+    """
 
     name: Name
     tokens: NDArray[np.uint32]

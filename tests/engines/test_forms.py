@@ -1,0 +1,152 @@
+"""A chunk's form behind a space is stored and dropped with the chunk, and counted nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import Chunk, Document
+from cacheblend_rag.api.document_models import DocumentIn
+from cacheblend_rag.api.document_store import (
+    delete_document,
+    get_document,
+    list_documents,
+    store_document,
+)
+from cacheblend_rag.engines.known_chunks import Item
+from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.text.registry import ChunkRegistry
+from tests.engines.contract import CONFIG
+from tests.engines.toy_engine import ToyEngine
+
+NAMED = "rene wenzel was born in 1921, and lived by the sea for forty years."
+OTHER = "The lighthouse was built by a widow. She kept the lamp burning."
+FORM = f" {NAMED}"
+
+
+class FindingEngine(ToyEngine):
+    """A toy engine whose chunks are found by tokens in others' prompts, too."""
+
+    finds_by_tokens = True
+
+    def __init__(self, **settings: Any) -> None:
+        self.given: list[ChunkPlan] = []
+        super().__init__(load_tokenizer("demo"), config=CONFIG, **settings)
+
+    def _store(self, plans: Sequence[ChunkPlan]) -> Any:
+        self.given += plans
+        return super()._store(plans)
+
+
+@pytest.fixture
+def engine() -> Iterator[FindingEngine]:
+    engine = FindingEngine()
+    yield engine
+    engine.close()
+
+
+def stored(engine: ToyEngine, *chunks: Chunk) -> list[bool]:
+    return engine.stored([engine.key(chunk) for chunk in chunks])
+
+
+def forms_of(engine: ToyEngine, item: Item) -> list[bool]:
+    """Whether the forms of a document's named chunks are stored, with their contexts."""
+    chunks = item.to_chunks() if isinstance(item, Document) else [Chunk(str(item))]
+    named = [chunk for chunk in chunks if chunk.text == NAMED]
+    return stored(engine, *(Chunk(FORM, one.document_id, one.context) for one in named))
+
+
+def test_it_is_stored_with_its_chunk_and_not_counted(engine: FindingEngine) -> None:
+    document = Document("d", (OTHER, NAMED))
+    report = engine.precompute([document], progress=False)
+    assert (report.computed, report.skipped, report.refused) == (2, 0, {})
+    assert report.computed_tokens == sum(len(engine.tokenize(text)) for text in (OTHER, NAMED))
+    assert forms_of(engine, document) == [True]
+    [form] = [plan for plan in engine.given if plan.form_of]
+    assert form.token_ids == engine.tokenize(FORM)
+    plain = engine.key(document.to_chunks()[1])
+    assert (form.form_of, form.key.context_id) == (plain.chunk_id, plain.context_id)
+    again = engine.precompute([document], progress=False, verify=True)
+    assert (again.computed, again.skipped) == (0, 2)
+    assert engine.stored_chunks() == 3, "added twice, stored once"
+
+
+def test_a_form_that_was_lost_is_stored_again(engine: FindingEngine) -> None:
+    engine.precompute([NAMED], progress=False)
+    engine._evict([engine.key(Chunk(FORM))])
+    again = engine.precompute([NAMED], progress=False)
+    assert (again.computed, again.skipped, forms_of(engine, NAMED)) == (0, 1, [True])
+
+
+def test_documents_over_http_have_the_chunks_that_were_given(engine: FindingEngine) -> None:
+    told = store_document(engine, "d", DocumentIn(chunks=[OTHER, NAMED]), 0.0)
+    assert (told.chunks, told.computed, told.skipped, told.failed) == (2, 2, 0, 0)
+    shown = get_document(engine, "d", None).chunks
+    assert [(one.text, one.stored) for one in shown] == [(OTHER, True), (NAMED, True)]
+    assert [one.chunks for one in list_documents(engine, 9, "", None).data] == [2]
+    assert delete_document(engine, "d", None).evicted == 2
+    assert engine.stored_chunks() == 0
+
+
+def test_a_document_without_the_chunk_loses_the_form(engine: FindingEngine) -> None:
+    old = Document("d", (NAMED, OTHER))
+    engine.precompute([old], progress=False)
+    report = engine.precompute([Document("d", (f"{OTHER} More.",))], progress=False)
+    assert report.replaced == 2
+    assert forms_of(engine, old) == [False]
+    assert engine.stored_chunks() == 1
+
+
+def test_a_form_that_is_also_a_chunk_stays_until_both_are_gone(engine: FindingEngine) -> None:
+    engine.precompute([Document("a", (NAMED,)), Document("b", (FORM,))], progress=False)
+    assert engine.stored_chunks() == 2
+    assert engine.evict_document("a") == 1
+    assert forms_of(engine, NAMED) == [True]
+    engine.precompute([Document("a", (NAMED,))], progress=False)
+    assert engine.evict_document("b") == 0, "its KV is still that of a's form"
+    assert forms_of(engine, NAMED) == [True]
+    assert engine.evict_document("a") == 1
+    assert engine.stored_chunks() == 0
+
+
+def test_what_documents_share_stays_until_both_are_gone(engine: FindingEngine) -> None:
+    engine.precompute([Document("a", (NAMED,)), Document("b", (NAMED, OTHER))], progress=False)
+    assert engine.evict_document("a") == 0
+    assert forms_of(engine, NAMED) == [True]
+    assert engine.evict_document("b") == 2
+    assert engine.stored_chunks() == 0
+
+
+def test_kv_of_a_form_belongs_to_its_registered_chunk(engine: FindingEngine) -> None:
+    engine.precompute([Document("a", (NAMED,)), Document("b", (OTHER,))], progress=False)
+    assert engine.evict_unregistered() == 0
+    engine.registry.remove_document("a")
+    assert engine.evict_unregistered() == 2
+    assert engine.stored_chunks() == 1
+
+
+def test_what_is_filled_has_its_form(engine: FindingEngine) -> None:
+    engine.register([NAMED])
+    for done in engine._index.fill([Chunk(NAMED)]):
+        assert done.chunks <= 1
+    assert forms_of(engine, NAMED) == [True]
+
+
+def test_a_form_that_another_writer_removed_is_dropped() -> None:
+    registry = ChunkRegistry()
+    engine = FindingEngine(registry=registry)
+    engine.precompute([NAMED], progress=False)
+    registry.discard(Chunk(NAMED))
+    engine._index.forget_removed([Chunk(NAMED)])
+    assert engine.stored_chunks() == 0
+    engine.close()
+
+
+def test_an_engine_that_finds_texts_stores_no_forms() -> None:
+    engine = ToyEngine(load_tokenizer("demo"), config=CONFIG)
+    engine.precompute([NAMED], progress=False)
+    assert engine.stored_chunks() == 1
+    engine.close()
