@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.attention import LARGEST_LOGITS, capped, shares, visible_keys
-from cacheblend_rag.blend.masks import MOST_MASK_BYTES, MaskCache
+from cacheblend_rag.blend.masks import MaskCache
 from cacheblend_rag.blend.onednn import has_fast_matmul, onednn_linear
 from cacheblend_rag.blend.rows import Rows
 
@@ -23,6 +23,7 @@ MATMUL_ROWS = 384
 """Rows of a product, about, heads that share a KV head counted apart: enough for oneDNN to be
 efficient, few enough for the logits to stay in the cache."""
 LEAST_BLOCK = 32
+"""Least rows of a prompt in a product, however many heads share a KV head."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,21 +56,23 @@ def attend_by_matmul(
     blocks = list(_blocks(rows, window, _block_rows(copies, keys.shape[2]), masks))
     # Heads that share a KV head become additional rows of its products.
     grouped = query[0].view(kv_heads, copies, count, width)
-    by_head = None if sinks is None else sinks.float().view(kv_heads, copies, 1)
+    grouped_sinks = None if sinks is None else sinks.float().view(kv_heads, copies, 1)
     out = query.new_empty(1, count, heads, width)
-    places = out.view(count, kv_heads, copies, width)
+    grouped_out = out.view(count, kv_heads, copies, width)
     for head in range(kv_heads):
-        scaled = grouped[head].float() * scaling
-        own_keys, own_values = (part[0, head].float().contiguous() for part in (keys, values))
-        beside = None if by_head is None else by_head[head]
+        head_keys, head_values = (part[0, head].float().contiguous() for part in (keys, values))
         for block in blocks:
-            own, bias = scaled[:, block.here].reshape(-1, width), block.bias()
-            logits = onednn_linear(own, own_keys[block.seen]).view(copies, len(bias), -1)
+            bias = block.bias()
+            scaled = (grouped[head, :, block.here].float() * scaling).reshape(-1, width)
+            logits = onednn_linear(scaled, head_keys[block.seen]).view(copies, len(bias), -1)
             logits = capped(logits, softcap)
             logits[:, :, -bias.shape[1] :] += bias
-            weights = shares(logits, None if beside is None else beside.expand(-1, len(bias)))
-            done = onednn_linear(weights.view(len(own), -1), own_values[block.seen].T)
-            places[block.here, head] = done.view(copies, len(bias), width).transpose(0, 1)
+            if grouped_sinks is None:
+                weights = shares(logits, None)
+            else:
+                weights = shares(logits, grouped_sinks[head].expand(-1, len(bias)))
+            attended = onednn_linear(weights.view(len(scaled), -1), head_values[block.seen].T)
+            grouped_out[block.here, head] = attended.view(copies, -1, width).transpose(0, 1)
     return out
 
 
@@ -91,21 +94,12 @@ def _blocks(rows: Rows, window: int | None, most: int, masks: MaskCache) -> Iter
     """Yield blocks of at most ``most`` rows."""
     for start, block in rows.blocks(most):
         seen = slice(0 if window is None else max(0, block.first - window + 1), block.last + 1)
-        partly = slice(block.first if window is None else seen.start, seen.stop)
+        masked = slice(block.first if window is None else seen.start, seen.stop)
         # Blocks of a run that are of one size have one mask, but for those where a window begins.
-        which = (len(block), partly.stop - partly.start) if rows.is_run else (start, most)
-        make = partial(_bias, block, partly, window)
-        bias = partial(masks.get, rows, (*which, window), make)
+        name = (len(block), masked.stop - masked.start) if rows.is_run else (start, most)
+        make = partial(_bias, block, masked, window)
+        bias = partial(masks.get, rows, (*name, window), make)
         yield _Block(slice(start, start + len(block)), seen, bias)
-
-
-def matmul_attention_bytes(tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
-    """Return the peak memory of `attend_by_matmul` for so many tokens, without its result."""
-    copies = heads // kv_heads
-    rows = min(tokens, _block_rows(copies, tokens))
-    inputs = (copies + 2) * head_dim * tokens  # of one KV head
-    logits, bias = 3 * copies * rows * tokens, 2 * rows * tokens
-    return torch.float32.itemsize * (inputs + logits + bias) + MOST_MASK_BYTES
 
 
 def _block_rows(copies: int, tokens: int) -> int:

@@ -28,11 +28,16 @@ def has_onednn() -> bool:
     return is_x86 and has_all and bool(torch.backends.mkldnn.enabled)
 
 
-@cache
 def has_fast_matmul() -> bool:
     """Whether oneDNN and PyTorch may use AVX-512."""
-    is_limited = os.environ.get(LIMIT, "").upper() in WITHOUT_AVX512
-    return has_onednn() and torch.backends.cpu.get_cpu_capability() == "AVX512" and not is_limited
+    return _may_use_avx512() and has_onednn()
+
+
+@cache
+def _may_use_avx512() -> bool:
+    """Whether the CPU has AVX-512, and the environment does not forbid its use."""
+    is_forbidden = os.environ.get(LIMIT, "").upper() in WITHOUT_AVX512
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not is_forbidden
 
 
 def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -20,15 +20,10 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn import functional
 
-from cacheblend_rag.blend.attention import attend_rows, attention_bytes
+from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.masks import MaskCache
-from cacheblend_rag.blend.matmul_attention import (
-    attend_by_matmul,
-    matmul_attention_bytes,
-    prefers_matmul,
-)
-from cacheblend_rag.blend.onednn import has_fast_matmul
+from cacheblend_rag.blend.matmul_attention import attend_by_matmul, prefers_matmul
 from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.sdpa_backends import without_cudnn
 from cacheblend_rag.blend.stack import AttentionCall, Geometry
@@ -74,19 +69,6 @@ class RowAttention:
             # Runs are long, and indexing and probes may not hold their masks.
             masks=None if rows.is_run else self._masks,
         )  # fmt: skip
-
-
-def row_attention_bytes(tokens: int, of: Geometry, *, in_steps: bool) -> int:
-    """Return the peak memory of a layer's attention over so many tokens, in bytes.
-
-    in_steps: whether there are capped logits or sinks.
-    """
-    plain = attention_bytes(
-        tokens, of.heads, of.kv_heads, of.device, of.dtype.itemsize, in_steps=in_steps
-    )
-    if of.device.type != "cpu" or not has_fast_matmul():
-        return plain
-    return max(plain, matmul_attention_bytes(tokens, of.heads, of.kv_heads, of.head_dim))
 
 
 def attend_by_positions(call: AttentionCall, positions: Tensor, address: Tensor) -> Tensor:

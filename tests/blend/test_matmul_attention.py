@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from cacheblend_rag.blend import matmul_attention, onednn
-from cacheblend_rag.blend.attention import attend_rows, attention_bytes
+from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.masks import MaskCache
 from cacheblend_rag.blend.matmul_attention import (
     attend_by_matmul,
-    matmul_attention_bytes,
     prefers_matmul,
 )
 from cacheblend_rag.blend.onednn import has_fast_matmul, has_onednn, onednn_linear
-from cacheblend_rag.blend.row_attention import RowAttention, row_attention_bytes
+from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall
 from tests.blend.test_attention import CASES, CPU, GEOMETRY, HEADS, KV_HEADS, ROWS, TOKENS, dense
@@ -155,22 +154,19 @@ def test_other_inputs_attend_as_before() -> None:
     ],
 )
 def test_it_needs_avx_512(
-    capability: str, limit: str | None, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+    capability: str,
+    limit: str | None,
+    is_fast: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    request.addfinalizer(onednn._may_use_avx512.cache_clear)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     if limit is None:
         monkeypatch.delenv(onednn.LIMIT, raising=False)
     else:
         monkeypatch.setenv(onednn.LIMIT, limit)
-    assert has_fast_matmul.__wrapped__() is is_fast
-
-
-def test_it_says_what_memory_it_takes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.blend.row_attention.has_fast_matmul", lambda: False)
-    plain = attention_bytes(5_000, HEADS, KV_HEADS, CPU, 4, in_steps=False)
-    assert row_attention_bytes(5_000, GEOMETRY, in_steps=False) == plain
-    monkeypatch.setattr("cacheblend_rag.blend.row_attention.has_fast_matmul", lambda: True)
-    matmul = matmul_attention_bytes(5_000, HEADS, KV_HEADS, GEOMETRY.head_dim)
-    assert row_attention_bytes(5_000, GEOMETRY, in_steps=False) == max(plain, matmul)
-    copies, rows = HEADS // KV_HEADS, 384 // (HEADS // KV_HEADS)
-    assert matmul >= 4 * 2 * copies * rows * 5_000, "logits and their softmax"
+    onednn._may_use_avx512.cache_clear()
+    assert has_fast_matmul() is is_fast
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not has_fast_matmul()

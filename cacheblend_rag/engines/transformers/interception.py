@@ -28,6 +28,19 @@ ACTIVE = "_attn_implementation_internal"
 _active = threading.local()
 
 
+def attention_configs(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the attributes of all configs in a model that name an attention implementation.
+
+    As dicts: a config's own getattr and setattr are slow, and each layer that is run needs them.
+    """
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if ACTIVE in getattr(config, "__dict__", ()):
+            found[id(config)] = config
+    return [vars(config) for config in found.values()]
+
+
 class Interception:
     """Replaces the attention of a model's layers by a function temporarily.
 
@@ -35,14 +48,7 @@ class Interception:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found: dict[int, Any] = {}
-        for module in model.modules():
-            config = getattr(module, "config", None)
-            if ACTIVE in getattr(config, "__dict__", ()):
-                found[id(config)] = config
-        # Their attributes as dicts: a config's own getattr and setattr are slow, and each layer
-        # that is run needs them.
-        self._configs = [vars(config) for config in found.values()]
+        self._configs = attention_configs(model)
 
     @property
     def replaces_flash(self) -> bool:

@@ -6,6 +6,9 @@ attend by matrix products, and everything else as the library's "sdpa" does.
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -18,24 +21,38 @@ from transformers.masking_utils import sdpa_mask
 from cacheblend_rag.blend.matmul_attention import attend_by_matmul, prefers_matmul
 from cacheblend_rag.blend.onednn import has_fast_matmul
 from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.engines.transformers.interception import ACTIVE, attention_configs
 
 MATMUL = "cacheblend_rag_matmul"
 SDPA = "sdpa"
-UNUSUAL = ("position_bias", "s_aux", "softcap", "cache")
-"""Options with which the library's own function attends."""
 LEAST_TOKENS = 64
 """Shorter prompts attend by PyTorch's own attention: there is little to gain."""
+DELEGATED = ("position_bias", "cache")
+"""Options that only the library's own function implements."""
+NAME_COMPARED = re.compile(r'_attn_implementation\s*(==|!=|in\b|not in\b).*["\']sdpa["\']')
+"""In the source of models that do something else for implementations of other names."""
 
 
 def use_matmul_attention(model: PreTrainedModel) -> bool:
     """Have a model attend by matrix products where they are faster; return whether it does now.
 
-    That is on a CPU with AVX-512, and if it attends by "sdpa".
+    That is on a CPU with AVX-512, and in the parts of it that attend by "sdpa". Left as they are:
+    models whose own code compares that name, such as those with sparse attention.
     """
-    is_plain = model.device.type == "cpu" and model.config._attn_implementation == SDPA
-    if is_plain and has_fast_matmul():
-        model.set_attn_implementation(MATMUL)
+    if model.device.type == "cpu" and has_fast_matmul() and not _compares_name(model):
+        for config in attention_configs(model):
+            if config[ACTIVE] == SDPA:
+                config[ACTIVE] = MATMUL
     return uses_matmul_attention(model)
+
+
+def _compares_name(model: PreTrainedModel) -> bool:
+    """Whether the source of a model compares the name of its attention implementation."""
+    try:
+        source = inspect.getsource(sys.modules[type(model).__module__])
+    except (KeyError, OSError, TypeError):  # no source to look at
+        return True
+    return NAME_COMPARED.search(source) is not None
 
 
 def uses_matmul_attention(model: PreTrainedModel) -> bool:
@@ -58,7 +75,7 @@ def _attend(
     """The registered attention function; arguments as for the library's own."""
     is_whole = query.shape[0] == 1 and LEAST_TOKENS <= query.shape[2] == key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    is_plain = causal and not dropout and all(options.get(name) is None for name in UNUSUAL)
+    is_plain = causal and not dropout and all(options.get(name) is None for name in DELEGATED)
     if attention_mask is None and is_whole and is_plain and _can_matmul(query, key, value):
         every = Rows.at(np.arange(query.shape[2]), query.device)
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
@@ -71,10 +88,10 @@ def _attend(
 
 
 def _can_matmul(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether keys and values have one width, and no gradients are needed."""
+    """Whether `attend_by_matmul` supports them: it needs values as wide as keys, no gradients."""
     needs_gradient = any(part.requires_grad for part in (query, key, value))
-    is_trained = torch.is_grad_enabled() and needs_gradient
-    return prefers_matmul(query) and key.shape == value.shape and not is_trained
+    is_traced = torch.compiler.is_compiling() or (torch.is_grad_enabled() and needs_gradient)
+    return prefers_matmul(query) and key.shape == value.shape and not is_traced
 
 
 AttentionInterface.register(MATMUL, _attend)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, DeepseekV32Config, PreTrainedModel
 
 from cacheblend_rag import BlendConfig, Chunk, TransformersEngine
 from cacheblend_rag.blend import matmul_attention
@@ -102,6 +103,35 @@ def test_models_that_attend_otherwise_are_left_as_they_are(monkeypatch: pytest.M
     model = make_model()
     assert not use_matmul_attention(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_models_that_compare_the_name_are_left_as_they_are(calls: list[int]) -> None:
+    """DeepSeek's sparse attention masks what it leaves out for "eager" and "sdpa" only."""
+    torch.manual_seed(0)
+    sparse = DeepseekV32Config(
+        vocab_size=256, hidden_size=64, intermediate_size=128, moe_intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=32,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=24,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+        index_topk=8, index_n_heads=2, index_head_dim=16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(sparse).eval()
+    assert model.config._attn_implementation == "sdpa"
+    assert not use_matmul_attention(model)
+    assert model.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        model(IDS)
+    assert not calls
+
+
+def test_parts_that_attend_otherwise_stay_so() -> None:
+    model = make_model()
+    inner = copy.deepcopy(model.config)
+    inner._attn_implementation = "eager"
+    model.model.layers[1].self_attn.config = inner
+    assert use_matmul_attention(model)
+    assert inner._attn_implementation == "eager"
+    assert uses_matmul_attention(model)
 
 
 def test_models_loaded_by_name_attend_so(tmp_path: Path) -> None:

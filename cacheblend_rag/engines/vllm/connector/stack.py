@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
+from cacheblend_rag.blend.attention import attention_bytes
 from cacheblend_rag.blend.copy_stream import COPY_STREAM_BYTES
 from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.fused import FusedKV, RingKV
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
-from cacheblend_rag.blend.row_attention import row_attention_bytes
 from cacheblend_rag.blend.stack import Attend, Geometry, Reduction
 from cacheblend_rag.engines.vllm.connector.compatibility import check_attention
 from cacheblend_rag.engines.vllm.connector.compiled import CompiledOps
@@ -166,7 +166,9 @@ class VLLMStack:
             getattr(layer.impl, "sinks", None) is not None or softcap_of(layer)
             for layer in self.attention
         )
-        attention = row_attention_bytes(tokens, shape, in_steps=in_steps)
+        attention = attention_bytes(
+            tokens, shape.heads, shape.kv_heads, shape.device, size, in_steps=in_steps
+        )
         hidden = (tokens + 3 * rows) * 2 * self._calls.hidden_size * size
         one = replace(shape, layers=1)
         copied = FusedKV.bytes_for(one, min(tokens, WRITTEN_AT_ONCE))
