@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.bench import shapes
+from cacheblend_rag.blend.onednn import has_fast_matmul
 
 TINY = shapes.ModelShape(
     "tiny", "llama", 4, 32, 4, 2, 64, 512, 2048, {"rope_type": "default", "rope_theta": 1e4}
@@ -29,6 +30,18 @@ def test_attention_of_scattered_rows(bench):
     outcome = bench("attention", "--shape", "tiny", "--tokens", 20)
     assert outcome.code == 2
     assert "tokens=20 must be above 32" in outcome.stderr
+
+
+def test_onednn(bench):
+    given = ("onednn", "--shape", "tiny", "--prompt-tokens", 100, "--cached-tokens", 20)
+    found = bench(*given, "--repeat", 1, "--json").json
+    assert [row["what"] for row in found["rows"]] == ["prefill", "decode step"]
+    for row in found["rows"]:
+        assert set(row["seconds"]) == {"pytorch", "packed", "packed, matmul attention"}
+        assert min(row["seconds"].values()) > 0
+    assert found["packed_weights"] == 0  # they are small
+    assert found["matmul_attention"] is has_fast_matmul()
+    assert "decode step" in bench(*given, "--repeat", 1).stdout
 
 
 def test_registry(bench):
