@@ -1,9 +1,10 @@
-"""One layer's attention over scattered rows: SDPA and, on CUDA, FlexAttention and our kernel."""
+"""One layer's attention over scattered rows: SDPA, matrix products, FlexAttention, our kernel."""
 
 from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +15,12 @@ from torch.nn import functional
 
 from cacheblend_rag.bench.interleave import Advance, run_in_turns
 from cacheblend_rag.bench.plan import ModelPlan, option
+from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.flex import FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.masks import MaskCache
+from cacheblend_rag.blend.matmul_attention import attend_by_matmul
+from cacheblend_rag.blend.onednn import has_onednn
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, Geometry
@@ -25,14 +30,15 @@ from tests.benchmarks.command import benchmark_app
 
 TAIL = 32
 FULL, SDPA, FLEX, KERNEL = "full prefill", "sdpa", "flex", "kernel"
+MATMUL, FULL_MATMUL = "matmul", "full prefill, matmul"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPlan(ModelPlan):
-    """One layer's attention over scattered rows: SDPA and, on CUDA, FlexAttention and our kernel.
+    """One layer's attention over scattered rows: SDPA and others.
 
-    The last TAIL tokens, the question, are always computed. FlexAttention and the kernel run on
-    CUDA only: they are not compiled elsewhere.
+    Those are matrix products by oneDNN on a CPU, FlexAttention and our kernel on CUDA, since they
+    are not compiled elsewhere. The last TAIL tokens, the question, are always computed.
     """
 
     shape: str = option("mistral-7b", "A name of the shapes in cacheblend_rag.bench.")
@@ -75,7 +81,13 @@ def _measure(plan: AttentionPlan, tokens: int, advance: Advance) -> dict[str, An
     chosen = random.Random(0).sample(range(tokens - TAIL), round(plan.ratio * (tokens - TAIL)))
     rows = Rows.at(np.array([*sorted(chosen), *range(tokens - TAIL, tokens)]), device)
     call = AttentionCall(0, query[:, :, rows.device], keys, values, width**-0.5)
-    kernels = {SDPA: partial(RowAttention(kernels=False), call, fused, rows)}
+    given, named = (call.query, keys, values, rows), {"scaling": width**-0.5}
+    kernels = {SDPA: partial(attend_rows, *given, **named, masks=MaskCache())}
+    everything: dict[str, Callable[[], torch.Tensor]] = {}
+    if device.type == "cpu" and has_onednn():
+        kernels[MATMUL] = partial(attend_by_matmul, *given, **named, masks=MaskCache())
+        every = (query, keys, values, Rows.at(np.arange(tokens), device))
+        everything[FULL_MATMUL] = partial(attend_by_matmul, *every, **named)
     if device.type == "cuda":
         kernels[FLEX] = partial(FlexAttention(), call, fused, rows)
         kernels[KERNEL] = partial(RowAttention(), call, fused, rows)
@@ -92,7 +104,8 @@ def _measure(plan: AttentionPlan, tokens: int, advance: Advance) -> dict[str, An
         _wait(device)
         return time.perf_counter() - started
 
-    cases = {name: partial(timed, kernel) for name, kernel in {FULL: full, **kernels}.items()}
+    everything |= {FULL: full, **kernels}
+    cases = {name: partial(timed, kernel) for name, kernel in everything.items()}
     runs = run_in_turns(cases, plan.repeat, lambda what: advance(f"{tokens} tokens, {what}"))
     wanted = full().transpose(1, 2)[:, rows.device].float()
     return {
