@@ -24,24 +24,32 @@ class KnownTokens:
 
     def form_of(self, one: Variant) -> str:
         """Return the id of the chunk whose form behind a space this is, or ""."""
-        return one.follows if self._are_forms(one.name.chunk_id, one.follows) else ""
+        return one.follows if self._chunk_of(one) else ""
 
     def continues(self, one: Variant, before: FoundChunk | None) -> bool:
         """Whether the document before a chunk stands before it in the prompt, up to this chunk.
 
         A form behind a space has the document of its chunk.
         """
-        if not (of := self.form_of(one)):
-            return continues(one, before)
-        chunk = replace(one.name, chunk_id=of)
-        return any(
-            continues(other, before) for other in self.variants.get(of, ()) if other.name == chunk
-        )
+        return continues(self._chunk_of(one) or one, before)
+
+    def _chunk_of(self, form: Variant) -> Variant | None:
+        """Return the chunk whose form behind a space this is, or None.
+
+        A form has its chunk's context and lead-in. The chunk before another in their document has
+        another context, however much alike the two may be.
+        """
+        if not form.follows:
+            return None
+        name = replace(form.name, chunk_id=form.follows)
+        chunks = (one for one in self.variants.get(form.follows, ()) if one.name == name)
+        chunk = next(chunks, None)
+        if chunk is None or not self._are_forms(form.name.chunk_id, form.follows):
+            return None
+        return chunk
 
     def _are_forms(self, one: str, other: str) -> bool:
         """Whether two chunks have the same tokens but for a few at their beginning."""
-        if not other:
-            return False
         try:
             here, there = self.index.tokens(one), self.index.tokens(other)
         except KeyError:  # unknown, or forgotten this very moment
