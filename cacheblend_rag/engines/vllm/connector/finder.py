@@ -26,7 +26,7 @@ from cacheblend_rag.engines.vllm.connector.found_chunk import (
     Generation,
     Variant,
 )
-from cacheblend_rag.engines.vllm.connector.known_tokens import LEAST_RUN, KnownTokens
+from cacheblend_rag.engines.vllm.connector.known_tokens import KnownTokens
 from cacheblend_rag.engines.vllm.connector.shared_log import SharedLog
 from cacheblend_rag.engines.vllm.connector.stored_tokens import (
     Name,
@@ -40,6 +40,7 @@ from cacheblend_rag.engines.vllm.protocol import BlendJob, PrecomputeResult, Sen
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from cacheblend_rag.settings.tier_url import TierUrl
+from cacheblend_rag.text.behind_space import LEAST_RUN
 from cacheblend_rag.text.token_index import TokenRun
 
 logger = logging.getLogger(__name__)

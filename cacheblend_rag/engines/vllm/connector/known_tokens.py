@@ -7,12 +7,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk, Variant, continues
+from cacheblend_rag.text.behind_space import LEAST_RUN, MOST_OTHER
 from cacheblend_rag.text.token_index import TokenIndex
-
-LEAST_RUN = 32
-"""Tokens of the shortest part of a chunk that is found."""
-MOST_OTHER = 8
-"""First tokens in which two forms of a chunk differ, at most."""
 
 
 @dataclass(slots=True)
