@@ -18,11 +18,14 @@ from cacheblend_rag.api.document_store import (
 from cacheblend_rag.engines.known_chunks import Item
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.text.behind_space import behind_space
+from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.registry import ChunkRegistry
 from tests.engines.contract import CONFIG
 from tests.engines.toy_engine import ToyEngine
 
-NAMED = "rene wenzel was born in 1921, and lived by the sea for forty years."
+NAMED = "rene wenzel was born in 1921, and lived by the sea for forty years or more."
+SHORT = "rene wenzel was born in 1921."
 OTHER = "The lighthouse was built by a widow. She kept the lamp burning."
 FORM = f" {NAMED}"
 
@@ -72,6 +75,13 @@ def test_it_is_stored_with_its_chunk_and_not_counted(engine: FindingEngine) -> N
     again = engine.precompute([document], progress=False, verify=True)
     assert (again.computed, again.skipped) == (0, 2)
     assert engine.stored_chunks() == 3, "added twice, stored once"
+
+
+def test_a_chunk_that_is_too_short_to_be_found_has_none(engine: FindingEngine) -> None:
+    encoder = PromptEncoder(load_tokenizer("demo"))
+    assert behind_space(SHORT, encoder) is not None
+    engine.precompute([SHORT], progress=False)
+    assert engine.stored_chunks() == 1
 
 
 def test_a_form_that_was_lost_is_stored_again(engine: FindingEngine) -> None:
