@@ -266,6 +266,8 @@ class Finder:
                 log.add([StoredTokens(one.name, own, one.follows) for one, own in told])
 
     def _learn(self, namespace: str, job: BlendJob, result: PrecomputeResult) -> None:
+        if job.form_of:  # another replica may have stored the chunks
+            self._read_news()
         placed = list(self._stored(namespace, job, result))
         fresh = {one.name for place, one in placed if place in result.fresh}
         stored = [one for _, one in placed]
@@ -287,6 +289,7 @@ class Finder:
     ) -> Iterable[tuple[int, StoredTokens]]:
         """Yield a job's chunks that are stored and long enough to be found, with their places."""
         previous, end, lead, forms = "", 0, job.lead_in, dict(enumerate(job.form_of))
+        known = self._known[namespace]
         for place, sent in enumerate(job.chunks):
             if sent.end - sent.start < LEAST_RUN:
                 continue
@@ -294,6 +297,8 @@ class Finder:
             own = id_of(tokens)
             if place not in result.lost:
                 follows = forms.get(place, "")
+                if not known.is_form(tokens, follows):
+                    follows = ""
                 if sent.context_id and not follows:
                     is_next = previous and sent.start - end <= GAP
                     follows = previous if is_next else self._before(namespace, job, sent)

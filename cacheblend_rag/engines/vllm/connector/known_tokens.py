@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk, Variant, continues
 from cacheblend_rag.text.behind_space import LEAST_RUN, MOST_OTHER
@@ -40,16 +41,18 @@ class KnownTokens:
         name = replace(form.name, chunk_id=form.follows)
         chunks = (one for one in self.variants.get(form.follows, ()) if one.name == name)
         chunk = next(chunks, None)
-        if chunk is None or not self._are_forms(form.name.chunk_id, form.follows):
-            return None
-        return chunk
-
-    def _are_forms(self, one: str, other: str) -> bool:
-        """Whether two chunks have the same tokens but for a few at their beginning."""
         try:
-            here, there = self.index.tokens(one), self.index.tokens(other)
-        except KeyError:  # unknown, or forgotten this very moment
+            tokens = self.index.tokens(form.name.chunk_id)
+        except KeyError:  # forgotten this very moment
+            return None
+        return chunk if self.is_form(tokens, form.follows) else None
+
+    def is_form(self, tokens: NDArray[np.uint32], of: str) -> bool:
+        """Whether tokens are those of a known chunk, but for a few at their beginning."""
+        try:
+            others = self.index.tokens(of)
+        except KeyError:
             return False
-        same = max(here.size, there.size) - MOST_OTHER
-        is_long = 0 < same <= min(here.size, there.size)
-        return is_long and np.array_equal(here[-same:], there[-same:])
+        same = max(tokens.size, others.size) - MOST_OTHER
+        is_long = 0 < same <= min(tokens.size, others.size)
+        return is_long and np.array_equal(tokens[-same:], others[-same:])

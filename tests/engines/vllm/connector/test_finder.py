@@ -290,6 +290,8 @@ def test_what_is_no_form_of_a_chunk_is_not_named_as_it(finder: Finder, of: Seque
     """Whatever a client says: it may be wrong."""
     learn_form(finder, of=of)
     assert [one.chunk_id for one in found(finder, FORM)] == [chunk_id(FORM)]
+    told = found(finder, FIRST, FORM)
+    assert [one.sent.protected for one in told] == [False] * 2, "it follows what it was sent after"
 
 
 @pytest.mark.parametrize("lead_in", [DOCUMENT, BARE])
