@@ -83,6 +83,9 @@ def test_a_documents_chunks_are_chosen_in_their_forms_behind_a_space(tmp_path: P
     choice = Choice(document="one", model="demo")
     assert chosen(tmp_path, choice) == keys(engine, one, other)
     assert chosen(tmp_path, choice.sparing()) == keys(engine, one)
+    spaced = Choice(document="other", model="demo")
+    assert chosen(tmp_path, spaced) == keys(engine, other)
+    assert chosen(tmp_path, spaced.sparing()) == set(), "it is also the form of one's chunk"
     engine.registry.remove_document("other")
     assert chosen(tmp_path, choice.sparing()) == keys(engine, one, other)
     engine.close()
