@@ -128,8 +128,10 @@ class Choice:
         chunks = set(registry.document(document))
         stored = _with_forms(lead_in, chunks)
         names = {_name(lead_in, one) for one in stored}
-        if self.spare:  # chunks with the same texts in other documents
-            variants = (one for chunk in stored for one in registry.variants(chunk.text))
+        if self.spare:  # chunks of other documents with the same texts
+            texts = {chunk.text for chunk in stored}
+            texts |= {text[1:] for text in texts if text.startswith(" ")}  # whose form it may be
+            variants = (one for text in texts for one in registry.variants(text))
             others = {one for one in variants if one not in chunks}
             names -= {_name(lead_in, one) for one in _with_forms(lead_in, others)}
         return names

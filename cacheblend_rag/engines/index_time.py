@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from weakref import ref
@@ -24,6 +25,8 @@ from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import PrecomputeReport
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.registry import ChunkRegistry
+
+logger = logging.getLogger(__name__)
 
 FORGOTTEN = Reason(ReasonCode.FORGOTTEN, "forgotten meanwhile")
 """The reason for chunks whose KV was dropped again, since another writer has removed them."""
@@ -101,8 +104,7 @@ class IndexTime:
             plans, done = self._admitted(known, refusal)
         yield done
         if plans:
-            yield from self._backend._fill(plans)
-            yield from self._forms_stored(known, self._backend._fill)
+            yield from self._stored_with_forms(known, plans, self._backend._fill)
         lost = len(chunks) - len(known) + self._known.drop_forgotten(known)
         yield Stored(refused={FORGOTTEN: lost} if lost else {})
 
@@ -157,27 +159,49 @@ class IndexTime:
             for reason in lost:
                 yield Stored.failure(reason)
         if plans:
-            yield from self._backend._store(plans)
-        yield from self._forms_stored(chunks, self._backend._store, verify=verify)
+            store = self._backend._store
+            yield from self._stored_with_forms(chunks, plans, store, verify=verify)
 
-    def _forms_stored(
+    def _stored_with_forms(
         self,
         chunks: Sequence[Chunk],
+        plans: Sequence[ChunkPlan],
         store: Callable[[Sequence[ChunkPlan]], Generator[Stored, None, None]],
         *,
         verify: bool = False,
     ) -> Generator[Stored, None, None]:
-        """Store the forms that chunks have behind a space; yields results that count nothing."""
-        forms = self._known.forms(chunks)
-        plans, _ = self._admitted(forms, None)
-        if plans and verify:
-            plans, _ = self._verified(plans)
-        key = self._lead_in.key
-        ids = {key(form): key(chunk).chunk_id for form, chunk in forms.items()}
-        if plans:
-            with closing(store([replace(plan, form_of=ids[plan.key]) for plan in plans])) as steps:
-                for _ in steps:
+        """Store planned chunks, then the forms that they have behind a space.
+
+        Yields the results; forms count nothing. None are stored after a chunk could not be: they
+        would take the room or the time that it needs when it is tried again.
+        """
+        is_complete = True
+        with closing(store(plans)) as steps:
+            for done in steps:
+                is_complete = is_complete and not done.refused
+                yield done
+        if not is_complete:
+            return
+        with working():
+            forms, refused = self._plans_of_forms(chunks, plans)
+        if forms and verify:
+            forms, _ = self._verified(forms)
+        _log_refused(refused)
+        if forms:
+            with closing(store(forms)) as steps:
+                for done in steps:
+                    _log_refused(done.refused)
                     yield Stored()
+
+    def _plans_of_forms(
+        self, chunks: Sequence[Chunk], plans: Sequence[ChunkPlan]
+    ) -> tuple[list[ChunkPlan], Mapping[Reason, int]]:
+        """Return the forms of planned chunks that can be stored, and why others cannot."""
+        key, planned = self._lead_in.key, {plan.key for plan in plans}
+        forms = self._known.forms(chunk for chunk in chunks if key(chunk) in planned)
+        admitted, done = self._admitted(forms, None)
+        ids = {key(form): key(chunk).chunk_id for form, chunk in forms.items()}
+        return [replace(plan, form_of=ids[plan.key]) for plan in admitted], done.refused
 
     def _verified(self, plans: Sequence[ChunkPlan]) -> tuple[list[ChunkPlan], list[Reason]]:
         """Check stored KV; returns the plans but for those whose KV is unreadable, and why."""
@@ -206,3 +230,8 @@ class IndexTime:
             return EMPTY
         behind = plan.context if self._lead_in.name == "document" else ()
         return None if self.fits(plan, behind) else TOO_LONG
+
+
+def _log_refused(refused: Mapping[Reason, int]) -> None:
+    for reason, count in refused.items():
+        logger.debug("%d forms behind a space are not stored: %s", count, reason)

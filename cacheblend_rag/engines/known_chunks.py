@@ -79,7 +79,7 @@ class KnownChunks:
         return dropped + self._drop(chunks)  # KV that others stored in between
 
     def forms(self, chunks: Iterable[Chunk]) -> dict[Chunk, Chunk]:
-        """Return the forms behind a space that are stored beside chunks, with those chunks."""
+        """Return chunks by their forms behind a space; empty unless chunks are found by tokens."""
         if not self._backend.finds_by_tokens:
             return {}
         made = ((self._lead_in.behind_space(chunk), chunk) for chunk in chunks)
@@ -110,13 +110,16 @@ class KnownChunks:
         return [key for key in keys if key not in known]
 
     def hinted(self, hints: Iterable[Chunk | str]) -> list[KVKey]:
-        """Return the keys of hinted chunks, and of all chunks of hinted documents."""
+        """Return the keys of hinted chunks, and of all chunks of hinted documents.
+
+        The engine's own prompts never use the forms of chunks.
+        """
         chunks = [
             chunk
             for hint in hints
             for chunk in (self.registry.document(hint) if isinstance(hint, str) else (hint,))
         ]
-        return self._keys([*chunks, *self.forms(chunks)])
+        return self._keys(chunks)
 
     def _drop(self, chunks: Iterable[Chunk], besides: Collection[Chunk] = ()) -> int:
         """Drop the KV of chunks that no registered chunk shares, ``besides`` aside."""
@@ -135,21 +138,22 @@ class KnownChunks:
 
     def _evict(self, chunks: Iterable[Chunk], forms: Iterable[Chunk]) -> int:
         """Drop the KV of chunks and of forms; returns how many of the chunks were stored."""
-        if keys := self._keys(forms):
-            self._backend._evict(keys)
-        return self._backend._evict(self._keys(chunks))
+        keys = self._keys(chunks)
+        if others := set(self._keys(forms)) - set(keys):
+            self._backend._evict(list(others))
+        return self._backend._evict(keys)
 
     def _keys(self, chunks: Iterable[Chunk]) -> list[KVKey]:
         return [self._lead_in.key(chunk) for chunk in chunks]
 
     def _forms_alone(self, chunks: Iterable[Chunk], besides: Collection[Chunk]) -> list[Chunk]:
-        """Return the forms of chunks that are not the text of a registered chunk themselves."""
+        """Return those forms of chunks whose KV no registered chunk shares, ``besides`` aside."""
         return [form for form in self.forms(chunks) if not self._is_shared(form, besides)]
 
     def _is_shared(self, chunk: Chunk, besides: Collection[Chunk]) -> bool:
         key = self._lead_in.key(chunk)
         others = [one for one in self.registry.variants(chunk.text) if one not in besides]
-        if chunk.text.startswith(" "):
+        if self._backend.finds_by_tokens and chunk.text.startswith(" "):
             plain = self.registry.variants(chunk.text[1:])
             others += self.forms(one for one in plain if one not in besides)
         return any(self._lead_in.key(one) == key for one in others)

@@ -10,7 +10,7 @@ from typing import Any
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.settings import LeadInConfig
-from cacheblend_rag.text.behind_space import behind_space
+from cacheblend_rag.text.behind_space import LEAST_RUN, behind_space
 from cacheblend_rag.text.chat import begins_as_rendered
 from cacheblend_rag.text.chunk import Chunk, Context
 from cacheblend_rag.text.encoder import PromptEncoder, TokenIds
@@ -125,10 +125,12 @@ class LeadIn:
     def behind_space(self, chunk: Chunk) -> Chunk | None:
         """Return the form that a chunk has behind a space, None if its own tokens are found there.
 
-        It has the same document and context.
+        It has the same document and context. A chunk that is too short to be found has none.
         """
         text = behind_space(chunk.text, self.encoder)
-        return None if text is None else replace(chunk, text=text)
+        if text is None or len(self.encoder.chunk(chunk.text)) < LEAST_RUN:
+            return None
+        return replace(chunk, text=text)
 
     def window_of(self, chunk: Chunk) -> list[tuple[Context, TokenIds]]:
         """Return the pieces of its document that a chunk's KV was computed after, in order.

@@ -11,19 +11,26 @@ from cacheblend_rag.text.encoder import PromptEncoder, TokenIds
 
 MOST_LOST = 2
 """First tokens of a passage behind a space that may be others than its own."""
+MOST_OTHER = 8
+"""First tokens in which a passage and its form differ, at most."""
+LEAST_RUN = 32
+"""Tokens of the shortest passage, or part of one, that is found by its tokens."""
 HEAD = 128
-"""Characters of a passage that are compared: a space before it changes no tokens beyond."""
+"""Characters of a passage that are compared. What follows is taken to have the same tokens."""
 
 
 def behind_space(text: str, encoder: PromptEncoder) -> str | None:
     """Return a passage with a space before it, if it begins with more than two other tokens there.
 
-    Else return None: whoever knows the tokens of the passage alone finds nearly all of it.
+    Else return None: whoever knows the tokens of the passage alone finds nearly all of it. Also
+    return None if so many tokens are others that the two would not be known to be one passage.
     """
     head = text[:HEAD]
-    spaced = encoder.broken_up(f" {head}")
-    own = encoder.broken_up(head)
-    return f" {text}" if len(spaced) - _same_at_end(spaced, own) > MOST_LOST else None
+    spaced, own = encoder.uncached_chunk(f" {head}"), encoder.uncached_chunk(head)
+    same = _same_at_end(spaced, own)
+    if len(spaced) - same <= MOST_LOST or max(len(spaced), len(own)) - same > MOST_OTHER:
+        return None
+    return f" {text}"
 
 
 def _same_at_end(one: TokenIds, other: TokenIds) -> int:

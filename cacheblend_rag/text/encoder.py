@@ -184,6 +184,10 @@ class PromptEncoder:
         """
         return tuple(self._known(text, is_data=True).ids)
 
+    def uncached_chunk(self, text: str) -> TokenIds:
+        """Return the same tokens as ``chunk``, of a text that is hardly asked for again."""
+        return tuple(self._look_at(text, is_data=True).ids)
+
     def separator(self, text: str) -> TokenIds:
         """Return the tokens of the text between two passages; raises PromptError as ``chunk``.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,14 +16,21 @@ from cacheblend_rag.api.document_store import (
     list_documents,
     store_document,
 )
+from cacheblend_rag.engines import shutdown
 from cacheblend_rag.engines.known_chunks import Item
+from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.tokenizer import load_tokenizer
-from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn
+from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.text.behind_space import behind_space
+from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.registry import ChunkRegistry
 from tests.engines.contract import CONFIG
 from tests.engines.toy_engine import ToyEngine
 
-NAMED = "rene wenzel was born in 1921, and lived by the sea for forty years."
+NAMED = "rene wenzel was born in 1921, and lived by the sea for forty years or more."
+SHORT = "rene wenzel was born in 1921."
 OTHER = "The lighthouse was built by a widow. She kept the lamp burning."
 FORM = f" {NAMED}"
 
@@ -34,10 +42,14 @@ class FindingEngine(ToyEngine):
 
     def __init__(self, **settings: Any) -> None:
         self.given: list[ChunkPlan] = []
+        self.refusal: Reason | None = None
+        self.refuses_forms_only = False
         super().__init__(load_tokenizer("demo"), config=CONFIG, **settings)
 
     def _store(self, plans: Sequence[ChunkPlan]) -> Any:
         self.given += plans
+        if self.refusal and (plans[0].form_of or not self.refuses_forms_only):
+            return (Stored.failure(self.refusal) for _ in plans)
         return super()._store(plans)
 
 
@@ -72,6 +84,13 @@ def test_it_is_stored_with_its_chunk_and_not_counted(engine: FindingEngine) -> N
     again = engine.precompute([document], progress=False, verify=True)
     assert (again.computed, again.skipped) == (0, 2)
     assert engine.stored_chunks() == 3, "added twice, stored once"
+
+
+def test_a_chunk_that_is_too_short_to_be_found_has_none(engine: FindingEngine) -> None:
+    encoder = PromptEncoder(load_tokenizer("demo"))
+    assert behind_space(SHORT, encoder) is not None
+    engine.precompute([SHORT], progress=False)
+    assert engine.stored_chunks() == 1
 
 
 def test_a_form_that_was_lost_is_stored_again(engine: FindingEngine) -> None:
@@ -112,6 +131,13 @@ def test_a_form_that_is_also_a_chunk_stays_until_both_are_gone(engine: FindingEn
     assert engine.stored_chunks() == 0
 
 
+def test_a_form_that_goes_as_a_chunk_is_counted_as_one(engine: FindingEngine) -> None:
+    engine.precompute([Chunk(NAMED, "a"), Chunk(FORM, "a")], progress=False)
+    assert engine.stored_chunks() == 2
+    assert engine.evict_document("a") == 2
+    assert engine.stored_chunks() == 0
+
+
 def test_what_documents_share_stays_until_both_are_gone(engine: FindingEngine) -> None:
     engine.precompute([Document("a", (NAMED,)), Document("b", (NAMED, OTHER))], progress=False)
     assert engine.evict_document("a") == 0
@@ -135,6 +161,56 @@ def test_what_is_filled_has_its_form(engine: FindingEngine) -> None:
     assert forms_of(engine, NAMED) == [True]
 
 
+def test_a_form_is_encoded_as_native_work(
+    engine: FindingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a daemon thread: see engines/shutdown.py."""
+    working: list[int] = []
+    behind_space = LeadIn.behind_space
+
+    def watched(lead_in: LeadIn, chunk: Chunk) -> Chunk | None:
+        working.append(shutdown._gate._working)
+        return behind_space(lead_in, chunk)
+
+    monkeypatch.setattr(LeadIn, "behind_space", watched)
+    engine.register([NAMED])
+    for _ in engine._index.fill([Chunk(NAMED)]):
+        assert shutdown._gate._working == 0
+    assert working == [1]
+
+
+def test_a_chunk_that_could_not_be_stored_has_no_form(engine: FindingEngine) -> None:
+    long = f"{NAMED} {OTHER * 2000}"
+    report = engine.precompute([long], progress=False)
+    assert [reason.code for reason in report.refused] == [ReasonCode.TOO_LONG]
+    assert (engine.given, engine.stored_chunks()) == ([], 0)
+    engine.refusal = Reason(ReasonCode.STORE_FULL, "planted")
+    assert engine.precompute([NAMED], progress=False).refused == {engine.refusal: 1}
+    assert [plan.form_of for plan in engine.given] == [""]
+
+
+def test_a_form_that_is_refused_is_logged_and_not_counted(
+    engine: FindingEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.precompute([NAMED], progress=False)
+    engine._evict([engine.key(Chunk(FORM))])
+    engine.refusal, engine.refuses_forms_only = Reason(ReasonCode.STORE_FULL, "planted"), True
+    with caplog.at_level(logging.DEBUG, "cacheblend_rag.engines.index_time"):
+        report = engine.precompute([NAMED], progress=False)
+    assert (report.skipped, report.refused) == (1, {})
+    [record] = caplog.records
+    assert record.getMessage().startswith("1 forms behind a space are not stored: ")
+
+
+def test_only_chunks_are_prefetched(engine: FindingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of the engine itself hold chunks in their own form."""
+    asked: list[KVKey] = []
+    monkeypatch.setattr(engine, "_prefetch", asked.extend)
+    engine.precompute([Document("a", (NAMED,))], progress=False)
+    engine.prefetch(["a"])
+    assert asked == [engine.key(Chunk(NAMED, "a"))]
+
+
 def test_a_form_that_another_writer_removed_is_dropped() -> None:
     registry = ChunkRegistry()
     engine = FindingEngine(registry=registry)
@@ -147,6 +223,7 @@ def test_a_form_that_another_writer_removed_is_dropped() -> None:
 
 def test_an_engine_that_finds_texts_stores_no_forms() -> None:
     engine = ToyEngine(load_tokenizer("demo"), config=CONFIG)
-    engine.precompute([NAMED], progress=False)
-    assert engine.stored_chunks() == 1
+    engine.precompute([NAMED, Document("a", (FORM,))], progress=False)
+    assert engine.stored_chunks() == 2
+    assert engine.evict_document("a") == 1
     engine.close()

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.errors import PromptError
+from cacheblend_rag.text import behind_space as module
 from cacheblend_rag.text.behind_space import HEAD, behind_space
 from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.prompt import BlendPrompt
@@ -62,6 +64,33 @@ def test_only_the_beginning_counts(name: str, encoder: PromptEncoder) -> None:
     first, *_ = OTHERS[name]
     assert behind_space(first + REST * 400, encoder) == f" {first}{REST * 400}"
     assert behind_space("The " + "x" * HEAD + first + REST, encoder) is None
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_text_like_a_special_token_changes_nothing(
+    name: str, encoder: PromptEncoder, splits: bool
+) -> None:
+    """The tokens that are compared are those that chunks have, of whatever length they are."""
+    encoder = PromptEncoder(encoder.tokenizer, split_special_tokens=splits)
+    for marker in ("</s>", "<|im_end|>", "<|im_start|>", "<|endoftext|>"):
+        for words in range(12):
+            rest = f" lived{' here' * words} {marker}{REST * 2}"
+            assert behind_space(f"She{rest}", encoder) is None
+            for first in OTHERS[name]:
+                assert behind_space(first + rest, encoder) == f" {first}{rest}"
+
+
+def test_a_form_with_too_many_others_would_not_be_known_as_one(
+    name: str, encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_OTHER", 2)
+    for first in OTHERS[name]:
+        assert behind_space(first + REST, encoder) is None
+
+
+def test_what_no_tokenizer_encodes_is_refused_as_elsewhere(encoder: PromptEncoder) -> None:
+    with pytest.raises(PromptError, match="unpaired surrogate"):
+        behind_space("raymond \ud800", encoder)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,7 +26,7 @@ from cacheblend_rag.engines.vllm.connector.found_chunk import (
     Generation,
     Variant,
 )
-from cacheblend_rag.engines.vllm.connector.known_tokens import LEAST_RUN, KnownTokens
+from cacheblend_rag.engines.vllm.connector.known_tokens import KnownTokens
 from cacheblend_rag.engines.vllm.connector.shared_log import SharedLog
 from cacheblend_rag.engines.vllm.connector.stored_tokens import (
     Name,
@@ -40,6 +40,7 @@ from cacheblend_rag.engines.vllm.protocol import BlendJob, PrecomputeResult, Sen
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from cacheblend_rag.settings.tier_url import TierUrl
+from cacheblend_rag.text.behind_space import LEAST_RUN
 from cacheblend_rag.text.token_index import TokenRun
 
 logger = logging.getLogger(__name__)
@@ -265,6 +266,8 @@ class Finder:
                 log.add([StoredTokens(one.name, own, one.follows) for one, own in told])
 
     def _learn(self, namespace: str, job: BlendJob, result: PrecomputeResult) -> None:
+        if job.form_of:  # another replica may have stored the chunks
+            self._read_news()
         placed = list(self._stored(namespace, job, result))
         fresh = {one.name for place, one in placed if place in result.fresh}
         stored = [one for _, one in placed]
@@ -286,6 +289,7 @@ class Finder:
     ) -> Iterable[tuple[int, StoredTokens]]:
         """Yield a job's chunks that are stored and long enough to be found, with their places."""
         previous, end, lead, forms = "", 0, job.lead_in, dict(enumerate(job.form_of))
+        known = self._known[namespace]
         for place, sent in enumerate(job.chunks):
             if sent.end - sent.start < LEAST_RUN:
                 continue
@@ -293,6 +297,8 @@ class Finder:
             own = id_of(tokens)
             if place not in result.lost:
                 follows = forms.get(place, "")
+                if not known.is_form(tokens, follows):
+                    follows = ""
                 if sent.context_id and not follows:
                     is_next = previous and sent.start - end <= GAP
                     follows = previous if is_next else self._before(namespace, job, sent)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk, Variant, continues
+from cacheblend_rag.text.behind_space import LEAST_RUN, MOST_OTHER
 from cacheblend_rag.text.token_index import TokenIndex
-
-LEAST_RUN = 32
-"""Tokens of the shortest part of a chunk that is found."""
-MOST_OTHER = 8
-"""First tokens in which two forms of a chunk differ, at most."""
 
 
 @dataclass(slots=True)
@@ -24,28 +21,38 @@ class KnownTokens:
 
     def form_of(self, one: Variant) -> str:
         """Return the id of the chunk whose form behind a space this is, or ""."""
-        return one.follows if self._are_forms(one.name.chunk_id, one.follows) else ""
+        return one.follows if self._chunk_of(one) else ""
 
     def continues(self, one: Variant, before: FoundChunk | None) -> bool:
         """Whether the document before a chunk stands before it in the prompt, up to this chunk.
 
         A form behind a space has the document of its chunk.
         """
-        if not (of := self.form_of(one)):
-            return continues(one, before)
-        chunk = replace(one.name, chunk_id=of)
-        return any(
-            continues(other, before) for other in self.variants.get(of, ()) if other.name == chunk
-        )
+        return continues(self._chunk_of(one) or one, before)
 
-    def _are_forms(self, one: str, other: str) -> bool:
-        """Whether two chunks have the same tokens but for a few at their beginning."""
-        if not other:
-            return False
+    def _chunk_of(self, form: Variant) -> Variant | None:
+        """Return the chunk whose form behind a space this is, or None.
+
+        A form has its chunk's context and lead-in. The chunk before another in their document has
+        another context, however much alike the two may be.
+        """
+        if not form.follows:
+            return None
+        name = replace(form.name, chunk_id=form.follows)
+        chunks = (one for one in self.variants.get(form.follows, ()) if one.name == name)
+        chunk = next(chunks, None)
         try:
-            here, there = self.index.tokens(one), self.index.tokens(other)
-        except KeyError:  # unknown, or forgotten this very moment
+            tokens = self.index.tokens(form.name.chunk_id)
+        except KeyError:  # forgotten this very moment
+            return None
+        return chunk if self.is_form(tokens, form.follows) else None
+
+    def is_form(self, tokens: NDArray[np.uint32], of: str) -> bool:
+        """Whether tokens are those of a known chunk, but for a few at their beginning."""
+        try:
+            others = self.index.tokens(of)
+        except KeyError:
             return False
-        same = max(here.size, there.size) - MOST_OTHER
-        is_long = 0 < same <= min(here.size, there.size)
-        return is_long and np.array_equal(here[-same:], there[-same:])
+        same = max(tokens.size, others.size) - MOST_OTHER
+        is_long = 0 < same <= min(tokens.size, others.size)
+        return is_long and np.array_equal(tokens[-same:], others[-same:])

@@ -290,6 +290,18 @@ def test_what_is_no_form_of_a_chunk_is_not_named_as_it(finder: Finder, of: Seque
     """Whatever a client says: it may be wrong."""
     learn_form(finder, of=of)
     assert [one.chunk_id for one in found(finder, FORM)] == [chunk_id(FORM)]
+    told = found(finder, FIRST, FORM)
+    assert [one.sent.protected for one in told] == [False] * 2, "it follows what it was sent after"
+
+
+@pytest.mark.parametrize("lead_in", [DOCUMENT, BARE])
+def test_chunks_that_are_nearly_alike_are_no_forms(finder: Finder, lead_in: SentLeadIn) -> None:
+    """Such as "SKU 1: ..." and "SKU 2: ...", one after another in a document."""
+    one, other, last = ((*SECOND[:3], number, *SECOND[4:]) for number in (1, 2, 3))
+    learn(finder, job(one, other, last, lead_in=lead_in))
+    told = found(finder, one, other, last)
+    assert [one.chunk_id for one in told] == [chunk_id(one) for one in (one, other, last)]
+    assert [one.sent.protected for one in told] == [False] * 3
 
 
 # Forgetting
