@@ -17,6 +17,11 @@ OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
 """PyTorch's compiler uses them; builds without oneDNN lack them, and later versions may."""
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 """The environment variable by which users restrict the instructions that oneDNN uses."""
+CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""The environment variables of oneDNN and of PyTorch for how many compiled products each keeps."""
+KEPT_PRODUCTS = "384"
+"""Enough for a prompt of 16k tokens. Each takes about half a megabyte, and there is one for each
+shape: of both caches' default, 1,024, a server with prompts of many lengths grew by a gigabyte."""
 WITHOUT_AVX512 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2")
 """Its values that exclude AVX-512."""
 
@@ -31,6 +36,15 @@ def has_onednn() -> bool:
 def has_fast_matmul() -> bool:
     """Whether oneDNN and PyTorch may use AVX-512."""
     return _may_use_avx512() and has_onednn()
+
+
+def bound_caches() -> None:
+    """Keep fewer compiled products than by default; users' own settings of that stay.
+
+    It has an effect before the process's first product by oneDNN only.
+    """
+    for name in CACHES:
+        os.environ.setdefault(name, KEPT_PRODUCTS)
 
 
 @cache

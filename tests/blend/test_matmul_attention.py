@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -170,3 +173,37 @@ def test_it_needs_avx_512(
     assert has_fast_matmul() is is_fast
     with torch.backends.mkldnn.flags(enabled=False):
         assert not has_fast_matmul()
+
+
+def test_caches_of_compiled_products_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = onednn.CACHES
+    monkeypatch.setenv(first, "7")
+    monkeypatch.setenv(second, "7")  # so that it is restored
+    monkeypatch.delenv(second)
+    onednn.bound_caches()
+    assert (os.environ[first], os.environ[second]) == ("7", onednn.KEPT_PRODUCTS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process's memory from /proc")
+def test_products_of_many_shapes_take_bounded_memory() -> None:
+    """In a process of its own: the caches are as large as at its first product."""
+    program = """
+import torch
+from cacheblend_rag.blend.onednn import bound_caches, onednn_linear
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+bound_caches()
+weight = torch.randn(64, 64)
+torch.set_num_threads(1)
+with torch.inference_mode():
+    onednn_linear(torch.randn(1, 64), weight)
+    before = resident()
+    for rows in range(2, 1_500):
+        onednn_linear(torch.randn(rows, 64), weight)
+print(resident() - before)
+"""
+    clean = {name: value for name, value in os.environ.items() if name not in onednn.CACHES}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=clean
+    )
+    assert float(done.stdout) < 500

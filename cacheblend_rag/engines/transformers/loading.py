@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from cacheblend_rag.blend.onednn import bound_caches
 from cacheblend_rag.engines.generation_file import REFUSED, repaired_generation_config
 from cacheblend_rag.engines.identity import weights_in_files
 from cacheblend_rag.engines.model_config import context_window_in
@@ -108,6 +109,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
             f"model={type(model).__name__} does not continue texts: give a causal language model "
             "(AutoModelForCausalLM loads one)"
         )
+    bound_caches()
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")
     return model.eval().requires_grad_(False)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from cacheblend_rag.blend.onednn import has_onednn, onednn_linear
+from cacheblend_rag.blend.onednn import bound_caches, has_onednn, onednn_linear
 from cacheblend_rag.engines.transformers.adapters import has_adapters
 
 LEAST_ELEMENTS = 1 << 18
@@ -50,6 +50,7 @@ def pack_weights(model: nn.Module, least: int = LEAST_ELEMENTS) -> int:
     those of other classes than ``nn.Linear`` and ``nn.Parameter`` themselves, layers whose
     ``forward`` was replaced, models with PEFT adapters, and all where oneDNN cannot be used.
     """
+    bound_caches()
     modules = list(model.modules())
     if not has_onednn() or any(has_adapters(type(module)) for module in modules):
         return 0
