@@ -24,13 +24,18 @@ MATMUL_ROWS = 384
 efficient, few enough for the logits to stay in the cache."""
 LEAST_BLOCK = 32
 """Least rows of a prompt in a product, however many heads share a KV head."""
+LEAST_TOKENS = 1024
+"""Shorter prompts gain little, and oneDNN would keep products compiled for each of their lengths."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def prefers_matmul(query: Tensor) -> bool:
-    """Whether rows should attend by `attend_by_matmul`: those of one prompt, with AVX-512."""
+def prefers_matmul(query: Tensor, tokens: int) -> bool:
+    """Whether rows should attend by `attend_by_matmul`: those of one long prompt, with AVX-512.
+
+    tokens: of the prompt.
+    """
     is_supported = query.device.type == "cpu" and query.dtype in DTYPES and query.shape[0] == 1
-    return is_supported and has_fast_matmul()
+    return is_supported and tokens >= LEAST_TOKENS and has_fast_matmul()
 
 
 def attend_by_matmul(

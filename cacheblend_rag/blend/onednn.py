@@ -19,8 +19,8 @@ LIMIT = "ONEDNN_MAX_CPU_ISA"
 """The environment variable by which users restrict the instructions that oneDNN uses."""
 CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """The environment variables of oneDNN and of PyTorch for how many compiled products each keeps."""
-KEPT_PRODUCTS = "384"
-"""Enough for a prompt of 16k tokens. Each takes about half a megabyte, and there is one for each
+KEPT_PRODUCTS = "192"
+"""Enough for a prompt of 8k tokens. Each takes about half a megabyte, and there is one for each
 shape: of both caches' default, 1,024, a server with prompts of many lengths grew by a gigabyte."""
 WITHOUT_AVX512 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2")
 """Its values that exclude AVX-512."""

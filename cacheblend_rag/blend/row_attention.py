@@ -62,7 +62,7 @@ class RowAttention:
                     call.query, keys, values, rows, scaling=call.scaling, window=window,
                     softcap=call.softcap, sinks=call.sinks,
                 )  # fmt: skip
-        attend = attend_by_matmul if prefers_matmul(call.query) else attend_rows
+        attend = attend_by_matmul if prefers_matmul(call.query, fused.tokens) else attend_rows
         return attend(
             call.query, keys, values, rows, scaling=call.scaling, window=window,
             softcap=call.softcap, sinks=call.sinks,

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(not has_onednn(), reason="oneDNN is used on x86 
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU with AVX-512."""
     monkeypatch.setattr(matmul_attention, "has_fast_matmul", lambda: True)
+    monkeypatch.setattr(matmul_attention, "LEAST_TOKENS", 64)
 
 
 def scattered(*positions: int) -> Rows:
@@ -140,11 +141,12 @@ def test_a_pass_attends_so_where_that_is_faster(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("fast")
 def test_other_inputs_attend_as_before() -> None:
     one = torch.empty(1, 2, 3, 4)
-    assert prefers_matmul(one)
-    assert prefers_matmul(one.bfloat16())
-    assert not prefers_matmul(one.double())
-    assert not prefers_matmul(one.expand(2, -1, -1, -1))
-    assert not prefers_matmul(one.to("meta"))
+    assert prefers_matmul(one, 64)
+    assert prefers_matmul(one.bfloat16(), 64)
+    assert not prefers_matmul(one, 63)
+    assert not prefers_matmul(one.double(), 64)
+    assert not prefers_matmul(one.expand(2, -1, -1, -1), 64)
+    assert not prefers_matmul(one.to("meta"), 64)
 
 
 @pytest.mark.parametrize(

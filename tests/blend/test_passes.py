@@ -309,7 +309,7 @@ def test_ratio_one_is_plain_computation(prompt: Prompt) -> None:
         keys.append(call.key[0])
         values.append(call.value[0])
         laid_out = call.key.contiguous(), call.value.contiguous()
-        attend_by = attend_by_matmul if prefers_matmul(call.query) else attend_rows
+        attend_by = attend_by_matmul if prefers_matmul(call.query, prompt.tokens) else attend_rows
         return attend_by(call.query, *laid_out, every, scaling=call.scaling, window=call.window)
 
     hidden, inputs = stack.embed(prompt.ids[None]), stack.position_inputs(every.device[None])

@@ -25,8 +25,6 @@ from cacheblend_rag.engines.transformers.interception import ACTIVE, attention_c
 
 MATMUL = "cacheblend_rag_matmul"
 SDPA = "sdpa"
-LEAST_TOKENS = 64
-"""Shorter prompts attend by PyTorch's own attention: there is little to gain."""
 DELEGATED = ("position_bias", "cache")
 """Options that only the library's own function implements."""
 NAME_COMPARED = re.compile(r'_attn_implementation\s*(==|!=|in\b|not in\b).*["\']sdpa["\']')
@@ -73,7 +71,7 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function; arguments as for the library's own."""
-    is_whole = query.shape[0] == 1 and LEAST_TOKENS <= query.shape[2] == key.shape[2]
+    is_whole = query.shape[2] == key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_plain = causal and not dropout and all(options.get(name) is None for name in DELEGATED)
     if attention_mask is None and is_whole and is_plain and _can_matmul(query, key, value):
@@ -91,7 +89,7 @@ def _can_matmul(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether `attend_by_matmul` supports them: it needs values as wide as keys, no gradients."""
     needs_gradient = any(part.requires_grad for part in (query, key, value))
     is_traced = torch.compiler.is_compiling() or (torch.is_grad_enabled() and needs_gradient)
-    return prefers_matmul(query) and key.shape == value.shape and not is_traced
+    return prefers_matmul(query, query.shape[2]) and key.shape == value.shape and not is_traced
 
 
 AttentionInterface.register(MATMUL, _attend)
