@@ -25,7 +25,7 @@ efficient, few enough for the logits to stay in the cache."""
 LEAST_BLOCK = 32
 """Least rows of a prompt in a product, however many heads share a KV head."""
 LEAST_TOKENS = 1024
-"""Shorter prompts gain little, and oneDNN would keep products compiled for each of their lengths."""
+"""Shorter prompts gain little, and oneDNN would keep compiled products for each of their sizes."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
