@@ -54,7 +54,7 @@ def attend_rows(
     for start in range(0, count, size):
         here = slice(start, min(start + size, count))
         block = rows.part(here.start, here.stop)
-        seen = slice(_first_key(block, window), block.last + 1)
+        seen = slice(first_key(block, window), block.last + 1)
         # Heads that share a KV head become additional rows of it: no KV is repeated, and every
         # backend's fused kernel takes the mask.
         part = (
@@ -178,7 +178,7 @@ def shares(logits: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((logits, beside), -1).softmax(-1, dtype=torch.float32)[..., :-1]
 
 
-def _first_key(rows: Rows, window: int | None) -> int:
+def first_key(rows: Rows, window: int | None) -> int:
     """Return the first position that any of the rows may see."""
     return 0 if window is None else max(0, rows.first - window + 1)
 

@@ -14,7 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend.attention import LARGEST_LOGITS, capped, shares, visible_keys
+from cacheblend_rag.blend.attention import (
+    LARGEST_LOGITS,
+    capped,
+    first_key,
+    shares,
+    visible_keys,
+)
 from cacheblend_rag.blend.masks import MaskCache
 from cacheblend_rag.blend.onednn import has_fast_matmul, onednn_linear
 from cacheblend_rag.blend.rows import Rows
@@ -83,10 +89,10 @@ def attend_by_matmul(
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Rows that attend at once.
+    """A block of query rows whose logits are computed in one product.
 
-    here: their indices. seen: positions of the keys that any of them sees. bias: returns what to
-    add to the logits of the last of these keys, those that not all of the rows see: (rows, keys)
+    here: the rows' indices. seen: positions of the keys that any of them sees. bias: returns what
+    to add to the logits of the last of these keys, those that not all of the rows see: (rows, keys)
     float32.
     """
 
@@ -98,7 +104,7 @@ class _Block:
 def _blocks(rows: Rows, window: int | None, most: int, masks: MaskCache) -> Iterator[_Block]:
     """Yield blocks of at most ``most`` rows."""
     for start, block in rows.blocks(most):
-        seen = slice(0 if window is None else max(0, block.first - window + 1), block.last + 1)
+        seen = slice(first_key(block, window), block.last + 1)
         masked = slice(block.first if window is None else seen.start, seen.stop)
         # Blocks of a run that are of one size have one mask, but for those where a window begins.
         name = (len(block), masked.stop - masked.start) if rows.is_run else (start, most)

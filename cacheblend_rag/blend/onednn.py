@@ -17,13 +17,13 @@ OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
 """PyTorch's compiler uses them; builds without oneDNN lack them, and later versions may."""
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 """The environment variable by which users restrict the instructions that oneDNN uses."""
-CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""The environment variables of oneDNN and of PyTorch for how many compiled products each keeps."""
-KEPT_PRODUCTS = "192"
-"""Enough for a prompt of 8k tokens. Each takes about half a megabyte, and there is one for each
-shape: of both caches' default, 1,024, a server with prompts of many lengths grew by a gigabyte."""
 WITHOUT_AVX512 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2")
 """Its values that exclude AVX-512."""
+CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Environment variables: the capacity of oneDNN's primitive cache, and of PyTorch's on top."""
+KEPT_PRODUCTS = "192"
+"""Enough for a prompt of 8k tokens. Each takes about half a megabyte, and there is one for each
+shape: with the default of 1,024, a server with prompts of many lengths grew by a gigabyte."""
 
 
 def has_onednn() -> bool:
@@ -39,9 +39,9 @@ def has_fast_matmul() -> bool:
 
 
 def bound_caches() -> None:
-    """Keep fewer compiled products than by default; users' own settings of that stay.
+    """Lower the capacity of oneDNN's primitive caches by `CACHES`, unless the user has set them.
 
-    It has an effect before the process's first product by oneDNN only.
+    The caches read it once, at the first oneDNN operation of the process.
     """
     for name in CACHES:
         os.environ.setdefault(name, KEPT_PRODUCTS)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from cacheblend_rag.text.encoder import PromptEncoder, TokenIds
 
 MOST_LOST = 2
-"""First tokens of a passage behind a space that may be others than its own."""
+"""Leading tokens that may change behind a space without a second form being stored."""
 MOST_OTHER = 8
-"""First tokens in which a passage and its form differ, at most."""
+"""Most leading tokens in which a passage and its form behind a space may differ."""
 LEAST_RUN = 32
 """Tokens of the shortest passage, or part of one, that is found by its tokens."""
 HEAD = 128
@@ -20,10 +20,10 @@ HEAD = 128
 
 
 def behind_space(text: str, encoder: PromptEncoder) -> str | None:
-    """Return a passage with a space before it, if it begins with more than two other tokens there.
+    """Return ``" " + text`` if more than `MOST_LOST` leading tokens change behind the space.
 
-    Else return None: whoever knows the tokens of the passage alone finds nearly all of it. Also
-    return None if so many tokens are others that the two would not be known to be one passage.
+    Return None if fewer do, since the tokens of ``text`` alone then match nearly all of it in a
+    prompt, or if more than `MOST_OTHER` do.
     """
     head = text[:HEAD]
     spaced, own = encoder.uncached_chunk(f" {head}"), encoder.uncached_chunk(head)
@@ -34,7 +34,7 @@ def behind_space(text: str, encoder: PromptEncoder) -> str | None:
 
 
 def _same_at_end(one: TokenIds, other: TokenIds) -> int:
-    """Return how many tokens are the same at the end of both."""
+    """Return the length of the longest common suffix."""
     pairs = enumerate(zip(reversed(one), reversed(other), strict=False))
     shorter = min(len(one), len(other))
     return next((count for count, (here, there) in pairs if here != there), shorter)

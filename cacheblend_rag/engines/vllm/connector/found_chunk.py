@@ -21,7 +21,7 @@ does; the next two have at least the first token that attention needs (an attent
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Stored KV of a chunk's tokens. follows: as of StoredTokens.
+    """KV that is stored for a chunk. follows: see ``StoredTokens``.
 
     generation: another one when it was stored anew.
     """

@@ -320,7 +320,9 @@ def _form_of(sent: Any) -> tuple[str, ...]:
     if not isinstance(sent, list | tuple) or len(sent) > MOST_KEYS:
         raise ConfigError(f"{PARAMETER}.form_of must be a list of at most {MOST_KEYS} ids")
     if not all(isinstance(one, str) and _HASH.fullmatch(one) for one in sent):
-        raise ConfigError(f"{PARAMETER}.form_of must hold 32 hex digits each, or nothing")
+        raise ConfigError(
+            f"{PARAMETER}.form_of must hold 32 hex digits, or nothing, for each chunk"
+        )
     return tuple(sent)
 
 
