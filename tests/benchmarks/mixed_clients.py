@@ -34,7 +34,10 @@ from tests.resident import resident_mib
 MODEL = "demo"
 FLAGS = {
     "transformers": (),
-    "vllm": ("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"),
+    "vllm": (
+        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    ),
 }
 SHORT = 8
 THREADS = 4
