@@ -155,14 +155,19 @@ def attention_mass(
     query: (1, heads, rows, head_dim). keys: (1, kv_heads, tokens, head_dim). The rest as for
     attend_rows; a sink's share is missing from the sum.
     """
-    heads, kv_heads = query.shape[1], keys.shape[1]
+    (heads, count, width), (kv_heads, tokens) = query.shape[1:], keys.shape[1:3]
     copies = heads // kv_heads
-    grouped = query[0].float().view(kv_heads, copies, *query.shape[2:])
-    logits = capped(grouped @ keys[0].float().transpose(1, 2)[:, None] * scaling, softcap)
-    visible = visible_keys(rows, slice(0, keys.shape[2]), window)
+    # As in attend_rows, heads that share a KV head are rows of it, and only the keys are compared
+    # that not all of the rows see.
+    grouped = (query[0].float() * scaling).reshape(kv_heads, copies * count, width)
+    logits = capped(grouped @ keys[0].float().transpose(1, 2), softcap)
+    logits = logits.view(kv_heads, copies, count, tokens)
+    masked = slice(rows.first if window is None else 0, tokens)
+    visible = visible_keys(rows, masked, window)
+    logits[..., masked].masked_fill_(~visible, float("-inf"))
     if sinks is not None:
-        sinks = sinks.view(kv_heads, copies, 1).expand(-1, -1, len(rows))
-    return shares(logits.masked_fill_(~visible, float("-inf")), sinks).flatten(0, 1)
+        sinks = sinks.view(kv_heads, copies, 1).expand(-1, -1, count)
+    return shares(logits, sinks).flatten(0, 1)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

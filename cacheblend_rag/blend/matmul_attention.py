@@ -102,15 +102,28 @@ class _Block:
 
 
 def _blocks(rows: Rows, window: int | None, most: int, masks: MaskCache) -> Iterator[_Block]:
-    """Yield blocks of at most ``most`` rows."""
-    for start, block in rows.blocks(most):
-        seen = slice(first_key(block, window), block.last + 1)
-        masked = slice(block.first if window is None else seen.start, seen.stop)
-        # Blocks of a run that are of one size have one mask, but for those where a window begins.
-        name = (len(block), masked.stop - masked.start) if rows.is_run else (start, most)
-        make = partial(_bias, block, masked, window)
-        bias = partial(masks.get, rows, (*name, window), make)
-        yield _Block(slice(start, start + len(block)), seen, bias)
+    """Yield blocks of ``most`` rows, the last of what is left.
+
+    Of keys a block takes up to a few more than it sees, which are masked: oneDNN compiles a product
+    for each shape, and so prompts of all lengths share a few. They are not after the last row, as
+    KV there may not have been computed yet.
+    """
+    for start in range(0, len(rows), most):
+        block = rows.part(start, min(start + most, len(rows)))
+        first = first_key(block, window)
+        stop = min(first + _rounded_up(block.last + 1 - first), rows.last + 1)
+        masked = slice(block.first if window is None else first, stop)
+        width, behind = masked.stop - masked.start, block.first - masked.start
+        # Blocks of a run that have as many rows and keys have one mask.
+        name = (len(block), width, behind) if rows.is_run else (start, most)
+        bias = partial(masks.get, rows, (*name, window), partial(_bias, block, masked, window))
+        yield _Block(slice(start, start + len(block)), slice(first, stop), bias)
+
+
+def _rounded_up(keys: int) -> int:
+    """Return one of 16 numbers between two powers of two, at most a sixteenth larger."""
+    step = 1 << max(0, (keys - 1).bit_length() - 5)
+    return -(-keys // step) * step
 
 
 def _block_rows(copies: int, tokens: int) -> int:

@@ -110,12 +110,46 @@ def test_blocks_are_as_large_as_the_heads_allow(monkeypatch: pytest.MonkeyPatch)
     query, keys, values = made_inputs()
     every = Rows.at(np.arange(TOKENS), CPU)
     whole = attend_by_matmul(query, keys, values, every, scaling=0.3)
-    assert sizes == 2 * KV_HEADS * 2 * [150 * HEADS // KV_HEADS]
+    most = 384 // (HEADS // KV_HEADS)
+    blocks = [most, most, TOKENS - most, TOKENS - most]  # logits and values of each
+    assert sizes == KV_HEADS * [rows * HEADS // KV_HEADS for rows in blocks]
     sizes.clear()
     monkeypatch.setattr(matmul_attention, "LARGEST_LOGITS", TOKENS * 2 * 50)
     found = attend_by_matmul(query, keys, values, every, scaling=0.3)
     assert set(sizes) == {50 * HEADS // KV_HEADS}
     torch.testing.assert_close(found, whole)
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_prompts_of_other_lengths_share_compiled_products(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all blocks but the last ones; scattered rows differ in the keys of a block."""
+    shapes: set[tuple[int, ...]] = set()
+
+    def noted(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        shapes.add((*rows.shape, *weight.shape))
+        return onednn_linear(rows, weight)
+
+    monkeypatch.setattr(matmul_attention, "onednn_linear", noted)
+    generator = torch.Generator().manual_seed(5)
+    keys = torch.randn(1, 1, 2000, 4, generator=generator)
+
+    def attend(rows: Rows) -> None:
+        query = keys[:, :, rows.device]
+        attend_by_matmul(query, keys, keys, rows, scaling=0.3, window=window)
+
+    attend(Rows.at(np.arange(2000), CPU))
+    before = len(shapes)
+    for tokens in range(1900, 2000, 7):
+        attend(Rows.at(np.arange(tokens), CPU))
+    assert len(shapes) <= before + 2 * 2 * 15
+    shapes.clear()
+    for _ in range(40):
+        drawn = torch.randperm(1999, generator=generator)[:399].sort().values
+        attend(Rows.at(np.append(drawn.numpy(), 1999), CPU))
+    last = 40 if window is not None else 1  # whose keys begin where a window does
+    assert len(shapes) <= 2 * (4 + last)
 
 
 @pytest.mark.usefixtures("fast")
