@@ -13,11 +13,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from cacheblend_rag.blend.onednn import bound_caches, has_onednn, onednn_linear
+from cacheblend_rag.blend.onednn import (
+    bound_caches,
+    has_fast_matmul,
+    has_onednn,
+    onednn_linear,
+)
 from cacheblend_rag.engines.transformers.adapters import has_adapters
 
-LEAST_ELEMENTS = 1 << 18
-"""Smaller weights stay as they are: their products take less time than calling oneDNN."""
+LEAST_ELEMENTS, LEAST_ELEMENTS_AVX512 = 1 << 18, 1 << 16
+"""Smaller weights stay as they are, without AVX-512 and with it: oneDNN saves too little there."""
 HINT_ROWS = 512
 """Batch size that oneDNN optimizes the layout for; inputs may have any number of rows."""
 
@@ -43,14 +48,17 @@ class PackedLinear(nn.Linear):
         return onednn_linear(input, weight, self.bias)
 
 
-def pack_weights(model: nn.Module, least: int = LEAST_ELEMENTS) -> int:
+def pack_weights(model: nn.Module, least: int | None = None) -> int:
     """Pack the float32 weights of a model's linear layers in place; return how many were packed.
 
-    Left as they are: weights of fewer than ``least`` elements, those that several modules share,
-    those of other classes than ``nn.Linear`` and ``nn.Parameter`` themselves, layers whose
-    ``forward`` was replaced, models with PEFT adapters, and all where oneDNN cannot be used.
+    Left as they are: weights of fewer than ``least`` elements (None: `LEAST_ELEMENTS`, or
+    `LEAST_ELEMENTS_AVX512`), those that several modules share, those of other classes than
+    ``nn.Linear`` and ``nn.Parameter`` themselves, layers whose ``forward`` was replaced, models
+    with PEFT adapters, and all where oneDNN cannot be used.
     """
     bound_caches()
+    if least is None:
+        least = LEAST_ELEMENTS_AVX512 if has_fast_matmul() else LEAST_ELEMENTS
     modules = list(model.modules())
     if not has_onednn() or any(has_adapters(type(module)) for module in modules):
         return 0
