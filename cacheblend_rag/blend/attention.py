@@ -160,14 +160,20 @@ def attention_mass(
     # As in attend_rows, heads that share a KV head are rows of it, and only the keys are compared
     # that not all of the rows see.
     grouped = (query[0].float() * scaling).reshape(kv_heads, copies * count, width)
-    logits = capped(grouped @ keys[0].float().transpose(1, 2), softcap)
-    logits = logits.view(kv_heads, copies, count, tokens)
     masked = slice(rows.first if window is None else 0, tokens)
-    visible = visible_keys(rows, masked, window)
-    logits[..., masked].masked_fill_(~visible, float("-inf"))
+    hidden = ~visible_keys(rows, masked, window)
     if sinks is not None:
         sinks = sinks.view(kv_heads, copies, 1).expand(-1, -1, count)
-    return shares(logits, sinks).flatten(0, 1)
+    # On a CPU one KV head at a time: the logits of all would be fresh memory in each layer.
+    at_once = 1 if query.device.type == "cpu" else kv_heads
+    mass = torch.empty(kv_heads, copies, count, tokens, device=query.device)
+    for first in range(0, kv_heads, at_once):
+        here = slice(first, first + at_once)
+        logits = grouped[here] @ keys[0, here].float().transpose(1, 2)
+        logits = capped(logits, softcap).view(at_once, copies, count, tokens)
+        logits[..., masked].masked_fill_(hidden, float("-inf"))
+        mass[here] = shares(logits, None if sinks is None else sinks[here])
+    return mass.flatten(0, 1)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

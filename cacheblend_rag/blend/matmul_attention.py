@@ -102,22 +102,30 @@ class _Block:
 
 
 def _blocks(rows: Rows, window: int | None, most: int, masks: MaskCache) -> Iterator[_Block]:
-    """Yield blocks of ``most`` rows, the last of what is left.
+    """Yield blocks of at most ``most`` rows.
 
-    Of keys a block takes up to a few more than it sees, which are masked: oneDNN compiles a product
-    for each shape, and so prompts of all lengths share a few. They are not after the last row, as
-    KV there may not have been computed yet.
+    oneDNN compiles a product for each shape. So that runs of all lengths share a few, their blocks
+    have ``most`` rows but for the last, and take up to a few more keys than they see, which are
+    masked: not after the last row, as KV there may not have been computed yet. Scattered rows share
+    none: even blocks, which see fewer keys, are faster for them.
     """
-    for start in range(0, len(rows), most):
-        block = rows.part(start, min(start + most, len(rows)))
-        first = first_key(block, window)
-        stop = min(first + _rounded_up(block.last + 1 - first), rows.last + 1)
+    is_run = rows.is_run
+    for start, block in _fixed_blocks(rows, most) if is_run else rows.blocks(most):
+        first, stop = first_key(block, window), block.last + 1
+        if is_run:
+            stop = min(first + _rounded_up(stop - first), rows.last + 1)
         masked = slice(block.first if window is None else first, stop)
         width, behind = masked.stop - masked.start, block.first - masked.start
         # Blocks of a run that have as many rows and keys have one mask.
-        name = (len(block), width, behind) if rows.is_run else (start, most)
+        name = (len(block), width, behind) if is_run else (start, most)
         bias = partial(masks.get, rows, (*name, window), partial(_bias, block, masked, window))
         yield _Block(slice(start, start + len(block)), slice(first, stop), bias)
+
+
+def _fixed_blocks(rows: Rows, size: int) -> Iterator[tuple[int, Rows]]:
+    """Yield (index of the first row, rows) of blocks of ``size`` rows, the last of what is left."""
+    for start in range(0, len(rows), size):
+        yield start, rows.part(start, min(start + size, len(rows)))
 
 
 def _rounded_up(keys: int) -> int:
