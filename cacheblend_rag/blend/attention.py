@@ -164,16 +164,22 @@ def attention_mass(
     hidden = ~visible_keys(rows, masked, window)
     if sinks is not None:
         sinks = sinks.view(kv_heads, copies, 1).expand(-1, -1, count)
-    # On a CPU one KV head at a time: the logits of all would be fresh memory in each layer.
-    at_once = 1 if query.device.type == "cpu" else kv_heads
-    mass = torch.empty(kv_heads, copies, count, tokens, device=query.device)
+    at_once, parts = _kv_heads_at_once(query.device, kv_heads), []
     for first in range(0, kv_heads, at_once):
         here = slice(first, first + at_once)
         logits = grouped[here] @ keys[0, here].float().transpose(1, 2)
-        logits = capped(logits, softcap).view(at_once, copies, count, tokens)
+        logits = capped(logits, softcap).view(-1, copies, count, tokens)
         logits[..., masked].masked_fill_(hidden, float("-inf"))
-        mass[here] = shares(logits, None if sinks is None else sinks[here])
-    return mass.flatten(0, 1)
+        parts.append(shares(logits, None if sinks is None else sinks[here]))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(0, 1)
+
+
+def _kv_heads_at_once(device: torch.device, kv_heads: int) -> int:
+    """Return of how many KV heads `attention_mass` computes logits at once.
+
+    On a CPU of one: in some sizes those of all would be mapped into memory anew in each layer.
+    """
+    return 1 if device.type == "cpu" else kv_heads
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -75,14 +75,16 @@ def attend_by_matmul(
         for block in blocks:
             bias = block.bias()
             scaled = (grouped[head, :, block.here].float() * scaling).reshape(-1, width)
-            logits = onednn_linear(scaled, head_keys[block.seen]).view(copies, len(bias), -1)
+            logits = onednn_linear(scaled, head_keys[block.keys]).view(copies, len(bias), -1)
             logits = capped(logits, softcap)
-            logits[:, :, -bias.shape[1] :] += bias
+            seen = logits.shape[2] - block.later
+            logits[:, :, seen - bias.shape[1] : seen] += bias
+            logits[:, :, seen:] = -torch.inf
             if grouped_sinks is None:
                 weights = shares(logits, None)
             else:
                 weights = shares(logits, grouped_sinks[head].expand(-1, len(bias)))
-            attended = onednn_linear(weights.view(len(scaled), -1), head_values[block.seen].T)
+            attended = onednn_linear(weights.view(len(scaled), -1), head_values[block.keys].T)
             grouped_out[block.here, head] = attended.view(copies, -1, width).transpose(0, 1)
     return out
 
@@ -91,35 +93,36 @@ def attend_by_matmul(
 class _Block:
     """A block of query rows whose logits are computed in one product.
 
-    here: the rows' indices. seen: positions of the keys that any of them sees. bias: returns what
-    to add to the logits of the last of these keys, those that not all of the rows see: (rows, keys)
-    float32.
+    here: the rows' indices. keys: positions of the keys in the product: all that any of the rows
+    sees, and ``later`` more, which none of them sees. bias: returns what to add to the logits of
+    the last of the keys that are seen, those that not all of the rows see: (rows, keys) float32.
     """
 
     here: slice
-    seen: slice
+    keys: slice
+    later: int
     bias: Callable[[], Tensor]
 
 
 def _blocks(rows: Rows, window: int | None, most: int, masks: MaskCache) -> Iterator[_Block]:
     """Yield blocks of at most ``most`` rows.
 
-    oneDNN compiles a product for each shape. So that runs of all lengths share a few, their blocks
-    have ``most`` rows but for the last, and take up to a few more keys than they see, which are
-    masked: not after the last row, as KV there may not have been computed yet. Scattered rows share
-    none: even blocks, which see fewer keys, are faster for them.
+    oneDNN compiles a product for each shape, so runs of different lengths should share shapes. All
+    blocks of a run but the last have ``most`` rows, and their number of keys is rounded up, but not
+    beyond the run's last row, because later KV may not be computed yet. (Where a window begins
+    after the first token, blocks have equally many keys as it is.) Scattered rows get even blocks
+    and exact keys: rounding would not make them share shapes.
     """
     is_run = rows.is_run
     for start, block in _fixed_blocks(rows, most) if is_run else rows.blocks(most):
         first, stop = first_key(block, window), block.last + 1
-        if is_run:
-            stop = min(first + _rounded_up(stop - first), rows.last + 1)
+        end = min(_rounded_up(stop), rows.last + 1) if is_run and first == 0 else stop
         masked = slice(block.first if window is None else first, stop)
-        width, behind = masked.stop - masked.start, block.first - masked.start
-        # Blocks of a run that have as many rows and keys have one mask.
-        name = (len(block), width, behind) if is_run else (start, most)
+        # Blocks of a run that have equally many rows have one mask, but for those before a window
+        # begins.
+        name = (len(block), masked.stop - masked.start) if is_run else (start, most)
         bias = partial(masks.get, rows, (*name, window), partial(_bias, block, masked, window))
-        yield _Block(slice(start, start + len(block)), slice(first, stop), bias)
+        yield _Block(slice(start, start + len(block)), slice(first, end), end - stop, bias)
 
 
 def _fixed_blocks(rows: Rows, size: int) -> Iterator[tuple[int, Rows]]:
@@ -129,7 +132,7 @@ def _fixed_blocks(rows: Rows, size: int) -> Iterator[tuple[int, Rows]]:
 
 
 def _rounded_up(keys: int) -> int:
-    """Return one of 16 numbers between two powers of two, at most a sixteenth larger."""
+    """Return ``keys`` rounded up to one of 16 evenly spaced numbers per power of two."""
     step = 1 << max(0, (keys - 1).bit_length() - 5)
     return -(-keys // step) * step
 
@@ -143,5 +146,5 @@ def _block_rows(copies: int, tokens: int) -> int:
 def _bias(rows: Rows, keys: slice, window: int | None) -> Tensor:
     """(rows, keys) float32: 0 where a row sees a key, else -infinity."""
     visible = visible_keys(rows, keys, window)
-    bias = torch.zeros(visible.shape, device=visible.device)
+    bias = torch.zeros(visible.shape, dtype=torch.float32, device=visible.device)
     return bias.masked_fill_(~visible, float("-inf"))

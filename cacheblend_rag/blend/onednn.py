@@ -22,8 +22,9 @@ WITHOUT_AVX512 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2")
 CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Environment variables: the capacity of oneDNN's primitive cache, and of PyTorch's on top."""
 KEPT_PRODUCTS = "192"
-"""Enough for a prompt of 32k tokens. Each takes about half a megabyte, and there is one for each
-shape: with the default of 1,024, a server with prompts of many lengths grew by a gigabyte."""
+"""Enough for a prompt of 32k tokens if up to four query heads share a KV head, of 16k if eight do.
+Each takes about half a megabyte, and there is one for each shape: with the default of 1,024, a
+server with prompts of many lengths grew by a gigabyte."""
 
 
 def has_onednn() -> bool:

@@ -74,9 +74,12 @@ ROWS = pytest.mark.parametrize(
     "rows",
     [
         Rows.at(torch.tensor(positions).numpy(), CPU)
-        for positions in (range(TOKENS), [0], [TOKENS - 1], range(0, TOKENS, 2), [3, 4, 5, 200])
+        for positions in (
+            *(range(TOKENS), [0], [TOKENS - 1], range(37, 211), range(0, TOKENS, 2)),
+            [3, 4, 5, 200],
+        )
     ],
-    ids=["all", "first", "last", "scattered", "far apart"],
+    ids=["all", "first", "last", "run", "scattered", "far apart"],
 )
 
 
@@ -159,9 +162,16 @@ def test_flex_attention_keeps_few_masks_and_the_last_ones() -> None:
 
 @CASES
 @ROWS
+@pytest.mark.parametrize("at_once", [1, KV_HEADS])
 def test_attention_mass_is_the_dense_shares(
-    rows: Rows, window: int | None, softcap: float | None, sinks: torch.Tensor | None
+    at_once: int,
+    rows: Rows,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(attention, "_kv_heads_at_once", lambda *_: at_once)
     query, keys, _ = inputs()
     options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
     found = attention_mass(query[:, :, rows.device], keys, rows, scaling=0.3, **options)

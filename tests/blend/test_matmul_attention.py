@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -86,9 +87,14 @@ def test_inputs_may_lie_in_memory_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_keys_that_no_row_sees_are_not_read(window: int | None) -> None:
+@pytest.mark.parametrize("positions", [(100, 101, 130), range(100, 131)])
+def test_keys_that_no_row_sees_are_not_read(
+    positions: Sequence[int], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul_attention, "MATMUL_ROWS", 10)
+    monkeypatch.setattr(matmul_attention, "LEAST_BLOCK", 1)
     query, keys, values = made_inputs()
-    rows = scattered(100, 101, 130)
+    rows = scattered(*positions)
     asked = query[:, :, rows.device]
     wanted = attend_by_matmul(asked, keys, values, rows, scaling=0.3, window=window)
     for part in (keys, values):
@@ -124,7 +130,7 @@ def test_blocks_are_as_large_as_the_heads_allow(monkeypatch: pytest.MonkeyPatch)
 def test_prompts_of_other_lengths_share_compiled_products(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of all blocks but the last ones."""
+    """All but those of the last keys, which are not rounded up beyond the prompt."""
     shapes: set[tuple[int, ...]] = set()
 
     def noted(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -132,18 +138,31 @@ def test_prompts_of_other_lengths_share_compiled_products(
         return onednn_linear(rows, weight)
 
     monkeypatch.setattr(matmul_attention, "onednn_linear", noted)
-    generator = torch.Generator().manual_seed(5)
-    keys = torch.randn(1, 1, 2000, 4, generator=generator)
+    monkeypatch.setattr(matmul_attention, "MATMUL_ROWS", 32)
+    keys = torch.randn(1, 1, 2000, 4, generator=torch.Generator().manual_seed(5))
 
-    def attend(rows: Rows) -> None:
-        query = keys[:, :, rows.device]
-        attend_by_matmul(query, keys, keys, rows, scaling=0.3, window=window)
+    def attend(tokens: int) -> None:
+        part = keys[:, :, :tokens]
+        rows = Rows.at(np.arange(tokens), CPU)
+        attend_by_matmul(part, part, part, rows, scaling=0.3, window=window)
 
-    attend(Rows.at(np.arange(2000), CPU))
-    before = len(shapes)
-    for tokens in range(1900, 2000, 7):
-        attend(Rows.at(np.arange(tokens), CPU))
-    assert len(shapes) <= before + 2 * 2 * 15
+    attend(2000)
+    before, blocks = len(shapes), -(-2000 // 32)
+    assert before <= (2 * 48 if window is None else 2 * 10) < 2 * blocks
+    lengths = range(1900, 2000, 7)
+    for tokens in lengths:
+        attend(tokens)
+    assert len(shapes) - before <= 2 * 2 * len(lengths)
+
+
+@pytest.mark.parametrize(("copies", "tokens"), [(1, 32_768), (3, 32_768), (4, 32_768), (8, 16_416)])
+def test_the_products_of_a_long_prompt_are_kept(copies: int, tokens: int) -> None:
+    """With those of a layer's packed weights, at most seven."""
+    rows = Rows.at(np.arange(tokens), CPU)
+    most = matmul_attention._block_rows(copies, tokens)
+    blocks = matmul_attention._blocks(rows, None, most, MaskCache())
+    shapes = {(one.here.stop - one.here.start, one.keys.stop) for one in blocks}
+    assert 2 * len(shapes) + 7 <= int(onednn.KEPT_PRODUCTS)
 
 
 @pytest.mark.usefixtures("fast")

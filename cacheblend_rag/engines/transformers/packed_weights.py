@@ -22,7 +22,8 @@ from cacheblend_rag.blend.onednn import (
 from cacheblend_rag.engines.transformers.adapters import has_adapters
 
 LEAST_ELEMENTS, LEAST_ELEMENTS_AVX512 = 1 << 18, 1 << 16
-"""Smaller weights stay as they are, without AVX-512 and with it: oneDNN saves too little there."""
+"""Least elements of a weight that is packed, on CPUs without AVX-512 and with it: of smaller ones
+oneDNN saves too little."""
 HINT_ROWS = 512
 """Batch size that oneDNN optimizes the layout for; inputs may have any number of rows."""
 

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag import BlendConfig, Chunk, TransformersEngine
 from cacheblend_rag.blend import onednn
+from cacheblend_rag.blend.onednn import has_fast_matmul
+from cacheblend_rag.engines.transformers import packed_weights
 from cacheblend_rag.engines.transformers.adapters import base_weights_hash
 from cacheblend_rag.engines.transformers.loading import load_model
 from cacheblend_rag.engines.transformers.model_state import ModelState
@@ -84,6 +86,16 @@ def test_only_large_weights_of_one_plain_layer_are_packed() -> None:
     assert pack_weights(nn.ModuleList([*kept, large]), 64) == 1
     assert isinstance(large, PackedLinear)
     assert packed_count(nn.ModuleList(kept)) == 0
+
+
+@pytest.mark.parametrize(("has_avx512", "wanted"), [(True, 2), (False, 1)])
+def test_with_avx_512_smaller_weights_are_packed(
+    has_avx512: bool, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weights, "has_fast_matmul", lambda: has_avx512)
+    sizes = (packed_weights.LEAST_ELEMENTS_AVX512, packed_weights.LEAST_ELEMENTS)
+    model = nn.ModuleList([nn.Linear(64, size // 64) for size in (sizes[0] // 2, *sizes)])
+    assert pack_weights(model) == wanted
 
 
 def test_gradients_reach_the_input_and_other_dtypes_are_refused_as_by_a_dense_layer() -> None:
@@ -167,7 +179,8 @@ def test_adapters_can_be_put_around_packed_layers() -> None:
 
 def test_models_loaded_by_name_are_packed_and_given_ones_are_not() -> None:
     loaded = load_model("smollm2", CPU, None)
-    assert packed_count(loaded) == 5 * loaded.config.num_hidden_layers  # all but keys and values
+    each = 7 if has_fast_matmul() else 5  # without AVX-512 all but keys and values
+    assert packed_count(loaded) == each * loaded.config.num_hidden_layers
     given = make_model()
     TransformersEngine(given, tokenizer=make_tokenizer())
     assert packed_count(given) == 0
