@@ -51,9 +51,8 @@ def attend_rows(
     out = query.new_empty(batch, count, heads, width)
     in_steps = softcap is not None or sinks is not None
     size = _block_rows(query.device, heads * keys.shape[2] if in_steps else 0)
-    for start in range(0, count, size):
-        here = slice(start, min(start + size, count))
-        block = rows.part(here.start, here.stop)
+    for start, block in rows.blocks(size, even=False):
+        here = slice(start, start + len(block))
         seen = slice(first_key(block, window), block.last + 1)
         # Heads that share a KV head become additional rows of it: no KV is repeated, and every
         # backend's fused kernel takes the mask.
@@ -175,9 +174,10 @@ def attention_mass(
 
 
 def _kv_heads_at_once(device: torch.device, kv_heads: int) -> int:
-    """Return of how many KV heads `attention_mass` computes logits at once.
+    """Return for how many KV heads `attention_mass` computes logits in one batch.
 
-    On a CPU of one: in some sizes those of all would be mapped into memory anew in each layer.
+    On a CPU one: the allocator returns larger buffers to the system, and in each layer they would
+    cost page faults again.
     """
     return 1 if device.type == "cpu" else kv_heads
 

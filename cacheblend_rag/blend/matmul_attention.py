@@ -31,14 +31,16 @@ efficient, few enough for the logits to stay in the cache."""
 LEAST_BLOCK = 32
 """Least rows of a prompt in a product, however many heads share a KV head."""
 LEAST_TOKENS = 1024
-"""Shorter prompts gain little, and oneDNN would keep compiled products for each of their sizes."""
+"""Minimum prompt length for attention by matrix products: shorter prompts gain little, and each
+length would add compiled products to oneDNN's cache."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def prefers_matmul(query: Tensor, tokens: int) -> bool:
-    """Whether rows should attend by `attend_by_matmul`: those of one long prompt, with AVX-512.
+    """Whether `attend_by_matmul` should compute the attention of these queries.
 
-    tokens: of the prompt.
+    That is on CPUs with AVX-512, for a batch of one prompt of at least `LEAST_TOKENS` tokens, in
+    float32, bfloat16 or float16. query: (batch, heads, rows, head_dim). tokens: prompt length.
     """
     is_supported = query.device.type == "cpu" and query.dtype in DTYPES and query.shape[0] == 1
     return is_supported and tokens >= LEAST_TOKENS and has_fast_matmul()
@@ -91,7 +93,7 @@ def attend_by_matmul(
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A block of query rows whose logits are computed in one product.
+    """A block of query rows whose attention logits, of one KV head, are one matrix product.
 
     here: the rows' indices. keys: positions of the keys in the product: all that any of the rows
     sees, and ``later`` more, which none of them sees. bias: returns what to add to the logits of
@@ -105,7 +107,7 @@ class _Block:
 
 
 def _blocks(rows: Rows, window: int | None, most: int, masks: MaskCache) -> Iterator[_Block]:
-    """Yield blocks of at most ``most`` rows.
+    """Split query rows into blocks of at most ``most`` rows.
 
     oneDNN compiles a product for each shape, so runs of different lengths should share shapes. All
     blocks of a run but the last have ``most`` rows, and their number of keys is rounded up, but not
@@ -114,7 +116,7 @@ def _blocks(rows: Rows, window: int | None, most: int, masks: MaskCache) -> Iter
     and exact keys: rounding would not make them share shapes.
     """
     is_run = rows.is_run
-    for start, block in _fixed_blocks(rows, most) if is_run else rows.blocks(most):
+    for start, block in rows.blocks(most, even=not is_run):
         first, stop = first_key(block, window), block.last + 1
         end = min(_rounded_up(stop), rows.last + 1) if is_run and first == 0 else stop
         masked = slice(block.first if window is None else first, stop)
@@ -125,14 +127,8 @@ def _blocks(rows: Rows, window: int | None, most: int, masks: MaskCache) -> Iter
         yield _Block(slice(start, start + len(block)), slice(first, end), end - stop, bias)
 
 
-def _fixed_blocks(rows: Rows, size: int) -> Iterator[tuple[int, Rows]]:
-    """Yield (index of the first row, rows) of blocks of ``size`` rows, the last of what is left."""
-    for start in range(0, len(rows), size):
-        yield start, rows.part(start, min(start + size, len(rows)))
-
-
 def _rounded_up(keys: int) -> int:
-    """Return ``keys`` rounded up to one of 16 evenly spaced numbers per power of two."""
+    """Round up to the next of 16 evenly spaced values between consecutive powers of two."""
     step = 1 << max(0, (keys - 1).bit_length() - 5)
     return -(-keys // step) * step
 

@@ -20,11 +20,12 @@ LIMIT = "ONEDNN_MAX_CPU_ISA"
 WITHOUT_AVX512 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2")
 """Its values that exclude AVX-512."""
 CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""Environment variables: the capacity of oneDNN's primitive cache, and of PyTorch's on top."""
+"""The environment variables that set how many entries oneDNN's primitive cache and PyTorch's own
+cache of oneDNN primitives hold."""
 KEPT_PRODUCTS = "192"
-"""Enough for a prompt of 32k tokens if up to four query heads share a KV head, of 16k if eight do.
-Each takes about half a megabyte, and there is one for each shape: with the default of 1,024, a
-server with prompts of many lengths grew by a gigabyte."""
+"""The size of these caches, in compiled matrix products: enough for a prompt of 32k tokens with up
+to four query heads per KV head, or of 16k tokens with eight. A product takes about 0.5 MB, and each
+shape needs its own: with the default, 1,024, a server with prompts of many lengths grew by 1 GB."""
 
 
 def has_onednn() -> bool:
@@ -40,9 +41,9 @@ def has_fast_matmul() -> bool:
 
 
 def bound_caches() -> None:
-    """Lower the capacity of oneDNN's primitive caches by `CACHES`, unless the user has set them.
+    """Set the environment variables of `CACHES` to `KEPT_PRODUCTS`, unless the user has set them.
 
-    The caches read it once, at the first oneDNN operation of the process.
+    They are read once, at the first oneDNN operation of the process.
     """
     for name in CACHES:
         os.environ.setdefault(name, KEPT_PRODUCTS)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from cacheblend_rag.text.encoder import PromptEncoder, TokenIds
 
 MOST_LOST = 2
-"""Leading tokens that may change behind a space without a second form being stored."""
+"""A passage is also stored with a space before it if that changes more leading tokens than this."""
 MOST_OTHER = 8
-"""Most leading tokens in which a passage and its form behind a space may differ."""
+"""It is not if that changes more leading tokens than this."""
 LEAST_RUN = 32
 """Tokens of the shortest passage, or part of one, that is found by its tokens."""
 HEAD = 128
@@ -20,10 +20,11 @@ HEAD = 128
 
 
 def behind_space(text: str, encoder: PromptEncoder) -> str | None:
-    """Return ``" " + text`` if more than `MOST_LOST` leading tokens change behind the space.
+    """Return ``" " + text`` if it is worth storing beside ``text``, else None.
 
-    Return None if fewer do, since the tokens of ``text`` alone then match nearly all of it in a
-    prompt, or if more than `MOST_OTHER` do.
+    It is if the two tokenizations differ in more than `MOST_LOST` leading tokens. With fewer, the
+    tokens of ``text`` match nearly all of it in a prompt; with more than `MOST_OTHER`, the two
+    would not be recognized as one passage.
     """
     head = text[:HEAD]
     spaced, own = encoder.uncached_chunk(f" {head}"), encoder.uncached_chunk(head)
@@ -34,7 +35,7 @@ def behind_space(text: str, encoder: PromptEncoder) -> str | None:
 
 
 def _same_at_end(one: TokenIds, other: TokenIds) -> int:
-    """Return the length of the longest common suffix."""
+    """Return the length of the longest common suffix of two token sequences."""
     pairs = enumerate(zip(reversed(one), reversed(other), strict=False))
     shorter = min(len(one), len(other))
     return next((count for count, (here, there) in pairs if here != there), shorter)

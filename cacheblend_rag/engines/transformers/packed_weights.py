@@ -22,8 +22,8 @@ from cacheblend_rag.blend.onednn import (
 from cacheblend_rag.engines.transformers.adapters import has_adapters
 
 LEAST_ELEMENTS, LEAST_ELEMENTS_AVX512 = 1 << 18, 1 << 16
-"""Least elements of a weight that is packed, on CPUs without AVX-512 and with it: of smaller ones
-oneDNN saves too little."""
+"""Minimum number of elements of a weight that is packed, on CPUs without and with AVX-512. Packing
+smaller ones saves too little time."""
 HINT_ROWS = 512
 """Batch size that oneDNN optimizes the layout for; inputs may have any number of rows."""
 

@@ -21,9 +21,9 @@ does; the next two have at least the first token that attention needs (an attent
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """KV that is stored for a chunk. follows: see ``StoredTokens``.
+    """One of the KV caches that are stored for a chunk: in its document, or without it.
 
-    generation: another one when it was stored anew.
+    follows: see ``StoredTokens``. generation: changes each time the KV is stored again.
     """
 
     name: Name
