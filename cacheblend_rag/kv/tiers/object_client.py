@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -24,6 +25,10 @@ RETRIES = 1
 """Retries of a request that is throttled or broken off; then other tiers are asked."""
 STREAMED_BYTES = 1 << 20
 """Bytes of an answer that are received at once."""
+FORKED = (
+    "object stores do not work in a process that was forked from one that had used them: start it "
+    "anew (spawn; for vLLM's processes VLLM_WORKER_MULTIPROC_METHOD=spawn)"
+)
 
 
 class ObjectClient:
@@ -31,8 +36,11 @@ class ObjectClient:
 
     Its methods raise OSError of one line, whatever goes wrong.
 
-    store: of obstore. seconds: for one whole answer. name: of the thread that waits.
+    store: of obstore. seconds: for one whole answer. name: of the thread that waits. used_in: the
+    id of the process in which obstore was first used, and has its threads.
     """
+
+    used_in: ClassVar[int | None] = None
 
     def __init__(self, store: Any, seconds: float, name: str) -> None:
         self.store, self._seconds = store, seconds
@@ -51,7 +59,7 @@ class ObjectClient:
         from obstore.exceptions import BaseError
 
         try:
-            return self._loop.result(asked, self._seconds)
+            return self._result(asked, self._seconds)
         except (BaseError, FileNotFoundError) as error:
             said = "there is no such bucket" if _tells_of_the_bucket(error) else _line(error)
             raise OSError(said) from error
@@ -74,7 +82,11 @@ class ObjectClient:
         One that is late or larger than ``most_bytes`` is an error, and holds no other up.
         """
         asked = _all(self._whole(path, most_bytes) for path in paths)
-        return self._loop.result(asked, self._seconds + 1)  # each ends before
+        return self._result(asked, self._seconds + 1)  # each ends before
+
+    def _result(self, asked: Coroutine[Any, Any, T], seconds: float) -> T:
+        ObjectClient.used_in = ObjectClient.used_in or os.getpid()
+        return self._loop.result(asked, seconds)
 
     async def _whole(self, path: str, most_bytes: int) -> bytes | OSError | None:
         from obstore.exceptions import BaseError
@@ -124,13 +136,16 @@ class ObjectClient:
 def open_store(url: str, *, timeout_seconds: float | None = None, **options: Any) -> Any:
     """Return obstore's store for a URL; its credentials come from the environment.
 
-    Raises MissingExtraError without the library, StoreError when it knows no such store.
+    Raises MissingExtraError without the library, StoreError when it knows no such store, or in a
+    process that was forked from one that had used obstore: its threads exist there only.
     """
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError as error:
         raise MissingExtraError("an object store", "object-store") from error
+    if ObjectClient.used_in not in {None, os.getpid()}:
+        raise StoreError(f"{url}: {FORKED}")
     seconds = timedelta(seconds=timeout_seconds or TIMEOUT_SECONDS)
     if url.startswith(("file:", "memory:")):
         return from_url(url, **({"mkdir": True} if url.startswith("file:") else {}))

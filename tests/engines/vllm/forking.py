@@ -14,12 +14,17 @@ from unittest.mock import patch
 
 import torch
 
+from cacheblend_rag.kv.tiers.object_client import ObjectClient
+
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 @cache
 def fork_engines() -> None:
-    """Have every engine that this process opens from now on fork; with one thread, that is safe."""
+    """Have every engine that this process opens from now on fork; with one thread, that is safe.
+
+    Once an object store was used, engines are spawned: its library has threads.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     torch.set_num_threads(1)
@@ -29,7 +34,7 @@ def fork_engines() -> None:
 
     def decide_to_fork(cls: type[CpuPlatform], config: Any) -> None:
         decide(config)
-        os.environ[START_METHOD] = "fork"
+        os.environ[START_METHOD] = "fork" if ObjectClient.used_in is None else "spawn"
 
     patch.object(CpuPlatform, decide.__name__, classmethod(decide_to_fork)).start()
     os.register_at_fork(after_in_child=_use_own_stdout)

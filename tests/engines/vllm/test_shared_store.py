@@ -18,7 +18,7 @@ from tests.local_servers import Server
 from tests.models import make_tokenizer
 from tests.servers import redis_place, s3_place, tier_at
 
-REUSE = BlendConfig(min_tokens=0, recompute_ratio=0.0)
+REUSE = BlendConfig(min_tokens=0, recompute_ratio=0.0, cost_model=False)
 
 
 @dataclass(frozen=True)
