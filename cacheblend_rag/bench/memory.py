@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from cacheblend_rag.memory import give_back_unused
+
 _CLEAR = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _RESET_PEAK = "5"
@@ -51,6 +53,7 @@ def _resident_peak(call: Callable[[], object]) -> int | None:
 
 
 def _give_back_freed_memory() -> None:
+    give_back_unused()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
