@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from cacheblend_rag.blend.masks import MOST_MASK_BYTES, MaskCache
-from cacheblend_rag.blend.onednn import has_fast_matmul, onednn_linear
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.sdpa_backends import without_cudnn
 
@@ -167,33 +166,11 @@ def attention_mass(
     at_once, parts = _kv_heads_at_once(query.device, kv_heads), []
     for first in range(0, kv_heads, at_once):
         here = slice(first, first + at_once)
-        logits = _products(grouped[here], keys[0, here].float())
+        logits = grouped[here] @ keys[0, here].float().transpose(1, 2)
         logits = capped(logits, softcap).view(-1, copies, count, tokens)
         logits[..., masked].masked_fill_(hidden, float("-inf"))
         parts.append(shares(logits, None if sinks is None else sinks[here]))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(0, 1)
-
-
-def attend_by_mass(mass: Tensor, values: Tensor) -> Tensor:
-    """Return the attention of rows whose ``attention_mass`` is known, as ``attend_rows`` does.
-
-    mass: (heads, rows, tokens) float32. values: (1, kv_heads, tokens, head_dim). Returns (1, rows,
-    heads, head_dim), of the values' dtype.
-    """
-    (heads, count, tokens), (kv_heads, _, width) = mass.shape, values.shape[1:]
-    grouped = mass.view(kv_heads, -1, tokens)
-    parts = [
-        _products(grouped[head][None], values[:, head].float().transpose(1, 2))
-        for head in range(kv_heads)
-    ]
-    return torch.cat(parts).view(heads, count, width).transpose(0, 1)[None].to(values.dtype)
-
-
-def _products(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return (kv_heads, rows, out): rows (kv_heads, rows, in) times weights (kv_heads, out, in)."""
-    if len(rows) == 1 and rows.device.type == "cpu" and has_fast_matmul():
-        return onednn_linear(rows, weights[0])
-    return rows @ weights.transpose(1, 2)
 
 
 def _kv_heads_at_once(device: torch.device, kv_heads: int) -> int:

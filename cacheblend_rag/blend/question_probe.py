@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend.attention import attend_by_mass, attention_mass
+from cacheblend_rag.blend.attention import attention_mass
 from cacheblend_rag.blend.fused import FusedKV, RingKV
 from cacheblend_rag.blend.graphed import Graphed
 from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import BlendPass, Candidates
-from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Mask, Rows
 from cacheblend_rag.blend.schedule import Schedule
 from cacheblend_rag.blend.selectors import Probe, make_selector
@@ -74,11 +73,10 @@ def probe_question(
             asked.show(layer, fused, observer)
             yield
     else:
-        attention = _ByMass(observer) if _attends_by_mass(stack.geometry.device) else None
         run = BlendPass(
             stack, token_ids, fused, candidates, REUSE_ONLY,
             observers=[observer], before_layer=before_layer, graphed=graphed,
-            attention=attention, layers=depth, needs_hidden=False,
+            layers=depth, needs_hidden=False,
         )  # fmt: skip
         yield from run.steps()
     work = observer.work + run.stats.work
@@ -140,43 +138,12 @@ class _Asked(Observer):
             observer.attended(call, rows, fused.layer(layer)[0])
 
 
-def _attends_by_mass(device: torch.device) -> bool:
-    """Whether the question attends by what is computed for the observer: not where kernels do."""
-    return device.type == "cpu"
-
-
-class _ByMass:
-    """An `Attention` that computes nothing anew where its observer has just been at work.
-
-    It keeps the attention of the question's tokens, so only the values are still missing.
-    """
-
-    def __init__(self, observer: _QuestionAttention) -> None:
-        self._observer, self._others = observer, RowAttention()
-        observer.keep_shares = True
-
-    def __call__(self, call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
-        shares = self._observer.take_shares()
-        if shares is None:
-            return self._others(call, fused, rows)
-        asked = attend_by_mass(shares, fused.layer(call.layer)[1])
-        first = len(rows) - shares.shape[1]
-        del shares  # before the others' attention takes memory
-        if first == 0:
-            return asked
-        others = self._others(call.part(0, first), fused, rows.part(0, first))
-        return torch.cat((others, asked), 1)
-
-
 class _QuestionAttention(Observer):
     """Collects what the question's tokens attend to in the observed layers.
 
     layers: (tokens,) of each, or (question tokens, tokens), see _of_all_layers; of this rank's
-    heads. work: floating-point operations that took, beyond those of the pass. keep_shares: whether
-    the pass attends by it, so that they are the same operations.
+    heads. work: floating-point operations that took.
     """
-
-    keep_shares = False
 
     def __init__(
         self, stack: DecoderStack, probe: Probe, observed: Collection[int], question_start: int
@@ -184,8 +151,7 @@ class _QuestionAttention(Observer):
         self.layers: list[Tensor] = []
         self.work = 0.0
         self._costs, self._question_start, self._probe = stack.costs, question_start, probe
-        self._observed, self._last = observed, max(observed)
-        self._shares: Tensor | None = None
+        self._observed = observed
 
     def watches(self, layer: int) -> bool:
         return layer in self._observed
@@ -199,17 +165,9 @@ class _QuestionAttention(Observer):
             scaling=call.scaling, window=call.window, softcap=call.softcap, sinks=call.sinks,
         )  # fmt: skip
         self.layers.append(self._reduced(shares))
-        if self.keep_shares and call.layer < self._last:  # which ends before its attention
-            self._shares = shares
-            return
         # Query by key once more, over all keys, and no values: half of what a pair costs.
         per_pair = self._costs[call.layer].per_pair / 2
         self.work += per_pair * shares.shape[1] * shares.shape[2]
-
-    def take_shares(self) -> Tensor | None:
-        """Return the attention (heads, question tokens, tokens) of the last rows seen, once."""
-        shares, self._shares = self._shares, None
-        return shares
 
     def _reduced(self, shares: Tensor) -> Tensor:
         """Reduce attention, (heads, question tokens, tokens), as far as one rank can."""
