@@ -1,4 +1,4 @@
-"""Recognizes out-of-memory errors, frees unused memory, and reuses that of large CPU tensors."""
+"""Recognizes out-of-memory errors, frees unused memory, and caches that of large CPU tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIGNS = (
 """Messages of allocators without an error class: CPU, MPS, pinned memory, cuBLAS."""
 _LONGEST = 200
 _ALIGNMENT = 64
-"""Of CPU memory, in bytes, as PyTorch's own has it."""
+"""Alignment of CPU tensors in bytes, the same as PyTorch's."""
 
 
 def lack_of_memory(error: BaseException) -> str | None:
@@ -47,7 +47,9 @@ def no_room(lack: str) -> Reason:
 
 
 class ReusedMemory:
-    """The memory of the last large CPU tensor, which the next one gets once nothing refers to it.
+    """Caches the memory block of the last large CPU tensor for the next one.
+
+    A block is reused only once no tensor or view uses it.
 
     Allocators return large blocks to the system, which then maps and clears each page anew: 46,000
     page faults for the KV of 4,128 tokens in SmolLM2-135M's shape and float32. PyTorch keeps memory
@@ -62,13 +64,13 @@ class ReusedMemory:
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Keep no memory, in a forked process; another thread of its parent may hold the lock."""
+        """Drop the cached block, and replace the lock, which a parent's thread may have held."""
         self._lock = Lock()
         self._block: Any = None
         self._user: ref[Any] | None = None
 
     def free(self) -> None:
-        """Keep no memory; what is in use is freed once it is not."""
+        """Drop the cached block; tensors that use it keep it alive."""
         with self._lock:
             self._block = None
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from cacheblend_rag.text.encoder import PromptEncoder, TokenIds
 
 MOST_LOST = 2
-"""A passage is also stored with a space before it if that changes more leading tokens than this."""
+"""If a space before a passage changes more leading tokens than this, the passage is also stored
+with the space."""
 MOST_OTHER = 8
-"""It is not if that changes more leading tokens than this."""
+"""If the space changes more leading tokens than this, the passage is stored without it only."""
 LEAST_RUN = 32
 """Tokens of the shortest passage, or part of one, that is found by its tokens."""
 HEAD = 128

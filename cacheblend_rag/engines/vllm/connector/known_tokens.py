@@ -14,7 +14,7 @@ from cacheblend_rag.text.token_index import TokenIndex
 
 @dataclass(slots=True)
 class KnownTokens:
-    """The stored chunks: an index that finds their ids by tokens, and what KV each one has."""
+    """The stored chunks: an index from tokens to chunk ids, and the KV variants of each chunk."""
 
     index: TokenIndex[str] = field(default_factory=lambda: TokenIndex(LEAST_RUN))
     variants: dict[str, tuple[Variant, ...]] = field(default_factory=dict)
