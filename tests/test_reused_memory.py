@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,3 +101,29 @@ if not (pid := os.fork()):
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+PAGE_FAULTS = """
+import resource
+import torch
+from cacheblend_rag.memory import raise_malloc_threshold
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.zeros(8 << 20, dtype=torch.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+raise_malloc_threshold()
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators do not map anew")
+def test_freed_blocks_cost_no_page_faults_when_they_are_allocated_again() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", PAGE_FAULTS], capture_output=True, text=True, check=True
+    )
+    assert int(run.stdout) < 20, "not a page of 8 MiB is mapped anew"

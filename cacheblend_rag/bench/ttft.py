@@ -29,6 +29,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.models import public_name
+from cacheblend_rag.report import BlendReport
 from cacheblend_rag.settings import Precision, StoreConfig
 from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.encoder import PromptEncoder
@@ -44,7 +45,9 @@ class TtftRow:
     """One tier at one ratio. Seconds are medians of ``runs``; ``speedup`` = full / blend seconds.
 
     shape: of random weights, else None. model: whose own weights they are, else None. bound: the
-    speedup that the computed tokens allow (`TtftPlan.bound`). peak_extra_bytes: the most a blend
+    speedup that the computed tokens allow (`TtftPlan.bound`). work_bound: the speedup that the
+    computed floating-point operations allow, attention and probe included: 1 / compute_share of the
+    report. peak_extra_bytes: the most a blend
     holds beyond weights and store, None where unmeasurable. prompt_kv_bytes: the prompt's own KV.
     prefix_caching_seconds: of vLLM's own prefix caching on the same chunks in another order, None
     in the embedded engine. batched_tokens: most tokens vLLM computes in a step.
@@ -67,6 +70,8 @@ class TtftRow:
     speedup: float
     bound: float
     share_of_bound: float
+    work_bound: float
+    share_of_work_bound: float
     peak_extra_bytes: int | None
     prompt_kv_bytes: int
     prefix_caching_seconds: float | None = None
@@ -88,17 +93,18 @@ class TtftRow:
         tier: str,
         runs: Mapping[str, Sequence[float]],
         *,
-        tokens: PromptTokens,
+        report: BlendReport,
         peak_extra_bytes: int | None = None,
         batched_tokens: int | None = None,
         loads: Sequence[tuple[float, float]] = (),
     ) -> TtftRow:
         """Make a row from measurements; ``runs`` as in the row.
 
-        tokens: of the prompt that was measured. loads: of each blend, the seconds waited for reads
+        report: of a measured blend. loads: of each blend, the seconds waited for reads
         and those hidden.
         """
         seconds = {name: median(run) for name, run in runs.items()}
+        tokens, work_bound = PromptTokens.of(report), 1 / report.compute_share
         bound, speedup = plan.bound(ratio, tokens), seconds["full"] / seconds["blend"]
         return cls(
             engine=engine,
@@ -113,6 +119,8 @@ class TtftRow:
             speedup=speedup,
             bound=bound,
             share_of_bound=speedup / bound,
+            work_bound=work_bound,
+            share_of_work_bound=speedup / work_bound,
             peak_extra_bytes=peak_extra_bytes,
             prompt_kv_bytes=plan.subject.kv_bytes(tokens.prompt, plan.torch_dtype),
             prefix_caching_seconds=seconds.get("prefix_caching"),
@@ -174,7 +182,7 @@ class _Measurement:
     loads: defaultdict[tuple[str, float], list[tuple[float, float]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    tokens: dict[tuple[str, float], PromptTokens] = field(default_factory=dict)
+    reports: dict[tuple[str, float], BlendReport] = field(default_factory=dict)
 
     def rows(self) -> list[TtftRow]:
         cases = {
@@ -202,7 +210,7 @@ class _Measurement:
             self.prompt, ONE_TOKEN, config=self.plan.blend_config(ratio)
         )
         check_blend(self.plan, generation, ratio, tier)
-        self.tokens[tier, ratio] = PromptTokens.of(generation.report)
+        self.reports[tier, ratio] = generation.report
         if turn:
             seconds = generation.report.seconds
             self.loads[tier, ratio].append((seconds.look_up + seconds.load, seconds.load_hidden))
@@ -222,7 +230,7 @@ class _Measurement:
             ratio,
             tier,
             runs,
-            tokens=self.tokens[case],
+            report=self.reports[case],
             peak_extra_bytes=peak,
             loads=loads,
         )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
 from cacheblend_rag.bench.neighbours import neighbours
-from cacheblend_rag.bench.plans import PromptTokens, TtftPlan
+from cacheblend_rag.bench.plans import TtftPlan
 from cacheblend_rag.bench.ttft import (
     DOCUMENT,
     TtftRow,
@@ -33,6 +33,7 @@ from cacheblend_rag.bench.ttft import (
 from cacheblend_rag.bench.vllm import VLLMKind, running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN, Texts
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.report import BlendReport
 from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class _Measurement:
     engine: VLLMEngine
     tier: str
     advance: Advance
-    tokens: dict[float, PromptTokens] = field(default_factory=dict)
+    reports: dict[float, BlendReport] = field(default_factory=dict)
 
     def rows(self) -> list[TtftRow]:
         plan = self.plan
@@ -100,7 +101,7 @@ class _Measurement:
                 ratio,
                 self.tier,
                 {"full": full, "blend": runs[name], "prefix_caching": prefix_caching},
-                tokens=self.tokens[ratio],
+                report=self.reports[ratio],
                 batched_tokens=plan.step_tokens(self.texts.most_tokens),
             )
             for name, ratio in zip(blends, plan.ratios, strict=True)
@@ -119,7 +120,7 @@ class _Measurement:
         generation = self.engine.generate(prompt, ONE_TOKEN, config=config)
         seconds = time.perf_counter() - started
         check_blend(self.plan, generation, ratio, self.tier)
-        self.tokens[ratio] = PromptTokens.of(generation.report)
+        self.reports[ratio] = generation.report
         return seconds
 
     def _prefix_caching(self, turn: int) -> float:

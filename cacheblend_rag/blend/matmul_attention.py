@@ -24,6 +24,7 @@ from cacheblend_rag.blend.attention import (
 from cacheblend_rag.blend.masks import MaskCache
 from cacheblend_rag.blend.onednn import has_fast_matmul, onednn_linear
 from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.memory import raise_malloc_threshold
 
 MATMUL_ROWS = 384
 """Rows of a product, about, heads that share a KV head counted apart: enough for oneDNN to be
@@ -62,6 +63,7 @@ def attend_by_matmul(
 
     For one prompt, without gradients.
     """
+    raise_malloc_threshold()  # for the logits
     _, heads, count, width = query.shape
     kv_heads = keys.shape[1]
     copies = heads // kv_heads
@@ -69,26 +71,42 @@ def attend_by_matmul(
     blocks = list(_blocks(rows, window, _block_rows(copies, keys.shape[2]), masks))
     # Heads that share a KV head become additional rows of its products.
     grouped = query[0].view(kv_heads, copies, count, width)
+    scaled = [
+        (grouped[:, :, block.here].float() * scaling).reshape(kv_heads, -1, width)
+        for block in blocks
+    ]
     grouped_sinks = None if sinks is None else sinks.float().view(kv_heads, copies, 1)
     out = query.new_empty(1, count, heads, width)
     grouped_out = out.view(count, kv_heads, copies, width)
     for head in range(kv_heads):
         head_keys, head_values = (part[0, head].float().contiguous() for part in (keys, values))
-        for block in blocks:
+        for block, queries in zip(blocks, scaled, strict=True):
             bias = block.bias()
-            scaled = (grouped[head, :, block.here].float() * scaling).reshape(-1, width)
-            logits = onednn_linear(scaled, head_keys[block.keys]).view(copies, len(bias), -1)
+            logits = onednn_linear(queries[head], head_keys[block.keys]).view(copies, len(bias), -1)
             logits = capped(logits, softcap)
             seen = logits.shape[2] - block.later
             logits[:, :, seen - bias.shape[1] : seen] += bias
-            logits[:, :, seen:] = -torch.inf
+            if block.later:
+                logits[:, :, seen:] = -torch.inf
             if grouped_sinks is None:
-                weights = shares(logits, None)
+                weights = torch.softmax(logits, -1, out=logits)
             else:
                 weights = shares(logits, grouped_sinks[head].expand(-1, len(bias)))
-            attended = onednn_linear(weights.view(len(scaled), -1), head_values[block.keys].T)
+            attended = onednn_linear(weights.flatten(0, 1), head_values[block.keys].T)
             grouped_out[block.here, head] = attended.view(copies, -1, width).transpose(0, 1)
     return out
+
+
+def attend_by_mass(mass: Tensor, values: Tensor) -> Tensor:
+    """Return rows' attention, as ``attend_rows`` does, given their ``attention_mass``.
+
+    mass: (heads, rows, tokens) float32. values: (1, kv_heads, tokens, head_dim). Returns (1, rows,
+    heads, head_dim), of the values' dtype.
+    """
+    (heads, count, tokens), (kv_heads, _, width) = mass.shape, values.shape[1:]
+    grouped = mass.view(kv_heads, -1, tokens)
+    parts = [onednn_linear(grouped[head], values[0, head].float().T) for head in range(kv_heads)]
+    return torch.cat(parts).view(heads, count, width).transpose(0, 1)[None].to(values.dtype)
 
 
 @dataclass(frozen=True, slots=True)

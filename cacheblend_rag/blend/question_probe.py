@@ -12,8 +12,10 @@ from torch import Tensor
 from cacheblend_rag.blend.attention import attention_mass
 from cacheblend_rag.blend.fused import FusedKV, RingKV
 from cacheblend_rag.blend.graphed import Graphed
+from cacheblend_rag.blend.matmul_attention import attend_by_mass, prefers_matmul
 from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import BlendPass, Candidates
+from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Mask, Rows
 from cacheblend_rag.blend.schedule import Schedule
 from cacheblend_rag.blend.selectors import Probe, make_selector
@@ -73,9 +75,11 @@ def probe_question(
             asked.show(layer, fused, observer)
             yield
     else:
+        on_cpu = stack.geometry.device.type == "cpu"  # passes with such an attention have no graphs
         run = BlendPass(
             stack, token_ids, fused, candidates, REUSE_ONLY,
             observers=[observer], before_layer=before_layer, graphed=graphed,
+            attention=_ObservedAttention(observer) if on_cpu else None,
             layers=depth, needs_hidden=False,
         )  # fmt: skip
         yield from run.steps()
@@ -138,20 +142,46 @@ class _Asked(Observer):
             observer.attended(call, rows, fused.layer(layer)[0])
 
 
+class _ObservedAttention:
+    """An `Attention` that uses the attention weights that its observer has just computed.
+
+    Those are of the question's tokens, so only their products with the values are missing.
+    """
+
+    def __init__(self, observer: _QuestionAttention) -> None:
+        self._observer, self._others = observer, RowAttention()
+        observer.keeps_shares = True
+
+    def __call__(self, call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
+        shares = self._observer.take_shares()
+        if shares is None:
+            return self._others(call, fused, rows)
+        asked = attend_by_mass(shares, fused.layer(call.layer)[1])
+        first = len(rows) - shares.shape[1]
+        del shares  # before the others' attention takes memory
+        if first == 0:
+            return asked
+        others = self._others(call.part(0, first), fused, rows.part(0, first))
+        return torch.cat((others, asked), 1)
+
+
 class _QuestionAttention(Observer):
     """Collects what the question's tokens attend to in the observed layers.
 
     layers: (tokens,) of each, or (question tokens, tokens), see _of_all_layers; of this rank's
-    heads. work: floating-point operations that took.
+    heads. work: floating-point operations that took, beyond those of the pass. keeps_shares:
+    whether the pass takes the question's attention weights from here where `attend_by_matmul`
+    would compute the same. The last layer's are not kept: the pass ends before its attention.
     """
 
     def __init__(
         self, stack: DecoderStack, probe: Probe, observed: Collection[int], question_start: int
     ) -> None:
         self.layers: list[Tensor] = []
-        self.work = 0.0
+        self.work, self.keeps_shares = 0.0, False
         self._costs, self._question_start, self._probe = stack.costs, question_start, probe
-        self._observed = observed
+        self._observed, self._last = observed, max(observed)
+        self._shares: Tensor | None = None
 
     def watches(self, layer: int) -> bool:
         return layer in self._observed
@@ -165,9 +195,18 @@ class _QuestionAttention(Observer):
             scaling=call.scaling, window=call.window, softcap=call.softcap, sinks=call.sinks,
         )  # fmt: skip
         self.layers.append(self._reduced(shares))
+        is_last = call.layer == self._last
+        if self.keeps_shares and not is_last and prefers_matmul(call.query, keys.shape[2]):
+            self._shares = shares
+            return
         # Query by key once more, over all keys, and no values: half of what a pair costs.
         per_pair = self._costs[call.layer].per_pair / 2
         self.work += per_pair * shares.shape[1] * shares.shape[2]
+
+    def take_shares(self) -> Tensor | None:
+        """Return the attention weights (heads, question tokens, tokens) that are kept, once."""
+        shares, self._shares = self._shares, None
+        return shares
 
     def _reduced(self, shares: Tensor) -> Tensor:
         """Reduce attention, (heads, question tokens, tokens), as far as one rank can."""

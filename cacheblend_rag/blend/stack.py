@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -32,6 +32,11 @@ class AttentionCall:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+
+    def part(self, start: int, stop: int) -> AttentionCall:
+        """Return the call for the rows with indices ``start`` to ``stop`` - 1."""
+        own = {name: getattr(self, name)[:, :, start:stop] for name in ("query", "key", "value")}
+        return replace(self, **own)
 
 
 Attend = Callable[[AttentionCall], Tensor]

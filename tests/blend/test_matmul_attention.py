@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from cacheblend_rag.blend import matmul_attention, onednn
-from cacheblend_rag.blend.attention import attend_rows
+from cacheblend_rag.blend.attention import attend_rows, attention_mass
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.masks import MaskCache
 from cacheblend_rag.blend.matmul_attention import (
+    attend_by_mass,
     attend_by_matmul,
     prefers_matmul,
 )
@@ -64,6 +65,28 @@ def test_rows_get_what_dense_causal_attention_gives_them(
         found = attend_by_matmul(asked, keys, values, rows, scaling=0.3, masks=masks, **options)
         assert found.shape == (1, len(rows), HEADS, query.shape[3])
         torch.testing.assert_close(found[0], wanted, atol=1e-5, rtol=0)
+
+
+@CASES
+@ROWS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_the_mass_times_the_values(
+    rows: Rows,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    query, keys, values = (part.to(dtype) for part in made_inputs())
+    asked = query[:, :, rows.device]
+    options: dict[str, Any] = {
+        "scaling": 0.3, "window": window, "softcap": softcap, "sinks": sinks
+    }  # fmt: skip
+    found = attend_by_mass(attention_mass(asked, keys, rows, **options), values)
+    assert (found.dtype, found.shape) == (dtype, (1, len(rows), HEADS, query.shape[3]))
+    wanted = attend_rows(asked.float(), keys.float(), values.float(), rows, **options)
+    tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

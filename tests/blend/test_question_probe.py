@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.blend import BlendPass, FusedKV, RingKV
+from cacheblend_rag.blend import BlendPass, FusedKV, RingKV, question_probe
+from cacheblend_rag.blend.onednn import has_onednn
 from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.selectors import Probe
@@ -83,11 +84,21 @@ def work_of(prompt: Prompt, stack: FakeStack, layers: int) -> float:
     return reuse.stats.work
 
 
+@pytest.fixture(params=["matrix products", "kernels"])
+def spent_twice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
+    """How often the question's attention is computed beside that of the pass: 0 or 1 times."""
+    by_matmul = request.param == "matrix products"
+    if by_matmul and not has_onednn():
+        pytest.skip("oneDNN is used on x86 only")
+    monkeypatch.setattr(question_probe, "prefers_matmul", lambda *_: by_matmul)
+    return float(not by_matmul)
+
+
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 @pytest.mark.parametrize("layers", [3, 4])
 @pytest.mark.parametrize("softcap", [None, 0.5])
 def test_attention_of_the_question_is_summed_over_its_tokens_and_the_upper_layers(
-    prompt: Prompt, layers: int, softcap: float | None
+    prompt: Prompt, layers: int, softcap: float | None, spent_twice: float
 ) -> None:
     stack = FakeStack(windows=(None, 9, None, 9)[:layers], softcap=softcap)
     start = prompt.tokens - 4
@@ -96,7 +107,8 @@ def test_attention_of_the_question_is_summed_over_its_tokens_and_the_upper_layer
     for layer, shares in attention(prompt, start, stack).items():
         if layer >= layers // 2:
             wanted += shares.sum(1).amax(0)
-            twice += stack.costs[layer].per_pair / 2 * shares.shape[1] * prompt.tokens
+            spent = 1.0 if layer == layers - 1 else spent_twice  # the last one does not attend
+            twice += spent * stack.costs[layer].per_pair / 2 * shares.shape[1] * prompt.tokens
     torch.testing.assert_close(mass, wanted, atol=1e-5, rtol=0)
     assert mass.dtype == torch.float32
     assert work == work_of(prompt, stack, layers) + twice
@@ -117,14 +129,16 @@ def test_attention_of_the_question_is_summed_over_its_tokens_and_the_upper_layer
     ],
 )  # fmt: skip
 def test_a_probe_observes_what_it_says(
-    options: dict[str, Any], layers: tuple[int, ...], wanted: Any
+    options: dict[str, Any], layers: tuple[int, ...], wanted: Any, spent_twice: float
 ) -> None:
     prompt, stack = Prompt(), FakeStack()
     mass, work = probed(prompt, TOKENS - 4, stack, Probe(**options))
     shares = attention(prompt, TOKENS - 4, FakeStack())
     expected = torch.stack([wanted(shares[layer]) for layer in layers]).sum(0)
     torch.testing.assert_close(mass, expected, atol=1e-5, rtol=0)
-    twice = sum(stack.costs[layer].per_pair / 2 * 4 * TOKENS for layer in layers)
+    spent = [*[spent_twice] * (len(layers) - 1), 1.0]  # the last one does not attend
+    pairs = zip(layers, spent, strict=True)
+    twice = sum(each * stack.costs[layer].per_pair / 2 * 4 * TOKENS for layer, each in pairs)
     assert work == work_of(prompt, FakeStack(), layers[-1] + 1) + twice
     assert max(event.layer for event in stack.log) == layers[-1], "no layer after the last observed"
 

@@ -18,6 +18,7 @@ from cacheblend_rag.bench.ttft import TtftRow
 from cacheblend_rag.demo.passages import load_real_texts
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds
 from tests.servers import redis_place, tier_at
 
 TINY = shapes.ModelShape(
@@ -27,7 +28,8 @@ needs_fadvise = pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="Linux 
 SMALL = ("--chunks", 2, "--chunk-tokens", 48, "--question-tokens", 4, "--repeat", 1)
 FIELDS = {
     "engine", "shape", "model", "prompt_tokens", "selector", "ratio", "tier", "full_seconds",
-    "blend_seconds", "speedup", "bound", "share_of_bound", "peak_extra_bytes", "prompt_kv_bytes",
+    "blend_seconds", "speedup", "bound", "share_of_bound", "work_bound",
+    "share_of_work_bound", "peak_extra_bytes", "prompt_kv_bytes",
     "prefix_caching_seconds", "batched_tokens", "runs", "load_seconds", "load_hidden_seconds",
     "hidden_share", "precision", "neighbours", "cold",
 }  # fmt: skip
@@ -105,6 +107,7 @@ def test_one_row_stands_alone(cli, slow_blends, selector):
     assert (row["engine"], row["shape"], row["ratio"]) == ("transformers", "tiny", 0.15)
     assert row["speedup"] == pytest.approx(row["full_seconds"] / row["blend_seconds"])
     assert row["share_of_bound"] == pytest.approx(row["speedup"] / row["bound"])
+    assert row["share_of_work_bound"] == pytest.approx(row["speedup"] / row["work_bound"])
     assert row["prompt_kv_bytes"] == 100 * 4 * 2 * 2 * 8 * 4
 
 
@@ -276,13 +279,17 @@ def test_a_tier_is_measured_by_its_url_and_left_as_it_was(cli, redis):
 def test_what_is_hidden_is_the_share_that_was_not_waited_for():
     runs = {"full": [4.0], "blend": [1.0]}
     loads = [(0.1, 0.9), (0.5, 0.5), (0.3, 0.9)]
-    row = TtftRow.of(plan(), "toy", 0.15, "disk", runs, tokens=TOKENS, loads=loads)
+    row = TtftRow.of(plan(), "toy", 0.15, "disk", runs, report=REPORT, loads=loads)
     assert (row.load_seconds, row.load_hidden_seconds, row.hidden_share) == (0.3, 0.9, 0.75)
-    memory = TtftRow.of(plan(), "toy", 0.15, "host", runs, tokens=TOKENS)
+    assert (row.work_bound, row.share_of_work_bound) == (5.0, 0.8)
+    memory = TtftRow.of(plan(), "toy", 0.15, "host", runs, report=REPORT)
     assert (memory.load_seconds, memory.hidden_share) == (None, None)
 
 
-TOKENS = PromptTokens(prompt=500, chunks=400, question=100)
+REPORT = BlendReport(
+    "toy", True, None, 500, 300, 100, 100, 0.25, "hkvd", "document", 0.2, PhaseSeconds(),
+    (ChunkReport("0" * 32, 0, 400, True, recomputed=100),),
+)  # fmt: skip
 
 
 def plan(**changes):

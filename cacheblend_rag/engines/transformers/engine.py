@@ -37,6 +37,7 @@ from cacheblend_rag.engines.transformers.given_model import GivenModel
 from cacheblend_rag.engines.transformers.guiding import Guides
 from cacheblend_rag.engines.transformers.keeping import store_computed
 from cacheblend_rag.engines.transformers.model_steps import in_idle_turns, in_turns, lock_of
+from cacheblend_rag.engines.transformers.openmp import end_openmp_threads
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import Prefilled
 from cacheblend_rag.engines.transformers.prefill_queue import queue_of
@@ -145,6 +146,7 @@ class TransformersEngine(Engine, ScoringEngine):
         self.prefixes = PrefixWriter(self.store)
         self.namespace = namespace
         self._take(self._watched.tried())
+        end_openmp_threads()  # of loading and testing
         self._check_config(config)
         self._pool = ThreadPoolExecutor(ASYNC_THREADS, thread_name_prefix="cacheblend")
         self._eos = eos_token_ids(self.model, given.tokenizer)
@@ -247,6 +249,8 @@ class TransformersEngine(Engine, ScoringEngine):
                 raise
         else:
             return
+        finally:
+            end_openmp_threads()
         # After the handler: the error's traceback kept the request's KV.
         raise self._out_of_memory(request, lack)
 

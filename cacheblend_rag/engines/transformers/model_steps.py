@@ -17,6 +17,7 @@ from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers.cpu_threads import cpu_threads
+from cacheblend_rag.engines.transformers.openmp import end_openmp_threads
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.kv.fetch import LayerSource
 
@@ -84,13 +85,16 @@ def run_steps(
 
 def in_turns(lock: PriorityLock, steps: Iterator[T]) -> Iterator[T]:
     """Run each step under the lock, so that other requests run in between."""
-    while True:
-        with working(), lock.taken(), inference():
-            try:
-                item = next(steps)
-            except StopIteration:
-                return
-        yield item
+    try:
+        while True:
+            with working(), lock.taken(), inference():
+                try:
+                    item = next(steps)
+                except StopIteration:
+                    return
+            yield item
+    finally:
+        end_openmp_threads()
 
 
 def run_when_idle(lock: PriorityLock, steps: Steps[T]) -> Steps[T]:

@@ -7,16 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock, RLock
 
+from cacheblend_rag.engines.transformers.openmp import end_openmp_threads
+
 QUIET_SECONDS = 0.02
 """Seconds without use after which a model counts as idle; requests pause for less."""
 
 
 class PriorityLock:
-    """The lock of one model, held for a layer or a decode step at a time."""
+    """The lock of one model, held for a layer or a decode step at a time.
+
+    A thread that leaves it to another one, or to nobody after background work, ends its OpenMP
+    threads.
+    """
 
     def __init__(self) -> None:
         self._driving, self._counting = RLock(), Lock()
-        self._wanted, self._left_at = 0, -QUIET_SECONDS
+        self._wanted, self._queued, self._left_at = 0, 0, -QUIET_SECONDS
 
     @contextmanager
     def wanted(self) -> Iterator[None]:
@@ -32,8 +38,23 @@ class PriorityLock:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Hold the lock for a request."""
-        with self.wanted(), self._driving:
-            yield
+        with self.wanted():
+            self._queue()
+            try:
+                yield
+            finally:
+                if self._queued:
+                    end_openmp_threads()
+                self._driving.release()
+
+    def _queue(self) -> None:
+        with self._counting:
+            self._queued += 1
+        try:
+            self._driving.acquire()
+        finally:
+            with self._counting:
+                self._queued -= 1
 
     @property
     def is_quiet(self) -> bool:
@@ -54,6 +75,7 @@ class PriorityLock:
             yield is_mine
         finally:
             if is_mine:
+                end_openmp_threads()
                 self._driving.release()
 
     def _quiet_in(self) -> float:

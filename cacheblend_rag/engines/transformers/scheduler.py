@@ -28,6 +28,7 @@ from cacheblend_rag.engines.transformers.batched_decode import decode_batch
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.decoding import NextLogits
 from cacheblend_rag.engines.transformers.model_steps import lock_of, short_operations
+from cacheblend_rag.engines.transformers.openmp import end_openmp_threads
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
@@ -198,6 +199,8 @@ class DecodeScheduler:
                 batch, began = self._taken(), monotonic()
                 self._decode(batch)
         finally:
+            if len(self._decoding) > 1:  # another thread may run the next step
+                end_openmp_threads()
             self._finish(batch, monotonic() - began)
 
     def _gather(self) -> None:
