@@ -222,10 +222,6 @@ class ChunkKV:
         return self.mapped(lambda tensor: tensor.to(device))
 
 
-SERIAL_NUMBERS = 32_767
-"""PyTorch reduces so many numbers on one thread (one less than its GRAIN_SIZE)."""
-
-
 class NotFiniteError(ValueError):
     """Numbers of a chunk KV are NaN or infinite."""
 
@@ -250,12 +246,5 @@ def is_finite(tensor: Tensor) -> bool:
 
     Either makes the sum NaN or infinite, which is twice as fast as testing each number. A sum may
     also overflow; then minimum and maximum decide: NaN makes both NaN, infinity is one of them.
-
-    On a CPU it never runs in parallel: a thread's first parallel operation starts OpenMP threads of
-    its own, which stay. With more of them than CPUs, GNU's OpenMP lets threads sleep between
-    parallel operations, no longer spin: after chunks were read from disk by several threads, blends
-    took 1.3 times as long.
     """
-    on_cpu = tensor.device.type == "cpu"
-    parts = torch.split(tensor.view(-1), SERIAL_NUMBERS) if on_cpu else (tensor,)
-    return all(math.isfinite(p.sum()) or all(map(math.isfinite, p.aminmax())) for p in parts)
+    return math.isfinite(tensor.sum()) or all(map(math.isfinite, tensor.aminmax()))

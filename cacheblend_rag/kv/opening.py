@@ -18,6 +18,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.lookup import StoreMiss, miss_of
 from cacheblend_rag.kv.shared_chunk import Found
 from cacheblend_rag.kv.tiers import Tier
+from cacheblend_rag.openmp import use_one_thread
 
 T = TypeVar("T")
 FETCH_THREADS = 16
@@ -40,7 +41,9 @@ class TierThreads:
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self._pools = {
-            tier.name: ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix=f"kv-fetch-{tier.name}")
+            tier.name: ThreadPoolExecutor(
+                FETCH_THREADS, f"kv-fetch-{tier.name}", initializer=use_one_thread
+            )
             for tier in tiers
         }
 

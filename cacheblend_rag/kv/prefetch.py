@@ -12,6 +12,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.tiers import Tier
 from cacheblend_rag.kv.whole_chunks import WholeChunks
+from cacheblend_rag.openmp import use_one_thread
 
 PREFETCH_THREADS = 2
 ASKED_AT_ONCE = 64
@@ -32,7 +33,7 @@ class Prefetch:
         closing: threading.Event,
     ) -> None:
         self._tiers, self._chunks, self._locks, self.closing = tiers, chunks, locks, closing
-        self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
+        self._pool = ThreadPoolExecutor(PREFETCH_THREADS, "kv-prefetch", initializer=use_one_thread)
 
     def submit(self, work: Callable[[], object]) -> None:
         """Run work in the background; skipped if the store is closed or no thread is left."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.compact import compact
 from cacheblend_rag.kv.stored_chunk import StoredChunk
+from cacheblend_rag.openmp import use_one_thread
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ class WriteQueue:
         return lost
 
     def _run(self) -> None:
+        use_one_thread()
         while (taken := self._take()) is not None:
             try:
                 self._write(*taken)

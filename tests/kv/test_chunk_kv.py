@@ -1,14 +1,12 @@
 """ChunkKV and KVKey: sizes, what is refused, what is related."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from cacheblend_rag.kv import ChunkKV, KVKey, chunk_id, fingerprint
-from cacheblend_rag.kv.chunk_kv import SERIAL_NUMBERS, is_finite, namespace_id, prefix_ids
+from cacheblend_rag.kv.chunk_kv import is_finite, namespace_id, prefix_ids
 from tests.kv.samples import make_kv
 
 
@@ -113,42 +111,3 @@ def test_numbers_are_finite_though_their_sum_is_not(dtype):
     both = torch.zeros(4, 8, dtype=dtype)
     both[0, 0], both[1, 1] = torch.inf, -torch.inf
     assert not is_finite(both)
-
-
-@pytest.mark.parametrize("place", [0, SERIAL_NUMBERS - 1, SERIAL_NUMBERS, -1])
-def test_each_number_of_a_large_tensor_is_checked(place):
-    numbers = torch.zeros(2, 3, SERIAL_NUMBERS)
-    assert is_finite(numbers)
-    numbers.view(-1)[place] = torch.nan
-    assert not is_finite(numbers)
-
-
-CHECKED = """
-import os
-import threading
-import torch
-from cacheblend_rag.kv.chunk_kv import is_finite
-
-def threads(compute):
-    counts = []
-    def run():
-        compute(numbers)
-        counts.append(len(os.listdir("/proc/self/task")))
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return counts[0]
-
-torch.set_num_threads(3)
-numbers = torch.zeros(1 << 20)
-print(threads(is_finite), threads(torch.sum))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the process's threads from /proc")
-def test_a_check_starts_no_threads():
-    run = subprocess.run(
-        [sys.executable, "-c", CHECKED], capture_output=True, text=True, check=True, timeout=120
-    )
-    checking, summing = map(int, run.stdout.split())
-    assert checking < summing

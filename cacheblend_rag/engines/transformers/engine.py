@@ -37,7 +37,6 @@ from cacheblend_rag.engines.transformers.given_model import GivenModel
 from cacheblend_rag.engines.transformers.guiding import Guides
 from cacheblend_rag.engines.transformers.keeping import store_computed
 from cacheblend_rag.engines.transformers.model_steps import in_idle_turns, in_turns, lock_of
-from cacheblend_rag.engines.transformers.openmp import end_openmp_threads
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import Prefilled
 from cacheblend_rag.engines.transformers.prefill_queue import queue_of
@@ -53,6 +52,7 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.verify import unreadable
 from cacheblend_rag.memory import give_back_unused, lack_of_memory, prompt_memory
 from cacheblend_rag.models import public_name
+from cacheblend_rag.openmp import end_openmp_threads
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.precompute import (

@@ -17,9 +17,9 @@ from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers.cpu_threads import cpu_threads
-from cacheblend_rag.engines.transformers.openmp import end_openmp_threads
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.kv.fetch import LayerSource
+from cacheblend_rag.openmp import end_openmp_threads
 
 PATIENCE_SECONDS = 0.05
 """Seconds between checks whether a request that waits for its chunks was cancelled."""

@@ -10,6 +10,7 @@ from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.kv.budget import Budget, Reservation
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.openmp import use_one_thread
 from cacheblend_rag.prefill.prefix import KVPart
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class PrefixWriter:
 
     def __init__(self, store: TieredKVStore) -> None:
         self._store = store
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-prefix")
+        self._pool = ThreadPoolExecutor(1, "cacheblend-prefix", initializer=use_one_thread)
         self._room = Budget(MOST_WAITING_BYTES)
 
     def put(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock, RLock
 
-from cacheblend_rag.engines.transformers.openmp import end_openmp_threads
+from cacheblend_rag.openmp import end_openmp_threads
 
 QUIET_SECONDS = 0.02
 """Seconds without use after which a model counts as idle; requests pause for less."""

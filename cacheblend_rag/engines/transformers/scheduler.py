@@ -28,11 +28,11 @@ from cacheblend_rag.engines.transformers.batched_decode import decode_batch
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.decoding import NextLogits
 from cacheblend_rag.engines.transformers.model_steps import lock_of, short_operations
-from cacheblend_rag.engines.transformers.openmp import end_openmp_threads
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.memory import give_back_unused, lack_of_memory
+from cacheblend_rag.openmp import end_openmp_threads
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.openmp import use_one_thread
 
 T = TypeVar("T")
 
@@ -16,5 +17,5 @@ def in_parallel(do: Callable[[KVKey], T], keys: Sequence[KVKey], threads: int) -
     threads = min(threads, len(keys))
     if threads <= 1:
         return [do(key) for key in keys]
-    with ThreadPoolExecutor(threads, thread_name_prefix="kv-tier") as pool:
+    with ThreadPoolExecutor(threads, "kv-tier", initializer=use_one_thread) as pool:
         return list(pool.map(do, keys))

@@ -10,6 +10,7 @@ from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.put_result import PutResult
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.openmp import use_one_thread
 from cacheblend_rag.reason import Reason
 
 MOST_WAITING = 8
@@ -26,7 +27,7 @@ class ChunkWriter:
 
     def __init__(self, stack: DecoderStack, store: TieredKVStore) -> None:
         self._stack, self._store = stack, store
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-put")
+        self._thread = ThreadPoolExecutor(1, "kv-put", initializer=use_one_thread)
         self._puts: list[Future[PutResult]] = []
         self.results: list[PutResult] = []
         self.refused: Counter[Reason] = Counter()

@@ -1,10 +1,11 @@
-"""Ends the OpenMP threads of a thread that has finished computing.
+"""Keeps the OpenMP threads of PyTorch's CPU operations to one thread of a process.
 
-Each thread that runs a parallel operation of PyTorch on a CPU gets OpenMP threads of its own, which
-stay as long as it does. Once a process has more of them than CPUs, GNU's OpenMP no longer lets them
-spin between parallel operations: each of a blend's thousands then wakes sleeping threads. With a
-second thread of a server, or of LangChain's ``batch``, blends at a ratio of .05 took 1.3 times as
-long in all threads. Ended in time, they are those of one thread, as a rule.
+Each thread that runs a parallel operation gets OpenMP threads of its own, which stay as long as it
+does. Once a process has more of them than CPUs, GNU's OpenMP no longer lets them spin between
+parallel operations: each of a blend's thousands then wakes sleeping threads. After chunks were read
+from disk by several threads, or from a second thread of a server on, blends at a ratio of .05 took
+1.3 times as long in all threads. So threads that only move chunks use themselves alone, and those
+that run a model end their OpenMP threads when they have finished.
 """
 
 from __future__ import annotations
@@ -33,6 +34,19 @@ def end_openmp_threads() -> None:
         return
     for library in _libraries():
         library.omp_pause_resource_all(SOFT)
+
+
+def use_one_thread() -> None:
+    """Run the calling thread's CPU operations on itself alone from now on.
+
+    Unlike ``torch.set_num_threads``, which new threads of the process would take over.
+    Does nothing where PyTorch does not use GNU's OpenMP, and on systems other than Linux.
+    """
+    import torch  # here, so that a command that needs no model does not wait for it
+
+    torch.get_num_threads()  # PyTorch sets a thread's number when it is first asked
+    for library in _libraries():
+        library.omp_set_num_threads(1)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag import Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag import Chunk, SamplingParams, TransformersEngine, openmp
 from cacheblend_rag.engines.transformers import engine as engines
-from cacheblend_rag.engines.transformers import openmp, priority_lock
-from cacheblend_rag.engines.transformers.openmp import end_openmp_threads
+from cacheblend_rag.engines.transformers import priority_lock
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
+from cacheblend_rag.kv import opening, write_queue
+from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.openmp import end_openmp_threads
+from cacheblend_rag.settings import StoreConfig
 from tests.models import make_model, make_tokenizer, prompt_of, words
 
 needs_gnu_openmp = pytest.mark.skipif(
@@ -25,7 +29,7 @@ COUNTED = """
 import os
 import threading
 import torch
-from cacheblend_rag.engines.transformers.openmp import end_openmp_threads
+from cacheblend_rag.openmp import end_openmp_threads, use_one_thread
 
 def threads():
     return len(os.listdir("/proc/self/task"))
@@ -52,6 +56,17 @@ counts = [threads() + 1]
 other.start()
 other.join()
 print(counts)
+def read():
+    use_one_thread()
+    compute()
+    counts.append(threads())
+    counts.append(torch.get_num_threads())
+
+other = threading.Thread(target=read)
+counts = [threads() + 1]
+other.start()
+other.join()
+print(counts, torch.get_num_threads())
 compute()
 if os.fork() == 0:
     end_openmp_threads()  # would wait for threads of the parent
@@ -61,14 +76,16 @@ print(os.wait()[1])
 
 
 @needs_gnu_openmp
-def test_a_threads_openmp_threads_are_ended_and_started_anew() -> None:
+def test_a_threads_openmp_threads_are_ended_started_anew_and_done_without() -> None:
     run = subprocess.run(
         [sys.executable, "-c", COUNTED], capture_output=True, text=True, check=True, timeout=120
     )
-    *found, forked = run.stdout.splitlines()
+    *found, reading, forked = run.stdout.splitlines()
     for one in found:
         before, computing, ended, again = map(int, one.strip("[]").split(","))
         assert (computing, ended, again) == (before + 2, before, before)
+    before, beside, own, others = map(int, re.findall(r"\d+", reading))
+    assert (beside, own, others) == (before, 1, 3)
     assert forked == "0"
 
 
@@ -143,3 +160,22 @@ def test_background_work_ends_its_threads_each_time(ended: list[int]) -> None:
         with lock.left_over(1.0) as is_mine:
             assert is_mine
     assert ended == [threading.get_ident()] * 2
+
+
+def test_threads_that_move_chunks_start_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: set[str] = set()
+
+    def noted() -> None:
+        names.add(threading.current_thread().name.rstrip("_0123456789"))
+
+    for module in (opening, write_queue):
+        monkeypatch.setattr(module, "use_one_thread", noted)
+    tiers = ("host://", f"disk://{tmp_path}?write=behind")
+    with TieredKVStore.of(StoreConfig(tiers=tiers)) as store:
+        engine = TransformersEngine(make_model("llama"), tokenizer=make_tokenizer(), store=store)
+        chunk = Chunk(words(40, 2))
+        engine.precompute([chunk], progress=False)
+        engine.generate(prompt_of(chunk, words(5, 3)), SamplingParams(max_tokens=1))
+    assert names >= {"kv-fetch-host", "kv-write-disk"}
