@@ -11,6 +11,7 @@ that run a model end their OpenMP threads when they have finished.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from ctypes import CDLL
 from functools import cache
 from pathlib import Path
@@ -56,9 +57,13 @@ def _libraries() -> tuple[CDLL, ...]:
     There may be several: packages bring their own.
     """
     try:
-        lines = MAPS.read_text().splitlines()
+        lines = MAPS.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return ()
-    paths = {line.split(maxsplit=5)[-1] for line in lines if LIBRARY in line}
-    loaded = [CDLL(path) for path in sorted(paths) if Path(path).is_file()]
-    return tuple(library for library in loaded if hasattr(library, "omp_pause_resource_all"))
+    paths = {Path(line.split(maxsplit=5)[-1]) for line in lines if LIBRARY in line}
+    found: list[CDLL] = []
+    for path in sorted(paths):
+        if path.name.startswith(LIBRARY):
+            with suppress(OSError):  # its file may be gone, or be no library
+                found.append(CDLL(str(path)))
+    return tuple(library for library in found if hasattr(library, "omp_pause_resource_all"))

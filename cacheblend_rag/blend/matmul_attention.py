@@ -71,18 +71,15 @@ def attend_by_matmul(
     blocks = list(_blocks(rows, window, _block_rows(copies, keys.shape[2]), masks))
     # Heads that share a KV head become additional rows of its products.
     grouped = query[0].view(kv_heads, copies, count, width)
-    scaled = [
-        (grouped[:, :, block.here].float() * scaling).reshape(kv_heads, -1, width)
-        for block in blocks
-    ]
     grouped_sinks = None if sinks is None else sinks.float().view(kv_heads, copies, 1)
     out = query.new_empty(1, count, heads, width)
     grouped_out = out.view(count, kv_heads, copies, width)
     for head in range(kv_heads):
         head_keys, head_values = (part[0, head].float().contiguous() for part in (keys, values))
-        for block, queries in zip(blocks, scaled, strict=True):
-            bias = block.bias()
-            logits = onednn_linear(queries[head], head_keys[block.keys]).view(copies, len(bias), -1)
+        scaled = grouped[head].float() * scaling
+        for block in blocks:
+            bias, asked = block.bias(), scaled[:, block.here].reshape(-1, width)
+            logits = onednn_linear(asked, head_keys[block.keys]).view(copies, len(bias), -1)
             logits = capped(logits, softcap)
             seen = logits.shape[2] - block.later
             logits[:, :, seen - bias.shape[1] : seen] += bias
@@ -97,15 +94,19 @@ def attend_by_matmul(
     return out
 
 
-def attend_by_mass(mass: Tensor, values: Tensor) -> Tensor:
+def attend_by_mass(mass: Tensor, values: Tensor, seen: int) -> Tensor:
     """Return rows' attention, as ``attend_rows`` does, given their ``attention_mass``.
 
-    mass: (heads, rows, tokens) float32. values: (1, kv_heads, tokens, head_dim). Returns (1, rows,
-    heads, head_dim), of the values' dtype.
+    mass: (heads, rows, tokens) float32. values: (1, kv_heads, tokens, head_dim). seen: the last
+    row's position + 1; values from there on are not read. Returns (1, rows, heads, head_dim), of
+    the values' dtype.
     """
     (heads, count, tokens), (kv_heads, _, width) = mass.shape, values.shape[1:]
-    grouped = mass.view(kv_heads, -1, tokens)
-    parts = [onednn_linear(grouped[head], values[0, head].float().T) for head in range(kv_heads)]
+    grouped, values = mass.view(kv_heads, -1, tokens)[:, :, :seen], values[0, :, :seen]
+    parts = [
+        onednn_linear(grouped[head].contiguous(), values[head].float().T)
+        for head in range(kv_heads)
+    ]
     return torch.cat(parts).view(heads, count, width).transpose(0, 1)[None].to(values.dtype)
 
 

@@ -150,18 +150,21 @@ class _ObservedAttention:
 
     def __init__(self, observer: _QuestionAttention) -> None:
         self._observer, self._others = observer, RowAttention()
+        self._before: dict[int, tuple[Rows, Rows]] = {}
         observer.keeps_shares = True
 
     def __call__(self, call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
         shares = self._observer.take_shares()
         if shares is None:
             return self._others(call, fused, rows)
-        asked = attend_by_mass(shares, fused.layer(call.layer)[1])
+        asked = attend_by_mass(shares, fused.layer(call.layer)[1], rows.last + 1)
         first = len(rows) - shares.shape[1]
         del shares  # before the others' attention takes memory
         if first == 0:
             return asked
-        others = self._others(call.part(0, first), fused, rows.part(0, first))
+        # Kept, since masks are, and with the rows, so that Python does not reuse their id.
+        _, before = self._before.setdefault(id(rows), (rows, rows.part(0, first)))
+        others = self._others(call.part(0, first), fused, before)
         return torch.cat((others, asked), 1)
 
 
@@ -171,7 +174,8 @@ class _QuestionAttention(Observer):
     layers: (tokens,) of each, or (question tokens, tokens), see _of_all_layers; of this rank's
     heads. work: floating-point operations that took, beyond those of the pass. keeps_shares:
     whether the pass takes the question's attention weights from here where `attend_by_matmul`
-    would compute the same. The last layer's are not kept: the pass ends before its attention.
+    would compute the same, which it does not within a window. The last layer's are not kept: the
+    pass ends before its attention.
     """
 
     def __init__(
@@ -195,13 +199,16 @@ class _QuestionAttention(Observer):
             scaling=call.scaling, window=call.window, softcap=call.softcap, sinks=call.sinks,
         )  # fmt: skip
         self.layers.append(self._reduced(shares))
-        is_last = call.layer == self._last
-        if self.keeps_shares and not is_last and prefers_matmul(call.query, keys.shape[2]):
+        if self.keeps_shares and self._are_wanted(call, rows, keys):
             self._shares = shares
             return
         # Query by key once more, over all keys, and no values: half of what a pair costs.
         per_pair = self._costs[call.layer].per_pair / 2
         self.work += per_pair * shares.shape[1] * shares.shape[2]
+
+    def _are_wanted(self, call: AttentionCall, rows: Rows, keys: Tensor) -> bool:
+        sees_all = call.window is None or call.window > rows.last
+        return sees_all and call.layer != self._last and prefers_matmul(call.query, keys.shape[2])
 
     def take_shares(self) -> Tensor | None:
         """Return the attention weights (heads, question tokens, tokens) that are kept, once."""

@@ -82,7 +82,10 @@ def test_attention_is_the_mass_times_the_values(
     options: dict[str, Any] = {
         "scaling": 0.3, "window": window, "softcap": softcap, "sinks": sinks
     }  # fmt: skip
-    found = attend_by_mass(attention_mass(asked, keys, rows, **options), values)
+    mass = attention_mass(asked, keys, rows, **options)
+    unwritten = values.clone()
+    unwritten[:, :, rows.last + 1 :] = torch.nan
+    found = attend_by_mass(mass, unwritten, rows.last + 1)
     assert (found.dtype, found.shape) == (dtype, (1, len(rows), HEADS, query.shape[3]))
     wanted = attend_rows(asked.float(), keys.float(), values.float(), rows, **options)
     tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps

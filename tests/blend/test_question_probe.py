@@ -94,6 +94,12 @@ def spent_twice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return float(not by_matmul)
 
 
+def times_spent(stack: FakeStack, layer: int, last: int, spent_twice: float) -> float:
+    """The last observed layer does not attend, and one with a window attends by other products."""
+    is_apart = layer == last or stack.windows[layer] is not None
+    return 1.0 if is_apart else spent_twice
+
+
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 @pytest.mark.parametrize("layers", [3, 4])
 @pytest.mark.parametrize("softcap", [None, 0.5])
@@ -107,7 +113,7 @@ def test_attention_of_the_question_is_summed_over_its_tokens_and_the_upper_layer
     for layer, shares in attention(prompt, start, stack).items():
         if layer >= layers // 2:
             wanted += shares.sum(1).amax(0)
-            spent = 1.0 if layer == layers - 1 else spent_twice  # the last one does not attend
+            spent = times_spent(stack, layer, layers - 1, spent_twice)
             twice += spent * stack.costs[layer].per_pair / 2 * shares.shape[1] * prompt.tokens
     torch.testing.assert_close(mass, wanted, atol=1e-5, rtol=0)
     assert mass.dtype == torch.float32
@@ -136,9 +142,11 @@ def test_a_probe_observes_what_it_says(
     shares = attention(prompt, TOKENS - 4, FakeStack())
     expected = torch.stack([wanted(shares[layer]) for layer in layers]).sum(0)
     torch.testing.assert_close(mass, expected, atol=1e-5, rtol=0)
-    spent = [*[spent_twice] * (len(layers) - 1), 1.0]  # the last one does not attend
-    pairs = zip(layers, spent, strict=True)
-    twice = sum(each * stack.costs[layer].per_pair / 2 * 4 * TOKENS for layer, each in pairs)
+    twice = sum(
+        times_spent(stack, layer, layers[-1], spent_twice) * stack.costs[layer].per_pair / 2 * 4
+        for layer in layers
+    )
+    twice *= TOKENS
     assert work == work_of(prompt, FakeStack(), layers[-1] + 1) + twice
     assert max(event.layer for event in stack.log) == layers[-1], "no layer after the last observed"
 

@@ -68,19 +68,22 @@ def run_steps(
     stall: called when that takes longer than ``STALLED_SECONDS``. running: around each step.
     Returns None if it is cancelled meanwhile.
     """
-    while not cancel.is_set():
-        with working(), lock.taken(), running():
-            try:
-                next(steps)
-            except StopIteration as done:
-                return cast(T, done.value)
-        stalled_at = monotonic() + STALLED_SECONDS
-        while source is not None and not source.wait(PATIENCE_SECONDS):
-            if cancel.is_set():
-                return None
-            if monotonic() > stalled_at:
-                stall()
-    return None
+    try:
+        while not cancel.is_set():
+            with working(), lock.taken(), running():
+                try:
+                    next(steps)
+                except StopIteration as done:
+                    return cast(T, done.value)
+            stalled_at = monotonic() + STALLED_SECONDS
+            while source is not None and not source.wait(PATIENCE_SECONDS):
+                if cancel.is_set():
+                    return None
+                if monotonic() > stalled_at:
+                    stall()
+        return None
+    finally:
+        end_openmp_threads()
 
 
 def in_turns(lock: PriorityLock, steps: Iterator[T]) -> Iterator[T]:

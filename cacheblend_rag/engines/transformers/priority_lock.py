@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Lock, RLock
 
 from cacheblend_rag.openmp import end_openmp_threads
@@ -38,20 +38,22 @@ class PriorityLock:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Hold the lock for a request."""
-        with self.wanted():
-            self._queue()
-            try:
-                yield
-            finally:
-                if self._queued:
-                    end_openmp_threads()
-                self._driving.release()
+        with self.wanted(), ExitStack() as queued:
+            queued.enter_context(self._queueing())
+            with self._driving:
+                queued.close()
+                try:
+                    yield
+                finally:
+                    if self._queued:
+                        end_openmp_threads()
 
-    def _queue(self) -> None:
+    @contextmanager
+    def _queueing(self) -> Iterator[None]:
         with self._counting:
             self._queued += 1
         try:
-            self._driving.acquire()
+            yield
         finally:
             with self._counting:
                 self._queued -= 1
@@ -75,8 +77,10 @@ class PriorityLock:
             yield is_mine
         finally:
             if is_mine:
-                end_openmp_threads()
-                self._driving.release()
+                try:
+                    end_openmp_threads()
+                finally:
+                    self._driving.release()
 
     def _quiet_in(self) -> float:
         """Return the seconds until the model counts as idle."""

@@ -199,9 +199,11 @@ class DecodeScheduler:
                 batch, began = self._taken(), monotonic()
                 self._decode(batch)
         finally:
-            if len(self._decoding) > 1:  # another thread may run the next step
-                end_openmp_threads()
-            self._finish(batch, monotonic() - began)
+            try:
+                if len(self._decoding) > 1:  # another thread may run the next step
+                    end_openmp_threads()
+            finally:
+                self._finish(batch, monotonic() - began)
 
     def _gather(self) -> None:
         """Wait for new requests, and for those of the last step, that have not come yet."""
