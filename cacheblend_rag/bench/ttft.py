@@ -47,8 +47,9 @@ class TtftRow:
     shape: of random weights, else None. model: whose own weights they are, else None. bound: the
     speedup that the computed tokens allow (`TtftPlan.bound`). work_bound: the speedup that the
     computed floating-point operations allow, attention and probe included: 1 / compute_share of the
-    report. peak_extra_bytes: the most a blend
-    holds beyond weights and store, None where unmeasurable. prompt_kv_bytes: the prompt's own KV.
+    report; None where vLLM itself computes all that is not reused. peak_extra_bytes: the most a
+    blend holds beyond weights and store, None where unmeasurable. prompt_kv_bytes: the prompt's
+    own KV.
     prefix_caching_seconds: of vLLM's own prefix caching on the same chunks in another order, None
     in the embedded engine. batched_tokens: most tokens vLLM computes in a step.
     runs: seconds of each run of ``full``, ``blend`` and ``prefix_caching``. load_seconds: how long
@@ -70,8 +71,8 @@ class TtftRow:
     speedup: float
     bound: float
     share_of_bound: float
-    work_bound: float
-    share_of_work_bound: float
+    work_bound: float | None
+    share_of_work_bound: float | None
     peak_extra_bytes: int | None
     prompt_kv_bytes: int
     prefix_caching_seconds: float | None = None
@@ -104,7 +105,7 @@ class TtftRow:
         and those hidden.
         """
         seconds = {name: median(run) for name, run in runs.items()}
-        tokens, work_bound = PromptTokens.of(report), 1 / report.compute_share
+        tokens, share = PromptTokens.of(report), report.compute_share
         bound, speedup = plan.bound(ratio, tokens), seconds["full"] / seconds["blend"]
         return cls(
             engine=engine,
@@ -119,8 +120,8 @@ class TtftRow:
             speedup=speedup,
             bound=bound,
             share_of_bound=speedup / bound,
-            work_bound=work_bound,
-            share_of_work_bound=speedup / work_bound,
+            work_bound=1 / share if share else None,
+            share_of_work_bound=speedup * share if share else None,
             peak_extra_bytes=peak_extra_bytes,
             prompt_kv_bytes=plan.subject.kv_bytes(tokens.prompt, plan.torch_dtype),
             prefix_caching_seconds=seconds.get("prefix_caching"),

@@ -43,6 +43,9 @@ def test_time_to_first_token(cli, engine):
     assert outcome.code == 0, outcome.stderr
     rows = outcome.json["rows"]
     assert [(row["tier"], row["ratio"]) for row in rows] == [("disk", 0.25), ("disk", 0)]
+    recomputed, reused = (row["work_bound"] for row in rows)
+    assert recomputed > 1
+    assert reused is None, "vLLM computes the question itself"
     for row in rows:
         assert (row["engine"], row["prompt_tokens"]) == (engine, 3 * 48 + 5)
         assert row["batched_tokens"] >= row["prompt_tokens"]
