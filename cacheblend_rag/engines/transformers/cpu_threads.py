@@ -2,8 +2,9 @@
 
 A parallel operation ends with its slowest thread. A thread whose CPU another process uses waits for
 its turn, some milliseconds, and a blend or a decode step has thousands of operations shorter than
-that. On one thread less, none waits. Ordinary prefill keeps all threads: it has few operations, so
-waiting costs little, and more threads get a larger share of a crowded CPU.
+that. On one thread less, none waits. Ordinary prefill keeps all threads, except for attention by
+matrix products: the rest of it has few operations, so waiting costs little, and more threads get a
+larger share of a crowded CPU.
 """
 
 from __future__ import annotations

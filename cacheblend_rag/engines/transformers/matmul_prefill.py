@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from cacheblend_rag.blend.matmul_attention import attend_by_matmul, prefers_matmul
 from cacheblend_rag.blend.onednn import has_fast_matmul
 from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.engines.transformers.cpu_threads import cpu_threads
 from cacheblend_rag.engines.transformers.interception import ACTIVE, attention_configs
 
 MATMUL = "cacheblend_rag_matmul"
@@ -77,7 +78,8 @@ def _attend(
     if attention_mask is None and is_whole and is_plain and _can_matmul(query, key, value):
         every = Rows.at(np.arange(query.shape[2]), query.device)
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-        return attend_by_matmul(query, key, value, every, scaling=scaling), None
+        with cpu_threads.limited():  # thousands of short operations, unlike the rest of a prefill
+            return attend_by_matmul(query, key, value, every, scaling=scaling), None
     done: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
         is_causal=is_causal, **options,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,31 @@ def test_a_whole_prompt_gets_the_logits_of_sdpa(dtype: torch.dtype, calls: list[
     assert calls == [90] * model.config.num_hidden_layers
     tolerance: dict[str, float] = {} if dtype is torch.float32 else {"atol": 0.05, "rtol": 0.05}
     torch.testing.assert_close(found, wanted, **tolerance)
+
+
+@torch.no_grad()
+def test_it_attends_on_no_more_threads_than_other_processes_leave_cpus_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limited, within = [False], list[bool]()
+    attend = matmul_prefill.attend_by_matmul
+
+    @contextmanager
+    def limit() -> Iterator[None]:
+        limited[0] = True
+        yield
+        limited[0] = False
+
+    def noted(*given: Any, **named: Any) -> torch.Tensor:
+        within.append(limited[0])
+        return attend(*given, **named)
+
+    monkeypatch.setattr(matmul_prefill.cpu_threads, "limited", limit)
+    monkeypatch.setattr(matmul_prefill, "attend_by_matmul", noted)
+    model = matmul_model()
+    model(IDS)
+    assert within == [True] * model.config.num_hidden_layers
+    assert limited == [False]
 
 
 @torch.no_grad()
