@@ -113,9 +113,9 @@ def raise_malloc_threshold() -> None:
     threshold to the size of the largest block, up to 32 MiB, that was ever freed. Other allocators
     ignore it.
     """
-    import torch
+    import numpy as np
 
-    torch.empty(_LARGEST_HEAP_BLOCK, dtype=torch.uint8)  # freed at once, and never written to
+    np.empty(_LARGEST_HEAP_BLOCK, dtype=np.uint8)  # freed at once, and never written to
 
 
 def give_back_unused() -> None:
