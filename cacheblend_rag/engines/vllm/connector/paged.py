@@ -16,7 +16,7 @@ the others. Then their rows attend over a separate cache, which all such layers 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -100,8 +100,8 @@ class PagedKV:
                 return self._plain(call, fused, rows)
             shared = slice(first, leading.last + 1)
             self._write(call.layer, fused, shared, cache, table.native_slots)
-            exact = self._attend_natively(_part(call, 0, len(leading)), cache, leading)
-            other = self._plain(_part(call, len(leading), len(rows)), fused, others)
+            exact = self._attend_natively(call.part(0, len(leading)), cache, leading)
+            other = self._plain(call.part(len(leading), len(rows)), fused, others)
             return torch.cat((exact, other), 1)
         self._write_until(rows, call.layer, fused, cache, first)
         return self._attend_natively(call, cache, rows)
@@ -252,12 +252,6 @@ class PagedKV:
                 key, value = (kv[:, part].transpose(0, 1).contiguous() for kv in (keys, values))
                 layer.impl.do_kv_cache_update(layer, key, value, cache, into)
                 del key, value  # before the next part is copied
-
-
-def _part(call: AttentionCall, start: int, stop: int) -> AttentionCall:
-    """Return the call for the rows with indices ``start`` to ``stop`` - 1."""
-    own = {name: getattr(call, name)[:, :, start:stop] for name in ("query", "key", "value")}
-    return replace(call, **own)
 
 
 def _parts(rows: Tensor | slice) -> Iterator[Tensor | slice]:
