@@ -27,7 +27,7 @@ _SIGNS = (
 """Messages of allocators without an error class: CPU, MPS, pinned memory, cuBLAS."""
 _LONGEST = 200
 _LARGEST_HEAP_BLOCK = 31 << 20
-"""Bytes. glibc's limit (DEFAULT_MMAP_THRESHOLD_MAX) is 32 MiB, including malloc's header."""
+"""In bytes: just below 32 MiB, the largest value of glibc's dynamic mmap threshold."""
 _ALIGNMENT = 64
 """Alignment of CPU tensors in bytes, the same as PyTorch's."""
 
@@ -106,7 +106,7 @@ os.register_at_fork(after_in_child=prompt_memory.after_fork)
 
 @cache
 def raise_malloc_threshold() -> None:
-    """Make glibc's malloc reuse the memory of freed blocks of up to 31 MiB; once per process.
+    """Raise the size up to which glibc's malloc reuses freed blocks to 31 MiB; done once.
 
     By default it maps blocks of 128 KiB or more anew each time, and the system clears their pages:
     attention that allocates 6 MB for logits in each step took 2.3 times as long. glibc raises this

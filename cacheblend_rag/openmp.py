@@ -1,4 +1,4 @@
-"""Keeps the OpenMP threads of PyTorch's CPU operations to one thread of a process.
+"""Limits which threads of a process have OpenMP thread pools, for PyTorch's CPU operations.
 
 Each thread that runs a parallel operation gets OpenMP threads of its own, which stay as long as it
 does. Once a process has more of them than CPUs, GNU's OpenMP no longer lets them spin between
@@ -18,14 +18,14 @@ from pathlib import Path
 
 MAPS = Path("/proc/self/maps")
 LIBRARY = "libgomp"
-"""GNU's OpenMP library. Others spin as long however many threads there are."""
+"""GNU's OpenMP runtime, which PyTorch's wheels for Linux bring."""
 _PROCESS = os.getpid()
 SOFT = 1
-"""OpenMP's ``omp_pause_soft``: settings stay as they are, and the next operation starts threads."""
+"""OpenMP's ``omp_pause_soft``: frees the thread pool and keeps settings such as its size."""
 
 
 def end_openmp_threads() -> None:
-    """End the OpenMP threads of the calling thread, outside of parallel operations.
+    """Free the calling thread's OpenMP thread pool. Not to be called in a parallel region.
 
     Its next parallel operation starts new ones, which takes about 60 microseconds with two CPUs.
     Does nothing where PyTorch does not use GNU's OpenMP, on systems other than Linux, and in a
@@ -38,7 +38,7 @@ def end_openmp_threads() -> None:
 
 
 def use_one_thread() -> None:
-    """Run the calling thread's CPU operations on itself alone from now on.
+    """Set the calling thread's number of intra-op threads to one, for as long as it lives.
 
     Unlike ``torch.set_num_threads``, which new threads of the process would take over.
     Does nothing where PyTorch does not use GNU's OpenMP, and on systems other than Linux.
@@ -52,7 +52,7 @@ def use_one_thread() -> None:
 
 @cache
 def _libraries() -> tuple[CDLL, ...]:
-    """Return the loaded OpenMP libraries that can do it, those of OpenMP 5.0 and later.
+    """Return the loaded GNU OpenMP libraries that have ``omp_pause_resource_all`` (OpenMP 5.0).
 
     There may be several: packages bring their own.
     """

@@ -95,11 +95,11 @@ def attend_by_matmul(
 
 
 def attend_by_mass(mass: Tensor, values: Tensor, seen: int) -> Tensor:
-    """Return rows' attention, as ``attend_rows`` does, given their ``attention_mass``.
+    """Multiply attention weights, as `attention_mass` returns them, by the values.
 
-    mass: (heads, rows, tokens) float32. values: (1, kv_heads, tokens, head_dim). seen: the last
-    row's position + 1; values from there on are not read. Returns (1, rows, heads, head_dim), of
-    the values' dtype.
+    mass: the weights, (heads, rows, tokens) float32. values: (1, kv_heads, tokens, head_dim).
+    seen: the last row's position + 1; values from there on are not read. Returns (1, rows, heads,
+    head_dim), of the values' dtype, as `attend_rows` does.
     """
     (heads, count, tokens), (kv_heads, _, width) = mass.shape, values.shape[1:]
     grouped, values = mass.view(kv_heads, -1, tokens)[:, :, :seen], values[0, :, :seen]

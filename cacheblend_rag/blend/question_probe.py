@@ -143,9 +143,9 @@ class _Asked(Observer):
 
 
 class _ObservedAttention:
-    """An `Attention` that uses the attention weights that its observer has just computed.
+    """An `Attention` that reuses the softmax weights that its observer has just computed.
 
-    Those are of the question's tokens, so only their products with the values are missing.
+    Those of the question's tokens then only need to be multiplied by the values.
     """
 
     def __init__(self, observer: _QuestionAttention) -> None:
@@ -211,7 +211,7 @@ class _QuestionAttention(Observer):
         return sees_all and call.layer != self._last and prefers_matmul(call.query, keys.shape[2])
 
     def take_shares(self) -> Tensor | None:
-        """Return the attention weights (heads, question tokens, tokens) that are kept, once."""
+        """Return the kept weights (heads, question tokens, tokens), or None, and forget them."""
         shares, self._shares = self._shares, None
         return shares
 
