@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cacheblend_rag.blend.masks import MOST_MASK_BYTES, MaskCache
+from cacheblend_rag.blend.onednn import has_fast_matmul, onednn_linear
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.sdpa_backends import without_cudnn
 
@@ -166,11 +167,21 @@ def attention_mass(
     at_once, parts = _kv_heads_at_once(query.device, kv_heads), []
     for first in range(0, kv_heads, at_once):
         here = slice(first, first + at_once)
-        logits = grouped[here] @ keys[0, here].float().transpose(1, 2)
+        logits = _products(grouped[here], keys[0, here].float())
         logits = capped(logits, softcap).view(-1, copies, count, tokens)
         logits[..., masked].masked_fill_(hidden, float("-inf"))
         parts.append(shares(logits, None if sinks is None else sinks[here]))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(0, 1)
+
+
+def _products(queries: Tensor, keys: Tensor) -> Tensor:
+    """(kv_heads, rows, tokens): each query, (kv_heads, rows, head_dim), times each of the keys.
+
+    keys: (kv_heads, tokens, head_dim). Both float32.
+    """
+    if len(queries) == 1 and queries.device.type == "cpu" and has_fast_matmul():
+        return onednn_linear(queries[0], keys[0].contiguous())[None]
+    return queries @ keys.transpose(1, 2)
 
 
 def _kv_heads_at_once(device: torch.device, kv_heads: int) -> int:

@@ -53,8 +53,8 @@ class ChunkReader(ABC):
     """One chunk in a tier. Safe to share between threads.
 
     shape: of keys and of values, (layers, kv_heads, tokens, head_dim). position, prior, precision:
-    see ChunkKV. written_at: when it was first stored. part: how many layers to read together.
-    in_memory: whether reading is unnecessary.
+    see ChunkKV. written_at: when it was first stored. starts: the first layer of each part of the
+    chunk, whose layers are read together. in_memory: whether reading is unnecessary.
     """
 
     in_memory: ClassVar[bool] = False
@@ -65,7 +65,7 @@ class ChunkReader(ABC):
     prior: Tensor | None
     precision: Precision
     written_at: float
-    part: int
+    starts: Sequence[int]
 
     @property
     def layers(self) -> int:
@@ -103,11 +103,11 @@ class WholeReader(ChunkReader):
     def __init__(self, kv: StoredKV, written_at: float) -> None:
         layers, kv_heads, tokens, head_dim = kv.shape
         self.kv, self.written_at = kv, written_at
-        self.shape, self.part = (layers, kv_heads, tokens, head_dim), layers
+        self.shape, self.starts = (layers, kv_heads, tokens, head_dim), (0,)
         self.dtype, self.position, self.prior = kv.dtype, kv.position, kv.prior
         self.precision = kv.precision
         if isinstance(kv, PackedKV):
-            self.part = min(max(1, UNPACKED_BYTES // self.layer_bytes), layers)
+            self.starts = range(0, layers, max(1, UNPACKED_BYTES // self.layer_bytes))
 
     @property
     def layer_bytes(self) -> int:
@@ -143,13 +143,15 @@ ReadRange = Callable[[int, int], StoredBytes | None]
 class RangeReader(ChunkReader):
     """A chunk in a tier of bytes: each layer is one range of them."""
 
-    def __init__(self, head: codec.Head, read_range: ReadRange, written_at: float, least: int):
+    def __init__(
+        self, head: codec.Head, read_range: ReadRange, written_at: float, least: int, most: int
+    ) -> None:
         self._head, self._read_range, self._stored_at = head, read_range, written_at
         self.written_at = written_at if head.written_at is None else head.written_at
         self.shape = (head.layers, head.kv_heads, head.tokens, head.head_dim)
         self.dtype, self.position, self.prior = head.dtype, head.position, head.prior
         self.precision = head.precision
-        self.part = min(max(1, least // head.layer_bytes), head.layers)
+        self.starts = _starts(head.layers, least // head.layer_bytes, most // head.layer_bytes)
 
     def read(self, first: int, last: int) -> list[LayerKV]:
         """Read the layers as one range; also raises OSError if the object was replaced."""
@@ -170,12 +172,19 @@ class RangeReader(ChunkReader):
 
 
 def open_ranges(
-    key: KVKey, start: StoredBytes, read_range: ReadRange, *, least: int, mac: Mac = CHECKSUM
+    key: KVKey,
+    start: StoredBytes,
+    read_range: ReadRange,
+    *,
+    least: int,
+    most: int = 0,
+    mac: Mac = CHECKSUM,
 ) -> ChunkReader:
     """Return a reader of an object that is read by byte ranges.
 
     start: its first bytes, ``codec.HEAD_BYTES`` at least, or all it has. least: bytes that are
-    worth a separate read. Raises the errors of ``codec.decode`` and ``read_range``.
+    worth a separate read. most: each range is twice as large as the one before, up to so many
+    bytes. Raises the errors of ``codec.decode`` and ``read_range``.
     """
     first, total, written_at = start.raw, start.total, start.written_at
 
@@ -187,7 +196,7 @@ def open_ranges(
     if not total:
         raise DamagedChunkError("empty")
     head = codec.read_head(read, total, key, mac)
-    reader = RangeReader(head, read_range, written_at, least)
+    reader = RangeReader(head, read_range, written_at, least, most)
     if first.numel() < total:
         return reader
     kv = head.whole(first[slice(*head.span(0, head.layers))])
@@ -200,3 +209,15 @@ def _part_of(read_range: ReadRange, begin: int, end: int, total: int, written_at
     if found is None or (found.total, found.written_at) != (total, written_at):
         raise OSError("the object was removed or replaced while it was read")
     return found.raw
+
+
+def _starts(layers: int, least: int, most: int) -> list[int]:
+    """Return the first layer of each part: the first has ``least`` layers, the next twice as many.
+
+    And so on, up to ``most`` layers if that is more.
+    """
+    starts, size = [0], max(1, least)
+    while starts[-1] + size < layers:
+        starts.append(starts[-1] + size)
+        size = max(size, min(2 * size, most))
+    return starts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -98,11 +99,14 @@ class SharedChunk:
 
     def first_of(self, layer: int) -> int:
         """Return the first layer of the part that a layer is in."""
-        return layer - layer % self.reader.part
+        starts = self.reader.starts
+        return starts[bisect_right(starts, layer) - 1]
 
     def last_of(self, first: int) -> int:
         """Return the layer after the part that begins with ``first``."""
-        return min(first + self.reader.part, self.reader.layers)
+        starts = self.reader.starts
+        after = bisect_right(starts, first)
+        return starts[after] if after < len(starts) else self.reader.layers
 
     def part_bytes(self, first: int) -> int:
         """Return the memory for reading or unpacking a part, in bytes."""

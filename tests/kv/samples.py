@@ -97,6 +97,7 @@ class SlowBytes(HostTier):
     """Objects that are read by ranges, as slow as a network: reads wait at ``gate(key, start)``.
 
     objects: the bytes, to be altered. heads: bytes that are read first. least: bytes worth a read.
+    most: bytes up to which each read is twice as large as the one before.
     head_gate: called with a key before its head is read.
     ranges: what was read behind the heads, in the order in which the reads began.
     opened, looked_up: chunks that were asked for, by their heads and otherwise.
@@ -105,7 +106,7 @@ class SlowBytes(HostTier):
     def __init__(self, gate=lambda key, start: None, *, least=1, name="bytes"):
         super().__init__(None, name=name)
         self.gate, self.least, self.objects, self.ranges, self.opened = gate, least, {}, [], []
-        self.written_at, self.looked_up = time.time(), []
+        self.written_at, self.looked_up, self.most = time.time(), [], 0
         self.head_gate = lambda key: None
 
     def fill(self, kvs):
@@ -123,7 +124,8 @@ class SlowBytes(HostTier):
         self.head_gate(key)
         self.opened.append(key)
         start = self._read(key, 0, codec.HEAD_BYTES)
-        return start and open_ranges(key, start, partial(self._read, key), least=self.least)
+        read = partial(self._read, key)
+        return start and open_ranges(key, start, read, least=self.least, most=self.most)
 
     def _read(self, key, start, end):
         if start:

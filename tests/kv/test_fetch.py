@@ -99,6 +99,18 @@ def test_layers_come_in_order_with_heads_before_them(slow, least):
     assert len(slow.ranges) == parts * len(KEYS)
 
 
+@pytest.mark.parametrize(
+    ("least", "most", "firsts"),
+    [(1, 2, [0, 1, 3, 5]), (1, 9, [0, 1, 3]), (2, 3, [0, 2, 5]), (3, 2, [0, 3]), (6, 12, [0])],
+)
+def test_each_read_of_a_chunk_is_twice_as_large_as_the_one_before(slow, least, most, firsts):
+    slow.least, slow.most = least * LAYER_BYTES, most * LAYER_BYTES
+    with TieredKVStore([slow]) as store, store.fetch(KEYS[:1]) as source:
+        heads(source)
+        assert holds(layers_of(source), KEYS[:1])
+    assert sorted(slow.ranges) == [part(slow, first) for first in firsts]
+
+
 def test_every_tier_hands_out_layers_and_says_why_not(tmp_path):
     host, disk = HostTier(None), DiskTier(tmp_path)
     disk.whole_bytes, disk.range_bytes = 0, 1

@@ -36,11 +36,13 @@ class BytesTier(Tier):
     complete under its key or not at all, and is replaced, never modified.
 
     whole_bytes: objects up to this size are read at once. range_bytes: least bytes that are worth a
-    separate read; smaller layers are read together.
+    separate read; smaller layers are read together. grown_range_bytes: up to this size, each read
+    of a chunk is twice as large as the one before.
     """
 
     whole_bytes: ClassVar[int] = 1 << 18
     range_bytes: ClassVar[int] = 1 << 20
+    grown_range_bytes: ClassVar[int] = 0
 
     @abstractmethod
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
@@ -84,7 +86,12 @@ class BytesTier(Tier):
         if start is None:
             return None
         return open_ranges(
-            key, start, partial(self._read, key), least=self.range_bytes, mac=self.mac
+            key,
+            start,
+            partial(self._read, key),
+            least=self.range_bytes,
+            most=self.grown_range_bytes,
+            mac=self.mac,
         )
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:

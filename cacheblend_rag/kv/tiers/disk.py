@@ -79,7 +79,9 @@ class DiskTier(BytesTier):
 
     keeps_pins: ClassVar[bool] = True
     entries_at_once: ClassVar[int] = 1  # a file's status takes less time than a thread's start
-    # Reading files takes processors, on which the pass computes: more would slow it down.
+    # Reading files takes processors, on which the pass computes. Fewer, larger reads slow it down
+    # less, but the first layers are needed early.
+    grown_range_bytes: ClassVar[int] = 1 << 22
     parts_at_once: ClassVar[int] = min(PARTS_AT_ONCE, 2 * (os.cpu_count() or 1))
 
     def __init__(
