@@ -1,8 +1,9 @@
-"""Packs large weights of linear layers on x86 CPUs into oneDNN's blocked memory layout.
+"""Multiplies by large weights of linear layers on x86 CPUs through oneDNN, packed in its layout.
 
 PyTorch multiplies float32 by the weights as they lie, through MKL, which rearranges parts of them
 in every call. Once rearranged for oneDNN they need none of that: with few rows, as a blend and a
-decode step have them, a product takes down to half the time.
+decode step have them, a product takes down to half the time. A weight that the output layer shares
+with the embedding stays as it is, but oneDNN multiplies a single row by it in half the time, too.
 """
 
 from __future__ import annotations
@@ -28,34 +29,40 @@ HINT_ROWS = 512
 """Batch size that oneDNN optimizes the layout for; inputs may have any number of rows."""
 
 
-class PackedLinear(nn.Linear):
-    """A linear layer whose weight has oneDNN's own layout (``weight.is_mkldnn``).
+class OneDNNLinear(nn.Linear):
+    """A linear layer that multiplies float32 on a CPU through oneDNN.
 
-    ``weight.to_dense()`` is the weight as it was. A weight that is replaced by a dense one is used
-    like any other layer's.
+    Its weight is dense, or packed in oneDNN's own layout (``weight.is_mkldnn``); then
+    ``weight.to_dense()`` is the weight as it was.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (..., out features): ``input`` (..., in features) times the weight, plus the bias.
 
-        Gradients reach the input, not the weight.
+        Gradients reach the input, and a weight that is not packed.
         """
         weight = self.weight
-        if not weight.is_mkldnn:
-            return super().forward(input)
-        needs_gradient = torch.is_grad_enabled() and input.requires_grad
-        if needs_gradient or input.dtype is not weight.dtype:  # oneDNN's operator has neither
-            return nn.functional.linear(input, weight.to_dense(), self.bias)
-        return onednn_linear(input, weight, self.bias)
+        learns = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+        if _is_plain(input) and _is_plain(weight) and not learns:  # the operator has no gradients
+            return onednn_linear(input, weight, self.bias)
+        dense = weight.to_dense() if weight.is_mkldnn else weight
+        return nn.functional.linear(input, dense, self.bias)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is a float32 tensor on a CPU, and of no class of its own, as quantizers have."""
+    is_own = type(tensor) not in {Tensor, nn.Parameter}
+    return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and not is_own
 
 
 def pack_weights(model: nn.Module, least: int | None = None) -> int:
     """Pack the float32 weights of a model's linear layers in place; return how many were packed.
 
+    Those that several modules share stay dense, but their layers multiply through oneDNN, too.
     Left as they are: weights of fewer than ``least`` elements (None: `LEAST_ELEMENTS`, or
-    `LEAST_ELEMENTS_AVX512`), those that several modules share, those of other classes than
-    ``nn.Linear`` and ``nn.Parameter`` themselves, layers whose ``forward`` was replaced, models
-    with PEFT adapters, and all where oneDNN cannot be used.
+    `LEAST_ELEMENTS_AVX512`), those of other classes than ``nn.Linear`` and ``nn.Parameter``
+    themselves, layers whose ``forward`` was replaced, models with PEFT adapters, and all where
+    oneDNN cannot be used.
     """
     bound_caches()
     if least is None:
@@ -64,22 +71,20 @@ def pack_weights(model: nn.Module, least: int | None = None) -> int:
     if not has_onednn() or any(has_adapters(type(module)) for module in modules):
         return 0
     uses = Counter(id(weight) for module in modules for weight in module._parameters.values())
-    large = [
-        (linear, weight)
-        for linear, weight in _plain_linears(modules)
-        if weight.numel() >= least and uses[id(weight)] == 1
-    ]
-    for linear, weight in large:
+    large = [each for each in _plain_linears(modules) if each[1].numel() >= least]
+    own = [(linear, weight) for linear, weight in large if uses[id(weight)] == 1]
+    for linear, weight in own:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), HINT_ROWS)
         linear.weight = nn.Parameter(packed, requires_grad=False)
-        linear.__class__ = PackedLinear
-    return len(large)
+    for linear, _ in large:
+        linear.__class__ = OneDNNLinear
+    return len(own)
 
 
 def unpack_weights(model: nn.Module) -> None:
     """Make packed weights dense again, in place: to train or save the model, or merge adapters."""
     for module in model.modules():
-        if isinstance(module, PackedLinear):
+        if isinstance(module, OneDNNLinear):
             linear: nn.Linear = module
             if linear.weight.is_mkldnn:
                 linear.weight = nn.Parameter(linear.weight.to_dense(), requires_grad=False)
@@ -89,7 +94,7 @@ def unpack_weights(model: nn.Module) -> None:
 def packed_count(model: nn.Module) -> int:
     """Return how many of a model's linear layers have packed weights."""
     return sum(
-        isinstance(module, PackedLinear) and module.weight.is_mkldnn for module in model.modules()
+        isinstance(module, OneDNNLinear) and module.weight.is_mkldnn for module in model.modules()
     )
 
 

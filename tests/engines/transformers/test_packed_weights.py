@@ -19,7 +19,7 @@ from cacheblend_rag.engines.transformers.adapters import base_weights_hash
 from cacheblend_rag.engines.transformers.loading import load_model
 from cacheblend_rag.engines.transformers.model_state import ModelState
 from cacheblend_rag.engines.transformers.packed_weights import (
-    PackedLinear,
+    OneDNNLinear,
     pack_weights,
     packed_count,
     unpack_weights,
@@ -84,8 +84,38 @@ def test_only_large_weights_of_one_plain_layer_are_packed() -> None:
     kept = [tied, embedding, Own(8, 8), nn.Linear(4, 8), bare, hooked, quantized, *others]
     large = nn.Linear(8, 8)
     assert pack_weights(nn.ModuleList([*kept, large]), 64) == 1
-    assert isinstance(large, PackedLinear)
+    assert isinstance(large, OneDNNLinear)
     assert packed_count(nn.ModuleList(kept)) == 0
+
+
+def test_a_weight_shared_with_the_embedding_stays_dense_but_is_multiplied_through_onednn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    embedding, tied = nn.Embedding(40, 96), nn.Linear(96, 40, bias=False)
+    tied.weight = embedding.weight
+    calls: list[torch.Size] = []
+
+    def counted(rows: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        calls.append(rows.shape)
+        return onednn.onednn_linear(rows, *others)
+
+    monkeypatch.setattr(packed_weights, "onednn_linear", counted)
+    assert pack_weights(nn.ModuleList([embedding, tied]), least=0) == 0
+    assert tied.weight is embedding.weight
+    rows = torch.randn(2, 1, 96)
+    wanted = nn.functional.linear(rows, embedding.weight)
+    with torch.no_grad():
+        torch.testing.assert_close(tied(rows), wanted)
+    assert calls == [rows.shape]
+    torch.testing.assert_close(tied(rows), wanted)
+    tied(rows).sum().backward()
+    assert embedding.weight.grad is not None
+    with torch.no_grad():
+        tied.weight = Quantized(embedding.weight.detach())
+        torch.testing.assert_close(tied(rows), wanted)
+    assert len(calls) == 1
+    unpack_weights(nn.ModuleList([embedding, tied]))
+    assert type(tied) is nn.Linear
 
 
 @pytest.mark.parametrize(("has_avx512", "wanted"), [(True, 2), (False, 1)])
@@ -116,7 +146,7 @@ def test_unpacked_a_model_is_what_it_was() -> None:
     unpack_weights(model)
     assert packed_count(model) == 0
     torch.testing.assert_close(model.state_dict(), make_model().state_dict(), rtol=0, atol=0)
-    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    assert not any(isinstance(module, OneDNNLinear) for module in model.modules())
 
 
 def test_a_model_that_is_changed_while_an_engine_has_it_is_dense_again() -> None:
@@ -148,7 +178,7 @@ def test_a_dense_weight_put_in_place_of_a_packed_one_is_noticed_and_used() -> No
     model = packed_model()
     before = ModelState.of(model)
     assert ModelState.of(model).has_weights_of(before)
-    layer = next(part for part in model.modules() if isinstance(part, PackedLinear))
+    layer = next(part for part in model.modules() if isinstance(part, OneDNNLinear))
     layer.weight = nn.Parameter(2 * layer.weight.to_dense())
     assert not ModelState.of(model).has_weights_of(before)
     rows = torch.randn(3, layer.in_features)
