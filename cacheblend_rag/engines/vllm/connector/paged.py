@@ -246,10 +246,14 @@ class PagedKV:
     ) -> None:
         layer = self.cache.attention[index]
         keys, values = fused.of_layer(index)
-        for part in _parts(rows):
+        # vLLM's kernel for CPUs takes strided KV. Copying it first pays with smaller numbers only.
+        as_views = keys.device.type == "cpu" and keys.dtype is torch.float32
+        for part in [rows] if as_views else _parts(rows):
             into = slots[part]
             if into.numel():
-                key, value = (kv[:, part].transpose(0, 1).contiguous() for kv in (keys, values))
+                key, value = (kv[:, part].transpose(0, 1) for kv in (keys, values))
+                if not as_views:
+                    key, value = key.contiguous(), value.contiguous()
                 layer.impl.do_kv_cache_update(layer, key, value, cache, into)
                 del key, value  # before the next part is copied
 

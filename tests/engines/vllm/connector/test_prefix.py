@@ -318,13 +318,17 @@ def test_a_chunk_right_after_the_prefix_leaves_nothing_to_compute(
 
 
 @torch.inference_mode()
-def test_what_is_read_back_was_written(engine: InProcessEngine) -> None:
+@pytest.mark.parametrize("strided", [False, True])
+def test_what_is_read_back_was_written(engine: InProcessEngine, strided: bool) -> None:
     cache = engine.worker_connector.blender.cache
     size = cache.kernel_block_size
     layer = cache.attention[1]
     tokens = 3 * size
     shape = (tokens, layer.num_kv_heads, layer.head_size)
     keys, values = torch.randn(2, *shape)
+    if strided:  # as views of fused KV are, whose heads come first
+        heads_first = (keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous())
+        keys, values = (part.transpose(0, 1) for part in heads_first)
     blocks = torch.tensor([5, 2, 4])
     slots = (blocks[:, None] * size + torch.arange(size)).flatten()
     layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
