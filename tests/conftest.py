@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cacheblend_rag.blend import matmul_attention
+from cacheblend_rag.blend import attention, matmul_attention
 from cacheblend_rag.prefill import controller
 from tests.model_names.fixtures import gguf_file, model_cache  # noqa: F401 - fixtures
 from tests.real.fixtures import gemma3_folder, smollm2_folder  # noqa: F401 - fixtures
@@ -23,4 +23,5 @@ def _noise_decides_nothing() -> Iterator[None]:
 @pytest.fixture
 def pytorch_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows attend by PyTorch's own attention on every CPU."""
-    monkeypatch.setattr(matmul_attention, "has_fast_matmul", lambda: False)
+    for module in (attention, matmul_attention):
+        monkeypatch.setattr(module, "has_fast_matmul", lambda: False)

@@ -22,7 +22,7 @@ from cacheblend_rag.blend.attention import (
     visible_keys,
 )
 from cacheblend_rag.blend.masks import MaskCache
-from cacheblend_rag.blend.onednn import has_fast_matmul, onednn_linear
+from cacheblend_rag.blend.onednn import LEAST_TOKENS, has_fast_matmul, onednn_linear
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.memory import raise_malloc_threshold
 
@@ -31,9 +31,6 @@ MATMUL_ROWS = 384
 efficient, few enough for the logits to stay in the cache."""
 LEAST_BLOCK = 32
 """Least rows of a prompt in a product, however many heads share a KV head."""
-LEAST_TOKENS = 1024
-"""Minimum prompt length for attention by matrix products: shorter prompts gain little, and each
-length would add compiled products to oneDNN's cache."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

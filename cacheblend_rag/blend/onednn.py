@@ -28,6 +28,11 @@ to four query heads per KV head, or of 16k tokens with eight. A product takes ab
 shape needs its own: with the default, 1,024, a server with prompts of many lengths grew by 1 GB."""
 
 
+LEAST_TOKENS = 1024
+"""Minimum prompt length for attention by oneDNN's matrix products: shorter prompts gain little, and
+each length would add compiled products to its cache."""
+
+
 def has_onednn() -> bool:
     """Whether this is an x86 CPU, and PyTorch has oneDNN's operators and may use them."""
     is_x86 = platform.machine() in {"x86_64", "AMD64"}

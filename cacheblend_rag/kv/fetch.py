@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
@@ -16,40 +15,11 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.access_log import FoundChunks
 from cacheblend_rag.kv.budget import Reservation
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.layer_wait import LayerWait
+from cacheblend_rag.kv.layer_wait import BusySeconds, LayerWait
 from cacheblend_rag.kv.opening import Way
 from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV
 from cacheblend_rag.kv.reading import SharedReads
 from cacheblend_rag.kv.shared_chunk import Found, Part, SharedChunk
-
-
-class BusySeconds:
-    """Seconds in which at least one read was in flight; concurrent reads count once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._under_way, self._since, self._total = 0, 0.0, 0.0
-
-    def watch(self, future: Future[Part] | Future[Found]) -> None:
-        """Count the time until ``future`` is done."""
-        with self._lock:
-            if not self._under_way:
-                self._since = time.perf_counter()
-            self._under_way += 1
-        future.add_done_callback(lambda _: self._end())
-
-    def _end(self) -> None:
-        with self._lock:
-            self._under_way -= 1
-            if not self._under_way:
-                self._total += time.perf_counter() - self._since
-
-    @property
-    def total(self) -> float:
-        """Seconds so far."""
-        with self._lock:
-            running = time.perf_counter() - self._since if self._under_way else 0.0
-            return self._total + running
 
 
 @dataclass
@@ -252,8 +222,9 @@ class LayerSource:
             return not self._closed and all(self._has_rest(*each) for each in used)
 
     def _has_rest(self, place: _Place, chunk: SharedChunk) -> bool:
-        first = chunk.first_of(self._handed + 1)
-        while first < chunk.reader.layers and not chunk.needs_no_read:
+        layers = chunk.reader.layers
+        first = layers if self._handed + 1 == layers else chunk.first_of(self._handed + 1)
+        while first < layers and not chunk.needs_no_read:
             part = place.parts.get(first)
             if part is None or not part.done() or part.cancelled() or part.exception():
                 return False

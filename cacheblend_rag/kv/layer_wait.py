@@ -1,14 +1,44 @@
-"""Measures how long a prompt waits for a layer of its chunks, by the tier that it waits for."""
+"""Measures how long a prompt's chunks are read, and how long it waits for a layer of them."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
 
-from cacheblend_rag.kv.shared_chunk import Part
+from cacheblend_rag.kv.shared_chunk import Found, Part
+
+
+class BusySeconds:
+    """Seconds in which at least one read was in flight; concurrent reads count once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way, self._since, self._total = 0, 0.0, 0.0
+
+    def watch(self, future: Future[Part] | Future[Found]) -> None:
+        """Count the time until ``future`` is done."""
+        with self._lock:
+            if not self._under_way:
+                self._since = time.perf_counter()
+            self._under_way += 1
+        future.add_done_callback(lambda _: self._end())
+
+    def _end(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+            if not self._under_way:
+                self._total += time.perf_counter() - self._since
+
+    @property
+    def total(self) -> float:
+        """Seconds so far."""
+        with self._lock:
+            running = time.perf_counter() - self._since if self._under_way else 0.0
+            return self._total + running
 
 
 class LayerWait:

@@ -151,7 +151,8 @@ class RangeReader(ChunkReader):
         self.shape = (head.layers, head.kv_heads, head.tokens, head.head_dim)
         self.dtype, self.position, self.prior = head.dtype, head.position, head.prior
         self.precision = head.precision
-        self.starts = _starts(head.layers, least // head.layer_bytes, most // head.layer_bytes)
+        # What is read ahead is limited as it is unpacked.
+        self.starts = _starts(head.layers, least // head.layer_bytes, most // self.layer_bytes)
 
     def read(self, first: int, last: int) -> list[LayerKV]:
         """Read the layers as one range; also raises OSError if the object was replaced."""
@@ -184,7 +185,7 @@ def open_ranges(
 
     start: its first bytes, ``codec.HEAD_BYTES`` at least, or all it has. least: bytes that are
     worth a separate read. most: each range is twice as large as the one before, up to so many
-    bytes. Raises the errors of ``codec.decode`` and ``read_range``.
+    bytes, unpacked. Raises the errors of ``codec.decode`` and ``read_range``.
     """
     first, total, written_at = start.raw, start.total, start.written_at
 

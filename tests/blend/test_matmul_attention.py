@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cacheblend_rag.blend import matmul_attention, onednn
+from cacheblend_rag.blend import attention, matmul_attention, onednn
 from cacheblend_rag.blend.attention import attend_rows, attention_mass
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.masks import MaskCache
@@ -34,8 +34,9 @@ pytestmark = pytest.mark.skipif(not has_onednn(), reason="oneDNN is used on x86 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU with AVX-512."""
-    monkeypatch.setattr(matmul_attention, "has_fast_matmul", lambda: True)
-    monkeypatch.setattr(matmul_attention, "LEAST_TOKENS", 64)
+    for module in (attention, matmul_attention):
+        monkeypatch.setattr(module, "has_fast_matmul", lambda: True)
+        monkeypatch.setattr(module, "LEAST_TOKENS", 64)
 
 
 def scattered(*positions: int) -> Rows:

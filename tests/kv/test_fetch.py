@@ -9,9 +9,19 @@ import pytest
 import torch
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
-from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, codec, opening, reading
-from cacheblend_rag.kv import fetch as fetch_module
-from cacheblend_rag.kv.fetch import BusySeconds, Threshold
+from cacheblend_rag.kv import (
+    ChunkKV,
+    DiskTier,
+    HostTier,
+    TieredKVStore,
+    codec,
+    layer_wait,
+    opening,
+    reading,
+)
+from cacheblend_rag.kv.fetch import Threshold
+from cacheblend_rag.kv.layer_wait import BusySeconds
+from cacheblend_rag.kv.packed_kv import packed
 from cacheblend_rag.kv.reader import LayersInMemory, RangeReader
 from cacheblend_rag.kv.tiers import StoredChunk
 
@@ -111,9 +121,26 @@ def test_each_read_of_a_chunk_is_twice_as_large_as_the_one_before(slow, least, m
     assert sorted(slow.ranges) == [part(slow, first) for first in firsts]
 
 
+def test_reads_from_disk_grow_as_the_layers_are_unpacked(tmp_path):
+    disk = DiskTier(tmp_path)
+    assert disk.range_bytes < disk.grown_range_bytes
+    disk.whole_bytes, disk.range_bytes, disk.grown_range_bytes = 0, 1, 2 * LAYER_BYTES
+    for key, kv in ((KEYS[0], KVS[KEYS[0]]), (KEYS[1], packed(KVS[KEYS[1]], "int8"))):
+        disk.put(key, StoredChunk(kv, 0.0))
+        assert list(disk.open(key).starts) == [0, 1, 3, 5]
+
+
+def test_nothing_is_left_to_read_after_the_last_layer(slow):
+    slow.least = 4 * LAYER_BYTES
+    with TieredKVStore([slow]) as store, store.fetch(KEYS[:1]) as source:
+        heads(source)
+        layers_of(source)
+        assert source.is_all_read()
+
+
 def test_every_tier_hands_out_layers_and_says_why_not(tmp_path):
     host, disk = HostTier(None), DiskTier(tmp_path)
-    disk.whole_bytes, disk.range_bytes = 0, 1
+    disk.whole_bytes, disk.range_bytes, disk.grown_range_bytes = 0, 1, 0
     with TieredKVStore([host, disk]) as store:
         for key in KEYS[1:5]:
             disk.put(key, StoredChunk(KVS[key], 0.0))
@@ -455,7 +482,7 @@ def test_closing_the_store_ends_a_source(monkeypatch, slow, gate):
 
 def test_what_is_under_way_side_by_side_counts_once(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(fetch_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(layer_wait.time, "perf_counter", lambda: now[0])
     busy, one, two, three = BusySeconds(), Future(), Future(), Future()
     assert busy.total == 0
     for future, ends, after in ((one, None, 1), (two, None, 2), (three, one, 4), (None, two, 8)):

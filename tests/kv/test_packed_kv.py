@@ -57,6 +57,7 @@ def small_reads(monkeypatch):
     """Reads of a layer or two, so that these chunks are read by their layers."""
     monkeypatch.setattr(disk_module.DiskTier, "whole_bytes", 1 << 10)
     monkeypatch.setattr(disk_module.DiskTier, "range_bytes", 1 << 12)
+    monkeypatch.setattr(disk_module.DiskTier, "grown_range_bytes", 0)
     monkeypatch.setattr(codec, "HEAD_BYTES", 1 << 12)
 
 

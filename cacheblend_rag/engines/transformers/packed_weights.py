@@ -42,8 +42,12 @@ class OneDNNLinear(nn.Linear):
         Gradients reach the input, and a weight that is not packed.
         """
         weight = self.weight
-        learns = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-        if _is_plain(input) and _is_plain(weight) and not learns:  # the operator has no gradients
+        parts = [part for part in (input, weight, self.bias) if part is not None]
+        learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+        # oneDNN's operator has no gradients, and neither casts nor compiles as others do.
+        is_changed = torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+        is_supported = all(map(_is_plain, parts)) and not learns
+        if is_supported and (weight.is_mkldnn or not is_changed):
             return onednn_linear(input, weight, self.bias)
         dense = weight.to_dense() if weight.is_mkldnn else weight
         return nn.functional.linear(input, dense, self.bias)

@@ -36,8 +36,8 @@ class BytesTier(Tier):
     complete under its key or not at all, and is replaced, never modified.
 
     whole_bytes: objects up to this size are read at once. range_bytes: least bytes that are worth a
-    separate read; smaller layers are read together. grown_range_bytes: up to this size, each read
-    of a chunk is twice as large as the one before.
+    separate read; smaller layers are read together. grown_range_bytes: up to this size, unpacked,
+    each read of a chunk is twice as large as the one before.
     """
 
     whole_bytes: ClassVar[int] = 1 << 18

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV32Config, PreTrainedModel
 
 from cacheblend_rag import BlendConfig, Chunk, TransformersEngine
-from cacheblend_rag.blend import matmul_attention
+from cacheblend_rag.blend import attention, matmul_attention
 from cacheblend_rag.blend.onednn import has_onednn
 from cacheblend_rag.engines.transformers import matmul_prefill
 from cacheblend_rag.engines.transformers.loading import load_model
@@ -34,8 +34,9 @@ IDS = torch.arange(5, 5 + 90)[None]
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU with AVX-512."""
-    monkeypatch.setattr(matmul_attention, "LEAST_TOKENS", 64)
-    for module in (matmul_attention, matmul_prefill):
+    for module in (attention, matmul_attention):
+        monkeypatch.setattr(module, "LEAST_TOKENS", 64)
+    for module in (attention, matmul_attention, matmul_prefill):
         monkeypatch.setattr(module, "has_fast_matmul", lambda: True)
 
 

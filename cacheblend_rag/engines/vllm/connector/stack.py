@@ -34,7 +34,8 @@ from cacheblend_rag.errors import UnsupportedModelError
 
 KEPT_ROTATIONS = 64
 WRITTEN_AT_ONCE = 4096
-"""Tokens whose KV is copied at a time into the paged cache."""
+"""Tokens whose KV is copied at a time to be written into the paged cache. On CPUs runs of tokens
+in float32 are not copied."""
 
 
 class VLLMStack:
