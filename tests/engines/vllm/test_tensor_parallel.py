@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from cacheblend_rag import BlendConfig, Generation, StoreConfig
 from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, StepResults
@@ -18,10 +17,9 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol import BlendResult, Failed, PrecomputeResult
 from cacheblend_rag.errors import EngineUnavailableError
-from cacheblend_rag.prefill.controller import Controller, Decision
 from cacheblend_rag.reason import Reason, ReasonCode
 from tests.engines.vllm.conftest import EngineFactory
-from tests.engines.vllm.failing import TOLD, FailingConnector
+from tests.engines.vllm.failing import GIVEN_UP_BY, TOLD, WEIGHED, FailingConnector
 from tests.engines.vllm.opening import request_of, share_cores
 from tests.engines.vllm.shared import shared_engine
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, difference, logprobs, retrieved
@@ -35,12 +33,6 @@ SELECTORS = (
 )  # fmt: skip
 ENDS_WITHIN_SECONDS = 20.0
 BY_SHARE = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
-WEIGHED = Reason(ReasonCode.SLOW, "weighed")
-
-
-GIVEN_UP_BY = {0: 0.1, 1: 0.2}
-"""The ratio at which each rank alone would rather prefill."""
-DECIDE = Controller.decide
 
 Answers = dict[str, tuple[Generation, list[float]]]
 
@@ -62,13 +54,6 @@ def of_one_rank(model_folder: Callable[[str], Path]) -> Answers:
         return {selector: answered(engine, selector) for selector in SELECTORS}
 
 
-def decide_by_rank(self: Controller, *given: Any, held: int) -> Decision:
-    """Each rank gives up at a ratio of its own."""
-    decided = DECIDE(self, *given, held=held)
-    gives_up = given[-1].ratio == GIVEN_UP_BY[get_tensor_model_parallel_rank()]
-    return replace(decided, load=(), why=WEIGHED) if gives_up else decided
-
-
 @pytest.fixture(scope="module", params=["async", "sync", "compiled"])
 def two_ranks(
     request: pytest.FixtureRequest,
@@ -88,7 +73,6 @@ def two_ranks(
     with pytest.MonkeyPatch.context() as patch:
         share_cores(patch)
         patch.setenv(TOLD, str(folder / "fail"))
-        patch.setattr(Controller, "decide", decide_by_rank)
         engine = open_vllm(
             tensor_parallel_size=2,
             enforce_eager=way != "compiled",
