@@ -27,7 +27,7 @@ _SIGNS = (
 """Messages of allocators without an error class: CPU, MPS, pinned memory, cuBLAS."""
 _LONGEST = 200
 _LARGEST_HEAP_BLOCK = 31 << 20
-"""In bytes: just below 32 MiB, the largest value of glibc's dynamic mmap threshold."""
+"""Size in bytes of a block just below 32 MiB, the upper limit of glibc's dynamic mmap threshold."""
 _ALIGNMENT = 64
 """Alignment of CPU tensors in bytes, the same as PyTorch's."""
 

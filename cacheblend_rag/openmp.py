@@ -18,10 +18,11 @@ from pathlib import Path
 
 MAPS = Path("/proc/self/maps")
 LIBRARY = "libgomp"
-"""GNU's OpenMP runtime, which PyTorch's wheels for Linux bring."""
+"""File name of GNU's OpenMP runtime, which PyTorch's wheels for Linux include."""
 _PROCESS = os.getpid()
 SOFT = 1
-"""OpenMP's ``omp_pause_soft``: frees the thread pool and keeps settings such as its size."""
+"""``omp_pause_soft``, an argument of ``omp_pause_resource_all``: frees the thread pool, but keeps
+settings such as the number of threads."""
 
 
 def end_openmp_threads() -> None:

@@ -29,8 +29,8 @@ shape needs its own: with the default, 1,024, a server with prompts of many leng
 
 
 LEAST_TOKENS = 1024
-"""Minimum prompt length for attention by oneDNN's matrix products: shorter prompts gain little, and
-each length would add compiled products to its cache."""
+"""Minimum prompt length, in tokens, for attention through oneDNN: shorter prompts gain little, and
+each new length adds compiled primitives to its cache."""
 
 
 def has_onednn() -> bool:

@@ -1,4 +1,4 @@
-"""Measures how long a prompt's chunks are read, and how long it waits for a layer of them."""
+"""Measures how long reads of chunk KV take, and how long a request waits for them in each layer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cacheblend_rag.kv.shared_chunk import Found, Part
 
 
 class BusySeconds:
-    """Seconds in which at least one read was in flight; concurrent reads count once."""
+    """Counts the seconds in which at least one read is in flight; concurrent reads count once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._under_way, self._since, self._total = 0, 0.0, 0.0
 
     def watch(self, future: Future[Part] | Future[Found]) -> None:
-        """Count the time until ``future`` is done."""
+        """Count the time from now until ``future`` is done as time in which a read is in flight."""
         with self._lock:
             if not self._under_way:
                 self._since = time.perf_counter()

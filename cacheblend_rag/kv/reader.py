@@ -213,9 +213,10 @@ def _part_of(read_range: ReadRange, begin: int, end: int, total: int, written_at
 
 
 def _starts(layers: int, least: int, most: int) -> list[int]:
-    """Return the first layer of each part: the first has ``least`` layers, the next twice as many.
+    """Return the index of the first layer of each read, for reads of growing size.
 
-    And so on, up to ``most`` layers if that is more.
+    The first read has ``least`` layers, at least one; each further one twice as many as the one
+    before, up to ``most`` layers.
     """
     starts, size = [0], max(1, least)
     while starts[-1] + size < layers:

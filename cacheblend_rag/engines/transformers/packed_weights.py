@@ -1,4 +1,4 @@
-"""Multiplies by large weights of linear layers on x86 CPUs through oneDNN, packed in its layout.
+"""Runs large float32 linear layers on x86 CPUs through oneDNN, with weights packed in its layout.
 
 PyTorch multiplies float32 by the weights as they lie, through MKL, which rearranges parts of them
 in every call. Once rearranged for oneDNN they need none of that: with few rows, as a blend and a
@@ -30,7 +30,7 @@ HINT_ROWS = 512
 
 
 class OneDNNLinear(nn.Linear):
-    """A linear layer that multiplies float32 on a CPU through oneDNN.
+    """``nn.Linear`` whose forward uses oneDNN for float32 on a CPU.
 
     Its weight is dense, or packed in oneDNN's own layout (``weight.is_mkldnn``); then
     ``weight.to_dense()`` is the weight as it was.
@@ -54,7 +54,7 @@ class OneDNNLinear(nn.Linear):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is a float32 tensor on a CPU, and of no class of its own, as quantizers have."""
+    """Whether this is a float32 CPU tensor, and no tensor subclass such as a quantized weight."""
     is_own = type(tensor) not in {Tensor, nn.Parameter}
     return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and not is_own
 

@@ -34,8 +34,8 @@ from cacheblend_rag.errors import UnsupportedModelError
 
 KEPT_ROTATIONS = 64
 WRITTEN_AT_ONCE = 4096
-"""Tokens whose KV is copied at a time to be written into the paged cache. On CPUs runs of tokens
-in float32 are not copied."""
+"""How many tokens' KV is made contiguous at a time for vLLM's function that writes the paged cache.
+On CPUs, float32 KV of consecutive tokens is written from strided views instead."""
 
 
 class VLLMStack:
