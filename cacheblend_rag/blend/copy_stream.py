@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.placement import has_kernel
+from cacheblend_rag.kv.read_memory import cuda_read_memory
 
 BUFFERS = 16
 BUFFER_BYTES = 4 << 20
@@ -254,9 +255,10 @@ class PinnedBuffers:
 
 
 def release_pinned(device: torch.device) -> int:
-    """Free a device's buffers that are not in use, if it has any; returns their bytes."""
+    """Free the buffers for copies and reads that are not in use, if any; returns their bytes."""
     buffers = pinned_buffers_of(device)
-    return 0 if buffers is None else buffers.release()
+    freed = 0 if buffers is None else buffers.release()
+    return freed + cuda_read_memory().release()
 
 
 def has_copy_stream(device: torch.device) -> bool:

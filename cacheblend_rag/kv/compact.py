@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cacheblend_rag.kv.packed_kv import StoredKV
 
-_SLACK_BYTES = 1 << 16
+SLACK_BYTES = 1 << 16
 """Slack for a chunk read from bytes: views of one buffer that also holds the header."""
 
 
@@ -20,7 +20,7 @@ def compact(kv: StoredKV, device: torch.device | str = "cpu") -> StoredKV:
 
 def _own(tensor: Tensor, *, device: torch.device | str, chunk_nbytes: int) -> Tensor:
     tensor = tensor.detach().to(device)
-    fits = tensor.untyped_storage().nbytes() <= chunk_nbytes + _SLACK_BYTES
+    fits = tensor.untyped_storage().nbytes() <= chunk_nbytes + SLACK_BYTES
     if fits and tensor[0].is_contiguous():
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
 """Page-locked memory for chunk KV on the host: a GPU reads it without the host's help.
 
-Each chunk gets pages of its own, which go back to the system with the last tensor in them. They are
-never written again, so a forked process may read them.
+Each chunk that stays on the host gets pages of its own, which go back to the system with the last
+tensor in them. They are never written again, so a forked process may read them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from cacheblend_rag.kv.packed_kv import StoredKV
 ALIGNMENT = 64
 """Of each tensor in the memory of a chunk, in bytes."""
 SHARE = 0.5
-"""Most page-locked memory, as a share of the machine's: the rest can still be paged."""
+"""Most page-locked memory for chunks, as a share of the machine's: the rest can still be paged."""
 PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for all devices."""
 
 _LOG = logging.getLogger(__name__)
 
 
-class _Pages(mmap.mmap):
+class Pages(mmap.mmap):
     """Memory of its own, unlike mmap with a finalizer that runs before it goes back."""
 
 
@@ -56,6 +56,11 @@ class PageLockedMemory:
         self._freed: deque[int] = deque()
 
     @property
+    def is_used(self) -> bool:
+        """Whether a device uses page-locked memory at all."""
+        return self._is_there()
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are page-locked now."""
         with self._mutex:
@@ -63,8 +68,6 @@ class PageLockedMemory:
 
     def copied(self, kv: StoredKV) -> StoredKV | None:
         """Return a copy of a chunk in page-locked memory; None if there is none for it."""
-        if not self._is_there():
-            return None
         sizes: list[int] = []
 
         def measure(tensor: Tensor) -> Tensor:
@@ -72,8 +75,7 @@ class PageLockedMemory:
             return tensor
 
         kv.mapped(measure)
-        pages = self._pages(sum(sizes))
-        if pages is None:
+        if (pages := self.pages(sum(sizes))) is None:
             return None
         free = torch.frombuffer(pages, dtype=torch.uint8)
 
@@ -84,15 +86,20 @@ class PageLockedMemory:
 
         return kv.mapped(place)
 
-    def _pages(self, nbytes: int) -> _Pages | None:
-        """Return page-locked pages; None beyond the limit, or if they cannot be locked."""
+    def pages(self, nbytes: int) -> Pages | None:
+        """Return page-locked pages of at least so many bytes, unlocked once nothing refers to them.
+
+        None if no device uses page-locked memory, beyond the limit, or if they cannot be locked.
+        """
+        if not self._is_there():
+            return None
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._mutex:
             if self._in_use() + nbytes > self._limit:
                 return None
             self._taken += nbytes
         try:
-            pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError):
             self._freed.append(nbytes)
             return None
@@ -126,9 +133,18 @@ def _aligned(nbytes: int) -> int:
 
 @cache
 def cuda_memory() -> PageLockedMemory:
-    """Return the page-locked memory of this process, which is for CUDA devices that it uses."""
-    whole = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE if sys.platform == "linux" else 0
-    return PageLockedMemory(_lock, _unlock, _has_context, int(SHARE * whole))
+    """Return the memory of this process for chunks that stay on the host; see ``on_cuda``."""
+    return on_cuda(int(SHARE * machine_bytes()))
+
+
+def on_cuda(limit: int) -> PageLockedMemory:
+    """Return page-locked memory for the CUDA devices that this process uses. limit: bytes."""
+    return PageLockedMemory(_lock, _unlock, _has_context, limit)
+
+
+def machine_bytes() -> int:
+    """Return the bytes of the machine's memory; 0 where they are not known."""
+    return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE if sys.platform == "linux" else 0
 
 
 def _has_context() -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import mmap
 from typing import Any
 
 import pytest
@@ -16,35 +15,10 @@ from torch import Tensor
 
 from cacheblend_rag.kv import DeviceTier, HostTier
 from cacheblend_rag.kv.packed_kv import StoredKV, packed
-from cacheblend_rag.kv.page_locked import PageLockedMemory, cuda_memory
+from cacheblend_rag.kv.page_locked import cuda_memory
 from cacheblend_rag.kv.stored_chunk import StoredChunk
+from tests.kv.locked import PAGE, Locked
 from tests.kv.samples import make_key, make_kv
-
-PAGE = mmap.PAGESIZE
-
-
-class Locked:
-    """Stands for the device: what is locked, by address. refuses: whether it locks nothing more."""
-
-    def __init__(self, limit: int = 1 << 30) -> None:
-        self.pages: dict[int, int] = {}
-        self.is_there, self.refuses = True, False
-        self.memory = PageLockedMemory(
-            self.lock, self.pages.pop, lambda: self.is_there, limit
-        )  # fmt: skip
-
-    def lock(self, address: int, nbytes: int) -> bool:
-        assert address % PAGE == nbytes % PAGE == 0
-        if not self.refuses:
-            self.pages[address] = nbytes
-        return not self.refuses
-
-    def has(self, tensor: Tensor) -> bool:
-        first = tensor.data_ptr()
-        return any(
-            start <= first and first + tensor.nbytes <= start + nbytes
-            for start, nbytes in self.pages.items()
-        )
 
 
 def tensors(kv: StoredKV) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,16 +17,20 @@ import torch
 from cacheblend_rag import TieredKVStore
 from cacheblend_rag.blend.copy_stream import PinnedBuffers, pinned_buffers_of
 from cacheblend_rag.blend.transfer import Upload
-from cacheblend_rag.kv import DeviceTier, HostTier, codec
+from cacheblend_rag.kv import DeviceTier, DiskTier, HostTier, codec, read_memory
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.packed_kv import packed, unpacked
+from cacheblend_rag.kv.read_memory import ReadMemory
 from cacheblend_rag.kv.tiers import StoredChunk, Tier
+from cacheblend_rag.kv.tiers import bytes as bytes_tier
+from cacheblend_rag.kv.tiers.bytes import BytesTier
 from cacheblend_rag.prefill import chunk_loader
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt
 from cacheblend_rag.settings import Precision
 from tests.blend.fake_copy_stream import FakeCopyStream, use
 from tests.blend.fake_stack import LAYERS, Event, FakeStack
+from tests.kv.locked import Locked
 from tests.kv.samples import SlowBytes
 from tests.prefill import test_precompute as documents
 from tests.prefill.prompts import Ranks, chunk_kv, give_up, placed, run
@@ -162,6 +167,42 @@ def test_a_pass_over_packed_chunks_is_that_over_their_numbers(
                 )
             )
             assert_same(there, wanted)
+
+
+def test_what_is_read_into_page_locked_memory_is_not_copied_on_the_host(
+    beside: Beside, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The device copies it from where it was read to, and until then it is not read over."""
+    if beside.copy_stream is None:
+        pytest.skip("layers of these chunks are too small to be read by themselves")
+    locked, stream, staged = Locked(), beside.copy_stream, list[Any]()
+    memory = ReadMemory(locked.memory)
+    beside.buffers = PinnedBuffers(stream, 2, 1 << 16)  # parts of a layer are no run of bytes
+    use(monkeypatch, beside.buffers)
+    monkeypatch.setattr(read_memory, "LEAST_BYTES", 1)
+    monkeypatch.setattr(bytes_tier, "cuda_read_memory", lambda: memory)
+    monkeypatch.setattr(BytesTier, "whole_bytes", 0)
+    monkeypatch.setattr(BytesTier, "range_bytes", 0)
+    own = stream.is_pinned
+    monkeypatch.setattr(stream, "is_pinned", lambda tensor: own(tensor) or locked.has(tensor))
+    send = Upload._send
+
+    def noted(upload: Upload, load: Any) -> None:
+        staged.extend(load.sources)
+        send(upload, load)
+
+    monkeypatch.setattr(Upload, "_send", noted)
+
+    def disk() -> list[Tier]:
+        tier = DiskTier(tmp_path)
+        for name in "abc":
+            tier.put(NAMES[name].key, StoredChunk(chunk_kv(FakeStack(), NAMES[name]), 0.0))
+        return [tier]
+
+    for ring in (False, True):
+        assert_same(*both(beside, disk, ring=ring, recompute_ratio=0.3))
+    assert locked.pages
+    assert staged == []
 
 
 def test_chunks_of_a_device_are_laid_from_there(beside: Beside) -> None:
