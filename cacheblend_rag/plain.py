@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -9,6 +10,7 @@ from functools import cache
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reason import Reason, ReasonCode
 
 T = TypeVar("T")
@@ -23,6 +25,20 @@ def read_plain(kind: type[T], sent: Any) -> T:
         raise ValueError(f"{kind.__name__} must be an object")
     hints = field_types(kind)  # type: ignore[arg-type]  # a class is hashable
     return kind(**{name: _value(name, hints[name], sent[name]) for name in hints if name in sent})
+
+
+def read_object(name: str, text: str, example: str) -> dict[str, Any]:
+    """Read an option that is a JSON object; "" is an empty one.
+
+    name: of the option. example: a valid value. Raises ConfigError.
+    """
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}={text!r:.60} must be a JSON object, such as {example}")
+    return found
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.bench.gpu.steps import STEP_NAMES
 from cacheblend_rag.bench.plan import (
@@ -17,6 +17,7 @@ from cacheblend_rag.bench.plan import (
     option,
 )
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.plain import read_object
 from cacheblend_rag.settings import Precision
 from cacheblend_rag.settings.tier_url import TierUrl
 
@@ -32,6 +33,8 @@ ENGINES = ("transformers", "vllm", "vllm-server")
 TIERS = ("host", "disk")
 """Tiers that need no server; any other is given by its URL."""
 TIERS_HELP = "host, disk or a tier's URL, such as redis://cache:6379/0; repeatable."
+OPTIONS = '{"alone": true}'
+"""An example of a selector's options."""
 VLLM_BATCHED_TOKENS = 2048
 """vLLM's default of max_num_batched_tokens."""
 
@@ -43,6 +46,7 @@ class BlendPlan(ModelPlan):
     chunk_tokens: int = option(512, "Tokens a chunk.", least=1)
     question_tokens: int = option(32, "Tokens behind the chunks.", least=1)
     selector: str = option("hkvd", "The selector.")
+    selector_options: str = option("", f"Its options, as a JSON object, such as {OPTIONS}.")
     check_layers: tuple[int, ...] = option(
         (1,), "Where hkvd compares, separated by commas.", comma=True
     )
@@ -51,6 +55,11 @@ class BlendPlan(ModelPlan):
     def layers(self) -> int:
         """Layers of the model."""
         return self.model_shape.layers
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The selector's options; raises ConfigError unless they are a JSON object."""
+        return read_object("selector_options", self.selector_options, OPTIONS)
 
     def blend_config(self, ratio: float) -> BlendConfig:
         """Return the config of a blend at ``ratio``; raises ConfigError if it cannot be run."""
@@ -61,6 +70,7 @@ class BlendPlan(ModelPlan):
             recompute_ratio=ratio,
             check_layers=self.check_layers,
             selector=self.selector,
+            selector_options=self.options,
             min_tokens=0,
             reuse_prefix=False,
         )
@@ -192,7 +202,7 @@ class TtftPlan(BlendPlan):
         if tokens is None:
             chunks = self.chunks * self.chunk_tokens
             tokens = PromptTokens(self.prompt_tokens, chunks, self.question_tokens)
-        selector = make_selector(self.selector)
+        selector = make_selector(self.selector, self.options)
         question = tokens.question / tokens.prompt
         kept = 1 - (1 - ratio) * tokens.chunks / tokens.prompt
         if 0 < ratio < 1 and selector.needs_fresh_kv:

@@ -87,6 +87,7 @@ def measure_throughput(plan: ThroughputPlan, advance: Advance = lambda _: None) 
         "prompt_tokens": plan.prompt_tokens,
         "answer_tokens": plan.answer_tokens,
         "selector": plan.selector,
+        "selector_options": plan.options,
         "ratio": plan.ratio,
         "seed": plan.seed,
     }

@@ -56,7 +56,7 @@ class TtftRow:
     the blend waited for reads. load_hidden_seconds: reading time during which it computed.
     hidden_share: the latter's share of both; None in memory, unless chunks are unpacked there, and
     in vLLM. precision: of stored chunk KV. neighbours: other processes that computed meanwhile.
-    cold: whether the disk's files were not in the page cache.
+    cold: whether the disk's files were not in the page cache. selector_options: those given.
     """
 
     engine: str
@@ -84,6 +84,7 @@ class TtftRow:
     precision: str = "native"
     neighbours: int = 0
     cold: bool = False
+    selector_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -128,6 +129,7 @@ class TtftRow:
             batched_tokens=batched_tokens,
             runs=runs,
             precision=plan.precision,
+            selector_options=plan.options,
             neighbours=plan.neighbours,
             cold=plan.cold and tier == "disk",
             **_hiding(loads),

@@ -12,6 +12,7 @@ import typer
 from cacheblend_rag.cli import eval_tables, options, output
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import DEMO_MODEL
+from cacheblend_rag.plain import read_object
 from cacheblend_rag.quality.questions import DEMO, DataChoice, choose_questions
 from cacheblend_rag.rag import checks
 from cacheblend_rag.settings import EMBEDDED
@@ -57,6 +58,10 @@ def evaluate_command(
     selectors: Annotated[
         str | None, typer.Option(help="Selectors, comma-separated.", metavar="NAME,NAME,...")
     ] = None,
+    selector_options: Annotated[
+        str,
+        typer.Option(help="Options by selector, as a JSON object.", metavar='{"NAME": {...}}'),
+    ] = "",
     lead_ins: Annotated[
         str | None, typer.Option(help="Lead-ins, comma-separated.", metavar="NAME,NAME,...")
     ] = None,
@@ -115,7 +120,7 @@ def evaluate_command(
             value_repair=repair,
         )
         grid = _grid(ratios, selectors, lead_ins)
-        checks.check_selector("hkvd", {"deviation": deviation})
+        by_selector = _by_selector(selector_options, deviation, seed)
         checks.check_check_layers(base, model)
         checks.check_placement(device, dtype)
         kept = options.collection_store(store) if store else None
@@ -139,15 +144,11 @@ def evaluate_command(
         )
         wanted = options.names(settings or "")
         data = choose_questions(dataset, wanted, questions, passages, seed, choice=choice)
-        selector_options: dict[str, dict[str, Any]] = {
-            "hkvd": {"deviation": deviation},
-            "random": {"seed": seed},
-        }
         plans = {
             s: complete(
                 grid or default_rules(s, data.of_setting(s)),
                 base,
-                selector_options,
+                by_selector,
                 fidelity=fidelity,
             )
             for s in data.settings
@@ -168,7 +169,7 @@ def evaluate_command(
                 frame,
                 base,
                 SamplingParams.greedy(max_tokens=max_tokens, stop=frame.stop),
-                selector_options,
+                by_selector,
                 Measures(fidelity, ttft),
                 log,
                 owns_store=kept is None and "://" not in engine,
@@ -195,6 +196,23 @@ def evaluate_command(
         output.print_json({"dataset": data.name, **counts, **about, "rows": plain})
     else:
         eval_tables.print_tables(data, rows)
+
+
+def _by_selector(told: str, deviation: str, seed: int) -> dict[str, dict[str, Any]]:
+    """Return the options of selectors by name; raises ConfigError for unknown ones."""
+    example = '{"question_mid": {"alone": true}}'
+    given = read_object("--selector-options", told, example)
+    own: dict[str, dict[str, Any]] = {
+        "hkvd": {"deviation": deviation},
+        "random": {"seed": seed},
+    }
+    for name, values in given.items():
+        if not isinstance(values, dict):
+            raise ConfigError(f"--selector-options: {name!r:.40} must have an object: {example}")
+        own[name] = own.get(name, {}) | values
+    for name, values in own.items():
+        checks.check_selector(name, values)
+    return own
 
 
 def _log(out: Path | None, resume: Path | None) -> RecordLog:

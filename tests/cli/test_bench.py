@@ -31,7 +31,7 @@ FIELDS = {
     "blend_seconds", "speedup", "bound", "share_of_bound", "work_bound",
     "share_of_work_bound", "peak_extra_bytes", "prompt_kv_bytes",
     "prefix_caching_seconds", "batched_tokens", "runs", "load_seconds", "load_hidden_seconds",
-    "hidden_share", "precision", "neighbours", "cold",
+    "hidden_share", "precision", "neighbours", "cold", "selector_options",
 }  # fmt: skip
 
 
@@ -59,6 +59,16 @@ def test_what_is_unpacked_in_memory_is_told(cli):
     assert (native["precision"], packed["precision"]) == ("native", "fp8")
     assert native["hidden_share"] is None
     assert 0 <= packed["hidden_share"] <= 1
+
+
+def test_a_selectors_options_are_measured_and_told(cli):
+    command = ("bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "host", "--ratio", 0.25)
+    asked = (*command, "--selector", "question_mid", "--json")
+    plain, alone = cli(*asked).json, cli(*asked, "--selector-options", '{"alone": true}').json
+    assert (plain["selector_options"], alone["selector_options"]) == ({}, {"alone": True})
+    assert alone["work_bound"] > plain["work_bound"], "the probe costs less"
+    first = cli(*asked, "--selector-options", '{"layers": [0]}').json
+    assert first["bound"] > plain["bound"], "and a shallow one has fewer layers"
 
 
 @needs_fadvise

@@ -81,6 +81,24 @@ def test_rows_of_a_grid(evaluate, questions_file):
         assert [key(r) for r in found["rows"] if r["setting"] == setting] == expected
 
 
+def test_a_selectors_options_are_evaluated_and_the_default_stays(evaluate, questions_file):
+    command = (
+        "--dataset", questions_file, "--settings", "adjacent", "--ratios", "0.2",
+        "--selectors", "question_mid", "--lead-ins", "document",
+    )  # fmt: skip
+    given = '{"question_mid": {"layers": [0]}}'
+    plain, shallow = (
+        evaluate(*command, *more).json["rows"] for more in ((), ("--selector-options", given))
+    )
+
+    def before(rows, default):
+        (row,) = (r for r in rows if r["selector"] == "question_mid" and r["default"] is default)
+        return row["kv_before"]
+
+    assert before(shallow, False) < before(plain, False)
+    assert before(shallow, True) == before(plain, True)
+
+
 def test_shares_say_what_was_computed(evaluate, questions_file, slow_blends):
     full, reuse, prior, hkvd, _ = evaluate(
         "--dataset", questions_file, "--settings", "adjacent", "--ratios", "0.2",

@@ -56,6 +56,14 @@ WRONG = {
     ("store", "verify", "{store}"): "got unexpected extra argument",
     ("bench", "ttft", "--repeat", "0"): "'--repeat'",
     ("bench", "ttft", "--check-layers", "one"): "--check-layers",
+    ("bench", "ttft", "--selector-options", "alone"): (
+        "selector_options='alone' must be a JSON object, such as {\"alone\": true}"
+    ),
+    ("bench", "ttft", "--selector-options", '{{"alone": true}}'): "hkvd has no 'alone'",
+    ("eval", "--selector-options", "[1]"): "--selector-options='[1]' must be a JSON object",
+    ("eval", "--selector-options", '{{"hkvd": 1}}'): "'hkvd' must have an object",
+    ("eval", "--selector-options", '{{"hkvdd": {{}}}}'): "selector='hkvdd' must be one of",
+    ("eval", "--selector-options", '{{"prior": {{"k": 1}}}}'): "prior has no 'k'",
     ("bench", "store", "--chunk-mib", "none"): "'--chunk-mib'",
     ("serve", "demo", "--port", "99999"): "'--port'",
     ("serve", "demo", "--kv-path", "{new}", "--disk-gib", "nan"): "'--disk-gib'",
