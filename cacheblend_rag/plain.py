@@ -1,4 +1,4 @@
-"""Reads dataclasses from plain JSON values of untrusted origin: each field has its type's value."""
+"""Reads dataclasses and options from JSON of untrusted origin: each field has its type's value."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_object(name: str, text: str, example: str) -> dict[str, Any]:
     """
     try:
         found = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise ConfigError(f"{name}={text!r:.60} must be a JSON object, such as {example}")

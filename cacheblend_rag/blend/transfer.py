@@ -96,21 +96,30 @@ class Upload:
             part, rest = self._todo.popleft().cut(rows)
             if rest is not None:
                 self._todo.appendleft(rest)
-            sent = [self._sent(tensor, load) for tensor in part.kv.tensors]
+            in_place = self._has_kernel and self._has_rows(part)
+            sent = [self._sent(tensor, load, in_place=in_place) for tensor in part.kv.tensors]
             load.parts.append(replace(part, kv=part.kv.moved(sent)))
+
+    def _has_rows(self, part: LayerPart) -> bool:
+        """Whether a kernel can read a chunk's tensors as they are, in memory that it can read."""
+        from cacheblend_rag.blend.kernels.placement import is_readable
+
+        return is_readable(part)
 
     def _is_readable(self, part: LayerPart) -> bool:
         """Whether a kernel can read a chunk where it is."""
-        from cacheblend_rag.blend.kernels.placement import is_readable
-
         stream = self._copy_stream
-        return is_readable(part) and all(
+        return self._has_rows(part) and all(
             stream.has(tensor) or stream.is_pinned(tensor) for tensor in part.kv.tensors
         )
 
-    def _sent(self, tensor: Tensor, load: _Load) -> Tensor:
-        """Return where a tensor will be on the device, and note how it gets there."""
-        if self._copy_stream.has(tensor):
+    def _sent(self, tensor: Tensor, load: _Load, *, in_place: bool) -> Tensor:
+        """Return where a tensor will be on the device, and note how it gets there.
+
+        in_place: whether it may also stay where it is in page-locked memory.
+        """
+        is_there = self._copy_stream.has(tensor)
+        if is_there or (in_place and self._copy_stream.is_pinned(tensor)):
             load.held.append(tensor)
             return tensor
         start = load.buffer.used
@@ -159,7 +168,8 @@ class Upload:
         host, table = load.buffer.place(numbers)
         host.copy_(numbers)
         load.stage(start)
-        on_host = any(not self._copy_stream.has(tensor) for tensor in load.held)
+        tensors = [tensor for part in load.parts for tensor in part.kv.tensors]
+        on_host = any(self._copy_stream.is_pinned(tensor) for tensor in tensors)
 
         def launch() -> None:
             programs = kernel.LINK_PROGRAMS if on_host else kernel.PROGRAMS

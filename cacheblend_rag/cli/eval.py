@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -120,7 +120,8 @@ def evaluate_command(
             value_repair=repair,
         )
         grid = _grid(ratios, selectors, lead_ins)
-        by_selector = _by_selector(selector_options, deviation, seed)
+        told = _told_options(selector_options, selectors)
+        by_selector = _by_selector(told, deviation, seed)
         checks.check_check_layers(base, model)
         checks.check_placement(device, dtype)
         kept = options.collection_store(store) if store else None
@@ -185,7 +186,7 @@ def evaluate_command(
             rows = _collected(evaluations)
     if as_json:
         prompts = {setting: len(data.of_setting(setting)) for setting in data.settings}
-        about = {
+        about: dict[str, Any] = {
             "model": first.model_name,
             "dtype": first.dtype,
             "engine": first.name,
@@ -193,26 +194,39 @@ def evaluate_command(
         }
         plain = [row.to_dict() for row in rows]
         counts = {"questions": min(prompts.values()), "prompts": prompts}
+        about["selector_options"] = told
         output.print_json({"dataset": data.name, **counts, **about, "rows": plain})
     else:
         eval_tables.print_tables(data, rows)
 
 
-def _by_selector(told: str, deviation: str, seed: int) -> dict[str, dict[str, Any]]:
-    """Return the options of selectors by name; raises ConfigError for unknown ones."""
+def _told_options(told: str, selectors: str | None) -> dict[str, dict[str, Any]]:
+    """Return the options that the command line gives to selectors that it names.
+
+    Raises ConfigError.
+    """
     example = '{"question_mid": {"alone": true}}'
     given = read_object("--selector-options", told, example)
+    named = options.names(selectors or "")
+    for name, values in given.items():
+        if not isinstance(values, dict):
+            raise ConfigError(f"--selector-options: {name!r:.40} must have an object: {example}")
+        checks.check_selector(name, values)
+        if name not in named:
+            raise ConfigError(f"--selector-options: no row is of {name!r}: add it to --selectors")
+    return given
+
+
+def _by_selector(
+    told: Mapping[str, dict[str, Any]], deviation: str, seed: int
+) -> dict[str, dict[str, Any]]:
+    """Return all options of selectors by name; raises ConfigError for an unknown deviation."""
     own: dict[str, dict[str, Any]] = {
         "hkvd": {"deviation": deviation},
         "random": {"seed": seed},
     }
-    for name, values in given.items():
-        if not isinstance(values, dict):
-            raise ConfigError(f"--selector-options: {name!r:.40} must have an object: {example}")
-        own[name] = own.get(name, {}) | values
-    for name, values in own.items():
-        checks.check_selector(name, values)
-    return own
+    checks.check_selector("hkvd", own["hkvd"])
+    return own | {name: own.get(name, {}) | values for name, values in told.items()}
 
 
 def _log(out: Path | None, resume: Path | None) -> RecordLog:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -15,12 +17,20 @@ SLACK_BYTES = 1 << 16
 
 def compact(kv: StoredKV, device: torch.device | str = "cpu") -> StoredKV:
     """Return ``kv`` on a device, copied if its storage is larger than the chunk itself."""
-    return kv.mapped(partial(_own, device=device, chunk_nbytes=kv.nbytes))
+    used = Counter[int]()
+
+    def note(tensor: Tensor) -> Tensor:
+        used[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+        return tensor
+
+    kv.mapped(note)
+    return kv.mapped(partial(_own, device=device, used=used))
 
 
-def _own(tensor: Tensor, *, device: torch.device | str, chunk_nbytes: int) -> Tensor:
-    tensor = tensor.detach().to(device)
-    fits = tensor.untyped_storage().nbytes() <= chunk_nbytes + SLACK_BYTES
+def _own(tensor: Tensor, *, device: torch.device | str, used: Mapping[int, int]) -> Tensor:
+    """used: bytes of the chunk's tensors in each storage, by its address."""
+    storage, tensor = tensor.untyped_storage(), tensor.detach().to(device)
+    fits = storage.nbytes() <= used[storage.data_ptr()] + SLACK_BYTES
     if fits and tensor[0].is_contiguous():
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

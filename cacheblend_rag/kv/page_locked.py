@@ -111,7 +111,7 @@ class PageLockedMemory:
         with self._mutex:
             self._limit = self._in_use()  # as much as can be locked
         _LOG.warning(
-            "only %d MiB of chunk KV could be page-locked: the rest is copied by the host",
+            "only %d MiB of memory could be page-locked: other chunk KV is copied by the host",
             self._limit >> 20,
         )
         return None

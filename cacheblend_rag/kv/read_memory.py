@@ -1,4 +1,4 @@
-"""Page-locked buffers that chunks are read into from disks and object stores, for a GPU.
+"""Page-locked buffers that chunks are read into from disk, for a GPU.
 
 The GPU reads chunks where they were read to: no thread of the host copies them into page-locked
 memory first. Buffers are reused, since locking memory takes longer than reading into it.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import threading
 import weakref
 from collections import deque
-from functools import cache
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,8 +24,17 @@ LEAST_BYTES = 1 << 19
 """Smaller reads get ordinary memory: such chunks go through the buffers of the copy stream."""
 MOST_BYTES = 64 << 20
 """Larger reads get ordinary memory, too, so that few of them do not take all there is."""
-SHARE = 1 / 16
-"""Most memory in buffers, in use or not, as a share of the machine's."""
+SHARE, LIMIT_BYTES = 1 / 16, 2 << 30
+"""Most memory in a process's buffers, in use or not: this share of the machine's, and so many
+bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Buffer:
+    """Page-locked pages. forks: how often the process had forked when they were last lent."""
+
+    pages: Pages
+    forks: int
 
 
 class ReadMemory:
@@ -34,14 +42,17 @@ class ReadMemory:
 
     memory: what they are made of; its limit is that of all buffers. Buffers are larger than what
     is read into them, so that memory tiers copy chunks out of them (see ``compact``).
+
+    Buffers that were there before the process forked are not reused: on older kernels, memory that
+    is written to while a forked process lives may no longer be the memory that the device reads.
     """
 
     def __init__(self, memory: PageLockedMemory) -> None:
         self._memory = memory
         self._mutex = threading.Lock()
-        self._free: list[Pages] = []
+        self._free: list[_Buffer] = []
         # A finalizer may run anywhere, also under the lock: it only notes what is free.
-        self._returned: deque[tuple[Pages, int]] = deque()
+        self._returned: deque[_Buffer] = deque()
         self._forks = 0
 
     def room(self, nbytes: int) -> Tensor | None:
@@ -53,54 +64,61 @@ class ReadMemory:
         if not LEAST_BYTES <= nbytes <= MOST_BYTES or not self._memory.is_used:
             return None
         wanted = nbytes + SLACK_BYTES + mmap.PAGESIZE
-        pages = self._taken(wanted) or self._memory.pages(wanted)
-        if pages is None and self.release():  # buffers of other sizes
+        pages = self._take_free(wanted) or self._memory.pages(wanted)
+        while pages is None and self._drop_smallest():
             pages = self._memory.pages(wanted)
         return None if pages is None else self._lent(pages)[:nbytes]
 
     def release(self) -> int:
         """Unlock the buffers that are not in use; returns their bytes."""
         with self._mutex:
-            self._collect()
+            unusable = self._collect()
             free, self._free = self._free, []
-        return sum(map(len, free))
+        return sum(len(buffer.pages) for buffer in (*free, *unusable))
 
     def forking(self) -> None:
-        """Note that this process is about to fork: no buffer of before is written to again.
-
-        On kernels before Linux 5.9, memory that is written to while the child lives is no longer
-        what the device reads.
-        """
+        """Note that this process is about to fork."""
         self._forks += 1
 
-    def _taken(self, nbytes: int) -> Pages | None:
+    def _take_free(self, nbytes: int) -> Pages | None:
         """Return the smallest free buffer of at least so many bytes, and at most twice as many."""
         with self._mutex:
-            self._collect()
-            fitting = [pages for pages in self._free if nbytes <= len(pages) <= 2 * nbytes]
-            if not fitting:
-                return None
-            found = min(fitting, key=len)
-            self._free = [pages for pages in self._free if pages is not found]
-            return found
+            unusable = self._collect()
+            fitting = [one for one in self._free if nbytes <= len(one.pages) <= 2 * nbytes]
+            found = min(fitting, key=lambda one: len(one.pages), default=None)
+            if found is not None:
+                self._free.remove(found)
+        del unusable  # unlocked here, and not while others wait
+        return None if found is None else found.pages
 
-    def _collect(self) -> None:
+    def _collect(self) -> list[_Buffer]:
+        """Take back what was returned, under the lock; returns the buffers of before a fork."""
         while self._returned:
-            pages, forks = self._returned.popleft()
-            if forks == self._forks:
-                self._free.append(pages)
+            self._free.append(self._returned.popleft())
+        unusable = [one for one in self._free if one.forks != self._forks]
+        self._free = [one for one in self._free if one.forks == self._forks]
+        return unusable
+
+    def _drop_smallest(self) -> bool:
+        """Unlock the smallest free buffer; returns whether there was one."""
+        with self._mutex:
+            smallest = min(self._free, key=lambda one: len(one.pages), default=None)
+            if smallest is not None:
+                self._free.remove(smallest)
+        return smallest is not None
 
     def _lent(self, pages: Pages) -> Tensor:
         """Return a buffer as (bytes,) uint8; it comes back with the last tensor in it."""
         lent = np.frombuffer(pages, dtype=np.uint8)
-        weakref.finalize(lent, self._returned.append, (pages, self._forks)).atexit = False
+        buffer = _Buffer(pages, self._forks)
+        weakref.finalize(lent, self._returned.append, buffer).atexit = False
         return torch.from_numpy(lent)
 
 
-@cache
+_CUDA = ReadMemory(on_cuda(min(int(SHARE * machine_bytes()), LIMIT_BYTES)))
+os.register_at_fork(before=_CUDA.forking)
+
+
 def cuda_read_memory() -> ReadMemory:
     """Return the buffers of this process, which are for CUDA devices that it uses."""
-    memory = ReadMemory(on_cuda(int(SHARE * machine_bytes())))
-    if sys.platform != "win32":
-        os.register_at_fork(before=memory.forking)
-    return memory
+    return _CUDA

@@ -63,7 +63,8 @@ def test_rows_of_a_grid(evaluate, questions_file):
     assert outcome.code == 0
     found = outcome.json
     about = {"dataset", "questions", "prompts", "model", "dtype", "engine", "chat_template"}
-    assert set(found) == {*about, "rows"}
+    assert set(found) == {*about, "selector_options", "rows"}
+    assert found["selector_options"] == {}
     assert (found["dtype"], found["engine"]) == ("float32", "transformers")
     assert (found["dataset"], found["questions"]) == ("notes", 2)
     assert all(set(row) == FIELDS for row in found["rows"])

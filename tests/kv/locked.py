@@ -6,6 +6,7 @@ import mmap
 
 from torch import Tensor
 
+from cacheblend_rag.kv.packed_kv import StoredKV
 from cacheblend_rag.kv.page_locked import PageLockedMemory
 
 PAGE = mmap.PAGESIZE
@@ -33,3 +34,14 @@ class Locked:
             start <= first and first + tensor.nbytes <= start + nbytes
             for start, nbytes in self.pages.items()
         )
+
+
+def tensors(kv: StoredKV) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    kv.mapped(note)
+    return found

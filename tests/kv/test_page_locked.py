@@ -11,25 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cacheblend_rag.kv import DeviceTier, HostTier
-from cacheblend_rag.kv.packed_kv import StoredKV, packed
+from cacheblend_rag.kv.packed_kv import packed
 from cacheblend_rag.kv.page_locked import cuda_memory
 from cacheblend_rag.kv.stored_chunk import StoredChunk
-from tests.kv.locked import PAGE, Locked
+from tests.kv.locked import PAGE, Locked, tensors
 from tests.kv.samples import make_key, make_kv
-
-
-def tensors(kv: StoredKV) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    kv.mapped(note)
-    return found
 
 
 @pytest.mark.parametrize("precision", ["native", "fp8", "int8"])

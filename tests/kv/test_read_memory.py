@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cacheblend_rag.kv import DiskTier, HostTier, TieredKVStore
 from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.kv.packed_kv import packed
 from cacheblend_rag.kv.read_memory import (
     LEAST_BYTES,
     MOST_BYTES,
@@ -18,23 +20,23 @@ from cacheblend_rag.kv.read_memory import (
     cuda_read_memory,
 )
 from cacheblend_rag.kv.stored_chunk import StoredChunk
-from cacheblend_rag.kv.tiers import bytes as bytes_tier
-from tests.kv.locked import Locked
+from cacheblend_rag.kv.tiers import disk as disk_tier
+from tests.kv.locked import Locked, tensors
 from tests.kv.samples import make_key
 
 
-def large_kv(start: float = 0.0) -> ChunkKV:
-    """A chunk of six layers of 1 MiB."""
-    numbers = torch.arange(6 << 18, dtype=torch.float32).view(6, 2, 4, 256, 128) + start
-    return ChunkKV(numbers[:, 0], numbers[:, 1], 0)
+def large_kv(start: float = 0.0, *, prior: bool = False) -> ChunkKV:
+    """A chunk of six layers of 1 MiB, 8,192 tokens."""
+    numbers = torch.arange(6 << 18, dtype=torch.float32).view(6, 2, 4, 8192, 4) + start
+    return ChunkKV(numbers[:, 0], numbers[:, 1], 0, torch.ones(8192) if prior else None)
 
 
 @pytest.fixture
 def locked(monkeypatch: pytest.MonkeyPatch) -> Locked:
-    """The tiers of bytes read for this device."""
+    """Disks are read for this device."""
     device = Locked()
     memory = ReadMemory(device.memory)
-    monkeypatch.setattr(bytes_tier, "cuda_read_memory", lambda: memory)
+    monkeypatch.setattr(disk_tier, "cuda_read_memory", lambda: memory)
     return device
 
 
@@ -102,23 +104,48 @@ def test_small_and_huge_reads_get_ordinary_memory(nbytes: int) -> None:
     assert locked.pages == {}
 
 
-def test_where_nothing_can_be_locked_reads_get_ordinary_memory(locked: Locked) -> None:
+def test_where_nothing_can_be_locked_reads_get_ordinary_memory(
+    locked: Locked, tmp_path: Path
+) -> None:
     locked.refuses = True
-    room = bytes_tier.room_for(1 << 20)
-    assert room.numel() == 1 << 20
-    assert not locked.has(room)
+    tier = DiskTier(tmp_path)
+    tier.put(make_key(0), StoredChunk(large_kv(), 0.0))
+    keys, _ = tier.open(make_key(0)).read(1, 2)[0]
+    assert torch.equal(keys, large_kv().keys[1])
+    assert not locked.has(keys)
 
 
-def test_a_buffer_of_before_a_fork_is_not_written_to_again() -> None:
+@pytest.mark.parametrize("is_lent", [False, True])
+def test_buffers_of_before_a_fork_are_not_used_again(is_lent: bool) -> None:
     locked = Locked()
     memory = ReadMemory(locked.memory)
-    before = memory.room(1 << 20)
-    assert before is not None
+    lent = [memory.room(1 << 20) for _ in range(2)]
+    for buffer in lent:
+        assert buffer is not None
+        buffer.fill_(1)
+    buffer = None
+    if not is_lent:
+        lent.clear()
+        memory.room(1 << 20)  # which notices that both are free
     memory.forking()
-    del before
-    gc.collect()
-    assert memory.room(1 << 20) is not None
-    assert len(locked.pages) == 1, "the other one was unlocked"
+    lent.clear()
+    after = memory.room(1 << 20)
+    assert after is not None
+    assert not after.any(), "of new pages"
+    assert len(locked.pages) == 1, "the others were unlocked"
+
+
+def test_at_the_limit_no_more_buffers_are_given_up_than_needed() -> None:
+    locked = Locked(limit=14 << 20)
+    memory = ReadMemory(locked.memory)
+    free = [memory.room(nbytes << 20) for nbytes in (1, 3, 5)]
+    del free
+    large = memory.room(8 << 20)
+    assert large is not None
+    assert sorted(nbytes >> 20 for nbytes in locked.pages.values()) == [5, 8]
+    again = memory.room(5 << 20)
+    assert again is not None
+    assert len(locked.pages) == 2
 
 
 def test_chunks_are_read_from_disk_into_buffers(locked: Locked, tmp_path: Path) -> None:
@@ -133,15 +160,17 @@ def test_chunks_are_read_from_disk_into_buffers(locked: Locked, tmp_path: Path) 
         assert torch.equal(values, kv.values[index])
 
 
+@pytest.mark.parametrize("form", ["native", "int8"])
 @pytest.mark.parametrize("limit", [1 << 30, 0])
 def test_a_memory_tier_copies_chunks_out_of_buffers(
-    locked: Locked, tmp_path: Path, limit: int
+    locked: Locked, tmp_path: Path, limit: int, form: Any
 ) -> None:
     """With page-locked memory of its own, and without: the buffer is free for the next read."""
     own = Locked(limit=limit)
     tiers = [HostTier(None, memory=own.memory), DiskTier(tmp_path)]
-    for index in range(3):
-        tiers[1].put(make_key(index), StoredChunk(large_kv(index), 0.0))
+    stored = [packed(large_kv(index, prior=True), form) for index in range(3)]
+    for index, kv in enumerate(stored):
+        tiers[1].put(make_key(index), StoredChunk(kv, 0.0))
     with TieredKVStore(tiers) as store:
         for index in range(3):
             assert store.get(make_key(index)) is not None
@@ -149,8 +178,9 @@ def test_a_memory_tier_copies_chunks_out_of_buffers(
         assert len(locked.pages) == 1
         for index in range(3):
             kept = tiers[0].get(make_key(index)).kv
-            assert not locked.has(kept.keys)
-            assert torch.equal(kept.values, large_kv(index).values)
+            for one, other in zip(tensors(kept), tensors(stored[index]), strict=True):
+                assert not locked.has(one)
+                assert torch.equal(one, other)
 
 
 def test_this_process_locks_nothing_before_it_uses_a_gpu() -> None:

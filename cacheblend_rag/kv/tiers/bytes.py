@@ -20,7 +20,6 @@ from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_header import MAX_BODY_BYTES
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import EncodedChunk
-from cacheblend_rag.kv.read_memory import cuda_read_memory
 from cacheblend_rag.kv.reader import ChunkReader, StoredBytes, open_ranges
 from cacheblend_rag.kv.stored_chunk import StoredChunk
 from cacheblend_rag.kv.tiers.base import Tier
@@ -121,14 +120,12 @@ with warnings.catch_warnings():
 
 
 def room_for(nbytes: int) -> Tensor:
-    """Return memory to read bytes into, (nbytes,) uint8: page-locked where a GPU is to read them.
+    """Return memory to read bytes into, (nbytes,) uint8.
 
     Raises DamagedChunkError if no object can be that large, OSError if memory is short.
     """
     if nbytes > MAX_BODY_BYTES:
         raise DamagedChunkError(f"more than {MAX_BODY_BYTES} bytes")
-    if (locked := cuda_read_memory().room(nbytes)) is not None:
-        return locked
     try:
         return torch.empty(nbytes, dtype=torch.uint8)
     except RuntimeError as error:

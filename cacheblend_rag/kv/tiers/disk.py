@@ -27,6 +27,7 @@ from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv.background import BESIDE_BYTES, begin
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import EncodedChunk
+from cacheblend_rag.kv.read_memory import cuda_read_memory
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.stored_chunk import Entry
@@ -225,7 +226,10 @@ class DiskTier(BytesTier):
             if not stat.S_ISREG(found.st_mode):
                 raise DamagedChunkError("no file")
             last = found.st_size if end is None else min(end, found.st_size)
-            raw = room_for(max(last - start, 0))
+            nbytes = max(last - start, 0)
+            # Page-locked where a GPU is to read it.
+            locked = cuda_read_memory().room(nbytes)
+            raw = room_for(nbytes) if locked is None else locked
             file.seek(start)
             fill(raw, file)
         return StoredBytes(raw, found.st_size, found.st_mtime_ns / 1e9)

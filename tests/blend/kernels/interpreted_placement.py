@@ -137,7 +137,33 @@ def test_an_upload_reads_page_locked_chunks_where_they_are(form: str) -> None:
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
+def test_an_upload_reads_in_place_what_of_a_chunk_is_page_locked(form: str) -> None:
+    """As the numbers of packed chunks that were read from disk, whose scales are elsewhere."""
+    copy_stream, staged = FakeCopyStream(), list[Tensor]()
+
+    class Noted(Upload):
+        def _send(self, load: Any) -> None:
+            staged.extend(source for _, source in load.sources)
+            super()._send(load)
+
+    buffers = PinnedBuffers(copy_stream, 2, 9 * ROW_BYTES, table_bytes=TABLE_BYTES)
+    fused = kv_buffer("fused", geometry(copy_stream))
+    parts = parts_of(0, fused.keys.device, form)
+    for part in parts:
+        copy_stream.pin(part.kv.tensors[0])
+    upload = Noted(buffers, fused, 0, parts, copy_stream.worked())
+    sent(upload)
+    upload.arrive()
+    assert staged
+    assert not any(copy_stream.is_pinned(tensor) for tensor in staged)
+    assert copy_stream.errors == []
+    for one, other in zip(fused.layer(0), laid_plainly("fused", copy_stream, form)[0], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
 if __name__ == "__main__":
     test_chunks_are_placed_as_by_the_twin()
     for form in ("native", "fp8", "int8"):
         test_an_upload_reads_page_locked_chunks_where_they_are(form)
+    for form in ("fp8", "int8"):
+        test_an_upload_reads_in_place_what_of_a_chunk_is_page_locked(form)
