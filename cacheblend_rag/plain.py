@@ -28,7 +28,7 @@ def read_plain(kind: type[T], sent: Any) -> T:
 
 
 def read_object(name: str, text: str, example: str) -> dict[str, Any]:
-    """Read an option that is a JSON object; "" is an empty one.
+    """Parse a command-line option that is a JSON object; an empty text is an empty object.
 
     name: of the option. example: a valid value. Raises ConfigError.
     """

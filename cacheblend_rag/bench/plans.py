@@ -34,7 +34,7 @@ TIERS = ("host", "disk")
 """Tiers that need no server; any other is given by its URL."""
 TIERS_HELP = "host, disk or a tier's URL, such as redis://cache:6379/0; repeatable."
 OPTIONS = '{"alone": true}'
-"""An example of a selector's options."""
+"""An example of ``selector_options``, for help and error messages."""
 VLLM_BATCHED_TOKENS = 2048
 """vLLM's default of max_num_batched_tokens."""
 

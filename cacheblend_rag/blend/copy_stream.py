@@ -255,7 +255,7 @@ class PinnedBuffers:
 
 
 def release_pinned(device: torch.device) -> int:
-    """Free the buffers for copies and reads that are not in use, if any; returns their bytes."""
+    """Free unused page-locked buffers, for copies and for reads; returns their size in bytes."""
     buffers = pinned_buffers_of(device)
     freed = 0 if buffers is None else buffers.release()
     return freed + cuda_read_memory().release()

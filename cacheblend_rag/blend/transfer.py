@@ -86,7 +86,8 @@ class Upload:
         """Choose the tokens that go through a buffer: as many as fit."""
         while self._todo and len(load.parts) < MOST_PARTS:
             part = self._todo[0]
-            if self._has_kernel and self._is_readable(part):
+            in_place = self._has_kernel and _has_readable_layout(part)
+            if in_place and all(map(self._is_accessible, part.kv.tensors)):
                 self._todo.popleft()
                 load.parts.append(part)
                 load.held += part.kv.tensors
@@ -96,30 +97,19 @@ class Upload:
             part, rest = self._todo.popleft().cut(rows)
             if rest is not None:
                 self._todo.appendleft(rest)
-            in_place = self._has_kernel and self._has_rows(part)
             sent = [self._sent(tensor, load, in_place=in_place) for tensor in part.kv.tensors]
             load.parts.append(replace(part, kv=part.kv.moved(sent)))
 
-    def _has_rows(self, part: LayerPart) -> bool:
-        """Whether a kernel can read a chunk's tensors as they are, in memory that it can read."""
-        from cacheblend_rag.blend.kernels.placement import is_readable
-
-        return is_readable(part)
-
-    def _is_readable(self, part: LayerPart) -> bool:
-        """Whether a kernel can read a chunk where it is."""
-        stream = self._copy_stream
-        return self._has_rows(part) and all(
-            stream.has(tensor) or stream.is_pinned(tensor) for tensor in part.kv.tensors
-        )
+    def _is_accessible(self, tensor: Tensor) -> bool:
+        """Whether a kernel can access a tensor: it is on the device or in page-locked memory."""
+        return self._copy_stream.has(tensor) or self._copy_stream.is_pinned(tensor)
 
     def _sent(self, tensor: Tensor, load: _Load, *, in_place: bool) -> Tensor:
-        """Return where a tensor will be on the device, and note how it gets there.
+        """Return the tensor that the chunk is placed from, and plan the copies that fill it.
 
-        in_place: whether it may also stay where it is in page-locked memory.
+        in_place: whether a kernel may read page-locked memory, which is then not copied.
         """
-        is_there = self._copy_stream.has(tensor)
-        if is_there or (in_place and self._copy_stream.is_pinned(tensor)):
+        if self._copy_stream.has(tensor) or (in_place and self._copy_stream.is_pinned(tensor)):
             load.held.append(tensor)
             return tensor
         start = load.buffer.used
@@ -177,6 +167,13 @@ class Upload:
             kernel.place_by_kernel(*into, table, launches, programs=programs)
 
         return launch
+
+
+def _has_readable_layout(part: LayerPart) -> bool:
+    """Whether the placement kernel supports the strides of a chunk's tensors."""
+    from cacheblend_rag.blend.kernels.placement import is_readable  # Triton: only here
+
+    return is_readable(part)
 
 
 @dataclass

@@ -201,19 +201,20 @@ def evaluate_command(
 
 
 def _told_options(told: str, selectors: str | None) -> dict[str, dict[str, Any]]:
-    """Return the options that the command line gives to selectors that it names.
+    """Parse ``--selector-options``: options by selector name.
 
-    Raises ConfigError.
+    selectors: the value of ``--selectors``. Raises ConfigError for an unknown selector or option,
+    and for a selector that is not among them.
     """
     example = '{"question_mid": {"alone": true}}'
     given = read_object("--selector-options", told, example)
     named = options.names(selectors or "")
     for name, values in given.items():
         if not isinstance(values, dict):
-            raise ConfigError(f"--selector-options: {name!r:.40} must have an object: {example}")
+            raise ConfigError(f"--selector-options: {name!r:.40} needs an object, as in {example}")
         checks.check_selector(name, values)
         if name not in named:
-            raise ConfigError(f"--selector-options: no row is of {name!r}: add it to --selectors")
+            raise ConfigError(f"--selector-options: {name!r} is not in --selectors: add it")
     return given
 
 

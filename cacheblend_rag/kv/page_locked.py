@@ -24,7 +24,7 @@ from cacheblend_rag.kv.packed_kv import StoredKV
 ALIGNMENT = 64
 """Of each tensor in the memory of a chunk, in bytes."""
 SHARE = 0.5
-"""Most page-locked memory for chunks, as a share of the machine's: the rest can still be paged."""
+"""Limit of page-locked memory for chunks in the host tier, as a share of the machine's memory."""
 PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for all devices."""
 
@@ -143,7 +143,7 @@ def on_cuda(limit: int) -> PageLockedMemory:
 
 
 def machine_bytes() -> int:
-    """Return the bytes of the machine's memory; 0 where they are not known."""
+    """Return the size of the machine's memory in bytes; 0 if it is unknown."""
     return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE if sys.platform == "linux" else 0
 
 

@@ -21,17 +21,17 @@ from cacheblend_rag.kv.compact import SLACK_BYTES
 from cacheblend_rag.kv.page_locked import PageLockedMemory, Pages, machine_bytes, on_cuda
 
 LEAST_BYTES = 1 << 19
-"""Smaller reads get ordinary memory: such chunks go through the buffers of the copy stream."""
+"""Smallest read, in bytes, that gets a page-locked buffer; others use pageable memory."""
 MOST_BYTES = 64 << 20
-"""Larger reads get ordinary memory, too, so that few of them do not take all there is."""
+"""Largest read, in bytes, that gets one: a few larger ones would use up the limit."""
 SHARE, LIMIT_BYTES = 1 / 16, 2 << 30
-"""Most memory in a process's buffers, in use or not: this share of the machine's, and so many
-bytes."""
+"""Limits of all read buffers of a process, in use or free: a share of the machine's memory, and a
+size in bytes. The smaller one applies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Buffer:
-    """Page-locked pages. forks: how often the process had forked when they were last lent."""
+    """A page-locked buffer. forks: how often the process had forked when it was last handed out."""
 
     pages: Pages
     forks: int
@@ -70,7 +70,7 @@ class ReadMemory:
         return None if pages is None else self._lent(pages)[:nbytes]
 
     def release(self) -> int:
-        """Unlock the buffers that are not in use; returns their bytes."""
+        """Free the buffers that are not in use; returns their size in bytes."""
         with self._mutex:
             unusable = self._collect()
             free, self._free = self._free, []
@@ -92,7 +92,10 @@ class ReadMemory:
         return None if found is None else found.pages
 
     def _collect(self) -> list[_Buffer]:
-        """Take back what was returned, under the lock; returns the buffers of before a fork."""
+        """Move returned buffers to the free list; the caller holds the lock.
+
+        Returns those that were handed out before a fork, which must not be reused.
+        """
         while self._returned:
             self._free.append(self._returned.popleft())
         unusable = [one for one in self._free if one.forks != self._forks]

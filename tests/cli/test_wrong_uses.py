@@ -62,9 +62,9 @@ WRONG = {
     ("bench", "ttft", "--selector-options", '{{"alone": true}}'): "hkvd has no 'alone'",
     ("eval", "--selector-options", "[1]"): "--selector-options='[1]' must be a JSON object",
     ("eval", "--selectors", "hkvd", "--selector-options", '{{"prior": {{}}}}'): (
-        "no row is of 'prior': add it to --selectors"
+        "'prior' is not in --selectors: add it"
     ),
-    ("eval", "--selector-options", '{{"hkvd": 1}}'): "'hkvd' must have an object",
+    ("eval", "--selector-options", '{{"hkvd": 1}}'): "'hkvd' needs an object, as in",
     ("eval", "--selector-options", '{{"hkvdd": {{}}}}'): "selector='hkvdd' must be one of",
     ("eval", "--selector-options", '{{"prior": {{"k": 1}}}}'): "prior has no 'k'",
     ("bench", "store", "--chunk-mib", "none"): "'--chunk-mib'",

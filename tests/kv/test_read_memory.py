@@ -189,7 +189,6 @@ def test_this_process_locks_nothing_before_it_uses_a_gpu() -> None:
     assert cuda_read_memory().room(1 << 20) is None
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_is_noted() -> None:
     memory = cuda_read_memory()
     forks = memory._forks
