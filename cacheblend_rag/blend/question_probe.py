@@ -24,8 +24,8 @@ from cacheblend_rag.blend.steps import Steps
 
 FIRST_TOKENS = 256
 """So many of a prompt's first tokens are computed for a question asked alone even if their exact KV
-is held: as a rule all of an instruction, so that the choice does not depend on whether it is held.
-Of a longer one, the rest is not seen while it is held."""
+is held, so that the choice does not depend on whether it is held. Behind a longer instruction no
+question is asked alone."""
 
 FEW_TOKENS = 256
 """Up to so many tokens are computed alone in a buffer of all layers, if there are CUDA graphs."""

@@ -14,7 +14,7 @@ from cacheblend_rag.blend import BlendPass, FusedKV, RingKV, Schedule, plan_sche
 from cacheblend_rag.blend.graphed import Graphed
 from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import Attention, Candidates
-from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
+from cacheblend_rag.blend.question_probe import FIRST_TOKENS, REUSE_ONLY, probe_question
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
@@ -382,10 +382,23 @@ class PromptPass:
         after = max((chunk.end + len(chunk.after) for chunk in self.placed), default=0)
         return min(after, self.token_ids.numel() - 1)
 
+    @property
+    def _can_ask_alone(self) -> bool:
+        """Whether a question asked alone sees all of the prompt but its passages.
+
+        It does not if earlier turns of a conversation, to which it may refer, or a long instruction
+        may be cached. That they are cached makes no difference: the same rows are chosen.
+        """
+        has_turns = any(placed.is_turn for placed in self.placed)
+        first = min((placed.start for placed in self.placed), default=0)
+        return not has_turns and first <= FIRST_TOKENS
+
     def _probe(
         self, loader: ChunkLoader, candidates: Candidates, schedule: Schedule
     ) -> Steps[Tensor]:
         probe = schedule.selector.probe
+        if probe.alone and not self._can_ask_alone:
+            probe = replace(probe, alone=False)
         attention, work = yield from probe_question(
             self.stack,
             self.token_ids,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag import BlendConfig, SamplingParams
+from cacheblend_rag import BlendConfig, Chunk, Conversation, SamplingParams, open_engine
+from cacheblend_rag.demo.corpus import generate_prompts
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.quality.engines import opened_engines
 from cacheblend_rag.quality.evaluator import Evaluator, evaluate_settings
@@ -56,3 +57,26 @@ def test_the_default_is_as_right_as_full_prefill_and_as_reuse_where_documents_ar
         if setting in WHOLE:
             assert full >= RIGHT[toy], setting
     assert right["adjacent"]["none", "instruction", False] < RIGHT[toy]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_follow_up_questions_of_a_kept_conversation_find_whom_they_mean(alone: bool) -> None:
+    """The passages' KV knows nothing of each other, so the rows must be chosen by the question.
+
+    Full prefill answers all 12, plain reuse 2; asked without seeing the earlier turn, 9.
+    """
+    engine = open_engine("transformers", model=str(TOYS / "qknorm"))
+    config = BlendConfig(
+        min_tokens=0, cost_model=False, recompute_ratio=0.16, selector_options={"alone": alone}
+    )
+    sampling, right = SamplingParams.greedy(max_tokens=8), 0
+    for prompt in generate_prompts("turns", QUESTIONS, seed=5):
+        passages = [Chunk(text) for text in prompt.chunk_texts]
+        engine.precompute(passages, progress=False)
+        conversation = Conversation(engine, sampling=sampling, config=config)
+        ((first, _),) = prompt.question.earlier
+        conversation.ask(first, passages)
+        answer = conversation.ask(prompt.question.question)
+        assert answer.report.selector == config.selector
+        right += answer.text.strip().startswith(prompt.question.answer)
+    assert right >= 11

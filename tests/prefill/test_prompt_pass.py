@@ -371,6 +371,35 @@ def test_a_probe_that_ends_midway_loads_no_more(
     assert found.selector == "question_mid"
 
 
+@pytest.mark.parametrize("reserve", [0, None])
+@pytest.mark.parametrize(
+    ("is_turn", "first_tokens", "alone"),
+    [(False, SPANS["a"][0], True), (True, TOKENS, False), (False, SPANS["a"][0] - 1, False)],
+)
+def test_a_question_is_asked_alone_only_if_it_sees_all_but_the_passages(
+    is_turn: bool,
+    first_tokens: int,
+    alone: bool,
+    reserve: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not with earlier turns in the prompt, nor behind a long instruction; a ring is read again."""
+    monkeypatch.setattr(prompt_pass_module, "FIRST_TOKENS", first_tokens)
+    chunks = [placed()[0], replace(placed()[1], is_turn=is_turn), placed()[2]]
+    found, seeing = (
+        finished(
+            prompt_pass(
+                filled(placed()), chunks, FakeStack(), {"reserve": reserve},
+                selector="question_mid", selector_options=options, recompute_ratio=0.3,
+            )
+        )
+        for options in ({"alone": True}, {"alone": False})
+    )  # fmt: skip
+    assert found.selector == seeing.selector == "question_mid"
+    assert (found.compute_share != seeing.compute_share) == alone
+    assert alone or torch.equal(found.hidden, seeing.hidden)
+
+
 # Steps
 
 

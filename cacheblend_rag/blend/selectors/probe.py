@@ -31,8 +31,8 @@ class Probe:
             tokens share the rest.
         alone: whether the question's tokens see only the text of the prompt in the layers before
             they are observed, as if it had no chunks: these layers then cost little, and need no
-            chunk KV. In models with sliding windows name layers without one: the others show a
-            question asked alone the end of the prompt only.
+            chunk KV. Without effect in a prompt with kept turns of a conversation, to which the
+            question may refer, and where more than 256 tokens stand before the first chunk.
 
     Raises:
         ConfigError: when a field is out of range.
