@@ -104,6 +104,36 @@ def test_16_bit_inputs_are_computed_in_float32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, wide.to(dtype), atol=torch.finfo(dtype).eps, rtol=0.01)
 
 
+@pytest.mark.parametrize("softcap", [None, 300.0])
+@pytest.mark.parametrize("most", [0, 40, 200])
+@pytest.mark.parametrize("shift", [-300.0, -100.0, -40.0, 40.0, 100.0, 300.0])
+def test_logits_may_be_far_from_zero(shift: float, most: int, softcap: float | None) -> None:
+    """Powers of the farthest would be infinite, or all 0. Half of the rows' logits stay near.
+
+    shift: of the logits, in units of e. most: of the sinks, either way; 0 is none.
+    """
+    sinks = torch.linspace(-most, most, HEADS) if most else None
+    query, keys, values = made_inputs()
+    keys[..., 0] = shift / 0.3
+    query[..., 0] = torch.arange(TOKENS) % 2
+    rows = scattered(3, 4, 100, 251, 299)
+    options: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "sinks": sinks}
+    asked = query[:, :, rows.device]
+    found = attend_by_matmul(asked, keys, values, rows, **options)
+    wanted = attend_rows(asked.double(), keys.double(), values.double(), rows, **options)
+    torch.testing.assert_close(found.double(), wanted.double(), atol=2e-4, rtol=1e-3)
+
+
+def test_logits_that_are_not_numbers_are_not_hidden() -> None:
+    query, keys, values = made_inputs()
+    rows = scattered(3, 100, 299)
+    keys[0, 0, 50, 3] = torch.nan
+    found = attend_by_matmul(query[:, :, rows.device], keys, values, rows, scaling=0.3)
+    copies = HEADS // KV_HEADS
+    assert found[0, 1:, :copies].isnan().all(), "rows that see it"
+    assert found[0, :, copies:].isfinite().all()
+
+
 def test_inputs_may_lie_in_memory_in_any_order() -> None:
     """As a model's own: (tokens, heads, head_dim), transposed."""
     query, keys, values = made_inputs()
