@@ -148,7 +148,7 @@ class TtftPlan(BlendPlan):
         )  # raises for an unknown name
         for tier in self.tiers:
             check_tier(tier)
-        can_be_cold = self.engine == ENGINES[0] and hasattr(os, "RWF_NOWAIT")
+        can_be_cold = self.engine == ENGINES[0] and hasattr(os, "posix_fadvise")
         if self.cold and ("disk" not in self.tiers or not can_be_cold):
             raise ConfigError("cold=True: only for --tier disk, --engine transformers, on Linux")
         self.subject.check_prompt(self.prompt_tokens)

@@ -106,6 +106,8 @@ def measure_steady(plan: SteadyPlan, advance: Advance = lambda _: None) -> dict[
         "chunks": plan.chunks,
         "exponent": plan.exponent,
         "ratio": plan.ratio,
+        "selector": plan.selector,
+        "selector_options": plan.options,
         "stored_bytes": stats["disk"]["bytes"],
         "host_bytes": plan.host_bytes,
         "rejected": stats["host"]["rejected"],

@@ -5,6 +5,8 @@ On random weights of a shape and random words, or on a model's own weights and r
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import random
 import tempfile
@@ -257,13 +259,19 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 def _is_cached(file: int) -> bool:
-    """Return whether a file's first bytes can be read without waiting for a device."""
-    try:
-        return os.preadv(file, [bytearray(1)], 0, os.RWF_NOWAIT) > 0
-    except BlockingIOError:
+    """Return whether any page of a file is in memory, or that cannot be told.
+
+    Reading from it to find out, even with RWF_NOWAIT, would bring pages in.
+    """
+    size = os.fstat(file).st_size
+    if not size:
         return False
-    except OSError:  # a file system that does not tell
-        return True
+    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    with mmap.mmap(file, size) as mapped:
+        first = ctypes.c_char.from_buffer(mapped)
+        failed = ctypes.CDLL(None).mincore(ctypes.byref(first), ctypes.c_size_t(size), pages)
+        del first  # it keeps the file mapped
+    return bool(failed) or any(page & 1 for page in pages)
 
 
 def check_blend(plan: TtftPlan, generation: Generation, ratio: float, tier: str) -> None:

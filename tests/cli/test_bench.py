@@ -24,7 +24,7 @@ from tests.servers import redis_place, tier_at
 TINY = shapes.ModelShape(
     "tiny", "llama", 4, 32, 4, 2, 64, 512, 2048, {"rope_type": "default", "rope_theta": 1e4}
 )
-needs_fadvise = pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="Linux only")
+needs_fadvise = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="Linux only")
 SMALL = ("--chunks", 2, "--chunk-tokens", 48, "--question-tokens", 4, "--repeat", 1)
 FIELDS = {
     "engine", "shape", "model", "prompt_tokens", "selector", "ratio", "tier", "full_seconds",
@@ -96,6 +96,21 @@ def test_files_that_are_not_dropped_end_the_measurement(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: None)  # as on a tmpfs
     with pytest.raises(CacheBlendError, match=r"cold: the system keeps .*chunk in memory"):
         ttft.drop_from_page_cache(tmp_path)
+
+
+@needs_fadvise
+def test_dropped_files_are_not_read_back_to_see_whether_they_are_gone(tmp_path):
+    """Where files stay in memory, as on a tmpfs, that is told as often."""
+    size = 1 << 20
+    (tmp_path / "chunk").write_bytes(bytes(size))
+    with (tmp_path / "chunk").open("rb+") as file:
+        os.fsync(file)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        told = [ttft._is_cached(file.fileno()) for _ in range(3)]
+        assert len(set(told)) == 1
+        file.seek(size - 1)
+        file.read(1)
+        assert ttft._is_cached(file.fileno()), "any page counts"
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "prior", "question_prior"])
@@ -387,8 +402,10 @@ STEADY = ("--requests", 230, "--chunks", 40, "--drawn", 2, "--chunk-tokens", 16,
 
 
 def test_steady_tells_hundreds_of_requests_that_never_repeat(cli):
-    outcome = cli("bench", "steady", "--shape", "tiny", *STEADY, "--json")
+    asked = ("--selector", "question_mid", "--selector-options", '{"span": [0.4, 0.6]}')
+    outcome = cli("bench", "steady", "--shape", "tiny", *STEADY, *asked, "--json")
     found = outcome.json
+    assert (found["selector"], found["selector_options"]) == ("question_mid", {"span": [0.4, 0.6]})
     assert [row["requests"] for row in found["hundreds"]] == [100, 100, 30]
     for row in found["hundreds"]:
         assert min(row["speedup"], row["full_seconds"], row["blend_seconds"]) > 0
