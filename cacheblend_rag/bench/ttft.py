@@ -259,7 +259,7 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 def _is_cached(file: int) -> bool:
-    """Return whether any page of a file is in memory, or that cannot be told.
+    """Return True if any page of a file is in memory, or if the system does not tell.
 
     Reading from it to find out, even with RWF_NOWAIT, would bring pages in.
     """

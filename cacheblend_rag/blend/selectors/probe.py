@@ -79,7 +79,10 @@ class Probe:
         return self.observed(layers)[-1] + 1
 
     def kv_layers(self, layers: int) -> int:
-        """Return of how many of a model's layers the probe pass needs chunk KV."""
+        """Return of how many of a model's layers the probe pass needs chunk KV.
+
+        Where ``alone`` has no effect on a prompt, as told above, these are ``depth`` layers.
+        """
         return len(self.observed(layers)) if self.alone else self.depth(layers)
 
 
