@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.attention import (
-    LARGEST_LOGITS,
     capped,
     first_key,
     visible_keys,
@@ -31,6 +30,9 @@ from cacheblend_rag.memory import raise_malloc_threshold
 MATMUL_ROWS = 384
 """Rows of a product, about, heads that share a KV head counted apart: enough for oneDNN to be
 efficient, few enough for the logits to stay in the cache."""
+MOST_LOGITS = 7 << 20
+"""Most logits of a product, 28 MiB. malloc reuses freed blocks of up to 31 MiB
+(`raise_malloc_threshold`); the pages of larger ones would be cleared anew for each product."""
 LEAST_BLOCK = 32
 """Least rows of a prompt in a product, however many heads share a KV head."""
 LARGEST_EXPONENT = 64.0
@@ -177,7 +179,7 @@ def _rounded_up(keys: int) -> int:
 def _block_rows(copies: int, tokens: int) -> int:
     """Return how many rows attend at once."""
     most = max(LEAST_BLOCK, MATMUL_ROWS // copies)
-    return max(1, min(most, LARGEST_LOGITS // (copies * tokens)))
+    return max(1, min(most, MOST_LOGITS // (copies * tokens)))
 
 
 def _bias(rows: Rows, keys: slice, window: int | None) -> Tensor:

@@ -22,7 +22,7 @@ WITHOUT_AVX512 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2")
 CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """The environment variables that set how many entries oneDNN's primitive cache and PyTorch's own
 cache of oneDNN primitives hold."""
-KEPT_PRODUCTS = "192"
+KEPT_PRODUCTS = "208"
 """The size of these caches, in compiled matrix products: enough for a prompt of 32k tokens with up
 to four query heads per KV head, or of 16k tokens with eight. A product takes about 0.5 MB, and each
 shape needs its own: with the default, 1,024, a server with prompts of many lengths grew by 1 GB."""

@@ -177,7 +177,7 @@ def test_blocks_are_as_large_as_the_heads_allow(monkeypatch: pytest.MonkeyPatch)
     blocks = [most, most, TOKENS - most, TOKENS - most]  # logits and values of each
     assert sizes == KV_HEADS * [rows * HEADS // KV_HEADS for rows in blocks]
     sizes.clear()
-    monkeypatch.setattr(matmul_attention, "LARGEST_LOGITS", TOKENS * 2 * 50)
+    monkeypatch.setattr(matmul_attention, "MOST_LOGITS", TOKENS * 2 * 50)
     found = attend_by_matmul(query, keys, values, every, scaling=0.3)
     assert set(sizes) == {50 * HEADS // KV_HEADS}
     torch.testing.assert_close(found, whole)
@@ -210,6 +210,11 @@ def test_prompts_of_other_lengths_share_compiled_products(
     for tokens in lengths:
         attend(tokens)
     assert len(shapes) - before <= 2 * 2 * len(lengths)
+
+
+def test_malloc_reuses_the_memory_of_logits() -> None:
+    """See raise_malloc_threshold."""
+    assert matmul_attention.MOST_LOGITS * torch.float32.itemsize < 31 << 20
 
 
 @pytest.mark.parametrize(("copies", "tokens"), [(1, 32_768), (3, 32_768), (4, 32_768), (8, 16_416)])
