@@ -36,8 +36,9 @@ MOST_LOGITS = 7 << 20
 LEAST_BLOCK = 32
 """Least rows of a prompt in a product, however many heads share a KV head."""
 LARGEST_EXPONENT = 64.0
-"""In float32, sums of powers up to 2**64, and their products with values, do not overflow. Beside a
-row's largest power of 2**-64, only those vanish that are less than 2**-62 of it."""
+"""Largest magnitude of a row's largest logit, base 2, that is not subtracted before ``exp2``. In
+float32 a sum of powers up to 2**64, times values, does not overflow; in a row whose largest power
+is 2**-64, only powers less than 2**-62 of it underflow."""
 LOG2_E = math.log2(math.e)
 """exp(x) is 2**(x * LOG2_E)."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

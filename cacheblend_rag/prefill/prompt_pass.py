@@ -384,10 +384,10 @@ class PromptPass:
 
     @property
     def _can_ask_alone(self) -> bool:
-        """Whether a question asked alone sees all of the prompt but its passages.
+        """Whether the question, computed without the chunks, still sees all other text.
 
-        It does not if earlier turns of a conversation, to which it may refer, or a long instruction
-        may be cached. That they are cached makes no difference: the same rows are chosen.
+        It would not see cached KV of earlier turns of a conversation, or of a long instruction.
+        Whether they are cached now is not asked, so that the same rows are chosen either way.
         """
         has_turns = any(placed.is_turn for placed in self.placed)
         first = min((placed.start for placed in self.placed), default=0)

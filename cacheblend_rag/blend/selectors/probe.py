@@ -79,9 +79,9 @@ class Probe:
         return self.observed(layers)[-1] + 1
 
     def kv_layers(self, layers: int) -> int:
-        """Return of how many of a model's layers the probe pass needs chunk KV.
+        """Return the number of layers whose chunk KV the probe pass needs.
 
-        Where ``alone`` has no effect on a prompt, as told above, these are ``depth`` layers.
+        For prompts on which ``alone`` has no effect that number is ``depth``.
         """
         return len(self.observed(layers)) if self.alone else self.depth(layers)
 
