@@ -36,9 +36,9 @@ MOST_LOGITS = 7 << 20
 LEAST_BLOCK = 32
 """Least rows of a prompt in a product, however many heads share a KV head."""
 LARGEST_EXPONENT = 64.0
-"""Largest magnitude of a row's largest logit, base 2, that is not subtracted before ``exp2``. In
-float32 a sum of powers up to 2**64, times values, does not overflow; in a row whose largest power
-is 2**-64, only powers less than 2**-62 of it underflow."""
+"""While each row's maximum logit is within plus or minus this, ``exp2`` needs no subtraction of it:
+in float32 sums of powers up to 2**64, times values, do not overflow, and in a row whose largest is
+2**-64 only those underflow that are less than 2**-62 of it."""
 LOG2_E = math.log2(math.e)
 """exp(x) is 2**(x * LOG2_E)."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -101,12 +101,12 @@ def attend_by_matmul(
 
 
 def _powers(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return 2**logits, which replaces them, and the sum of each row, (heads, rows, 1).
+    """Return softmax's numerators, computed in place, and denominators, (heads, rows, 1).
 
-    Their quotient is the softmax of logits that were multiplied by `LOG2_E` before. Each row's
-    largest, the sink included, is subtracted from it first, but only if that of some row is beyond
+    Logits and sinks come multiplied by `LOG2_E`, so the numerators are 2**logits. Each row's
+    maximum, of logits and sink, is subtracted first, but only if some row's is beyond
     ``LARGEST_EXPONENT`` or not finite. logits: (heads, rows, keys) float32. sinks: (heads, 1, 1),
-    which the sums include, or None.
+    added to the denominators, or None.
     """
     largest = logits.amax(-1, keepdim=True)
     if sinks is not None:

@@ -384,10 +384,11 @@ class PromptPass:
 
     @property
     def _can_ask_alone(self) -> bool:
-        """Whether the question, computed without the chunks, still sees all other text.
+        """Whether a probe without chunk KV lets the question attend to all of the other text.
 
-        It would not see cached KV of earlier turns of a conversation, or of a long instruction.
-        Whether they are cached now is not asked, so that the same rows are chosen either way.
+        Such a probe computes no cached tokens, so it would lack earlier turns of a conversation and
+        a long instruction. The answer is the same whether these are cached or not, so that the same
+        tokens are recomputed.
         """
         has_turns = any(placed.is_turn for placed in self.placed)
         first = min((placed.start for placed in self.placed), default=0)
