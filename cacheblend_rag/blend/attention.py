@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cacheblend_rag.blend.masks import MOST_MASK_BYTES, MaskCache
-from cacheblend_rag.blend.onednn import LEAST_TOKENS, has_fast_matmul, onednn_linear
+from cacheblend_rag.blend.onednn import LEAST_TOKENS, onednn_is_faster, onednn_linear
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.sdpa_backends import without_cudnn
 
@@ -180,7 +180,7 @@ def _products(queries: Tensor, keys: Tensor) -> Tensor:
     keys: (kv_heads, tokens, head_dim). Both float32.
     """
     is_one = len(queries) == 1 and queries.device.type == "cpu"
-    if is_one and keys.shape[1] >= LEAST_TOKENS and has_fast_matmul():
+    if is_one and keys.shape[1] >= LEAST_TOKENS and onednn_is_faster():
         return onednn_linear(queries[0], keys[0].contiguous())[None]
     return queries @ keys.transpose(1, 2)
 

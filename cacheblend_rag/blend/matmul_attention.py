@@ -1,10 +1,11 @@
 """Causal attention as whole matrix products, for CPUs on which they are faster than fused kernels.
 
-PyTorch's fused attention for CPUs multiplies small tiles through MKL, at a third of the rate that
-oneDNN reaches with AVX-512. So a block of rows computes all its logits at once, then their softmax,
-then the weighted values, for one KV head after another, in float32 whatever the inputs are. The
-softmax is by powers of two, and its sum divides what is attended, not the weights: this takes two
-thirds of the time of PyTorch's ``softmax``.
+PyTorch's fused attention for CPUs multiplies small tiles through MKL, on AMD's CPUs at a third of
+the rate that oneDNN reaches with AVX-512. (On Intel's the fused kernel is the faster one.) So a
+block of rows computes all its logits at once, then their softmax, then the weighted values, for one
+KV head after another, in float32 whatever the inputs are. The softmax is by powers of two, and its
+sum divides what is attended, not the weights: this takes two thirds of the time of PyTorch's
+``softmax``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cacheblend_rag.blend.attention import (
     visible_keys,
 )
 from cacheblend_rag.blend.masks import MaskCache
-from cacheblend_rag.blend.onednn import LEAST_TOKENS, has_fast_matmul, onednn_linear
+from cacheblend_rag.blend.onednn import LEAST_TOKENS, onednn_is_faster, onednn_linear
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.memory import raise_malloc_threshold
 
@@ -47,11 +48,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def prefers_matmul(query: Tensor, tokens: int) -> bool:
     """Whether `attend_by_matmul` should compute the attention of these queries.
 
-    That is on CPUs with AVX-512, for a batch of one prompt of at least `LEAST_TOKENS` tokens, in
-    float32, bfloat16 or float16. query: (batch, heads, rows, head_dim). tokens: prompt length.
+    That is where `onednn_is_faster`, for a batch of one prompt of at least `LEAST_TOKENS` tokens,
+    in float32, bfloat16 or float16. query: (batch, heads, rows, head_dim). tokens: prompt length.
     """
     is_supported = query.device.type == "cpu" and query.dtype in DTYPES and query.shape[0] == 1
-    return is_supported and tokens >= LEAST_TOKENS and has_fast_matmul()
+    return is_supported and tokens >= LEAST_TOKENS and onednn_is_faster()
 
 
 def attend_by_matmul(

@@ -1,7 +1,8 @@
 """Products of matrices by oneDNN, which PyTorch brings but does not use for all of them.
 
-PyTorch multiplies float32 through MKL. On CPUs with AVX-512 oneDNN takes half the time or less
-(docs/benchmarks.md, "Attention by matrix products").
+PyTorch multiplies float32 through MKL, which is slow on CPUs that Intel did not make: on AMD's with
+AVX-512 oneDNN takes half the time or less (docs/benchmarks.md, "Attention by matrix products"). On
+Intel's MKL is as fast in large products and faster in single rows ("On Intel's CPUs" there).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,7 +29,8 @@ KEPT_PRODUCTS = "208"
 to four query heads per KV head, or of 16k tokens with eight. A product takes about 0.5 MB, and each
 shape needs its own: with the default, 1,024, a server with prompts of many lengths grew by 1 GB."""
 
-
+CPUINFO = Path("/proc/cpuinfo")
+"""What Linux tells of its CPUs, their maker among it."""
 LEAST_TOKENS = 1024
 """Minimum prompt length, in tokens, for attention through oneDNN: shorter prompts gain little, and
 each new length adds compiled primitives to its cache."""
@@ -40,9 +43,24 @@ def has_onednn() -> bool:
     return is_x86 and has_all and bool(torch.backends.mkldnn.enabled)
 
 
-def has_fast_matmul() -> bool:
-    """Whether oneDNN and PyTorch may use AVX-512."""
-    return _may_use_avx512() and has_onednn()
+def has_slow_mkl() -> bool:
+    """Whether oneDNN can be used, on a CPU that MKL has no fast code for: any but Intel's."""
+    return has_onednn() and not is_intel()
+
+
+def onednn_is_faster() -> bool:
+    """Whether oneDNN multiplies faster than MKL, for operands of any size: with AVX-512 it does."""
+    return _may_use_avx512() and has_slow_mkl()
+
+
+@cache
+def is_intel() -> bool:
+    """Whether the system says that its CPU is Intel's; as if not where it does not say."""
+    try:
+        told = CPUINFO.read_text()
+    except OSError:  # not Linux
+        told = platform.processor()
+    return "GenuineIntel" in told
 
 
 def bound_caches() -> None:

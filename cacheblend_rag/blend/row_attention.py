@@ -2,8 +2,8 @@
 
 On NVIDIA GPUs a run of rows attends by FlashAttention, which PyTorch brings, and scattered rows by
 a Triton kernel (`kernels.scattered`). Each is compared with PyTorch's plain attention when it is
-first used for heads of some shape, and is not used if it fails or differs. On CPUs with AVX-512
-rows attend by `attend_by_matmul`, and everywhere else by `attend_rows`.
+first used for heads of some shape, and is not used if it fails or differs. On CPUs where it is
+faster rows attend by `attend_by_matmul`, and everywhere else by `attend_rows`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.bench import shapes
-from cacheblend_rag.blend.onednn import has_fast_matmul, has_onednn
+from cacheblend_rag.blend.onednn import has_onednn
 
 TINY = shapes.ModelShape(
     "tiny", "llama", 4, 32, 4, 2, 64, 512, 2048, {"rope_type": "default", "rope_theta": 1e4}
@@ -41,7 +41,7 @@ def test_onednn(bench):
         assert set(row["seconds"]) == {"pytorch", "packed", "packed, matmul attention"}
         assert min(row["seconds"].values()) > 0
     assert found["packed_weights"] == 0  # they are small
-    assert found["matmul_attention"] is has_fast_matmul()
+    assert found["matmul_attention"] is has_onednn()
     assert "decode step" in bench(*given, "--repeat", 1).stdout
 
 

@@ -182,7 +182,7 @@ def test_attention_mass_is_the_dense_shares(
     if is_fast and not has_onednn():
         pytest.skip("oneDNN is used on x86 only")
     monkeypatch.setattr(attention, "_kv_heads_at_once", lambda *_: at_once)
-    monkeypatch.setattr(attention, "has_fast_matmul", lambda: is_fast)
+    monkeypatch.setattr(attention, "onednn_is_faster", lambda: is_fast)
     monkeypatch.setattr(attention, "LEAST_TOKENS", TOKENS)
     monkeypatch.setattr(attention, "onednn_linear", counted)
     query, keys, _ = inputs()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from cacheblend_rag.blend.matmul_attention import (
     attend_by_matmul,
     prefers_matmul,
 )
-from cacheblend_rag.blend.onednn import has_fast_matmul, has_onednn, onednn_linear
+from cacheblend_rag.blend.onednn import has_onednn, onednn_is_faster, onednn_linear
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.skipif(not has_onednn(), reason="oneDNN is used on x86 
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU with AVX-512."""
     for module in (attention, matmul_attention):
-        monkeypatch.setattr(module, "has_fast_matmul", lambda: True)
+        monkeypatch.setattr(module, "onednn_is_faster", lambda: True)
         monkeypatch.setattr(module, "LEAST_TOKENS", 64)
 
 
@@ -275,15 +277,41 @@ def test_it_needs_avx_512(
     request: pytest.FixtureRequest,
 ) -> None:
     request.addfinalizer(onednn._may_use_avx512.cache_clear)
+    monkeypatch.setattr(onednn, "is_intel", lambda: False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     if limit is None:
         monkeypatch.delenv(onednn.LIMIT, raising=False)
     else:
         monkeypatch.setenv(onednn.LIMIT, limit)
     onednn._may_use_avx512.cache_clear()
-    assert has_fast_matmul() is is_fast
+    assert onednn_is_faster() is is_fast
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not has_fast_matmul()
+        assert not onednn_is_faster()
+    monkeypatch.setattr(onednn, "is_intel", lambda: True)
+    assert not onednn_is_faster()
+
+
+@pytest.mark.parametrize(
+    ("told", "is_intel"),
+    [("vendor_id\t: GenuineIntel\n", True), ("AuthenticAMD", False), ("", False)],
+)
+@pytest.mark.parametrize("is_linux", [True, False])
+def test_the_maker_of_the_cpu_is_read_from_the_system(
+    told: str,
+    is_intel: bool,
+    is_linux: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> None:
+    request.addfinalizer(onednn.is_intel.cache_clear)
+    onednn.is_intel.cache_clear()
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr(onednn, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(platform, "processor", lambda: "" if is_linux else told)
+    if is_linux:
+        cpuinfo.write_text(told)
+    assert onednn.is_intel() is is_intel
 
 
 def test_caches_of_compiled_products_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from cacheblend_rag.blend.onednn import has_fast_matmul
+from cacheblend_rag.blend.onednn import onednn_is_faster
 from cacheblend_rag.engines.transformers import loading, matmul_prefill
 from cacheblend_rag.engines.transformers.packed_weights import pack_weights
 from cacheblend_rag.kv import DiskTier
@@ -24,7 +24,7 @@ def test_a_usable_setup(cli, small_model):
     assert found["model"]["architecture"] == "LlamaForCausalLM"
     assert found["model"]["problem"] is None
     # The others are small, and so is the output layer's without AVX-512.
-    assert found["model"]["packed_weights"] == int(has_fast_matmul())
+    assert found["model"]["packed_weights"] == int(onednn_is_faster())
     assert found["devices"][0]["device"] == "cpu"
     assert found["versions"]["torch"]
     assert found["store"] is None
@@ -41,11 +41,11 @@ def test_packed_weights_are_counted(cli, small_model, monkeypatch):
 
 def test_attention_by_matrix_products_is_named(cli, small_model, monkeypatch):
     assert cli("doctor", "--model", small_model, "--json").json["model"]["matmul_attention"] is (
-        has_fast_matmul()
+        onednn_is_faster()
     )
     monkeypatch.setenv("COLUMNS", "300")
     for is_fast in (True, False):
-        monkeypatch.setattr(matmul_prefill, "has_fast_matmul", lambda is_fast=is_fast: is_fast)
+        monkeypatch.setattr(matmul_prefill, "onednn_is_faster", lambda is_fast=is_fast: is_fast)
         told = " ".join(cli("doctor", "--model", small_model).stdout.split())
         assert ("attention by matrix products" in told) is is_fast
 

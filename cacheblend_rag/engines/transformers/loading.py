@@ -60,8 +60,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model from safetensors weights.
 
-    On an x86 CPU its large weights are packed for oneDNN (`pack_weights`), and with AVX-512 it
-    attends by matrix products (`use_matmul_attention`).
+    On x86 CPUs that Intel did not make its large weights are packed for oneDNN (`pack_weights`),
+    and with AVX-512 it attends by matrix products (`use_matmul_attention`).
     Raises ModelLoadError when there is no such model or it cannot be loaded, ConfigError for an
     unknown ``dtype``.
     """

@@ -1,4 +1,4 @@
-"""Lets a Hugging Face model's own forward attend by `attend_by_matmul`, on CPUs with AVX-512.
+"""Lets a Hugging Face model's own forward attend by `attend_by_matmul`, where that is faster.
 
 It is a registered attention implementation: whole prompts without a mask, as in ordinary prefill,
 attend by matrix products, and everything else as the library's "sdpa" does.
@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from cacheblend_rag.blend.matmul_attention import attend_by_matmul, prefers_matmul
-from cacheblend_rag.blend.onednn import has_fast_matmul
+from cacheblend_rag.blend.onednn import onednn_is_faster
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.engines.transformers.cpu_threads import cpu_threads
 from cacheblend_rag.engines.transformers.interception import ACTIVE, attention_configs
@@ -35,10 +35,10 @@ NAME_COMPARED = re.compile(r'_attn_implementation\s*(==|!=|in\b|not in\b).*["\']
 def use_matmul_attention(model: PreTrainedModel) -> bool:
     """Have a model attend by matrix products where they are faster; return whether it does now.
 
-    That is on a CPU with AVX-512, and in the parts of it that attend by "sdpa". Left as they are:
-    models whose own code compares that name, such as those with sparse attention.
+    That is on a CPU where `onednn_is_faster`, and in the parts of it that attend by "sdpa". Left as
+    they are: models whose own code compares that name, such as those with sparse attention.
     """
-    if model.device.type == "cpu" and has_fast_matmul() and not _compares_name(model):
+    if model.device.type == "cpu" and onednn_is_faster() and not _compares_name(model):
         for config in attention_configs(model):
             if config[ACTIVE] == SDPA:
                 config[ACTIVE] = MATMUL

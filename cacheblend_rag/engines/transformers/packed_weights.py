@@ -1,9 +1,10 @@
 """Runs large float32 linear layers on x86 CPUs through oneDNN, with weights packed in its layout.
 
-PyTorch multiplies float32 by the weights as they lie, through MKL, which rearranges parts of them
-in every call. Once rearranged for oneDNN they need none of that: with few rows, as a blend and a
-decode step have them, a product takes down to half the time. A weight that the output layer shares
-with the embedding stays as it is, but oneDNN multiplies a single row by it in half the time, too.
+PyTorch multiplies float32 by the weights as they lie, through MKL, which is slow on CPUs of other
+makers than Intel (see `has_slow_mkl`), and rearranges parts of the weights in every call. Once
+rearranged for oneDNN they need none of that: with few rows, as a blend and a decode step have them,
+a product takes down to half the time. A weight that the output layer shares with the embedding
+stays as it is, but oneDNN multiplies a single row by it in half the time, too.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from cacheblend_rag.blend.onednn import (
     bound_caches,
-    has_fast_matmul,
     has_onednn,
+    has_slow_mkl,
+    onednn_is_faster,
     onednn_linear,
 )
 from cacheblend_rag.engines.transformers.adapters import has_adapters
@@ -63,14 +65,17 @@ def pack_weights(model: nn.Module, least: int | None = None) -> int:
     """Pack the float32 weights of a model's linear layers in place; return how many were packed.
 
     Those that several modules share stay dense, but their layers multiply through oneDNN, too.
-    Left as they are: weights of fewer than ``least`` elements (None: `LEAST_ELEMENTS`, or
-    `LEAST_ELEMENTS_AVX512`), those of other classes than ``nn.Linear`` and ``nn.Parameter``
-    themselves, layers whose ``forward`` was replaced, models with PEFT adapters, and all where
-    oneDNN cannot be used.
+    Left as they are: weights of fewer than ``least`` elements, those of other classes than
+    ``nn.Linear`` and ``nn.Parameter`` themselves, layers whose ``forward`` was replaced, models
+    with PEFT adapters, and all where oneDNN cannot be used. If least is None, only weights are
+    packed whose products get faster: none on Intel's CPUs, elsewhere those of at least
+    `LEAST_ELEMENTS` or, with AVX-512, `LEAST_ELEMENTS_AVX512`.
     """
     bound_caches()
     if least is None:
-        least = LEAST_ELEMENTS_AVX512 if has_fast_matmul() else LEAST_ELEMENTS
+        if not has_slow_mkl():
+            return 0
+        least = LEAST_ELEMENTS_AVX512 if onednn_is_faster() else LEAST_ELEMENTS
     modules = list(model.modules())
     if not has_onednn() or any(has_adapters(type(module)) for module in modules):
         return 0

@@ -37,7 +37,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (attention, matmul_attention):
         monkeypatch.setattr(module, "LEAST_TOKENS", 64)
     for module in (attention, matmul_attention, matmul_prefill):
-        monkeypatch.setattr(module, "has_fast_matmul", lambda: True)
+        monkeypatch.setattr(module, "onednn_is_faster", lambda: True)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_models_that_attend_otherwise_are_left_as_they_are(monkeypatch: pytest.M
     eager.set_attn_implementation("eager")
     assert not use_matmul_attention(eager)
     assert eager.config._attn_implementation == "eager"
-    monkeypatch.setattr(matmul_prefill, "has_fast_matmul", lambda: False)
+    monkeypatch.setattr(matmul_prefill, "onednn_is_faster", lambda: False)
     model = make_model()
     assert not use_matmul_attention(model)
     assert model.config._attn_implementation == "sdpa"
@@ -184,7 +184,7 @@ def test_blends_are_those_of_a_model_that_attends_by_sdpa(
         return [blended, engine.score(PROMPT, answer, full=True)]
 
     found = scored(matmul_model())
-    monkeypatch.setattr(matmul_attention, "has_fast_matmul", lambda: False)
+    monkeypatch.setattr(matmul_attention, "onednn_is_faster", lambda: False)
     for one, wanted in zip(found, scored(make_model()), strict=True):
         torch.testing.assert_close(one.log_probs, wanted.log_probs, atol=1e-4, rtol=1e-4)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag import BlendConfig, Chunk, TransformersEngine
 from cacheblend_rag.blend import onednn
-from cacheblend_rag.blend.onednn import has_fast_matmul
+from cacheblend_rag.blend.onednn import has_slow_mkl, onednn_is_faster
 from cacheblend_rag.engines.transformers import packed_weights
 from cacheblend_rag.engines.transformers.adapters import base_weights_hash
 from cacheblend_rag.engines.transformers.loading import load_model
@@ -122,10 +122,19 @@ def test_a_weight_shared_with_the_embedding_stays_dense_but_is_multiplied_throug
 def test_with_avx_512_smaller_weights_are_packed(
     has_avx512: bool, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_weights, "has_fast_matmul", lambda: has_avx512)
+    monkeypatch.setattr(packed_weights, "has_slow_mkl", lambda: True)
+    monkeypatch.setattr(packed_weights, "onednn_is_faster", lambda: has_avx512)
     sizes = (packed_weights.LEAST_ELEMENTS_AVX512, packed_weights.LEAST_ELEMENTS)
     model = nn.ModuleList([nn.Linear(64, size // 64) for size in (sizes[0] // 2, *sizes)])
     assert pack_weights(model) == wanted
+
+
+def test_nothing_is_packed_where_mkl_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "has_slow_mkl", lambda: False)
+    linear = nn.Linear(64, packed_weights.LEAST_ELEMENTS // 64)
+    model = nn.ModuleList([linear])
+    assert pack_weights(model) == packed_count(model) == 0
+    assert type(linear) is nn.Linear
 
 
 def test_gradients_reach_the_input_and_other_dtypes_are_refused_as_by_a_dense_layer() -> None:
@@ -209,7 +218,8 @@ def test_adapters_can_be_put_around_packed_layers() -> None:
 
 def test_models_loaded_by_name_are_packed_and_given_ones_are_not() -> None:
     loaded = load_model("smollm2", CPU, None)
-    each = 7 if has_fast_matmul() else 5  # without AVX-512 all but keys and values
+    each = 7 if onednn_is_faster() else 5  # without AVX-512 all but keys and values
+    each = each if has_slow_mkl() else 0
     assert packed_count(loaded) == each * loaded.config.num_hidden_layers
     given = make_model()
     TransformersEngine(given, tokenizer=make_tokenizer())
