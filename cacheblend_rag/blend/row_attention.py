@@ -2,8 +2,9 @@
 
 On NVIDIA GPUs a run of rows attends by FlashAttention, which PyTorch brings, and scattered rows by
 a Triton kernel (`kernels.scattered`). Each is compared with PyTorch's plain attention when it is
-first used for heads of some shape, and is not used if it fails or differs. On CPUs where it is
-faster rows attend by `attend_by_matmul`, and everywhere else by `attend_rows`.
+first used for heads of some shape, and is not used if it fails or differs. On CPUs rows attend by
+`attend_by_matmul` where it is faster, else in long prompts by `attend_by_rectangles`; everything
+else attends by `attend_rows`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.masks import MaskCache
 from cacheblend_rag.blend.matmul_attention import attend_by_matmul, prefers_matmul
+from cacheblend_rag.blend.rectangles import attend_by_rectangles, prefers_rectangles
 from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.sdpa_backends import without_cudnn
 from cacheblend_rag.blend.stack import AttentionCall, Geometry
@@ -62,12 +64,18 @@ class RowAttention:
                     call.query, keys, values, rows, scaling=call.scaling, window=window,
                     softcap=call.softcap, sinks=call.sinks,
                 )  # fmt: skip
-        attend = attend_by_matmul if prefers_matmul(call.query, fused.tokens) else attend_rows
+        # Runs are long, and indexing and probes may not hold their masks.
+        masks = None if rows.is_run else self._masks
+        by_matmul = prefers_matmul(call.query, fused.tokens)
+        is_plain = window is None and call.softcap is None and call.sinks is None
+        if is_plain and not by_matmul and prefers_rectangles(call.query, values, fused.tokens):
+            return attend_by_rectangles(
+                call.query, keys, values, rows, scaling=call.scaling, masks=masks
+            )
+        attend = attend_by_matmul if by_matmul else attend_rows
         return attend(
             call.query, keys, values, rows, scaling=call.scaling, window=window,
-            softcap=call.softcap, sinks=call.sinks,
-            # Runs are long, and indexing and probes may not hold their masks.
-            masks=None if rows.is_run else self._masks,
+            softcap=call.softcap, sinks=call.sinks, masks=masks,
         )  # fmt: skip
 
 

@@ -1,0 +1,168 @@
+"""Causal attention on CPUs by PyTorch's fused kernel, in parts that mostly need no mask.
+
+In blocks of rows that attend under a mask, the kernel also computes logits that the mask then
+removes, and it is slower with a mask and with few rows. So scattered rows are halved again and
+again: all of the later half see the keys before its first row, in one call without a mask. Only
+among the last `LEAF_KEYS` keys blocks of rows attend under masks. A run of rows attends to the keys
+before it, and causally to its own. What a row attends to in several parts is weighted by the sums
+of its exponentials in each, as FlashAttention (arXiv 2205.14135) combines blocks of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.blend.attention import visible_keys
+from cacheblend_rag.blend.masks import MaskCache
+from cacheblend_rag.blend.rows import Rows
+
+LEAF_KEYS = 2048
+"""Most keys that rows attend to under masks, and prompts of no more tokens gain nothing."""
+LEAF_ROWS, LEAF_ROWS_16_BIT = 64, 128
+"""Most rows of a prompt that attend under one mask, in float32 and in 16-bit types."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
+"""PyTorch's fused kernel, which also returns the logarithms of the rows' sums of exponentials."""
+
+
+def prefers_rectangles(query: Tensor, values: Tensor, tokens: int) -> bool:
+    """Whether `attend_by_rectangles` should compute the attention of these queries.
+
+    query: (batch, heads, rows, head_dim). values: (batch, kv_heads, tokens, head_dim). tokens:
+    prompt length.
+    """
+    is_supported = query.device.type == "cpu" and query.dtype in DTYPES
+    is_plain = query.shape[3] == values.shape[3] and not query.requires_grad
+    return is_supported and is_plain and tokens > LEAF_KEYS and hasattr(torch.ops.aten, OPERATOR)
+
+
+def attend_by_rectangles(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Rows,
+    *,
+    scaling: float,
+    masks: MaskCache | None = None,
+) -> Tensor:
+    """Return the rows' attention, (batch, rows, heads, head_dim); arguments as for `attend_rows`.
+
+    Parts are added up in float32. Without gradients, windows, caps of logits and sinks.
+    """
+    leaf_rows = LEAF_ROWS if query.dtype == torch.float32 else LEAF_ROWS_16_BIT
+    if rows.is_run and len(rows) > leaf_rows:
+        return _attend_run(query, keys, values, rows, scaling)
+    batch, heads, count, width = query.shape
+    kv_heads = keys.shape[1]
+    copies = heads // kv_heads
+    masks = MaskCache(0) if masks is None else masks
+    # Heads that share a KV head become additional rows of it, side by side: parts are views.
+    grouped = query.view(batch, kv_heads, copies, count, width).transpose(2, 3).flatten(2, 3)
+    out = torch.empty(grouped.shape, dtype=torch.float32)
+    sums = torch.empty(grouped.shape[:3], dtype=torch.float32)
+    for part in _parts(rows, leaf_rows):
+        mask = None
+        if part.is_masked:
+            block = rows.part(part.rows.start, part.rows.stop)
+            name = (part.rows.start, part.rows.stop, copies, query.dtype, OPERATOR)
+            mask = masks.get(rows, name, partial(_bias, block, part.keys, copies, query.dtype))
+        here = slice(part.rows.start * copies, part.rows.stop * copies)
+        attended, attended_sums = _attend(
+            grouped[:, :, here], keys[:, :, part.keys], values[:, :, part.keys], scaling, mask=mask
+        )
+        if part.is_first:
+            out[:, :, here], sums[:, :, here] = attended, attended_sums
+        else:
+            _merge(out[:, :, here], sums[:, :, here], attended, attended_sums)
+    done = out.view(batch, kv_heads, count, copies, width).permute(0, 2, 1, 3, 4)
+    return done.to(query.dtype).reshape(batch, count, heads, width)
+
+
+def _attend_run(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
+    """Return the attention of consecutive rows, (batch, rows, heads, head_dim)."""
+    before, own = slice(0, rows.first), slice(rows.first, rows.last + 1)
+    out, sums = _attend(query, keys[:, :, own], values[:, :, own], scaling, is_causal=True)
+    if rows.first:
+        part, part_sums = _attend(query, keys[:, :, before], values[:, :, before], scaling)
+        out = out.float()
+        _merge(out, sums, part, part_sums)
+    return out.to(query.dtype).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows, by their indices, and positions of keys that they attend to in one call.
+
+    is_masked: whether not all of the rows see all of the keys. is_first: whether it is the first
+    part of its rows.
+    """
+
+    rows: slice
+    keys: slice
+    is_masked: bool
+    is_first: bool
+
+
+def _parts(rows: Rows, leaf_rows: int) -> Iterator[_Part]:
+    """Yield parts in which each row gets every key up to its own position exactly once."""
+    begin = rows.first if rows.first >= LEAF_KEYS else 0
+    if begin:
+        yield _Part(slice(0, len(rows)), slice(0, begin), is_masked=False, is_first=True)
+    yield from _halves(rows, slice(0, len(rows)), begin, leaf_rows, is_first=not begin)
+
+
+def _halves(
+    rows: Rows, of: slice, begin: int, leaf_rows: int, *, is_first: bool
+) -> Iterator[_Part]:
+    """Yield the parts of some of the rows with keys from position ``begin`` on."""
+    count = of.stop - of.start
+    if count <= leaf_rows or int(rows.host[of.stop - 1]) - begin < LEAF_KEYS:
+        for index, block in rows.part(of.start, of.stop).blocks(leaf_rows):
+            here = slice(of.start + index, of.start + index + len(block))
+            yield _Part(here, slice(begin, block.last + 1), is_masked=True, is_first=is_first)
+        return
+    middle = of.start + count // 2
+    border = int(rows.host[middle])
+    later = slice(middle, of.stop)
+    yield from _halves(rows, slice(of.start, middle), begin, leaf_rows, is_first=is_first)
+    yield _Part(later, slice(begin, border), is_masked=False, is_first=is_first)
+    yield from _halves(rows, later, border, leaf_rows, is_first=False)
+
+
+def _bias(block: Rows, keys: slice, copies: int, dtype: torch.dtype) -> Tensor:
+    """(rows * copies, keys): 0 where a row sees a key, else -infinity; a row's copies adjacent."""
+    visible = visible_keys(block, keys, None)
+    bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    return bias.repeat_interleave(copies, dim=0)
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return (what each row attends to, the logarithm of its sum of exponentials)."""
+    kernel = getattr(torch.ops.aten, OPERATOR)
+    found: tuple[Tensor, Tensor] = kernel(
+        query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scaling
+    )
+    return found
+
+
+def _merge(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> None:
+    """Add to attention what rows attend to in other keys, in place.
+
+    out: (..., rows, head_dim) float32. sums: (..., rows) float32, the logarithms of the sums of
+    exponentials that it was divided by. part, part_sums: the same of the other keys.
+    """
+    out.lerp_(part.float(), torch.sigmoid(part_sums - sums)[..., None])
+    torch.logaddexp(sums, part_sums, out=sums)

@@ -1,0 +1,166 @@
+"""Attention in rectangles against plain attention in double precision, and where it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag.blend import rectangles, row_attention
+from cacheblend_rag.blend.attention import attend_rows
+from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.masks import MaskCache
+from cacheblend_rag.blend.rectangles import _parts, attend_by_rectangles, prefers_rectangles
+from cacheblend_rag.blend.row_attention import RowAttention
+from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.blend.stack import AttentionCall, Geometry
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, WIDTH, TOKENS = 4, 2, 8, 400
+SCATTERED = Rows.at(np.arange(3, TOKENS, 3), CPU)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+Drawn = st.sets(st.integers(0, TOKENS - 1), min_size=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_parts() -> Any:
+    """Rows are halved down to a few rows and keys, as in prompts of thousands of tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rectangles, "LEAF_KEYS", 40)
+        patch.setattr(rectangles, "LEAF_ROWS", 5)
+        patch.setattr(rectangles, "LEAF_ROWS_16_BIT", 7)
+        patch.setattr(row_attention, "prefers_matmul", lambda *_: False)
+        yield
+
+
+def inputs(
+    rows: Rows, dtype: torch.dtype = torch.float32, batch: int = 1, kv_heads: int = KV_HEADS
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(batch, HEADS, len(rows), WIDTH)] + [(batch, kv_heads, TOKENS, WIDTH)] * 2
+    query, keys, values = (torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
+    return query, keys, values
+
+
+def wanted_of(parts: tuple[torch.Tensor, ...], rows: Rows, scaling: float) -> torch.Tensor:
+    query, keys, values = (part.double() for part in parts)
+    return attend_rows(query, keys, values, rows, scaling=scaling)
+
+
+@settings(deadline=None)
+@given(Drawn, st.sampled_from(list(TOLERANCE)), st.sampled_from([1, 2, 4]))
+def test_scattered_rows_get_what_plain_attention_gives_them(
+    positions: set[int], dtype: torch.dtype, kv_heads: int
+) -> None:
+    rows = Rows.at(np.array(sorted(positions)), CPU)
+    parts = inputs(rows, dtype, batch=2, kv_heads=kv_heads)
+    found = attend_by_rectangles(*parts, rows, scaling=0.3)
+    assert found.dtype == dtype
+    wanted = wanted_of(parts, rows, 0.3)
+    torch.testing.assert_close(found.double(), wanted, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("start", "stop"), [(0, TOKENS), (37, 211), (37, 40), (399, 400)])
+def test_runs_get_what_plain_attention_gives_them(
+    start: int, stop: int, dtype: torch.dtype
+) -> None:
+    rows = Rows.at(np.arange(start, stop), CPU)
+    parts = inputs(rows, dtype)
+    found = attend_by_rectangles(*parts, rows, scaling=0.3)
+    assert found.dtype == dtype
+    wanted = wanted_of(parts, rows, 0.3)
+    torch.testing.assert_close(found.double(), wanted, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("rows", [SCATTERED, Rows.at(np.arange(50, TOKENS), CPU)])
+def test_large_logits_neither_overflow_nor_vanish(rows: Rows) -> None:
+    parts = inputs(rows)
+    found = attend_by_rectangles(*parts, rows, scaling=300.0)
+    torch.testing.assert_close(found.double(), wanted_of(parts, rows, 300.0), atol=1e-3, rtol=0)
+
+
+@given(Drawn, st.integers(1, 9))
+def test_each_row_gets_each_key_once(positions: set[int], leaf_rows: int) -> None:
+    rows = Rows.at(np.array(sorted(positions)), CPU)
+    seen = np.zeros((len(rows), TOKENS), dtype=int)
+    begun = np.zeros(len(rows), dtype=bool)
+    keys = np.arange(TOKENS)
+    for part in _parts(rows, leaf_rows):
+        own = rows.host[part.rows, None]
+        visible = keys[None, part.keys] <= own
+        assert part.is_masked or visible.all()
+        assert (begun[part.rows] != part.is_first).all()
+        if part.is_masked:
+            assert len(own) <= leaf_rows
+        begun[part.rows] = True
+        seen[part.rows, part.keys] += visible
+    assert (seen == (keys <= rows.host[:, None])).all()
+
+
+def test_layers_share_masks_that_cover_few_keys() -> None:
+    masks, parts = MaskCache(), inputs(SCATTERED)
+    first = attend_by_rectangles(*parts, SCATTERED, scaling=0.3, masks=masks)
+    kept = masks.nbytes
+    whole = MaskCache()
+    attend_rows(*parts, SCATTERED, scaling=0.3, masks=whole)
+    assert 0 < kept < whole.nbytes / 4
+    again = attend_by_rectangles(*parts, SCATTERED, scaling=0.3, masks=masks)
+    assert masks.nbytes == kept
+    torch.testing.assert_close(again, first, atol=0, rtol=0)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each call that attends in rectangles."""
+    made: list[int] = []
+
+    def noted(query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        made.append(query.shape[2])
+        return attend_by_rectangles(query, *rest, **named)
+
+    monkeypatch.setattr(row_attention, "attend_by_rectangles", noted)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "is_used"),
+    [
+        ({}, True),
+        ({"window": TOKENS}, True),  # as good as none
+        ({"window": 50}, False),
+        ({"softcap": 2.0}, False),
+        ({"sinks": torch.zeros(HEADS)}, False),
+    ],
+)
+def test_plain_attention_of_long_prompts_is_computed_so(
+    options: dict[str, Any], is_used: bool, calls: list[int]
+) -> None:
+    query, keys, values = inputs(SCATTERED)
+    fused = FusedKV(Geometry(1, HEADS, KV_HEADS, WIDTH, torch.float32, CPU), TOKENS)
+    fused.keys[0], fused.values[0] = keys[0], values[0]
+    own = query[:, :KV_HEADS]
+    call = AttentionCall(0, query, own, own, 0.3, **{"window": None, **options})
+    found = RowAttention()(call, fused, SCATTERED)
+    assert calls == [len(SCATTERED)] * is_used
+    wanted = attend_rows(query, keys, values, SCATTERED, scaling=0.3, **{"window": None, **options})
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+def test_it_is_not_used_where_it_gains_nothing_or_cannot_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    query, _, values = inputs(SCATTERED)
+    assert prefers_rectangles(query, values, TOKENS)
+    assert not prefers_rectangles(query, values, rectangles.LEAF_KEYS)
+    assert not prefers_rectangles(query.double(), values, TOKENS)
+    assert not prefers_rectangles(query, values[..., :4], TOKENS)
+    assert not prefers_rectangles(query.to("meta"), values, TOKENS)
+    assert not prefers_rectangles(query.clone().requires_grad_(), values, TOKENS)
+    monkeypatch.setattr(rectangles, "OPERATOR", "of_another_version")
+    assert not prefers_rectangles(query, values, TOKENS)
