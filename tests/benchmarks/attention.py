@@ -21,6 +21,7 @@ from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.masks import MaskCache
 from cacheblend_rag.blend.matmul_attention import attend_by_matmul
 from cacheblend_rag.blend.onednn import has_onednn
+from cacheblend_rag.blend.rectangles import attend_by_rectangles, prefers_rectangles
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, Geometry
@@ -30,15 +31,16 @@ from tests.benchmarks.command import benchmark_app
 
 TAIL = 32
 FULL, SDPA, FLEX, KERNEL = "full prefill", "sdpa", "flex", "kernel"
-MATMUL, FULL_MATMUL = "matmul", "full prefill, matmul"
+MATMUL, FULL_MATMUL, RECTANGLES = "matmul", "full prefill, matmul", "rectangles"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPlan(ModelPlan):
     """One layer's attention over scattered rows: SDPA and others.
 
-    Those are matrix products by oneDNN on a CPU, FlexAttention and our kernel on CUDA, since they
-    are not compiled elsewhere. The last TAIL tokens, the question, are always computed.
+    Those are matrix products by oneDNN and rectangles of SDPA's kernel on a CPU, FlexAttention and
+    our kernel on CUDA, since they are not compiled elsewhere. The last TAIL tokens, the question,
+    are always computed.
     """
 
     shape: str = option("mistral-7b", "A name of the shapes in cacheblend_rag.bench.")
@@ -88,6 +90,8 @@ def _measure(plan: AttentionPlan, tokens: int, advance: Advance) -> dict[str, An
         kernels[MATMUL] = partial(attend_by_matmul, *given, **named, masks=MaskCache())
         every = (query, keys, values, Rows.at(np.arange(tokens), device))
         everything[FULL_MATMUL] = partial(attend_by_matmul, *every, **named)
+    if prefers_rectangles(call.query, values, tokens):
+        kernels[RECTANGLES] = partial(attend_by_rectangles, *given, **named, masks=MaskCache())
     if device.type == "cuda":
         kernels[FLEX] = partial(FlexAttention(), call, fused, rows)
         kernels[KERNEL] = partial(RowAttention(), call, fused, rows)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.bench import shapes
+from cacheblend_rag.blend import rectangles
 from cacheblend_rag.blend.onednn import has_onednn
 
 TINY = shapes.ModelShape(
@@ -19,12 +20,13 @@ def tiny_shape(monkeypatch):
     monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
 
 
-def test_attention_of_scattered_rows(bench):
+def test_attention_of_scattered_rows(bench, monkeypatch):
+    monkeypatch.setattr(rectangles, "LEAF_KEYS", 50)
     given = ("attention", "--shape", "tiny", "--tokens", 100, "--repeat", 1)
     (row,) = bench(*given, "--json").json["rows"]
     assert row["computed_rows"] == 32 + round(0.15 * 68)
     products = {"matmul", "full prefill, matmul"} if has_onednn() else set()
-    assert set(row["seconds"]) == {"full prefill", "sdpa"} | products
+    assert set(row["seconds"]) == {"full prefill", "sdpa", "rectangles"} | products
     assert all(0 <= far < 1e-5 for far in row["largest_difference"].values())
     assert "42 of" in bench(*given).stdout
 
