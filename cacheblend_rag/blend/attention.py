@@ -22,6 +22,8 @@ ACCELERATOR_BLOCK_ROWS = 1024
 DISTANCE = torch.int32
 MASK_STRIDE = 8
 """A mask's stride is a multiple of it, or fused kernels of GPUs would copy the mask first."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The types for which CPUs have faster attention than `attend_rows`, which takes any."""
 LARGEST_LOGITS = 1 << 26
 """Most logits in memory at once, without a fused kernel."""
 
@@ -63,7 +65,7 @@ def attend_rows(
             values[:, :, seen],
         )
         named = (here.start, here.stop, window, copies, query.dtype)
-        make = partial(_bias, block, seen, window, copies=copies, dtype=query.dtype)
+        make = partial(mask_of, block, seen, window, copies=copies, dtype=query.dtype)
         mask = masks.get(rows, named, make)
         if not in_steps:
             with without_cudnn():
@@ -212,10 +214,10 @@ def first_key(rows: Rows, window: int | None) -> int:
     return 0 if window is None else max(0, rows.first - window + 1)
 
 
-def _bias(
+def mask_of(
     rows: Rows, seen: slice, window: int | None, *, copies: int, dtype: torch.dtype
 ) -> Tensor:
-    """(copies x rows, keys seen) of ``dtype``: the mask to add to logits, 0 or -infinity.
+    """Return the mask to add to logits, (copies x rows, keys seen) of ``dtype``: 0 or -infinity.
 
     Without a window every row sees the keys before the first row, so only the rest is compared.
     """

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.attention import (
+    DTYPES,
     capped,
     first_key,
     visible_keys,
@@ -42,7 +43,6 @@ in float32 sums of powers up to 2**64, times values, do not overflow, and in a r
 2**-64 only those underflow that are less than 2**-62 of it."""
 LOG2_E = math.log2(math.e)
 """exp(x) is 2**(x * LOG2_E)."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def prefers_matmul(query: Tensor, tokens: int) -> bool:

@@ -55,7 +55,7 @@ def onednn_is_faster() -> bool:
 
 @cache
 def is_intel() -> bool:
-    """Whether the system says that its CPU is Intel's; as if not where it does not say."""
+    """Whether the system says that its CPU is Intel's, as Linux and Windows do."""
     try:
         told = CPUINFO.read_text()
     except OSError:  # not Linux

@@ -3,9 +3,10 @@
 In blocks of rows that attend under a mask, the kernel also computes logits that the mask then
 removes, and it is slower with a mask and with few rows. So scattered rows are halved again and
 again: all of the later half see the keys before its first row, in one call without a mask. Only
-among the last `LEAF_KEYS` keys blocks of rows attend under masks. A run of rows attends to the keys
-before it, and causally to its own. What a row attends to in several parts is weighted by the sums
-of its exponentials in each, as FlashAttention (arXiv 2205.14135) combines blocks of keys.
+where few rows or at most `LEAF_KEYS` keys are left, blocks of rows attend under masks. A run of
+rows attends to the keys before it, and causally to its own. What a row attends to in several parts
+is weighted by the sums of its exponentials in each, as FlashAttention (arXiv 2205.14135) combines
+blocks of keys.
 """
 
 from __future__ import annotations
@@ -17,28 +18,40 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend.attention import visible_keys
+from cacheblend_rag.blend.attention import DTYPES, mask_of
 from cacheblend_rag.blend.masks import MaskCache
 from cacheblend_rag.blend.rows import Rows
 
 LEAF_KEYS = 2048
-"""Most keys that rows attend to under masks, and prompts of no more tokens gain nothing."""
+"""Rows that attend to fewer keys are not halved, and prompts of no more tokens gain nothing."""
+LEAST_HALVED = 32
+"""Rows that are not halved if they are no more, however many keys they attend to."""
 LEAF_ROWS, LEAF_ROWS_16_BIT = 64, 128
 """Most rows of a prompt that attend under one mask, in float32 and in 16-bit types."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
 """PyTorch's fused kernel, which also returns the logarithms of the rows' sums of exponentials."""
 
 
-def prefers_rectangles(query: Tensor, values: Tensor, tokens: int) -> bool:
+def prefers_rectangles(query: Tensor, keys: Tensor, values: Tensor, tokens: int) -> bool:
     """Whether `attend_by_rectangles` should compute the attention of these queries.
 
-    query: (batch, heads, rows, head_dim). values: (batch, kv_heads, tokens, head_dim). tokens:
-    prompt length.
+    The kernel, called directly, checks neither strides nor widths. query: (batch, heads, rows,
+    head_dim). keys, values: (batch, kv_heads, tokens, head_dim). tokens: prompt length.
     """
+    parts = (query, keys, values)
     is_supported = query.device.type == "cpu" and query.dtype in DTYPES
-    is_plain = query.shape[3] == values.shape[3] and not query.requires_grad
-    return is_supported and is_plain and tokens > LEAF_KEYS and hasattr(torch.ops.aten, OPERATOR)
+    is_alike = len({(part.dtype, part.shape[3], part.stride(3)) for part in parts}) == 1
+    learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    is_long = tokens > LEAF_KEYS and hasattr(torch.ops.aten, OPERATOR)
+    return is_supported and is_long and is_alike and query.stride(3) == 1 and not learns
+
+
+def rectangles_bytes(rows: int, heads: int, head_dim: int, size: int) -> int:
+    """Return the peak memory of `attend_by_rectangles`, without masks and its result, in bytes.
+
+    size: bytes per element.
+    """
+    return rows * heads * head_dim * (2 * size + 2 * torch.float32.itemsize)
 
 
 def attend_by_rectangles(
@@ -63,14 +76,14 @@ def attend_by_rectangles(
     masks = MaskCache(0) if masks is None else masks
     # Heads that share a KV head become additional rows of it, side by side: parts are views.
     grouped = query.view(batch, kv_heads, copies, count, width).transpose(2, 3).flatten(2, 3)
-    out = torch.empty(grouped.shape, dtype=torch.float32)
-    sums = torch.empty(grouped.shape[:3], dtype=torch.float32)
+    out = query.new_empty(grouped.shape, dtype=torch.float32)
+    sums = query.new_empty(grouped.shape[:3], dtype=torch.float32)
     for part in _parts(rows, leaf_rows):
         mask = None
         if part.is_masked:
             block = rows.part(part.rows.start, part.rows.stop)
             name = (part.rows.start, part.rows.stop, copies, query.dtype, OPERATOR)
-            mask = masks.get(rows, name, partial(_bias, block, part.keys, copies, query.dtype))
+            mask = masks.get(rows, name, partial(_mask, block, part.keys, copies, query.dtype))
         here = slice(part.rows.start * copies, part.rows.stop * copies)
         attended, attended_sums = _attend(
             grouped[:, :, here], keys[:, :, part.keys], values[:, :, part.keys], scaling, mask=mask
@@ -79,19 +92,28 @@ def attend_by_rectangles(
             out[:, :, here], sums[:, :, here] = attended, attended_sums
         else:
             _merge(out[:, :, here], sums[:, :, here], attended, attended_sums)
-    done = out.view(batch, kv_heads, count, copies, width).permute(0, 2, 1, 3, 4)
+    done = out.view(batch, kv_heads, count, copies, width).transpose(1, 2)
     return done.to(query.dtype).reshape(batch, count, heads, width)
 
 
 def _attend_run(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
     """Return the attention of consecutive rows, (batch, rows, heads, head_dim)."""
+    batch, heads, count, width = query.shape
+    kv_heads = keys.shape[1]
     before, own = slice(0, rows.first), slice(rows.first, rows.last + 1)
-    out, sums = _attend(query, keys[:, :, own], values[:, :, own], scaling, is_causal=True)
-    if rows.first:
-        part, part_sums = _attend(query, keys[:, :, before], values[:, :, before], scaling)
-        out = out.float()
-        _merge(out, sums, part, part_sums)
-    return out.to(query.dtype).transpose(1, 2)
+    done = query.new_empty(batch, count, heads, width)
+    # One head at a time of those that share a KV head: older kernels take no more heads than keys
+    # have, and no mask that is causal for rows side by side.
+    for copy in range(heads // kv_heads):
+        alike = slice(copy, None, heads // kv_heads)
+        asked = query[:, alike]
+        out, sums = _attend(asked, keys[:, :, own], values[:, :, own], scaling, is_causal=True)
+        if rows.first:
+            part, part_sums = _attend(asked, keys[:, :, before], values[:, :, before], scaling)
+            out = out.float()
+            _merge(out, sums, part, part_sums)
+        done[:, :, alike] = out.transpose(1, 2)
+    return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +143,7 @@ def _halves(
 ) -> Iterator[_Part]:
     """Yield the parts of some of the rows with keys from position ``begin`` on."""
     count = of.stop - of.start
-    if count <= leaf_rows or int(rows.host[of.stop - 1]) - begin < LEAF_KEYS:
+    if count <= LEAST_HALVED or int(rows.host[of.stop - 1]) - begin < LEAF_KEYS:
         for index, block in rows.part(of.start, of.stop).blocks(leaf_rows):
             here = slice(of.start + index, of.start + index + len(block))
             yield _Part(here, slice(begin, block.last + 1), is_masked=True, is_first=is_first)
@@ -134,11 +156,9 @@ def _halves(
     yield from _halves(rows, later, border, leaf_rows, is_first=False)
 
 
-def _bias(block: Rows, keys: slice, copies: int, dtype: torch.dtype) -> Tensor:
-    """(rows * copies, keys): 0 where a row sees a key, else -infinity; a row's copies adjacent."""
-    visible = visible_keys(block, keys, None)
-    bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
-    return bias.repeat_interleave(copies, dim=0)
+def _mask(block: Rows, keys: slice, copies: int, dtype: torch.dtype) -> Tensor:
+    """(rows * copies, keys): the mask of some rows; a row's copies are adjacent."""
+    return mask_of(block, keys, None, copies=1, dtype=dtype).repeat_interleave(copies, dim=0)
 
 
 def _attend(
@@ -150,7 +170,10 @@ def _attend(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (what each row attends to, the logarithm of its sum of exponentials)."""
+    """Return (what each row attends to, the logarithm of its sum of exponentials).
+
+    query: (batch, kv_heads, rows, head_dim). The sums are (batch, kv_heads, rows) float32.
+    """
     kernel = getattr(torch.ops.aten, OPERATOR)
     found: tuple[Tensor, Tensor] = kernel(
         query, keys, values, 0.0, is_causal, attn_mask=mask, scale=scaling

@@ -45,7 +45,7 @@ Kernel = Literal["flash", "scattered"]
 class RowAttention:
     """An `Attention` for one pass.
 
-    kernels: whether GPU kernels may be used; without them rows attend by PyTorch's plain attention.
+    kernels: whether GPU kernels may be used; without them rows attend as on a CPU.
     """
 
     def __init__(self, *, kernels: bool = True) -> None:
@@ -68,7 +68,11 @@ class RowAttention:
         masks = None if rows.is_run else self._masks
         by_matmul = prefers_matmul(call.query, fused.tokens)
         is_plain = window is None and call.softcap is None and call.sinks is None
-        if is_plain and not by_matmul and prefers_rectangles(call.query, values, fused.tokens):
+        if (
+            is_plain
+            and not by_matmul
+            and prefers_rectangles(call.query, keys, values, fused.tokens)
+        ):
             return attend_by_rectangles(
                 call.query, keys, values, rows, scaling=call.scaling, masks=masks
             )

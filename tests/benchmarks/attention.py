@@ -90,7 +90,7 @@ def _measure(plan: AttentionPlan, tokens: int, advance: Advance) -> dict[str, An
         kernels[MATMUL] = partial(attend_by_matmul, *given, **named, masks=MaskCache())
         every = (query, keys, values, Rows.at(np.arange(tokens), device))
         everything[FULL_MATMUL] = partial(attend_by_matmul, *every, **named)
-    if prefers_rectangles(call.query, values, tokens):
+    if prefers_rectangles(call.query, keys, values, tokens):
         kernels[RECTANGLES] = partial(attend_by_rectangles, *given, **named, masks=MaskCache())
     if device.type == "cuda":
         kernels[FLEX] = partial(FlexAttention(), call, fused, rows)

@@ -61,13 +61,13 @@ def test_layers_share_masks_whatever_their_windows(
     softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int | None] = []
-    bias = attention._bias
+    bias = attention.mask_of
 
     def noted(rows: Rows, seen: slice, window: int | None, **named: object) -> torch.Tensor:
         made.append(window)
         return bias(rows, seen, window, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(attention, "_bias", noted)
+    monkeypatch.setattr(attention, "mask_of", noted)
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, 100, 8, generator=draw)
     keys, values = (torch.randn(1, 2, 300, 8, generator=draw) for _ in range(2))
@@ -84,6 +84,6 @@ def test_layers_share_masks_whatever_their_windows(
 def test_the_stride_of_a_mask_is_a_multiple_of_8() -> None:
     for count in (1, 8, 61):
         rows = Rows.at(np.arange(0, count), CPU)
-        mask = attention._bias(rows, slice(0, count), None, copies=3, dtype=torch.float32)
+        mask = attention.mask_of(rows, slice(0, count), None, copies=3, dtype=torch.float32)
         assert mask.shape == (3 * count, count)
         assert mask.stride(0) % 8 == 0

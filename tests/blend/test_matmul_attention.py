@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not has_onednn(), reason="oneDNN is used on x86 
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU with AVX-512."""
+    """As on a CPU with AVX-512 that Intel did not make."""
     for module in (attention, matmul_attention):
         monkeypatch.setattr(module, "onednn_is_faster", lambda: True)
         monkeypatch.setattr(module, "LEAST_TOKENS", 64)

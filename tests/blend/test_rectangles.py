@@ -23,6 +23,10 @@ CPU = torch.device("cpu")
 HEADS, KV_HEADS, WIDTH, TOKENS = 4, 2, 8, 400
 SCATTERED = Rows.at(np.arange(3, TOKENS, 3), CPU)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+REAL = {
+    name: getattr(rectangles, name)
+    for name in ("LEAF_KEYS", "LEAST_HALVED", "LEAF_ROWS", "LEAF_ROWS_16_BIT")
+}
 
 Drawn = st.sets(st.integers(0, TOKENS - 1), min_size=1)
 
@@ -32,6 +36,7 @@ def small_parts() -> Any:
     """Rows are halved down to a few rows and keys, as in prompts of thousands of tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rectangles, "LEAF_KEYS", 40)
+        patch.setattr(rectangles, "LEAST_HALVED", 3)
         patch.setattr(rectangles, "LEAF_ROWS", 5)
         patch.setattr(rectangles, "LEAF_ROWS_16_BIT", 7)
         patch.setattr(row_attention, "prefers_matmul", lambda *_: False)
@@ -39,12 +44,22 @@ def small_parts() -> Any:
 
 
 def inputs(
-    rows: Rows, dtype: torch.dtype = torch.float32, batch: int = 1, kv_heads: int = KV_HEADS
+    rows: Rows,
+    dtype: torch.dtype = torch.float32,
+    *,
+    batch: int = 1,
+    kv_heads: int = KV_HEADS,
+    width: int = WIDTH,
+    tokens: int = TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries as a model's layers view them; keys and values with room behind for later tokens."""
     draw = torch.Generator().manual_seed(0)
-    shapes = [(batch, HEADS, len(rows), WIDTH)] + [(batch, kv_heads, TOKENS, WIDTH)] * 2
-    query, keys, values = (torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
-    return query, keys, values
+    query = torch.randn(batch, len(rows), HEADS, width, generator=draw).to(dtype).transpose(1, 2)
+    shape = (2, batch, kv_heads, tokens + 9, width)
+    keys, values = torch.randn(shape, generator=draw).to(dtype)
+    for part in (keys, values):
+        part[:, :, rows.last + 1 :] = torch.nan
+    return query, keys[:, :, :tokens], values[:, :, :tokens]
 
 
 def wanted_of(parts: tuple[torch.Tensor, ...], rows: Rows, scaling: float) -> torch.Tensor:
@@ -53,12 +68,14 @@ def wanted_of(parts: tuple[torch.Tensor, ...], rows: Rows, scaling: float) -> to
 
 
 @settings(deadline=None)
-@given(Drawn, st.sampled_from(list(TOLERANCE)), st.sampled_from([1, 2, 4]))
+@given(
+    Drawn, st.sampled_from(list(TOLERANCE)), st.sampled_from([1, 2, 4]), st.sampled_from([7, 80])
+)
 def test_scattered_rows_get_what_plain_attention_gives_them(
-    positions: set[int], dtype: torch.dtype, kv_heads: int
+    positions: set[int], dtype: torch.dtype, kv_heads: int, width: int
 ) -> None:
     rows = Rows.at(np.array(sorted(positions)), CPU)
-    parts = inputs(rows, dtype, batch=2, kv_heads=kv_heads)
+    parts = inputs(rows, dtype, batch=2, kv_heads=kv_heads, width=width)
     found = attend_by_rectangles(*parts, rows, scaling=0.3)
     assert found.dtype == dtype
     wanted = wanted_of(parts, rows, 0.3)
@@ -66,16 +83,27 @@ def test_scattered_rows_get_what_plain_attention_gives_them(
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(("start", "stop"), [(0, TOKENS), (37, 211), (37, 40), (399, 400)])
 def test_runs_get_what_plain_attention_gives_them(
-    start: int, stop: int, dtype: torch.dtype
+    start: int, stop: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
     rows = Rows.at(np.arange(start, stop), CPU)
-    parts = inputs(rows, dtype)
+    parts = inputs(rows, dtype, batch=2, kv_heads=kv_heads)
     found = attend_by_rectangles(*parts, rows, scaling=0.3)
     assert found.dtype == dtype
     wanted = wanted_of(parts, rows, 0.3)
     torch.testing.assert_close(found.double(), wanted, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("step", [1, 7, 90])
+def test_prompts_of_thousands_of_tokens(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in REAL.items():
+        monkeypatch.setattr(rectangles, name, value)
+    rows = Rows.at(np.arange(50, 5000, step), CPU)
+    parts = inputs(rows, tokens=5000)
+    found = attend_by_rectangles(*parts, rows, scaling=0.3)
+    torch.testing.assert_close(found.double(), wanted_of(parts, rows, 0.3), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("rows", [SCATTERED, Rows.at(np.arange(50, TOKENS), CPU)])
@@ -85,6 +113,7 @@ def test_large_logits_neither_overflow_nor_vanish(rows: Rows) -> None:
     torch.testing.assert_close(found.double(), wanted_of(parts, rows, 300.0), atol=1e-3, rtol=0)
 
 
+@settings(deadline=None)
 @given(Drawn, st.integers(1, 9))
 def test_each_row_gets_each_key_once(positions: set[int], leaf_rows: int) -> None:
     rows = Rows.at(np.array(sorted(positions)), CPU)
@@ -155,12 +184,20 @@ def test_plain_attention_of_long_prompts_is_computed_so(
 def test_it_is_not_used_where_it_gains_nothing_or_cannot_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    query, _, values = inputs(SCATTERED)
-    assert prefers_rectangles(query, values, TOKENS)
-    assert not prefers_rectangles(query, values, rectangles.LEAF_KEYS)
-    assert not prefers_rectangles(query.double(), values, TOKENS)
-    assert not prefers_rectangles(query, values[..., :4], TOKENS)
-    assert not prefers_rectangles(query.to("meta"), values, TOKENS)
-    assert not prefers_rectangles(query.clone().requires_grad_(), values, TOKENS)
+    parts = query, keys, values = inputs(SCATTERED)
+    assert prefers_rectangles(*parts, TOKENS)
+    assert not prefers_rectangles(*parts, rectangles.LEAF_KEYS)
+    assert not prefers_rectangles(query.double(), keys.double(), values.double(), TOKENS)
+    assert not prefers_rectangles(query, keys, values[..., :4], TOKENS)
+    assert not prefers_rectangles(query.half(), keys, values, TOKENS)
+    assert not prefers_rectangles(*(part.to("meta") for part in parts), TOKENS)
+    for index in range(3):
+        others = list(parts)
+        others[index] = parts[index].mT.contiguous().mT
+        assert not prefers_rectangles(*others, TOKENS), "rows must be contiguous"
+        others[index] = parts[index].clone().requires_grad_()
+        assert not prefers_rectangles(*others, TOKENS), "it has no gradients"
+        with torch.no_grad():
+            assert prefers_rectangles(*others, TOKENS)
     monkeypatch.setattr(rectangles, "OPERATOR", "of_another_version")
-    assert not prefers_rectangles(query, values, TOKENS)
+    assert not prefers_rectangles(*parts, TOKENS)

@@ -220,13 +220,13 @@ def test_only_nvidia_gpus_from_8_0_on_have_kernels(monkeypatch: pytest.MonkeyPat
 def test_masks_are_kept_of_scattered_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a run would be as large as its prompt is long, squared."""
     made: list[int] = []
-    bias = attention._bias
+    bias = attention.mask_of
 
     def noted(rows: Rows, *given: Any, **named: Any) -> torch.Tensor:
         made.append(len(rows))
         return bias(rows, *given, **named)
 
-    monkeypatch.setattr(attention, "_bias", noted)
+    monkeypatch.setattr(attention, "mask_of", noted)
     fused, attend = fused_of(torch.float32), RowAttention()
     for rows, count in ((SCATTERED, 1), (RUN, 2 * 2)):  # blocks of 64 rows
         made.clear()

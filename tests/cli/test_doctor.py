@@ -23,7 +23,7 @@ def test_a_usable_setup(cli, small_model):
     assert (outcome.code, found["usable"]) == (0, True)
     assert found["model"]["architecture"] == "LlamaForCausalLM"
     assert found["model"]["problem"] is None
-    # The others are small, and so is the output layer's without AVX-512.
+    # The others are small, and so is the output layer's where oneDNN is not much faster.
     assert found["model"]["packed_weights"] == int(onednn_is_faster())
     assert found["devices"][0]["device"] == "cpu"
     assert found["versions"]["torch"]

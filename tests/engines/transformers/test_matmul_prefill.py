@@ -33,7 +33,7 @@ IDS = torch.arange(5, 5 + 90)[None]
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU with AVX-512."""
+    """As on a CPU with AVX-512 that Intel did not make."""
     for module in (attention, matmul_attention):
         monkeypatch.setattr(module, "LEAST_TOKENS", 64)
     for module in (attention, matmul_attention, matmul_prefill):

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag import BlendConfig, Chunk, TransformersEngine
 from cacheblend_rag.blend import onednn
-from cacheblend_rag.blend.onednn import has_slow_mkl, onednn_is_faster
 from cacheblend_rag.engines.transformers import packed_weights
 from cacheblend_rag.engines.transformers.adapters import base_weights_hash
 from cacheblend_rag.engines.transformers.loading import load_model
@@ -216,10 +215,16 @@ def test_adapters_can_be_put_around_packed_layers() -> None:
     torch.testing.assert_close(*found)
 
 
-def test_models_loaded_by_name_are_packed_and_given_ones_are_not() -> None:
+@pytest.mark.parametrize(
+    ("has_slow_mkl", "has_avx512", "each"),
+    [(True, True, 7), (True, False, 5), (False, True, 0)],  # without AVX-512 not keys and values
+)
+def test_models_loaded_by_name_are_packed_and_given_ones_are_not(
+    has_slow_mkl: bool, has_avx512: bool, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weights, "has_slow_mkl", lambda: has_slow_mkl)
+    monkeypatch.setattr(packed_weights, "onednn_is_faster", lambda: has_avx512)
     loaded = load_model("smollm2", CPU, None)
-    each = 7 if onednn_is_faster() else 5  # without AVX-512 all but keys and values
-    each = each if has_slow_mkl() else 0
     assert packed_count(loaded) == each * loaded.config.num_hidden_layers
     given = make_model()
     TransformersEngine(given, tokenizer=make_tokenizer())

@@ -91,4 +91,4 @@ def test_the_event_loop_runs_while_a_layer_computes(
     call: Callable[..., Awaitable[Any]] = getattr(llm, endpoint)
     work = call(asked, max_tokens=TOKENS, ignore_eos=True)
     asyncio.run(run_beside(read(work) if "stream" in endpoint else work))
-    assert turns >= TOKENS
+    assert turns >= 20 * TOKENS, "it ran little more often than tokens arrived"
