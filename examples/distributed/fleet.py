@@ -163,13 +163,6 @@ class Fleet:
                 found[names[addresses.rpartition(":")[2]]] += 1
         return dict(found)
 
-    def running(self, program: Program) -> float:
-        """Return how many requests vLLM decodes on a replica."""
-        with urlopen(f"{program.url}/metrics", timeout=30) as answer:  # noqa: S310
-            lines = answer.read().decode().splitlines()
-        wanted = "vllm:num_requests_running{"
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(wanted))
-
 
 def prompts_of(documents: Sequence[Document], questions: Sequence[Any]) -> tuple[list[str], ...]:
     """Return prompts on documents before LATE, and on those from there on."""
@@ -231,12 +224,8 @@ def kill_under_load(fleet: Fleet, client: Client, prompts: Sequence[str], tokens
             )
             for index, (prompt, one) in enumerate(zip(asked, begun, strict=True))
         ]
+        # At once: streams may end while it is asked how many requests it runs.
         until(lambda: all(one.is_set() for one in begun), "the first token of streams")
-        everything = len(whole) + len(streams)
-        until(
-            lambda: fleet.running(fleet.one) >= everything or any(s.done() for s in streams),
-            "decoding",
-        )
         fleet.one.kill()
         texts = [stream.result() for stream in streams[:2]]
         _ = [answer.result() for answer in (*whole, *streams)]
