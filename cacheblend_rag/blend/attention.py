@@ -23,7 +23,7 @@ DISTANCE = torch.int32
 MASK_STRIDE = 8
 """A mask's stride is a multiple of it, or fused kernels of GPUs would copy the mask first."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The types for which CPUs have faster attention than `attend_rows`, which takes any."""
+"""Dtypes that the faster attention functions for CPUs support; `attend_rows` supports any."""
 LARGEST_LOGITS = 1 << 26
 """Most logits in memory at once, without a fused kernel."""
 
@@ -217,7 +217,7 @@ def first_key(rows: Rows, window: int | None) -> int:
 def mask_of(
     rows: Rows, seen: slice, window: int | None, *, copies: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return the mask to add to logits, (copies x rows, keys seen) of ``dtype``: 0 or -infinity.
+    """Return the additive attention mask, 0 or -infinity, (copies x rows, keys seen) of ``dtype``.
 
     Without a window every row sees the keys before the first row, so only the rest is compared.
     """

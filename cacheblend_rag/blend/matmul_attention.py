@@ -33,12 +33,12 @@ MATMUL_ROWS = 384
 """Rows of a product, about, heads that share a KV head counted apart: enough for oneDNN to be
 efficient, few enough for the logits to stay in the cache."""
 MOST_LOGITS = 7 << 20
-"""Most logits of a product, 28 MiB. malloc reuses freed blocks of up to 31 MiB
-(`raise_malloc_threshold`); the pages of larger ones would be cleared anew for each product."""
+"""Maximum number of logits in one matmul, 28 MiB of float32. malloc reuses freed blocks of up to
+31 MiB (`raise_malloc_threshold`); pages of larger ones would be cleared anew for each product."""
 LEAST_BLOCK = 32
 """Least rows of a prompt in a product, however many heads share a KV head."""
 LARGEST_EXPONENT = 64.0
-"""While each row's maximum logit is within plus or minus this, ``exp2`` needs no subtraction of it:
+"""The softmax subtracts the rows' maximum logits only if one is beyond plus or minus this. Else,
 in float32 sums of powers up to 2**64, times values, do not overflow, and in a row whose largest is
 2**-64 only those underflow that are less than 2**-62 of it."""
 LOG2_E = math.log2(math.e)
@@ -67,9 +67,9 @@ def attend_by_matmul(
     sinks: Tensor | None = None,
     masks: MaskCache | None = None,
 ) -> Tensor:
-    """Return the rows' attention, (1, rows, heads, head_dim); arguments as for `attend_rows`.
+    """Return causal attention of query rows, (1, rows, heads, head_dim), as `attend_rows` does.
 
-    For one prompt, without gradients.
+    Arguments as for `attend_rows`. For one prompt, without gradients.
     """
     raise_malloc_threshold()  # for the logits
     _, heads, count, width = query.shape
@@ -102,9 +102,10 @@ def attend_by_matmul(
 
 
 def _powers(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return softmax's numerators, computed in place, and denominators, (heads, rows, 1).
+    """Return exp2(logits), computed in place, and the row sums: (heads, rows, 1).
 
-    Logits and sinks come multiplied by `LOG2_E`, so the numerators are 2**logits. Each row's
+    They are softmax's numerators and denominators, since logits and sinks come multiplied by
+    `LOG2_E`. Each row's
     maximum, of logits and sink, is subtracted first, but only if some row's is beyond
     ``LARGEST_EXPONENT`` or not finite. logits: (heads, rows, keys) float32. sinks: (heads, 1, 1),
     added to the denominators, or None.

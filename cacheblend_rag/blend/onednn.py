@@ -30,7 +30,7 @@ to four query heads per KV head, or of 16k tokens with eight. A product takes ab
 shape needs its own: with the default, 1,024, a server with prompts of many lengths grew by 1 GB."""
 
 CPUINFO = Path("/proc/cpuinfo")
-"""What Linux tells of its CPUs, their maker among it."""
+"""The file in which Linux lists its CPUs, with their vendor."""
 LEAST_TOKENS = 1024
 """Minimum prompt length, in tokens, for attention through oneDNN: shorter prompts gain little, and
 each new length adds compiled primitives to its cache."""
@@ -44,18 +44,18 @@ def has_onednn() -> bool:
 
 
 def has_slow_mkl() -> bool:
-    """Whether oneDNN can be used, on a CPU that MKL has no fast code for: any but Intel's."""
+    """Whether oneDNN is available on a CPU for which MKL is not optimized: any but Intel's."""
     return has_onednn() and not is_intel()
 
 
 def onednn_is_faster() -> bool:
-    """Whether oneDNN multiplies faster than MKL, for operands of any size: with AVX-512 it does."""
+    """Whether oneDNN's matmuls of any size beat MKL's: with AVX-512, on CPUs not by Intel."""
     return _may_use_avx512() and has_slow_mkl()
 
 
 @cache
 def is_intel() -> bool:
-    """Whether the system says that its CPU is Intel's, as Linux and Windows do."""
+    """Whether the operating system reports an Intel CPU; Linux and Windows report the vendor."""
     try:
         told = CPUINFO.read_text()
     except OSError:  # not Linux

@@ -1,4 +1,4 @@
-"""Causal attention on CPUs by PyTorch's fused kernel, in parts that mostly need no mask.
+"""Causal attention on CPUs by PyTorch's flash kernel, in calls most of which need no mask.
 
 In blocks of rows that attend under a mask, the kernel also computes logits that the mask then
 removes, and it is slower with a mask and with few rows. So scattered rows are halved again and
@@ -23,17 +23,17 @@ from cacheblend_rag.blend.masks import MaskCache
 from cacheblend_rag.blend.rows import Rows
 
 LEAF_KEYS = 2048
-"""Rows that attend to fewer keys are not halved, and prompts of no more tokens gain nothing."""
+"""Query rows are not split further over fewer keys than this; no longer prompts gain nothing."""
 LEAST_HALVED = 32
-"""Rows that are not halved if they are no more, however many keys they attend to."""
+"""Groups of at most this many query rows are not split further, whatever their keys."""
 LEAF_ROWS, LEAF_ROWS_16_BIT = 64, 128
-"""Most rows of a prompt that attend under one mask, in float32 and in 16-bit types."""
+"""Maximum number of query rows in a masked call, in float32 and in 16-bit dtypes."""
 OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
 """PyTorch's fused kernel, which also returns the logarithms of the rows' sums of exponentials."""
 
 
 def prefers_rectangles(query: Tensor, keys: Tensor, values: Tensor, tokens: int) -> bool:
-    """Whether `attend_by_rectangles` should compute the attention of these queries.
+    """Whether `attend_by_rectangles` supports these tensors, and pays at this prompt length.
 
     The kernel, called directly, checks neither strides nor widths. query: (batch, heads, rows,
     head_dim). keys, values: (batch, kv_heads, tokens, head_dim). tokens: prompt length.
@@ -47,7 +47,7 @@ def prefers_rectangles(query: Tensor, keys: Tensor, values: Tensor, tokens: int)
 
 
 def rectangles_bytes(rows: int, heads: int, head_dim: int, size: int) -> int:
-    """Return the peak memory of `attend_by_rectangles`, without masks and its result, in bytes.
+    """Return the peak temporary memory of `attend_by_rectangles` in bytes, masks excluded.
 
     size: bytes per element.
     """
@@ -63,9 +63,10 @@ def attend_by_rectangles(
     scaling: float,
     masks: MaskCache | None = None,
 ) -> Tensor:
-    """Return the rows' attention, (batch, rows, heads, head_dim); arguments as for `attend_rows`.
+    """Return causal attention of query rows at any positions, (batch, rows, heads, head_dim).
 
-    Parts are added up in float32. Without gradients, windows, caps of logits and sinks.
+    Arguments as for `attend_rows`. Partial results are merged in float32. Without gradients,
+    sliding windows, logit caps and attention sinks.
     """
     leaf_rows = LEAF_ROWS if query.dtype == torch.float32 else LEAF_ROWS_16_BIT
     if rows.is_run and len(rows) > leaf_rows:
@@ -97,7 +98,7 @@ def attend_by_rectangles(
 
 
 def _attend_run(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
-    """Return the attention of consecutive rows, (batch, rows, heads, head_dim)."""
+    """Return causal attention of consecutive query positions, (batch, rows, heads, head_dim)."""
     batch, heads, count, width = query.shape
     kv_heads = keys.shape[1]
     before, own = slice(0, rows.first), slice(rows.first, rows.last + 1)
@@ -118,7 +119,7 @@ def _attend_run(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows, by their indices, and positions of keys that they attend to in one call.
+    """One call of the kernel: indices of query rows, and positions of keys.
 
     is_masked: whether not all of the rows see all of the keys. is_first: whether it is the first
     part of its rows.
@@ -131,7 +132,7 @@ class _Part:
 
 
 def _parts(rows: Rows, leaf_rows: int) -> Iterator[_Part]:
-    """Yield parts in which each row gets every key up to its own position exactly once."""
+    """Yield the calls that cover the causal mask: each row's visible keys, each of them once."""
     begin = rows.first if rows.first >= LEAF_KEYS else 0
     if begin:
         yield _Part(slice(0, len(rows)), slice(0, begin), is_masked=False, is_first=True)
@@ -141,7 +142,7 @@ def _parts(rows: Rows, leaf_rows: int) -> Iterator[_Part]:
 def _halves(
     rows: Rows, of: slice, begin: int, leaf_rows: int, *, is_first: bool
 ) -> Iterator[_Part]:
-    """Yield the parts of some of the rows with keys from position ``begin`` on."""
+    """Yield the calls for some of the rows over their visible keys from position ``begin`` on."""
     count = of.stop - of.start
     if count <= LEAST_HALVED or int(rows.host[of.stop - 1]) - begin < LEAF_KEYS:
         for index, block in rows.part(of.start, of.stop).blocks(leaf_rows):
@@ -157,7 +158,7 @@ def _halves(
 
 
 def _mask(block: Rows, keys: slice, copies: int, dtype: torch.dtype) -> Tensor:
-    """(rows * copies, keys): the mask of some rows; a row's copies are adjacent."""
+    """Return the additive mask, (rows * copies, keys); the copies of a row are adjacent."""
     return mask_of(block, keys, None, copies=1, dtype=dtype).repeat_interleave(copies, dim=0)
 
 
@@ -170,9 +171,9 @@ def _attend(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (what each row attends to, the logarithm of its sum of exponentials).
+    """Return (attention output, log-sum-exp of each row's logits).
 
-    query: (batch, kv_heads, rows, head_dim). The sums are (batch, kv_heads, rows) float32.
+    query: (batch, kv_heads, rows, head_dim). The log-sum-exps are (batch, kv_heads, rows) float32.
     """
     kernel = getattr(torch.ops.aten, OPERATOR)
     found: tuple[Tensor, Tensor] = kernel(
@@ -182,10 +183,10 @@ def _attend(
 
 
 def _merge(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> None:
-    """Add to attention what rows attend to in other keys, in place.
+    """Merge the attention output over other keys into ``out``, in place, by log-sum-exp.
 
-    out: (..., rows, head_dim) float32. sums: (..., rows) float32, the logarithms of the sums of
-    exponentials that it was divided by. part, part_sums: the same of the other keys.
+    out: (..., rows, head_dim) float32. sums: (..., rows) float32, its log-sum-exps. part,
+    part_sums: the same of the other keys.
     """
     out.lerp_(part.float(), torch.sigmoid(part_sums - sums)[..., None])
     torch.logaddexp(sums, part_sums, out=sums)

@@ -55,8 +55,8 @@ class RowAttention:
         keys, values = fused.layer(call.layer)
         # A window that reaches back to the first token is none.
         window = call.window if call.window is not None and call.window <= rows.last else None
+        case = _Case.of(call, keys, window)
         if self._kernels and has_kernels(call.query.device):
-            case = _Case.of(call, keys, window)
             if rows.is_run and case.is_plain and works("flash", case):
                 return attend_run(call.query, keys, values, rows, scaling=call.scaling)
             if works("scattered", case):
@@ -66,17 +66,13 @@ class RowAttention:
                 )  # fmt: skip
         # Runs are long, and indexing and probes may not hold their masks.
         masks = None if rows.is_run else self._masks
-        by_matmul = prefers_matmul(call.query, fused.tokens)
-        is_plain = window is None and call.softcap is None and call.sinks is None
-        if (
-            is_plain
-            and not by_matmul
-            and prefers_rectangles(call.query, keys, values, fused.tokens)
-        ):
+        attend = attend_rows
+        if prefers_matmul(call.query, fused.tokens):
+            attend = attend_by_matmul
+        elif case.is_plain and prefers_rectangles(call.query, keys, values, fused.tokens):
             return attend_by_rectangles(
                 call.query, keys, values, rows, scaling=call.scaling, masks=masks
             )
-        attend = attend_by_matmul if by_matmul else attend_rows
         return attend(
             call.query, keys, values, rows, scaling=call.scaling, window=window,
             softcap=call.softcap, sinks=call.sinks, masks=masks,

@@ -384,7 +384,7 @@ class PromptPass:
 
     @property
     def _can_ask_alone(self) -> bool:
-        """Whether a probe without chunk KV lets the question attend to all of the other text.
+        """Whether a probe pass without cached KV still computes all text outside of chunks.
 
         Such a probe computes no cached tokens, so it would lack earlier turns of a conversation and
         a long instruction. The answer is the same whether these are cached or not, so that the same

@@ -79,7 +79,7 @@ class Probe:
         return self.observed(layers)[-1] + 1
 
     def kv_layers(self, layers: int) -> int:
-        """Return the number of layers whose chunk KV the probe pass needs.
+        """Return how many layers the probe pass reads chunk KV of.
 
         For prompts on which ``alone`` has no effect that number is ``depth``.
         """

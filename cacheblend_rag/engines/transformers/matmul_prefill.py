@@ -1,6 +1,6 @@
-"""Lets a Hugging Face model's own forward attend by `attend_by_matmul`, where that is faster.
+"""Registers `attend_by_matmul` as an attention implementation of Hugging Face models.
 
-It is a registered attention implementation: whole prompts without a mask, as in ordinary prefill,
+It is selected where it is faster: whole prompts without a mask, as in ordinary prefill,
 attend by matrix products, and everything else as the library's "sdpa" does.
 """
 

@@ -217,7 +217,7 @@ async def test_hints_of_requests_side_by_side_never_mix() -> None:
 async def test_the_event_loop_runs_while_a_layer_computes(
     engine: TransformersEngine,
 ) -> None:
-    """The first layer waits, in prefill and in each decode step, until the loop has run."""
+    """Each forward of layer 0, in prefill and decode, waits until the event loop has run."""
     has_run, waits = Event(), 0
 
     def wait_for_the_loop(*_: Any) -> None:
