@@ -105,10 +105,9 @@ def _powers(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return exp2(logits), computed in place, and the row sums: (heads, rows, 1).
 
     They are softmax's numerators and denominators, since logits and sinks come multiplied by
-    `LOG2_E`. Each row's
-    maximum, of logits and sink, is subtracted first, but only if some row's is beyond
-    ``LARGEST_EXPONENT`` or not finite. logits: (heads, rows, keys) float32. sinks: (heads, 1, 1),
-    added to the denominators, or None.
+    `LOG2_E`. Each row's maximum, of logits and sink, is subtracted first, but only if some row's is
+    beyond ``LARGEST_EXPONENT`` or not finite. logits: (heads, rows, keys) float32. sinks: (heads,
+    1, 1), added to the denominators, or None.
     """
     largest = logits.amax(-1, keepdim=True)
     if sinks is not None:
