@@ -95,7 +95,7 @@ def test_ranks_wait_for_each_other() -> None:
     """Each takes as many steps as the other, or they would wait for one that is gone."""
     stores = [Gated(), Gated()]
     stores[0].gate.release(9)
-    threading.Timer(0.1, stores[1].gate.release, (9,)).start()
+    slow = 3
 
     def of(rank: int, stack: FakeStack) -> tuple[int, int]:
         writer, steps = ChunkWriter(stack, stores[rank]), 0
@@ -107,10 +107,12 @@ def test_ranks_wait_for_each_other() -> None:
                 steps += 1
             except StopIteration as done:
                 return steps, done.value
+            if steps == slow:
+                stores[1].gate.release(9)
 
     one, other = Ranks().run(of)
     assert one == other
-    assert one[0] > 0
+    assert one[0] >= slow
 
 
 def test_a_model_that_overflows_loses_that_chunk_alone() -> None:
