@@ -23,7 +23,8 @@ START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 def fork_engines() -> None:
     """Have every engine that this process opens from now on fork; with one thread, that is safe.
 
-    Once an object store was used, engines are spawned: its library has threads.
+    An engine with an object store is spawned, once this process has used one: its library's threads
+    would be missing in a fork.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -34,7 +35,8 @@ def fork_engines() -> None:
 
     def decide_to_fork(cls: type[CpuPlatform], config: Any) -> None:
         decide(config)
-        os.environ[START_METHOD] = "fork" if ObjectClient.used_in is None else "spawn"
+        needs_threads = ObjectClient.used_in and "s3://" in str(config.kv_transfer_config)
+        os.environ[START_METHOD] = "spawn" if needs_threads else "fork"
 
     patch.object(CpuPlatform, decide.__name__, classmethod(decide_to_fork)).start()
     os.register_at_fork(after_in_child=_use_own_stdout)
