@@ -26,8 +26,9 @@ from cacheblend_rag.settings import Precision
 _LOG = logging.getLogger(__name__)
 
 CACHED_BYTES = 1 << 18
-"""Keys that go through all operations together on a CPU, in bytes: they stay in its cache, which
-matters more than few operations. So larger chunks are placed one after the other there."""
+"""Keys that go through all operations together on a CPU, in bytes of float32, in which they are
+rotated: they stay in its cache, which matters more than few operations. So larger chunks are placed
+one after the other there."""
 
 
 @cache
@@ -79,20 +80,24 @@ def place_parts(fused: FusedKV, layer: int, parts: Sequence[LayerPart]) -> None:
     parts: their tensors may be on any device; packed ones are unpacked one after the other.
     """
     keys, values = fused.of_layer(layer)
-    for some in _together(parts) if keys.device.type == "cpu" else [parts]:
+    row_bytes = keys.shape[0] * keys.shape[2] * torch.float32.itemsize
+    for some in _together(parts, row_bytes) if keys.device.type == "cpu" else [parts]:
         if len(some) == 1:
             fused.place(layer, some[0].start, *some[0].kv.unpacked(), some[0].turn)
         else:
             _place(keys, values, some)
 
 
-def _together(parts: Sequence[LayerPart]) -> Iterator[list[LayerPart]]:
-    """Yield parts in groups of at least CACHED_BYTES, the last one aside."""
+def _together(parts: Sequence[LayerPart], row_bytes: int) -> Iterator[list[LayerPart]]:
+    """Yield parts in groups of at least CACHED_BYTES, the last one aside.
+
+    row_bytes: of one token's keys in float32.
+    """
     some: list[LayerPart] = []
     nbytes = 0
     for part in parts:
         some.append(part)
-        nbytes += part.kv.tokens * part.kv.row_bytes // 2
+        nbytes += part.kv.tokens * row_bytes
         if nbytes >= CACHED_BYTES:
             yield some
             some, nbytes = [], 0

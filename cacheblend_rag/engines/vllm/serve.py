@@ -226,9 +226,8 @@ def running_server(
     """Serve ``model`` on this machine until the block is left.
 
     port: a free one by default. environment: added to this process' own. tenants: a tenants' file.
-    options: as for
-    server_command. Raises what server_command raises, and EngineUnavailableError when the server
-    does not start.
+    options: as for server_command. Raises what server_command raises, and EngineUnavailableError
+    when the server does not start.
     """
     if tenants is not None:
         options["settings"] = _with_tenants(options.get("settings"))
