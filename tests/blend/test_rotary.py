@@ -13,6 +13,7 @@ from cacheblend_rag.blend.rotary import (
     Rotation,
     find_layout,
     normal_table,
+    rotate_into,
     rotated,
     turns_into,
 )
@@ -80,6 +81,15 @@ def test_half_precision_is_turned_in_float32() -> None:
     half = keys().bfloat16()
     wanted = rotated(half.float(), move(777)).bfloat16()
     assert torch.equal(rotated(half, move(777)), wanted)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_keys_are_rotated_into_another_dtype_and_stay_as_they_are(*, interleaved: bool) -> None:
+    given, by = keys(), move(777, interleaved=interleaved)
+    kept, out = given.clone(), torch.empty_like(given, dtype=torch.bfloat16)
+    rotate_into(out, given, by)
+    assert torch.equal(given, kept)
+    torch.testing.assert_close(out, rotated(given, by).bfloat16())
 
 
 def spread_out(cos: torch.Tensor, sin: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
