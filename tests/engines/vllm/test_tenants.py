@@ -13,7 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
-from cacheblend_rag import Document, SamplingParams, StoreConfig, open_engine
+from cacheblend_rag import (
+    BlendConfig,
+    Document,
+    Profile,
+    SamplingParams,
+    StoreConfig,
+    open_engine,
+)
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.namespaces import FIELD
@@ -54,7 +61,10 @@ def server(start_server: ServerFactory, tmp_path_factory: pytest.TempPathFactory
         "--enable-prompt-tokens-details",
         "--enable-scale-out",
         served_name="demo",
-        settings=ConnectorSettings(store=StoreConfig(kv_path=folder / "kv")),
+        settings=ConnectorSettings(
+            store=StoreConfig(kv_path=folder / "kv"),
+            profile=Profile(blend=BlendConfig(cost_model=False)),
+        ),
         tenants=folder / "tenants.toml",
         environment={
             "VLLM_API_KEY": OWN,
