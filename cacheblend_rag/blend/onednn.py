@@ -49,7 +49,7 @@ def has_slow_mkl() -> bool:
 
 
 def onednn_is_faster() -> bool:
-    """Whether oneDNN's matmuls of any size beat MKL's: with AVX-512, on CPUs not by Intel."""
+    """Whether oneDNN's matmuls of all sizes beat MKL's: on non-Intel CPUs with AVX-512."""
     return _may_use_avx512() and has_slow_mkl()
 
 

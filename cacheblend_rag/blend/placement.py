@@ -26,9 +26,9 @@ from cacheblend_rag.settings import Precision
 _LOG = logging.getLogger(__name__)
 
 CACHED_BYTES = 1 << 18
-"""Keys that go through all operations together on a CPU, in bytes of float32, in which they are
-rotated: they stay in its cache, which matters more than few operations. So larger chunks are placed
-one after the other there."""
+"""On a CPU, chunks are placed in groups of about this many bytes of keys in float32, the dtype they
+are rotated in. A group stays in the CPU's cache, which saves more time than fewer operations would;
+larger chunks are placed one by one."""
 
 
 @cache
@@ -89,9 +89,9 @@ def place_parts(fused: FusedKV, layer: int, parts: Sequence[LayerPart]) -> None:
 
 
 def _together(parts: Sequence[LayerPart], row_bytes: int) -> Iterator[list[LayerPart]]:
-    """Yield parts in groups of at least CACHED_BYTES, the last one aside.
+    """Yield groups of consecutive parts, each of CACHED_BYTES or more; the last may be smaller.
 
-    row_bytes: of one token's keys in float32.
+    row_bytes: size of one token's keys in float32.
     """
     some: list[LayerPart] = []
     nbytes = 0

@@ -79,7 +79,7 @@ class Probe:
         return self.observed(layers)[-1] + 1
 
     def kv_layers(self, layers: int) -> int:
-        """Return how many layers the probe pass reads chunk KV of.
+        """Return the number of layers whose stored chunk KV the probe pass reads.
 
         For prompts on which ``alone`` has no effect that number is ``depth``.
         """

@@ -48,7 +48,7 @@ async def read(stream: Awaitable[Any]) -> None:
 
 @pytest.fixture
 def held_layer(demo_engine: Engine) -> Iterator[Event]:
-    """An event that each forward of layer 0 waits for anew, if the engine runs in this process."""
+    """An event that layer 0 waits for in every forward pass, if the engine is in this process."""
     has_run = Event()
     if not isinstance(demo_engine, TransformersEngine):
         yield has_run
