@@ -5,9 +5,6 @@ On random weights of a shape and random words, or on a model's own weights and r
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
 import random
 import tempfile
 from collections import defaultdict
@@ -23,6 +20,7 @@ from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
 from cacheblend_rag.bench.memory import peak_extra_bytes
 from cacheblend_rag.bench.named_model import NamedModel
 from cacheblend_rag.bench.neighbours import neighbours
+from cacheblend_rag.bench.page_cache import drop_from_page_cache
 from cacheblend_rag.bench.plans import PromptTokens, TtftPlan
 from cacheblend_rag.bench.real_text import draw_real_texts
 from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, Texts, draw_chunks, draw_words
@@ -241,39 +239,6 @@ class _Measurement:
         )
 
 
-def drop_from_page_cache(folder: Path) -> None:
-    """Drop a folder's files from the page cache, so that the next read waits for the disk.
-
-    Raises CacheBlendError where the system keeps them in memory, as on a tmpfs.
-    """
-    for path in folder.rglob("*"):
-        if not path.is_file():
-            continue
-        with path.open("rb+") as file:
-            os.fsync(file)  # pages that are not written yet stay
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if _is_cached(file.fileno()):
-                raise CacheBlendError(
-                    f"cold: the system keeps {path} in memory; set TMPDIR to a folder on a disk"
-                )
-
-
-def _is_cached(file: int) -> bool:
-    """Return True if any page of a file is in memory, or if the system does not tell.
-
-    Reading from it to find out, even with RWF_NOWAIT, would bring pages in.
-    """
-    size = os.fstat(file).st_size
-    if not size:
-        return False
-    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-    with mmap.mmap(file, size) as mapped:
-        first = ctypes.c_char.from_buffer(mapped)
-        failed = ctypes.CDLL(None).mincore(ctypes.byref(first), ctypes.c_size_t(size), pages)
-        del first  # it keeps the file mapped
-    return bool(failed) or any(page & 1 for page in pages)
-
-
 def check_blend(plan: TtftPlan, generation: Generation, ratio: float, tier: str) -> None:
     """Raise CacheBlendError unless all chunks came from ``tier`` and the selector chose rows."""
     report = generation.report
@@ -298,7 +263,7 @@ def store_config(tier: str, folder: str, precision: Precision) -> StoreConfig:
 
     folder: for the tier ``disk``.
     """
-    place = {"host": "host://?capacity=none", "disk": f"disk://{folder}"}.get(tier, tier)
+    place = {"host": "host://?capacity=none", "disk": f"disk://{folder}?direct=yes"}.get(tier, tier)
     return StoreConfig(tiers=(place,), precision=precision)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.placement import has_kernel
-from cacheblend_rag.kv.read_memory import cuda_read_memory
+from cacheblend_rag.kv.read_memory import release_read_buffers
 
 BUFFERS = 16
 BUFFER_BYTES = 4 << 20
@@ -254,11 +254,11 @@ class PinnedBuffers:
             self._free.append(buffer)
 
 
-def release_pinned(device: torch.device) -> int:
-    """Free unused page-locked buffers, for copies and for reads; returns their size in bytes."""
+def release_buffers(device: torch.device) -> int:
+    """Free unused buffers for copies to the device and for reads; returns their size in bytes."""
     buffers = pinned_buffers_of(device)
     freed = 0 if buffers is None else buffers.release()
-    return freed + cuda_read_memory().release()
+    return freed + release_read_buffers()
 
 
 def has_copy_stream(device: torch.device) -> bool:

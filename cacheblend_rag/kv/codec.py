@@ -102,36 +102,45 @@ class Head:
         """Return where layers ``first`` to ``last - 1`` begin and end in the object."""
         return self.start + first * self.layer_bytes, self.start + last * self.layer_bytes
 
-    def layer(self, index: int, raw: Tensor) -> LayerKV:
-        """Check one layer's bytes, raw: (layer_bytes,) uint8; return views of them.
+    def checked(self, first: int, last: int, raw: Tensor) -> list[LayerKV]:
+        """Check the bytes of layers ``first`` to ``last - 1``; return each as views of them.
 
-        Raises DamagedChunkError.
+        raw: ((last - first) * layer_bytes,) uint8. Each layer's digest and numbers are checked
+        together, while they are in the processor's cache. Raises DamagedChunkError.
         """
-        if raw.numel() != self.layer_bytes:
-            raise DamagedChunkError(f"layer {index} was cut short")
-        if not self.mac.holds(self.checksums[index], _bytes_of(raw)):
-            raise DamagedChunkError(f"checksum of layer {index} does not match")
-        kv = raw.view(self._stored).view(2, self.kv_heads, self.tokens, self.head_dim)
-        if self.scales is None:
-            if not is_finite(kv):
+        size, text = self.layer_bytes, _bytes_of(raw)
+        if raw.numel() != (last - first) * size:
+            raise DamagedChunkError(f"layer {first + raw.numel() // size} was cut short")
+        found: list[LayerKV] = []
+        numbers = raw.view(self._stored).view(-1, 2, self.kv_heads, self.tokens, self.head_dim)
+        for index, kv in enumerate(numbers.unbind(0)):
+            layer = first + index
+            if not self.mac.holds(self.checksums[layer], text[index * size : (index + 1) * size]):
+                raise DamagedChunkError(f"checksum of layer {layer} does not match")
+            if self.scales is None:
+                is_sound, keys_values = is_finite(kv), kv.unbind(0)
+                found.append((keys_values[0], keys_values[1]))
+            else:
+                packed_as = (kv, self.scales[layer], self.precision, self.dtype)
+                is_sound = are_finite(*packed_as)
+                found.append(PackedLayer.of(*packed_as))
+            if not is_sound:
                 raise DamagedChunkError(NOT_FINITE)
-            return kv[0], kv[1]
-        packed_as = (kv, self.scales[index], self.precision, self.dtype)
-        if not are_finite(*packed_as):
-            raise DamagedChunkError(NOT_FINITE)
-        return PackedLayer.of(*packed_as)
+        return found
 
     def whole(self, raw: Tensor) -> StoredKV:
         """Check all layers' bytes, raw: (layers * layer_bytes,) uint8; return views of them.
 
-        Of many bytes, every other layer is checked beside this thread.
+        Of many bytes, half of the layers are checked beside this thread.
         """
-        if raw.numel() < BESIDE_BYTES:
-            self._check(raw, slice(None))
+        half = self.layers // 2
+        if raw.numel() < BESIDE_BYTES or not half:
+            self.checked(0, self.layers, raw)
         else:
-            others = begin(partial(self._check, raw, slice(1, None, 2)))
+            start = half * self.layer_bytes
+            others = begin(partial(self.checked, half, self.layers, raw[start:]))
             try:
-                self._check(raw, slice(None, None, 2))
+                self.checked(0, half, raw[:start])
             finally:
                 others.result()
         shape = (self.layers, 2, self.kv_heads, self.tokens, self.head_dim)
@@ -140,11 +149,6 @@ class Head:
             keys, values = kv.unbind(1)
             return ChunkKV(keys, values, self.position, self.prior)
         return PackedKV(kv, self.scales, self.dtype, self.position, self.prior, self.precision)
-
-    def _check(self, raw: Tensor, which: slice) -> None:
-        for index in range(self.layers)[which]:
-            size = self.layer_bytes
-            self.layer(index, raw[index * size : (index + 1) * size])
 
 
 class EncodedChunk:

@@ -7,12 +7,6 @@ tensor in them. They are never written again, so a forked process may read them.
 from __future__ import annotations
 
 import logging
-import mmap
-import os
-import sys
-import threading
-import weakref
-from collections import deque
 from collections.abc import Callable
 from functools import cache
 
@@ -20,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.kv.packed_kv import StoredKV
+from cacheblend_rag.kv.pages import LimitedPages, Pages, machine_bytes
 
 ALIGNMENT = 64
 """Of each tensor in the memory of a chunk, in bytes."""
@@ -31,11 +26,7 @@ PORTABLE = 1
 _LOG = logging.getLogger(__name__)
 
 
-class Pages(mmap.mmap):
-    """Memory of its own, unlike mmap with a finalizer that runs before it goes back."""
-
-
-class PageLockedMemory:
+class PageLockedMemory(LimitedPages):
     """Page-locked memory, up to a limit.
 
     lock, unlock: of an address and a size; whether that worked. is_there: whether a device uses
@@ -49,22 +40,13 @@ class PageLockedMemory:
         is_there: Callable[[], bool],
         limit: int,
     ) -> None:
+        super().__init__(limit)
         self._lock_pages, self._unlock_pages, self._is_there = lock, unlock, is_there
-        self._limit, self._taken = limit, 0
-        self._mutex = threading.Lock()
-        # A finalizer may run anywhere, also under the lock: it only notes what is free.
-        self._freed: deque[int] = deque()
 
     @property
     def is_used(self) -> bool:
         """Whether a device uses page-locked memory at all."""
         return self._is_there()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are page-locked now."""
-        with self._mutex:
-            return self._in_use()
 
     def copied(self, kv: StoredKV) -> StoredKV | None:
         """Return a copy of a chunk in page-locked memory; None if there is none for it."""
@@ -86,45 +68,18 @@ class PageLockedMemory:
 
         return kv.mapped(place)
 
-    def pages(self, nbytes: int) -> Pages | None:
-        """Return page-locked pages of at least so many bytes, unlocked once nothing refers to them.
-
-        None if no device uses page-locked memory, beyond the limit, or if they cannot be locked.
-        """
-        if not self._is_there():
-            return None
-        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        with self._mutex:
-            if self._in_use() + nbytes > self._limit:
-                return None
-            self._taken += nbytes
-        try:
-            pages = Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError):
-            self._freed.append(nbytes)
-            return None
-        address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
-        if self._lock_pages(address, nbytes):
-            weakref.finalize(pages, self._free, address, nbytes).atexit = False
-            return pages
-        self._freed.append(nbytes)
-        with self._mutex:
-            self._limit = self._in_use()  # as much as can be locked
+    def _prepare(self, pages: Pages, address: int) -> bool:
+        if self._lock_pages(address, len(pages)):
+            return True
         _LOG.warning(
             "only %d MiB of memory could be page-locked: other chunk KV is copied by the host",
-            self._limit >> 20,
+            (self.nbytes - len(pages)) >> 20,
         )
-        return None
+        return False
 
-    def _in_use(self) -> int:
-        while self._freed:
-            self._taken -= self._freed.popleft()
-        return self._taken
-
-    def _free(self, address: int, nbytes: int) -> None:
+    def _undo(self, address: int) -> None:
         if self._is_there():  # not in a forked process, nor once CUDA is shut down
             self._unlock_pages(address)
-        self._freed.append(nbytes)
 
 
 def _aligned(nbytes: int) -> int:
@@ -140,11 +95,6 @@ def cuda_memory() -> PageLockedMemory:
 def on_cuda(limit: int) -> PageLockedMemory:
     """Return page-locked memory for the CUDA devices that this process uses. limit: bytes."""
     return PageLockedMemory(_lock, _unlock, _has_context, limit)
-
-
-def machine_bytes() -> int:
-    """Return the size of the machine's memory in bytes; 0 if it is unknown."""
-    return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE if sys.platform == "linux" else 0
 
 
 def _has_context() -> bool:

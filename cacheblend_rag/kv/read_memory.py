@@ -1,7 +1,8 @@
-"""Page-locked buffers that chunks are read into from disk, for a GPU.
+"""Buffers that chunks are read into from disk, which are reused.
 
-The GPU reads chunks where they were read to: no thread of the host copies them into page-locked
-memory first. Buffers are reused, since locking memory takes longer than reading into it.
+New memory costs a page fault per 4 KiB, half as much processor time as reading into it, on
+processors that the pass computes on. Where a GPU is used buffers are page-locked, which takes even
+longer: the GPU reads chunks where they were read to, and no thread of the host copies them first.
 """
 
 from __future__ import annotations
@@ -18,36 +19,42 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.kv.compact import SLACK_BYTES
-from cacheblend_rag.kv.page_locked import PageLockedMemory, Pages, machine_bytes, on_cuda
+from cacheblend_rag.kv.page_locked import on_cuda
+from cacheblend_rag.kv.pages import LimitedPages, Pages, machine_bytes
 
 LEAST_BYTES = 1 << 19
-"""Smallest read, in bytes, that gets a page-locked buffer; others use pageable memory."""
+"""Smallest read, in bytes, that gets a buffer; others use new memory."""
 MOST_BYTES = 64 << 20
 """Largest read, in bytes, that gets one: a few larger ones would use up the limit."""
+GPU_ALIGNMENT = 16
+"""Of numbers that a GPU reads, in bytes: otherwise it takes more, smaller reads for them."""
 SHARE, LIMIT_BYTES = 1 / 16, 2 << 30
-"""Limits of all read buffers of a process, in use or free: a share of the machine's memory, and a
-size in bytes. The smaller one applies."""
+"""Limits of all page-locked read buffers of a process, in use or free: a share of the machine's
+memory, and a size in bytes. The smaller one applies."""
+PAGEABLE_SHARE, PAGEABLE_LIMIT_BYTES = 1 / 64, 256 << 20
+"""The same of buffers that are not page-locked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Buffer:
-    """A page-locked buffer. forks: how often the process had forked when it was last handed out."""
+    """A buffer. forks: how often the process had forked when it was last handed out."""
 
     pages: Pages
     forks: int
 
 
 class ReadMemory:
-    """Page-locked buffers, each of which is reused once no tensor refers to it.
+    """Buffers, each of which is reused once no tensor refers to it.
 
-    memory: what they are made of; its limit is that of all buffers. Buffers are larger than what
-    is read into them, so that memory tiers copy chunks out of them (see ``compact``).
+    memory: what they are made of; its limit is that of all buffers. They begin at a page. They are
+    larger than what is read into them, so that memory tiers copy chunks out of them (see
+    ``compact``).
 
     Buffers that were there before the process forked are not reused: on older kernels, memory that
     is written to while a forked process lives may no longer be the memory that the device reads.
     """
 
-    def __init__(self, memory: PageLockedMemory) -> None:
+    def __init__(self, memory: LimitedPages) -> None:
         self._memory = memory
         self._mutex = threading.Lock()
         self._free: list[_Buffer] = []
@@ -55,13 +62,17 @@ class ReadMemory:
         self._returned: deque[_Buffer] = deque()
         self._forks = 0
 
+    @property
+    def is_used(self) -> bool:
+        """Whether such memory is of use in this process now."""
+        return self._memory.is_used
+
     def room(self, nbytes: int) -> Tensor | None:
         """Return a buffer, (nbytes,) uint8, of any content.
 
-        None if no device uses page-locked memory, for too few or too many bytes, and beyond the
-        limit.
+        None for too few or too many bytes, beyond the limit, and if such memory is of no use.
         """
-        if not LEAST_BYTES <= nbytes <= MOST_BYTES or not self._memory.is_used:
+        if not LEAST_BYTES <= nbytes <= MOST_BYTES or not self.is_used:
             return None
         wanted = nbytes + SLACK_BYTES + mmap.PAGESIZE
         pages = self._take_free(wanted) or self._memory.pages(wanted)
@@ -88,7 +99,7 @@ class ReadMemory:
             found = min(fitting, key=lambda one: len(one.pages), default=None)
             if found is not None:
                 self._free.remove(found)
-        del unusable  # unlocked here, and not while others wait
+        del unusable  # freed here, and not while others wait
         return None if found is None else found.pages
 
     def _collect(self) -> list[_Buffer]:
@@ -103,7 +114,7 @@ class ReadMemory:
         return unusable
 
     def _drop_smallest(self) -> bool:
-        """Unlock the smallest free buffer; returns whether there was one."""
+        """Free the smallest free buffer; returns whether there was one."""
         with self._mutex:
             smallest = min(self._free, key=lambda one: len(one.pages), default=None)
             if smallest is not None:
@@ -118,10 +129,43 @@ class ReadMemory:
         return torch.from_numpy(lent)
 
 
-_CUDA = ReadMemory(on_cuda(min(int(SHARE * machine_bytes()), LIMIT_BYTES)))
-os.register_at_fork(before=_CUDA.forking)
+def _pageable() -> ReadMemory:
+    limit = min(int(PAGEABLE_SHARE * machine_bytes()), PAGEABLE_LIMIT_BYTES)
+    return ReadMemory(LimitedPages(limit))
 
 
-def cuda_read_memory() -> ReadMemory:
-    """Return the buffers of this process, which are for CUDA devices that it uses."""
-    return _CUDA
+class _OfProcess:
+    """The buffers of a process; a forked process begins without pageable ones."""
+
+    def __init__(self) -> None:
+        self.locked = ReadMemory(on_cuda(min(int(SHARE * machine_bytes()), LIMIT_BYTES)))
+        self.pageable = _pageable()
+        os.register_at_fork(before=self._forking, after_in_child=self._forked)
+
+    def _forking(self) -> None:
+        self.locked.forking()
+        self.pageable.forking()
+
+    def _forked(self) -> None:
+        self.pageable = _pageable()  # a thread of the parent may have held its locks
+
+
+OF_PROCESS = _OfProcess()
+"""The buffers of this process: page-locked ones for CUDA devices that it uses, and others."""
+
+
+def read_buffer(nbytes: int, start: int = 0) -> Tensor | None:
+    """Return a buffer of this process to read into; page-locked where a GPU is to read it.
+
+    start: where in it the chunk's bytes will begin. As ``ReadMemory.room``; also None where a GPU
+    could not read them at its full rate.
+    """
+    if start % GPU_ALIGNMENT and OF_PROCESS.locked.is_used:
+        return None
+    locked = OF_PROCESS.locked.room(nbytes)
+    return OF_PROCESS.pageable.room(nbytes) if locked is None else locked
+
+
+def release_read_buffers() -> int:
+    """Free this process' buffers that are not in use; returns their size in bytes."""
+    return OF_PROCESS.locked.release() + OF_PROCESS.pageable.release()

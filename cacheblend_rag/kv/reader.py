@@ -156,12 +156,7 @@ class RangeReader(ChunkReader):
 
     def read(self, first: int, last: int) -> list[LayerKV]:
         """Read the layers as one range; also raises OSError if the object was replaced."""
-        raw = self._range(first, last)
-        size = self._head.layer_bytes
-        return [
-            self._head.layer(first + index, raw[index * size : (index + 1) * size])
-            for index in range(last - first)
-        ]
+        return self._head.checked(first, last, self._range(first, last))
 
     def whole(self) -> StoredKV:
         """As for any reader; the chunk is views of the bytes read, without a copy."""

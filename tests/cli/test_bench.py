@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cacheblend_rag import TransformersEngine, models
-from cacheblend_rag.bench import shapes, ttft
+from cacheblend_rag.bench import page_cache, shapes, ttft
 from cacheblend_rag.bench.memory import peak_extra_bytes
 from cacheblend_rag.bench.plans import PromptTokens, SteadyPlan, TtftPlan
 from cacheblend_rag.bench.steady import SteadyRow, TimedAnswer, combinations
@@ -95,22 +95,7 @@ def test_files_that_are_not_dropped_end_the_measurement(monkeypatch, tmp_path):
     (tmp_path / "chunk").write_bytes(b"numbers")
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: None)  # as on a tmpfs
     with pytest.raises(CacheBlendError, match=r"cold: the system keeps .*chunk in memory"):
-        ttft.drop_from_page_cache(tmp_path)
-
-
-@needs_fadvise
-def test_dropped_files_are_not_read_back_to_see_whether_they_are_gone(tmp_path):
-    """Where files stay in memory, as on a tmpfs, that is told as often."""
-    size = 1 << 20
-    (tmp_path / "chunk").write_bytes(bytes(size))
-    with (tmp_path / "chunk").open("rb+") as file:
-        os.fsync(file)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        told = [ttft._is_cached(file.fileno()) for _ in range(3)]
-        assert len(set(told)) == 1
-        file.seek(size - 1)
-        file.read(1)
-        assert ttft._is_cached(file.fileno()), "any page counts"
+        page_cache.drop_from_page_cache(tmp_path)
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "prior", "question_prior"])

@@ -308,14 +308,16 @@ def test_a_layer_is_one_range_of_bytes_that_is_checked_by_itself(dtype, prior):
         assert torch.equal(head.prior, kv.prior)
     for layer in reversed(range(2)):
         start, end = head.span(layer, layer + 1)
-        keys, values = head.layer(layer, read(start, end))
+        ((keys, values),) = head.checked(layer, layer + 1, read(start, end))
         assert torch.equal(keys, kv.keys[layer])
         assert torch.equal(values, kv.values[layer])
     assert head.span(0, 2) == (head.span(0, 1)[0], len(data))
     with pytest.raises(DamagedChunkError, match=r"^checksum of layer 0 does not match$"):
-        head.layer(0, read(*head.span(1, 2)))
+        head.checked(0, 1, read(*head.span(1, 2)))
     with pytest.raises(DamagedChunkError, match=r"^layer 0 was cut short$"):
-        head.layer(0, read(start, end - 1))
+        head.checked(0, 1, read(start, end - 1))
+    with pytest.raises(DamagedChunkError, match=r"^layer 1 was cut short$"):
+        head.checked(0, 2, read(start, end))
 
 
 def test_a_head_is_read_without_its_layers():

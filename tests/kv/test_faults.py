@@ -582,7 +582,7 @@ def test_damage_and_failing_reads_are_misses_too(disk, tmp_path, monkeypatch):
     assert {k: disk.stats()[k] for k in ("hits", "misses", "errors", "quarantined")} == {
         "hits": 0, "misses": 1, "errors": 0, "quarantined": 1,
     }  # fmt: skip
-    monkeypatch.setattr(disk_module, "fill", partial(fail, OSError("no such device")))
+    monkeypatch.setattr(disk_module, "read_range", partial(fail, OSError("no such device")))
     with pytest.raises(StoreError, match=r"^disk tier: could not read .*: no such device$"):
         disk.get(make_key(1))
     assert {k: disk.stats()[k] for k in ("hits", "misses", "errors", "quarantined")} == {
@@ -590,7 +590,7 @@ def test_damage_and_failing_reads_are_misses_too(disk, tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def fail(error, *_):
+def fail(error, *_, **__):
     raise error
 
 

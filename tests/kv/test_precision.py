@@ -142,7 +142,8 @@ def test_a_rounded_chunk_is_stored_in_bytes_and_read_as_it_is(precision, dtype):
     head = codec.read_head(lambda start, end: raw_of(data)[start:end], len(data), KEY)
     for layer in range(3):
         raw = raw_of(data)[slice(*head.span(layer, layer + 1))]
-        keys, values = head.layer(layer, raw).unpacked()
+        (found,) = head.checked(layer, layer + 1, raw)
+        keys, values = found.unpacked()
         assert torch.equal(keys, kv.keys[layer])
         assert torch.equal(values, kv.values[layer])
     assert codec.encode(KEY, read) == data

@@ -136,13 +136,13 @@ class Disk:
         self.monkeypatch.setattr(os, "open", refuse)
 
     def be_slow(self):
-        real, self.go_on = disk_module.fill, threading.Event()
+        real, self.go_on = disk_module.read_range, threading.Event()
 
-        def fill(raw, file):
+        def read_range(*told, **more):
             self.go_on.wait(20)
-            real(raw, file)
+            return real(*told, **more)
 
-        self.monkeypatch.setattr(disk_module, "fill", fill)
+        self.monkeypatch.setattr(disk_module, "read_range", read_range)
 
     def fill_up(self, monkeypatch):
         def refuse(*_):

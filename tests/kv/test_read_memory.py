@@ -16,11 +16,10 @@ from cacheblend_rag.kv.packed_kv import packed
 from cacheblend_rag.kv.read_memory import (
     LEAST_BYTES,
     MOST_BYTES,
+    OF_PROCESS,
     ReadMemory,
-    cuda_read_memory,
 )
 from cacheblend_rag.kv.stored_chunk import StoredChunk
-from cacheblend_rag.kv.tiers import disk as disk_tier
 from tests.kv.locked import Locked, tensors
 from tests.kv.samples import make_key
 
@@ -36,7 +35,7 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> Locked:
     """Disks are read for this device."""
     device = Locked()
     memory = ReadMemory(device.memory)
-    monkeypatch.setattr(disk_tier, "cuda_read_memory", lambda: memory)
+    monkeypatch.setattr(OF_PROCESS, "locked", memory)
     return device
 
 
@@ -186,11 +185,11 @@ def test_a_memory_tier_copies_chunks_out_of_buffers(
 def test_this_process_locks_nothing_before_it_uses_a_gpu() -> None:
     if torch.cuda.is_initialized():
         pytest.skip("a GPU is in use")
-    assert cuda_read_memory().room(1 << 20) is None
+    assert OF_PROCESS.locked.room(1 << 20) is None
 
 
 def test_a_fork_is_noted() -> None:
-    memory = cuda_read_memory()
+    memory = OF_PROCESS.locked
     forks = memory._forks
     child = os.fork()
     if not child:

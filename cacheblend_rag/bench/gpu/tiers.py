@@ -1,25 +1,32 @@
-"""Step: time to first token by the tier that holds the chunks: device, host or disk."""
+"""Step: time to first token by the tier that holds the chunks: device, host or disk.
+
+Files are in the page cache, or are dropped from it before each blend and read past it.
+"""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from cacheblend_rag.bench.gpu.requests import CASES, build_model, chunk_tokens, open_requests
 from cacheblend_rag.bench.gpu.scene import Doing, Row, Scene
 from cacheblend_rag.bench.gpu.timing import attempt
+from cacheblend_rag.bench.page_cache import drop_from_page_cache
+from cacheblend_rag.settings.tier_url import TierUrl
 
 REAL_CHUNKS, TOY_CHUNKS = 16, 2
 REAL_REPEAT, TOY_REPEAT = 3, 1
 NAMES = ("hkvd 0.15", "before layer 0, 0.05", "reuse only, 0")
-TIERS = ("device", "host", "disk")
+COLD = "disk, cold"
+TIERS = ("device", "host", "disk", COLD)
 
 
 def measure(scene: Scene, doing: Doing) -> Iterator[Row]:
-    """Yield a row for each tier and kind of blend; files are in the page cache."""
+    """Yield a row for each tier and kind of blend."""
     doing("building the model")
     model = build_model(scene)
     for tier in TIERS:
@@ -33,8 +40,13 @@ def measure(scene: Scene, doing: Doing) -> Iterator[Row]:
 def _of_tier(scene: Scene, doing: Doing, model: PreTrainedModel, tier: str) -> Iterator[Row]:
     chunks = scene.pick(REAL_CHUNKS, TOY_CHUNKS)
     with tempfile.TemporaryDirectory(prefix="cacheblend-gpu-") as folder:
-        url = f"disk://{folder}" if tier == "disk" else f"{tier}://?capacity=none"
-        with open_requests(scene, model, url, tier, chunks) as requests:
+        url = {
+            "disk": f"disk://{folder}?direct=no",
+            COLD: f"disk://{folder}?direct=yes",
+        }.get(tier, f"{tier}://?capacity=none")
+        with open_requests(scene, model, url, TierUrl(url).name, chunks) as requests:
+            if tier == COLD:
+                requests.before = partial(drop_from_page_cache, Path(folder))
             for name in NAMES:
                 doing(f"{name}, from {tier}")
                 row = {"tier": tier, "chunk_tokens": chunks * chunk_tokens(scene), "case": name}

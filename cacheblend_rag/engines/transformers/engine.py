@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from cacheblend_rag.blend import plan_schedule
-from cacheblend_rag.blend.copy_stream import release_pinned
+from cacheblend_rag.blend.copy_stream import release_buffers
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import CANCELLED, Delta, Generation, Request
 from cacheblend_rag.engines.base import Engine
@@ -424,7 +424,7 @@ class TransformersEngine(Engine, ScoringEngine):
         return self.prefixes.evict(keys)
 
     def _release(self) -> int:
-        freed = self.store.release() + release_pinned(self.model.device)
+        freed = self.store.release() + release_buffers(self.model.device)
         give_back_unused()
         return freed
 

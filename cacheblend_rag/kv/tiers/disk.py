@@ -27,17 +27,16 @@ from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv.background import BESIDE_BYTES, begin
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import EncodedChunk
-from cacheblend_rag.kv.read_memory import cuda_read_memory
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
-from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for
+from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of
 from cacheblend_rag.kv.tiers.contract import Usage
+from cacheblend_rag.kv.tiers.file_reads import read_range
 from cacheblend_rag.kv.tiers.files import (
     check_kind,
     create,
-    fill,
     new_file,
     write_parts,
 )
@@ -73,6 +72,8 @@ class DiskTier(BytesTier):
     capacity_bytes: file bytes, quarantine and files being written aside; None is without limit.
     fsync: wait until each file has reached the disk; without it a power cut may only damage recent
     chunks, whose checksums then fail.
+    direct: read files that are not in the page cache past it, which takes the processor less time.
+    They are not cached then, so the next read waits for the disk, too.
 
     Raises StoreError when the folder cannot be created or written to, or is read-only and does not
     exist.
@@ -91,13 +92,14 @@ class DiskTier(BytesTier):
         capacity_bytes: int | None = None,
         *,
         fsync: bool = False,
+        direct: bool = False,
         name: str = "disk",
         policy: TierPolicy | None = None,
     ) -> None:
         super().__init__(name, capacity_bytes, policy=policy)
         self.path = Path(path).expanduser().absolute()
         self._root = str(self.path)
-        self._fsync = fsync
+        self._fsync, self._direct = fsync, direct
         self._pins, self._usage = PinFile(self.path / "pins"), UsageFile(self.path / "usage")
         self._mutex = threading.Lock()
         self._swept, self._told = 0, set[str]()
@@ -226,12 +228,7 @@ class DiskTier(BytesTier):
             if not stat.S_ISREG(found.st_mode):
                 raise DamagedChunkError("no file")
             last = found.st_size if end is None else min(end, found.st_size)
-            nbytes = max(last - start, 0)
-            # Page-locked where a GPU is to read it.
-            locked = cuda_read_memory().room(nbytes)
-            raw = room_for(nbytes) if locked is None else locked
-            file.seek(start)
-            fill(raw, file)
+            raw = read_range(file, start, max(last - start, 0), direct=self._direct)
         return StoredBytes(raw, found.st_size, found.st_mtime_ns / 1e9)
 
     def _mark_used(self, key: KVKey, written_at: float) -> None:

@@ -7,13 +7,9 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from io import FileIO, RawIOBase
+from io import FileIO
 from itertools import islice
 from pathlib import Path
-
-from torch import Tensor
-
-from cacheblend_rag.errors import DamagedChunkError
 
 PARTS_A_WRITE = 1024
 """Linux' IOV_MAX."""
@@ -75,16 +71,6 @@ def new_file(path: str, *, fsync: bool) -> Iterator[FileIO]:
         yield file
         if fsync:
             os.fsync(descriptor)
-
-
-def fill(raw: Tensor, file: RawIOBase) -> None:
-    """Fill raw, (bytes,) uint8, from a file; raises OSError if the file is shorter."""
-    left = raw.numpy().data
-    while left:
-        count = file.readinto(left)
-        if not count:
-            raise DamagedChunkError("was cut short")
-        left = left[count:]
 
 
 def read_small(path: Path, most: int) -> bytes:

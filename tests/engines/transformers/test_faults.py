@@ -84,10 +84,10 @@ def test_verifying_finds_damage_that_no_request_met(
     report = engine.precompute(CHUNKS, progress=False, verify=True)
     assert (report.computed, report.skipped, report.refused) == (1, 1, {})
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(disk, "fill", broken)
+    monkeypatch.setattr(disk, "read_range", broken)
     report = engine.precompute(CHUNKS, progress=False, verify=True)
     assert (report.computed, report.skipped) == (0, 0)
     assert report.refused == report.failed == {"disk tier: store error": 2}
@@ -153,10 +153,10 @@ def test_a_store_that_dies_meanwhile_costs_reuse_and_nothing_else(
     engine = make_engine(store=on_disk(tmp_path), recompute_ratio=0.0)
     engine.precompute(CHUNKS, progress=False)
 
-    def dead(*_: object) -> None:
+    def dead(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(disk, "fill", dead)
+    monkeypatch.setattr(disk, "read_range", dead)
     answer = engine.generate(TEXT, SHORT)
     assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
     assert {(c.reason, c.tier) for c in answer.report.chunks} == {("store error", "disk")}

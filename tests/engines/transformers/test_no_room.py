@@ -244,11 +244,11 @@ def test_reading_without_memory_is_no_fault_of_the_tier(
     engine = make_engine(with_model=small, store=store, recompute_ratio=0.0)
     engine.precompute(CHUNKS, progress=False)
 
-    def refused(*_: object) -> None:
+    def refused(*_: object, **__: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "fill", refused)
+        patch.setattr(disk, "read_range", refused)
         answer = engine.generate(PROMPT, SHORT)
         assert answer.token_ids == engine.generate_full(PROMPT, SHORT).token_ids
         assert {chunk.reason for chunk in answer.report.chunks} == {"no room"}

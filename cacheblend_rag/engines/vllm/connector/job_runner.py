@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.blend.copy_stream import release_pinned
+from cacheblend_rag.blend.copy_stream import release_buffers
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
@@ -173,7 +173,7 @@ class JobRunner:
 
     def _release(self) -> ReleaseResult:
         """Free the memory of chunk KV, vLLM's own cache aside."""
-        freed = self.store.release() + release_pinned(self.stack.geometry.device)
+        freed = self.store.release() + release_buffers(self.stack.geometry.device)
         give_back_unused()
         return ReleaseResult(freed)
 

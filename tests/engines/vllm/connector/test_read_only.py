@@ -28,10 +28,10 @@ def test_a_job_reads_stored_kv_through(tmp_path: Path, monkeypatch: pytest.Monke
         assert run(verify(store, keys)) == VerifyResult(3)
         assert store.contains_many(keys) == [False, True, False]
 
-        def broken(*_: object) -> None:
+        def broken(*_: object, **__: object) -> None:
             raise OSError("no such device")
 
-        monkeypatch.setattr(disk, "fill", broken)
+        monkeypatch.setattr(disk, "read_range", broken)
         name = f"{keys[1].chunk_id}/{keys[1].context_id}"
         assert run(verify(store, keys)) == VerifyResult(3, {name: "disk tier: store error"})
 
