@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.kv.packed_kv import StoredKV
-from cacheblend_rag.kv.pages import LimitedPages, Pages, machine_bytes
+from cacheblend_rag.kv.pages import LimitedPages, Pages, machine_bytes, rounded_up
 
 ALIGNMENT = 64
 """Of each tensor in the memory of a chunk, in bytes."""
@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class PageLockedMemory(LimitedPages):
-    """Page-locked memory, up to a limit.
+    """Page-locked memory, up to a limit; not in huge pages.
 
     lock, unlock: of an address and a size; whether that worked. is_there: whether a device uses
     page-locked memory at all, asked each time. limit: bytes.
@@ -53,7 +53,7 @@ class PageLockedMemory(LimitedPages):
         sizes: list[int] = []
 
         def measure(tensor: Tensor) -> Tensor:
-            sizes.append(_aligned(tensor.nbytes))
+            sizes.append(rounded_up(tensor.nbytes, ALIGNMENT))
             return tensor
 
         kv.mapped(measure)
@@ -63,7 +63,7 @@ class PageLockedMemory(LimitedPages):
 
         def place(tensor: Tensor) -> Tensor:
             nonlocal free
-            own, free = free[: tensor.nbytes], free[_aligned(tensor.nbytes) :]
+            own, free = free[: tensor.nbytes], free[rounded_up(tensor.nbytes, ALIGNMENT) :]
             return own.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
         return kv.mapped(place)
@@ -80,10 +80,6 @@ class PageLockedMemory(LimitedPages):
     def _undo(self, address: int) -> None:
         if self._is_there():  # not in a forked process, nor once CUDA is shut down
             self._unlock_pages(address)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Memory in pages of its own, up to a limit."""
+"""Anonymous memory maps, up to a limit of bytes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 
 
 class Pages(mmap.mmap):
-    """Memory of its own, unlike mmap with a finalizer that runs before it goes back."""
+    """An anonymous memory map whose finalizers run before it is unmapped, unlike a plain one's."""
 
 
 class LimitedPages:
-    """Pages of memory, where the system has them huge ones, up to a limit.
+    """Hands out anonymous memory maps, in transparent huge pages if the system has these.
 
-    limit: bytes that are in use at once.
+    limit: bytes that are in use at once, at most.
     """
 
     def __init__(self, limit: int) -> None:
@@ -40,6 +40,10 @@ class LimitedPages:
         with self._mutex:
             return self._in_use()
 
+    def fits(self, nbytes: int, freed: int) -> bool:
+        """Whether so many bytes are within the limit once ``freed`` of those in use are not."""
+        return self.nbytes - freed + rounded_up(nbytes, mmap.PAGESIZE) <= self._limit
+
     def pages(self, nbytes: int) -> Pages | None:
         """Return pages of at least so many bytes, which go back once nothing refers to them.
 
@@ -47,7 +51,7 @@ class LimitedPages:
         """
         if not self.is_used:
             return None
-        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        nbytes = rounded_up(nbytes, mmap.PAGESIZE)
         with self._mutex:
             if self._in_use() + nbytes > self._limit:
                 return None
@@ -84,6 +88,11 @@ class LimitedPages:
     def _free(self, address: int, nbytes: int) -> None:
         self._undo(address)
         self._freed.append(nbytes)
+
+
+def rounded_up(nbytes: int, to: int) -> int:
+    """Return the smallest multiple of ``to`` that is not less than ``nbytes``."""
+    return -(-nbytes // to) * to
 
 
 def machine_bytes() -> int:

@@ -76,7 +76,7 @@ class ReadMemory:
             return None
         wanted = nbytes + SLACK_BYTES + mmap.PAGESIZE
         pages = self._take_free(wanted) or self._memory.pages(wanted)
-        while pages is None and self._drop_smallest():
+        while pages is None and self._fits(wanted) and self._drop_smallest():
             pages = self._memory.pages(wanted)
         return None if pages is None else self._lent(pages)[:nbytes]
 
@@ -113,6 +113,12 @@ class ReadMemory:
         self._free = [one for one in self._free if one.forks == self._forks]
         return unusable
 
+    def _fits(self, nbytes: int) -> bool:
+        """Whether freeing all free buffers would make enough room."""
+        with self._mutex:
+            free = sum(len(one.pages) for one in self._free)
+        return self._memory.fits(nbytes, free)
+
     def _drop_smallest(self) -> bool:
         """Free the smallest free buffer; returns whether there was one."""
         with self._mutex:
@@ -129,25 +135,33 @@ class ReadMemory:
         return torch.from_numpy(lent)
 
 
+def _locked() -> ReadMemory:
+    return ReadMemory(on_cuda(min(int(SHARE * machine_bytes()), LIMIT_BYTES)))
+
+
 def _pageable() -> ReadMemory:
     limit = min(int(PAGEABLE_SHARE * machine_bytes()), PAGEABLE_LIMIT_BYTES)
     return ReadMemory(LimitedPages(limit))
 
 
 class _OfProcess:
-    """The buffers of a process; a forked process begins without pageable ones."""
+    """The buffers of a process; a forked process begins without any.
+
+    forks: how often this process has forked.
+    """
 
     def __init__(self) -> None:
-        self.locked = ReadMemory(on_cuda(min(int(SHARE * machine_bytes()), LIMIT_BYTES)))
-        self.pageable = _pageable()
+        self.locked, self.pageable, self.forks = _locked(), _pageable(), 0
         os.register_at_fork(before=self._forking, after_in_child=self._forked)
 
     def _forking(self) -> None:
+        self.forks += 1
         self.locked.forking()
         self.pageable.forking()
 
     def _forked(self) -> None:
-        self.pageable = _pageable()  # a thread of the parent may have held its locks
+        # A thread of the parent may have held the locks of the others.
+        self.locked, self.pageable = _locked(), _pageable()
 
 
 OF_PROCESS = _OfProcess()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
+import signal
+import sys
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +19,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import DamagedChunkError
-from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore
+from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, read_memory
+from cacheblend_rag.kv.pages import LimitedPages
 from cacheblend_rag.kv.read_memory import OF_PROCESS, ReadMemory
 from cacheblend_rag.kv.stored_chunk import StoredChunk
 from cacheblend_rag.kv.tiers import file_reads
-from cacheblend_rag.kv.tiers.file_reads import LEAST_BYTES, cached_share, read_range
+from cacheblend_rag.kv.tiers.file_reads import (
+    LEAST_BYTES,
+    WINDOW_BYTES,
+    DirectReads,
+    cached_share,
+    read_range,
+)
 from cacheblend_rag.kv.tiers.urls import open_tiers
 from cacheblend_rag.settings import StoreConfig
 from tests.kv.locked import PAGE, Locked
@@ -44,10 +55,11 @@ def drop(tmp_path: Path) -> Drop:
             os.fsync(file)
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    if not hasattr(os, "posix_fadvise") or not hasattr(os, "O_DIRECT"):
-        pytest.skip("this system does not read past its page cache")
+    if sys.platform != "linux":
+        pytest.skip("other systems do not read past their page cache")
     probe = tmp_path / "probe"
     probe.write_bytes(b"x")
+    assert share_of(probe) == 1
     dropped(probe)
     if share_of(probe):
         pytest.skip("the test's folder is in memory")
@@ -68,7 +80,7 @@ def share_of(path: Path) -> float:
 
 def read(path: Path, start: int, end: int, *, direct: bool = True) -> bytes:
     with path.open("rb", buffering=0) as file:
-        return read_range(file, start, end - start, direct=direct).numpy().tobytes()
+        return read_range(file, start, end - start, DirectReads(direct)).numpy().tobytes()
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -104,23 +116,47 @@ def test_a_small_read_caches_no_more_than_itself(drop: Drop, path: Path, content
     assert share_of(path) <= 16 * PAGE / SIZE
 
 
-@pytest.mark.parametrize("refused", ["the flag", "the read", "no buffer"])
+@pytest.mark.parametrize("code", ["EINVAL", "EOPNOTSUPP", "ENOSYS", "EIO"])
+@pytest.mark.parametrize("refused", ["the flag", "the read"])
 def test_where_it_is_impossible_reading_goes_on_as_usual(
-    drop: Drop, path: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch, refused: str
+    drop: Drop,
+    path: Path,
+    contents: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: str,
+    code: str,
 ) -> None:
     def refuse(*_: Any) -> None:
-        raise OSError(errno.EINVAL, "not here")
+        raise OSError(getattr(errno, code), "not here")
 
     drop(path)
     if refused == "the flag":
-        own = file_reads.fcntl.fcntl
-        monkeypatch.setattr(
-            file_reads.fcntl, "fcntl", lambda *told: refuse() if told[-1] else own(*told)
-        )
-    elif refused == "the read":
-        monkeypatch.setattr(os, "preadv", refuse)
+        own = fcntl.fcntl
+        monkeypatch.setattr(fcntl, "fcntl", lambda *told: refuse() if told[-1] else own(*told))
     else:
+        monkeypatch.setattr(os, "preadv", refuse)
+    assert read(path, 100, SIZE) == contents[100:]
+    assert share_of(path) > 0.9
+
+
+@pytest.mark.parametrize("why", ["no buffer", "a fork"])
+def test_so_it_does_without_a_buffer_and_after_a_fork(
+    drop: Drop, path: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    drop(path)
+    own = os.preadv
+
+    def forking(*told: Any) -> int:
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+        return own(*told)
+
+    if why == "no buffer":
         monkeypatch.setattr(file_reads, "read_buffer", lambda *_: None)
+    else:
+        monkeypatch.setattr(os, "preadv", forking)
     assert read(path, 100, SIZE) == contents[100:]
     assert share_of(path) > 0.9
 
@@ -131,10 +167,13 @@ def test_a_disk_that_fails_is_an_error(
     def fail(*_: Any) -> None:
         raise OSError(errno.EIO, "no such sector")
 
+    class Failing(FileIO):
+        readinto = fail
+
     drop(path)
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(OSError, match="no such sector"):
-        read(path, 0, SIZE)
+    with Failing(path) as file, pytest.raises(OSError, match="no such sector"):
+        read_range(file, 0, SIZE, DirectReads(True))
 
 
 def test_a_file_that_is_shorter_is_damaged(drop: Drop, path: Path) -> None:
@@ -155,6 +194,57 @@ def test_older_systems_tell_the_same(drop: Drop, path: Path) -> None:
     assert 0.25 <= told < 1
 
 
+def test_where_cached_pages_are_not_counted_the_map_tells(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an overlay, which keeps pages with the file below: no count is no proof."""
+
+    class Libc:
+        def syscall(self, *_: Any) -> int:
+            return 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(libc, name)
+
+    libc = file_reads._libc()
+    monkeypatch.setattr(file_reads, "_libc", Libc)
+    monkeypatch.setattr(file_reads, "_COUNTED", set())
+    path.read_bytes()
+    assert share_of(path) == 1
+
+
+# When it is worth it
+
+
+def timed(direct: DirectReads, monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
+    """Read two windows, several reads at once, at so many bytes per second."""
+    now = 0.0
+    monkeypatch.setattr(file_reads.time, "perf_counter", lambda: now)
+    for _ in range(2):
+        with direct.timed(WINDOW_BYTES // 2), direct.timed(WINDOW_BYTES // 2):
+            now += WINDOW_BYTES / rate
+        now += 1000  # nobody reads
+
+
+@pytest.mark.parametrize("rate", [0.9, 1.1])
+@pytest.mark.parametrize("wanted", [None, True, False])
+def test_a_slow_disk_is_read_through_the_page_cache_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool | None, rate: float
+) -> None:
+    direct = DirectReads(wanted)
+    assert direct.is_on == (wanted is not False)
+    timed(direct, monkeypatch, rate * file_reads.LEAST_RATE)
+    assert direct.is_on == (wanted is True or (wanted is None and rate > 1))
+
+
+def test_a_few_slow_reads_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    direct, now = DirectReads(None), iter((0.0, 9.0))
+    monkeypatch.setattr(file_reads.time, "perf_counter", lambda: next(now))
+    with direct.timed(1 << 20):
+        pass
+    assert direct.is_on
+
+
 def test_a_gpu_gets_no_numbers_at_addresses_that_it_reads_slowly(
     drop: Drop, path: Path, contents: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +253,7 @@ def test_a_gpu_gets_no_numbers_at_addresses_that_it_reads_slowly(
     for start, directly in ((64, True), (68, False)):
         drop(path)
         with path.open("rb", buffering=0) as file:
-            found = read_range(file, start, SIZE - start, direct=True)
+            found = read_range(file, start, SIZE - start, DirectReads(True))
         assert found.numpy().tobytes() == contents[start:]
         assert locked.has(found)
         assert found.data_ptr() % 16 == 0
@@ -176,7 +266,7 @@ def test_a_gpu_gets_no_numbers_at_addresses_that_it_reads_slowly(
 @pytest.mark.parametrize(
     ("tiers", "direct"),
     [
-        ("host://,disk://{}", True),
+        ("host://,disk://{}", None),
         ("disk://{}", False),
         ("disk://{}?direct=yes", True),
         ("host://,disk://{}?direct=no", False),
@@ -184,17 +274,17 @@ def test_a_gpu_gets_no_numbers_at_addresses_that_it_reads_slowly(
         ("host://?capacity=0,disk://{}", False),
     ],
 )
-def test_behind_a_tier_in_memory_a_disk_is_read_directly(
-    tmp_path: Path, tiers: str, direct: bool
+def test_behind_a_tier_in_memory_a_fast_disk_is_read_directly(
+    tmp_path: Path, tiers: str, direct: bool | None
 ) -> None:
     found = open_tiers(StoreConfig(tiers=tiers.format(tmp_path)), "cpu")
-    assert found[-1]._direct == direct
+    assert found[-1].direct.wanted is direct
 
 
-@pytest.mark.parametrize(("host_bytes", "direct"), [(1 << 20, True), (0, False)])
-def test_so_is_the_folder_of_a_store(tmp_path: Path, host_bytes: int, direct: bool) -> None:
+@pytest.mark.parametrize(("host_bytes", "direct"), [(1 << 20, None), (0, False)])
+def test_so_is_the_folder_of_a_store(tmp_path: Path, host_bytes: int, direct: bool | None) -> None:
     found = open_tiers(StoreConfig(kv_path=tmp_path, host_bytes=host_bytes), "cpu")
-    assert found[-1]._direct == direct
+    assert found[-1].direct.wanted is direct
 
 
 @pytest.mark.parametrize("tokens", [8191, 8192])
@@ -218,7 +308,7 @@ def test_a_chunk_is_the_same_and_stays_out_of_the_page_cache(
 def test_reads_reuse_their_memory_and_chunks_that_stay_are_copied_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = type(OF_PROCESS)().pageable
+    memory = read_memory._pageable()
     monkeypatch.setattr(OF_PROCESS, "pageable", memory)
     tiers = [HostTier(None), DiskTier(tmp_path)]
     for index in range(3):
@@ -235,10 +325,23 @@ def test_reads_reuse_their_memory_and_chunks_that_stay_are_copied_out(
     assert memory._memory.nbytes == 0
 
 
-def test_a_forked_process_has_buffers_of_its_own() -> None:
-    with OF_PROCESS.pageable._mutex:  # as if another thread held it
+@pytest.mark.parametrize("kind", ["locked", "pageable"])
+def test_a_forked_process_has_buffers_of_its_own(kind: str) -> None:
+    with getattr(OF_PROCESS, kind)._mutex:  # as if another thread held it
         child = os.fork()
         if not child:
+            signal.alarm(10)
             found = OF_PROCESS.pageable.room(1 << 20)
+            read_memory.release_read_buffers()
             os._exit(0 if found is not None else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_buffers_are_not_freed_for_what_does_not_fit_anyway() -> None:
+    memory = ReadMemory(LimitedPages(32 << 20))
+    kept, free = memory.room(12 << 20), memory.room(12 << 20)
+    assert kept is not None
+    del free
+    assert memory.room(30 << 20) is None
+    assert memory._memory.nbytes > 24 << 20
+    assert memory.room(18 << 20) is not None

@@ -20,7 +20,6 @@ from cacheblend_rag.kv import (
     expiry,
 )
 from cacheblend_rag.kv.tiers import disk as disk_module
-from cacheblend_rag.kv.tiers import file_reads
 from cacheblend_rag.kv.tiers import redis as redis_module
 from tests.kv.samples import chunk_files, make_key, make_kv, same, taken, until
 from tests.servers import HOST, RedisNames, redis_place, tier_at
@@ -224,10 +223,13 @@ def test_an_object_of_rubbish_is_read_no_further_than_its_head(tmp_path, how, mo
         (path,) = chunk_files(tmp_path)
         with path.open("wb") as file:
             file.truncate(3 << 30)
-        asked, own = [], file_reads.room_for
-        monkeypatch.setattr(
-            file_reads, "room_for", lambda nbytes: asked.append(nbytes) or own(nbytes)
-        )
+        asked, own = [], disk_module.read_range
+
+        def read_range(file, start, nbytes, direct):
+            asked.append(nbytes)
+            return own(file, start, nbytes, direct)
+
+        monkeypatch.setattr(disk_module, "read_range", read_range)
         if how == "get":
             assert store.get(KEYS[0]).reason == "damaged"
         elif how == "fetch":

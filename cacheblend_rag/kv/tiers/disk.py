@@ -33,7 +33,7 @@ from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of
 from cacheblend_rag.kv.tiers.contract import Usage
-from cacheblend_rag.kv.tiers.file_reads import read_range
+from cacheblend_rag.kv.tiers.file_reads import DirectReads, read_range
 from cacheblend_rag.kv.tiers.files import (
     check_kind,
     create,
@@ -72,8 +72,8 @@ class DiskTier(BytesTier):
     capacity_bytes: file bytes, quarantine and files being written aside; None is without limit.
     fsync: wait until each file has reached the disk; without it a power cut may only damage recent
     chunks, whose checksums then fail.
-    direct: read files that are not in the page cache past it, which takes the processor less time.
-    They are not cached then, so the next read waits for the disk, too.
+    direct: read files that are not in the page cache past it (O_DIRECT), which takes the processor
+    less time, but leaves them uncached; None: while that is fast, see ``DirectReads``.
 
     Raises StoreError when the folder cannot be created or written to, or is read-only and does not
     exist.
@@ -92,14 +92,14 @@ class DiskTier(BytesTier):
         capacity_bytes: int | None = None,
         *,
         fsync: bool = False,
-        direct: bool = False,
+        direct: bool | None = False,
         name: str = "disk",
         policy: TierPolicy | None = None,
     ) -> None:
         super().__init__(name, capacity_bytes, policy=policy)
         self.path = Path(path).expanduser().absolute()
         self._root = str(self.path)
-        self._fsync, self._direct = fsync, direct
+        self._fsync, self.direct = fsync, DirectReads(direct)
         self._pins, self._usage = PinFile(self.path / "pins"), UsageFile(self.path / "usage")
         self._mutex = threading.Lock()
         self._swept, self._told = 0, set[str]()
@@ -135,6 +135,7 @@ class DiskTier(BytesTier):
         """As for any tier; a lock of the folder belongs to one process only."""
         super().after_fork()
         self._mutex, self._file_lock = threading.Lock(), _lock_at(self._lock)
+        self.direct = DirectReads(self.direct.wanted)
 
     def has_relative(self, key: KVKey) -> bool:
         """As for any tier; reads the names in one of 256 folders, and no file."""
@@ -228,7 +229,7 @@ class DiskTier(BytesTier):
             if not stat.S_ISREG(found.st_mode):
                 raise DamagedChunkError("no file")
             last = found.st_size if end is None else min(end, found.st_size)
-            raw = read_range(file, start, max(last - start, 0), direct=self._direct)
+            raw = read_range(file, start, max(last - start, 0), self.direct)
         return StoredBytes(raw, found.st_size, found.st_mtime_ns / 1e9)
 
     def _mark_used(self, key: KVKey, written_at: float) -> None:

@@ -47,8 +47,13 @@ def memory_and_disk(
     tiers: list[Tier] = [] if host_bytes == 0 else [HostTier(host_bytes)]
     if path is not None:
         policy = TierPolicy(disk_bytes, read_only=read_only)
-        tiers.append(DiskTier(path, policy=policy, direct=bool(tiers)))
+        tiers.append(DiskTier(path, policy=policy, direct=_by_default(bool(tiers))))
     return tiers
+
+
+def _by_default(has_memory: bool) -> bool | None:
+    """Return ``direct`` of a disk, given whether a faster tier keeps in memory what is read."""
+    return None if has_memory else False
 
 
 def _keeps_in_memory(tier: Tier) -> bool:
@@ -66,12 +71,12 @@ def open_tier(
 
     read_only: whether it is only read; memory tiers of this process are used as usual. has_memory:
     whether a faster tier keeps in memory what is read here; a disk is then read past the page
-    cache, unless the URL says otherwise.
+    cache if that is fast, unless the URL says otherwise.
 
     Raises MissingExtraError without its library, StoreError when it cannot be opened.
     """
     if url.scheme == "disk":
-        direct = url.options.get("direct", has_memory)
+        direct = url.options.get("direct", _by_default(has_memory))
         return _disk(url, _policy(url, read_only), direct=direct)
     return _OPENERS[url.scheme](url, _policy(url, read_only and url.outlives), device)
 
@@ -99,7 +104,7 @@ def _host(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
     return HostTier(name=url.name, policy=policy)
 
 
-def _disk(url: TierUrl, policy: TierPolicy, *, direct: bool) -> Tier:
+def _disk(url: TierUrl, policy: TierPolicy, *, direct: bool | None) -> Tier:
     fsync = url.options.get("fsync", False)
     return DiskTier(url.path, fsync=fsync, direct=direct, name=url.name, policy=policy)
 
