@@ -19,7 +19,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -138,7 +137,8 @@ class Head:
             self.checked(0, self.layers, raw)
         else:
             start = half * self.layer_bytes
-            others = begin(partial(self.checked, half, self.layers, raw[start:]))
+            rest = [raw[start:]]  # a list, so that nothing of the thread holds on to the bytes
+            others = begin(lambda: len(self.checked(half, self.layers, rest.pop())))
             try:
                 self.checked(0, half, raw[:start])
             finally:

@@ -176,7 +176,7 @@ def test_what_repair_cannot_read_stays_unfinished(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as failing:
-        failing.setattr(disk, "fill", broken)
+        failing.setattr(disk, "read_range", broken)
         found = index("--repair")
     assert found.code == 1
     assert found.json["refused_chunks"] == {"disk tier: store error": chunks}
