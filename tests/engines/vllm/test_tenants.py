@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from shutil import which
 from typing import Any
 
@@ -28,6 +29,7 @@ from cacheblend_rag.engines.vllm.serve import RunningServer
 from cacheblend_rag.errors import ConfigError
 from tests.engines.vllm.conftest import ServerFactory
 from tests.guides.pages import blocks
+from tests.kv.samples import until
 from tests.readme import DOCS
 
 OWN, OWN_STORE = "own key", "own store key"
@@ -230,7 +232,8 @@ def test_a_plain_client_reuses_a_document_until_it_is_deleted(ask: Ask) -> None:
 
     assert reused("acme asks", "one?") == 0
     ask("PUT", f"{DOCUMENTS}/found", "acme stores", json={"chunks": [passage]})
-    assert reused("acme asks", "two?") > 100
+    turns = count()  # stored chunks become findable a moment later, on a thread
+    assert until(lambda: reused("acme asks", f"{next(turns)} two?") > 100, 20)
     assert reused("globex asks", "three?") == 0
     assert ask("DELETE", f"{DOCUMENTS}/found", "acme stores").json()["evicted"] == 1
     assert reused("acme asks", "four?") == 0
