@@ -23,7 +23,8 @@ from cacheblend_rag.blend.masks import MaskCache
 from cacheblend_rag.blend.rows import Rows
 
 LEAF_KEYS = 2048
-"""Rows are not split further over fewer keys than this, so shorter prompts gain nothing."""
+"""Query rows that attend to fewer keys than this are not split into parts, so that shorter prompts
+gain nothing."""
 LEAST_HALVED = 32
 """Groups of at most this many query rows are not split further, whatever their keys."""
 LEAF_ROWS, LEAF_ROWS_16_BIT = 64, 128

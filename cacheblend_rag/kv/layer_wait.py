@@ -21,13 +21,18 @@ class BusySeconds:
 
     def watch(self, future: Future[Part] | Future[Found]) -> None:
         """Count the time from now until ``future`` is done as time in which a read is in flight."""
+        self.begin()
+        future.add_done_callback(lambda _: self.end())
+
+    def begin(self) -> None:
+        """Count the time from now until ``end`` is called as often."""
         with self._lock:
             if not self._under_way:
                 self._since = time.perf_counter()
             self._under_way += 1
-        future.add_done_callback(lambda _: self._end())
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End a read that ``begin`` began."""
         with self._lock:
             self._under_way -= 1
             if not self._under_way:

@@ -1,4 +1,4 @@
-"""Anonymous memory maps, up to a limit of bytes."""
+"""Allocates anonymous memory maps (mmap) up to a total size."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 
 
 class Pages(mmap.mmap):
-    """An anonymous memory map whose finalizers run before it is unmapped, unlike a plain one's."""
+    """An mmap; a subclass, so that its ``weakref.finalize`` runs before it is unmapped."""
 
 
 class LimitedPages:
-    """Hands out anonymous memory maps, in transparent huge pages if the system has these.
+    """Allocates anonymous memory maps, backed by transparent huge pages where the system has them.
 
-    limit: bytes that are in use at once, at most.
+    limit: maximum total size of those allocated at the same time, in bytes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -31,7 +31,7 @@ class LimitedPages:
 
     @property
     def is_used(self) -> bool:
-        """Whether such memory is of use in this process now."""
+        """Whether to allocate at all in this process now; subclasses may say no."""
         return True
 
     @property

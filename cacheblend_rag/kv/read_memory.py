@@ -23,16 +23,16 @@ from cacheblend_rag.kv.page_locked import on_cuda
 from cacheblend_rag.kv.pages import LimitedPages, Pages, machine_bytes
 
 LEAST_BYTES = 1 << 19
-"""Smallest read, in bytes, that gets a buffer; others use new memory."""
+"""Reads of fewer bytes get newly allocated memory in place of a buffer."""
 MOST_BYTES = 64 << 20
-"""Largest read, in bytes, that gets one: a few larger ones would use up the limit."""
+"""So do reads of more: a few buffers of that size would use up the limit."""
 GPU_ALIGNMENT = 16
-"""Of numbers that a GPU reads, in bytes: otherwise it takes more, smaller reads for them."""
+"""Address alignment, in bytes, of chunk KV for full-width (16-byte) loads by a GPU."""
 SHARE, LIMIT_BYTES = 1 / 16, 2 << 30
-"""Limits of all page-locked read buffers of a process, in use or free: a share of the machine's
-memory, and a size in bytes. The smaller one applies."""
+"""Maximum total size of a process's page-locked read buffers, used and unused: this fraction of the
+machine's memory, or this many bytes if that is less."""
 PAGEABLE_SHARE, PAGEABLE_LIMIT_BYTES = 1 / 64, 256 << 20
-"""The same of buffers that are not page-locked."""
+"""The same for its pageable read buffers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,11 +44,11 @@ class _Buffer:
 
 
 class ReadMemory:
-    """Buffers, each of which is reused once no tensor refers to it.
+    """A pool of read buffers: each is reused once no tensor refers to its memory.
 
-    memory: what they are made of; its limit is that of all buffers. They begin at a page. They are
-    larger than what is read into them, so that memory tiers copy chunks out of them (see
-    ``compact``).
+    memory: allocates them; its limit is that of the pool. forks: how often the process has forked.
+    Buffers are page-aligned, and larger than what is read into them, so that memory tiers copy
+    chunks out of them (see ``compact``).
 
     Buffers that were there before the process forked are not reused: on older kernels, memory that
     is written to while a forked process lives may no longer be the memory that the device reads.
@@ -60,11 +60,11 @@ class ReadMemory:
         self._free: list[_Buffer] = []
         # A finalizer may run anywhere, also under the lock: it only notes what is free.
         self._returned: deque[_Buffer] = deque()
-        self._forks = 0
+        self.forks = 0
 
     @property
     def is_used(self) -> bool:
-        """Whether such memory is of use in this process now."""
+        """Whether reads should use this pool now: one of page-locked memory only beside a GPU."""
         return self._memory.is_used
 
     def room(self, nbytes: int) -> Tensor | None:
@@ -89,7 +89,7 @@ class ReadMemory:
 
     def forking(self) -> None:
         """Note that this process is about to fork."""
-        self._forks += 1
+        self.forks += 1
 
     def _take_free(self, nbytes: int) -> Pages | None:
         """Return the smallest free buffer of at least so many bytes, and at most twice as many."""
@@ -109,18 +109,18 @@ class ReadMemory:
         """
         while self._returned:
             self._free.append(self._returned.popleft())
-        unusable = [one for one in self._free if one.forks != self._forks]
-        self._free = [one for one in self._free if one.forks == self._forks]
+        unusable = [one for one in self._free if one.forks != self.forks]
+        self._free = [one for one in self._free if one.forks == self.forks]
         return unusable
 
     def _fits(self, nbytes: int) -> bool:
-        """Whether freeing all free buffers would make enough room."""
+        """Whether ``nbytes`` fit within the limit once all unused buffers are deallocated."""
         with self._mutex:
             free = sum(len(one.pages) for one in self._free)
         return self._memory.fits(nbytes, free)
 
     def _drop_smallest(self) -> bool:
-        """Free the smallest free buffer; returns whether there was one."""
+        """Deallocate the smallest unused buffer; returns False if no buffer is unused."""
         with self._mutex:
             smallest = min(self._free, key=lambda one: len(one.pages), default=None)
             if smallest is not None:
@@ -130,7 +130,7 @@ class ReadMemory:
     def _lent(self, pages: Pages) -> Tensor:
         """Return a buffer as (bytes,) uint8; it comes back with the last tensor in it."""
         lent = np.frombuffer(pages, dtype=np.uint8)
-        buffer = _Buffer(pages, self._forks)
+        buffer = _Buffer(pages, self.forks)
         weakref.finalize(lent, self._returned.append, buffer).atexit = False
         return torch.from_numpy(lent)
 
@@ -145,17 +145,13 @@ def _pageable() -> ReadMemory:
 
 
 class _OfProcess:
-    """The buffers of a process; a forked process begins without any.
-
-    forks: how often this process has forked.
-    """
+    """The buffers of a process; a forked process begins without any."""
 
     def __init__(self) -> None:
-        self.locked, self.pageable, self.forks = _locked(), _pageable(), 0
+        self.locked, self.pageable = _locked(), _pageable()
         os.register_at_fork(before=self._forking, after_in_child=self._forked)
 
     def _forking(self) -> None:
-        self.forks += 1
         self.locked.forking()
         self.pageable.forking()
 
@@ -181,5 +177,5 @@ def read_buffer(nbytes: int, start: int = 0) -> Tensor | None:
 
 
 def release_read_buffers() -> int:
-    """Free this process' buffers that are not in use; returns their size in bytes."""
+    """Deallocate this process's unused read buffers; returns how many bytes that frees."""
     return OF_PROCESS.locked.release() + OF_PROCESS.pageable.release()

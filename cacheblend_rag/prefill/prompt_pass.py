@@ -384,7 +384,7 @@ class PromptPass:
 
     @property
     def _can_ask_alone(self) -> bool:
-        """Whether a probe pass that reads no cached KV computes all text outside of chunks.
+        """Whether a probe without cached KV would still compute all tokens outside of chunks.
 
         Such a probe computes no cached tokens, so it would lack earlier turns of a conversation and
         a long instruction. The answer is the same whether these are cached or not, so that the same

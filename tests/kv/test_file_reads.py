@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import DamagedChunkError
-from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, read_memory
+from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, layer_wait, read_memory
 from cacheblend_rag.kv.pages import LimitedPages
 from cacheblend_rag.kv.read_memory import OF_PROCESS, ReadMemory
 from cacheblend_rag.kv.stored_chunk import StoredChunk
@@ -100,7 +99,13 @@ def test_what_is_in_the_page_cache_is_read_from_there(
     drop(path)
     path.read_bytes()
     assert share_of(path) == 1
-    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("read directly"))
+    plain = os.preadv
+
+    def buffered(file: int, *told: Any) -> int:
+        assert not fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
+        return plain(file, *told)
+
+    monkeypatch.setattr(os, "preadv", buffered)
     assert read(path, 0, SIZE) == contents
 
 
@@ -134,7 +139,14 @@ def test_where_it_is_impossible_reading_goes_on_as_usual(
         own = fcntl.fcntl
         monkeypatch.setattr(fcntl, "fcntl", lambda *told: refuse() if told[-1] else own(*told))
     else:
-        monkeypatch.setattr(os, "preadv", refuse)
+        plain = os.preadv
+
+        def refused_direct(file: int, *told: Any) -> int:
+            if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+                refuse()
+            return plain(file, *told)
+
+        monkeypatch.setattr(os, "preadv", refused_direct)
     assert read(path, 100, SIZE) == contents[100:]
     assert share_of(path) > 0.9
 
@@ -167,19 +179,29 @@ def test_a_disk_that_fails_is_an_error(
     def fail(*_: Any) -> None:
         raise OSError(errno.EIO, "no such sector")
 
-    class Failing(FileIO):
-        readinto = fail
-
     drop(path)
     monkeypatch.setattr(os, "preadv", fail)
-    with Failing(path) as file, pytest.raises(OSError, match="no such sector"):
-        read_range(file, 0, SIZE, DirectReads(True))
+    with pytest.raises(OSError, match="no such sector"):
+        read(path, 0, SIZE)
 
 
 def test_a_file_that_is_shorter_is_damaged(drop: Drop, path: Path) -> None:
     drop(path)
     with pytest.raises(DamagedChunkError, match="cut short"):
         read(path, LEAST_BYTES, SIZE + 1)
+
+
+def test_asking_brings_no_page_in_and_any_page_counts(path: Path) -> None:
+    """Where files stay in memory, as on a tmpfs, that is told as often."""
+    with path.open("rb+") as file:
+        os.fsync(file)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        told = [cached_share(file.fileno(), 0, SIZE) for _ in range(3)]
+        assert len(set(told)) == 1
+        file.seek(SIZE - 1)
+        file.read(1)
+        assert cached_share(file.fileno(), 0, SIZE) > 0
 
 
 def test_older_systems_tell_the_same(drop: Drop, path: Path) -> None:
@@ -219,7 +241,7 @@ def test_where_cached_pages_are_not_counted_the_map_tells(
 def timed(direct: DirectReads, monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
     """Read two windows, several reads at once, at so many bytes per second."""
     now = 0.0
-    monkeypatch.setattr(file_reads.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(layer_wait.time, "perf_counter", lambda: now)
     for _ in range(2):
         with direct.timed(WINDOW_BYTES // 2), direct.timed(WINDOW_BYTES // 2):
             now += WINDOW_BYTES / rate
@@ -239,7 +261,7 @@ def test_a_slow_disk_is_read_through_the_page_cache_unless_told_otherwise(
 
 def test_a_few_slow_reads_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     direct, now = DirectReads(None), iter((0.0, 9.0))
-    monkeypatch.setattr(file_reads.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(layer_wait.time, "perf_counter", lambda: next(now))
     with direct.timed(1 << 20):
         pass
     assert direct.is_on

@@ -190,12 +190,12 @@ def test_this_process_locks_nothing_before_it_uses_a_gpu() -> None:
 
 def test_a_fork_is_noted() -> None:
     memory = OF_PROCESS.locked
-    forks = memory._forks
+    forks = memory.forks
     child = os.fork()
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
-    assert memory._forks == forks + 1
+    assert memory.forks == forks + 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,4 +1,4 @@
-"""Reads the bytes of the disk tier's files, through the page cache or past it (Linux' O_DIRECT).
+"""Reads byte ranges of the disk tier's files, by buffered I/O or past the page cache (O_DIRECT).
 
 Reading what is not in the page cache through it takes a processor five times as long as with
 O_DIRECT: the system finds a page for each 4 KiB of the file, and copies it. A store that keeps
@@ -14,7 +14,6 @@ import mmap
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -24,6 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError
+from cacheblend_rag.kv.layer_wait import BusySeconds
 from cacheblend_rag.kv.pages import rounded_up
 from cacheblend_rag.kv.read_memory import LEAST_BYTES, OF_PROCESS, read_buffer
 from cacheblend_rag.kv.tiers.bytes import room_for
@@ -31,9 +31,9 @@ from cacheblend_rag.kv.tiers.bytes import room_for
 CACHED_SHARE = 0.5
 """What is in the page cache by more than this share is read from there."""
 LEAST_RATE = 500e6
-"""Bytes per second that a disk must deliver to be read past the page cache by default."""
+"""By default a disk that delivers fewer bytes per second is read through the page cache."""
 WINDOW_BYTES = 64 << 20
-"""Bytes of direct reads between two comparisons with LEAST_RATE."""
+"""Throughput is compared with LEAST_RATE whenever so many bytes have been read with O_DIRECT."""
 
 _LOG = logging.getLogger(__name__)
 _DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
@@ -49,51 +49,44 @@ class DirectReads:
     """Decides whether a disk is read past the page cache.
 
     wanted: whether it is; None: as long as it delivers LEAST_RATE that way. A slower disk is worth
-    keeping in the page cache. Safe to share between threads.
+    keeping in the page cache. is_on: whether to read so now. Safe to share between threads.
     """
 
     def __init__(self, wanted: bool | None) -> None:
-        self.wanted = wanted
-        self._is_on, self._lock = wanted is not False, threading.Lock()
-        self._under_way, self._since, self._seconds, self._nbytes = 0, 0.0, 0.0, 0
-
-    @property
-    def is_on(self) -> bool:
-        """Whether to read past the page cache."""
-        return self._is_on
+        self.wanted, self.is_on = wanted, wanted is not False
+        self._busy, self._lock = BusySeconds(), threading.Lock()
+        self._nbytes, self._since = 0, 0.0
 
     @contextmanager
     def timed(self, nbytes: int) -> Iterator[None]:
-        """Wrap a direct read of so many bytes, to measure the rate of all that run at once."""
-        with self._lock:
-            if not self._under_way:
-                self._since = time.perf_counter()
-            self._under_way += 1
+        """Wrap a direct read of ``nbytes``, to measure the disk's throughput.
+
+        Time in which several reads run counts once.
+        """
+        self._busy.begin()
         try:
             yield
         finally:
+            self._busy.end()
             with self._lock:
-                self._under_way -= 1
                 self._nbytes += nbytes
-                if not self._under_way:
-                    self._seconds += time.perf_counter() - self._since
+                if self._nbytes >= WINDOW_BYTES:
                     self._compare()
 
     def _compare(self) -> None:
-        if self._nbytes < WINDOW_BYTES:
-            return
-        rate, self._nbytes, self._seconds = self._nbytes / self._seconds, 0, 0.0
+        busy = self._busy.total
+        rate, self._nbytes, self._since = self._nbytes / (busy - self._since), 0, busy
         if self.wanted is None and rate < LEAST_RATE:
-            self._is_on = False
-            _LOG.info("the disk delivers %d MB/s: it is read through the page cache", rate / 1e6)
+            self.is_on = False
+            _LOG.info("disk reads at %d MB/s with O_DIRECT: now buffered I/O", rate / 1e6)
 
 
 def read_range(file: FileIO, start: int, nbytes: int, direct: DirectReads) -> Tensor:
-    """Read bytes of an open file, (nbytes,) uint8.
+    """Read ``nbytes`` of an open file from offset ``start``; returns (nbytes,) uint8.
 
-    Their memory is reused once no tensor views it. What is not in the page cache is read past it if
-    ``direct`` says so and it is possible. Raises OSError, and DamagedChunkError if the file is
-    shorter or no chunk can be that large.
+    The memory is reused once no tensor views it. A range that is not in the page cache is read with
+    O_DIRECT if ``direct`` says so and it is possible. Raises OSError, and DamagedChunkError if the
+    file is shorter or no chunk can be that large.
     """
     if direct.is_on:
         _advise(file.fileno(), "POSIX_FADV_RANDOM")  # to cache no more than is asked for
@@ -104,13 +97,8 @@ def read_range(file: FileIO, start: int, nbytes: int, direct: DirectReads) -> Te
             _advise(file.fileno(), "POSIX_FADV_NORMAL")
     buffer = read_buffer(nbytes)
     raw = room_for(nbytes) if buffer is None else buffer
-    file.seek(start)
-    left = raw.numpy().data
-    while left:
-        count = file.readinto(left)
-        if not count:
-            raise DamagedChunkError("was cut short")
-        left = left[count:]
+    if not _fill(file.fileno(), start, raw, nbytes):
+        raise DamagedChunkError("was cut short: the file ends before the chunk does")
     return raw
 
 
@@ -127,20 +115,20 @@ def _read_directly(file: int, start: int, nbytes: int, direct: DirectReads) -> T
     raw = read_buffer(rounded_up(skipped + nbytes, mmap.PAGESIZE), skipped)
     if raw is None:
         return None
-    forks, is_filled = OF_PROCESS.forks, False
+    forks, is_filled = OF_PROCESS.pageable.forks, False
     with suppress(OSError):
         fcntl.fcntl(file, fcntl.F_SETFL, _DIRECT)
         with direct.timed(nbytes):
             is_filled = _fill(file, start - skipped, raw, skipped + nbytes)
     # Older kernels may write to the child's copy of a page.
-    if is_filled and OF_PROCESS.forks == forks:
+    if is_filled and OF_PROCESS.pageable.forks == forks:
         return raw[skipped : skipped + nbytes]
     fcntl.fcntl(file, fcntl.F_SETFL, 0)
     return None
 
 
 def _fill(file: int, start: int, raw: Tensor, least: int) -> bool:
-    """Fill a buffer from a file; returns whether it had at least so many bytes."""
+    """Read from offset ``start`` until a buffer holds ``least`` bytes; False if the file ends."""
     view, done = raw.numpy().data, 0
     while done < least:
         count = os.preadv(file, [view[done:]], start + done)
@@ -151,7 +139,7 @@ def _fill(file: int, start: int, raw: Tensor, least: int) -> bool:
 
 
 def cached_share(file: int, start: int, nbytes: int) -> float:
-    """Return which share of some bytes of an open file is in the page cache.
+    """Return the fraction, 0.0 to 1.0, of a byte range of an open file that is in the page cache.
 
     1.0 if the system will not say, as of another user's file. Reading to find out, even with
     RWF_NOWAIT, would bring pages in.

@@ -48,7 +48,7 @@ async def read(stream: Awaitable[Any]) -> None:
 
 @pytest.fixture
 def held_layer(demo_engine: Engine) -> Iterator[Event]:
-    """An event that layer 0 waits for in every forward pass, if the engine is in this process."""
+    """An event that the first layer blocks on in each forward pass (in-process engine only)."""
     has_run = Event()
     if not isinstance(demo_engine, TransformersEngine):
         yield has_run
