@@ -116,20 +116,16 @@ def kinds_of(fingerprints: Collection[str], labels: Mapping[str, Label]) -> dict
 
 
 @contextmanager
-def opened(
-    path: Path, settings: StoreConfig | None = None, *, make: bool = False
-) -> Iterator[OpenStore]:
+def opened(path: Path, settings: StoreConfig | None = None) -> Iterator[OpenStore]:
     """Open a store without tiers in memory; raises StoreError if that fails.
 
-    path: its folder or, with tiers in the settings, the folder of its registry. make: create the
-    folder if it does not exist.
+    path: its folder or, with tiers in the settings, the folder of its registry.
     """
     config = (settings or StoreConfig()).with_changes(access_log=None)
     if config.tiers is not None:
         config = config.with_changes(tiers=tuple(url for url in config.urls if url.outlives))
     else:
-        if not make:
-            check_is_store(path)
+        check_is_store(path)
         config = config.with_changes(kv_path=str(path), host_bytes=0)
     try:
         with TieredKVStore.of(config) as store:

@@ -1,4 +1,4 @@
-"""``store``: inspects, checks, warms, moves and empties a store of chunk KV."""
+"""``store``: inspects, checks, warms and empties a store of chunk KV."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from cacheblend_rag.rag.collection import DEFAULT_FOLDER, KV_NAME
 from cacheblend_rag.rag.progress import Task
 
 if TYPE_CHECKING:
-    from cacheblend_rag.admin.export_import import MoveReport
     from cacheblend_rag.admin.inspect import OpenStore
     from cacheblend_rag.admin.select import Choice, Condition
 
 store_app = typer.Typer(
-    help="Look at, check, warm, move and empty a store of chunk KV.", no_args_is_help=True
+    help="Look at, check, warm and empty a store of chunk KV.", no_args_is_help=True
 )
 
 store_app.command()(plan)
@@ -288,53 +287,6 @@ def warm(
     _show({"path": str(path), **result}, as_json, tuple(result), [tuple(result.values())])
 
 
-@store_app.command("export")
-def export_chunks(
-    target: Annotated[Path, typer.Argument(help="A new folder, or a new file ending in .tar.")],
-    *,
-    path: KvPathOption = DEFAULT_STORE,
-    store: StoreOption = None,
-    fingerprint: FingerprintOption = None,
-    older_than: OlderOption = None,
-    newer_than: NewerOption = None,
-    namespace: NamespaceOption = None,
-    model: OfModelOption = None,
-    document: DocumentOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Copy chunks that match every given condition; exits 1 when some cannot be read."""
-    from cacheblend_rag.admin import export_import
-
-    with _opened(path, store, read_only=True) as opened:
-        choice = _choice(
-            fingerprint=fingerprint,
-            older_than=older_than,
-            newer_than=newer_than,
-            namespace=namespace,
-            model=model,
-            document=document,
-        )
-        report = export_import.export(opened.store, choice.condition(path), target)
-    _show_moved("exported", path, report, as_json)
-
-
-@store_app.command("import")
-def import_chunks(
-    source: Annotated[Path, typer.Argument(help="What `store export` wrote.")],
-    *,
-    path: KvPathOption = DEFAULT_STORE,
-    store: StoreOption = None,
-    max_gib: MaxGibOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Check and store chunks of a folder or a tar; exits 1 when some are left out."""
-    from cacheblend_rag.admin import export_import
-
-    with _opened(path, store, make=True) as opened:
-        report = export_import.import_chunks(opened.store, source, _bytes(max_gib))
-    _show_moved("imported", path, report, as_json)
-
-
 @store_app.command()
 def gc(
     folder: Annotated[Path, typer.Option("--collection", help="Folder.")] = DEFAULT_FOLDER,
@@ -370,18 +322,14 @@ def _condition(keys: Sequence[str], everything: bool, choice: Choice, path: Path
 
 @contextmanager
 def _opened(
-    path: Path,
-    given: Sequence[str] | None = None,
-    *,
-    read_only: bool = False,
-    make: bool = False,
+    path: Path, given: Sequence[str] | None = None, *, read_only: bool = False
 ) -> Iterator[OpenStore]:
-    """Open a store, which must exist unless ``make``; raises StoreError if it is not a store."""
+    """Open a store; raises StoreError if there is none."""
     store_folder(path)
     from cacheblend_rag.admin import inspect
 
     settings = store_settings(given, read_only=read_only or None)
-    with inspect.opened(path, settings, make=make) as found:
+    with inspect.opened(path, settings) as found:
         yield found
 
 
@@ -403,16 +351,6 @@ def _progress(name: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]
             tasks[0].advance()
 
         yield advance
-
-
-def _show_moved(done: str, path: Path, report: MoveReport, as_json: bool) -> None:
-    skipped = [{"name": name, "reason": reason} for name, reason in report.skipped.items()]
-    result = {"path": str(path), done: report.moved, "bytes": report.nbytes, "skipped": skipped}
-    _show(result, as_json, ("skipped", "reason"), [tuple(one.values()) for one in skipped])
-    if not as_json:
-        typer.echo(f"{report.moved} {done}, {report.nbytes} bytes, {len(skipped)} skipped")
-    if skipped:
-        raise typer.Exit(1)
 
 
 def _show(
