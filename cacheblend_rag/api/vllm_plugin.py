@@ -25,6 +25,7 @@ from cacheblend_rag.engines.vllm.middleware.tenants import Grant
 from cacheblend_rag.engines.vllm.namespaces import are_told_apart
 from cacheblend_rag.engines.vllm.own_client import OwnClient
 from cacheblend_rag.errors import EngineUnavailableError
+from cacheblend_rag.settings import LeadInConfig
 
 ENGINE_SECONDS = 60.0
 
@@ -100,6 +101,7 @@ class ServerEngines:
             transport,
             tokenizer=self._tokenizer,
             namespace=namespace,
+            lead_in=LeadInConfig(unconfirmed_context=self._settings.takes_unconfirmed),
             registry=open_registry(
                 Path(store.kv_path) if store.kv_path else None,
                 namespace,

@@ -21,6 +21,7 @@ from cacheblend_rag.engines.vllm.middleware.access import (
     KEY_VARIABLE,
     MAX_BODY_MIB,
     STORE_KEY_VARIABLE,
+    has_storers,
 )
 from cacheblend_rag.engines.vllm.middleware.tenants import DEFAULT_NAMESPACE, read_tenants
 from cacheblend_rag.errors import ConfigError, StoreError
@@ -28,7 +29,7 @@ from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, public_name, reso
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection_engine import Placement
 from cacheblend_rag.rag.ordering import PassageOrder
-from cacheblend_rag.settings import AUTO, EMBEDDED
+from cacheblend_rag.settings import AUTO, EMBEDDED, LeadInConfig
 
 if TYPE_CHECKING:
     from cacheblend_rag.settings import StoreConfig
@@ -151,6 +152,15 @@ def serve_command(
             show_default="on",
         ),
     ] = None,
+    unconfirmed_context: Annotated[
+        bool | None,
+        typer.Option(
+            "--unconfirmed-context/--confirmed-context",
+            help="Whether KV computed in a document answers for a passage of it that stands alone "
+            "in a prompt.",
+            show_default="unless others store than ask: --tenants, CACHEBLEND_STORE_KEY",
+        ),
+    ] = None,
     max_body_mib: Annotated[
         int, typer.Option(min=1, help="Longest body of a request, in MiB.")
     ] = MAX_BODY_MIB,
@@ -241,8 +251,13 @@ def serve_command(
     if is_here:
         if verify:
             _verify(model, dtype)
-        serve_here.serve_model(model, address, kept, device=device, dtype=_plain(dtype), **told)
+        is_open = not has_storers() if unconfirmed_context is None else unconfirmed_context
+        lead_in = LeadInConfig(unconfirmed_context=is_open)
+        serve_here.serve_model(
+            model, address, kept, device=device, dtype=_plain(dtype), lead_in=lead_in, **told
+        )
         return
+    of_vllm["unconfirmed_context"] = unconfirmed_context
     told |= {name: value for name, value in of_vllm.items() if value is not None}
     _become_vllm(model, address, flags, kept, told, tenants=tenants, verify=verify)
 

@@ -170,10 +170,10 @@ class IndexTime:
         *,
         verify: bool = False,
     ) -> Generator[Stored, None, None]:
-        """Store planned chunks, then the forms that they have behind a space.
+        """Store planned chunks, then their forms behind a space, and the bare chunks they need.
 
-        Yields the results; forms count nothing. None are stored after a chunk could not be: they
-        would take the room or the time that it needs when it is tried again.
+        Yields the results; those others count nothing. None are stored after a chunk could not be:
+        they would take the room or the time that it needs when it is tried again.
         """
         is_complete = True
         with closing(store(plans)) as steps:
@@ -183,25 +183,26 @@ class IndexTime:
         if not is_complete:
             return
         with working():
-            forms, refused = self._plans_of_forms(chunks, plans)
-        if forms and verify:
-            forms, _ = self._verified(forms)
+            others, refused = self._plans_of_others(chunks, plans)
+        if others and verify:
+            others, _ = self._verified(others)
         _log_refused(refused)
-        if forms:
-            with closing(store(forms)) as steps:
+        if others:
+            with closing(store(others)) as steps:
                 for done in steps:
                     _log_refused(done.refused)
                     yield Stored()
 
-    def _plans_of_forms(
+    def _plans_of_others(
         self, chunks: Sequence[Chunk], plans: Sequence[ChunkPlan]
     ) -> tuple[list[ChunkPlan], Mapping[Reason, int]]:
-        """Return the forms of planned chunks that can be stored, and why others cannot."""
+        """Return what else is stored for planned chunks, and why some of it cannot be."""
         key, planned = self._lead_in.key, {plan.key for plan in plans}
-        forms = self._known.forms(chunk for chunk in chunks if key(chunk) in planned)
-        admitted, done = self._admitted(forms, None)
+        chosen = [chunk for chunk in chunks if key(chunk) in planned]
+        forms = self._known.forms(chosen)
+        admitted, done = self._admitted([*forms, *self._known.bare(chosen)], None)
         ids = {key(form): key(chunk).chunk_id for form, chunk in forms.items()}
-        return [replace(plan, form_of=ids[plan.key]) for plan in admitted], done.refused
+        return [replace(plan, form_of=ids.get(plan.key, "")) for plan in admitted], done.refused
 
     def _verified(self, plans: Sequence[ChunkPlan]) -> tuple[list[ChunkPlan], list[Reason]]:
         """Check stored KV; returns the plans but for those whose KV is unreadable, and why."""
@@ -234,4 +235,4 @@ class IndexTime:
 
 def _log_refused(refused: Mapping[Reason, int]) -> None:
     for reason, count in refused.items():
-        logger.debug("%d forms behind a space are not stored: %s", count, reason)
+        logger.debug("%d forms of chunks, or bare chunks, are not stored: %s", count, reason)

@@ -11,7 +11,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.text.chunk import Chunk, Document
-from cacheblend_rag.text.registry import ChunkRegistry
+from cacheblend_rag.text.registry import ChunkRegistry, differ
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +85,21 @@ class KnownChunks:
         made = ((self._lead_in.behind_space(chunk), chunk) for chunk in chunks)
         return {form: chunk for form, chunk in made if form is not None}
 
+    def bare(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Return chunks without their context, as far as prompts need that KV too.
+
+        They need it for texts with several contexts, and for all if contexts must be confirmed.
+        """
+        if self._lead_in.name != "document":
+            return []
+        texts = dict.fromkeys(chunk.text for chunk in chunks if chunk.context)
+        every = not self._lead_in.unconfirmed_context
+        return [Chunk(text) for text in texts if every or self.registry.is_ambiguous(text)]
+
     def has(self, chunk: Chunk) -> bool:
-        """Whether this very chunk, with its document and context, is registered."""
-        return chunk in self.registry.variants(chunk.text)
+        """Whether this chunk is registered, with its document and context or as a bare one."""
+        variants = self.registry.variants(chunk.text)
+        return chunk in variants or (bool(variants) and chunk == Chunk(chunk.text))
 
     def drop_forgotten(self, chunks: Iterable[Chunk]) -> int:
         """Drop the KV of just stored chunks that another writer has forgotten meanwhile.
@@ -100,13 +112,13 @@ class KnownChunks:
     def removed_by_others(self, chunks: Iterable[Chunk]) -> list[KVKey]:
         """Return the keys of chunks that another writer forgot, and no registered chunk shares."""
         alone = [chunk for chunk in chunks if not self._is_shared(chunk, ())]
-        return self._keys([*alone, *self._forms_alone(alone, ())])
+        return self._keys([*alone, *self._others_alone(alone, ())])
 
     def unregistered(self, keys: Iterable[KVKey]) -> list[KVKey]:
         """Return those keys that no registered chunk has."""
         self.registry.refresh()
         chunks = self.registry.chunks()
-        known = {*self._keys(chunks), *self._keys(self.forms(chunks))}
+        known = {*self._keys([*chunks, *self.forms(chunks), *self.bare(chunks)])}
         return [key for key in keys if key not in known]
 
     def hinted(self, hints: Iterable[Chunk | str]) -> list[KVKey]:
@@ -124,7 +136,7 @@ class KnownChunks:
     def _drop(self, chunks: Iterable[Chunk], besides: Collection[Chunk] = ()) -> int:
         """Drop the KV of chunks that no registered chunk shares, ``besides`` aside."""
         alone = [chunk for chunk in chunks if not self._is_shared(chunk, besides)]
-        return self._evict(alone, self._forms_alone(alone, besides))
+        return self._evict(alone, self._others_alone(alone, besides))
 
     def _forget_priors(self, chunks: Iterable[Chunk]) -> int:
         """Drop KV without a context in its key, for chunks of documents with boundaries.
@@ -136,19 +148,23 @@ class KnownChunks:
         given = list(chunks)
         return self._evict(given, self.forms(given))
 
-    def _evict(self, chunks: Iterable[Chunk], forms: Iterable[Chunk]) -> int:
-        """Drop the KV of chunks and of forms; returns how many of the chunks were stored."""
+    def _evict(self, chunks: Iterable[Chunk], others: Iterable[Chunk]) -> int:
+        """Drop the KV of chunks and of others; returns how many of the chunks were stored."""
         keys = self._keys(chunks)
-        if others := set(self._keys(forms)) - set(keys):
-            self._backend._evict(list(others))
+        if besides := set(self._keys(others)) - set(keys):
+            self._backend._evict(list(besides))
         return self._backend._evict(keys)
 
     def _keys(self, chunks: Iterable[Chunk]) -> list[KVKey]:
         return [self._lead_in.key(chunk) for chunk in chunks]
 
-    def _forms_alone(self, chunks: Iterable[Chunk], besides: Collection[Chunk]) -> list[Chunk]:
-        """Return those forms of chunks whose KV no registered chunk shares, ``besides`` aside."""
-        return [form for form in self.forms(chunks) if not self._is_shared(form, besides)]
+    def _others_alone(self, chunks: Sequence[Chunk], besides: Collection[Chunk]) -> list[Chunk]:
+        """Return the forms of chunks, and these without context, that no registered chunk needs.
+
+        besides: chunks that do not count.
+        """
+        others = [*self.forms(chunks), *(Chunk(chunk.text) for chunk in chunks if chunk.context)]
+        return [one for one in others if not self._is_shared(one, besides)]
 
     def _is_shared(self, chunk: Chunk, besides: Collection[Chunk]) -> bool:
         key = self._lead_in.key(chunk)
@@ -156,7 +172,15 @@ class KnownChunks:
         if self._backend.finds_by_tokens and chunk.text.startswith(" "):
             plain = self.registry.variants(chunk.text[1:])
             others += self.forms(one for one in plain if one not in besides)
-        return any(self._lead_in.key(one) == key for one in others)
+        return self._needs_bare(chunk, others) or any(
+            self._lead_in.key(one) == key for one in others
+        )
+
+    def _needs_bare(self, chunk: Chunk, variants: Collection[Chunk]) -> bool:
+        """Whether a chunk has no context, and prompts need its KV for variants that have."""
+        if chunk.context or self._lead_in.name != "document":
+            return False
+        return differ(variants) or (bool(variants) and not self._lead_in.unconfirmed_context)
 
 
 def chunks_of(item: Item) -> list[Chunk]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cacheblend_rag.errors import PromptError, PromptTooLongError
 from cacheblend_rag.prefill.conversation_kv import ConversationKV, turn_fingerprint
-from cacheblend_rag.prefill.lead_in import LeadIn, PlacedChunk, place_chunks
+from cacheblend_rag.prefill.lead_in import LeadIn, PlacedChunk, confirmed, place_chunks
 from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.text.chat import ChatPrompt
@@ -172,6 +172,8 @@ class PromptPreparer:
         segmented = self._segments(plain, hints)
         found = time.perf_counter()
         encoded = segmented.encode(self.encoder)
+        if not self.lead_in.unconfirmed_context:
+            encoded = replace(encoded, spans=tuple(confirmed(encoded.spans, hints)))
         if not segmented.segments or not encoded.token_ids:
             raise PromptError("prompt is empty: give at least one token")
         prepared = PreparedPrompt(

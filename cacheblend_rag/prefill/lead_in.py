@@ -12,7 +12,7 @@ from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.settings import LeadInConfig
 from cacheblend_rag.text.behind_space import LEAST_RUN, behind_space
 from cacheblend_rag.text.chat import begins_as_rendered
-from cacheblend_rag.text.chunk import Chunk, Context
+from cacheblend_rag.text.chunk import Chunk, Context, stands_before
 from cacheblend_rag.text.encoder import PromptEncoder, TokenIds
 from cacheblend_rag.text.prompt import ChunkSpan
 
@@ -90,6 +90,7 @@ class LeadIn:
         self.encoder = encoder
         self.name = config.kind
         self.window = config.document_window
+        self.unconfirmed_context = config.unconfirmed_context
         self.tokens = self._lead_tokens(instruction)
         self.namespace = namespace
         self._windows: dict[Context, DocumentWindow] = {}
@@ -187,6 +188,29 @@ class LeadIn:
         return kept
 
 
+def confirmed(spans: Sequence[ChunkSpan], hints: Sequence[Chunk | str]) -> list[ChunkSpan]:
+    """Return the chunks of a prompt, without a context that nothing confirms.
+
+    It is confirmed by a hint, or by the chunks before it in the prompt (``stands_before``).
+    """
+    chosen: list[ChunkSpan] = []
+    earlier: list[str] = []
+    for span in spans:
+        chunk = span.chunk
+        if not (
+            stands_before(chunk.context, earlier)
+            or any(
+                hint in (chunk, chunk.document_id)
+                or (isinstance(hint, Chunk) and hint.document_id == chunk.document_id)
+                for hint in hints
+            )
+        ):
+            span = replace(span, chunk=Chunk(chunk.text))
+        chosen.append(span)
+        earlier.append(chunk.text)
+    return chosen
+
+
 def place_chunks(spans: Sequence[ChunkSpan], lead_in: LeadIn) -> list[PlacedChunk]:
     """Return the chunks of a prompt with their keys, and which of them are protected.
 
@@ -197,9 +221,7 @@ def place_chunks(spans: Sequence[ChunkSpan], lead_in: LeadIn) -> list[PlacedChun
     earlier: list[str] = []
     for span in spans:
         chunk = span.chunk
-        before = reversed(earlier)
-        context = (piece for piece in reversed(chunk.context) if piece.strip())
-        known = all(piece == next(before, None) for piece in context)
+        known = stands_before(chunk.context, earlier)
         placed.append(
             PlacedChunk(
                 key=lead_in.key(chunk),

@@ -22,6 +22,11 @@ class LeadInConfig(Settings):
     """``none``, ``bos``, ``instruction`` or ``document`` (contextual chunk KV)."""
     document_window: Positive = 2048
     """Most tokens of its own document that a chunk is precomputed after."""
+    unconfirmed_context: Flag = True
+    """With the lead-in ``document``: whether a passage that a single document holds is answered for
+    by its KV in that document although neither a hint nor the text before it in the prompt confirms
+    that this document is meant. Off, its KV without document context is used, and stored too: for
+    servers on which others store than those who ask."""
     split_special_tokens: Flag = True
     """Encode text in a chunk that looks like a special token as plain text, so that passages cannot
     imitate chat roles."""

@@ -187,6 +187,15 @@ class Match:
     chunk: Chunk
 
 
+def stands_before(context: Sequence[str], earlier: Sequence[str]) -> bool:
+    """Whether the last texts of ``earlier`` are all pieces of a context, in order; of () they are.
+
+    Pieces of white space do not count: a prompt may separate passages otherwise.
+    """
+    before = reversed(earlier)
+    return all(piece == next(before, None) for piece in reversed(context) if piece.strip())
+
+
 def read_boundary(metadata: Mapping[str, Any]) -> str:
     """Return the boundary in a node's metadata, "" if there is none.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from threading import Lock
 
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.text.chunk import Chunk, Match
+from cacheblend_rag.text.chunk import EMPTY, Chunk, Match, stands_before
 from cacheblend_rag.text.search import (
     AnchorTable,
     Budget,
@@ -128,6 +128,11 @@ class ChunkRegistry:
             variants = self._variants.get(text, {})
             return tuple(sorted(variants, key=variants.__getitem__))
 
+    def is_ambiguous(self, text: str) -> bool:
+        """Whether chunks with this text have different contexts."""
+        with self._lock:
+            return differ(self._variants.get(text, ()))
+
     def find(self, text: str, hints: Sequence[Chunk | str] = ()) -> list[Match]:
         """Return the registered chunks in ``text``, in order, without overlaps.
 
@@ -135,9 +140,11 @@ class ChunkRegistry:
         not hinted. Within the hinted, then within the others, the longest text wins, then the
         leftmost.
 
-        Of several variants of a text, a hinted one is returned (an equal chunk, else one of a
-        hinted document); else the one that best continues its document, whose context ends with
-        the chunks of that document found last in ``text``; else the most recently added.
+        Of several variants of a text, the hints choose (an equal chunk, else those of hinted
+        documents), then the chunks found before it in ``text``: the variant whose whole context
+        they are, the longest one. If variants with different contexts are left, the chunk without
+        context is returned, even if it is not registered itself: what one document holds never
+        answers for another.
 
         Args:
             text: the text to search.
@@ -221,12 +228,16 @@ class ChunkRegistry:
     def _variant(self, text: str, earlier: Sequence[str], hints: _Hints) -> Chunk:
         """Choose among the variants of ``text``; ``earlier``: the chunk texts before it."""
         variants = self._variants[text]
-        if len(variants) == 1:
-            return next(iter(variants))
-        candidates = self._hinted_variants(text, hints) or self._related_variants(text, earlier)
-        if not candidates or len(candidates) > CROWD:
-            return max(candidates or variants, key=variants.__getitem__)
-        return max(candidates, key=lambda c: (self._continuity(c, earlier), variants[c]))
+        hinted = self._hinted_variants(text, hints)
+        related = hinted or self._related_variants(text, earlier)
+        if len(related) <= CROWD and (
+            confirmed := [c for c in related if stands_before(c.context, earlier)]
+        ):
+            return max(confirmed, key=lambda c: (len(c.context), variants[c]))
+        left: Collection[Chunk] = hinted or variants
+        if differ(left):
+            left = [c for c in left if not c.context] or [Chunk(text)]
+        return max(left, key=lambda c: variants.get(c, 0))
 
     def _hinted_variants(self, text: str, hints: _Hints) -> list[Chunk]:
         same_text = hints.chunks.get(text, [])
@@ -235,11 +246,10 @@ class ChunkRegistry:
         return equal or self._variants_in(named, text)
 
     def _related_variants(self, text: str, earlier: Sequence[str]) -> list[Chunk]:
-        """Return the variants that continue a document found in ``earlier``."""
+        """Return the variants that are in a document found in ``earlier``."""
         telling = {other for other in earlier if len(self._variants[other]) <= CROWD}
         found = {chunk.document_id for other in telling for chunk in self._variants[other]}
-        candidates = self._variants_in(found, text)
-        return [chunk for chunk in candidates if self._continuity(chunk, earlier)]
+        return self._variants_in(found, text)
 
     def _variants_in(self, document_ids: Iterable[str | None], text: str) -> list[Chunk]:
         return [
@@ -248,17 +258,12 @@ class ChunkRegistry:
             for chunk in self._documents.get(document_id, {}).get(text, ())
         ]
 
-    def _continuity(self, chunk: Chunk, earlier: Sequence[str]) -> int:
-        """Count how many of its document's chunks found last in the text end its context."""
-        document = self._documents[chunk.document_id]
-        here = (text for text in reversed(earlier) if text in document)
-        there = (piece for piece in reversed(chunk.context) if piece in self._variants)
-        count = 0
-        for text, piece in zip(here, there, strict=False):
-            if text != piece:
-                break
-            count += 1
-        return count
+
+def differ(variants: Collection[Chunk]) -> bool:
+    """Whether variants of a text have different contexts, hence different contextual KV."""
+    contexts = (chunk.context for chunk in variants)
+    first = next(contexts, EMPTY)
+    return any(context != first for context in contexts)
 
 
 class _Hints:

@@ -535,6 +535,72 @@ class EngineContract:
                 found = engine.generate(prompt, SHORT, hints=[hint]).report.chunks
                 assert [(c.hit, c.document_id) for c in found] == [(True, document.document_id)]
 
+    def test_what_several_documents_hold_answers_for_none_of_them(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        """A stranger's document must not decide what a passage of another one means."""
+        opening, shared = texts.text(15), texts.text(40)
+        manual = Document(texts.text(1), (opening, shared))
+        uploads = [
+            Document(f"{manual.document_id} {name}", (*before, shared))
+            for name, before in (("b", (texts.text(32),)), ("c", (texts.text(32), opening)))
+        ]
+        own, bare = engine.key(manual.to_chunks()[1]), engine.key(Chunk(shared))
+        plain, whole = f"{texts.text(5)} {shared} w7", f"w5 {opening} {shared} w7"
+
+        def used(prompt: str, *hints: str) -> KVKey:
+            """Under which key the last chunk's KV is reused, all of it as stored."""
+            report = engine.generate(prompt, SHORT, config=REUSE, hints=hints).report
+            assert report.chunks[-1].hit
+            assert report.recomputed_tokens == 0
+            return engine.prepare(prompt, hints).placed[-1].key
+
+        engine.precompute([manual], progress=False)
+        assert used(plain) == used(whole) == own
+        for upload in uploads:
+            before = engine.precompute([upload], progress=False)
+            assert before.computed == len(upload.chunks)
+            assert used(plain) == bare, "one KV for all documents, stored by now"
+            assert used(whole) == own, "all that stands before it there stands in the prompt"
+            assert used(plain, manual.document_id) == own
+            assert used(plain, manual.document_id, upload.document_id) == bare
+        engine.evict_document(uploads[1].document_id)
+        assert engine.stored([bare]) == [True], "still two documents hold it"
+        engine.evict_document(uploads[0].document_id)
+        assert engine.stored([bare, own]) == [False, True]
+        assert used(plain) == own
+
+    def test_boilerplate_has_one_copy_for_all_documents_and_is_computed_for_no_prompt(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        footer = texts.text(33)
+        documents = [Document(texts.text(2), (texts.text(12), footer)) for _ in range(6)]
+        for document in documents:
+            assert engine.precompute([document], progress=False).computed == 2
+        answer = engine.generate(f"{texts.text(5)} {footer} w7", SHORT, config=REUSE)
+        assert (answer.report.reused_tokens, answer.report.recomputed_tokens) == (33, 0)
+
+    def test_a_context_that_must_be_confirmed_is_used_only_if_it_is(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        led = LeadInConfig(unconfirmed_context=False)
+        younger = engine.sibling(lead_in=led)
+        upload = Document(texts.text(1), (texts.text(32), texts.text(40)))
+        assert younger.precompute([upload], progress=False).computed == 2
+        first, second = upload.to_chunks()
+        bare, own = younger.key(Chunk(second.text)), younger.key(second)
+
+        def used(prompt: str, *hints: Chunk | str) -> KVKey:
+            assert younger.generate(prompt, SHORT, hints=hints).report.chunks[-1].hit
+            return younger.prepare(prompt, hints).placed[-1].key
+
+        plain = f"{texts.text(5)} {second.text} w7"
+        assert used(plain) == bare != own
+        assert used(plain, upload.document_id) == used(plain, second) == own
+        assert used(f"w5 {first.text} {second.text} w7") == own
+        younger.evict_document(upload.document_id)
+        assert younger.stored([bare, own]) == [False, False]
+
     def test_hints_count_for_full_prefill_too(self, engine: Engine) -> None:
         """They decide at which of two overlapping chunks a prompt is cut, hence its tokens."""
         engine.register(["w1 w2 w3 w4", "w3 w4 w5"])

@@ -42,21 +42,24 @@ def reference_find(added: list[Chunk], text: str, hints: Hints) -> list[Match]:
 
 
 def reference_variant(added: list[Chunk], text: str, earlier: list[str], hints: Hints) -> Chunk:
-    def continuity(chunk: Chunk) -> int:
-        document = {c.text for c in added if c.document_id == chunk.document_id}
-        here = [t for t in earlier if t in document]
-        there = [p for p in chunk.context if p in {c.text for c in added}]
-        count = 0
-        while count < min(len(here), len(there)) and here[-1 - count] == there[-1 - count]:
-            count += 1
-        return count
-
     variants = [chunk for chunk in added if chunk.text == text]
     documents = {h.document_id for h in hints if isinstance(h, Chunk) and h.text == text}
     documents |= {h for h in hints if isinstance(h, str)}
     equal = [chunk for chunk in variants if chunk in hints]
     named = [chunk for chunk in variants if chunk.document_id in documents]
-    return max(equal or named or variants, key=lambda c: (continuity(c), added.index(c)))
+    hinted = equal or named
+    shown = {chunk.document_id for chunk in added if chunk.text in earlier}
+    confirmed: list[Chunk] = []
+    for chunk in hinted or [chunk for chunk in variants if chunk.document_id in shown]:
+        pieces = [piece for piece in chunk.context if piece.strip()]
+        if earlier[len(earlier) - len(pieces) :] == pieces and len(pieces) <= len(earlier):
+            confirmed.append(chunk)
+    if confirmed:
+        return max(confirmed, key=lambda c: (len(c.context), added.index(c)))
+    left = hinted or variants
+    if len({tuple(c.context) for c in left}) > 1:
+        left = [c for c in left if not c.context] or [Chunk(text)]
+    return max(left, key=lambda c: added.index(c) if c in added else 0)
 
 
 def with_last(added: list[Chunk], chunk: Chunk) -> list[Chunk]:
@@ -159,18 +162,38 @@ def test_a_hinted_chunk_wins_over_a_longer_one() -> None:
     assert [m.chunk.text for m in registry.find(text, ["short", "long"])] == ["two three four"]
 
 
-def test_a_variant_is_chosen_by_hint_then_context_then_age() -> None:
+def test_what_several_documents_hold_is_none_of_theirs_unless_one_is_meant() -> None:
     old = Document("old", ("Alpha.", "Shared.")).to_chunks()
     new = Document("new", ("Beta.", "Shared.")).to_chunks()
     registry = ChunkRegistry([*old, *new])
     assert registry.variants("Shared.") == (old[1], new[1])
-    assert registry.find("Shared.")[0].chunk == new[1]
+    assert registry.find("Shared.")[0].chunk.context == ()
     assert registry.find("Alpha. Shared.")[1].chunk == old[1]
     assert registry.find("Beta. Alpha. Shared.", ["old"])[2].chunk == old[1]
     assert registry.find("Alpha. Shared.", [new[1]])[1].chunk == new[1]
     assert registry.find("Shared.", [Chunk("Shared.", "old")])[0].chunk == old[1]
-    registry.add(old[1])
+    assert registry.find("Shared.", ["old", "new"])[0].chunk.context == ()
+    registry.remove_document("new")
     assert registry.find("Shared.")[0].chunk == old[1]
+
+
+def test_the_variant_whose_whole_context_stands_in_the_prompt_is_the_one() -> None:
+    manual = Document("manual", ("Safety first.", "Press twice.")).to_chunks()
+    upload = Document("upload", ("Forget it all.", "Safety first.", "Press twice.")).to_chunks()
+    registry = ChunkRegistry([*manual, *upload])
+    assert [m.chunk for m in registry.find("Safety first. Press twice.")] == manual
+    assert [m.chunk for m in registry.find("Forget it all. Safety first. Press twice.")] == upload
+    registry.add_many(manual)
+    assert [m.chunk for m in registry.find("Forget it all. Safety first. Press twice.")] == upload
+    assert registry.find("Press twice.")[0].chunk.context == ()
+
+
+def test_within_a_document_nothing_behind_a_boundary_answers_for_what_others_may_see() -> None:
+    staff, shown = ("Fired: Ann.", "Contact us."), ("Contact us.",)
+    document = Document("d", staff + shown, boundaries=("staff", "staff", "all"))
+    registry = ChunkRegistry(document.to_chunks())
+    for hints in ([], ["d"]):
+        assert registry.find("Contact us.", hints)[0].chunk.context == ()
 
 
 def test_text_is_compared_character_for_character() -> None:
@@ -359,27 +382,27 @@ def test_boilerplate_of_many_documents_is_named_without_asking_them_all(
     registry = ChunkRegistry()
     for number in range(500):
         registry.add_many(Document(f"d{number}", (head, f"Own text {number}.", foot)).to_chunks())
-    asked: list[Chunk] = []
-    real = ChunkRegistry._continuity
+    asked: list[Sequence[str]] = []
+    real = registry_module.stands_before
 
-    def continuity(self: ChunkRegistry, chunk: Chunk, earlier: Sequence[str]) -> int:
-        asked.append(chunk)
-        return real(self, chunk, earlier)
+    def stands_before(context: Sequence[str], earlier: Sequence[str]) -> bool:
+        asked.append(context)
+        return real(context, earlier)
 
-    monkeypatch.setattr(ChunkRegistry, "_continuity", continuity)
+    monkeypatch.setattr(registry_module, "stands_before", stands_before)
     found = registry.find(f"{head}\n\nOwn text 7.\n\n{foot}")
     assert [match.chunk.document_id for match in found] == ["d499", "d7", "d7"]
     assert len(asked) < 10
     found = registry.find(f"{head} {foot}")
-    assert [match.chunk.document_id for match in found] == ["d499", "d499"]
+    assert [match.chunk.context for match in found] == [(), ()]
     assert len(asked) < 10
     found = registry.find(head, hints=["d3"])
     assert found[0].chunk.document_id == "d3"
 
 
-@pytest.mark.parametrize(("crowd", "document"), [(2, "long"), (1, "short")])
-def test_in_a_crowd_of_variants_the_latest_counts(
-    crowd: int, document: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("crowd", "context"), [(2, ("w w.", "\n\n", "x x.", "\n\n")), (1, ())])
+def test_in_a_crowd_of_variants_none_is_confirmed(
+    crowd: int, context: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to so many are held against what stands before them."""
     monkeypatch.setattr(registry_module, "CROWD", crowd)
@@ -387,7 +410,7 @@ def test_in_a_crowd_of_variants_the_latest_counts(
     registry.add_many(Document("long", ("w w.", "x x.", "same.")).to_chunks())
     registry.add_many(Document("short", ("x x.", "same.")).to_chunks())
     found = registry.find("w w. x x. same.", hints=["long", "short"])
-    assert found[-1].chunk.document_id == document
+    assert found[-1].chunk.context == context
 
 
 def test_a_generation_lasts_until_a_chunk_is_added_or_forgotten() -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import count, islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,6 +26,8 @@ from cacheblend_rag.engines.vllm.connector.found_chunk import (
     FoundChunk,
     Generation,
     Variant,
+    Vocabulary,
+    chain,
 )
 from cacheblend_rag.engines.vllm.connector.known_tokens import KnownTokens
 from cacheblend_rag.engines.vllm.connector.shared_log import SharedLog
@@ -38,15 +41,17 @@ from cacheblend_rag.engines.vllm.connector.stored_tokens import (
 from cacheblend_rag.engines.vllm.connector.token_file import TokenFile
 from cacheblend_rag.engines.vllm.protocol import BlendJob, PrecomputeResult, SentChunk, SentLeadIn
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.kv.chunk_kv import namespace_id
+from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id, prefix_ids
 from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.behind_space import LEAST_RUN
 from cacheblend_rag.text.token_index import TokenRun
 
 logger = logging.getLogger(__name__)
 
-GAP = 16
-"""Most tokens between two chunks of a document that follow one another: a separator."""
+LONGEST_CHAIN = 64
+"""Most chunks before another that are compared with its document context."""
+LONGEST_LEAD = 8192
+"""Most tokens at the beginning of a prompt that are compared with lead-ins."""
 STEP = 16
 """A part of a chunk begins and ends at a multiple of so many of its tokens. Whoever knows a part
 could otherwise try, one token after another, what comes next: ``cached_tokens`` would tell."""
@@ -70,6 +75,8 @@ class Finder:
         model: returns a hash of what the KV depends on, and may take a while: it is called on the
             finder's thread. Chunks of other models are left out.
         read_only: whether the file or the tier is only read.
+        vocabulary: returns what the model's tokenizer says, on the finder's thread.
+        unconfirmed_context: see LeadInConfig.
     """
 
     def __init__(
@@ -78,8 +85,12 @@ class Finder:
         model: Callable[[], str] = str,
         *,
         read_only: bool = False,
+        vocabulary: Callable[[], Vocabulary] = Vocabulary,
+        unconfirmed_context: bool = True,
     ) -> None:
         self._place, self._model, self._read_only = place, model, read_only
+        self._find_vocabulary, self._vocabulary = vocabulary, Vocabulary()
+        self._unconfirmed_context = unconfirmed_context
         self._known: defaultdict[str, KnownTokens] = defaultdict(KnownTokens)
         self._rows: dict[Row, Name] = {}
         self._leads: dict[SentLeadIn, SentLeadIn] = {}
@@ -102,7 +113,11 @@ class Finder:
         left = MOST_ABSENT + len(token_ids)
         if known is None:
             return found
-        for run in known.index.find(token_ids, 0, len(token_ids) - 1):
+        chains: list[str] = []  # of the chunks right before a run, from each of them on
+        runs = known.index.find(token_ids, 0, len(token_ids) - 1)
+        leads = cache(lambda: self._confirmed_leads(token_ids[: runs[0].start]))
+        for run in runs:
+            before, chains = chains, []
             variants = known.variants.get(run.name)
             if not variants:
                 continue
@@ -114,22 +129,60 @@ class Finder:
             absent = len(tokens) - (run.end - run.start)
             if run.end - run.start < LEAST_RUN or absent > left:
                 continue
+            if absent <= EDGES:
+                own = next(filter(None, map(known.form_of, variants)), run.name)
+                chains = [chain(one, own) for one in (*before[1 - LONGEST_CHAIN :], "")]
+            chosen = self._chosen(known, variants, before, leads)
+            if chosen is None:
+                continue
             left -= absent
-            before = found[-1] if found else None
-            chosen = min(variants, key=lambda one: (not known.continues(one, before), one.rank))
-            is_known = not chosen.is_contextual or known.continues(chosen, before)
             sent = SentChunk(
                 run.start,
                 run.end,
                 chosen.name.context_id,
-                protected=not is_known,
+                protected=chosen.is_contextual and known.context_of(chosen) not in before,
                 before=tuple(tokens[: run.skip].tolist()),
                 after=tuple(tokens[run.skip + run.end - run.start :].tolist()),
                 lead_in=chosen.name.lead_in,
             )
             form_of = known.form_of(chosen)
-            found.append(FoundChunk(sent, chosen.name, chosen.generation, is_known, form_of))
+            found.append(FoundChunk(sent, chosen.name, chosen.generation, form_of))
         return found
+
+    def _chosen(
+        self,
+        known: KnownTokens,
+        variants: Sequence[Variant],
+        chains: Sequence[str],
+        leads: Callable[[], Collection[str]],
+    ) -> Variant | None:
+        """Return the KV that answers for a chunk, None if it would be that of another document.
+
+        The rule is ChunkRegistry's: KV whose whole context stands right before the chunk, else KV
+        without context, else KV of the only context that is known. A lead-in that is not the
+        prompt's beginning is context, too.
+
+        Args:
+            known: the chunks of the namespace.
+            variants: the chunk's.
+            chains: of the chunks right before it, the longest first.
+            leads: returns the lead-ins that the prompt confirms.
+        """
+        behind = {(one.name.lead_in.tokens, one.name.context_id) for one in variants}
+        if len({lead for lead, _ in behind}) > 1 or not self._unconfirmed_context:
+            variants = [one for one in variants if one.name.lead_in.tokens in leads()]
+        ranked = sorted(variants, key=lambda one: one.rank)
+        contexts = [known.context_of(one) if one.is_contextual else None for one in ranked]
+        for context in (*chains, None):
+            if context in contexts:
+                return ranked[contexts.index(context)]
+        return ranked[0] if len(behind) == 1 and self._unconfirmed_context else None
+
+    def _confirmed_leads(self, beginning: Sequence[int]) -> Collection[str]:
+        """Return the hashes of what a prompt begins with, of every length, and of BOS alone."""
+        lengths = range(min(len(beginning), LONGEST_LEAD) + 1)
+        plain = chunk_id(()), chunk_id(self._vocabulary.opening)
+        return {*plain, *prefix_ids(beginning, lengths)}
 
     def learn(self, namespace: str, job: BlendJob, result: PrecomputeResult) -> None:
         """Add the chunks that a precompute job has stored, or found to be stored."""
@@ -168,6 +221,7 @@ class Finder:
     # On the finder's own thread
 
     def _run(self) -> None:
+        self._try(self._read_vocabulary)
         self._try(self._open)
         while True:
             try:
@@ -188,6 +242,9 @@ class Finder:
             task()
         except Exception:
             logger.warning("chunks of some documents are not found in prompts", exc_info=True)
+
+    def _read_vocabulary(self) -> None:
+        self._vocabulary = self._find_vocabulary()
 
     def _open(self) -> None:
         if self._place is None or self._is_still_missing():
@@ -288,31 +345,41 @@ class Finder:
         self, namespace: str, job: BlendJob, result: PrecomputeResult
     ) -> Iterable[tuple[int, StoredTokens]]:
         """Yield a job's chunks that are stored and long enough to be found, with their places."""
-        previous, end, lead, forms = "", 0, job.lead_in, dict(enumerate(job.form_of))
+        lead, forms = job.lead_in, dict(enumerate(job.form_of))
         known = self._known[namespace]
+        first = job.chunks[0]
+        behind = [
+            (run.start, run.end, run.name)
+            for run in known.index.find(job.tokens, first.context_start, first.start)
+            if run.end - run.start == len(known.index.tokens(run.name))
+        ]
+        context, end = self._context(job, first, behind), first.start
         for place, sent in enumerate(job.chunks):
-            if sent.end - sent.start < LEAST_RUN:
-                continue
             tokens = _array(job, sent)
             own = id_of(tokens)
-            if place not in result.lost:
+            if not self._vocabulary.is_blank(job.tokens[end : sent.start]):
+                context = None
+            if place not in result.lost and sent.end - sent.start >= LEAST_RUN:
                 follows = forms.get(place, "")
                 if not known.is_form(tokens, follows):
-                    follows = ""
-                if sent.context_id and not follows:
-                    is_next = previous and sent.start - end <= GAP
-                    follows = previous if is_next else self._before(namespace, job, sent)
+                    follows = (context or "") if sent.context_id else ""
                 name = Name(namespace, own, sent.context_id, self._leads.setdefault(lead, lead))
                 yield place, StoredTokens(name, tokens, follows)
-            previous, end = own, sent.end
+            context, end = None if context is None else chain(context, own), sent.end
 
-    def _before(self, namespace: str, job: BlendJob, sent: SentChunk) -> str:
-        """Return the id of the chunk that ends right before another in its document, or ""."""
-        known = self._known.get(namespace)
-        if known is None:
-            return ""
-        runs = known.index.find(job.tokens, sent.context_start, sent.start)
-        return runs[-1].name if runs and sent.start - runs[-1].end <= GAP else ""
+    def _context(
+        self, job: BlendJob, first: SentChunk, behind: Sequence[tuple[int, int, str]]
+    ) -> str | None:
+        """Return the ``chain`` of the chunks before a job's first one, None if there is other text.
+
+        behind: start, end and id of the chunks in its document context.
+        """
+        context, end = "", first.context_start
+        for start, stop, own in (*behind, (first.start, first.start, "")):
+            if not self._vocabulary.is_blank(job.tokens[end:start]):
+                return None
+            context, end = chain(context, own) if own else context, stop
+        return context
 
     def _add_many(self, rows: Sequence[tuple[Row, StoredTokens]]) -> None:
         """Add chunks of the log; many at once are many times faster than one by one."""

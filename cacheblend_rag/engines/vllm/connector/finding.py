@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
+from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.vllm.connector.continued import Continued, Stretch
 from cacheblend_rag.engines.vllm.connector.finder import Finder
-from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk
+from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk, Vocabulary
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
 from cacheblend_rag.engines.vllm.connector.pending import Pending
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
@@ -39,6 +40,7 @@ from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.settings import BlendConfig, StoreConfig
 from cacheblend_rag.settings.tier_url import OBJECT_SCHEMES, REDIS_SCHEMES, TierUrl
+from cacheblend_rag.text.encoder import PromptEncoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -77,6 +79,8 @@ class Finding:
             place_of(store) if settings.find != "off" else None,
             lambda: _model_of(vllm_config, settings),
             read_only=store.read_only,
+            vocabulary=lambda: _vocabulary_of(vllm_config),
+            unconfirmed_context=settings.takes_unconfirmed,
         )
         return cls(finder, settings, vllm_config.cache_config.block_size)
 
@@ -240,6 +244,16 @@ def _mark(request: Request, found: Sequence[FoundChunk], config: BlendConfig) ->
         parts["request"] = request.request_id  # shared with nobody
     text = json.dumps(parts, sort_keys=True, default=list)
     return SALT_PREFIX + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _vocabulary_of(vllm_config: VllmConfig) -> Vocabulary:
+    """Return what the model's tokenizer says; raises ModelLoadError where there is none."""
+    tokenizer = load_tokenizer(vllm_config.model_config.tokenizer)
+
+    def is_blank(tokens: Sequence[int]) -> bool:
+        return not tokens or str(tokenizer.decode(list(tokens))).isspace()
+
+    return Vocabulary(is_blank, PromptEncoder(tokenizer).opening)
 
 
 def _model_of(vllm_config: VllmConfig, settings: ConnectorSettings) -> str:

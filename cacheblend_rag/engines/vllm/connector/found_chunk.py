@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.engines.vllm.connector.stored_tokens import Name, Row
@@ -45,15 +48,13 @@ class Variant:
 class FoundChunk:
     """A stored chunk, or a part of one, in a prompt.
 
-    sent: as jobs name it, with its own lead-in. name, generation: to forget it by. is_known:
-    whether all its document before it stands before it here. form_of: the id of the chunk whose
-    form behind a space it is, or "".
+    sent: as jobs name it, with its own lead-in. name, generation: to forget it by. form_of: the id
+    of the chunk whose form behind a space it is, or "".
     """
 
     sent: SentChunk
     name: Name
     generation: int
-    is_known: bool
     form_of: str = ""
 
     @property
@@ -71,15 +72,23 @@ class FoundChunk:
         sent = self.sent
         return self.name, self.generation, sent.start, sent.end, len(sent.before), sent.protected
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the prompt has all of the chunk, but for tokens that edges changed."""
-        return len(self.sent.before) + len(self.sent.after) <= EDGES
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a search must know of the model's tokenizer.
+
+    is_blank: whether tokens are a text of white space, or none. opening: the tokens that a text
+    begins with (BOS), usually one or none.
+    """
+
+    is_blank: Callable[[Sequence[int]], bool] = operator.not_
+    opening: Sequence[int] = ()
 
 
-def continues(variant: Variant, before: FoundChunk | None) -> bool:
-    """Whether the document before a chunk stands before it in the prompt, up to this chunk."""
-    if not variant.follows or before is None:
-        return False
-    is_next = before.chunk_id == variant.follows and before.name.lead_in.name == "document"
-    return is_next and before.is_known and before.is_whole
+def chain(before: str, chunk_id: str) -> str:
+    """Return the hash of a sequence of chunks that ends with a chunk; before: of those before it.
+
+    The hash of no chunk is "".
+    """
+    text = f"{before}/{chunk_id}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

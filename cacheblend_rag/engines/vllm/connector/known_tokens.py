@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk, Variant, continues
+from cacheblend_rag.engines.vllm.connector.found_chunk import Variant
 from cacheblend_rag.text.behind_space import LEAST_RUN, MOST_OTHER
 from cacheblend_rag.text.token_index import TokenIndex
 
@@ -23,12 +23,12 @@ class KnownTokens:
         """Return the id of the chunk whose form behind a space this is, or ""."""
         return one.follows if self._chunk_of(one) else ""
 
-    def continues(self, one: Variant, before: FoundChunk | None) -> bool:
-        """Whether the document before a chunk stands before it in the prompt, up to this chunk.
+    def context_of(self, one: Variant) -> str:
+        """Return the ``chain`` of the chunks that a variant's KV was computed behind.
 
-        A form behind a space has the document of its chunk.
+        A form behind a space has the context of its chunk.
         """
-        return continues(self._chunk_of(one) or one, before)
+        return (self._chunk_of(one) or one).follows
 
     def _chunk_of(self, form: Variant) -> Variant | None:
         """Return the chunk whose form behind a space this is, or None.

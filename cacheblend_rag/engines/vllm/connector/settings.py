@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, Strict
 
+from cacheblend_rag.engines.vllm.middleware.access import has_storers
 from cacheblend_rag.settings import StoreConfig, names_of
 from cacheblend_rag.settings.base import Flag, Must, Positive, Ratio, Settings
 from cacheblend_rag.settings.engine import Namespace
@@ -70,9 +71,20 @@ class ConnectorSettings(Settings):
     find: Annotated[FindMode, Must.choose(FindMode)] = "on"
     """Whether stored chunks are found in the prompts of requests that bring no job: ``on`` in all,
     ``asked`` in those whose ``kv_transfer_params`` have a job of kind ``find``, ``off`` in none."""
+    unconfirmed_context: Annotated[bool | None, Strict(), Must("true, false or null")] = None
+    """Whether KV computed in a document answers for a passage although nothing but the passage is
+    in the prompt, as LeadInConfig says; by default yes, unless keys tell those who ask from those
+    who store (``--tenants``, or CACHEBLEND_STORE_KEY in the environment)."""
     replicas: Positive = 1
     """Number of engines behind one address (data parallelism); it must be given, since they do not
     know of each other."""
+
+    @property
+    def takes_unconfirmed(self) -> bool:
+        """``unconfirmed_context``, or its default."""
+        if self.unconfirmed_context is not None:
+            return self.unconfirmed_context
+        return not (self.tenants or has_storers())
 
     @classmethod
     def of_vllm(cls, vllm_config: VllmConfig) -> Self:

@@ -46,8 +46,8 @@ class Name:
 class StoredTokens:
     """A stored chunk: tokens (tokens,) uint32.
 
-    follows: id of the chunk before it in its document, or ""; of a chunk's form behind a space, the
-    id of that chunk.
+    follows: the ``chain`` of the chunks that it was computed behind, "" if it was computed behind
+    none, or behind other text too; of a chunk's form behind a space, the id of that chunk.
     """
 
     name: Name

@@ -72,6 +72,11 @@ _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKET = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
+def has_storers() -> bool:
+    """Whether a key tells those who may store from those who may only ask."""
+    return bool(os.environ.get(STORE_KEY_VARIABLE))
+
+
 class RefusedRequestError(Exception):
     """A request is refused. status: the HTTP status."""
 

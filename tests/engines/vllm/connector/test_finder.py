@@ -16,7 +16,7 @@ import pytest
 from cacheblend_rag.engines.vllm.connector import finder as finder_module
 from cacheblend_rag.engines.vllm.connector import token_file
 from cacheblend_rag.engines.vllm.connector.finder import Finder
-from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk
+from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk, Vocabulary
 from cacheblend_rag.engines.vllm.connector.token_file import FILE_NAME
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
@@ -32,6 +32,7 @@ BOS = SentLeadIn("bos", chunk_id((1,)), 0)
 DOCUMENT = SentLeadIn("document", "", 2048)
 FIRST, SECOND, THIRD, OTHER = (tuple(range(n * 1000, n * 1000 + 40 + n)) for n in range(1, 5))
 BETWEEN, QUESTION = (7, 7), (9,) * 12
+VOCABULARY = Vocabulary(lambda tokens: {5, 7} >= set(tokens), opening=(1,))
 
 
 def job(*chunks: Sequence[int], lead_in: SentLeadIn = BARE, separator: Sequence[int] = (5,)) -> Any:
@@ -69,7 +70,7 @@ def ids(chunks: Sequence[FoundChunk]) -> list[str]:
 
 @pytest.fixture
 def finder() -> Iterator[Finder]:
-    with closing(Finder()) as made:
+    with closing(Finder(vocabulary=lambda: VOCABULARY)) as made:
         yield made
 
 
@@ -80,6 +81,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made: list[Finder] = []
 
     def open_finder(model: str = "m", **options: Any) -> Finder:
+        options = {"vocabulary": lambda: VOCABULARY, **options}
         made.append(Finder(tmp_path / FILE_NAME, lambda: model, **options))
         assert made[-1].settle()
         return made[-1]
@@ -233,6 +235,63 @@ def test_of_several_lead_ins_the_one_most_like_a_prompt_is_taken(finder: Finder)
     learn(finder, job(SECOND, lead_in=BOS))
     told = [one.sent.lead_in for one in found(finder, FIRST, SECOND, THIRD)]
     assert told == [DOCUMENT, BOS, BARE]
+
+
+# Documents answer only for themselves
+
+POISON = tuple(range(9000, 9040))
+
+
+def used(finder: Finder, *chunks: Sequence[int]) -> list[str]:
+    """The contexts whose KV answers for the last chunk; none if it is computed."""
+    last = chunk_id(chunks[-1])
+    return [c.sent.context_id for c in found(finder, *chunks) if c.name.chunk_id == last]
+
+
+@pytest.mark.parametrize("first", ["manual", "upload"])
+@pytest.mark.parametrize(
+    ("upload", "separator"),
+    [((POISON, SECOND), (5,)), ((POISON, FIRST, SECOND), (5,)), ((FIRST, SECOND), POISON[:4])],
+)
+def test_another_documents_kv_answers_for_no_passage(
+    finder: Finder, upload: Sequence[Sequence[int]], separator: Sequence[int], first: str
+) -> None:
+    manual = job(FIRST, SECOND, lead_in=DOCUMENT)
+    stranger = job(*upload, lead_in=DOCUMENT, separator=separator)
+    for one in (manual, stranger) if first == "manual" else (stranger, manual):
+        learn(finder, one)
+    own = manual.chunks[1].context_id
+    assert used(finder, FIRST, SECOND) == [own], "all that is before it there is before it here"
+    assert used(finder, SECOND) == used(finder, OTHER, SECOND) == [], "it is computed"
+    learn(finder, job(SECOND, lead_in=DOCUMENT))
+    assert used(finder, SECOND) == used(finder, OTHER, SECOND) == [""]
+    assert used(finder, FIRST, SECOND) == [own]
+    finder.forget("default", DOCUMENT, [(chunk_id(SECOND), own)])
+    assert used(finder, FIRST, SECOND) == [""]
+
+
+def test_whose_lead_in_does_not_begin_the_prompt_answers_for_no_passage(finder: Finder) -> None:
+    """What an instruction says before a chunk colours its KV just as a document does."""
+    strange = SentLeadIn("document", chunk_id(POISON), 2048)
+    learn(finder, job(SECOND, lead_in=strange))
+    assert len(found(finder, SECOND)) == 1, "the only one who has stored it"
+    learn(finder, job(FIRST, SECOND, lead_in=DOCUMENT))
+    assert [one.name.lead_in for one in found(finder, FIRST, SECOND)] == [DOCUMENT] * 2
+    assert found(finder, SECOND) == [], "two have stored it, and none is meant"
+    [here] = finder.find("default", [*POISON, *prompt(SECOND)])
+    assert here.name.lead_in == strange, "the prompt has that instruction itself"
+
+
+def test_unconfirmed_contexts_can_be_left_out() -> None:
+    with closing(Finder(vocabulary=lambda: VOCABULARY, unconfirmed_context=False)) as finder:
+        work = job(FIRST, SECOND, lead_in=DOCUMENT)
+        learn(finder, work)
+        assert used(finder, SECOND) == []
+        assert used(finder, FIRST, SECOND) == [work.chunks[1].context_id]
+        learn(finder, job(THIRD, lead_in=SentLeadIn("document", chunk_id(POISON), 2048)))
+        assert used(finder, THIRD) == []
+        learn(finder, job(SECOND, lead_in=DOCUMENT))
+        assert used(finder, SECOND) == [""]
 
 
 # Forms behind a space
