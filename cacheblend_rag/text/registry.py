@@ -125,8 +125,7 @@ class ChunkRegistry:
     def variants(self, text: str) -> tuple[Chunk, ...]:
         """Return the registered chunks with this text, the most recently added last."""
         with self._lock:
-            variants = self._variants.get(text, {})
-            return tuple(sorted(variants, key=variants.__getitem__))
+            return tuple(self._variants.get(text, ()))
 
     def is_ambiguous(self, text: str) -> bool:
         """Whether chunks with this text have different contexts."""
@@ -187,7 +186,9 @@ class ChunkRegistry:
                 self._anchors.setdefault(width, AnchorTable()).add(chunk.text, hashes)
             self._serial += 1
             self._generation = object()
-            self._variants.setdefault(chunk.text, {})[chunk] = self._serial
+            variants = self._variants.setdefault(chunk.text, {})
+            variants.pop(chunk, None)  # so that they are in the order of their serial numbers
+            variants[chunk] = self._serial
             texts = self._documents.setdefault(chunk.document_id, {})
             texts.setdefault(chunk.text, {})[chunk] = None
 
@@ -234,10 +235,11 @@ class ChunkRegistry:
             confirmed := [c for c in related if stands_before(c.context, earlier)]
         ):
             return max(confirmed, key=lambda c: (len(c.context), variants[c]))
-        left: Collection[Chunk] = hinted or variants
-        if differ(left):
-            left = [c for c in left if not c.context] or [Chunk(text)]
-        return max(left, key=lambda c: variants.get(c, 0))
+        left = sorted(hinted, key=variants.__getitem__) or variants
+        if not differ(left):
+            return next(reversed(left))
+        bare = [c for c in left if not c.context] if len(left) <= CROWD else []
+        return bare[-1] if bare else Chunk(text)
 
     def _hinted_variants(self, text: str, hints: _Hints) -> list[Chunk]:
         same_text = hints.chunks.get(text, [])
@@ -263,7 +265,7 @@ def differ(variants: Collection[Chunk]) -> bool:
     """Whether variants of a text have different contexts, hence different contextual KV."""
     contexts = (chunk.context for chunk in variants)
     first = next(contexts, EMPTY)
-    return any(context != first for context in contexts)
+    return any(context is not first and context != first for context in contexts)
 
 
 class _Hints:
