@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -62,6 +63,22 @@ class Geometry:
         """Whether KV of this shape and dtype fits this model and so many tokens."""
         wanted = (self.layers, self.kv_heads, tokens, self.head_dim)
         return tuple(shape) == wanted and dtype == self.dtype
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module or object temporarily.
+
+    Afterwards the object has what it had itself before, such as another library's hook, or nothing.
+    """
+    own = vars(owner)  # written to itself: nn.Module's setattr is slow
+    before = {name: own[name]} if name in own else {}
+    own[name] = value
+    try:
+        yield
+    finally:
+        own.pop(name, None)
+        own |= before
 
 
 class DecoderStack(Protocol):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cacheblend_rag.blend.stack import replaced
 from cacheblend_rag.engines.transformers.interception import DRIVEN, Interception
 from cacheblend_rag.errors import UnsupportedModelError
 
@@ -84,12 +85,7 @@ class LayerCalls:
         """Replace some layers' forward functions temporarily."""
         with ExitStack() as restore:
             for layer, function in functions.items():
-                own = self.layers[layer].__dict__  # written to itself: nn.Module's setattr is slow
-                if "forward" in own:  # a hook's, of a model spread over devices
-                    restore.callback(own.__setitem__, "forward", own["forward"])
-                else:
-                    restore.callback(own.pop, "forward")
-                own["forward"] = function
+                restore.enter_context(replaced(self.layers[layer], "forward", function))
             yield
 
     def _by_name(self, layer: int, function: Callable[..., Tensor]) -> Callable[..., Any]:

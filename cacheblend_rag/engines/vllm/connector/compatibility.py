@@ -59,5 +59,18 @@ def check_attention(layers: Sequence[Any]) -> None:
                 )
 
 
+def check_weights(layers: Sequence[Any]) -> None:
+    """Raise UnsupportedModelError when decoder layers have weights only while vLLM runs them.
+
+    vLLM then replaces each layer's ``forward`` by a function that loads them.
+    """
+    if any("forward" in vars(layer) for layer in layers):
+        raise UnsupportedModelError(
+            "offloaded weights cannot be blended: vLLM loads them by a function around a layer "
+            "(--offload-group-size, --cpu-offload-gb without UVA)",
+            ReasonCode.UNSUPPORTED_SETTING,
+        )
+
+
 def _shape(layer: Any) -> tuple[int, int, int]:
     return layer.num_heads, layer.num_kv_heads, layer.head_size

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import isfunction
 from typing import Any
 
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.custom_op import CustomOp
+
+from cacheblend_rag.blend.stack import replaced
 
 COMPILED = ("layernorm", "activation", "rotary_embedding")
 
@@ -39,15 +41,10 @@ class CompiledOps:
     @contextmanager
     def within(self, layer: int) -> Iterator[None]:
         """Let a layer use them inside the block."""
-        made = self._made[layer]
-        before = [getattr(module, name) for module, name, _ in made]
-        for module, name, compiled in made:
-            setattr(module, name, compiled)
-        try:
+        with ExitStack() as restore:
+            for module, name, compiled in self._made[layer]:
+                restore.enter_context(replaced(module, name, compiled))
             yield
-        finally:
-            for (module, name, _), method in zip(made, before, strict=True):
-                setattr(module, name, method)
 
 
 def _left(module: Any) -> tuple[str, Callable[..., Any]] | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 
-from cacheblend_rag.blend.stack import AttentionCall, Geometry
+from cacheblend_rag.blend.stack import AttentionCall, Geometry, replaced
 from cacheblend_rag.engines.vllm.connector.stand_in import StandIns
 from cacheblend_rag.errors import UnsupportedModelError
 
@@ -259,9 +259,7 @@ class LayerCalls:
         """Replace some layers' forward functions temporarily."""
         with ExitStack() as restore:
             for layer, function in functions.items():
-                module = self._layers[layer]
-                module.forward = function
-                restore.callback(module.__dict__.pop, "forward")
+                restore.enter_context(replaced(self._layers[layer], "forward", function))
             yield
 
 

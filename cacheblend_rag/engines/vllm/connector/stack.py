@@ -20,7 +20,7 @@ from cacheblend_rag.blend.fused import FusedKV, RingKV
 from cacheblend_rag.blend.rectangles import LEAF_KEYS, rectangles_bytes
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
 from cacheblend_rag.blend.stack import Attend, Geometry, Reduction
-from cacheblend_rag.engines.vllm.connector.compatibility import check_attention
+from cacheblend_rag.engines.vllm.connector.compatibility import check_attention, check_weights
 from cacheblend_rag.engines.vllm.connector.compiled import CompiledOps
 from cacheblend_rag.engines.vllm.connector.layer_calls import LayerCalls, PositionInputs
 from cacheblend_rag.engines.vllm.connector.model_lookup import decoder_layers, model_with
@@ -62,6 +62,7 @@ class VLLMStack:
         if any(not hasattr(layer, "head_size") for layer in self.attention):
             raise UnsupportedModelError("a layer's attention is not vLLM's ordinary attention")
         check_attention(self.attention)
+        check_weights(self.layers)
         first = self.attention[0]
         self._geometry = Geometry(
             layers=len(self.layers),
