@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
+PANIC = "PanicException"
+"""A failed assertion of a Rust library, which cannot be imported and is no Exception."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -76,7 +78,9 @@ def convert(file: Path, folder: Path, name: str) -> None:
             f"model={name!r}: the converted model cannot be written: {first_line(error)}: free "
             f"space or set {converted.VARIABLE} to another folder"
         ) from error
-    except Exception as error:  # of transformers and safetensors, of many kinds
+    except BaseException as error:  # of transformers and Rust libraries, of many kinds
+        if not (isinstance(error, Exception) or type(error).__name__ == PANIC):
+            raise
         raise ModelLoadError(
             f"model={name!r}: its conversion failed ({type(error).__name__}: {first_line(error)}): "
             f"{HUB_FORMAT}"

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from cacheblend_rag.errors import first_line
 from cacheblend_rag.models.gguf.header import Header
 from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
-from cacheblend_rag.models.gguf.vocabulary import check_vocabulary
+from cacheblend_rag.models.gguf.vocabulary import check_merges, check_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ def save_tokenizer(file: Path, header: Header, folder: Path) -> list[int]:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if header.tokenizer("model") == BYTE_LEVEL:
+        check_merges(header.tokens, header.merges)
     try:
         read = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:  # the library's own, of many kinds

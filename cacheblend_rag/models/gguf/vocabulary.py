@@ -14,6 +14,18 @@ SPACE = "\u2581"
 """The character for a space in SentencePiece vocabularies."""
 
 
+def check_merges(tokens: Sequence[str], merges: Sequence[str]) -> None:
+    """Raise CannotConvertError unless each merge joins two tokens to a third."""
+    known = set(tokens)
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        if not {left, right, left + right} <= known:
+            raise CannotConvertError(
+                f"its tokenizer merges {left!r} and {right!r}, which are no tokens or make none: "
+                f"{HUB_FORMAT}"
+            )
+
+
 def check_vocabulary(backend: Tokenizer, tokens: Sequence[str]) -> None:
     """Raise CannotConvertError unless each token's id is its index in the list.
 

@@ -18,6 +18,7 @@ from cacheblend_rag.models.gguf.header import ROPE_FACTORS, Header
 from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
 from cacheblend_rag.models.gguf.settings import check_settings, put_rope_factors
 
+NOT_ALL = "transformers does not read all weights of this GGUF"
 NOT_OF_THE_MODEL = {"quantization_config", "_name_or_path"}
 
 
@@ -60,25 +61,34 @@ def stored_dtype(header: Header) -> torch.dtype:
 
 
 def _read(file: Path, header: Header, dtype: torch.dtype) -> Any:
+    """Load the model, after its config has proved to describe as many weights as the file holds."""
     import transformers
 
-    options: dict[str, Any] = {}
-    if (quantization := getattr(transformers, "GgufConfig", None)) is not None:
-        options["quantization_config"] = quantization(dequantize=True)
+    options: dict[str, Any] = {"gguf_file": file.name}
+    auto = transformers.AutoModelForCausalLM
     try:
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True, **options
+        config = transformers.AutoConfig.from_pretrained(file.parent, **options)
+        with torch.device("meta"):
+            described = auto.from_config(config, dtype=dtype)
+        _check_number(described, header)
+        if (quantization := getattr(transformers, "GgufConfig", None)) is not None:
+            options["quantization_config"] = quantization(dequantize=True)
+        model, found = auto.from_pretrained(
+            file.parent, config=config, dtype=dtype, output_loading_info=True, **options
         )
+    except CannotConvertError:
+        raise
     except Exception as error:  # the library's own, of many kinds
         raise CannotConvertError(
             f"transformers does not convert this GGUF ({first_line(error)}): {HUB_FORMAT}"
         ) from error
-    missing = [*found["missing_keys"], *found["mismatched_keys"]]
+    for name in (*found["missing_keys"], *found["mismatched_keys"]):
+        raise CannotConvertError(f"{NOT_ALL} (no {name}): {HUB_FORMAT}")
+    return model
+
+
+def _check_number(model: torch.nn.Module, header: Header) -> None:
     expected = sum(size for name, size in header.tensors.items() if name != ROPE_FACTORS)
     held = sum(parameter.numel() for parameter in model.parameters())
-    if missing or held != expected:
-        what = f"no {missing[0]}" if missing else f"{held:,} of {expected:,} values"
-        raise CannotConvertError(
-            f"transformers does not read all weights of this GGUF ({what}): {HUB_FORMAT}"
-        )
-    return model
+    if held != expected:
+        raise CannotConvertError(f"{NOT_ALL} ({held:,} of {expected:,} values): {HUB_FORMAT}")
