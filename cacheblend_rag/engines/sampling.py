@@ -12,6 +12,8 @@ from cacheblend_rag.errors import ConfigError
 
 MOST_LOGPROBS = 20
 """As many alternatives as vLLM and the OpenAI API tell of by default."""
+LONGEST_STOP = 4096
+"""Characters of a stop string."""
 SEED_LIMIT = 1 << 63
 """Seeds are 64-bit signed integers, in PyTorch as in vLLM's API."""
 
@@ -33,7 +35,7 @@ class SamplingParams:
         min_p: from 0, which is off, to 1.
         repetition_penalty: 1 is off; tokens of the prompt count as repeated, too.
         seed: None is a random one.
-        stop: strings that end the answer and are cut from it.
+        stop: strings that end the answer and are cut from it, of at most 4,096 characters each.
         ignore_eos: go on past the end-of-sequence token (benchmarks).
         presence_penalty: from -2 to 2; taken off the logit of each token that the answer already
             has. 0 is off. Tokens of the prompt do not count, here and in the next one.
@@ -64,6 +66,10 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         if not isinstance(stop, Sequence) or not all(isinstance(s, str) and s for s in stop):
             raise ConfigError(f"stop={self.stop!r:.100} must hold non-empty strings")
+        if any(len(s) > LONGEST_STOP for s in stop):
+            raise ConfigError(
+                f"stop={self.stop!r:.100} must hold strings of at most {LONGEST_STOP} characters"
+            )
         object.__setattr__(self, "stop", tuple(stop))
         _check_number("max_tokens", self.max_tokens, whole=True)
         if self.max_tokens < 1:

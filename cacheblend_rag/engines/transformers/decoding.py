@@ -149,6 +149,7 @@ class TextStream:
         self.text = ""
         self.stopped = False
         self._sent = 0
+        self._begun = [0] * len(stop)  # where the text may begin to be each stop string
         self._known = 0  # tokens whose text is final
         self._window = 0  # where decoding restarts, so that joins between tokens come out right
 
@@ -156,7 +157,7 @@ class TextStream:
         """Add a token; return the text that became final."""
         self.token_ids.append(token_id)
         self._decode(final=False)
-        return self._take(len(self.text) - self._pending())
+        return self._take(self._final())
 
     def finish(self) -> str:
         """Return the rest; no token follows."""
@@ -182,13 +183,21 @@ class TextStream:
         if first >= 0:
             self.text, self.stopped = self.text[:first], True
 
-    def _pending(self) -> int:
-        """Length of the longest ending that is the beginning of a stop string."""
+    def _final(self) -> int:
+        """Index of the longest ending that is the beginning of a stop string.
+
+        More text never makes a beginning of what is none, so each place is looked at once.
+        """
+        end = len(self.text)
         if self.stopped:
-            return 0
-        return max(
-            (n for s in self.stop for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0
-        )
+            return end
+        for index, stop in enumerate(self.stop):
+            at = self._begun[index]
+            while at < end and not stop.startswith(self.text[at : at + len(stop)]):
+                found = self.text.find(stop[0], at + 1)
+                at = found if found >= 0 else end
+            self._begun[index] = at
+        return min(self._begun, default=end)
 
     def _take(self, end: int) -> str:
         piece, self._sent = self.text[self._sent : end], max(self._sent, end)

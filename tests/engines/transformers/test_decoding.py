@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend_rag.engines.sampling import ResolvedSampling, SamplingParams
+from cacheblend_rag.engines.sampling import LONGEST_STOP, ResolvedSampling, SamplingParams
 from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
 from cacheblend_rag.errors import ConfigError
 
@@ -66,6 +68,31 @@ def test_no_piece_holds_half_a_character_or_half_a_stop_string() -> None:
     pieces, _ = stream("né🙂 STOP more", ("STOP",))
     assert "".join(pieces) == "né🙂 "
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+class Counted(str):
+    """Counts how often a stop string is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> str:
+        Counted.looks += 1
+        return super().__getitem__(key)
+
+    def startswith(self, *given: Any) -> bool:
+        Counted.looks += 1
+        return super().startswith(*given)
+
+
+def test_a_long_stop_string_costs_a_look_or_two_a_token() -> None:
+    text = "aab" * 300
+    Counted.looks = 0
+    pieces, out = stream(text, (Counted("a" * LONGEST_STOP), Counted(text + "c")))
+    assert "".join(pieces) == text
+    assert not out.stopped
+    assert Counted.looks <= 6 * len(text)
+    with pytest.raises(ConfigError, match="must hold strings of at most 4096 characters"):
+        SamplingParams(stop=("a" * (LONGEST_STOP + 1),))
 
 
 def test_top_k_top_p_and_min_p_leave_only_the_best() -> None:
