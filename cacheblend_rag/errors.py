@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 from cacheblend_rag.reason import Reason, ReasonCode
 
@@ -65,17 +66,18 @@ class PromptTooLongError(PromptError):
     Args:
         tokens: how many the prompt holds.
         context_window: most tokens that a prompt and its answer may hold together.
+        at_least: whether it holds more: those of its beginning were counted.
     """
 
-    def __init__(self, tokens: int, context_window: int) -> None:
+    def __init__(self, tokens: int, context_window: int, *, at_least: bool = False) -> None:
         super().__init__(
-            f"prompt holds {tokens} tokens, the context window is {context_window}: retrieve fewer "
-            "chunks or shorten the question"
+            f"prompt holds {'more than ' * at_least}{tokens} tokens, the context window is "
+            f"{context_window}: retrieve fewer chunks or shorten the question"
         )
-        self.tokens, self.context_window = tokens, context_window
+        self.tokens, self.context_window, self.at_least = tokens, context_window, at_least
 
-    def __reduce__(self) -> tuple[type[Self], tuple[int, int]]:
-        return type(self), (self.tokens, self.context_window)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), at_least=self.at_least), (self.tokens, self.context_window)
 
 
 class OutOfMemoryError(CacheBlendError, MemoryError):

@@ -74,7 +74,7 @@ async def respond(serving: Serving, request: HttpRequest, body: ChatRequest) -> 
         n = body.n or 1
         if serving.retriever is not None and not body.tools:
             messages = [message.plain() for message in body.messages]
-            return await serving.retriever.ask(messages, sampling, n)
+            return await serving.retriever.ask(messages, sampling, n, serving.gate)
         return Asked([await serving.prepare(body.prompt())], sampling, n)
 
     form = ChatForm(model=serving.name, n=body.n or 1, usage_in_stream=body.wants_usage)

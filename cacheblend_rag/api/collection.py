@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -20,6 +19,7 @@ from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.rag.prompt import Turn
 
 if TYPE_CHECKING:
+    from cacheblend_rag.api.gate import Gate
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.rag.answering import Asker
 
@@ -44,7 +44,7 @@ class Retriever:
     _one_at_a_time: Lock = field(default_factory=Lock, repr=False)
 
     async def ask(
-        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams, n: int
+        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams, n: int, gate: Gate
     ) -> Asked:
         """Return what the engine is asked for a chat.
 
@@ -56,12 +56,13 @@ class Retriever:
             messages: of the chat; the last one is the user's.
             sampling: of the answer.
             n: answers.
+            gate: bounds how many prompts are prepared at a time.
 
         Raises:
             ApiError: when the last message is not the user's.
             PromptError: when the question is empty, or too long.
         """
-        fitted = await asyncio.to_thread(self._fitted, messages, sampling)
+        fitted = await gate.prepared(lambda: self._fitted(messages, sampling))
         cites = self.cites and sampling.structured_outputs is None
         return Asked(
             [fitted.prepared],
@@ -79,6 +80,7 @@ class Retriever:
         if last["role"] != "user":
             raise bad_field("messages", "must end with a question: a message of the role user")
         question = clean_question(_text(last, len(before)))
+        self.asker.engine.prepare(question)  # before a search, which takes any length
         told = [_text(one, at) for at, one in enumerate(before) if one["role"] == "system"]
         with self._one_at_a_time:  # the embedding model is for one thread
             sources = self.asker.retrieve(question, self.top_k, self.order)

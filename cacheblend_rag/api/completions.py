@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -20,6 +19,7 @@ from cacheblend_rag.api.serving import Serving
 from cacheblend_rag.api.sources import extra_of
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.prepare import PreparedPrompt
+from cacheblend_rag.errors import PromptTooLongError
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
 
 MOST_ALTERNATIVES = 5
@@ -70,7 +70,7 @@ async def respond(serving: Serving, request: HttpRequest, body: CompletionReques
 async def _prepared(serving: Serving, prompt: str | list[int]) -> PreparedPrompt:
     if isinstance(prompt, str):
         return await serving.prepare(prompt)
-    return await asyncio.to_thread(_of_tokens, serving, prompt)
+    return await serving.gate.prepared(lambda: _of_tokens(serving, prompt))
 
 
 def _of_tokens(serving: Serving, token_ids: Sequence[int]) -> PreparedPrompt:
@@ -82,6 +82,8 @@ def _of_tokens(serving: Serving, token_ids: Sequence[int]) -> PreparedPrompt:
     tokenizer, engine = serving.engine.tokenizer, serving.engine
     if not token_ids:
         raise bad_field("prompt", "holds an empty list of token ids: give at least one")
+    if len(token_ids) >= engine.context_window:
+        raise PromptTooLongError(len(token_ids), engine.context_window)
     if not all(0 <= token < len(tokenizer) for token in token_ids):
         raise bad_field("prompt", f"holds a token id outside 0 to {len(tokenizer) - 1}")
     text = tokenizer.decode(
@@ -92,10 +94,6 @@ def _of_tokens(serving: Serving, token_ids: Sequence[int]) -> PreparedPrompt:
     if prepared.token_ids == tuple(token_ids):
         return prepared
     room = engine.context_window - len(token_ids)
-    if room < 1:
-        from cacheblend_rag.errors import PromptTooLongError
-
-        raise PromptTooLongError(len(token_ids), engine.context_window)
     exact = EncodedPrompt(tuple(token_ids), ())
     return replace(
         prepared, encoded=exact, placed=(), unmatched=(), room=room, expects_chunks=False

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from http import HTTPStatus
-from threading import Lock, Thread
+from threading import Lock
 from typing import Annotated, Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -42,6 +41,7 @@ from cacheblend_rag.api.document_store import (
 )
 from cacheblend_rag.api.errors import ApiError, busy, of_engine
 from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.shutdown import in_thread
 from cacheblend_rag.errors import CacheBlendError
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ def documents_router(engine_of: EngineOf) -> APIRouter:
         stored by another try.
         """
         check_id(document_id)
-        asked = read_document(await _body(request))
+        asked = await asyncio.to_thread(read_document, await _body(request))
         started = time.perf_counter()
         return await work.change(
             request,
@@ -200,31 +200,15 @@ class _Work:
             raise busy(
                 f"{MOST_WAITING} requests about documents are being answered: try again later"
             )
-        task = asyncio.create_task(_in_thread(room, work))
+        task = asyncio.create_task(_in_turn(room, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
 
-async def _in_thread(room: asyncio.Semaphore, work: Callable[[], T]) -> T:
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def tell(settle: Callable[[Any], None], outcome: Any) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(lambda: None if done.done() else settle(outcome))
-
-    def run() -> None:
-        try:
-            result = work()
-        except Exception as error:  # the request's, whatever it is
-            tell(done.set_exception, error)
-        else:
-            tell(done.set_result, result)
-
+async def _in_turn(room: asyncio.Semaphore, work: Callable[[], T]) -> T:
     async with room:
-        Thread(target=run, name="cacheblend-documents", daemon=True).start()
-        return await done
+        return await in_thread(work)
 
 
 async def _body(request: Request) -> bytes:

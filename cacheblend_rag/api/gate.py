@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from cacheblend_rag.api.errors import busy
+from cacheblend_rag.engines.shutdown import in_thread, working
 
 T = TypeVar("T")
 
 RUNNING = 8
 """So many answers are computed at the same time; further ones wait."""
+PREPARING = 2
+"""So many prompts are prepared at the same time."""
 WAITING = 64
 """So many requests wait at most; further ones are refused."""
 
@@ -28,7 +31,26 @@ class Gate:
 
     def __init__(self, running: int = RUNNING, waiting: int = WAITING) -> None:
         self.turn = asyncio.Semaphore(running)
+        self._preparing = asyncio.Semaphore(PREPARING)
         self._most, self._inside = running + waiting, 0
+
+    async def prepared(self, prepare: Callable[[], T]) -> T:
+        """Prepare a prompt off the event loop.
+
+        A place is kept until the thread has ended, also after the client has left.
+        """
+
+        def work() -> T:
+            with working():
+                return prepare()
+
+        async with self._preparing:
+            done = asyncio.ensure_future(in_thread(work))
+            try:
+                return await asyncio.shield(done)
+            except asyncio.CancelledError:
+                await asyncio.wait({done})
+                raise
 
     @contextmanager
     def entered(self) -> Iterator[None]:

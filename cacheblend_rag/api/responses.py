@@ -117,7 +117,7 @@ async def respond(serving: Serving, request: HttpRequest, body: ResponseRequest)
         )
         messages, tools = body.messages(), body.chat_tools()
         if serving.retriever is not None and not tools:
-            return await serving.retriever.ask(messages, sampling, 1)
+            return await serving.retriever.ask(messages, sampling, 1, serving.gate)
         several = body.parallel_tool_calls is not False
         prompt = ChatPrompt(messages, tools, body.chat_choice(), several)
         return Asked([await serving.prepare(prompt)], sampling)

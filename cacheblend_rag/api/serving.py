@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -75,7 +74,7 @@ class Serving:
 
     async def prepare(self, prompt: PromptLike) -> PreparedPrompt:
         """Prepare a prompt, off the event loop: once, however many answers it gets."""
-        return await asyncio.to_thread(self.engine.prepare, prompt)
+        return await self.gate.prepared(lambda: self.engine.prepare(prompt))
 
     async def respond(
         self,

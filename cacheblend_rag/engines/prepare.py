@@ -12,12 +12,16 @@ from cacheblend_rag.prefill.conversation_kv import ConversationKV, turn_fingerpr
 from cacheblend_rag.prefill.lead_in import LeadIn, PlacedChunk, confirmed, place_chunks
 from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from cacheblend_rag.report import ChunkReport, MissReason
-from cacheblend_rag.text.chat import ChatPrompt
+from cacheblend_rag.text.chat import ChatPrompt, render_chat
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import EDGE_TOKENS, PromptEncoder
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.tools import Message
+
+CHARACTERS_PER_TOKEN = 8
+"""A prompt with more of them for each token of the context window is first counted in pieces."""
+PIECE_CHARACTERS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -242,8 +246,25 @@ class PromptPreparer:
         if isinstance(prompt, BlendPrompt):
             return prompt
         if isinstance(prompt, str):
+            self._check_length(prompt)
             return BlendPrompt.from_text(prompt, self.registry, hints)
-        return BlendPrompt.from_messages(prompt, self.registry, self.tokenizer, hints)
+        chat = prompt if isinstance(prompt, ChatPrompt) else ChatPrompt(prompt)
+        rendered = render_chat(chat, self.tokenizer)
+        self._check_length(rendered.text)
+        return BlendPrompt.from_rendered(rendered, self.registry, hints)
+
+    def _check_length(self, text: str) -> None:
+        """Raise PromptTooLongError for a text that is by far too long, before it is searched.
+
+        Its pieces have a few more tokens than the whole; at twice the context window, none fits.
+        """
+        if len(text) <= CHARACTERS_PER_TOKEN * self.context_window:
+            return
+        tokens = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            tokens += self.encoder.count(text[start : start + PIECE_CHARACTERS])
+            if tokens > 2 * self.context_window:
+                raise PromptTooLongError(self.context_window, self.context_window, at_least=True)
 
     def _unmatched(self, prompt: EncodedPrompt, hints: Sequence[Chunk | str]) -> list[ChunkReport]:
         """Report chunks that are inseparable from the text beside them, or altered."""

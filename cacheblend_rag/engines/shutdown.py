@@ -7,10 +7,14 @@ exit, running work may finish, and new work blocks until the process ends.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 WAIT_SECONDS = 10.0
 
@@ -46,3 +50,27 @@ working = _gate.open
 """``with working():`` around a short piece of native work; not within another."""
 
 atexit.register(_gate.close)
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Return what work returns in a thread of its own, which never holds up the process's exit.
+
+    Cancelling does not stop the work; then its result is lost.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def tell(settle: Callable[[Any], None], outcome: Any) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(lambda: None if done.done() else settle(outcome))
+
+    def run() -> None:
+        try:
+            result = work()
+        except Exception as error:  # the request's, whatever it is
+            tell(done.set_exception, error)
+        else:
+            tell(done.set_result, result)
+
+    threading.Thread(target=run, name="cacheblend-work", daemon=True).start()
+    return await done

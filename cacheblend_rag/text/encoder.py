@@ -188,6 +188,11 @@ class PromptEncoder:
         """Return the same tokens as ``chunk``, of a text that is hardly asked for again."""
         return tuple(self._look_at(text, is_data=True).ids)
 
+    def count(self, text: str) -> int:
+        """Return how many tokens a text has by itself; raises PromptError as ``chunk``."""
+        _check_surrogates(text)
+        return len(self._plain(text))
+
     def separator(self, text: str) -> TokenIds:
         """Return the tokens of the text between two passages; raises PromptError as ``chunk``.
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.text.chat import ChatPrompt, render_chat
+from cacheblend_rag.text.chat import ChatPrompt, RenderedChat, render_chat
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import PromptEncoder, Tokenizer
 from cacheblend_rag.text.tools import Message
@@ -136,6 +136,13 @@ class BlendPrompt:
         """
         chat = messages if isinstance(messages, ChatPrompt) else ChatPrompt(messages)
         rendered = render_chat(chat, tokenizer, add_generation_prompt)
+        return cls.from_rendered(rendered, registry, hints)
+
+    @classmethod
+    def from_rendered(
+        cls, rendered: RenderedChat, registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
+    ) -> BlendPrompt:
+        """Return a rendered chat, split at known chunks; hints as for ``from_messages``."""
         found = segment(rendered.text, registry, hints)
         return cls(tuple(_told_apart(found, rendered.data)), is_rendered=True)
 

@@ -8,6 +8,7 @@ import pytest
 from cacheblend_rag import SamplingParams
 from cacheblend_rag.api.app import create_app
 from cacheblend_rag.api.collection import Retriever, name_of
+from cacheblend_rag.api.gate import Gate
 from cacheblend_rag.rag.answering import Asker
 from tests.api.conftest import openai_client
 from tests.cli.conftest import indexed, one_thread  # noqa: F401 - fixtures
@@ -87,12 +88,12 @@ async def test_no_message_is_lost(asker):
         *(("user", "Left alone."), ("user", question)),
     ]
     messages = [{"role": role, "content": text} for role, text in said]
-    asked = await Retriever(asker).ask(messages, SamplingParams(4), 1)
+    asked = await Retriever(asker).ask(messages, SamplingParams(4), 1, Gate())
     text = asked.prompts[0].text
     told = [text.index(one) for role, one in said if role not in ("system", "tool")]
     assert told == sorted(told)
     assert text.index("Found.") < text.index("Be brief.") < text.index("Left alone.")
-    alone = await Retriever(asker).ask(messages[-1:], SamplingParams(4), 1)
+    alone = await Retriever(asker).ask(messages[-1:], SamplingParams(4), 1, Gate())
     assert asked.sources == alone.sources
 
 

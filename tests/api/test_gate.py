@@ -9,7 +9,9 @@ import threading
 import pytest
 
 from cacheblend_rag.api.app import create_app
+from cacheblend_rag.api.gate import PREPARING
 from tests.api.conftest import http_client
+from tests.api.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.asyncio
 ASKED = {"messages": [{"role": "user", "content": "w3"}]}
@@ -97,3 +99,77 @@ async def test_one_line_is_logged_for_each_request(http, caplog, engine):
     assert lines[0].startswith(f"POST {PATH}: 3 prompt tokens, 0 reused, 0 recomputed (no_chunk);")
     assert "404" in lines[2]
     assert "w123" not in " ".join(lines), "no text of a prompt"
+
+
+class SlowTokenizer:
+    """Counts what it is asked to encode, and takes its time if it is told to."""
+
+    def __init__(self, inner):
+        self.inner, self.characters, self.may_go_on = inner, 0, None
+        self.running = 0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __len__(self):
+        return len(self.inner)
+
+    def encode(self, text, **options):
+        self.characters += len(text)
+        self.running += 1
+        if self.may_go_on is not None:
+            self.may_go_on.wait(20)
+        self.running -= 1
+        return self.inner.encode(text, **options)
+
+
+@pytest.fixture
+def slow(engine):
+    found = SlowTokenizer(engine.tokenizer)
+    made = ScriptedEngine(found)
+    yield made, found
+    made.close()
+
+
+@pytest.mark.parametrize(("path", "asked"), ROUTES)
+async def test_a_prompt_that_is_by_far_too_long_is_refused_before_it_is_tokenized(
+    slow, path, asked
+):
+    engine, tokenizer = slow
+    http = http_client(create_app(engine))
+    tokenizer.characters = 0
+    text = "w3 " * 1_000_000
+    fields = {"prompt": text, "input": text, "messages": [{"role": "user", "content": text}]}
+    answer = await http.post(path, json={name: fields[name] for name in asked})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert error["message"].startswith(f"prompt holds more than {engine.context_window} tokens")
+    assert tokenizer.characters < len(text) / 10
+
+
+async def test_a_long_text_of_few_tokens_is_no_long_prompt(slow, script):
+    """As of one unknown word, or of white space that a tokenizer leaves out."""
+    engine, _ = slow
+    text = "w3" + " " * 400_000 + "w4"
+    answer = await http_client(create_app(engine)).post("/v1/completions", json={"prompt": text})
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["prompt_tokens"] == 2
+
+
+async def test_prompts_of_clients_that_have_gone_keep_their_places_and_no_more_begin(slow):
+    engine, tokenizer = slow
+    app = create_app(engine)
+    tokenizer.may_go_on = threading.Event()
+    http = http_client(app)
+    gone = [asyncio.create_task(http.post(PATH, json=ASKED)) for _ in range(20)]
+    await until(lambda: tokenizer.running)
+    await asyncio.sleep(0.1)
+    for task in gone:
+        task.cancel()
+    await asyncio.sleep(0.1)
+    assert tokenizer.running <= PREPARING
+    before = tokenizer.characters
+    tokenizer.may_go_on.set()
+    assert (await http.post(PATH, json=ASKED)).status_code == 200
+    await asyncio.gather(*gone, return_exceptions=True)
+    assert tokenizer.characters - before < 20 * len("w3")
