@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
 
 from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
+from cacheblend_rag.engines.vllm.middleware.bodies import LARGE_BYTES
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.middleware.release import Scope
@@ -21,10 +25,32 @@ class ServerAccess(AccessMiddleware):
         return await asyncio.to_thread(scope["app"].state.serving.engine.release)
 
 
+class BodyRoute(APIRoute):
+    """Reads large bodies off the event loop."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the route's handler."""
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            return await handle(_BodyRequest(request.scope, request.receive))
+
+        return answer
+
+
+class _BodyRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        if len(body) <= LARGE_BYTES:
+            return await super().json()
+        return await asyncio.to_thread(json.loads, body)
+
+
 def guard(app: FastAPI, api_key: str | None) -> None:
-    """Let an application ask for keys and refuse long and deep bodies.
+    """Let an application ask for keys, and refuse bodies that are long, deep, or of many values.
 
     api_key: what clients must send; by default the environment's VLLM_API_KEY.
     """
+    app.router.route_class = BodyRoute
     app.state.args = SimpleNamespace(api_key=[api_key] if api_key else None)
     app.add_middleware(ServerAccess)

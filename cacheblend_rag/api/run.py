@@ -1,4 +1,4 @@
-"""Runs an application by uvicorn until the process is told to end."""
+"""Runs an application by uvicorn until the process is told to end, and bounds requests' headers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,51 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.config import HTTP_PROTOCOLS
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-STOP_SECONDS = 5
+STOP_SECONDS = 2
 """So long, answers that are being sent may go on after the server was told to end."""
 BACKLOG = 128
+HEADER_SECONDS = 20.0
+"""So long, a connection may take to send a request's headers."""
+MOST_HEADER_BYTES = 1 << 16
+
+
+class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type] # chosen by uvicorn
+    """uvicorn's HTTP, which itself waits for headers without an end."""
+
+    _sent = 0
+    """Bytes of headers that are not complete."""
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._give_up_later()
+
+    def data_received(self, data: bytes) -> None:
+        """Read data, and bound what is no complete request."""
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._sent = 0
+            return
+        self._sent += len(data)
+        if self._sent > MOST_HEADER_BYTES:
+            self.transport.close()
+        elif self._sent == len(data):
+            self._give_up_later()
+
+    def _give_up_later(self) -> None:
+        self.loop.call_later(HEADER_SECONDS, self._give_up, self.cycle)
+
+    def _give_up(self, before: Any) -> None:
+        if self.cycle is before and self.transport.get_protocol() is self:  # no websocket's
+            self.transport.close()
+
+
+def bound_headers() -> None:
+    """Have the servers that uvicorn starts in this process bound their requests' headers."""
+    HTTP_PROTOCOLS["auto"] = f"{__name__}:{BoundedProtocol.__name__}"
 
 
 class _Server(uvicorn.Server):
@@ -36,6 +77,7 @@ def run(app: FastAPI, host: str, port: int, ready: Callable[[], None]) -> None:
         port: where to listen.
         ready: is called once it listens.
     """
+    bound_headers()
     config = uvicorn.Config(
         app,
         host=host,

@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 
 from cacheblend_rag.api.documents import documents_router
+from cacheblend_rag.api.run import bound_headers
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.factory import open_registry
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
@@ -37,7 +38,11 @@ class DocumentsPlugin:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes, and their part of the OpenAPI page; engines close with the server."""
+        """Add the routes, and their part of the OpenAPI page; engines close with the server.
+
+        vLLM starts uvicorn later, which from now on bounds the headers of requests.
+        """
+        bound_headers()
         app.include_router(documents_router(_engine_of))
         app.include_router(APIRouter(lifespan=_closing))
 

@@ -22,6 +22,7 @@ LONGEST_FORM = 1 << 18
 """Characters of a schema or of all choices."""
 LONGEST_GRAMMAR = 1 << 15
 """Characters of a regular expression, a pattern in a schema, or a grammar."""
+MOST_CHOICES = 4096
 MOST_PROPERTIES = 1000
 """Properties of one object."""
 MOST_ITEMS = 4096
@@ -43,6 +44,8 @@ def check_bounds(form: StructuredOutputs) -> None:
         _check_length(form, str(form.json), LONGEST_FORM)
         _check_schema(form, json.loads(str(form.json)))
     if form.choice is not None:
+        if len(form.choice) > MOST_CHOICES:
+            raise _refused(form, f"{len(form.choice)} choices are more than {MOST_CHOICES}")
         _check_length(form, "".join(form.choice), LONGEST_FORM)
     for text in (form.regex, form.grammar):
         _check_length(form, text or "", LONGEST_GRAMMAR)

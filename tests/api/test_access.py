@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
+import threading
 
 import pytest
+import uvicorn
 
+from cacheblend_rag.api import run
 from cacheblend_rag.api.app import create_app
 from tests.api.conftest import http_client
 
@@ -87,3 +92,34 @@ async def test_a_server_of_a_collection_takes_no_documents(engine):
     http = http_client(create_app(engine, documents=False))
     answer = await http.put("/v1/cacheblend/documents/a", json={"chunks": ["w3"]})
     assert answer.status_code in {404, 501}
+
+
+async def test_headers_without_an_end_are_given_up(engine, script, monkeypatch):
+    """A half-sent request, an unused connection, one that is used, and an endless header."""
+    monkeypatch.setattr(run, "HEADER_SECONDS", 0.3)
+    run.bound_headers()
+    server = uvicorn.Server(uvicorn.Config(create_app(engine), log_level="error"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        serving = asyncio.create_task(server.serve([taken]))
+        connections = [await asyncio.open_connection(*taken.getsockname()) for _ in range(5)]
+        (half, _), (unused, _), (used, _), (endless, _), (late, _) = connections
+        connections[0][1].write(b"GET /health HTTP/1.1\r\nA: b\r\n")
+        script.may_go_on = threading.Event()
+        asked = b'{"messages": [{"role": "user", "content": "w3"}]}'
+        head = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        )
+        connections[2][1].write(b"%bContent-Length: %d\r\n\r\n%b" % (head, len(asked), asked))
+        connections[3][1].write(b"GET / HTTP/1.1\r\nA: " + b"b" * run.MOST_HEADER_BYTES)
+        connections[4][1].write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert (await late.readline()).startswith(b"HTTP/1.1 200")
+        connections[4][1].write(b"GET /health")
+        async with asyncio.timeout(20):
+            for closed in (half, unused, endless, late):
+                await closed.read()
+        script.may_go_on.set()
+        assert (await used.readline()).startswith(b"HTTP/1.1 200"), "its headers were complete"
+        for _, writer in connections:
+            writer.close()
+        server.should_exit = True
+        await serving

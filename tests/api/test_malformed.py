@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi.exceptions import RequestValidationError
+from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag import load_tokenizer
 from cacheblend_rag.api import chat, completions, responses
 from cacheblend_rag.api.app import create_app
+from cacheblend_rag.api.errors import of_validation
 from cacheblend_rag.engines.transformers.guiding import Guides
 from tests.api.conftest import http_client
 from tests.api.scripted import ScriptedEngine
@@ -188,7 +191,7 @@ HOSTILE_FORMS: dict[str, dict[str, Any]] = {
     "rules": {"grammar": "start: " + "(" * 15_000 + '"a"' + ")" * 15_000},
     "endless": {"grammar": 'start: start start | "a" | \n'},
     "within": {"grammar": 'start: %json {"type": "array", "maxItems": 100000000}'},
-    "choices": {"choice": [f"c{i}" for i in range(200_000)]},
+    "choices": {"choice": [f"c{i}" for i in range(60_000)]},
 }
 
 
@@ -239,6 +242,34 @@ HOSTILE = [
         for form in HOSTILE_FORMS.values()
     ),
 ]
+BODIES_OF_MANY = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 20_000}]}),
+    ("/v1/chat/completions", {"messages": [1] * 8000}),
+    ("/v1/chat/completions", {"stop": [1] * 20_000}),
+    ("/v1/completions", {"prompt": [1.5] * 20_000}),
+    ("/v1/completions", {"prompt": [["a"]] * 20_000}),
+    ("/v1/responses", {"include": [1] * 20_000}),
+    ("/v1/responses", {"metadata": {str(index): 1 for index in range(20_000)}}),
+]
+
+
+@pytest.mark.parametrize(("path", "more"), BODIES_OF_MANY)
+def test_a_check_ends_at_the_first_error(path, more):
+    """An error an entry would take seconds of the event loop, and gigabytes."""
+    app, counted = create_app(ScriptedEngine()), []
+
+    @app.exception_handler(RequestValidationError)
+    async def told(_, error):
+        counted.append(len(error.errors()))
+        return of_validation(error.errors()).response()
+
+    with TestClient(app) as client:
+        answer = client.post(path, json={**BODIES[path][1], **more})
+    assert answer.status_code == 400
+    assert next(iter(more)) in answer.json()["error"]["param"]
+    assert counted[0] < 10
+
+
 WRITTEN = ("response_format", "tools", "structured_outputs", "text.format")
 
 

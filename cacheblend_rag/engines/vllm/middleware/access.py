@@ -11,13 +11,20 @@ import asyncio
 import hmac
 import json
 import os
-import re
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from contextvars import Token
 from http import HTTPStatus
 from typing import Any
 
+from cacheblend_rag.engines.vllm.middleware.bodies import (
+    LARGE_BYTES,
+    RefusedRequestError,
+    check_json,
+    end_at_first_errors,
+    order_in,
+)
 from cacheblend_rag.engines.vllm.middleware.error_body import error_body
 from cacheblend_rag.engines.vllm.middleware.release import (
     RELEASE_PATH,
@@ -49,7 +56,6 @@ STORE_KEY_VARIABLE = "CACHEBLEND_STORE_KEY"
 BODY_VARIABLE = "CACHEBLEND_MAX_BODY_MIB"
 MAX_BODY_MIB = 16
 """A question of a million tokens, sent as token ids, takes about 7."""
-MAX_DEPTH = 64
 BODY_SECONDS = 60.0
 OPEN_PATH = "/health"
 DOCUMENTS_PATH = "/v1/cacheblend/"
@@ -59,30 +65,17 @@ GRANT = "cacheblend_grant"
 """The field of a request's scope that holds what its key allows, a Grant."""
 AUDIO_PATHS = "/v1/audio/"
 """They take forms, in whose fields no order fits; all others take JSON, whatever it is called."""
+MOST_LARGE = 8
+"""So many requests with bodies over LARGE_BYTES are held at a time; further ones are refused."""
 THROWN_AWAY = 4
 """So many times the longest body is taken of one that is longer, at most."""
+RETRY_SECONDS = b"2"
 POLICY_VIOLATION = 1008
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-_UNPAIRED = re.compile(
-    rb"(?:[^\\]|\\u[dD][89abAB]..\\u[dD][c-fC-F]|\\(?!u[dD][89a-fA-F]).)*+\\u[dD][89a-fA-F]",
-    re.DOTALL,
-)
-"""Up to the first half of a character that stands for none by itself, escaped."""
-_BRACKETS = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKET = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
 def has_storers() -> bool:
     """Whether a key tells those who may store from those who may only ask."""
     return bool(os.environ.get(STORE_KEY_VARIABLE))
-
-
-class RefusedRequestError(Exception):
-    """A request is refused. status: the HTTP status."""
-
-    def __init__(self, status: HTTPStatus, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class AccessMiddleware:
@@ -106,6 +99,8 @@ class AccessMiddleware:
         self._store_key = os.environ.get(STORE_KEY_VARIABLE, "")
         self._max_body = _max_body(os.environ)
         self._tenants = _tenants(os.environ)
+        self._large = 0
+        self._knows_routes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer or pass on one request (ASGI)."""
@@ -113,7 +108,10 @@ class AccessMiddleware:
         if kind not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
-        marked = None
+        if not self._knows_routes:  # a server adds them after its middleware
+            end_at_first_errors(getattr(scope["app"], "routes", ()))
+            self._knows_routes = True
+        marked, held = None, ExitStack()
         try:
             scope, granted = self._checked_key(scope)
             if self._tenants is not None:
@@ -124,12 +122,13 @@ class AccessMiddleware:
                 return
             if _path(scope).startswith(DOCUMENTS_PATH):
                 _check_documents(scope, granted)
-            if kind == "http":
-                receive = await self._checked_body(scope, receive, granted.may_change)
+            if kind == "http" and not _is_open(scope):  # nobody reads a body there
+                receive = await self._checked_body(scope, receive, granted.may_change, held)
             await self._app(scope, receive, send)
         except RefusedRequestError as refusal:
             await _refuse(kind, refusal, send)
         finally:
+            held.close()
             if marked is not None:
                 current.reset(marked)
 
@@ -174,12 +173,22 @@ class AccessMiddleware:
         known = (b"authorization", f"Bearer {keys[0]}".encode())
         return {**scope, "headers": [*others, known]}, granted
 
-    async def _checked_body(self, scope: Scope, receive: Receive, may_change: bool) -> Receive:
-        body, last = await self._read(receive)
-        if not _path(scope).startswith(AUDIO_PATHS):
+    async def _checked_body(
+        self, scope: Scope, receive: Receive, may_change: bool, held: ExitStack
+    ) -> Receive:
+        """Return what passes on a body that is no danger; held: frees its place among the large."""
+        body, last = await self._read(receive, held)
+
+        def check() -> None:
             check_json(body)
-            if not may_change and body:
-                check_order(body)
+            if not may_change and body and (kind := order_in(body)):
+                raise _lacks_store_key(kind)
+
+        if not _path(scope).startswith(AUDIO_PATHS):
+            if len(body) > LARGE_BYTES:
+                await asyncio.to_thread(check)
+            else:
+                check()
         events: deque[Event] = deque()
         if last is None:
             events.append({"type": "http.request", "body": body, "more_body": False})
@@ -191,7 +200,21 @@ class AccessMiddleware:
 
         return replay
 
-    async def _read(self, receive: Receive) -> tuple[bytes, Event | None]:
+    @contextmanager
+    def _large_body(self) -> Iterator[None]:
+        """Hold one of the few places of large bodies; raises RefusedRequestError without one."""
+        if self._large >= MOST_LARGE:
+            raise RefusedRequestError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"{MOST_LARGE} bodies over {LARGE_BYTES >> 20} MiB are being read: try again later",
+            )
+        self._large += 1
+        try:
+            yield
+        finally:
+            self._large -= 1
+
+    async def _read(self, receive: Receive, held: ExitStack) -> tuple[bytes, Event | None]:
         """Return the body, or the event that ended it too early.
 
         After a body that is too long, some more is read and discarded: a client that is still
@@ -207,7 +230,9 @@ class AccessMiddleware:
                     if event["type"] != "http.request":
                         return b"", event
                     parts.append(event.get("body", b""))
-                    size += len(parts[-1])
+                    before, size = size, size + len(parts[-1])
+                    if before <= LARGE_BYTES < size:
+                        held.enter_context(self._large_body())
                     if size > self._max_body:
                         parts.clear()
                     more = event.get("more_body", False) and size <= THROWN_AWAY * self._max_body
@@ -223,63 +248,10 @@ class AccessMiddleware:
         return b"".join(parts), None
 
 
-def check_json(body: bytes) -> None:
-    """Raise RefusedRequestError for a body nested deeper than MAX_DEPTH or with invalid text.
-
-    Takes time linear in the body's length; vLLM refuses malformed JSON itself.
-    """
-    if b"\0" in body:
-        raise RefusedRequestError(HTTPStatus.BAD_REQUEST, "the body must be JSON in UTF-8")
-    if _UNPAIRED.match(body):
-        raise RefusedRequestError(HTTPStatus.BAD_REQUEST, "the body holds an unpaired surrogate")
-    left = _STRING.sub(b"", body).translate(_BRACKETS, _NO_BRACKET)
-    for _ in range(MAX_DEPTH):
-        before, left = len(left), left.replace(b"[]", b"")  # the innermost
-        if len(left) == before:
-            break
-    if left:
-        raise RefusedRequestError(
-            HTTPStatus.BAD_REQUEST,
-            f"the body is nested deeper than {MAX_DEPTH}, or its brackets do not match",
-        )
-
-
-def check_order(body: bytes) -> None:
-    """Raise RefusedRequestError when a body holds a job that changes the store."""
-    # Both with torch, which is not for `--help`.
-    from cacheblend_rag.engines.vllm.protocol.job import CHANGES, PARAMETER
-
-    try:
-        value = json.loads(body, object_pairs_hook=_without_twins)
-    except ValueError as error:
-        raise RefusedRequestError(
-            HTTPStatus.BAD_REQUEST, "the body must be JSON in UTF-8"
-        ) from error
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            order = value.get(PARAMETER)
-            if isinstance(order, dict) and order.get("kind") in CHANGES:
-                raise _lacks_store_key(order["kind"])
-            waiting.extend(value.values())
-        elif isinstance(value, list):
-            waiting.extend(entry for entry in value if isinstance(entry, dict | list))
-
-
 def _lacks_store_key(kind: str) -> RefusedRequestError:
     return RefusedRequestError(
         HTTPStatus.FORBIDDEN, f"to {kind}, the key in the server's {STORE_KEY_VARIABLE} is needed"
     )
-
-
-def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object; refuse duplicate names, which two parsers could read differently."""
-    pairs = list(pairs)
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise RefusedRequestError(HTTPStatus.BAD_REQUEST, "the body names a field twice")
-    return made
 
 
 def _tenants(environment: Mapping[str, str]) -> Tenants | None:
@@ -354,7 +326,10 @@ async def _refuse(kind: str, refusal: RefusedRequestError, send: Send) -> None:
         await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(refusal)})
         return
     told = error_body(refusal.status, str(refusal))
-    await _answer(refusal.status, told, send, (b"connection", b"close"))
+    more = [(b"connection", b"close")]
+    if refusal.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        more.append((b"retry-after", RETRY_SECONDS))
+    await _answer(refusal.status, told, send, *more)
 
 
 async def _answer(

@@ -8,16 +8,25 @@ import random
 from collections.abc import Iterable
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from fastapi import FastAPI, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.testclient import TestClient
+from pydantic import BaseModel
+from typing_extensions import TypedDict
 
 from cacheblend_rag.engines.vllm.middleware import access
-from cacheblend_rag.engines.vllm.middleware.access import (
-    AccessMiddleware,
+from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
+from cacheblend_rag.engines.vllm.middleware.bodies import (
+    LARGE_BYTES,
+    MAX_DEPTH,
+    MOST_TOKENS,
+    MOST_VALUES,
     RefusedRequestError,
     check_json,
-    check_order,
+    order_in,
 )
 from cacheblend_rag.errors import ConfigError
 
@@ -229,7 +238,7 @@ def test_bodies_may_be_so_deep() -> None:
         for _ in range(draw.randrange(50, 62)):
             value = draw.choice([[value, "]"], {"}": value}])
         body = json.dumps(value, ensure_ascii=draw.random() < 0.5).encode()
-        if depth_of(value) <= access.MAX_DEPTH:
+        if depth_of(value) <= MAX_DEPTH:
             check_json(body)
         else:
             with pytest.raises(RefusedRequestError, match="nested deeper than 64"):
@@ -257,7 +266,140 @@ def test_a_hostile_body_costs_what_its_length_does(unit: str) -> None:
     body = (unit * ((4 << 20) // len(unit))).encode()
     with suppress(RefusedRequestError):
         check_json(body)
-        check_order(body)
+        order_in(body)
+
+
+MANY = MOST_VALUES + 1
+TOO_MANY = {
+    "content": {"messages": [{"role": "user", "content": [1] * MANY}]},
+    "strings": {"stop": ["a"] * MANY},
+    "empty": {"messages": [{}] * MANY},
+    "map": {"logit_bias": {str(index): 1 for index in range(MANY)}},
+    "several": {"a": [1] * (MANY // 2), "b": [[]] * (MANY // 2)},
+    "no ids": {"prompt": [1.5] * MANY},
+    "no id's sign": {"prompt": [-1] * MANY},
+    "prompts": {"prompt": [[1]] * MANY},
+    "behind a name": {"stop": ["prompt", *[1] * MANY]},
+    "elsewhere": {"stop": [1] * MANY},
+    "ids": {"prompt": [1] * (MOST_TOKENS + 2)},
+}
+
+
+@pytest.mark.parametrize("name", TOO_MANY)
+def test_a_body_has_so_many_values(name: str) -> None:
+    asked = Asked(json.dumps(TOO_MANY[name]).encode())
+    assert asked.status == 400
+    assert asked.said == "the body holds more than 65536 values, or 1048576 token ids"
+
+
+def test_what_clients_send_is_not_too_much() -> None:
+    part = {"type": "text", "text": 'a, "[1, 2]": {}, ' * 1000}
+    field = {"type": "string", "description": "a, b"}
+    tool = {"name": "look", "parameters": {"properties": {f"p{i}": field for i in range(50)}}}
+    for body in (
+        {"messages": [{"role": "user", "content": [part]}] * 800, "tools": [tool] * 128},
+        {"prompt": list(range(1_000_000)), "stop": ["a", "b"]},
+        {"n": 1, "prompt": [list(range(20_000))] * 32},
+        {"chunks": ["a, b"] * 4096, "boundaries": ["c"] * 4096},
+        {"logit_bias": {str(index): -100 for index in range(4000)}},
+    ):
+        sent = json.dumps(body, indent=1).encode()
+        assert Asked([sent[: 1 << 20], sent[1 << 20 :]]).body == sent
+
+
+def test_only_so_many_large_bodies_are_held_at_a_time() -> None:
+    async def ask(door: AccessMiddleware, size: int, sent: list[Any]) -> None:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b" " * size, "more_body": False}
+
+        async def send(event: Any) -> None:
+            sent.append(event)
+
+        state = SimpleNamespace(args=SimpleNamespace(api_key=[]))
+        scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
+        await door({**scope, "app": SimpleNamespace(state=state)}, receive, send)
+
+    async def run() -> None:
+        free, reached = asyncio.Event(), 0
+
+        async def application(scope: Any, receive: Any, send: Any) -> None:
+            nonlocal reached
+            reached += 1
+            await free.wait()
+
+        door, sent = AccessMiddleware(application), list[Any]()
+        most, large = access.MOST_LARGE, LARGE_BYTES + 1
+        held = [asyncio.create_task(ask(door, large, sent)) for _ in range(most)]
+        while reached < most:
+            await asyncio.sleep(0.01)
+        await ask(door, large, sent)
+        assert (sent[0]["status"], (b"retry-after", b"2") in sent[0]["headers"]) == (503, True)
+        held.append(asyncio.create_task(ask(door, LARGE_BYTES, sent)))
+        while reached <= most:
+            await asyncio.sleep(0.01)
+        free.set()
+        await asyncio.gather(*held)
+        await ask(door, large, sent)
+        assert reached == most + 2
+
+    asyncio.run(run())
+
+
+def test_what_is_open_to_all_reads_no_body() -> None:
+    for path, method in ((access.OPEN_PATH, "GET"), ("/v1/completions", "OPTIONS")):
+        asked = Asked([b"[" * 100, b"[" * 100], path=path, method=method, keys=[ASK])
+        assert asked.status is None, "nobody judged it"
+
+
+class Text(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class Image(TypedDict):
+    type: Literal["image"]
+    url: str
+
+
+class Turn(BaseModel):
+    role: str
+    content: str | list[Text | Image] | list[str]
+
+
+class Body(BaseModel):
+    messages: list[Turn | list[Turn]] = []
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": [1] * 9000}]},
+        {"messages": [{"role": "user", "content": [{}] * 9000}] * 2},
+        {"messages": [1] * 9000},
+        {"stop": [1] * 9000},
+        {"logit_bias": {str(index): "x" for index in range(9000)}},
+    ],
+)
+def test_a_check_of_a_body_ends_at_its_first_error(body: dict[str, Any]) -> None:
+    """Also in an application's own models, unions included."""
+    app, counted = FastAPI(), list[int]()
+    app.state.args = SimpleNamespace(api_key=[])
+    app.add_middleware(AccessMiddleware)
+
+    @app.post("/")
+    async def answer(body: Body) -> None: ...
+
+    @app.exception_handler(RequestValidationError)
+    async def told(_: Any, error: Any) -> Response:
+        counted.append(len(error.errors()))
+        return Response(status_code=422)
+
+    with TestClient(app) as client:
+        assert client.post("/", json=body).status_code == 422
+        assert client.post("/", json={"messages": [{"role": "user", "content": "a"}]}).is_success
+    assert counted[0] < 20
 
 
 # Releasing memory

@@ -1,0 +1,159 @@
+"""What a body may hold, before anything is made of it: depth, values, text, and errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import Any
+
+from pydantic_core import PydanticKnownError, SchemaValidator
+
+LARGE_BYTES = 1 << 20
+"""Longer bodies are read off the event loop."""
+MAX_DEPTH = 64
+MOST_VALUES = 1 << 16
+"""Entries of a body's lists and maps, all together, besides token ids."""
+MOST_TOKENS = 1 << 20
+MOST_NAMES = 4096
+"""Entries of a map of which each is checked, such as ``logit_bias``."""
+TOKEN_FIELDS = frozenset(
+    (b"prompt", b"prompt_token_ids", b"token_ids", b"tokens", b"answer", b"reference")
+)
+"""Fields that may be lists of token ids, or lists of such lists."""
+_OF_TOKEN_IDS = b"0123456789,:[]} \t\r\n"
+_UNPAIRED = re.compile(
+    rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])"
+)
+"""Half of a character that stands for none by itself, escaped."""
+_CONTAINERS = (dict, list)
+_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKET = bytes(byte for byte in range(256) if byte not in b"[]{}")
+
+
+class RefusedRequestError(Exception):
+    """A request is refused. status: the HTTP status."""
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def check_json(body: bytes) -> None:
+    """Raise RefusedRequestError for a body that is too deep, has too many values or invalid text.
+
+    Takes time linear in the body's length, and little memory; vLLM refuses malformed JSON itself.
+    """
+    if b"\0" in body:
+        raise _bad("the body must be JSON in UTF-8")
+    plain = body.replace(rb"\\", b"__")
+    if rb"\u" in plain and _UNPAIRED.search(plain):
+        raise _bad("the body holds an unpaired surrogate")
+    plain = plain.replace(rb"\"", b"__")
+    if plain.count(b'"') > 4 * MOST_VALUES:  # a value and its name
+        raise _too_many()
+    parts = plain.split(b'"')
+    outside, names = parts[::2], [b"", *parts[1::2]]
+    told = b"".join(map(_counted, names, outside))
+    values = sum(map(told.count, (b",", b"[", b"{")))
+    tokens = b"".join(outside).count(b",") - told.count(b",")
+    if values > MOST_VALUES or tokens > MOST_TOKENS:
+        raise _too_many()
+    left = told.translate(_BRACKETS, _NO_BRACKET)
+    for _ in range(MAX_DEPTH):
+        before, left = len(left), left.replace(b"[]", b"")  # the innermost
+        if len(left) == before:
+            break
+    if left:
+        raise _bad(f"the body is nested deeper than {MAX_DEPTH}, or its brackets do not match")
+
+
+def _counted(name: bytes, part: bytes) -> bytes:
+    """Return what follows a string outside of strings, without commas between token ids."""
+    is_field = name in TOKEN_FIELDS and part.lstrip().startswith(b":")
+    return part.replace(b",", b"") if is_field and not part.strip(_OF_TOKEN_IDS) else part
+
+
+def order_in(body: bytes) -> str | None:
+    """Return the kind of a job that changes the store, if a body holds one.
+
+    Raises RefusedRequestError when the body is no JSON, or names a field twice.
+    """
+    # Both with torch, which is not for `--help`.
+    from cacheblend_rag.engines.vllm.protocol.job import CHANGES, PARAMETER
+
+    try:
+        value = json.loads(body, object_pairs_hook=_without_twins)
+    except ValueError as error:
+        raise _bad("the body must be JSON in UTF-8") from error
+    waiting = [value] if type(value) in _CONTAINERS else []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            order = value.get(PARAMETER)
+            if isinstance(order, dict) and order.get("kind") in CHANGES:
+                return str(order["kind"])
+            value = value.values()
+        waiting += [entry for entry in value if type(entry) in _CONTAINERS]
+    return None
+
+
+def end_at_first_errors(routes: Iterable[Any]) -> None:
+    """Let FastAPI's routes check no entry of a list behind a wrong one, and no large map.
+
+    Pydantic would collect an error for each entry, and in a union for each entry and branch: some
+    thousand entries would keep the event loop for seconds, also in vLLM's own models.
+    """
+    for route in routes:
+        checked = getattr(getattr(route, "body_field", None), "_type_adapter", None)
+        if checked is not None:
+            schema = _ending_early(checked.core_schema)
+            checked.validator = SchemaValidator(schema, _use_prebuilt=False)
+
+
+def _ending_early(schema: Any) -> Any:
+    """Return a schema of pydantic's core in which lists end at their first error."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(_ending_early, schema))
+    if not isinstance(schema, dict):
+        return schema
+    kind = schema.get("type")  # a schema's own; of a map of fields, the field of that name
+    kept = ("metadata", "serialization") if isinstance(kind, str) else ()
+    found = {name: one if name in kept else _ending_early(one) for name, one in schema.items()}
+    match kind:
+        case "list" | "set" | "frozenset" | "tuple":
+            found["fail_fast"] = True
+        case "dict":
+            return {"type": "function-before", "function": _FEW_NAMES, "schema": found}
+    return found
+
+
+def _few_names(value: Any) -> Any:
+    """Return a map that is not too large to check each entry."""
+    if isinstance(value, dict) and len(value) > MOST_NAMES:
+        raise PydanticKnownError(
+            "too_long",
+            {"field_type": "Dictionary", "max_length": MOST_NAMES, "actual_length": len(value)},
+        )
+    return value
+
+
+_FEW_NAMES = {"type": "no-info", "function": _few_names}
+
+
+def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object; refuse duplicate names, which two parsers could read differently."""
+    pairs = list(pairs)
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise _bad("the body names a field twice")
+    return made
+
+
+def _bad(message: str) -> RefusedRequestError:
+    return RefusedRequestError(HTTPStatus.BAD_REQUEST, message)
+
+
+def _too_many() -> RefusedRequestError:
+    return _bad(f"the body holds more than {MOST_VALUES} values, or {MOST_TOKENS} token ids")
