@@ -15,7 +15,8 @@ def test_every_test_that_is_named_exists() -> None:
     assert len(named) > 30
     for file, test in named:
         tree = ast.parse((ROOT / file).read_text())
-        functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        functions = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
         assert test in functions, f"{file} has no {test}"
 
 

@@ -1,10 +1,10 @@
 """Honest clients of a server beside hostile ones: ``python -m tests.benchmarks.hostile_clients``.
 
 Starts ``serve`` with the bundled model, over the embedded engine or vLLM. Honest clients chat,
-stream, complete, ask for forms and tools, and store documents, all the time; quiet minutes alternate
-with minutes in which another process sends fuzzed bodies, jobs and requests about documents, bodies
-that once took the server, and halves of requests, and hangs up. In the last of these the server is
-told to end. Ends with 1 when an honest answer fails or is not that of the first quiet minute, takes
+stream, complete, ask for forms and tools, and store documents, all the time; quiet minutes
+alternate with minutes in which another process sends fuzzed bodies, jobs and requests about
+documents, bodies that once took the server, and halves of requests, and hangs up. In the last of
+these the server is told to end. Ends with 1 when an honest answer fails or is not that of the first quiet minute, takes
 (median or 95th percentile) more than three times as long as in quiet minutes, memory grows, a
 hostile request is a server's error, or the server takes more than 5 s to end.
 """
@@ -338,7 +338,7 @@ def _kill(server: subprocess.Popen[bytes]) -> None:
 def _alternate(
     honest: Honest, shared: Shared, server: subprocess.Popen[bytes], rounds: int, seconds: float
 ) -> list[float]:
-    """Alternate quiet and hostile minutes; returns the server's memory from time to time, in MiB."""
+    """Alternate quiet and hostile minutes; returns samples of the server's memory, in MiB."""
     threads = [threading.Thread(target=honest.run, args=(at,)) for at in range(HONEST)]
     for thread in threads:
         thread.start()
@@ -373,7 +373,8 @@ def _tell(
             for hostile in (False, True)
         )
         print(
-            f"chats, {name}: {quiet:.2f} s in quiet, {loud:.2f} s in hostile minutes: {loud / quiet:.1f} times"
+            f"chats, {name}: {quiet:.2f} s in quiet minutes, {loud:.2f} s in hostile ones, "
+            f"{loud / quiet:.1f} times"
         )
         if loud > MOST_TIMES * quiet:
             wrong.append(f"the {name} is more than {MOST_TIMES:.0f} times")
