@@ -142,7 +142,13 @@ class BlendPrompt:
     def from_rendered(
         cls, rendered: RenderedChat, registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
     ) -> BlendPrompt:
-        """Return a rendered chat, split at known chunks; hints as for ``from_messages``."""
+        """Return a rendered chat, split at the registered chunks in it.
+
+        Args:
+            rendered: the chat, by ``render_chat``.
+            registry: known chunks.
+            hints: chunks, or document ids, that are expected (see ChunkRegistry.find).
+        """
         found = segment(rendered.text, registry, hints)
         return cls(tuple(_told_apart(found, rendered.data)), is_rendered=True)
 

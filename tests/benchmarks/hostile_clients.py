@@ -4,9 +4,9 @@ Starts ``serve`` with the bundled model, over the embedded engine or vLLM. Hones
 stream, complete, ask for forms and tools, and store documents, all the time; quiet minutes
 alternate with minutes in which another process sends fuzzed bodies, jobs and requests about
 documents, bodies that once took the server, and halves of requests, and hangs up. In the last of
-these the server is told to end. Ends with 1 when an honest answer fails or is not that of the first quiet minute, takes
-(median or 95th percentile) more than three times as long as in quiet minutes, memory grows, a
-hostile request is a server's error, or the server takes more than 5 s to end.
+these the server is told to end. Ends with 1 when an honest answer fails or changes, takes (median
+or 95th percentile) more than three times as long as in quiet minutes, memory grows, a hostile
+request is a server's error, or the server takes more than 5 s to end.
 """
 
 from __future__ import annotations
