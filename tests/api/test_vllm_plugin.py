@@ -38,12 +38,10 @@ class FakeVLLMEngine(ToyEngine):
     made: list[FakeVLLMEngine]
     fails = False
 
-    def __init__(self, transport: Any, *, tokenizer: Any, namespace: str, registry: Any) -> None:
+    def __init__(self, transport: Any, *, tokenizer: Any, **settings: Any) -> None:
         if FakeVLLMEngine.fails:
             raise EngineUnavailableError("vLLM does not answer")
-        super().__init__(
-            tokenizer or make_tokenizer(), config=CONFIG, namespace=namespace, registry=registry
-        )
+        super().__init__(tokenizer or make_tokenizer(), config=CONFIG, **settings)
         self.transport = transport
         FakeVLLMEngine.made.append(self)
 
@@ -134,6 +132,19 @@ def test_without_tenants_the_namespace_is_the_servers() -> None:
     assert answers(put(), {"namespace": "mine"}, GLOBEX).status_code == 200
     (engine,) = FakeVLLMEngine.made
     assert (engine.namespace, engine.transport._namespace) == ("mine", None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "is_used"),
+    [({}, "", True), ({}, "k", False), ({"unconfirmed_context": True}, "k", True)],
+)
+def test_who_stores_is_not_trusted_where_others_ask(
+    settings: dict[str, Any], key: str, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHEBLEND_STORE_KEY", key)
+    assert answers(put(), settings, GLOBEX).status_code == 200
+    (engine,) = FakeVLLMEngine.made
+    assert engine.lead_in.unconfirmed_context == is_used
 
 
 @pytest.mark.parametrize("grant", [None, Grant("acme", may_change=False)])
