@@ -68,8 +68,8 @@ class ChunkReport:
         tier: where the KV was found ("host", "disk"); after a store error the tier that
             could not be read; None on any other miss.
         document_id: the document it is part of; None if it stands alone, or if several documents
-            hold it, neither a hint nor the prompt says which is meant, and so its KV is that without
-            document context.
+            hold it and neither a hint nor the prompt says which is meant: its KV is then that
+            without document context.
         recomputed: how many of its tokens were recomputed.
         edge_tokens: how many tokens at its edges, not counted in ``tokens``, the tokenizer joins
             with the text beside the chunk; they are computed.
