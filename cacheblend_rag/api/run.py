@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-STOP_SECONDS = 2
+STOP_SECONDS = 1
 """So long, answers that are being sent may go on after the server was told to end."""
 BACKLOG = 128
 HEADER_SECONDS = 20.0

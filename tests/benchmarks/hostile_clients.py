@@ -48,7 +48,7 @@ FLAGS = {
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES = "/v1/responses"
 MOST_TIMES, MOST_SECONDS, MOST_MIB = 3.0, 5.0, 100.0
-HONEST, PAUSE_SECONDS, SAMPLE_SECONDS = 2, 0.2, 2.0
+HONEST, FUZZING, PAUSE_SECONDS, SAMPLE_SECONDS = 2, 6, 0.2, 2.0
 MEANT = {501, 503}
 """A server's errors that are right: no such feature, too much at once."""
 SCALARS = (None, True, -1, 0, 1e308, "", "x" * 300, "\x00", [], {}, [[]], [{}], {"type": 1})
@@ -166,17 +166,12 @@ class Hostile:
 
     def __init__(self, url: str, engine: str, rate: float, shared: Any) -> None:
         self.url, self.engine, self.shared = url, engine, shared
-        self.pause, self.pid = 1 / rate, os.getppid()
+        self.pause = FUZZING / rate
         self.sent = [
             (path, json.dumps({**PLAIN[path], **more}).encode()) for path, more in giants()
         ]
-        works = (
-            (self.fuzz, 0),
-            (self.fuzz, 0),
-            (self.giant, 2.0),
-            (self.leave, 0.5),
-            (self.half, 1),
-        )
+        works = [(self.fuzz, 0.0)] * FUZZING
+        works += [(self.giant, 2.0), (self.leave, 0.5), (self.half, 1.0)]
         for number, (deed, pause) in enumerate(works):
             threading.Thread(target=self.run, args=(number, deed, pause), daemon=True).start()
 
@@ -192,7 +187,7 @@ class Hostile:
                     deed(draw, http)
                 except (httpx.HTTPError, OSError) as error:
                     self.told(f"{deed.__name__} {type(error).__name__}")
-                time.sleep(max(0.0, (pause or 2 * self.pause) - (time.monotonic() - began)))
+                time.sleep(max(0.0, (pause or self.pause) - (time.monotonic() - began)))
 
     def told(self, what: str) -> None:
         self.shared.told.put(what)
@@ -264,16 +259,18 @@ class Hostile:
 
 
 class Shared:
-    """What both processes share: whether it is a hostile minute, and what came of requests."""
+    """What both processes share: events for readiness and for hostile minutes, and results."""
 
     def __init__(self, context: Any) -> None:
-        self.active, self.told = context.Event(), context.Queue()
+        self.ready, self.active = context.Event(), context.Event()
+        self.told = context.Queue()
 
 
 def be_hostile(url: str, engine: str, rate: float, shared: Any) -> None:
     """Run the hostile threads until the process is ended."""
     sys.set_int_max_str_digits(0)  # some of what is sent
     Hostile(url, engine, rate, shared)
+    shared.ready.set()
     threading.Event().wait()
 
 
@@ -306,6 +303,7 @@ def main(
             honest = Honest(url)
             _await(honest, server)
             hostile.start()
+            shared.ready.wait()
             sizes = _alternate(honest, shared, server, rounds, slice_seconds)
             began = time.monotonic()
             server.send_signal(signal.SIGTERM)
@@ -364,7 +362,7 @@ def _tell(
             honest.faults.append(told)
         else:
             counts[told] += 1
-    sent = sum(count for told, count in counts.items() if told.startswith("fuzz"))
+    sent = sum(count for told, count in counts.items() if told.removeprefix("fuzz ").isdigit())
     print(json.dumps(dict(sorted((honest.counts + counts).items()))))
     wrong = list(honest.faults)
     for name, at in (("median", 50), ("95th percentile", 95)):
