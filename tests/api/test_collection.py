@@ -113,6 +113,8 @@ async def test_what_is_no_question_is_refused(client, asker):
         await chat(client, question, "Paris.")
     with pytest.raises(openai.BadRequestError, match="the question is empty"):
         await chat(client, "  ")
+    with pytest.raises(openai.BadRequestError, match="prompt holds more than"):
+        await chat(client, "Who is it? " * 100_000)
     with pytest.raises(openai.NotFoundError):
         await client.chat.completions.create(
             model="demo", messages=[{"role": "user", "content": "Who?"}]
