@@ -99,7 +99,10 @@ def analyze_command(
             AnswerLog.resumed(resume)  # refused before anything is loaded, if it is no such file
         with output.progress_bar(lines=True) as progress:
             with progress.phase(f"reading {path.name}"):
-                text = read_document(path)
+                found = read_document(path)
+            text = found.text
+            if found.note:
+                progress.warn(f"{path}: {found.note}")
             chosen.warn_of_foreign(path, text, progress)
             opened = chosen.open(progress)
             try:

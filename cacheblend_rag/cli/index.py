@@ -268,6 +268,8 @@ def _report_lines(into: Path, report: IndexReport) -> list[str]:
         lines.append(f"chunks without KV: {reasons}")
     if report.skipped or report.unknown:
         lines.append(f"skipped: {len(report.skipped)} files, {report.unknown} of other kinds")
+    if report.notes:
+        lines.append(f"read only in part, or in a guessed encoding: {len(report.notes)} files")
     if report.removed:
         lines.append(f"removed: {report.removed} whose files are gone")
     if report.vanished:

@@ -12,7 +12,7 @@ from cacheblend_rag.demo import corpus as demo_corpus
 from cacheblend_rag.errors import PromptError, StoreError
 from cacheblend_rag.models import DEFAULT_MODEL, knows_only_the_demo
 from cacheblend_rag.rag import checks
-from cacheblend_rag.rag.extracting import EXTRACTORS
+from cacheblend_rag.rag.extracting import EXTRACTORS, Extracted
 from cacheblend_rag.rag.loading import load_engine
 from cacheblend_rag.rag.progress import ProgressCallbacks
 from cacheblend_rag.rag.readers import FileReader, UnreadableFileError
@@ -40,7 +40,7 @@ def check_document(path: Path) -> None:
         raise PromptError(f"{path} must be one of {' '.join(EXTRACTORS)}, by its name")
 
 
-def read_document(path: Path) -> str:
+def read_document(path: Path) -> Extracted:
     """Return a file's text; raises PromptError when it has none, MissingExtraError."""
     try:
         with FileReader() as reader:

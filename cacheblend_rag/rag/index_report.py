@@ -21,7 +21,8 @@ class IndexReport:
 
     added, changed, unchanged: files. removed: documents deleted because their files are gone;
     vanished: such documents that were kept. unknown: files with an unsupported extension. skipped:
-    files that could not be indexed, and why. computed_chunks, stored_chunks: chunks of files that
+    files that could not be indexed, and why. notes: files that were indexed without all of their
+    pages, or in an encoding that was guessed. computed_chunks, stored_chunks: chunks of files that
     were read whose KV was computed, or was stored already. computed_tokens, compute_seconds,
     computed_kv_bytes: of the computed ones. refused_chunks, refused_codes: chunks without KV, by
     reason and by its code. registered_chunks: chunks that were only registered. documents, chunks:
@@ -38,6 +39,7 @@ class IndexReport:
     vanished: int = 0
     unknown: int = 0
     skipped: list[dict[str, str]] = field(default_factory=list)
+    notes: list[dict[str, str]] = field(default_factory=list)
     computed_chunks: int = 0
     computed_tokens: int = 0
     computed_kv_bytes: int = 0

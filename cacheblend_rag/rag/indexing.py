@@ -236,6 +236,13 @@ class Indexing:
                 self._progress.warn(f"{path} skipped: {reason}")
         self.report.skipped.append({"path": str(path), "reason": reason})
 
+    def _note_file(self, path: Path, note: str) -> None:
+        """Warn about a file that is indexed, but perhaps not as its owner expects."""
+        if note:
+            self.report.notes.append({"path": str(path), "note": note})
+            if len(self.report.notes) <= MOST_NAMED:
+                self._progress.warn(f"{path}: {note}")
+
     def _note(self, found: FoundFiles) -> None:
         """Record the files that are not indexed."""
         self.report.unknown = found.unknown
@@ -254,9 +261,10 @@ class Indexing:
                     self.report.unchanged += 1
                 else:
                     task.note(f"reading {source}")
-                    text = self._reader.read(path)
-                    self._warn_once(source, text)
-                    yield _NewFile(path, source, content_hash, text, source in known)
+                    found = self._reader.read(path)
+                    self._warn_once(source, found.text)
+                    self._note_file(path, found.note)
+                    yield _NewFile(path, source, content_hash, found.text, source in known)
             except UnreadableFileError as error:
                 self.skip(path, str(error))
             task.advance()

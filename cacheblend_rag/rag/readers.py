@@ -16,7 +16,7 @@ from typing import IO, Any, Self, cast
 
 from cacheblend_rag.errors import CacheBlendError, MissingExtraError
 from cacheblend_rag.rag import extracting
-from cacheblend_rag.rag.extracting import PARAGRAPH
+from cacheblend_rag.rag.extracting import PARAGRAPH, Extracted
 
 EXTRA = "rag"
 FILE_SECONDS = 60.0
@@ -44,8 +44,9 @@ class FoundFiles:
 def find_files(paths: Iterable[Path], leave_out: Path) -> FoundFiles:
     """Return the files among ``paths`` and in folders among them, each once.
 
-    Hidden files and folders (names that begin with a dot) and the folder ``leave_out`` are
-    skipped. Links to folders, and links to files outside, are not followed.
+    Hidden files and folders (names that begin with a dot), lock files of office programs (with
+    ``~$``) and the folder ``leave_out`` are skipped. Links to folders, and links to files outside,
+    are not followed.
     """
     files: dict[Path, None] = {}
     unknown: set[Path] = set()
@@ -78,14 +79,14 @@ def find_files(paths: Iterable[Path], leave_out: Path) -> FoundFiles:
 class FileReader:
     """Reads files' text in a separate process, which hostile files may crash.
 
-    seconds: limit per file. Line breaks become line feeds.
+    seconds: limit per file.
     """
 
     def __init__(self, seconds: float = FILE_SECONDS) -> None:
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
 
-    def read(self, path: Path) -> str:
+    def read(self, path: Path) -> Extracted:
         """Return a file's text.
 
         Raises UnreadableFileError when the file cannot be read, holds no text, is too large or
@@ -100,7 +101,7 @@ class FileReader:
             raise MissingExtraError("reading documents", EXTRA)
         if "text" not in answer:
             raise UnreadableFileError(answer["problem"])
-        return answer["text"]
+        return Extracted(**answer)
 
     def close(self) -> None:
         """Kill the process."""
@@ -186,7 +187,7 @@ def _walk(folder: Path, leave_out: Path, refused: Callable[[OSError], None]) -> 
         folders[:] = sorted(
             name for name in folders if name[0] != "." and Path(base, name) != leave_out
         )
-        yield from (Path(base, name) for name in sorted(names) if name[0] != ".")
+        yield from (Path(base, name) for name in sorted(names) if not name.startswith((".", "~$")))
         empty = not (names or folders) and base != str(folder)
         if empty and os.path.splitext(base)[1].lower() in extracting.EXTRACTORS:
             yield Path(base)  # told as what it is: a folder that is called like a file

@@ -102,11 +102,12 @@ def test_a_folder_of_many_kinds_is_indexed_and_the_rest_is_told(cli, tmp_path, i
     write_notes(folder, count=1)
     (folder / "guide.md").write_text("# Guide\n\nOpen the {lid}.")
     (folder / "page.html").write_text("<title>Page</title><p>Close the lid.</p>")
-    (folder / "paper.pdf").write_bytes(pdf_bytes("Paper text."))
+    (folder / "paper.pdf").write_bytes(pdf_bytes("Paper text.", ""))
     (folder / "empty.txt").write_text("")
-    (folder / "binary.txt").write_bytes(b"\xff\xfe\x00\x01")
+    (folder / "binary.txt").write_bytes(bytes(range(256)))
     (folder / "photo.png").write_bytes(b"x")
     (folder / ".hidden.txt").write_text("hidden")
+    (folder / "~$guide.txt").write_text("someone")
     outcome = cli("index", folder, "--into", into, *TOY, "--json")
     assert outcome.code == 0
     found = outcome.json
@@ -116,7 +117,10 @@ def test_a_folder_of_many_kinds_is_indexed_and_the_rest_is_told(cli, tmp_path, i
         str(folder / "empty.txt"),
     ]
     warnings = outcome.stderr.splitlines()
-    assert sum(" skipped: " in line for line in warnings) == len(warnings) - 1 == 2
+    assert sum(" skipped: " in line for line in warnings) == len(warnings) - 2 == 2
+    (note,) = found["notes"]
+    assert note["note"] == "1 of 2 pages hold no text: scans need OCR first"
+    assert f"warning: {folder / 'paper.pdf'}: {note['note']}" in warnings
     indexed = texts(into)
     assert indexed["docs/guide.md"] == ("# Guide\n\nOpen the {lid}.",)
     assert indexed["docs/page.html"] == ("Page\n\nClose the lid.",)
