@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from cacheblend_rag.reason import Reason, ReasonCode, count_codes
 from cacheblend_rag.trace import Trace
@@ -325,6 +325,48 @@ class BlendReport:
         return plain
 
 
+class Evicted(int):
+    """How many chunks were stored, and are evicted; the sum of several has the tiers of all.
+
+    Attributes:
+        pending: names of tiers that did not answer. What they hold of the chunks is not read any
+            more, and is removed once they answer.
+        is_noted: whether that is noted on disk; otherwise it is forgotten when the process ends.
+    """
+
+    pending: tuple[str, ...]
+    is_noted: bool
+
+    def __new__(cls, count: int = 0, pending: Iterable[str] = (), *, is_noted: bool = True) -> Self:
+        """Count chunks, and name tiers."""
+        self = super().__new__(cls, count)
+        self.pending, self.is_noted = tuple(sorted(set(pending))), is_noted
+        return self
+
+    @property
+    def waiting(self) -> str | None:
+        """What is not deleted yet, as a sentence; None if all is."""
+        if not self.pending:
+            return None
+        until = "" if self.is_noted else ", unless this process ends before"
+        return (
+            f"no answer from {', '.join(self.pending)}: what is kept there is no longer read, and "
+            f"is deleted when it answers{until}"
+        )
+
+    def __add__(self, other: int) -> Evicted:
+        """Add the counts, and merge the tiers."""
+        if not isinstance(other, Evicted):
+            other = Evicted(other)
+        return Evicted(
+            int(self) + int(other),
+            (*self.pending, *other.pending),
+            is_noted=self.is_noted and other.is_noted,
+        )
+
+    __radd__ = __add__
+
+
 @dataclass(frozen=True)
 class PrecomputeReport:
     """The result of precompute.
@@ -348,7 +390,7 @@ class PrecomputeReport:
     computed_tokens: int = 0
     seconds: float = 0.0
     refused: Mapping[Reason, int] = field(default_factory=dict)
-    replaced: int = 0
+    replaced: Evicted = field(default_factory=Evicted)
     registered: int = 0
     failed: Mapping[Reason, int] = field(default_factory=dict)
 

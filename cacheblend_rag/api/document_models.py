@@ -20,6 +20,9 @@ SHOWN = 40
 UNREADABLE = "\ufffd"
 """What a server reads bytes of a path as that are not UTF-8."""
 
+PENDING = "Tiers that did not answer: KV there is not read any more, and is deleted once they do."
+MESSAGE = "What waits to be deleted; null if nothing does."
+
 Text = Annotated[str, Field(min_length=1, max_length=LONGEST_CHUNK)]
 
 
@@ -125,6 +128,8 @@ class StoredDocument(BaseModel):
     refused: dict[str, int] = Field(description="That are not stored, by reason.")
     failed: int = Field(description="Those of refused that another try may store.")
     replaced: int = Field(description="Of the version before, whose KV was evicted.")
+    pending: list[str] = Field([], description=PENDING)
+    message: str | None = Field(None, description=MESSAGE)
     computed_tokens: int
     seconds: float
 
@@ -167,8 +172,10 @@ class DeletedDocument(BaseModel):
 
     object: Literal["document.deleted"] = "document.deleted"
     id: str
-    deleted: Literal[True] = True
+    deleted: bool = Field(description="Whether its KV is gone everywhere.")
     evicted: int
+    pending: list[str] = Field([], description=PENDING)
+    message: str | None = Field(None, description=MESSAGE)
 
 
 class Stats(BaseModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from http import HTTPStatus
 
 from cacheblend_rag.api.document_models import (
@@ -51,6 +52,8 @@ def store_document(
         refused=dict(refused),
         failed=sum(report.failed.values()),
         replaced=report.replaced,
+        pending=list(report.replaced.pending),
+        message=report.replaced.waiting,
         computed_tokens=report.computed_tokens,
         seconds=round(time.perf_counter() - started, 6),
     )
@@ -85,7 +88,14 @@ def get_document(engine: Engine, document_id: str, collection: str | None) -> Do
 def delete_document(engine: Engine, document_id: str, collection: str | None) -> DeletedDocument:
     """Forget a document; raises ApiError when there is none."""
     _known(engine, document_id, collection)
-    return DeletedDocument(id=document_id, evicted=engine.evict_document(document_id, collection))
+    evicted = engine.evict_document(document_id, collection)
+    return DeletedDocument(
+        id=document_id,
+        deleted=not evicted.pending,
+        evicted=evicted,
+        pending=list(evicted.pending),
+        message=evicted.waiting,
+    )
 
 
 def list_documents(engine: Engine, limit: int, after: str, collection: str | None) -> DocumentList:
@@ -144,7 +154,7 @@ def _known(engine: Engine, document_id: str, collection: str | None) -> tuple[Ch
     return chunks
 
 
-def _stored(engine: Engine, chunks: tuple[Chunk, ...]) -> list[bool] | list[None]:
+def _stored(engine: Engine, chunks: tuple[Chunk, ...]) -> Sequence[bool | None]:
     """Return for each chunk whether its KV is stored, None where the engine cannot tell."""
     try:
         return engine.stored([engine.key(chunk) for chunk in chunks])

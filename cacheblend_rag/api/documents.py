@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from http import HTTPStatus
 from threading import Lock
 from typing import Annotated, Any, TypeVar
 from weakref import WeakValueDictionary
 
-from fastapi import APIRouter, Path, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
+from fastapi import APIRouter, Path, Query, Request
 
 from cacheblend_rag.api.document_models import (
     LONGEST_ID,
@@ -39,10 +37,9 @@ from cacheblend_rag.api.document_store import (
     store_document,
     store_stats,
 )
-from cacheblend_rag.api.errors import ApiError, busy, of_engine
+from cacheblend_rag.api.errors import ApiError, OneLineRoute, busy
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.shutdown import in_thread
-from cacheblend_rag.errors import CacheBlendError
 
 T = TypeVar("T")
 EngineOf = Callable[[Request], Engine]
@@ -60,22 +57,6 @@ DocumentId = Annotated[
 Collection = Annotated[
     str | None, Query(description="Only the document of this collection; all by default.")
 ]
-
-
-class OneLineRoute(APIRoute):
-    """Answers errors with OpenAI's error object, in one line."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the route's handler."""
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except (ApiError, RequestValidationError, CacheBlendError) as error:
-                return of_engine(error, None).response()
-
-        return answer
 
 
 def documents_router(engine_of: EngineOf) -> APIRouter:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -121,11 +122,27 @@ def of_engine(error: Exception, prompt_field: str | None) -> ApiError:
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, told)
 
 
-def install(app: FastAPI) -> None:
-    """Let an application answer every error in this form."""
+class OneLineRoute(APIRoute):
+    """Answers every exception of a route with OpenAI's error object, in one line."""
 
-    async def failed(_: Request, error: Exception) -> Response:
-        return of_engine(error, "prompt").response()
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the route's handler."""
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except HTTPException:
+                raise
+            except Exception as error:
+                return of_engine(error, None).response()
+
+        return answer
+
+
+def install(app: FastAPI) -> None:
+    """Let an application answer every error in this form; before it gets its routes."""
+    app.router.route_class = OneLineRoute
 
     async def other(request: Request, error: Any) -> Response:
         told = str(error.detail)
@@ -135,8 +152,6 @@ def install(app: FastAPI) -> None:
             told = f"{request.url.path!r:.100} takes another method than {request.method}"
         return ApiError(HTTPStatus(error.status_code), told).response()
 
-    for kind in (ApiError, RequestValidationError, CacheBlendError):
-        app.add_exception_handler(kind, failed)
     app.add_exception_handler(HTTPException, other)
 
 

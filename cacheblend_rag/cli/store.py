@@ -206,7 +206,10 @@ def evict(
         if everything and not yes:
             typer.confirm(f"Evict all chunks in {path}?", abort=True, err=True)
         evicted = opened.store.evict_where(condition)
-    _show({"path": str(path), "evicted": evicted}, as_json, ("evicted",), [(evicted,)])
+    told = {"path": str(path), "evicted": evicted, "pending": evicted.pending}
+    _show(told, as_json, ("evicted",), [(evicted,)])
+    if evicted.waiting:
+        typer.echo(evicted.waiting, err=True)
 
 
 @store_app.command("pin")

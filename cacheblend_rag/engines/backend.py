@@ -16,12 +16,13 @@ from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Stream
 from cacheblend_rag.engines.tally import Stored
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.put_result import READ_ONLY
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.reason import Reason
+from cacheblend_rag.report import Evicted
 from cacheblend_rag.settings import BlendConfig
 
 UNSUPPORTED: Final = "unsupported model"
@@ -149,11 +150,13 @@ class Backend(ABC):
         """Start loading KV into the fastest tier."""
 
     @abstractmethod
-    def _evict(self, keys: Sequence[KVKey]) -> int:
+    def _evict(self, keys: Sequence[KVKey]) -> Evicted:
         """Drop the KV of keys; returns how many were stored."""
 
-    def stored(self, keys: Sequence[KVKey]) -> list[bool]:
-        """Return for each key whether its KV is stored; by default, looks among all stored keys.
+    def stored(self, keys: Sequence[KVKey]) -> Sequence[bool | None]:
+        """Return for each key whether its KV is stored; None while a tier fails that may hold it.
+
+        By default, looks among all stored keys.
 
         Raises:
             ConfigError: when the engine cannot tell.
@@ -165,7 +168,7 @@ class Backend(ABC):
         """Return how many chunks are stored, this engine's at least; None if it cannot tell."""
         try:
             return len({(key.chunk_id, key.context_id) for key in self._stored_keys()})
-        except ConfigError:
+        except (ConfigError, StoreError):
             return None
 
     def _forget(self, keys: Sequence[KVKey]) -> None:

@@ -18,7 +18,7 @@ from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
 from cacheblend_rag.engines.question_time import Hints
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.report import FillReport, GuardReport, PrecomputeReport
+from cacheblend_rag.report import Evicted, FillReport, GuardReport, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig
 from cacheblend_rag.text.chunk import Chunk
 
@@ -178,23 +178,26 @@ class Engine(Backend):
 
     def evict_document(
         self, document_id: str, collection: str | None = None, *, kept: Sequence[Chunk] = ()
-    ) -> int:
-        """Forget a document's chunks and drop their KV; returns how many were dropped.
+    ) -> Evicted:
+        """Forget a document's chunks and drop their KV.
 
         Args:
             document_id: the document.
             collection: only the chunks of this collection; None is all.
             kept: chunks that the document still has.
 
+        Returns:
+            How many chunks were dropped, a number; ``pending`` names the tiers that did not answer.
+
         Raises:
             StoreError: when the registry cannot be written, or the store is read only.
         """
         return self._index.evict_document(document_id, collection, kept)
 
-    def evict_unregistered(self) -> int:
+    def evict_unregistered(self) -> Evicted:
         """Drop this engine's chunk KV that belongs to no registered chunk.
 
-        Killed writers can leave such KV. Returns how many were dropped.
+        Killed writers can leave such KV. Returns how many were dropped, as ``evict_document``.
 
         Raises:
             ConfigError: when the engine cannot list its stored chunks.

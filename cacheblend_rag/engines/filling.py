@@ -18,7 +18,7 @@ from cacheblend_rag.engines.idle import IdleJob, IdleQueue
 from cacheblend_rag.engines.index_time import IndexTime
 from cacheblend_rag.engines.tally import Tally
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.report import ChunkReport, FillReport, MissReason
+from cacheblend_rag.report import ChunkReport, Evicted, FillReport, MissReason
 from cacheblend_rag.text.chunk import Chunk
 
 KIND = "fill"
@@ -74,7 +74,7 @@ class Filling:
     def report(self) -> FillReport:
         """Return the counts so far."""
         with self._lock:
-            done = self._tally.report(self._seconds, 0)
+            done = self._tally.report(self._seconds, Evicted())
             return FillReport(
                 waiting=len(self._waiting) + len(self._at_work),
                 computed=done.computed,

@@ -22,7 +22,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.put_result import READ_ONLY
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import PrecomputeReport
+from cacheblend_rag.report import Evicted, PrecomputeReport
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -117,7 +117,7 @@ class IndexTime:
 
     def evict_document(
         self, document_id: str, collection: str | None, kept: Sequence[Chunk]
-    ) -> int:
+    ) -> Evicted:
         """Forget a document's chunks except ``kept``; returns for how many KV was dropped.
 
         collection: only the chunks of this collection; None is all.
@@ -125,7 +125,7 @@ class IndexTime:
         self._begin_writing()
         return self._known.forget(document_id, collection, frozenset(kept))
 
-    def evict_unregistered(self) -> int:
+    def evict_unregistered(self) -> Evicted:
         """Drop this fingerprint's KV that belongs to no registered chunk; returns how many."""
         self._begin_writing()
         return self._backend._evict(self._known.unregistered(self._backend._stored_keys()))

@@ -10,6 +10,7 @@ from cacheblend_rag.engines.backend import Backend
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.report import Evicted
 from cacheblend_rag.text.chunk import Chunk, Document
 from cacheblend_rag.text.registry import ChunkRegistry, differ
 
@@ -38,7 +39,9 @@ class KnownChunks:
         """Register chunks; raises PromptError on empty text."""
         self.registry.add_many([chunk for item in items for chunk in chunks_of(item)])
 
-    def replace(self, items: Iterable[Item], refused: Counter[Reason]) -> tuple[list[Chunk], int]:
+    def replace(
+        self, items: Iterable[Item], refused: Counter[Reason]
+    ) -> tuple[list[Chunk], Evicted]:
         """Register items, and drop the KV of chunks that new versions of documents lack.
 
         Returns the chunks, and for how many KV was dropped; chunks of white space are counted as
@@ -66,7 +69,7 @@ class KnownChunks:
             _log_replaced(replaced, stale, given)
         return given, replaced
 
-    def forget(self, document_id: str, collection: str | None, kept: Collection[Chunk]) -> int:
+    def forget(self, document_id: str, collection: str | None, kept: Collection[Chunk]) -> Evicted:
         """Forget a document's chunks except ``kept``; returns for how many KV was dropped.
 
         KV is dropped first: on a full disk, changing the registry needs that room.
@@ -133,27 +136,27 @@ class KnownChunks:
         ]
         return self._keys(chunks)
 
-    def _drop(self, chunks: Iterable[Chunk], besides: Collection[Chunk] = ()) -> int:
+    def _drop(self, chunks: Iterable[Chunk], besides: Collection[Chunk] = ()) -> Evicted:
         """Drop the KV of chunks that no registered chunk shares, ``besides`` aside."""
         alone = [chunk for chunk in chunks if not self._is_shared(chunk, besides)]
         return self._evict(alone, self._others_alone(alone, besides))
 
-    def _forget_priors(self, chunks: Iterable[Chunk]) -> int:
+    def _forget_priors(self, chunks: Iterable[Chunk]) -> Evicted:
         """Drop KV without a context in its key, for chunks of documents with boundaries.
 
         Its prior may depend on text that a new boundary hides.
         """
         if self._lead_in.name == "document":
-            return 0
+            return Evicted()
         given = list(chunks)
         return self._evict(given, self.forms(given))
 
-    def _evict(self, chunks: Iterable[Chunk], others: Iterable[Chunk]) -> int:
+    def _evict(self, chunks: Iterable[Chunk], others: Iterable[Chunk]) -> Evicted:
         """Drop the KV of chunks and of others; returns how many of the chunks were stored."""
         keys = self._keys(chunks)
-        if besides := set(self._keys(others)) - set(keys):
-            self._backend._evict(list(besides))
-        return self._backend._evict(keys)
+        besides = set(self._keys(others)) - set(keys)
+        also = self._backend._evict(list(besides)) if besides else Evicted()
+        return self._backend._evict(keys) + Evicted(0, also.pending, is_noted=also.is_noted)
 
     def _keys(self, chunks: Iterable[Chunk]) -> list[KVKey]:
         return [self._lead_in.key(chunk) for chunk in chunks]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cacheblend_rag.kv.put_result import PutResult
 from cacheblend_rag.reason import Reason
-from cacheblend_rag.report import PrecomputeReport
+from cacheblend_rag.report import Evicted, PrecomputeReport
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Tally:
         self.refused.update(done.refused)
         self.failed.update(done.failed)
 
-    def report(self, seconds: float, replaced: int) -> PrecomputeReport:
+    def report(self, seconds: float, replaced: Evicted) -> PrecomputeReport:
         """Return the totals."""
         return PrecomputeReport(
             computed=self._counts["computed"],

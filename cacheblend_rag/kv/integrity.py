@@ -40,7 +40,7 @@ def read_through(
     locks: held, one key at a time. repair: whether damaged objects are quarantined. progress:
     called with the number of objects done and the total.
     """
-    todo = [(tier, key) for tier in tiers if tier.durable for key, _ in tier.entries()]
+    todo = [(tier, key) for tier in tiers if tier.durable for key, _ in tier.all_entries()]
     damaged = []
     for done, (tier, key) in enumerate(todo, start=1):
         with locks.held(key):

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Self
 from weakref import WeakSet
 
@@ -14,6 +15,7 @@ import torch
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.access_log import AccessLog, FoundChunks
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, NotFiniteError, NumbersCheck
+from cacheblend_rag.kv.deletions import Deletions
 from cacheblend_rag.kv.expiry import Expiry
 from cacheblend_rag.kv.fetch import LayerSource, Threshold
 from cacheblend_rag.kv.integrity import VerifyReport, read_through
@@ -27,9 +29,10 @@ from cacheblend_rag.kv.put_result import READ_ONLY, PutResult
 from cacheblend_rag.kv.reading import SharedReads
 from cacheblend_rag.kv.speed import Speeds
 from cacheblend_rag.kv.stored_chunk import Entry, StoredChunk, first_stored_at
-from cacheblend_rag.kv.tiers import Tier
+from cacheblend_rag.kv.tiers import DiskTier, Tier
 from cacheblend_rag.kv.tiers.urls import memory_and_disk, open_tiers
 from cacheblend_rag.kv.whole_chunks import WholeChunks
+from cacheblend_rag.report import Evicted
 from cacheblend_rag.settings import Precision, StoreConfig
 
 
@@ -48,6 +51,8 @@ class TieredKVStore:
             may set less.
         precision: to which numbers are rounded when stored, see kv/precision.py.
         mac: the MAC of stored bytes, see kv/mac.py.
+        folder: keeps deletions that wait for a tier, see kv/deletions.py; None is that of the first
+            disk, if there is one.
 
     Raises:
         StoreError: when there is no tier, two have one name, or the age is not above 0.
@@ -56,6 +61,7 @@ class TieredKVStore:
         tiers, ttl_seconds, precision, mac: as given.
         reads, prefetching: the running reads of prompts, and the loads ahead of them.
         expiry, locks: removes expired chunks; the locks of chunks in use.
+        deletions: those that wait for a tier.
         access_log: the log of chunks that prompts ask for, or None.
         speeds: recent read speeds of tiers, measured by the readers.
     """
@@ -67,6 +73,7 @@ class TieredKVStore:
         ttl_seconds: float | None = None,
         precision: Precision = "native",
         mac: Mac = CHECKSUM,
+        folder: str | os.PathLike[str] | None = None,
     ) -> None:
         if not tiers:
             raise StoreError("a store needs at least one tier")
@@ -80,6 +87,8 @@ class TieredKVStore:
         self.precision, self.mac = precision, mac
         for tier in self.tiers:
             tier.join(mac, ttl_seconds)
+        disk = next((tier.path for tier in self.tiers if isinstance(tier, DiskTier)), None)
+        self._folder = disk if folder is None else Path(folder).expanduser().absolute()
         self.access_log: AccessLog | None = None
         self.speeds = Speeds()
         self._begin_threads()
@@ -90,8 +99,8 @@ class TieredKVStore:
         self.locks = KeyLocks()
         self._threads = TierThreads(self.tiers)
         self._closing = threading.Event()
-        self.expiry = Expiry(self.tiers, self.locks, self._threads)
-        self.expiry.keep_sweeping(self._closing)
+        self.deletions = Deletions(self._folder)
+        self.expiry = Expiry(self.tiers, self.locks, self._threads, self.deletions, self._closing)
         self.reads = SharedReads(self.tiers, self.expiry, self.locks, self._threads)
         self._chunks = WholeChunks(self.tiers, self.expiry)
         self.prefetching = Prefetch(self.tiers, self._chunks, self.locks, self._closing)
@@ -156,6 +165,7 @@ class TieredKVStore:
             ttl_seconds=config.ttl_seconds,
             precision=config.precision,
             mac=mac_of(),
+            folder=config.kv_path,
         )
         if log is not None:
             store.follow(log)
@@ -185,6 +195,16 @@ class TieredKVStore:
         wanted = list(keys)
         held = self._chunks.held(wanted)
         return [key in held for key in wanted]
+
+    def stored_many(self, keys: Iterable[KVKey]) -> list[bool | None]:
+        """As contains_many, while a tier may fail.
+
+        Returns:
+            Whether each is stored; None for one that is not found while a tier fails.
+        """
+        held = self.contains_many(keys)
+        absent = None if any(tier.is_failing for tier in self.tiers) else False
+        return [there or absent for there in held]
 
     def nbytes(self, key: KVKey) -> int | None:
         """Return a chunk's stored size in its fastest tier, None when it is not stored."""
@@ -297,16 +317,22 @@ class TieredKVStore:
         except NotFiniteError:
             return PutResult(False, is_finite=False)
 
-    def evict(self, key: KVKey) -> bool:
-        """Remove a chunk from all tiers, pinned or not; returns whether it was stored.
+    def evict(self, key: KVKey) -> Evicted:
+        """Remove a chunk from all tiers, pinned or not; returns 1 if it was stored, else 0.
+
+        A tier that fails is asked again until it has removed what it holds of the chunk, which is
+        not read any more.
 
         Raises:
-            StoreError: when the store is read-only: the chunk would come back.
+            StoreError: when the store is read-only: the chunk would come back; or when too many
+                deletions wait.
         """
         self._check_writable()
         with self.locks.held(key), self.reads.changing(key):
-            evicted = [tier.evict(key) for tier in self.tiers]
-        return any(evicted)
+            evicted = {tier.name: tier.evict(key) for tier in self.tiers}
+            pending = [name for name, was_there in evicted.items() if was_there is None]
+            is_noted = not pending or self.expiry.delete_later(pending, key)
+        return Evicted(int(any(evicted.values())), pending, is_noted=is_noted)
 
     def forget(self, keys: Iterable[KVKey]) -> None:
         """Remove chunks from this process's memory only: others have evicted them elsewhere.
@@ -329,18 +355,18 @@ class TieredKVStore:
         """
         return sum(tier.release() for tier in self.tiers)
 
-    def evict_where(self, condition: Callable[[KVKey, Entry], bool]) -> int:
+    def evict_where(self, condition: Callable[[KVKey, Entry], bool]) -> Evicted:
         """Evict all chunks for which ``condition`` holds; returns how many.
 
         Raises:
-            StoreError: when the store is read only.
+            StoreError: as ``evict`` and ``entries``.
         """
         self._check_writable()
         doomed = [key for key, entry in self.entries().items() if condition(key, entry)]
-        return sum(self.evict(key) for key in doomed)
+        return sum((self.evict(key) for key in doomed), Evicted())
 
     def evict_expired(self) -> int:
-        """Remove expired copies from all tiers; returns how many."""
+        """Remove expired copies from all tiers; returns how many; raises as ``entries``."""
         return self.expiry.remove_all()
 
     def pin(self, *keys: KVKey) -> None:
@@ -375,11 +401,15 @@ class TieredKVStore:
         self.prefetching.begin(keys)
 
     def keys(self) -> list[KVKey]:
-        """Return the keys of all chunks stored in any tier."""
+        """Return the keys of all chunks stored in any tier; raises as ``entries``."""
         return list(self.entries())
 
     def entries(self) -> dict[KVKey, Entry]:
-        """Return the entry of each stored chunk, from the fastest tier that holds it."""
+        """Return the entry of each stored chunk, from the fastest tier that holds it.
+
+        Raises:
+            StoreError: when a tier cannot be listed.
+        """
         return {
             key: entry
             for tier in reversed(self.tiers)

@@ -7,7 +7,7 @@ import json
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -19,13 +19,21 @@ import httpx
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from cacheblend_rag import TransformersEngine
 from cacheblend_rag.api import documents
 from cacheblend_rag.api.documents import documents_router
 from cacheblend_rag.errors import EngineUnavailableError
+from cacheblend_rag.kv import TieredKVStore
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.tiers.urls import open_tier
+from cacheblend_rag.report import Evicted
+from cacheblend_rag.settings.tier_url import TierUrl
 from tests.engines.contract import CONFIG
 from tests.engines.toy_engine import ToyEngine
 from tests.engines.vllm.hostile import mutated
-from tests.models import make_tokenizer
+from tests.kv.samples import until
+from tests.local_servers import redis_server, redis_url
+from tests.models import make_model, make_tokenizer
 
 DOCUMENTS = "/v1/cacheblend/documents"
 ONE, TWO, THREE = "w1 w2 w3 w4 w5", "w6 w7 w8 w9", "w10 w11 w12 w13"
@@ -80,6 +88,8 @@ def test_a_document_is_stored_shown_replaced_and_deleted(
         "refused": {},
         "failed": 0,
         "replaced": 0,
+        "pending": [],
+        "message": None,
         "computed_tokens": 9,
     }
     again = client.put(f"{DOCUMENTS}/a", json={"chunks": [ONE, TWO]}).json()
@@ -98,10 +108,29 @@ def test_a_document_is_stored_shown_replaced_and_deleted(
         "id": "a",
         "deleted": True,
         "evicted": 2,
+        "pending": [],
+        "message": None,
     }
     assert engine.stored_chunks() == 0
     for gone in (client.get(f"{DOCUMENTS}/a"), client.delete(f"{DOCUMENTS}/a")):
         assert "there is no document 'a'" in refused(gone, 404)
+
+
+def test_what_a_tier_could_not_delete_is_not_called_deleted() -> None:
+    class Away(ToyEngine):
+        def _evict(self, keys: Sequence[KVKey]) -> Evicted:
+            return super()._evict(keys) + Evicted(0, ["redis"] if keys else [])
+
+    engine = Away(make_tokenizer(), config=CONFIG)
+    with TestClient(serving(engine)) as client:
+        client.put(f"{DOCUMENTS}/a", json={"chunks": [ONE, TWO]})
+        changed = client.put(f"{DOCUMENTS}/a", json={"chunks": [ONE]}).json()
+        assert (changed["replaced"], changed["pending"]) == (1, ["redis"])
+        deleted = client.delete(f"{DOCUMENTS}/a").json()
+    assert (deleted["deleted"], deleted["evicted"], deleted["pending"]) == (False, 1, ["redis"])
+    for told in (changed, deleted):
+        assert "no answer from redis" in told["message"]
+    engine.close()
 
 
 def test_a_text_is_split_and_its_chunks_are_shown_as_prompts_must_hold_them(
@@ -315,6 +344,40 @@ def test_an_engine_that_fails_is_an_error_of_one_line(
     monkeypatch.setattr(ToyEngine, "read_only", property(lambda _: True))
     assert "read only" in refused(client.put(f"{DOCUMENTS}/b", json={"chunks": [ONE]}), 409)
     assert client.get("/v1/cacheblend/stats").json()["read_only"] is True
+
+
+def test_whatever_a_route_raises_is_an_error_of_one_line(caplog: Any) -> None:
+    class Broken(ToyEngine):
+        def stored_chunks(self) -> int | None:
+            raise OSError("a secret\nof the server")
+
+    engine = Broken(make_tokenizer(), config=CONFIG)
+    with TestClient(serving(engine)) as client:
+        answer = client.get("/v1/cacheblend/stats")
+    assert refused(answer, 500) == "None: the server failed; its log says why"
+    assert "a secret" in caplog.text
+    engine.close()
+
+
+def test_while_a_tier_is_away_nothing_is_said_that_is_not_so() -> None:
+    with redis_server() as server:
+        tier = open_tier(TierUrl(redis_url(server, "timeout=0.5s")), "cpu")
+        store, tokenizer = TieredKVStore([tier]), make_tokenizer()
+        engine = TransformersEngine(make_model(), tokenizer=tokenizer, store=store)
+        with TestClient(serving(engine)) as client:
+            client.put(f"{DOCUMENTS}/a", json={"chunks": [ONE, TWO]})
+            shown = client.get(f"{DOCUMENTS}/a").json()["chunks"]
+            assert [one["stored"] for one in shown] == [True, True]
+            server.pause()
+            shown = client.get(f"{DOCUMENTS}/a").json()["chunks"]
+            assert [one["stored"] for one in shown] == [None, None]
+            assert client.get("/v1/cacheblend/stats").json()["stored_chunks"] is None
+            told = client.delete(f"{DOCUMENTS}/a").json()
+            assert (told["deleted"], told["pending"]) == (False, ["redis"])
+            server.resume()
+            assert until(lambda: store.stats()["redis"]["entries"] == 0, 15), "it is deleted later"
+            assert client.get("/v1/cacheblend/stats").json()["stored_chunks"] == 0
+        engine.close()
 
 
 def test_malformed_requests_are_the_clients_errors(client: TestClient) -> None:

@@ -17,7 +17,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
-from cacheblend_rag.report import PrefillReport
+from cacheblend_rag.report import Evicted, PrefillReport
 from cacheblend_rag.trace import Trace
 
 KV = tuple[int, ...]
@@ -113,8 +113,8 @@ class ToyEngine(Engine):
     def _prefetch(self, keys: Sequence[KVKey]) -> None:
         """There is no slower tier."""
 
-    def _evict(self, keys: Sequence[KVKey]) -> int:
-        return sum(self._kv.pop(key, None) is not None for key in keys)
+    def _evict(self, keys: Sequence[KVKey]) -> Evicted:
+        return Evicted(sum(self._kv.pop(key, None) is not None for key in keys))
 
     def _release(self) -> int:
         freed = sum(8 * len(kv) for kv in self._kv.values())

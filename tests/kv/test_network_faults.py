@@ -6,8 +6,10 @@ import uuid
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import TieredKVStore
+from cacheblend_rag.kv import HostTier, TieredKVStore
 from cacheblend_rag.kv.tiers import breaker
+from cacheblend_rag.kv.tiers.urls import open_tier
+from cacheblend_rag.settings.tier_url import TierUrl
 from tests.kv.samples import make_key, make_kv, same, taken, until
 from tests.local_servers import BUCKET, HOST, redis_server
 from tests.servers import Proxy, RedisNames, redis_place, refusing, s3_place, tier_at
@@ -47,8 +49,11 @@ def check_out(store, name):
         assert (found.kv, found.reason, found.tier) == (None, "store error", name)
     assert not store.contains(KEY)
     assert store.contains_many([KEY, OTHER]) == [False, False]
+    assert store.stored_many([KEY, OTHER]) == [None, None]
+    with pytest.raises(StoreError, match=f"the {name} tier cannot be listed: "):
+        store.entries()
     assert not store.put(OTHER, make_kv(1))
-    assert not store.evict(KEY)
+    assert store.evict(THIRD).pending == (name,)
     assert not store.tiers[0].has_relative(KEY)
     stats = store.stats()[name]
     assert stats["entries"] is None
@@ -338,3 +343,79 @@ def test_a_redis_that_the_system_does_not_vouch_for_is_not_trusted(redis_tls, tm
     assert trusting.evict(KEY)
     for store in (trusting, strict):
         store.close()
+
+
+# Deletions
+
+
+@pytest.mark.parametrize("again", ["it goes on", "it is opened again"])
+def test_what_a_tier_could_not_delete_is_deleted_once_it_answers(own_redis, tmp_path, again):
+    url = redis_place(own_redis, "timeout=0.3s")
+    store = TieredKVStore([HostTier(), tier_at(url)], folder=tmp_path)
+    assert store.put(KEY, make_kv())
+    assert store.put(OTHER, make_kv(1))
+    own_redis.pause()
+    evicted = store.evict(KEY)
+    assert (evicted, evicted.pending, evicted.is_noted) == (1, ("redis",), True)
+    assert "redis" in evicted.waiting
+    if again == "it is opened again":
+        store.close()
+        store = TieredKVStore([HostTier(), tier_at(url)], folder=tmp_path)
+    own_redis.resume()
+    bare = tier_at(url)
+    assert until(lambda: not bare.contains(KEY), 15)
+    assert bare.contains(OTHER)
+    assert until(lambda: not store.deletions, 15)
+    assert list(tmp_path.glob("deletions")) == [], "nothing is left to read at the next start"
+    store.close()
+
+
+def test_what_is_to_be_deleted_is_not_read_meanwhile_and_may_be_stored_again(own_redis, tmp_path):
+    url = redis_place(own_redis, "timeout=0.3s")
+    store = opened(url)
+    assert store.put(KEY, make_kv())
+    own_redis.pause()
+    first = TieredKVStore([tier_at(url)], folder=tmp_path)
+    assert first.evict(KEY).pending == ("redis",)
+    first.close()
+    own_redis.resume()
+    tier = open_tier(TierUrl(url), "cpu", read_only=True)  # which deletes nothing itself
+    reader = TieredKVStore([tier], folder=tmp_path)
+    assert until(lambda: tier.contains(KEY), 15)
+    assert not reader.contains(KEY)
+    assert reader.get(KEY).reason == "not stored"
+    with reader.fetch([KEY]) as source:
+        assert taken(source)[0].kv is None
+    assert store.put(KEY, make_kv())
+    assert same(reader.get(KEY).kv, make_kv())
+    reader.close()
+    again = TieredKVStore([tier_at(url)], folder=tmp_path)
+    assert until(lambda: not again.deletions, 15)
+    assert again.contains(KEY), "it was stored after it was deleted"
+    again.close()
+    store.close()
+
+
+def test_without_a_folder_a_deletion_that_waits_says_how_long_it_is_known(own_redis):
+    store = opened(redis_place(own_redis, "timeout=0.3s"))
+    assert store.put(KEY, make_kv())
+    own_redis.pause()
+    evicted = store.evict(KEY)
+    assert (evicted.pending, evicted.is_noted) == (("redis",), False)
+    assert "unless this process ends before" in evicted.waiting
+    own_redis.resume()
+    assert until(lambda: not store.deletions, 15)
+    assert store.get(KEY).reason == "not stored"
+    store.close()
+
+
+def test_a_file_of_deletions_that_others_wrote_is_read_as_far_as_it_is_one(redis, tmp_path):
+    url, past = redis_place(redis), time.time() - 60
+    lines = ["", "x", f"nan {KEY} redis", f"{past} ../{KEY} redis", f"{past} {OTHER} redis"]
+    (tmp_path / "deletions").write_bytes("\n".join(lines).encode() + b"\n\xff\x00")
+    with TieredKVStore([tier_at(url)], folder=tmp_path) as store:
+        assert store.put(KEY, make_kv())
+        assert store.put(OTHER, make_kv())
+        assert store.contains_many([KEY, OTHER]) == [True, True]
+        assert until(lambda: not store.deletions, 15)
+        assert store.contains_many([KEY, OTHER]) == [True, True]

@@ -62,6 +62,7 @@ from cacheblend_rag.prefill.precompute import (
     compute_one_by_one,
 )
 from cacheblend_rag.reason import Reason
+from cacheblend_rag.report import Evicted
 from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -416,9 +417,13 @@ class TransformersEngine(Engine, ScoringEngine):
     def _prefetch(self, keys: Sequence[KVKey]) -> None:
         self.store.prefetch(keys)
 
-    def _evict(self, keys: Sequence[KVKey]) -> int:
-        dropped = [key for key in self._of_all_states(keys) if self.store.evict(key)]
-        return len({(key.chunk_id, key.context_id) for key in dropped})
+    def _evict(self, keys: Sequence[KVKey]) -> Evicted:
+        evicted = {key: self.store.evict(key) for key in self._of_all_states(keys)}
+        whole = sum(evicted.values(), Evicted())
+        dropped = {
+            (key.chunk_id, key.context_id) for key, was_there in evicted.items() if was_there
+        }
+        return Evicted(len(dropped), whole.pending, is_noted=whole.is_noted)
 
     def _evict_turns(self, keys: Sequence[KVKey]) -> int:
         return self.prefixes.evict(keys)
@@ -435,6 +440,10 @@ class TransformersEngine(Engine, ScoringEngine):
         """Return keys together with those of the same chunks under the adapters used so far."""
         fingerprints = self._led.fingerprints
         return [replace(key, fingerprint=each) for key in keys for each in fingerprints]
+
+    def stored(self, keys: Sequence[KVKey]) -> Sequence[bool | None]:
+        """Return for each key whether its KV is stored; None if a tier that fails may hold it."""
+        return self.store.stored_many(keys)
 
     def _stored_keys(self) -> list[KVKey]:
         fingerprint = self.fingerprint

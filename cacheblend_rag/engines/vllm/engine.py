@@ -67,6 +67,7 @@ from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
 from cacheblend_rag.reason import Reason
+from cacheblend_rag.report import Evicted
 from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig, Profile
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -385,8 +386,10 @@ class VLLMEngine(Engine):
             plan if fits(plan, plan.context) else replace(plan, context=()) for plan in plans
         )
 
-    def stored(self, keys: Sequence[KVKey]) -> list[bool]:
+    def stored(self, keys: Sequence[KVKey]) -> Sequence[bool | None]:
         """Return for each key whether its KV is stored, on every replica if they share no folder.
+
+        None while a tier fails that may hold it.
 
         Raises:
             EngineUnavailableError: when the connector does not say.
@@ -410,13 +413,13 @@ class VLLMEngine(Engine):
 
         self.transport.background.start(load())
 
-    def _evict(self, keys: Sequence[KVKey]) -> int:
-        return self.transport.run(self._jobs.evict(keys)) if keys else 0
+    def _evict(self, keys: Sequence[KVKey]) -> Evicted:
+        return self.transport.run(self._jobs.evict(keys)) if keys else Evicted()
 
     def _evict_turns(self, keys: Sequence[KVKey]) -> int:
         if keys and self.read_only:
             raise StoreError(READ_ONLY)
-        return self.transport.run(self._jobs.evict_turns(keys)) if keys else 0
+        return self.transport.run(self._jobs.evict(keys, turns=True)) if keys else 0
 
     def _release(self) -> int:
         return self.transport.run(self._jobs.release())

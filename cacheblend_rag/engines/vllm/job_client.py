@@ -39,6 +39,7 @@ from cacheblend_rag.prefill.comparing import Compared
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.precompute import DocumentPlan
 from cacheblend_rag.reason import Reason
+from cacheblend_rag.report import Evicted
 from cacheblend_rag.settings import BlendConfig
 
 T = TypeVar("T")
@@ -113,44 +114,45 @@ class JobClient:
         names = {f"{key.chunk_id}/{key.context_id}": key for key in keys}
         return {names[name]: why for name, why in lost.items() if name in names}
 
-    async def lookup(self, keys: Sequence[KVKey]) -> list[bool]:
+    async def lookup(self, keys: Sequence[KVKey]) -> list[bool | None]:
         """Return for each key whether it is stored, on all replicas that share no folder.
 
-        Raises EngineUnavailableError when the connector does not say.
+        None: one cannot tell, and no other lacks it. Raises EngineUnavailableError when the
+        connector does not say.
         """
-        stored: list[bool] = []
+        stored: list[bool | None] = []
         for request in self._by_keys("lookup", keys):
             named = request.job.keys if request.job is not None else ()
-            held = set(range(len(named)))
+            held, unknown = set(range(len(named))), set[int]()
             for one in [request] if self.status.shared else self._to_replicas(request):
                 result = _outcome(await self._params(one))
                 if not isinstance(result, LookupResult):
                     why: str = result.error if isinstance(result, Failed) else "no result came"
                     raise EngineUnavailableError(f"vLLM did not look chunks up: {why}")
-                held &= set(result.found)
-            stored += [index in held for index in range(len(named))]
+                held &= {*result.found, *result.unknown}
+                unknown |= set(result.unknown)
+            stored += [
+                None if index in held & unknown else index in held for index in range(len(named))
+            ]
         return stored
 
-    async def evict(self, keys: Sequence[KVKey]) -> int:
-        """Drop KV on all replicas; returns how many keys were stored."""
-        results = [
-            await self._carry_out(request, everywhere=True)
-            for request in self._by_keys("evict", keys)
-        ]
-        return sum(map(_done, results))
+    async def evict(self, keys: Sequence[KVKey], *, turns: bool = False) -> Evicted:
+        """Drop KV on all replicas; returns how many keys were stored.
 
-    async def evict_turns(self, keys: Sequence[KVKey]) -> int:
-        """Drop KV of conversations on all replicas; returns how many keys were stored.
-
-        Raises EngineUnavailableError when the connector does not do it.
+        turns: whether it is that of conversations. Raises EngineUnavailableError when the connector
+        does not do it.
         """
-        evicted = 0
-        for request in self._by_keys("evict", keys, turns=True):
-            result = await self._carry_out(request, everywhere=True)
-            if not isinstance(result, EvictResult):
-                why: str = result.error if isinstance(result, Failed) else "no result came"
-                raise EngineUnavailableError(f"vLLM did not evict a conversation's KV: {why}")
-            evicted += result.evicted
+        evicted = Evicted()
+        for request in self._by_keys("evict", keys, turns=turns):
+            most = 0
+            for params in await all_of(self._params(one) for one in self._to_replicas(request)):
+                result = _outcome(params)
+                if not isinstance(result, EvictResult):
+                    why: str = result.error if isinstance(result, Failed) else "no result came"
+                    raise EngineUnavailableError(f"vLLM did not evict KV: {why}")
+                most = max(most, result.evicted)
+                evicted += Evicted(0, result.pending, is_noted=result.noted)
+            evicted += most
         return evicted
 
     async def keep(
@@ -338,6 +340,4 @@ def _outcome(params: Mapping[str, Any] | None) -> Result:
 
 def _done(result: Result) -> int:
     """Return how many chunks a job has changed in a replica's store."""
-    if isinstance(result, PrecomputeResult):
-        return result.computed
-    return result.evicted if isinstance(result, EvictResult) else 0
+    return result.computed if isinstance(result, PrecomputeResult) else 0

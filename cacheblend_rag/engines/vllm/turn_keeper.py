@@ -96,7 +96,7 @@ class TurnKeeper:
 
         async def evict() -> None:
             try:
-                await self.jobs.evict_turns(keys)
+                await self.jobs.evict(keys, turns=True)
             except CacheBlendError as error:
                 logger.log(level, "%s", error)
 

@@ -8,7 +8,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.mac import CHECKSUM, Mac
 from cacheblend_rag.kv.packed_kv import LayerKV
-from cacheblend_rag.kv.put_result import PutResult
+from cacheblend_rag.kv.put_result import PutResult, told
 from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.stored_chunk import Entry, Read, StoredChunk
 from cacheblend_rag.kv.tiers.contract import TierContract
@@ -70,9 +70,15 @@ class Tier(TierContract):
         return self._parts.lookups.queued()
 
     def all_entries(self) -> Iterator[tuple[KVKey, Entry]]:
-        """Yield all chunks, queued ones first, since they may be written meanwhile."""
+        """Yield all chunks, queued ones first, since they may be written meanwhile.
+
+        Raises StoreError when the tier cannot be listed.
+        """
         yield from self.queued()
-        yield from self.entries()
+        try:
+            yield from self.entries()
+        except OSError as error:
+            raise StoreError(f"the {self.name} tier cannot be listed: {told(error)}") from error
 
     def get(self, key: KVKey) -> StoredChunk | None:
         """Read a chunk; None when absent.
@@ -108,8 +114,8 @@ class Tier(TierContract):
         """
         return self._parts.writes.put(key, chunk)
 
-    def evict(self, key: KVKey) -> bool:
-        """Remove a chunk, pinned or not; returns whether it was there."""
+    def evict(self, key: KVKey) -> bool | None:
+        """Remove a chunk, pinned or not; returns whether it was there, None if that failed."""
         return self._parts.writes.evict(key)
 
     def expire(self, key: KVKey) -> bool:

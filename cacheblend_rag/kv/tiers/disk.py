@@ -2,9 +2,9 @@
 
 Layout: ``<a>/<b>/<key>.safetensors``, where a and b are the chunk id's first hex digits;
 ``quarantine/`` for unusable files, each beside a ``.reason``; ``usage`` (entries and bytes),
-``pins`` (keys) and ``lock``. A file appears complete, by rename, and is never written again, so
-readers need no lock; its access time is its last use, its modification time when it was written.
-Only trusted processes may write to the folder.
+``pins`` (keys) and ``lock``; ``deletions`` are the store's (kv/deletions.py). A file appears
+complete, by rename, and is never written again, so readers need no lock; its access time is its
+last use, its modification time when it was written. Only trusted processes may write to the folder.
 """
 
 from __future__ import annotations

@@ -45,13 +45,13 @@ class Writes:
         logger.warning("%s tier: %s is not stored: %s", self._tier.name, key, refusal)
         return PutResult(False, f"{self._tier.name} tier: {refusal}")
 
-    def evict(self, key: KVKey) -> bool:
+    def evict(self, key: KVKey) -> bool | None:
         """See ``Tier.evict``."""
         return self._remove(key, "evictions")
 
     def expire(self, key: KVKey) -> bool:
         """See ``Tier.expire``."""
-        return self._remove(key, "expired")
+        return bool(self._remove(key, "expired"))
 
     def drain(self) -> None:
         """See ``Tier.drain``."""
@@ -86,7 +86,7 @@ class Writes:
             return PutResult(False, f"{name} tier: {cause}")
         return PutResult(True)
 
-    def _remove(self, key: KVKey, counter: str) -> bool:
+    def _remove(self, key: KVKey, counter: str) -> bool | None:
         if self._tier.policy.read_only:
             return False
         taken_back = self.queue.take_back(key)
@@ -95,7 +95,7 @@ class Writes:
                 removed = self._tier._drop(key) or taken_back
         except OSError as error:
             self._access.could_not_write("remove %s", key, error)
-            return taken_back
+            return None
         if removed:
             self._capacity.freed(counter, 1)
         return removed

@@ -49,7 +49,7 @@ class Jobs:
             await asyncio.sleep(0.005)
         return self.answer(kept)
 
-    async def evict_turns(self, keys: Sequence[KVKey]) -> int:
+    async def evict(self, keys: Sequence[KVKey], *, turns: bool) -> int:
         self.evicted += keys
         return len(keys)
 

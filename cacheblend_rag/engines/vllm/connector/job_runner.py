@@ -66,7 +66,7 @@ from cacheblend_rag.prefill.precompute import (
 from cacheblend_rag.prefill.prefix import KVPart
 from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
 from cacheblend_rag.reason import Reason
-from cacheblend_rag.report import ChunkReport
+from cacheblend_rag.report import ChunkReport, Evicted
 
 WorkResult = (
     BlendResult
@@ -391,21 +391,23 @@ def verify(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
 
 def lookup(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
     """Find out which keys are stored, one at a time."""
-    found: list[int] = []
-    for index, key in enumerate(keys):  # each may wait for a tier
-        if store.contains(key):
-            found.append(index)
+    told: list[bool | None] = []
+    for key in keys:  # each may wait for a tier
+        told += store.stored_many([key])
         yield
-    return LookupResult(tuple(found))
+    found, unknown = (
+        tuple(index for index, there in enumerate(told) if there is kind) for kind in (True, None)
+    )
+    return LookupResult(found, unknown=unknown)
 
 
 def evict(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
     """Drop chunk KV, one key at a time."""
-    evicted = 0
+    evicted = Evicted()
     for key in keys:  # each may wait for a disk
         evicted += store.evict(key)
         yield
-    return EvictResult(evicted)
+    return EvictResult(int(evicted), pending=evicted.pending, noted=evicted.is_noted)
 
 
 def prefetch(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:

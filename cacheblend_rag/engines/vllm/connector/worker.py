@@ -38,6 +38,7 @@ from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Failed, Result
 from cacheblend_rag.engines.vllm.protocol.job import VERSION
 from cacheblend_rag.engines.vllm.protocol.result import CANCELLED
 from cacheblend_rag.engines.vllm.protocol.status import StoredKV
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import fingerprint, namespace_id
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.controller import Rates
@@ -278,10 +279,15 @@ def _stored(store: TieredKVStore, tenant: str) -> StoredKV:
     tenant: the hash of the only namespace to count; "" counts all.
     """
     if tenant:
-        own = [e.nbytes for key, e in store.entries().items() if key.fingerprint.startswith(tenant)]
+        try:
+            held = store.entries().items()
+        except StoreError:
+            return StoredKV(None, None)
+        own = [entry.nbytes for key, entry in held if key.fingerprint.startswith(tenant)]
         return StoredKV(len(own), sum(own))
-    held = store.stats().values()
+    told = store.stats().values()
+    counts, sizes = ([tier[name] for tier in told] for name in ("entries", "bytes"))
     return StoredKV(
-        chunks=max((tier["entries"] or 0 for tier in held), default=0),
-        bytes=max((tier["bytes"] or 0 for tier in held), default=0),
+        None if None in counts else max(filter(None, counts), default=0),
+        None if None in sizes else max(filter(None, sizes), default=0),
     )

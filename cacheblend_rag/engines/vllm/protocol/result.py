@@ -7,7 +7,7 @@ it a failure with a reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeAlias, get_args, get_origin
 
@@ -19,8 +19,8 @@ from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.trace import Trace
 
 MOST_SECONDS = 1e6
-MOST_TIMES = 32
-"""Most phases, or tiers, that times come for."""
+MOST_NAMES = 32
+"""Most phases, or tiers, that a result names."""
 LONGEST_NAME = 64
 INTERNAL = "internal"
 """Marks fields of results that are for the connector's scheduler side, not for clients."""
@@ -72,10 +72,14 @@ class PrecomputeResult:
 
 @dataclass(frozen=True)
 class LookupResult:
-    """The result of lookup. found: which of the job's keys are stored, as indices, in order."""
+    """The result of lookup. found: which of the job's keys are stored, as indices, in order.
+
+    unknown: those that are not found while a tier fails.
+    """
 
     found: tuple[int, ...]
     work_seconds: float | None = None
+    unknown: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,12 @@ class VerifyResult:
 
 @dataclass(frozen=True)
 class EvictResult:
-    """The result of evict: how many chunks were dropped."""
+    """The result of evict: how many chunks were dropped; pending, noted: as in Evicted."""
 
     evicted: int
     work_seconds: float | None = None
+    pending: tuple[str, ...] = ()
+    noted: bool = True
 
 
 @dataclass(frozen=True)
@@ -251,18 +257,26 @@ def result_of(params: Mapping[str, Any] | None) -> Result | None:
         read: Result = read_plain(kind, sent)
         if isinstance(read, BlendResult | Declined):
             _check_times(read)
+        if isinstance(read, EvictResult):
+            _check_names("pending", read.pending)
     except (TypeError, ValueError, OverflowError) as error:
         why = f"the connector's answer cannot be read: {error!s:.100}"
         return Failed(Reason(ReasonCode.NO_ANSWER, why))
     return read
 
 
+def _check_names(field: str, names: Collection[str]) -> None:
+    if len(names) > MOST_NAMES or any(
+        len(name) > LONGEST_NAME or not name.isprintable() for name in names
+    ):
+        raise ValueError(f"{field} holds too many or too long names, or unprintable ones")
+
+
 def _check_times(told: BlendResult | Declined) -> None:
     """Raise ValueError unless the times of a result are possible."""
     by_tier = told.load_by_tier if isinstance(told, BlendResult) else {}
     for name, of in (("seconds", told.seconds), ("starts", told.starts), ("load_by_tier", by_tier)):
-        if len(of or {}) > MOST_TIMES or any(len(key) > LONGEST_NAME for key in of or {}):
-            raise ValueError(f"{name} holds too many or too long names")
+        _check_names(name, of or {})
         if any(not 0 <= value <= MOST_SECONDS for value in (of or {}).values()):
             raise ValueError(f"{name} must be between 0 and {MOST_SECONDS:,.0f} seconds")
     waited, whole = math.fsum(by_tier.values()), (told.seconds or {}).get("load", 0.0)

@@ -17,10 +17,10 @@ NO_REFUSAL = Reason(ReasonCode.NO_ANSWER, "the connector does not say why it ble
 
 @dataclass(frozen=True)
 class StoredKV:
-    """The number and bytes of chunks in one worker's store."""
+    """The number and bytes of chunks in one worker's store; None while a tier cannot be asked."""
 
-    chunks: int = 0
-    bytes: int = 0
+    chunks: int | None = 0
+    bytes: int | None = 0
 
 
 @dataclass(frozen=True)

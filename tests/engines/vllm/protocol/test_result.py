@@ -105,7 +105,10 @@ def codes(value: Any) -> list[ReasonCode]:
         (Late(), {"late": True}),
         (NO_REPORT, {"reason": ["no_answer", "no such report"]}),
         (CANCELLED, {"error": ["cancelled", "cancelled"]}),
-        (EvictResult(3, 0.5), {"evicted": 3, "work_seconds": 0.5}),
+        (
+            EvictResult(3, 0.5, ("redis",), noted=False),
+            {"evicted": 3, "work_seconds": 0.5, "pending": ["redis"], "noted": False},
+        ),
         (
             PrecomputeResult(2, work_seconds=0.5),
             {
