@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli import asking, options, output, serve_here
-from cacheblend_rag.cli.serve_here import is_loopback
 from cacheblend_rag.engines.vllm import serve
 from cacheblend_rag.engines.vllm.middleware.access import (
-    BODY_VARIABLE,
     KEY_VARIABLE,
     MAX_BODY_MIB,
     STORE_KEY_VARIABLE,
     has_storers,
 )
+from cacheblend_rag.engines.vllm.middleware.hosts import check_host, is_loopback
 from cacheblend_rag.engines.vllm.middleware.tenants import DEFAULT_NAMESPACE, read_tenants
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, public_name, resolve
@@ -70,6 +69,15 @@ def serve_command(
         serve.HOST
     ),
     port: Annotated[int, typer.Option(min=1, max=65535)] = serve.PORT,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Without a key: a name under which clients and pages reach the server, beside "
+            "localhost and --host. Repeatable.",
+            show_default="none",
+        ),
+    ] = None,
     kv_path: Annotated[
         Path | None,
         typer.Option(
@@ -197,7 +205,8 @@ def serve_command(
         "find": find,
     }
     only_vllm = _only_vllm(context.args, of_vllm)
-    address = serve_here.Address(host, port, max_body_mib)
+    others = tuple(map(check_host, allowed_host or ()))
+    address = serve_here.Address(host, port, max_body_mib, others)
     shared = {"namespace": namespace, "profile": profile, "guard": guard}
     if collection is not None:
         _refuse_beside_collection(model, namespace, dtype, verify, kv_path=_given(context, kv_path))
@@ -298,7 +307,7 @@ def _become_vllm(
         **os.environ,
         **kept.environment(),
         **serve.server_environment(tenants),
-        BODY_VARIABLE: str(address.max_body_mib),
+        **address.environment,
     }
     os.execve(command[0], command, environment)  # noqa: S606  # signals and exit code: vLLM's own
 

@@ -6,13 +6,13 @@ import logging
 import os
 from contextlib import closing
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.cli import output
 from cacheblend_rag.engines.vllm import serve
 from cacheblend_rag.engines.vllm.middleware.access import BODY_VARIABLE, KEY_VARIABLE
+from cacheblend_rag.engines.vllm.middleware.hosts import HOSTS_VARIABLE, is_loopback
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import public_name
 from cacheblend_rag.rag import checks
@@ -33,11 +33,18 @@ MODULES = ("fastapi", "uvicorn")
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server listens, and the longest body that it takes."""
+    """Where the server listens, the longest body that it takes, and further names of its host."""
 
     host: str
     port: int
     max_body_mib: int
+    other_hosts: tuple[str, ...] = ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that tell the access middleware so."""
+        hosts = [self.host, *self.other_hosts, *filter(None, [os.environ.get(HOSTS_VARIABLE)])]
+        return {BODY_VARIABLE: str(self.max_body_mib), HOSTS_VARIABLE: ",".join(hosts)}
 
 
 def picked(engine: str, model: str, device: str | None) -> str:
@@ -64,14 +71,6 @@ def check(host: str) -> None:
             f"--host {host}: other machines can reach it: set {KEY_VARIABLE} to a key that clients "
             "must send, or listen on 127.0.0.1"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a host."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def warn_of_memory(store: StoreConfig) -> None:
@@ -108,7 +107,7 @@ def serve_model(
     warn_of_memory(store)
     with output.progress_bar(lines=True) as bar:
         engine = load_engine(config, bar)
-    os.environ[BODY_VARIABLE] = str(address.max_body_mib)
+    os.environ.update(address.environment)
     with closing(engine):
         from cacheblend_rag.api.app import create_app
 
@@ -134,7 +133,7 @@ def serve_collection(
         raise ConfigError("--store kv_path: a collection keeps its KV in its own folder")
     with output.progress_bar(lines=True) as bar:
         asker = Asker(folder, placement, engine, progress=bar)
-    os.environ[BODY_VARIABLE] = str(address.max_body_mib)
+    os.environ.update(address.environment)
     with asker:
         from cacheblend_rag.api.app import create_app
         from cacheblend_rag.api.collection import Retriever, name_of

@@ -32,7 +32,7 @@ def app(engine):
 def http_client(app) -> httpx.AsyncClient:
     """A client that calls an application in this process."""
     return httpx.AsyncClient(
-        transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://server"
+        transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://localhost"
     )
 
 
@@ -44,7 +44,7 @@ def http(app) -> httpx.AsyncClient:
 def openai_client(app) -> openai.AsyncOpenAI:
     """An unmodified OpenAI client of an application in this process."""
     return openai.AsyncOpenAI(
-        base_url="http://server/v1",
+        base_url="http://localhost/v1",
         api_key="sesame",
         http_client=http_client(app),
         max_retries=0,

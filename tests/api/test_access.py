@@ -107,7 +107,7 @@ async def test_headers_without_an_end_are_given_up(engine, script, monkeypatch):
         script.may_go_on = threading.Event()
         asked = b'{"messages": [{"role": "user", "content": "w3"}]}'
         head = (
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
         )
         connections[2][1].write(b"%bContent-Length: %d\r\n\r\n%b" % (head, len(asked), asked))
         connections[3][1].write(b"GET / HTTP/1.1\r\nA: " + b"b" * run.MOST_HEADER_BYTES)
@@ -123,3 +123,20 @@ async def test_headers_without_an_end_are_given_up(engine, script, monkeypatch):
             writer.close()
         server.should_exit = True
         await serving
+
+
+async def test_without_a_key_no_page_reads_or_changes_anything_by_dns_rebinding(engine):
+    http = http_client(create_app(engine))
+    told = "/v1/cacheblend/documents"
+    assert (await http.put(f"{told}/a", json={"chunks": ["w3 w4"]})).status_code == 200
+    foreign = ({"host": "evil.example"}, {"origin": "http://evil.example"}, {"origin": "null"})
+    for headers in foreign:
+        for method, path in (("GET", told), ("GET", f"{told}/a"), ("DELETE", f"{told}/a")):
+            answer = await http.request(method, path, headers=headers)
+            assert answer.status_code == 403, (method, headers)
+            assert answer.json()["error"]["type"] == "permission_error"
+        plain = {"content-type": "text/plain", **headers}
+        answer = await http.post("/v1/cacheblend/release", content=b"{}", headers=plain)
+        assert answer.status_code == 403
+    for headers in ({}, {"origin": "http://localhost:3000"}, {"host": "127.0.0.1:8000"}):
+        assert (await http.get(f"{told}/a", headers=headers)).status_code == 200

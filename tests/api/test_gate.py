@@ -62,7 +62,7 @@ async def test_a_client_that_hangs_up_stops_its_work(app, script, path, asked, s
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), (b"host", b"server")],
+        "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
         "client": ("127.0.0.1", 1),
         "server": ("server", 80),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -42,6 +43,7 @@ def served_here(monkeypatch):
     monkeypatch.setattr(app, "create_app", lambda *_, **__: None)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setenv("CACHEBLEND_MAX_BODY_MIB", "1")
+    monkeypatch.setenv("CACHEBLEND_ALLOWED_HOSTS", "")
     return served
 
 
@@ -101,6 +103,22 @@ def test_serve_says_when_anyone_may_ask(cli, executed, monkeypatch, options, war
     assert ("may ask, store, evict and release: set VLLM_API_KEY" in outcome.stderr) == warned
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
     assert "may ask" not in cli("serve", "demo", *ON_VLLM, *options).stderr
+
+
+def test_further_names_of_the_server_are_for_the_middleware(
+    cli, executed, served_here, monkeypatch, tmp_path
+):
+    told = {}
+    monkeypatch.setattr(serve.os, "execve", lambda *given: told.update(given[-1]))
+    names = ("--allowed-host", "gpu.example", "--allowed-host", "::2")
+    assert cli("serve", "demo", *ON_VLLM, *names).code == 0
+    assert told["CACHEBLEND_ALLOWED_HOSTS"] == "127.0.0.1,gpu.example,::2"
+    assert cli("serve", "demo", "--engine", "transformers", *names).code == 0
+    assert os.environ["CACHEBLEND_ALLOWED_HOSTS"] == "127.0.0.1,gpu.example,::2"
+    for wrong in ("http://gpu.example", "gpu.example:80", "", "*", "a,b", "a/b", "a b"):
+        outcome = cli("serve", "demo", *ON_VLLM, "--allowed-host", wrong)
+        assert outcome.code != 0, wrong
+        assert f"--allowed-host {wrong!r} must be a name or an address" in outcome.stderr
 
 
 @pytest.mark.usefixtures("smollm2_folder")

@@ -26,6 +26,7 @@ from cacheblend_rag.engines.vllm.middleware.bodies import (
     order_in,
 )
 from cacheblend_rag.engines.vllm.middleware.error_body import error_body
+from cacheblend_rag.engines.vllm.middleware.hosts import refusal
 from cacheblend_rag.engines.vllm.middleware.release import (
     RELEASE_PATH,
     Application,
@@ -82,7 +83,9 @@ class AccessMiddleware:
     """Passes requests to ``app`` if they carry the key and their bodies are small and flat.
 
     The keys of vLLM (``--api-key``, or VLLM_API_KEY) and CACHEBLEND_STORE_KEY give access to every
-    path; if vLLM has no key, none is needed. If CACHEBLEND_STORE_KEY is set, jobs that change the
+    path; if vLLM has no key, none is needed, but only requests to this machine's loopback, to the
+    host where vLLM listens and to those in CACHEBLEND_ALLOWED_HOSTS are passed, and only of their
+    own pages (see ``hosts``). If CACHEBLEND_STORE_KEY is set, jobs that change the
     store (see CHANGES) need it, and so do the paths of documents, and /cacheblend/release, which is
     answered here. The path /health is always open, and so are OPTIONS requests, which browsers send
     first.
@@ -151,6 +154,8 @@ class AccessMiddleware:
     def _checked_key(self, scope: Scope) -> tuple[Scope, Grant]:
         """Return the request for vLLM, and what its key allows."""
         keys = _keys_of_vllm(scope)
+        if not (keys or self._tenants) and _path(scope) != OPEN_PATH:
+            _check_hosts(scope)
         given = _given_key(scope)
         may_change = not self._store_key or _is_one_of(given, [self._store_key])
         granted = Grant(DEFAULT_NAMESPACE, may_change)
@@ -300,6 +305,14 @@ def _keys_of_vllm(scope: Scope) -> list[str]:
     """Return the keys that vLLM was started with; its flag overrides the environment."""
     flags = getattr(scope["app"].state.args, "api_key", None)
     return [key for key in (flags or [os.environ.get(KEY_VARIABLE)]) if key]
+
+
+def _check_hosts(scope: Scope) -> None:
+    told = scope["app"].state.args
+    origins = getattr(told, "allowed_origins", None) or ()  # vLLM's own; all by default
+    why = refusal(scope["headers"], getattr(told, "host", None), origins)
+    if why is not None:
+        raise RefusedRequestError(HTTPStatus.FORBIDDEN, why)
 
 
 def _is_open(scope: Scope) -> bool:

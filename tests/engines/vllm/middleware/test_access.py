@@ -28,6 +28,7 @@ from cacheblend_rag.engines.vllm.middleware.bodies import (
     check_json,
     order_in,
 )
+from cacheblend_rag.engines.vllm.middleware.hosts import HOSTS_VARIABLE
 from cacheblend_rag.errors import ConfigError
 
 RELEASE = "/cacheblend/release"
@@ -95,7 +96,12 @@ class Asked:
 
 @pytest.fixture(autouse=True)
 def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (access.KEY_VARIABLE, access.STORE_KEY_VARIABLE, access.BODY_VARIABLE):
+    for name in (
+        access.KEY_VARIABLE,
+        access.STORE_KEY_VARIABLE,
+        access.BODY_VARIABLE,
+        HOSTS_VARIABLE,
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -124,6 +130,52 @@ def test_what_is_open_to_all() -> None:
     assert Asked(path="/v1/completions", keys=[ASK], method="OPTIONS").status is None
     assert Asked(path="/v1/completions").status is None, "no key was set"
     assert Asked(path="/v1/realtime", kind="lifespan", keys=[ASK]).status is None
+
+
+HOSTS = ["127.0.0.1:8000", "127.0.0.2", "[::1]:8000", "localhost", "LOCALHOST:1", "a.localhost:8"]
+FOREIGN = ["evil.example:8000", "evil.example", "192.0.2.7:8000", "localhost.evil.example", "", "["]
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "OPTIONS"])
+def test_without_a_key_a_page_reaches_nothing_by_its_own_name(
+    monkeypatch: pytest.MonkeyPatch, method: str, kind: str
+) -> None:
+    def asked(*headers: tuple[str, str], **more: Any) -> Asked:
+        given = [(name.encode(), value.encode()) for name, value in headers]
+        return Asked(path="/v1/models", method=method, kind=kind, headers=given, **more)
+
+    def is_refused(told: Asked) -> bool:
+        if kind == "websocket":
+            return [event["type"] for event in told.sent] == ["websocket.close"]
+        return told.status == 403
+
+    for host in HOSTS:
+        assert not is_refused(asked(("host", host)))
+        assert not is_refused(asked(("host", HOSTS[0]), ("origin", f"http://{host}")))
+    for host in FOREIGN:
+        assert is_refused(asked(("host", host)))
+        assert is_refused(asked(("host", HOSTS[0]), ("origin", f"http://{host}")))
+    assert is_refused(asked(("host", HOSTS[0]), ("origin", "null")))
+    assert not is_refused(asked(("host", FOREIGN[0]), keys=[ASK], key=ASK)), "who has a key may"
+    monkeypatch.setenv(HOSTS_VARIABLE, "gpu.example,evil.EXAMPLE")
+    for host in FOREIGN[:2]:
+        assert not is_refused(asked(("host", host), ("origin", f"https://{host}")))
+    assert is_refused(asked(("host", "192.0.2.7")))
+
+
+def test_whether_the_server_is_up_is_told_to_any_host() -> None:
+    assert Asked(path="/health", method="GET", headers=[(b"host", b"pod-7:8000")]).status is None
+
+
+def test_a_host_that_is_not_known_is_told_how_it_can_be() -> None:
+    told = Asked(headers=[(b"host", b"gpu:8000")]).said
+    assert told == (
+        "the host 'gpu:8000' is not known here: start the server with a key (VLLM_API_KEY), or "
+        "with --allowed-host and this name"
+    )
+    told = Asked(headers=[(b"origin", b"https://evil.example")]).said
+    assert told.startswith("pages of 'https://evil.example' may not ask here: ")
 
 
 @pytest.mark.parametrize("kind", ["precompute", "keep", "evict"])
