@@ -147,8 +147,7 @@ def serve_command(
     tenants: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file of namespaces and the SHA-256 of their keys (`cacheblend-rag tenant`); "
-            "SIGHUP rereads it.",
+            help="TOML file of namespaces and the SHA-256 of their keys (`cacheblend-rag tenant`)",
             show_default="the server's own keys only",
         ),
     ] = None,

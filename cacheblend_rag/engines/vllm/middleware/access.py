@@ -268,9 +268,8 @@ def _tenants(environment: Mapping[str, str]) -> Tenants | None:
             f"{TENANTS_VARIABLE} needs {SECRET_VARIABLE}, random hex digits that vLLM starts "
             "with: use cacheblend-rag serve --tenants"
         )
-    tenants = Tenants(path)
-    tenants.reread_on_hangup()
-    return tenants
+    own = (environment.get(name) for name in (KEY_VARIABLE, STORE_KEY_VARIABLE))
+    return Tenants(path, filter(None, own))
 
 
 def _mark(scope: Scope, namespace: str) -> Token[str | None]:

@@ -15,20 +15,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import logging
 import re
 import secrets
-import signal
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.options import check_namespace
-
-logger = logging.getLogger(__name__)
 
 TENANTS_VARIABLE = "CACHEBLEND_TENANTS"
 """The environment variable with the file's path."""
@@ -74,11 +70,10 @@ class Grant:
 
 
 class Tenants:
-    """The keys of a tenants' file. Raises ConfigError when it is wrong."""
+    """The keys of a tenants' file, as it is now; arguments and errors as ``read_tenants``."""
 
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._granted = read_tenants(self._path)
+    def __init__(self, path: str | Path, taken: Iterable[str] = ()) -> None:
+        self._granted = read_tenants(Path(path), taken)
 
     def grant(self, key: bytes) -> Grant | None:
         """Return what a key allows, None for an unknown one; takes the same time for any key."""
@@ -88,22 +83,6 @@ class Tenants:
             if hmac.compare_digest(known, given):
                 found = grant
         return found
-
-    def reread(self) -> None:
-        """Read the file again; if it is wrong now, log that and keep the keys as they are."""
-        try:
-            self._granted = read_tenants(self._path)
-        except CacheBlendError as error:
-            logger.error("the tenants' keys stay as they were: %s", error)
-        else:
-            logger.info("%s was read again: %d keys", self._path, len(self._granted))
-
-    def reread_on_hangup(self) -> None:
-        """Read the file again whenever this process gets SIGHUP."""
-        try:
-            signal.signal(signal.SIGHUP, lambda *_: self.reread())
-        except (AttributeError, ValueError):  # no such signal, or not the main thread
-            logger.warning("SIGHUP is not heard here: restart the server to change its tenants")
 
 
 def is_open_to_tenants(path: str) -> bool:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
-import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,25 +125,15 @@ def test_a_file_that_is_none_is_told_apart(tmp_path: Path) -> None:
             read_tenants(path)
 
 
-def test_a_signal_rereads_it_and_a_wrong_file_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", ["VLLM_API_KEY", "CACHEBLEND_STORE_KEY"])
+def test_the_servers_own_key_is_no_tenants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    path = written(tmp_path)
-    before = signal.getsignal(signal.SIGHUP)
-    try:
-        tenants = Tenants(path)
-        tenants.reread_on_hangup()
-        path.write_text("[acme")
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert tenants.grant(b"acme asks") == Grant("acme", may_change=False)
-        (told,) = [one for one in caplog.records if one.levelname == "ERROR"]
-        assert "the tenants' keys stay as they were" in told.getMessage()
-        path.write_text(f'[acme]\nask = "{hashed("new")}"')
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert tenants.grant(b"acme asks") is None
-        assert tenants.grant(b"new") == Grant("acme", may_change=False)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    monkeypatch.setenv(TENANTS_VARIABLE, str(written(tmp_path)))
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    monkeypatch.setenv(name, "acme stores")
+    with pytest.raises(ConfigError, match=r"store of .* is the server's own key"):
+        AccessMiddleware(None)  # type: ignore[arg-type]
 
 
 # What a namespace is signed with
@@ -303,16 +291,14 @@ class Asked:
 
 
 @pytest.fixture
-def tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A server's file of tenants, with its own keys beside it."""
     path = written(tmp_path)
     monkeypatch.setenv(TENANTS_VARIABLE, str(path))
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     monkeypatch.setenv(access.STORE_KEY_VARIABLE, OWN_STORE)
     monkeypatch.delenv(access.KEY_VARIABLE, raising=False)
-    before = signal.getsignal(signal.SIGHUP)
-    yield path
-    signal.signal(signal.SIGHUP, before)
+    return path
 
 
 @pytest.mark.usefixtures("tenants")
