@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.api.answers import Asked
 from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.printable import one_line
 
 if TYPE_CHECKING:
     from cacheblend_rag.rag.ordering import Source
@@ -22,6 +23,6 @@ def extra_of(asked: Asked, answers: Sequence[Generation]) -> dict[str, Any]:
 
 def sources_text(sources: Sequence[Source]) -> str:
     """Return a short list of documents for the end of an answer; "" without sources."""
-    names = dict.fromkeys(source.chunk.document_id or "" for source in sources)
+    names = dict.fromkeys(one_line(source.chunk.document_id or "") for source in sources)
     listed = "".join(f"\n- {name}" for name in names if name)
     return f"\n\nSources:{listed}" if listed else ""

@@ -86,7 +86,7 @@ def print_sources(sources: Sequence[Source]) -> None:
     """Print one line per passage."""
     for source in sources:
         start = shorten(output.printable(source.chunk.text), SHOWN_CHARACTERS, placeholder=" ...")
-        name = output.printable(source.chunk.document_id or "")
+        name = output.one_line(source.chunk.document_id or "")
         typer.echo(f"  {source.score:.2f}  {name} [{source.position}]  {start}")
 
 

@@ -101,7 +101,7 @@ def _print_chunks(told: Explanation) -> None:
     rows = [
         (
             index,
-            output.printable(one.document_id or one.chunk_id[:12]),
+            output.one_line(one.document_id or one.chunk_id[:12]),
             "-" if one.start < 0 else f"{one.start:,}",
             f"{one.tokens:,}",
             "hit" if one.hit else "miss",
@@ -116,7 +116,7 @@ def _passage(part: Passage) -> Text:
     chunk = part.chunk
     name = (chunk.document_id or chunk.chunk_id[:12]) if chunk else ""
     text = Text()
-    text.append(f"#{part.number} {output.printable(name)}: ", style="bold")
+    text.append(f"#{part.number} {output.one_line(name)}: ", style="bold")
     for run in part.runs[:SHOWN_RUNS]:
         text.append(run.text, style=STYLES.get(run.kind, ""))
     if len(part.runs) > SHOWN_RUNS:

@@ -237,7 +237,7 @@ def _show(into: Path, plain: dict[str, Any], lines: Sequence[str], *, as_json: b
         output.print_json({"collection": str(into), **plain})
         return
     for line in lines:
-        typer.echo(line)
+        typer.echo(output.one_line(line))
 
 
 def _estimate_lines(into: Path, estimate: IndexEstimate) -> list[str]:

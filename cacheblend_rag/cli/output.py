@@ -26,7 +26,8 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from cacheblend_rag.printable import printable as printable  # noqa: PLC0414 - commands' name for it
+from cacheblend_rag.printable import one_line as one_line  # noqa: PLC0414 - commands' name for it
+from cacheblend_rag.printable import printable as printable  # noqa: PLC0414 - as above
 from cacheblend_rag.rag import progress
 from cacheblend_rag.rag.progress import ProgressCallbacks
 
@@ -50,18 +51,18 @@ def side_console() -> Console:
 
 def warn(message: str) -> None:
     """Print one line of warning."""
-    side_console().print(f"warning: {message}", style="yellow", markup=False, soft_wrap=True)
+    told = f"warning: {one_line(message)}"
+    side_console().print(told, style="yellow", markup=False, soft_wrap=True)
 
 
 def say(message: str) -> None:
     """Print one line on stderr."""
-    side_console().print(printable(message), markup=False, soft_wrap=True, highlight=False)
+    side_console().print(one_line(message), markup=False, soft_wrap=True, highlight=False)
 
 
 def tell(message: str) -> None:
     """Print why a command fails, as one line on stderr."""
-    line = " ".join(printable(message).split())
-    sys.stderr.write(f"cacheblend-rag: {line}\n")
+    sys.stderr.write(f"cacheblend-rag: {one_line(message)}\n")
 
 
 def print_json(plain: Mapping[str, Any]) -> None:
@@ -98,7 +99,9 @@ def progress_bar(*, lines: bool = False) -> Iterator[ProgressCallbacks]:
             yield watcher
         return
     columns = (
-        TextColumn("{task.description}", table_column=_one_line(max_width=NAME_CELLS)),
+        TextColumn(
+            "{task.description}", markup=False, table_column=_one_line(max_width=NAME_CELLS)
+        ),
         BarColumn(bar_width=BAR_CELLS),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
@@ -121,11 +124,11 @@ class _ProgressBar(ProgressCallbacks):
         self._progress = progress
 
     def warn(self, message: str) -> None:
-        warn(" ".join(printable(message).splitlines()))
+        warn(message)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        task = self._progress.add_task(name, total=None)
+        task = self._progress.add_task(one_line(name), total=None)
         try:
             with super().phase(name):
                 yield
@@ -133,7 +136,7 @@ class _ProgressBar(ProgressCallbacks):
             self._progress.remove_task(task)
 
     def begin(self, name: str, steps: int) -> progress.Task:
-        return _Bar(self._progress, self._progress.add_task(name, total=steps))
+        return _Bar(self._progress, self._progress.add_task(one_line(name), total=steps))
 
 
 class _Bar(progress.Task):
@@ -141,7 +144,7 @@ class _Bar(progress.Task):
         self._progress, self._task = progress, task
 
     def note(self, what: str) -> None:
-        self._progress.update(self._task, note=what)
+        self._progress.update(self._task, note=one_line(what))
 
     def advance(self, steps: int = 1) -> None:
         self._progress.advance(self._task, steps)
@@ -167,7 +170,7 @@ class _ProgressLines(ProgressCallbacks):
         self._thread.join()
 
     def warn(self, message: str) -> None:
-        warn(" ".join(printable(message).splitlines()))
+        warn(message)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -190,8 +193,7 @@ class _ProgressLines(ProgressCallbacks):
         while not self._ended.wait(LINE_SECONDS):
             told = "; ".join(map(str, list(self._doing)))
             if told:
-                line = " ".join(printable(told).split())
-                sys.stderr.write(f"{line}\n")
+                sys.stderr.write(f"{one_line(told)}\n")
                 sys.stderr.flush()
 
 
@@ -246,7 +248,7 @@ def print_facts(title: str, facts: Mapping[str, Any]) -> None:
 
     table = Table(title=title, show_header=False, box=None, min_width=cell_len(title))
     for name, value in facts.items():
-        text = f"{value:,.6g}" if isinstance(value, float) else str(value)
+        text = f"{value:,.6g}" if isinstance(value, float) else one_line(str(value))
         table.add_row(escape(name.replace("_", " ")), escape(text))
     result_console().print(table)
 
@@ -256,7 +258,7 @@ def print_rows(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None
     from rich.table import Table
 
     table = Table(*columns, box=None)
-    texts = [[str(cell) for cell in row] for row in rows]
+    texts = [[one_line(str(cell)) for cell in row] for row in rows]
     for row in texts:
         table.add_row(*map(escape, row))
     console = result_console()

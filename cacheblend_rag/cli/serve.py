@@ -24,6 +24,7 @@ from cacheblend_rag.engines.vllm.middleware.access import (
 from cacheblend_rag.engines.vllm.middleware.hosts import check_host, is_loopback
 from cacheblend_rag.engines.vllm.middleware.tenants import DEFAULT_NAMESPACE, read_tenants
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.folders import make_folder
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, public_name, resolve
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection_engine import Placement
@@ -393,7 +394,7 @@ def _bytes(gib: float | None) -> int | None:
 
 def _made(folder: Path) -> Path:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise StoreError(f"--kv-path {folder} cannot be used: {error.strerror}") from error
     return folder.resolve()

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.folders import make_folder
 from cacheblend_rag.settings import LeadInConfig
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def put_label(store: Path, engine: Engine, fingerprint: str) -> None:
     try:
         if path.exists():
             return
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(path.parent)
         with os.fdopen(os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump({**vars(label), "lead_in": label.lead_in.to_dict()}, file)
         begun.replace(path)

@@ -13,6 +13,7 @@ from threading import Lock
 from filelock import FileLock
 
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.folders import make_folder
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.tiers.files import create, read_regular, write_parts
 
@@ -119,7 +120,7 @@ class Deletions:
         """Lock the file against other processes; raises OSError, also where there is none."""
         if self._path is None:
             raise FileNotFoundError("this store has no folder")
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         with FileLock(f"{self._path}.lock", timeout=LOCK_SECONDS, mode=0o600):
             yield self._path
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from cacheblend_rag.errors import ModelLoadError, first_line
+from cacheblend_rag.folders import make_folder
 
 VARIABLE = "CACHEBLEND_MODELS"
 RECORD = "cacheblend.json"
@@ -101,7 +102,7 @@ def make_once(folder: Path, record: Record, write: Callable[[Path], None]) -> Pa
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
             try:
                 with _usable(folder):
-                    partial.mkdir()
+                    make_folder(partial)
                 write(partial)
                 with _usable(folder):
                     _write_record(partial, record)
@@ -144,9 +145,9 @@ def size_of(folder: Path) -> int:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Lock a converted model against changes by other processes."""
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"), mode=0o600)
     with _usable(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
         lock.acquire()
     try:
         yield

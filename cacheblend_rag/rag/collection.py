@@ -22,6 +22,7 @@ from typing import Self
 from filelock import FileLock, Timeout
 
 from cacheblend_rag.errors import CacheBlendError, ConfigError, StoreError
+from cacheblend_rag.folders import make_folder
 from cacheblend_rag.rag.retrieval import Vectors
 from cacheblend_rag.settings import EMBEDDED
 from cacheblend_rag.text.chunk import Document
@@ -304,7 +305,7 @@ def prepare_folder(folder: Path) -> None:
     """Create the folder, readable by its owner only and ignored by Git; raises StoreError."""
     try:
         if not folder.exists():
-            folder.mkdir(mode=0o700, parents=True)
+            make_folder(folder)
             (folder / ".gitignore").write_text("*\n")
     except OSError as error:
         raise StoreError(f"{folder} cannot be created: {error.strerror}") from error
@@ -328,7 +329,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
     """Lock out other ``index`` runs in ``folder``; raises StoreError if one is running."""
     prepare_folder(folder)
     try:
-        with FileLock(folder / LOCK_NAME, timeout=0):
+        with FileLock(folder / LOCK_NAME, timeout=0, mode=0o600):
             yield
     except Timeout as error:
         raise StoreError(f"another `index` is running in {folder}: wait until it ends") from error

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from cacheblend_rag.printable import one_line
+
 logger = logging.getLogger(__name__)
 
 
@@ -27,12 +29,12 @@ class ProgressCallbacks:
 
     def warn(self, message: str) -> None:
         """Show a warning to the user."""
-        logger.warning(message)
+        logger.warning(one_line(message))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Show a phase's name while the block runs."""
-        logger.info(name)
+        logger.info(one_line(name))
         yield
 
     def begin(self, name: str, steps: int) -> Task:

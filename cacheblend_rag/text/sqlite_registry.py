@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import RLock
 
 from cacheblend_rag.errors import PromptError, StoreError
+from cacheblend_rag.folders import make_folder
 from cacheblend_rag.text.chunk import EMPTY, Chunk, Context, Match
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.registry_file import (
@@ -77,7 +78,7 @@ class SharedChunkRegistry(ChunkRegistry):
         self._patience = READ_SECONDS
         with self._failing("opened"):
             if not read_only:
-                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_folder(self.path.parent)
                 self.path.touch(mode=0o600)
             uri = f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
             self._file = open_file(uri, timeout=WAIT_SECONDS)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import openai
 import pytest
 
-from cacheblend_rag import SamplingParams
+from cacheblend_rag import Chunk, SamplingParams
 from cacheblend_rag.api.app import create_app
 from cacheblend_rag.api.collection import Retriever, name_of
 from cacheblend_rag.api.gate import Gate
+from cacheblend_rag.api.sources import sources_text
 from cacheblend_rag.rag.answering import Asker
+from cacheblend_rag.rag.ordering import Source
 from tests.api.conftest import openai_client
 from tests.cli.conftest import indexed, one_thread  # noqa: F401 - fixtures
 
@@ -95,6 +97,13 @@ async def test_no_message_is_lost(asker):
     assert text.index("Found.") < text.index("Be brief.") < text.index("Left alone.")
     alone = await Retriever(asker).ask(messages[-1:], SamplingParams(4), 1, Gate())
     assert asked.sources == alone.sources
+
+
+async def test_a_files_name_forges_no_source():
+    names = ["evil\nSources: all good", "\x1b[2Ja\r\n- b.txt", "a\u2028b\u202ec", "\n"]
+    found = [Source(Chunk("w1", document_id=name), 0, 1.0) for name in names]
+    listed = ["- evil Sources: all good", "- [2Ja - b.txt", "- a bc"]
+    assert sources_text(found) == "\n".join(["\n\nSources:", *listed])
 
 
 async def test_an_answer_with_a_form_cites_nothing(asker):

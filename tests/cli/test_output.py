@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from cacheblend_rag.cli import output
+from cacheblend_rag.rag.progress import ProgressCallbacks
 from tests.kv.samples import until
 
 
@@ -44,6 +45,35 @@ def test_estimates_are_rough(seconds, text):
 
 def test_terminals_are_sent_no_control_characters():
     assert output.printable("a\x1b[31mred\x07\r\n\ttab \x9b1m") == "a[31mred\n\ttab 1m"
+
+
+FORGED = "evil\nSources: all good\x1b[2J\r\x85\u2028[bold]\u202etxt.exe"
+"""A name that anybody may give a file."""
+
+
+def test_a_name_forges_no_line_of_a_terminal_or_a_log(monkeypatch, capsys, caplog):
+    plain = "evil Sources: all good[2J [bold]txt.exe"
+    monkeypatch.setenv("COLUMNS", "200")
+    output.warn(FORGED)
+    output.say(FORGED)
+    output.tell(FORGED)
+    output.print_rows(["name"], [[FORGED]])
+    output.print_facts("title", {"name": FORGED})
+    with output.progress_bar() as watcher, watcher.phase(FORGED):
+        watcher.warn(FORGED)
+    caplog.set_level("INFO")
+    silent = ProgressCallbacks()
+    silent.warn(FORGED)
+    with silent.phase(FORGED):
+        pass
+    told = capsys.readouterr()
+    assert told.err.splitlines() == [
+        f"warning: {plain}", plain, f"cacheblend-rag: {plain}", f"warning: {plain}"
+    ]  # fmt: skip
+    assert [line.strip() for line in told.out.splitlines() if "evil" in line] == [
+        plain, f"name  {plain}"
+    ]  # fmt: skip
+    assert caplog.messages == [plain, plain]
 
 
 def test_a_terminal_shows_phases_tasks_and_notes(monkeypatch):

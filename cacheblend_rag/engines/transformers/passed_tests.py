@@ -28,6 +28,7 @@ from cacheblend_rag.blend.onednn import has_slow_mkl, onednn_is_faster
 from cacheblend_rag.blend.rotary import LAYOUTS, Layout
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.folders import make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class TestRecord:
         """Record what the tests found; failures are logged and ignored."""
         begun = self.file.with_name(f"{self.file.name}.{uuid4().hex}.tmp")
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.file.parent)
             with os.fdopen(os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as to:
                 json.dump({"state": self.state, **passed.plain()}, to)
             begun.replace(self.file)

@@ -24,6 +24,7 @@ from uuid import uuid4
 from filelock import FileLock
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
+from cacheblend_rag.folders import make_folder
 from cacheblend_rag.kv.background import BESIDE_BYTES, begin
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import EncodedChunk
@@ -110,7 +111,7 @@ class DiskTier(BytesTier):
                 raise StoreError(f"there is no chunk KV to read in {self.path}: index first")
             return
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self.path)
             with self._exclusive():
                 self._usage.write(self._scan())
         except OSError as error:
@@ -300,7 +301,7 @@ class DiskTier(BytesTier):
 
     def _make_folders(self, path: str) -> None:
         leaf = os.path.dirname(path)
-        os.makedirs(self._root, mode=0o700, exist_ok=True)
+        make_folder(self._root)
         for folder in (os.path.dirname(leaf), leaf):
             with suppress(FileExistsError):
                 os.mkdir(folder, mode=0o700)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from torch import Tensor
 
 from cacheblend_rag.errors import MissingExtraError, StoreError
+from cacheblend_rag.folders import make_folder
 from cacheblend_rag.kv.tiers.bytes import room_for, tensor_of
 from cacheblend_rag.kv.tiers.loop import LoopThread
 
@@ -147,8 +149,11 @@ def open_store(url: str, *, timeout_seconds: float | None = None, **options: Any
     if ObjectClient.used_in not in {None, os.getpid()}:
         raise StoreError(f"{url}: {FORKED}")
     seconds = timedelta(seconds=timeout_seconds or TIMEOUT_SECONDS)
-    if url.startswith(("file:", "memory:")):
-        return from_url(url, **({"mkdir": True} if url.startswith("file:") else {}))
+    if url.startswith("memory:"):
+        return from_url(url)
+    if url.startswith("file:"):
+        make_folder(unquote(urlsplit(url).path))
+        return from_url(url, mkdir=True)
     is_plain = str(options.get("endpoint", "")).startswith("http://")
     try:
         return from_url(

@@ -20,6 +20,7 @@ from cacheblend_rag.engines.vllm.connector.stored_tokens import (
     StoredTokens,
     checked,
 )
+from cacheblend_rag.folders import make_folder
 from cacheblend_rag.text.registry_file import open_file
 
 FILE_NAME = "tokens.sqlite"
@@ -54,7 +55,7 @@ class TokenFile:
         self._last_chunk = self._last_removal = 0
         self._seen = self._changes = -1
         if not read_only:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(path.parent)
             path.touch(mode=0o600)
         uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
         self._file = open_file(uri, timeout=WAIT_SECONDS)
