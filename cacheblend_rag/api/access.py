@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
+from cacheblend_rag.api.errors import TOLD, of_engine
 from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
 from cacheblend_rag.engines.vllm.middleware.bodies import LARGE_BYTES
 
@@ -26,14 +29,19 @@ class ServerAccess(AccessMiddleware):
 
 
 class BodyRoute(APIRoute):
-    """Reads large bodies off the event loop."""
+    """Reads large bodies off the event loop, and answers whatever fails unexpectedly."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the route's handler."""
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
-            return await handle(_BodyRequest(request.scope, request.receive))
+            try:
+                return await handle(_BodyRequest(request.scope, request.receive))
+            except (HTTPException, *TOLD):  # the application answers them
+                raise
+            except Exception as error:
+                return of_engine(error, None).response()
 
         return answer
 
@@ -53,4 +61,8 @@ def guard(app: FastAPI, api_key: str | None) -> None:
     """
     app.router.route_class = BodyRoute
     app.state.args = SimpleNamespace(api_key=[api_key] if api_key else None)
+    anything: Any = ["*"]  # as by vLLM: who may ask is checked before
+    app.add_middleware(
+        CORSMiddleware, allow_origins=anything, allow_methods=anything, allow_headers=anything
+    )
     app.add_middleware(ServerAccess)

@@ -94,7 +94,7 @@ def _add_facts(app: FastAPI, serving: Serving) -> None:
     @app.get("/v1/models/{model:path}")
     async def model_called(model: str) -> dict[str, Any]:
         serving.check_model(model)
-        return plain()
+        return plain() if model else await models()
 
 
 def _add_answers(app: FastAPI, serving: Serving) -> None:

@@ -70,6 +70,8 @@ async def respond(serving: Serving, request: HttpRequest, body: ChatRequest) -> 
         body.check()
         if body.echo:
             raise bad_field("echo", "is for /v1/completions: leave it out")
+        if body.tools == []:
+            raise bad_field("tools", "must hold a tool: leave it out")
         sampling = body.sampling(logprobs=body.told_logprobs, max_tokens=body.max_completion_tokens)
         n = body.n or 1
         if serving.retriever is not None and not body.tools:

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from cacheblend_rag.api.wire import json_response
 from cacheblend_rag.engines.vllm.middleware.error_body import error_body
@@ -122,6 +123,10 @@ def of_engine(error: Exception, prompt_field: str | None) -> ApiError:
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, told)
 
 
+TOLD = (ApiError, RequestValidationError, CacheBlendError)
+"""Errors that say themselves what a client is told."""
+
+
 class OneLineRoute(APIRoute):
     """Answers every exception of a route with OpenAI's error object, in one line."""
 
@@ -141,17 +146,29 @@ class OneLineRoute(APIRoute):
 
 
 def install(app: FastAPI) -> None:
-    """Let an application answer every error in this form; before it gets its routes."""
-    app.router.route_class = OneLineRoute
+    """Let an application answer every error in this form; others of its routes, see BodyRoute."""
+
+    async def failed(_: Request, error: Exception) -> Response:
+        return of_engine(error, "prompt").response()
 
     async def other(request: Request, error: Any) -> Response:
         told = str(error.detail)
         if error.status_code == HTTPStatus.NOT_FOUND:
             told = f"there is no path {request.url.path!r:.100}"
-        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-            told = f"{request.url.path!r:.100} takes another method than {request.method}"
-        return ApiError(HTTPStatus(error.status_code), told).response()
+        if error.status_code != HTTPStatus.METHOD_NOT_ALLOWED:
+            return ApiError(HTTPStatus(error.status_code), told).response()
+        matching = (one for one in app.routes if one.matches(request.scope)[0] is not Match.NONE)
+        known = {name for one in matching for name in getattr(one, "methods", None) or ()}
+        allow = {"allow": ", ".join(sorted({*known, "OPTIONS"}))}
+        if request.method == "OPTIONS":
+            return Response(status_code=HTTPStatus.NO_CONTENT, headers=allow)
+        told = f"{request.url.path!r:.100} takes {allow['allow']}, not {request.method}"
+        answer = ApiError(HTTPStatus.METHOD_NOT_ALLOWED, told).response()
+        answer.headers.update(allow)
+        return answer
 
+    for kind in TOLD:
+        app.add_exception_handler(kind, failed)
     app.add_exception_handler(HTTPException, other)
 
 

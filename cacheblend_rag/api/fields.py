@@ -147,7 +147,7 @@ def refuse_unsupported(body: BaseModel) -> None:
         harmless, instead = _UNSUPPORTED[name]
         # False is no value that turns something on, but for a field that is on by default.
         off: tuple[Any, ...] = (None, [], {}, "") if True in harmless else (None, [], {}, "", False)
-        if value not in off and value not in harmless:
+        if not any(type(value) is type(one) and value == one for one in (*off, *harmless)):
             raise bad_field(name, f"is not supported: {instead or 'leave it out'}")
 
 

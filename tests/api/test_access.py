@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 import threading
 
+import httpx
 import pytest
 import uvicorn
 
@@ -106,7 +108,10 @@ async def test_headers_without_an_end_are_given_up(engine, script, monkeypatch):
         connections[0][1].write(b"GET /health HTTP/1.1\r\nA: b\r\n")
         script.may_go_on = threading.Event()
         asked = b'{"messages": [{"role": "user", "content": "w3"}]}'
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\n"
+        )
         connections[2][1].write(b"%bContent-Length: %d\r\n\r\n%b" % (head, len(asked), asked))
         connections[3][1].write(b"GET / HTTP/1.1\r\nA: " + b"b" * run.MOST_HEADER_BYTES)
         connections[4][1].write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -138,3 +143,70 @@ async def test_without_a_key_no_page_reads_or_changes_anything_by_dns_rebinding(
         assert answer.status_code == 403
     for headers in ({}, {"origin": "http://localhost:3000"}, {"host": "127.0.0.1:8000"}):
         assert (await http.get(f"{told}/a", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/", "//v1/models", "///v1/models/"])
+async def test_models_are_listed_however_a_client_joins_its_base_url(http, path):
+    told = await http.get(httpx.URL("http://localhost").copy_with(raw_path=path.encode()))
+    assert (told.status_code, told.json()["object"]) == (200, "list")
+    asked = httpx.URL("http://localhost").copy_with(raw_path=b"//v1/chat/completions")
+    assert (await http.post(asked, json=ASKED)).status_code == 200
+
+
+async def test_a_compressed_body_is_refused_with_what_to_do(http):
+    body = gzip.compress(json.dumps(ASKED).encode())
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/cacheblend/documents/a"):
+        method = "PUT" if "documents" in path else "POST"
+        told = await http.request(method, path, content=body, headers=headers)
+        assert told.status_code == 415
+        assert "send it as it is" in told.json()["error"]["message"]
+    plain = {**headers, "content-encoding": "identity"}
+    told = await http.post("/v1/chat/completions", content=json.dumps(ASKED), headers=plain)
+    assert told.status_code == 200
+
+
+async def test_head_is_answered_as_get_and_options_with_what_a_path_takes(http):
+    for path in ("/health", "/v1/models", "/version", "/v1/cacheblend/documents"):
+        head, told = await http.head(path), await http.get(path)
+        assert head.status_code == 200
+        assert head.headers["content-length"] == told.headers["content-length"]
+    takes = {
+        "/v1/models": "GET, OPTIONS",
+        "/v1/chat/completions": "OPTIONS, POST",
+        "/v1/cacheblend/documents/a": "DELETE, GET, OPTIONS, PUT",
+    }
+    for path, methods in takes.items():
+        told = await http.options(path)
+        assert (told.status_code, told.headers["allow"]) == (204, methods)
+        told = await http.patch(path)
+        assert (told.status_code, told.headers["allow"]) == (405, methods)
+        assert f"takes {methods}, not PATCH" in told.json()["error"]["message"]
+
+
+async def test_a_page_of_a_known_host_may_ask(http):
+    page = {"origin": "http://localhost:3000"}
+    wants = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, content-type",
+    }
+    told = await http.options("/v1/chat/completions", headers={**page, **wants})
+    assert told.status_code == 200
+    assert told.headers["access-control-allow-origin"] == "*"
+    assert "authorization" in told.headers["access-control-allow-headers"]
+    told = await http.post("/v1/chat/completions", json=ASKED, headers=page)
+    assert told.headers["access-control-allow-origin"] == "*"
+    foreign = {"origin": "http://evil.example", **wants}
+    assert (await http.options("/v1/chat/completions", headers=foreign)).status_code == 403
+
+
+async def test_fields_mean_what_they_mean_to_vllm(http):
+    """vLLM, too, refuses an empty list of tools, and takes 0 for a number of log-probabilities."""
+    told = await http.post("/v1/chat/completions", json={**ASKED, "tools": []})
+    assert (told.status_code, told.json()["error"]["param"]) == (400, "tools")
+    asked = {"prompt": "w3", "max_tokens": 2}
+    for more in ({"prompt_logprobs": 0}, {"prompt_logprobs": 1}, {"min_tokens": True}):
+        told = await http.post("/v1/completions", json={**asked, **more})
+        assert (told.status_code, told.json()["error"]["param"]) == (400, next(iter(more)))
+    for more in ({"prompt_logprobs": None}, {"min_tokens": 0}, {"logit_bias": {}}):
+        assert (await http.post("/v1/completions", json={**asked, **more})).status_code == 200

@@ -15,6 +15,7 @@ from cacheblend_rag.errors import (
     OutOfMemoryError,
     StoreError,
 )
+from tests.api.conftest import http_client
 
 pytestmark = pytest.mark.asyncio
 MESSAGES = [{"role": "user", "content": "w3"}]
@@ -187,3 +188,15 @@ async def test_facts(http, engine):
     assert "/v1/chat/completions" in (await http.get("/openapi.json")).json()["paths"]
     engine.close()
     assert (await http.get("/health")).status_code == 503
+
+
+async def test_whatever_fails_in_a_route_has_the_apis_form(app, engine, monkeypatch):
+    def fail(*_):
+        raise OSError("a secret of the server")
+
+    monkeypatch.setattr(type(engine), "is_open", property(fail))
+    answer = await http_client(app).get("/health")
+    assert answer.status_code == 500
+    told = answer.json()["error"]
+    assert told["message"] == "the server failed; its log says why"
+    assert told["type"] == "server_error"

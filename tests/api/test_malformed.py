@@ -263,7 +263,7 @@ def test_a_check_ends_at_the_first_error(path, more):
         counted.append(len(error.errors()))
         return of_validation(error.errors()).response()
 
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         answer = client.post(path, json={**BODIES[path][1], **more})
     assert answer.status_code == 400
     assert next(iter(more)) in answer.json()["error"]["param"]

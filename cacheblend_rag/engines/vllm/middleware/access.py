@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import json
 import os
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -114,7 +115,7 @@ class AccessMiddleware:
         if not self._knows_routes:  # a server adds them after its middleware
             end_at_first_errors(getattr(scope["app"], "routes", ()))
             self._knows_routes = True
-        marked, held = None, ExitStack()
+        scope, marked, held = _usual(scope), None, ExitStack()
         try:
             scope, granted = self._checked_key(scope)
             if self._tenants is not None:
@@ -126,6 +127,7 @@ class AccessMiddleware:
             if _path(scope).startswith(DOCUMENTS_PATH):
                 _check_documents(scope, granted)
             if kind == "http" and not _is_open(scope):  # nobody reads a body there
+                _check_encoding(scope)
                 receive = await self._checked_body(scope, receive, granted.may_change, held)
             await self._app(scope, receive, send)
         except RefusedRequestError as refusal:
@@ -304,6 +306,31 @@ def _keys_of_vllm(scope: Scope) -> list[str]:
     """Return the keys that vLLM was started with; its flag overrides the environment."""
     flags = getattr(scope["app"].state.args, "api_key", None)
     return [key for key in (flags or [os.environ.get(KEY_VARIABLE)]) if key]
+
+
+def _usual(scope: Scope) -> Scope:
+    """Return a request with one slash before its path, and GET for HEAD.
+
+    Clients put two slashes there if their base URL ends with one. To HEAD, the server sends no body
+    by itself.
+    """
+    usual = {**scope, "path": re.sub("^/+", "/", scope["path"])}
+    if raw := scope.get("raw_path"):
+        usual["raw_path"] = re.sub(b"^/+", b"/", raw)
+    if scope.get("method") == "HEAD":
+        usual["method"] = "GET"
+    return usual
+
+
+def _check_encoding(scope: Scope) -> None:
+    sent = [
+        value.strip().lower() for name, value in scope["headers"] if name == b"content-encoding"
+    ]
+    if any(value != b"identity" for value in sent):
+        raise RefusedRequestError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            "the body is compressed (Content-Encoding): send it as it is",
+        )
 
 
 def _check_hosts(scope: Scope) -> None:

@@ -74,7 +74,8 @@ class Asked:
         asyncio.run(AccessMiddleware(self._application)(scope, self._receive, self._send))
 
     async def _application(self, scope: Any, receive: Any, send: Any) -> None:
-        self.headers = dict(scope["headers"])
+        self.headers, self.path = dict(scope["headers"]), scope["path"]
+        self.method = scope["method"]
         more = scope["type"] == "http"
         while more:
             event = await receive()
@@ -176,6 +177,16 @@ def test_a_host_that_is_not_known_is_told_how_it_can_be() -> None:
     )
     told = Asked(headers=[(b"origin", b"https://evil.example")]).said
     assert told.startswith("pages of 'https://evil.example' may not ask here: ")
+
+
+def test_what_clients_do_is_understood() -> None:
+    asked = Asked(method="HEAD", path="///v1/models", headers=[(b"content-encoding", b"identity")])
+    assert (asked.status, asked.method, asked.path) == (None, "GET", "/v1/models")
+    assert Asked(path="//health", keys=[ASK]).status is None
+    assert Asked(path="//metrics", keys=[ASK]).status == 401
+    refused = Asked(b"\x1f\x8b", headers=[(b"content-encoding", b"gzip")])
+    assert refused.status == 415
+    assert refused.said == "the body is compressed (Content-Encoding): send it as it is"
 
 
 @pytest.mark.parametrize("kind", ["precompute", "keep", "evict"])
@@ -448,7 +459,7 @@ def test_a_check_of_a_body_ends_at_its_first_error(body: dict[str, Any]) -> None
         counted.append(len(error.errors()))
         return Response(status_code=422)
 
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         assert client.post("/", json=body).status_code == 422
         assert client.post("/", json={"messages": [{"role": "user", "content": "a"}]}).is_success
     assert counted[0] < 20
