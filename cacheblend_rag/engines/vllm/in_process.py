@@ -17,7 +17,7 @@ from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.generation import generation_values
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
-from cacheblend_rag.engines.vllm.versions import check_version, memory_share
+from cacheblend_rag.engines.vllm.versions import check_allocator, check_version, memory_share
 from cacheblend_rag.errors import (
     CacheBlendError,
     EngineUnavailableError,
@@ -57,6 +57,7 @@ class InProcessVLLM(Transport):
         Raises:
             MissingExtraError: without vLLM.
             EngineUnavailableError: when it is too old.
+            ConfigError: when it would start with no KV connector.
             ModelLoadError: when it does not start.
         """
         super().__init__()
@@ -74,6 +75,8 @@ class InProcessVLLM(Transport):
         options.setdefault("kv_transfer_config", KVTransferConfig(**settings.to_transfer_config()))
         options.setdefault("structured_outputs_config", ONE_LINE)
         if options["kv_transfer_config"] is not None:
+            pools = (options.get("enable_sleep_mode"), options.get("enable_cumem_allocator"))
+            check_allocator(has_own_pool=any(pools))
             options.setdefault("gpu_memory_utilization", memory_share())
         os.environ.update(settings.store.environment())  # workers are started from here
         arguments = AsyncEngineArgs(model=source, dtype=dtype, **options)

