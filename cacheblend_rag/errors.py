@@ -9,10 +9,14 @@ from cacheblend_rag.reason import Reason, ReasonCode
 
 
 class CacheBlendError(Exception):
-    """Base class of all errors raised by cacheblend-rag."""
+    """Base class of all errors raised by cacheblend-rag.
+
+    None of them is a ValueError or TypeError: LlamaIndex's synthesizers take those for a malformed
+    answer of the model, and answer "Empty Response".
+    """
 
 
-class ConfigError(CacheBlendError, ValueError):
+class ConfigError(CacheBlendError):
     """A setting is out of range or contradicts another; the message names field and range."""
 
 
@@ -56,7 +60,7 @@ class UnsupportedModelError(CacheBlendError):
         self.reason = Reason(code, message)
 
 
-class PromptError(CacheBlendError, ValueError):
+class PromptError(CacheBlendError):
     """A prompt is empty or longer than the model's context window."""
 
 
@@ -100,7 +104,7 @@ class BadSignatureError(ForeignChunkError):
     """Stored bytes were not signed with this store's key, or with a key that it does not have."""
 
 
-class DatasetError(CacheBlendError, ValueError):
+class DatasetError(CacheBlendError):
     """An evaluation dataset cannot be read; the message names file and field."""
 
 

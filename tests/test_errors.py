@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from cacheblend_rag import errors
 from cacheblend_rag.errors import (
     CacheBlendError,
     MissingExtraError,
@@ -30,3 +31,11 @@ def test_an_error_is_the_same_after_pickling(error: CacheBlendError) -> None:
     assert type(found) is type(error)
     assert str(found) == str(error)
     assert vars(found) == vars(error)
+
+
+def test_no_error_is_of_a_kind_that_a_framework_takes_for_a_malformed_answer() -> None:
+    """LlamaIndex's synthesizers go on after a ValueError or TypeError, with "Empty Response"."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    ours = [kind for kind in kinds if issubclass(kind, CacheBlendError)]
+    assert len(ours) > 10
+    assert not any(issubclass(kind, ValueError | TypeError) for kind in ours)

@@ -124,8 +124,6 @@ class StructuredOutputs:
                 raise ConfigError(f"structured_outputs.json has more than {MOST_DEPTH} levels")
             text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(f"structured_outputs.json is not JSON: {error!s:.100}") from error
         object.__setattr__(self, "json", text)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from cacheblend_rag.engines.model_config import kv_bytes_per_token, served_dtype, text_config
 from cacheblend_rag.engines.quiet_import import quiet_libraries
-from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from cacheblend_rag.models import knows_only_the_demo
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import (
@@ -392,7 +392,7 @@ class _Models:
 def _document(new: _NewFile, split: Callable[[str], list[str]]) -> Document:
     try:
         return Document(new.source, tuple(split(new.text)))
-    except ValueError as error:
+    except (ValueError, PromptError) as error:
         raise UnreadableFileError(f"cannot be split: {error}") from error
 
 

@@ -70,15 +70,14 @@ class Settings(BaseModel):
         """Set the fields; return the error, or an empty text."""
         try:
             super().__init__(**values)
+        except ConfigError as error:
+            return str(error)
         except ValidationError as error:
             return self._problem(error, values)
         return ""
 
     def _problem(self, error: ValidationError, values: Mapping[str, Any]) -> str:
         first = error.errors(include_url=False)[0]
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):
-            return str(cause)
         name = str(first["loc"][0])
         field = type(self).model_fields[name]
         must = next((one for one in field.metadata if isinstance(one, Must)), Must("in range"))

@@ -12,9 +12,12 @@ from cacheblend_rag.text.tool_turns import (
     Results,
     called,
     instruction,
+    is_system,
     plain_turns,
     speaks_of_tools,
     stand_in_order,
+    system_as_user,
+    text_of,
     with_objects,
 )
 from cacheblend_rag.text.tools import (
@@ -89,7 +92,9 @@ def render_chat(
     """Render a chat with the tokenizer's template; raises as BlendPrompt.from_messages.
 
     Results of tools stand in it word for word. A template that takes no tools, or refuses, drops or
-    repeats what they were asked and what they said, gets all this as plain text (see ``turns``).
+    repeats what they were asked and what they said, gets all this as plain text (see ``turns``). A
+    template that refuses or drops system messages gets them as the user's: those that the messages
+    begin with at the start of the first user's message, say.
     """
     from jinja2 import TemplateError
 
@@ -100,7 +105,7 @@ def render_chat(
             "tokenizer.chat_template"
         )
 
-    def rendered(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+    def tried(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         told: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
         try:
             text = tokenizer.apply_chat_template(
@@ -113,6 +118,9 @@ def render_chat(
             raise PromptError(f"the chat template refused the messages: {error}") from error
         return str(text)
 
+    def rendered(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        return _with_system(lambda form: tried(form, tools), messages)
+
     tools = chat.told_tools
     if not tools and not any(map(speaks_of_tools, plain)):
         return RenderedChat(rendered(plain))
@@ -121,6 +129,28 @@ def render_chat(
     if text is None:
         text = _plainly(rendered, results, tools)
     return RenderedChat(*results.put_into(text))
+
+
+def _with_system(rendered: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
+    """Return what a template makes of messages, in the first form that shows all the system's."""
+    system = [text_of(one).strip() for one in messages if is_system(one)]
+    if not system:
+        return rendered(messages)
+    forms = (messages, *(system_as_user(messages, but_first=first) for first in (True, False)))
+    incomplete: list[str] = []
+    refusals: list[PromptError] = []
+    for form in forms:
+        try:
+            text = rendered(form)
+        except PromptError as refusal:
+            refusals.append(refusal)
+            continue
+        if stand_in_order(system, text):
+            return text
+        incomplete.append(text)
+    if not incomplete:
+        raise refusals[0]
+    return incomplete[0]
 
 
 def _natively(rendered: Callable[..., str], results: Results, tools: Sequence[Tool]) -> str | None:
@@ -139,14 +169,7 @@ def _natively(rendered: Callable[..., str], results: Results, tools: Sequence[To
 
 def _plainly(rendered: Callable[..., str], results: Results, tools: Sequence[Tool]) -> str:
     """Return the chat with tools and calls as plain text, where the template lets it stand."""
-    wanted = instruction(tools)
-    try:
-        text = rendered(plain_turns(results.messages, wanted, has_system=True))
-        if results.are_in(text) and wanted in text:
-            return text
-    except PromptError:
-        pass
-    text = rendered(plain_turns(results.messages, wanted, has_system=False))
+    text = rendered(plain_turns(results.messages, instruction(tools)))
     if not results.are_in(text):
         raise PromptError(
             "the chat template drops or repeats the results of tools: use another model"

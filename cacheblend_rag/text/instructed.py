@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chat import render_messages
 
 SEPARATOR = "\n\n"
@@ -19,9 +19,9 @@ Told = tuple[str, str]
 class InstructedChat:
     """Renders conversations under one instruction.
 
-    A chat template gets the instruction as its system message (or, if the template has no system
-    role, at the start of the first user message). A model without one gets plain text. ``lead_in``
-    is the text before the first user's message, the same in every prompt.
+    A chat template gets the instruction as its system message (see ``render_chat``). A model
+    without one gets plain text. ``lead_in`` is the text before the first user's message, the same
+    in every prompt.
 
     Raises ConfigError when the model's chat template drops the user's text.
     """
@@ -31,7 +31,6 @@ class InstructedChat:
         self.instruction = instruction.strip()
         self._tokenizer = tokenizer
         self.has_template = chat_template and bool(getattr(tokenizer, "chat_template", None))
-        self._takes_system = self.has_template and self._try_system()
         self.lead_in, _ = self.around(PLACE)
 
     def around(self, content: str) -> tuple[str, str]:
@@ -43,33 +42,12 @@ class InstructedChat:
 
     def render(self, told: Sequence[Told], content: str) -> str:
         """Return a prompt of earlier messages with their answers, and of the user's last one."""
+        opening = [self.instruction] if self.instruction else []
         if not self.has_template:
             earlier = [f"{message} {answer}" for message, answer in told]
-            return SEPARATOR.join([*self._opening(), *earlier, content])
-        messages = [{"role": "system", "content": self.instruction}] if self._takes_system else []
-        opening = () if self._takes_system else self._opening()
+            return SEPARATOR.join([*opening, *earlier, content])
+        messages = [{"role": "system", "content": text} for text in opening]
         for message, answer in told:
-            messages += _exchange(SEPARATOR.join([*opening, message]), answer)
-            opening = ()
-        messages.append({"role": "user", "content": SEPARATOR.join([*opening, content])})
-        return render_messages(messages, self._tokenizer)
-
-    def _opening(self) -> tuple[str, ...]:
-        return (self.instruction,) if self.instruction else ()
-
-    def _try_system(self) -> bool:
-        """Whether the template renders a system message; some refuse or drop it."""
-        if not self.instruction:
-            return False
-        messages = [
-            {"role": "system", "content": self.instruction},
-            {"role": "user", "content": PLACE},
-        ]
-        try:
-            return self.instruction in render_messages(messages, self._tokenizer)
-        except PromptError:
-            return False
-
-
-def _exchange(message: str, answer: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+            messages.append({"role": "user", "content": message})
+            messages.append({"role": "assistant", "content": answer})
+        return render_messages([*messages, {"role": "user", "content": content}], self._tokenizer)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, takewhile
 from operator import itemgetter
 from typing import Any
 
@@ -109,22 +109,35 @@ def instruction(tools: Sequence[Tool]) -> str:
     return INSTRUCTION.format(tools="\n".join(_json(tool["function"]) for tool in tools))
 
 
-def plain_turns(
-    messages: Sequence[Message], instructed: str, *, has_system: bool
-) -> list[dict[str, Any]]:
+def plain_turns(messages: Sequence[Message], instructed: str) -> list[Message]:
     """Return messages without tools: results and calls as text, one turn after the other.
 
-    instructed: is put behind the system message's text; before the first user's message if the
-    template has no system role.
+    instructed: is put behind the text of the system messages that they begin with.
     """
+    first = [{"role": "system", "content": instructed}] if instructed else []
     turns = list(map(_plain_turn, messages))
-    system = [str(turn["content"]) for turn in turns if turn["role"] == "system"]
-    first = SEPARATOR.join(text for text in (*system, instructed) if text)
-    if instructed or not has_system:
-        turns = [turn for turn in turns if turn["role"] != "system"]
-        if first:
-            turns.insert(0, {"role": "system" if has_system else "user", "content": first})
-    return _merged(turns)
+    system = list(takewhile(is_system, turns))
+    return _merged([*system, *first, *turns[len(system) :]], ("system", "user", "assistant"))
+
+
+def is_system(message: Message) -> bool:
+    """Whether a message is the system's."""
+    return message["role"] == "system"
+
+
+def text_of(message: Message) -> str:
+    """Return a message's text; "" without any, as beside calls."""
+    return str(message.get("content") or "")
+
+
+def system_as_user(messages: Sequence[Message], *, but_first: bool) -> list[Message]:
+    """Return messages whose system messages are the user's, joined with those beside them.
+
+    but_first: the system messages that they begin with become one, and stay the system's.
+    """
+    first = len(list(takewhile(is_system, messages))) if but_first else 0
+    turns = [{**one, "role": "user"} if is_system(one) else one for one in messages[first:]]
+    return _merged([*messages[:first], *turns], ("system", "user"))
 
 
 def _plain_turn(message: Message) -> dict[str, Any]:
@@ -139,17 +152,16 @@ def _plain_turn(message: Message) -> dict[str, Any]:
     return {**turn, "content": "\n".join([*([content] if content else []), *calls])}
 
 
-def _merged(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join messages of one role that follow one another, which many templates refuse."""
-    merged: list[dict[str, Any]] = []
+def _merged(turns: Sequence[Message], roles: Collection[str]) -> list[Message]:
+    """Join messages of one of ``roles`` that follow one another, which many templates refuse."""
+    done: list[Message] = []
     for role, found in groupby(turns, key=itemgetter("role")):
         group = list(found)
-        if role == "system":
-            merged += group
-            continue
-        joined = SEPARATOR.join(str(turn["content"]) for turn in group)
-        merged.append({**group[0], "content": joined} if len(group) > 1 else group[0])
-    return merged
+        if role in roles and len(group) > 1:
+            joined = SEPARATOR.join(text for one in group if (text := text_of(one)))
+            group = [{**group[0], "content": joined}]
+        done += group
+    return done
 
 
 def _functions(message: Message) -> Iterator[Mapping[str, Any]]:

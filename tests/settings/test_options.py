@@ -116,7 +116,7 @@ class Options(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Options:
         if self.number < 0:
-            raise ConfigError("number must be at least 0")
+            raise ValueError("number must be at least 0")
         return self
 
 

@@ -42,6 +42,16 @@ JSON_TOOLS = (
 STRIPPING = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
 REFUSING = "{{ raise_exception('roles must alternate') }}"
 TEMPLATES = [CHATML, WITH_BOS, JSON_TOOLS, STRIPPING]
+MARKED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+ALTERNATES = (
+    "{% for m in messages %}{% if m.role == 'system' or "
+    "(m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}{% endif %}"
+    "{% endfor %}"
+)
+SYSTEM_FIRST = (
+    "{% for m in messages[1:] if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
+)
+DROPS = "{% set messages = messages | rejectattr('role', 'equalto', 'system') %}"
 
 
 def wrap(tokenizer: Tokenizer, bos_in_front: bool) -> PreTrainedTokenizerFast:
@@ -375,3 +385,31 @@ def test_what_is_wrong_with_a_prompt_is_said_whole() -> None:
         "the tokenizer has no chat template: pass the prompt as a plain string or set "
         "tokenizer.chat_template"
     )
+
+
+@pytest.mark.parametrize(
+    ("head", "roles", "wanted"),
+    [
+        ("", "s u", "<system>A<user>B"),
+        (ALTERNATES, "s u", "<user>A\n\nB"),
+        (ALTERNATES, "s u a u", "<user>A\n\nB<assistant>C<user>D"),
+        (ALTERNATES, "s s u", "<user>A\n\nB\n\nC"),
+        (ALTERNATES, "u a s u", "<user>A<assistant>B<user>C\n\nD"),
+        (ALTERNATES, "u s", "<user>A\n\nB"),
+        (ALTERNATES, "u a s", "<user>A<assistant>B<user>C"),
+        (ALTERNATES, "s", "<user>A"),
+        (DROPS, "s u a s u", "<user>A\n\nB<assistant>C<user>D\n\nE"),
+        (SYSTEM_FIRST, "s s u a s u", "<system>A\n\nB<user>C<assistant>D<user>E\n\nF"),
+    ],
+)
+def test_system_messages_that_a_template_does_not_take_are_the_users(
+    head: str, roles: str, wanted: str
+) -> None:
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    messages = [
+        {"role": names[role], "content": chr(ord("A") + place)}
+        for place, role in enumerate(roles.split())
+    ]
+    tokenizer = byte_level(bos_in_front=False)
+    tokenizer.chat_template = head + MARKED
+    assert BlendPrompt.from_messages(messages, ChunkRegistry(), tokenizer).text == wanted

@@ -10,13 +10,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
-from cacheblend_rag import BlendConfig, TieredKVStore, TransformersEngine, load_tokenizer
+from cacheblend_rag import (
+    BlendConfig,
+    PromptError,
+    TieredKVStore,
+    TransformersEngine,
+    load_tokenizer,
+)
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.quality.verify import samples
 from cacheblend_rag.quality.verify.check import Verdict
 from cacheblend_rag.quality.verify.gate import frame_of, verify_engine
+from cacheblend_rag.quality.verify.wording import check_template
 from cacheblend_rag.text import runs
 from tests.models import GPT2_CONFIG
 
@@ -26,6 +33,7 @@ SYSTEM_LAST = (
     "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
 )
 DROPS_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}\n{% endfor %}"
+REFUSES_SYSTEM = "{{ raise_exception('no') if messages[0].role == 'system' }}" + DROPS_SYSTEM
 SHOUTS = "{% for m in messages %}{{ m.content | upper }}\n{% endfor %}"
 LAST_ALONE = "{{ messages[-2].content if messages | length == 2 }}{{ messages[-1].content }}"
 
@@ -58,10 +66,16 @@ def test_a_sound_model_passes_every_check() -> None:
     assert figures["fidelity"]["kl"] < 1e-3 < figures["fidelity"]["kl_plain_reuse"]
 
 
+@pytest.mark.parametrize("template", [DROPS_SYSTEM, REFUSES_SYSTEM])
+def test_a_template_without_a_system_role_passes(template: str) -> None:
+    tokenizer = load_tokenizer("demo")
+    tokenizer.chat_template = template
+    assert check_template(tokenizer, DATA).status == "ok"
+
+
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        (DROPS_SYSTEM, "drops the system message"),
         (SYSTEM_LAST, "behind the passages"),
         (SHOUTS, "changes or drops the text"),
         (LAST_ALONE, "drops or reorders the turns"),
@@ -172,7 +186,7 @@ def test_questions_are_shortened_until_they_fit() -> None:
     (less,) = samples.fitting(DATA, frame, engine.encoder, whole + 15).questions
     assert len(fits.passages) == size
     assert 0 < len(less.passages) < size
-    with pytest.raises(ValueError, match="does not fit the context window of 20 tokens"):
+    with pytest.raises(PromptError, match="does not fit the context window of 20 tokens"):
         samples.fitting(DATA, frame, engine.encoder, 20)
 
 

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
-from llama_index.core import PromptTemplate
+from pathlib import Path
 
+from llama_index.core import PromptTemplate
+from transformers import AutoTokenizer
+
+from cacheblend_rag.demo import MODEL_FOLDER
 from llama_index.llms.cacheblend import CacheBlendLLM
 
 
@@ -31,3 +35,15 @@ def test_a_given_instruction_wins() -> None:
 
 def test_a_model_without_tokenizer_has_none() -> None:
     assert CacheBlendLLM(model="/no/such/folder", is_chat_model=True).resolve_instruction() == ""
+
+
+def test_a_template_without_a_system_role_has_it_in_the_users_message(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
+    tokenizer.chat_template = (
+        "{{ raise_exception('no') if messages[0].role == 'system' }}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    instruction = CacheBlendLLM(model=tmp_path).resolve_instruction()
+    assert instruction.startswith("<user>You are an expert Q&A system")
+    assert "\n\nContext information is below." in instruction

@@ -265,7 +265,7 @@ def test_a_store_is_told_whole_or_by_its_settings_names(component: Any, tmp_path
             "disk_bytes: give it as a setting of store",
         ),
         ({"store": 3}, "settings must be named values, not of type int"),
-        ({"lead_in": "boss"}, "lead_in: lead_in='boss' must be one of none, bos"),
+        ({"lead_in": "boss"}, "lead_in='boss' must be one of none, bos"),
         ({"lead_in": {"window": 3}}, "unknown setting 'window' of a lead-in"),
         ({"lead_in": 3}, "lead_in must be"),
         ({"kind": "bos"}, "unknown option 'kind' of .*: give it as lead_in={'kind': ...}"),

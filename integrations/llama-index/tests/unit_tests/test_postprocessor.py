@@ -138,7 +138,7 @@ def test_it_is_serialized_with_its_llm(llm: CacheBlendLLM) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"llm": MockLLM()}, "llm: llm is a MockLLM: give a CacheBlendLLM"),
+        ({"llm": MockLLM()}, "llm is a MockLLM: give a CacheBlendLLM"),
         ({"order": "best"}, "order must be 'score', 'document' or 'reverse'"),
         (
             {"ordr": "score"},

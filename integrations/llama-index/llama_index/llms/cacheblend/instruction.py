@@ -9,6 +9,7 @@ from llama_index.core.base.llms.types import ChatMessage, LLMMetadata, MessageRo
 from llama_index.core.prompts import BasePromptTemplate, SelectorPromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 
+from cacheblend_rag import BlendPrompt, ChunkRegistry, PromptError
 from llama_index.llms.cacheblend.messages import plain_messages
 
 CONTEXT_VARIABLES = ("context_str", "context_msg")
@@ -53,13 +54,7 @@ def _head(text: str) -> str:
 
 def _render(messages: list[ChatMessage], tokenizer: Any) -> str:
     """Render messages; empty when the template refuses them, as it will refuse the prompt too."""
-    from jinja2 import TemplateError
-
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                plain_messages(messages), tokenize=False, add_generation_prompt=True
-            )
-        )
-    except (TemplateError, TypeError, ValueError):
+        return BlendPrompt.from_messages(plain_messages(messages), ChunkRegistry(), tokenizer).text
+    except PromptError:
         return ""
