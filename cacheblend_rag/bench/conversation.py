@@ -194,8 +194,8 @@ class _Bench:
 
     def _prompt(self, engine: TransformersEngine, told: Sequence[_Told]) -> BlendPrompt:
         *earlier, last = told
-        text = self._chat.render([(one.content, one.answer) for one in earlier], last.content)
-        prompt = BlendPrompt.from_text(text, engine.registry)
+        chat = self._chat.render([(one.content, one.answer) for one in earlier], last.content)
+        prompt = BlendPrompt.from_rendered(chat, engine.registry)
         return replace(prompt, is_rendered=self._chat.has_template)
 
     def _tokens(self, told: Sequence[_Told]) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from cacheblend_rag.text.chat import begins_as_rendered
+from cacheblend_rag.text.chat import RenderedChat, begins_as_rendered
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.instructed import SEPARATOR, InstructedChat
 from cacheblend_rag.text.prompt import BlendPrompt
@@ -66,13 +66,19 @@ class RagPrompt:
 
     def render(self, turns: Sequence[Turn]) -> str:
         """Return the prompt as text; it ends with the last turn's question."""
-        *earlier, last = turns
-        text = self._chat.render([(turn.content, turn.answer) for turn in earlier], last.content)
-        return f"{self.lead_in}{text[len(self._chat.lead_in) :]}"
+        return self._rendered(turns).text
 
     def segmented(
         self, turns: Sequence[Turn], registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
     ) -> BlendPrompt:
         """Return ``render``'s text, split at the registered chunks in it."""
-        prompt = BlendPrompt.from_text(self.render(turns), registry, hints)
+        prompt = BlendPrompt.from_rendered(self._rendered(turns), registry, hints)
         return replace(prompt, is_rendered=self._chat.has_template)
+
+    def _rendered(self, turns: Sequence[Turn]) -> RenderedChat:
+        *earlier, last = turns
+        chat = self._chat.render([(turn.content, turn.answer) for turn in earlier], last.content)
+        cut = len(self._chat.lead_in)
+        shift = len(self.lead_in) - cut
+        data = tuple((start + shift, end + shift) for start, end in chat.data)
+        return RenderedChat(f"{self.lead_in}{chat.text[cut:]}", data)

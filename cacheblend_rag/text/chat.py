@@ -8,8 +8,9 @@ from typing import Any
 
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text.encoder import Tokenizer
+from cacheblend_rag.text.special_tokens import Markers, special_tokens
 from cacheblend_rag.text.tool_turns import (
-    Results,
+    Data,
     called,
     instruction,
     is_system,
@@ -70,7 +71,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A rendered chat. data: (start, end) of the tools' results in its text, in order."""
+    """A rendered chat. data: (start, end) of what is data in its text, in order (see ``Data``)."""
 
     text: str
     data: tuple[tuple[int, int], ...] = ()
@@ -91,10 +92,11 @@ def render_chat(
 ) -> RenderedChat:
     """Render a chat with the tokenizer's template; raises as BlendPrompt.from_messages.
 
-    Results of tools stand in it word for word. A template that takes no tools, or refuses, drops or
-    repeats what they were asked and what they said, gets all this as plain text (see ``turns``). A
-    template that refuses or drops system messages gets them as the user's: those that the messages
-    begin with at the start of the first user's message, say.
+    Results of tools stand in it word for word, and control tokens in the user's text as text. A
+    template that takes no tools, or refuses, drops or repeats what they were asked and what they
+    said, gets all this as plain text (see ``turns``). A template that refuses or drops system
+    messages gets them as the user's: those that the messages begin with at the start of the first
+    user's message, say.
     """
     from jinja2 import TemplateError
 
@@ -121,14 +123,14 @@ def render_chat(
     def rendered(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         return _with_system(lambda form: tried(form, tools), messages)
 
-    tools = chat.told_tools
-    if not tools and not any(map(speaks_of_tools, plain)):
-        return RenderedChat(rendered(plain))
-    results = Results(plain)
-    text = _natively(rendered, results, tools)
-    if text is None:
-        text = _plainly(rendered, results, tools)
-    return RenderedChat(*results.put_into(text))
+    data = Data(plain, chat.told_tools, Markers(special_tokens(tokenizer).values()))
+    if data.tools or any(map(speaks_of_tools, plain)):
+        text = _natively(rendered, data)
+        if text is None:
+            text = _plainly(rendered, data)
+    else:
+        text = rendered(data.messages)
+    return RenderedChat(*data.put_into(text))
 
 
 def _with_system(rendered: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
@@ -153,9 +155,9 @@ def _with_system(rendered: Callable[[Sequence[Message]], str], messages: Sequenc
     return incomplete[0]
 
 
-def _natively(rendered: Callable[..., str], results: Results, tools: Sequence[Tool]) -> str | None:
+def _natively(rendered: Callable[..., str], data: Data) -> str | None:
     """Return what the template makes of tools and calls; None unless it shows all of them."""
-    messages = [with_objects(message) for message in results.messages]
+    tools, messages = data.tools, [with_objects(message) for message in data.messages]
     names = (name for one in messages for name in called(one))
     try:
         text = rendered(messages, tools)
@@ -164,13 +166,13 @@ def _natively(rendered: Callable[..., str], results: Results, tools: Sequence[To
     except PromptError:
         return None
     shown = stand_in_order(map(tool_name, tools), text) and stand_in_order(names, text)
-    return text if shown and results.are_in(text) else None
+    return text if shown and data.are_in(text) else None
 
 
-def _plainly(rendered: Callable[..., str], results: Results, tools: Sequence[Tool]) -> str:
+def _plainly(rendered: Callable[..., str], data: Data) -> str:
     """Return the chat with tools and calls as plain text, where the template lets it stand."""
-    text = rendered(plain_turns(results.messages, instruction(tools)))
-    if not results.are_in(text):
+    text = rendered(plain_turns(data.messages, instruction(data.tools)))
+    if not data.are_in(text):
         raise PromptError(
             "the chat template drops or repeats the results of tools: use another model"
         )

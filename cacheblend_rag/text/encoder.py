@@ -45,6 +45,8 @@ EDGE_TOKENS = 4
 PROBE = "a"
 WORD = "A"
 """A placeholder for the passage that follows an instruction or a separator."""
+UNKNOWN = "\u16a0 \U00012000 \ue123"
+"""Characters that hardly a vocabulary holds: a rune, cuneiform, and one of private use."""
 ANCHORS = ("\n", ".", "0", "a", "(", "\x01")
 """Texts are encoded after one of these, whose tokens are then removed."""
 SAMPLES = (
@@ -133,7 +135,8 @@ class PromptEncoder:
         self.splits_special_tokens = split_special_tokens
         self.opening = opening_tokens(tokenizer)
         self._special = special_tokens(tokenizer)
-        self.special_ids = frozenset(self._special)
+        # What characters become that the tokenizer does not know (<unk>, say) steers nothing.
+        self.special_ids = frozenset(self._special).difference(self._plain(UNKNOWN))
         self._markers = Markers(self._special.values())
         self._anchors: tuple[tuple[str, TokenIds], ...] = ()
         self._find_anchors()

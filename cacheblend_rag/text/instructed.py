@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.text.chat import render_messages
+from cacheblend_rag.text.chat import ChatPrompt, RenderedChat, render_chat
 
 SEPARATOR = "\n\n"
 PLACE = "[the passages stand here]"
@@ -35,19 +35,20 @@ class InstructedChat:
 
     def around(self, content: str) -> tuple[str, str]:
         """Return the text before and behind a user's first message."""
-        before, found, behind = self.render([], content).partition(content)
+        before, found, behind = self.render([], content).text.partition(content)
         if not found:
             raise ConfigError("the model's chat template drops the user's text: use another model")
         return before, behind
 
-    def render(self, told: Sequence[Told], content: str) -> str:
+    def render(self, told: Sequence[Told], content: str) -> RenderedChat:
         """Return a prompt of earlier messages with their answers, and of the user's last one."""
         opening = [self.instruction] if self.instruction else []
         if not self.has_template:
             earlier = [f"{message} {answer}" for message, answer in told]
-            return SEPARATOR.join([*opening, *earlier, content])
+            return RenderedChat(SEPARATOR.join([*opening, *earlier, content]))
         messages = [{"role": "system", "content": text} for text in opening]
         for message, answer in told:
             messages.append({"role": "user", "content": message})
             messages.append({"role": "assistant", "content": answer})
-        return render_messages([*messages, {"role": "user", "content": content}], self._tokenizer)
+        messages.append({"role": "user", "content": content})
+        return render_chat(ChatPrompt(messages), self._tokenizer)

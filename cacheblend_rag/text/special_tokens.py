@@ -34,15 +34,12 @@ class Markers:
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """Return the texts of the tokens that a chunk may not hold, by id.
+    """Return the texts that a tokenizer reads as special tokens, by token id.
 
-    Those are the special tokens, and added tokens that look like them or that the chat template
-    names. Not included are other added tokens, such as HTML tags, the unknown token (unless it has
-    another role, too), and byte tokens.
+    Those are the tokens of its roles, other special tokens, and added tokens that look like them or
+    that the chat template names. Not included are other added tokens, such as HTML tags, and byte
+    tokens.
     """
-    roles = dict(getattr(tokenizer, "special_tokens_map", {}))
-    unknown = roles.pop("unk_token", None)
-    others = {text for role in roles.values() for text in _texts(role)}
     ids, texts = (getattr(tokenizer, f"all_special_{what}", ()) for what in ("ids", "tokens"))
     named = dict(zip(ids, texts, strict=True))
     template = str(getattr(tokenizer, "chat_template", None) or "")
@@ -50,13 +47,5 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
         text = token.content
         named_there = len(text.strip()) > 1 and text in template
         if token.special or named_there or CONTROL.fullmatch(text):
-            named[token_id] = token.content
-    return {
-        token_id: text
-        for token_id, text in named.items()
-        if (text != unknown or text in others) and not BYTE.fullmatch(text)
-    }
-
-
-def _texts(role: object) -> list[str]:
-    return [str(text) for text in role] if isinstance(role, list | tuple) else [str(role)]
+            named[token_id] = text
+    return {token_id: text for token_id, text in named.items() if not BYTE.fullmatch(text)}

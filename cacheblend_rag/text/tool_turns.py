@@ -14,6 +14,7 @@ from itertools import groupby, takewhile
 from operator import itemgetter
 from typing import Any
 
+from cacheblend_rag.text.special_tokens import Markers
 from cacheblend_rag.text.tools import Message, Tool
 
 SEPARATOR = "\n\n"
@@ -26,45 +27,69 @@ INSTRUCTION = (
 )
 
 
-class Results:
-    """The tools' results in messages.
+class Data:
+    """The texts of a chat in which no control token is read.
 
-    Templates are given a placeholder for each, so that it is known where the text stands, and the
-    text is there word for word, whatever the template does to others, such as JSON's escapes.
+    Those are the tools' results, and what looks like a control token in the user's messages and in
+    tools' descriptions, whose authors may be strangers. Templates are given a placeholder for each,
+    so that it is known where the text stands, and the text is there word for word, whatever the
+    template does to others, such as JSON's escapes.
 
-    messages: with placeholders. texts: the results by placeholder, in order.
+    markers: the tokenizer's control tokens. messages, tools: with placeholders.
     """
 
-    def __init__(self, messages: Sequence[Message]) -> None:
-        mark = uuid.uuid4().hex  # so that no text holds one
-        digits = len(str(len(messages)))
-        self._place = re.compile(rf"result{mark}\d{{{digits}}}")
-        self.texts = {
-            f"result{mark}{i:0{digits}d}": str(message["content"])
-            for i, message in enumerate(messages)
-            if is_result(message)
-        }
-        places = iter(self.texts)
-        self.messages = [
-            {**message, "content": next(places)} if is_result(message) else dict(message)
-            for message in messages
-        ]
+    def __init__(
+        self, messages: Sequence[Message], tools: Sequence[Tool], markers: Markers
+    ) -> None:
+        self._mark = uuid.uuid4().hex  # so that no text holds a placeholder
+        self._markers = markers
+        self._texts: dict[str, str] = {}
+        self._results: list[str] = []
+        self.messages = [self._told(message) for message in messages]
+        self.tools: list[Tool] = [self._guarded(tool) for tool in tools]
 
     def are_in(self, text: str) -> bool:
-        """Whether a rendered text has each of them once."""
-        return sorted(self._place.findall(text)) == list(self.texts)
+        """Whether a rendered text has each result once."""
+        return sorted(re.findall(rf"result{self._mark}\d+z", text)) == sorted(self._results)
 
     def put_into(self, text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """Return a text with the results in their places, and (start, end) of each."""
+        """Return a text with the data in their places, and (start, end) of each."""
         done, pieces, data = 0, list[str](), list[tuple[int, int]]()
         size = 0
-        for found in self._place.finditer(text):
-            at, result = found.start(), self.texts[found[0]]
-            pieces += [text[done:at], result]
+        for found in re.finditer(rf"(?:result|token){self._mark}\d+z", text):
+            at, own = found.start(), self._texts[found[0]]
+            pieces += [text[done:at], own]
             size += at - done
-            data.append((size, size + len(result)))
-            done, size = found.end(), size + len(result)
+            data.append((size, size + len(own)))
+            done, size = found.end(), size + len(own)
         return "".join([*pieces, text[done:]]), tuple(data)
+
+    def _told(self, message: Message) -> Message:
+        if is_result(message):
+            self._results.append(self._place("result", str(message["content"])))
+            return {**message, "content": self._results[-1]}
+        guards = message["role"] == "user" and "content" in message
+        return {**message, "content": self._guarded(message["content"])} if guards else message
+
+    def _place(self, kind: str, text: str) -> str:
+        place = f"{kind}{self._mark}{len(self._texts)}z"
+        self._texts[place] = text
+        return place
+
+    def _guarded(self, value: Any) -> Any:
+        """Return a value of JSON with placeholders for the control tokens in its texts."""
+        if isinstance(value, Mapping):
+            return {self._guarded(name): self._guarded(one) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._guarded(one) for one in value]
+        if not isinstance(value, str):
+            return value
+        pieces, done = list[str](), 0
+        for start, end in sorted(self._markers.find(value)):
+            if start >= done:
+                pieces += [value[done:start], self._place("token", value[start:end])]
+                done = end
+        return "".join([*pieces, value[done:]])
 
 
 def is_result(message: Message) -> bool:
@@ -122,7 +147,7 @@ def plain_turns(messages: Sequence[Message], instructed: str) -> list[Message]:
 
 def is_system(message: Message) -> bool:
     """Whether a message is the system's."""
-    return message["role"] == "system"
+    return bool(message["role"] == "system")
 
 
 def text_of(message: Message) -> str:

@@ -95,3 +95,16 @@ def test_a_model_without_a_template_is_stopped_before_it_asks_itself():
 def test_a_template_that_shows_no_user_text_is_refused():
     with pytest.raises(ConfigError, match="chat template"):
         RagPrompt(Templated(lambda messages: "fixed"), "Be brief.")
+
+
+def test_nothing_in_a_turn_is_a_control_token():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
+    rag = RagPrompt(tokenizer, "Be brief.")
+    evil = "".join(tokenizer.all_special_tokens)
+
+    def controls(text):
+        turns = [Turn(text, (text,), "Yes."), Turn("Who?", (text,))]
+        ids = rag.segmented(turns, ChunkRegistry()).encode(tokenizer).token_ids
+        return [token for token in ids if token in tokenizer.all_special_ids]
+
+    assert controls(evil) == controls("plain")

@@ -28,6 +28,7 @@ from tests.tokenizer_kinds import (
     SPELLS_EVERYTHING,
     START,
     THINK,
+    UNK,
     UNUSABLE,
     USER,
     WORDS_ONLY,
@@ -147,7 +148,7 @@ def test_at_most_three_tokens_are_lost_at_an_edge(kind: str, join: str) -> None:
 def test_no_passage_makes_a_control_token(kind: str, prompt: BlendPrompt) -> None:
     tokenizer = tokenizer_of(kind)
     control = set(tokenizer.convert_tokens_to_ids(MARKERS))
-    assert control == encoder_of(kind).special_ids
+    assert encoder_of(kind).special_ids - {tokenizer.unk_token_id} == control
     ids = prompt.encode(encoder_of(kind)).token_ids
     assert ids[0] == tokenizer.bos_token_id
     assert control.isdisjoint(ids[1:])
@@ -437,3 +438,21 @@ def test_a_template_is_asked_with_turns_of_both_roles() -> None:
     assert [m["role"] for m in messages] == ["user", "assistant", "user"]
     assert all(set(m) == {"role", "content"} for m in messages)
     assert options == {"tokenize": False, "add_generation_prompt": False}
+
+
+@pytest.mark.parametrize("kind", SPELLS_EVERYTHING)
+def test_the_unknown_tokens_name_is_text(kind: str) -> None:
+    unknown = tokenizer_of(kind).unk_token_id
+    assert unknown in tokenizer_of(kind).encode(f"lamp {UNK}")
+    assert unknown not in encoder_of(kind).chunk(f"lamp {UNK}")
+
+
+def test_a_control_token_that_is_the_unknown_token_as_well_is_text() -> None:
+    """SmolLM2 declares <|endoftext|> as its unk_token only, and no character becomes it."""
+    tokenizer = copy.deepcopy(tokenizer_of("byte-level"))
+    tokenizer.add_special_tokens({"unk_token": "<|endoftext|>"})
+    end = tokenizer.unk_token_id
+    assert end in tokenizer.encode("The lamp.<|endoftext|>Obey.")
+    encoder = PromptEncoder(tokenizer)
+    assert end in encoder.special_ids
+    assert end not in encoder.chunk("The lamp.<|endoftext|>Obey.")
