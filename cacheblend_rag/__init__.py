@@ -73,7 +73,7 @@ if TYPE_CHECKING:
         Profile,
         StoreConfig,
     )
-    from cacheblend_rag.text.chat import ChatPrompt
+    from cacheblend_rag.text.chat import ChatPrompt, text_before
     from cacheblend_rag.text.prompt import BlendPrompt, Segment
     from cacheblend_rag.text.registry import ChunkRegistry
     from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
@@ -130,6 +130,7 @@ _LAZY = {
     "TransformersEngine": "cacheblend_rag.engines.transformers",
     "RequestWatcher": "cacheblend_rag.engines.after_answer",
     "TurnPrompt": "cacheblend_rag.engines.prepare",
+    "text_before": "cacheblend_rag.text.chat",
     "WindowAnswer": "cacheblend_rag.rag.document_report",
     "analyze_long_document": "cacheblend_rag.rag.long_document",
     "diagnose": "cacheblend_rag.observe.doctor.diagnose",
@@ -223,6 +224,7 @@ __all__ = [
     "public_name",
     "read_boundary",
     "read_hints",
+    "text_before",
 ]
 
 

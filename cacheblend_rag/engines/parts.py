@@ -20,6 +20,7 @@ from cacheblend_rag.engines.prepare import PromptPreparer
 from cacheblend_rag.engines.question_time import QuestionTime
 from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig, check_namespace
+from cacheblend_rag.text.chat import FIXED_DAY, on_day
 from cacheblend_rag.text.encoder import PromptEncoder, Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -93,7 +94,8 @@ class EngineParts:
         self.config, self.lead_in = engine_settings(setup.config, setup.lead_in)
         self.registry = ChunkRegistry() if setup.registry is None else setup.registry
         tokenizer, told = setup.tokenizer, setup.instruction
-        self.instruction = told if isinstance(told, str) else told(tokenizer)
+        given = told if isinstance(told, str) else told(tokenizer)
+        self.instruction = on_day(FIXED_DAY, given, tokenizer)
         splits = self.lead_in.split_special_tokens
         self.encoder = PromptEncoder(tokenizer, split_special_tokens=splits)
         self.led = LeadIn(

@@ -3,7 +3,8 @@
 A model with a chat template gets the instruction as its system message (or, if the template
 has no system role, at the start of the first user message) and a user and an assistant message per
 turn. Other models get the same as plain text. The text before the first passage is the *lead-in
-text*: it is the same in every prompt of a collection, and its chunk KV is computed after it.
+text*: it is the same in every prompt of a collection, and its chunk KV is computed after it. Where
+a template tells the date, prompts have today's and the lead-in text that of a fixed day.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from cacheblend_rag.text.chat import RenderedChat, begins_as_rendered
+from cacheblend_rag.text.chat import RenderedChat, begins_as_rendered, on_day
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.instructed import SEPARATOR, InstructedChat
+from cacheblend_rag.text.instructed import PLACE, SEPARATOR, InstructedChat
 from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class RagPrompt:
     def __init__(self, tokenizer: Any, instruction: str, *, lead_in: str | None = None) -> None:
         """lead_in: what prompts begin with instead of the rendered instruction."""
         self._chat = InstructedChat(tokenizer, instruction)
+        self._tokenizer, self._own = tokenizer, lead_in
         self.instruction = self._chat.instruction
         self.lead_in = self._chat.lead_in if lead_in is None else lead_in
 
@@ -76,9 +78,15 @@ class RagPrompt:
         return replace(prompt, is_rendered=self._chat.has_template)
 
     def _rendered(self, turns: Sequence[Turn]) -> RenderedChat:
-        *earlier, last = turns
-        chat = self._chat.render([(turn.content, turn.answer) for turn in earlier], last.content)
-        cut = len(self._chat.lead_in)
-        shift = len(self.lead_in) - cut
+        told = [(turn.content, turn.answer) for turn in turns]
+        if self._own is not None:
+            told[0] = (f"{PLACE}{told[0][0]}", told[0][1])
+        *earlier, (last, _) = told
+        chat = self._chat.render(earlier, last)
+        if self._own is None:
+            return chat
+        before, place, rest = chat.text.partition(PLACE)
+        own = on_day(None, self._own, self._tokenizer)
+        shift = len(own) - len(before) - len(place)
         data = tuple((start + shift, end + shift) for start, end in chat.data)
-        return RenderedChat(f"{self.lead_in}{chat.text[cut:]}", data)
+        return RenderedChat(f"{own}{rest}", data)

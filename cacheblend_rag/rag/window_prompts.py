@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cacheblend_rag.text.chat import begins_as_rendered
+from cacheblend_rag.text.chat import begins_as_rendered, on_day
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.instructed import PLACE, SEPARATOR, InstructedChat
 from cacheblend_rag.text.prompt import BlendPrompt
@@ -55,12 +55,12 @@ class WindowPrompts:
         """Return prompts that begin with an engine's instruction, if it has one."""
         if not instruction:
             chat = InstructedChat(tokenizer, INSTRUCTION)
-            _, behind = chat.around(PLACE)
-            return cls(question, chat.lead_in, behind, chat.has_template)
+            before, behind = chat.around(PLACE)
+            return cls(question, before, behind, chat.has_template)
         if not begins_as_rendered(instruction, tokenizer):
             return cls(question, instruction, "", False)
         _, behind = InstructedChat(tokenizer, "").around(PLACE)
-        return cls(question, instruction, behind, True)
+        return cls(question, on_day(None, instruction, tokenizer), behind, True)
 
     @property
     def stop(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from cacheblend_rag.errors import PromptError
@@ -32,6 +33,12 @@ from cacheblend_rag.text.tools import (
 
 CONTENT = "alpha"
 """Stands for a message's text."""
+CLOCK = "strftime_now"
+"""The function by which chat templates tell the date."""
+FIXED_DAY = datetime(2024, 7, 26)
+"""The day of all lead-ins, so that KV which was computed behind them is found on every day."""
+DAYS = (FIXED_DAY, None)
+"""The days of texts that a template rendered: of lead-ins, and today."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +88,41 @@ def render_messages(
     messages: Sequence[Message] | ChatPrompt,
     tokenizer: Tokenizer,
     add_generation_prompt: bool = True,
+    *,
+    day: datetime | None = None,
 ) -> str:
-    """Render chat messages with the tokenizer's template; raises as BlendPrompt.from_messages."""
+    """Render chat messages with the tokenizer's template; raises as BlendPrompt.from_messages.
+
+    day: that the template tells; today by default.
+    """
     chat = messages if isinstance(messages, ChatPrompt) else ChatPrompt(messages)
-    return render_chat(chat, tokenizer, add_generation_prompt).text
+    return render_chat(chat, tokenizer, add_generation_prompt, day=day).text
+
+
+def text_before(place: str, messages: Sequence[Message], tokenizer: Tokenizer) -> str:
+    """Return what rendered messages have before a place in them, on a fixed day.
+
+    It is the instruction of an engine whose passages stand at that place: their KV does not depend
+    on the date that a template tells.
+
+    Args:
+        place: a text that stands for the passages; "" is returned if it is in no message.
+        messages: a chat.
+        tokenizer: the one whose chat template is used.
+
+    Raises:
+        PromptError: as BlendPrompt.from_messages.
+    """
+    before, found, _ = render_messages(messages, tokenizer, day=FIXED_DAY).partition(place)
+    return before if found else ""
 
 
 def render_chat(
-    chat: ChatPrompt, tokenizer: Tokenizer, add_generation_prompt: bool = True
+    chat: ChatPrompt,
+    tokenizer: Tokenizer,
+    add_generation_prompt: bool = True,
+    *,
+    day: datetime | None = None,
 ) -> RenderedChat:
     """Render a chat with the tokenizer's template; raises as BlendPrompt.from_messages.
 
@@ -96,7 +130,7 @@ def render_chat(
     template that takes no tools, or refuses, drops or repeats what they were asked and what they
     said, gets all this as plain text (see ``turns``). A template that refuses or drops system
     messages gets them as the user's: those that the messages begin with at the start of the first
-    user's message, say.
+    user's message, say. day: that the template tells; today by default.
     """
     from jinja2 import TemplateError
 
@@ -109,6 +143,8 @@ def render_chat(
 
     def tried(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         told: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
+        if day is not None and tells_the_date(tokenizer):
+            told[CLOCK] = day.strftime
         try:
             text = tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -185,23 +221,48 @@ def _as_list(messages: object) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def tells_the_date(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template tells the date."""
+    return CLOCK in str(getattr(tokenizer, "chat_template", None))
+
+
 def begins_as_rendered(text: str, tokenizer: Tokenizer) -> bool:
     """Whether a text begins with the opening that the tokenizer's chat template renders.
 
     Prompts made of messages have only the template's own BOS, so such a text has no second BOS,
     which the tokenizer would put before a plain text.
     """
+    return any(text.startswith(opening) for day in DAYS for opening in _openings(tokenizer, day))
+
+
+def on_day(day: datetime | None, text: str, tokenizer: Tokenizer) -> str:
+    """Return a text with the opening of a chat template as it is on a day; today for None.
+
+    Other texts, and the rest of the text, are unchanged.
+    """
+    if not tells_the_date(tokenizer):
+        return text
+    wanted = _openings(tokenizer, day)
+    for other in DAYS:
+        for there, here in zip(_openings(tokenizer, other), wanted, strict=True):
+            if text.startswith(there):
+                return f"{here}{text[len(there) :]}"
+    return text
+
+
+def _openings(tokenizer: Tokenizer, day: datetime | None) -> list[str]:
+    """Return the texts that the template puts before a first message, of the user or the system."""
     if not getattr(tokenizer, "chat_template", None):
-        return False
-    openings = (_opening(roles, tokenizer) for roles in (("user",), ("system", "user")))
-    return any(opening and text.startswith(opening) for opening in openings)
+        return []
+    found = (_opening(roles, tokenizer, day) for roles in (("user",), ("system", "user")))
+    return [opening for opening in found if opening]
 
 
-def _opening(roles: Sequence[str], tokenizer: Tokenizer) -> str:
+def _opening(roles: Sequence[str], tokenizer: Tokenizer, day: datetime | None) -> str:
     """Return the text that the template puts before the first message; "" if it refuses."""
     messages = [{"role": role, "content": CONTENT} for role in roles]
     try:
-        opening, found, _ = render_messages(messages, tokenizer).partition(CONTENT)
+        opening, found, _ = render_messages(messages, tokenizer, day=day).partition(CONTENT)
     except PromptError:
         return ""
     return opening if found else ""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.text.chat import ChatPrompt, RenderedChat, render_chat
+from cacheblend_rag.text.chat import FIXED_DAY, ChatPrompt, RenderedChat, render_chat
 
 SEPARATOR = "\n\n"
 PLACE = "[the passages stand here]"
@@ -21,7 +22,7 @@ class InstructedChat:
 
     A chat template gets the instruction as its system message (see ``render_chat``). A model
     without one gets plain text. ``lead_in`` is the text before the first user's message, the same
-    in every prompt.
+    in every prompt but for the date that a template tells: it is that of a fixed day.
 
     Raises ConfigError when the model's chat template drops the user's text.
     """
@@ -31,17 +32,22 @@ class InstructedChat:
         self.instruction = instruction.strip()
         self._tokenizer = tokenizer
         self.has_template = chat_template and bool(getattr(tokenizer, "chat_template", None))
-        self.lead_in, _ = self.around(PLACE)
+        self.lead_in, _ = self.around(PLACE, FIXED_DAY)
 
-    def around(self, content: str) -> tuple[str, str]:
-        """Return the text before and behind a user's first message."""
-        before, found, behind = self.render([], content).text.partition(content)
+    def around(self, content: str, day: datetime | None = None) -> tuple[str, str]:
+        """Return the text before and behind a user's first message; day: today by default."""
+        before, found, behind = self.render([], content, day).text.partition(content)
         if not found:
             raise ConfigError("the model's chat template drops the user's text: use another model")
         return before, behind
 
-    def render(self, told: Sequence[Told], content: str) -> RenderedChat:
-        """Return a prompt of earlier messages with their answers, and of the user's last one."""
+    def render(
+        self, told: Sequence[Told], content: str, day: datetime | None = None
+    ) -> RenderedChat:
+        """Return a prompt of earlier messages with their answers, and of the user's last one.
+
+        day: that the template tells; today by default.
+        """
         opening = [self.instruction] if self.instruction else []
         if not self.has_template:
             earlier = [f"{message} {answer}" for message, answer in told]
@@ -51,4 +57,4 @@ class InstructedChat:
             messages.append({"role": "user", "content": message})
             messages.append({"role": "assistant", "content": answer})
         messages.append({"role": "user", "content": content})
-        return render_chat(ChatPrompt(messages), self._tokenizer)
+        return render_chat(ChatPrompt(messages), self._tokenizer, day=day)

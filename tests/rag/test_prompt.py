@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import chat_template_utils
 
+from cacheblend_rag import BlendConfig, SamplingParams, TieredKVStore, TransformersEngine
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import DEFAULT_FRAME, INSTRUCTION
 from cacheblend_rag.errors import ConfigError
@@ -108,3 +112,68 @@ def test_nothing_in_a_turn_is_a_control_token():
         return [token for token in ids if token in tokenizer.all_special_ids]
 
     assert controls(evil) == controls("plain")
+
+
+DATED = (
+    "<bos>Today is {{ strftime_now('%-d %B %Y') }}.\n"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}</>{% endfor %}"
+)
+
+
+@pytest.fixture
+def today(monkeypatch):
+    """Set the day that chat templates tell: ``today(2026, 11, 30)``."""
+
+    def on(*day):
+        clock = type("Clock", (datetime,), {"now": classmethod(lambda cls, tz=None: cls(*day))})
+        monkeypatch.setattr(chat_template_utils, "datetime", clock)
+
+    return on
+
+
+@pytest.fixture
+def dated():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
+    tokenizer.chat_template = DATED
+    return tokenizer
+
+
+def test_prompts_of_a_process_tell_the_day_that_it_is(dated, today):
+    today(2026, 11, 30)
+    prompts = [
+        RagPrompt(dated, "Be brief."),
+        RagPrompt.of_engine(dated, RagPrompt(dated, "Be brief.").lead_in),
+    ]
+    lead_ins = {prompt.lead_in for prompt in prompts}
+    today(2026, 12, 1)
+    prompts.append(RagPrompt(dated, "Be brief."))
+    before = "<bos>Today is 1 December 2026.\n<system>Be brief.</><user>"
+    for prompt in prompts:
+        text = prompt.render([BEFORE, NOW])
+        assert text.startswith(f"{before}Passage c.\n\nQuestion: What before?")
+        assert "<user>Passage {a}.\n\nPassage b.\n\nQuestion: What {now}?" in text
+    assert {prompt.lead_in for prompt in prompts} == lead_ins
+    assert len(lead_ins) == 1
+
+
+def test_kv_that_was_stored_yesterday_is_found_today(dated, today, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(MODEL_FOLDER)
+    passage = "The lighthouse at Vell was built in 1821. " * 20
+    for day in ((2026, 11, 30), (2026, 12, 1)):
+        today(*day)
+        engine = TransformersEngine(
+            model,
+            tokenizer=dated,
+            instruction=dated.apply_chat_template(
+                [{"role": "user", "content": ""}], tokenize=False
+            ).removesuffix("</>"),
+            store=TieredKVStore.open(kv_path=tmp_path),
+            config=BlendConfig(min_tokens=0, cost_model=False),
+        )
+        done = engine.precompute([passage], progress=False)
+        answer = engine.generate(
+            [{"role": "user", "content": f"{passage}\n\nWhen?"}], SamplingParams(max_tokens=1)
+        )
+        engine.close()
+    assert (done.computed, done.skipped) == (0, 1)
+    assert [chunk.hit for chunk in answer.report.chunks] == [True]

@@ -32,6 +32,7 @@ from cacheblend_rag.observe.doctor.speed import MUCH_WORK
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.settings.choices import DEFAULT_RATIO
+from cacheblend_rag.text.chat import on_day
 from cacheblend_rag.text.prompt import BlendPrompt, Segment, segment
 from cacheblend_rag.text.special_tokens import special_tokens
 
@@ -101,7 +102,7 @@ class Measurement:
             known_chunks=len(known),
             before="".join(part.text for part in (parts[: at[0]] if at else parts)),
             after=after,
-            instruction=engine.instruction,
+            instruction=on_day(None, engine.instruction, engine.tokenizer),
             lead_in=engine.lead_in.kind,
             question=self.question,
         )

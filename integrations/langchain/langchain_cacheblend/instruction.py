@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cacheblend_rag import BlendPrompt, ChunkRegistry
-from langchain_core.messages import BaseMessage, HumanMessage
+from cacheblend_rag import text_before
+from langchain_core.messages import HumanMessage
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, MessagesPlaceholder
 
 from langchain_cacheblend.messages import plain_text, to_engine_messages
@@ -17,20 +17,16 @@ def prompt_instruction(prompt: BasePromptTemplate[Any], tokenizer: Any) -> str:
     """Return the text that every prompt of this template begins with, as the model reads it.
 
     That is the rendered prompt up to its first variable, chat template included. Where the passages
-    are not the first variable (a history stands before them, say), it ends there.
+    are not the first variable (a history stands before them, say), it ends there. A date in the
+    chat template is that of a fixed day.
     """
     values: dict[str, Any] = dict.fromkeys(prompt.input_variables, MARK)
     for name in _message_variables(prompt):
         values[name] = [HumanMessage(MARK)]
     messages = prompt.format_prompt(**values).to_messages()
-    return render(messages, tokenizer).partition(MARK)[0]
-
-
-def render(messages: list[BaseMessage], tokenizer: Any) -> str:
-    """Return messages as one text, by the tokenizer's chat template where it has one."""
     if not getattr(tokenizer, "chat_template", None):
-        return plain_text(messages)
-    return BlendPrompt.from_messages(to_engine_messages(messages), ChunkRegistry(), tokenizer).text
+        return plain_text(messages).partition(MARK)[0]
+    return text_before(MARK, to_engine_messages(messages), tokenizer)
 
 
 def _message_variables(prompt: BasePromptTemplate[Any]) -> list[str]:

@@ -9,7 +9,7 @@ from llama_index.core.base.llms.types import ChatMessage, LLMMetadata, MessageRo
 from llama_index.core.prompts import BasePromptTemplate, SelectorPromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 
-from cacheblend_rag import BlendPrompt, ChunkRegistry, PromptError
+from cacheblend_rag import PromptError, text_before
 from llama_index.llms.cacheblend.messages import plain_messages
 
 CONTEXT_VARIABLES = ("context_str", "context_msg")
@@ -37,7 +37,10 @@ def text_before_context(
     messages = selected.format_messages(llm=None, **values)
     if system_prompt:
         messages = [ChatMessage(role=MessageRole.SYSTEM, content=system_prompt), *messages]
-    return _head(_render(messages, tokenizer)) if renders else ""
+    try:
+        return text_before(PLACE, plain_messages(messages), tokenizer) if renders else ""
+    except PromptError:  # of the template, which will refuse the prompt too
+        return ""
 
 
 def _select(template: BasePromptTemplate, chat: bool) -> BasePromptTemplate:
@@ -50,11 +53,3 @@ def _select(template: BasePromptTemplate, chat: bool) -> BasePromptTemplate:
 def _head(text: str) -> str:
     head, found, _ = text.partition(PLACE)
     return head if found else ""
-
-
-def _render(messages: list[ChatMessage], tokenizer: Any) -> str:
-    """Render messages; empty when the template refuses them, as it will refuse the prompt too."""
-    try:
-        return BlendPrompt.from_messages(plain_messages(messages), ChunkRegistry(), tokenizer).text
-    except PromptError:
-        return ""
