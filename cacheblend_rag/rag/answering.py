@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.sampling import SamplingParams
 
+REPEATED = 16
+"""How many passages are looked at for each that is wanted: a document may repeat itself."""
+
 
 class Asker:
     """Answers questions from a collection.
@@ -105,18 +108,21 @@ class Asker:
         return replace(sampling, stop=(*sampling.stop, *self._prompt.stop))
 
     def retrieve(self, question: str, top_k: int, order: PassageOrder) -> list[Source]:
-        """Return the passages nearest to a question, in the order for the prompt."""
+        """Return the passages nearest to a question, in the order for the prompt.
+
+        Of passages of a document with the same text one is returned.
+        """
         (vector,) = self._embedder.embed([question])
         if len(vector) != self._size:
             raise ConfigError(
                 f"embedding model {self._embedding_model!r} gives {len(vector)} numbers per text, "
                 f"the collection holds {self._size}: index with --rebuild"
             )
-        found = [
-            Source(*self._chunks[place], score)
-            for place, score in self._search.nearest(vector, top_k)
-        ]
-        return arranged(found, order)
+        found: dict[tuple[str | None, str], Source] = {}
+        for place, score in self._search.nearest(vector, REPEATED * top_k):
+            source = Source(*self._chunks[place], score)
+            found.setdefault((source.chunk.document_id, source.chunk.text), source)
+        return arranged(list(found.values())[:top_k], order)
 
     def fit(
         self,

@@ -24,6 +24,9 @@ UNNEEDED = (
 )  # fmt: skip
 
 
+REPEATED = "This paragraph repeats itself in the same words every time it is read."
+
+
 @pytest.fixture
 def ask(cli, indexed):
     """Run ``ask QUESTION --from COLLECTION``."""
@@ -57,6 +60,20 @@ def test_questions_are_answered_from_reused_passages(ask, indexed):
             source["source"] for source in found["sources"]
         ]
     assert right >= 3
+
+
+def test_a_document_that_repeats_itself_is_read_once(cli, tmp_path):
+    (tmp_path / "notes").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "notes" / f"{name}.txt").write_text("\n\n".join([REPEATED] * 30))
+    into = tmp_path / "collection"
+    settings = ("--model", "demo", "--chunk-size", 48, "--register-only")
+    assert cli("index", tmp_path / "notes", "--into", into, *settings).code == 0
+    found = cli("ask", "What is said?", "--from", into, "--max-tokens", 1, "--json").json
+    assert sorted((one["source"], one["text"]) for one in found["sources"]) == [
+        ("notes/one.txt", REPEATED),
+        ("notes/two.txt", REPEATED),
+    ]
 
 
 def test_what_an_answer_does_not_need_is_not_imported(indexed):
