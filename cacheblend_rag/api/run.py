@@ -22,7 +22,7 @@ MOST_HEADER_BYTES = 1 << 16
 
 
 class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type] # chosen by uvicorn
-    """uvicorn's HTTP, which itself waits for headers without an end."""
+    """uvicorn's HTTP, which itself waits for headers, and at the server's end for clients."""
 
     _sent = 0
     """Bytes of headers that are not complete."""
@@ -44,6 +44,11 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type] # cho
         elif self._sent == len(data):
             self._give_up_later()
 
+    def shutdown(self) -> None:
+        """End the connection with the server: soon, whatever its client still sends or reads."""
+        super().shutdown()
+        self.loop.call_later(STOP_SECONDS, self.transport.abort)
+
     def _give_up_later(self) -> None:
         self.loop.call_later(HEADER_SECONDS, self._give_up, self.cycle)
 
@@ -53,7 +58,7 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type] # cho
 
 
 def bound_headers() -> None:
-    """Have the servers that uvicorn starts in this process bound their requests' headers."""
+    """Have the servers that uvicorn starts in this process use this protocol."""
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{BoundedProtocol.__name__}"
 
 

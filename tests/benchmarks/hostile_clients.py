@@ -25,6 +25,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -310,8 +311,9 @@ def main(
             sizes = _alternate(honest, shared, server, rounds, slice_seconds)
             began = time.monotonic()
             server.send_signal(signal.SIGTERM)
-            code = server.wait(60)
-            ended = time.monotonic() - began
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(60)
+            code, ended = server.poll(), time.monotonic() - began
         finally:
             hostile.kill()
             _kill(server)
@@ -356,7 +358,7 @@ def _alternate(
 
 
 def _tell(
-    honest: Honest, shared: Shared, sizes: list[float], code: int, ended: float, fuzzed: int
+    honest: Honest, shared: Shared, sizes: list[float], code: int | None, ended: float, fuzzed: int
 ) -> None:
     counts: Counter[str] = Counter()
     while not shared.told.empty():
