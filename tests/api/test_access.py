@@ -123,7 +123,7 @@ async def test_headers_without_an_end_are_given_up(engine, script, monkeypatch):
         script.may_go_on.set()
         assert (await used.readline()).startswith(b"HTTP/1.1 200"), "its headers were complete"
         body, head = await asyncio.open_connection(*taken.getsockname())
-        head.write(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
+        head.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
         await asyncio.sleep(0.1)
         server.should_exit = True
         async with asyncio.timeout(20):
