@@ -61,7 +61,7 @@ def test_a_name_forges_no_line_of_a_terminal_or_a_log(monkeypatch, capsys, caplo
     output.print_facts("title", {"name": FORGED})
     with output.progress_bar() as watcher, watcher.phase(FORGED):
         watcher.warn(FORGED)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "cacheblend_rag.rag.progress")
     silent = ProgressCallbacks()
     silent.warn(FORGED)
     with silent.phase(FORGED):
