@@ -22,6 +22,7 @@ from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.settings import PLAIN
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
+from cacheblend_rag.engines.vllm.job_client import ask_status
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.engines.vllm.versions import installed_version
 from cacheblend_rag.prefill import prompt_pass
@@ -223,6 +224,7 @@ def check_single_rows(engine: InProcessEngine) -> None:
         calls = [
             probe_layer(
                 stack, 1, hidden[:, rows], stack.position_inputs(torch.arange(5)[None, rows])
+    assert ask_status(engine.transport).compilations == 0, "all kernels are compiled at start"
             )
             for rows in (slice(None), *(slice(i, i + 1) for i in range(5)))
         ]

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+
+FAILS_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
+"""Whether vLLM is told of failed asynchronous loads by request, as from 0.30 on, not by block."""
 
 
 def specs_of(group: Any) -> list[Any]:

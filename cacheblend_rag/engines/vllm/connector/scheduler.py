@@ -188,8 +188,8 @@ class ConnectorScheduler:
         return bool(other.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
     def _may_wait(self, job: BlendJob) -> bool:
-        """Whether a job runs between steps: if all jobs do, or if it is for idle time."""
-        return self.asynchronous or job.idle
+        """Whether a job runs between steps: all jobs do but synchronous blends."""
+        return self.asynchronous or job.kind != "blend"
 
     def _begin_anew(self, request: Request, pending: Pending) -> None:
         """Set a prompt's blocks apart as its own: those of the one that it continues are gone.

@@ -22,6 +22,7 @@ from cacheblend_rag.engines.compatibility import explained
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.vllm.connector.blender import DEVICE_ERRORS, Blender
+from cacheblend_rag.engines.vllm.connector.kv_groups import FAILS_REQUESTS
 from cacheblend_rag.engines.vllm.connector.metadata import (
     Allotted,
     StepJobs,
@@ -32,6 +33,7 @@ from cacheblend_rag.engines.vllm.connector.pace import OwnTime
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.tensor_parallel import all_reduce
+from cacheblend_rag.engines.vllm.connector.warm_up import Compilations, warm_up
 from cacheblend_rag.engines.vllm.generation import generation_values
 from cacheblend_rag.engines.vllm.namespaces import are_told_apart
 from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Failed, Result
@@ -79,6 +81,7 @@ class ConnectorWorker:
         self._failed_requests: set[str] = set()
         self._timer = PrefillTimer((), Rates())  # of no layers, where nothing is blended
         self._own_time = OwnTime()
+        self._compiled = Compilations()
         generation = generation_values(vllm_config.model_config)
         self._sampling = ModelSampling.read(generation)
         warn_of_ignored(generation)
@@ -89,6 +92,7 @@ class ConnectorWorker:
         with set_forward_context(None, self._vllm_config):
             if self._all_ranks_can(lambda: made.append(self._make_blender())) and (
                 self._all_ranks_can(made[0].try_model)
+                and self._all_ranks_can(lambda: warm_up(made[0].jobs))
             ):
                 self.blender = made[0]
                 self._timer, self._own_time = made[0].timer, made[0].jobs.own_time
@@ -149,7 +153,7 @@ class ConnectorWorker:
     def work(self, step: StepJobs) -> None:
         """Run jobs; their time does not count as vLLM's own prefill."""
         self._timer.mark()
-        with self._own_time:
+        with self._own_time, self._compiled:
             self._work(step)
         self._timer.mark()
 
@@ -203,7 +207,7 @@ class ConnectorWorker:
         if not done.wait:
             self._done.add(request_id)
         if leaves_blocks_empty(result, blends=done.job.kind == "blend"):
-            if len(done.block_ids) > 1:  # block ids are unique only within a group
+            if FAILS_REQUESTS and not done.wait:
                 self._failed_requests.add(request_id)
             else:
                 size = self._vllm_config.cache_config.block_size
@@ -237,6 +241,7 @@ class ConnectorWorker:
             profile=json.dumps(settings.profile.to_dict()) if settings.profile else "",
             guard=settings.guard,
             token_bytes=self._token_bytes,
+            compilations=self._compiled.count,
             keeps_exact=settings.store.precision == "native" and not self._has_fp8_cache,
         )
 
@@ -263,7 +268,7 @@ class ConnectorWorker:
         return failed
 
     def take_failed_requests(self) -> set[str]:
-        """Return requests of several KV cache groups that vLLM computes itself."""
+        """Return requests that vLLM computes itself."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 

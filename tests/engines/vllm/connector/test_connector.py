@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client import REGISTRY
 from torch import nn
+from triton import knobs
 from vllm.model_executor.offloader.base import NoopOffloader
 from vllm.v1.worker import gpu_model_runner
 
@@ -20,6 +23,7 @@ from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm import protocol
 from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, HISTOGRAMS, PREFIX
 from cacheblend_rag.engines.vllm.connector.scheduler import KEPT_REPORTS, KEPT_TRACES
+from cacheblend_rag.engines.vllm.connector.warm_up import Compilations
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob, SentLeadIn
 from cacheblend_rag.engines.vllm.protocol.result import NO_REPORT
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
@@ -63,6 +67,38 @@ def asked(engine: InProcessEngine, salt: str = "", **changes: Any) -> VLLMReques
     request = request_of(engine, f"{retrieved().text} {salt}", SHORT, engine.config)
     assert request.job is not None
     return replace(request, job=replace(request.job, **changes))
+
+
+@pytest.mark.parametrize("blends", ["asynchronous", "synchronous"])
+def test_requests_that_carry_a_job_end_without_a_warning(
+    llama: InProcessEngine, caplog: pytest.LogCaptureFixture, blends: str
+) -> None:
+    llama.scheduler_connector.asynchronous = blends == "asynchronous"
+    vllm = logging.getLogger("vllm.v1.core.sched.scheduler")
+    vllm.addHandler(caplog.handler)
+    with caplog.at_level(logging.WARNING, vllm.name):
+        assert llama.precompute(DOCUMENTS, progress=False).computed == 4
+        assert llama.evict_document("a") == 2
+        assert llama.release() > 0
+        assert llama.status.active
+    vllm.removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_what_is_compiled_while_jobs_run_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda *, fn: seen.append(fn))
+    compiled, before = Compilations(), torch.compile(torch.sin, backend="eager")
+    before(torch.ones(3))
+    with compiled:
+        before(torch.ones(3))
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
+        assert compiled.count == 1
+        knobs.runtime.jit_post_compile_hook(fn="kernel")
+    knobs.runtime.jit_post_compile_hook(fn="another")
+    torch.compile(lambda x: x + 2, backend="eager")(torch.ones(3))
+    assert compiled.count == 2
+    assert seen == ["kernel", "another"], "vLLM's own hook is called, too"
 
 
 def malformed(engine: InProcessEngine, report_id: str = REPORT_ID) -> VLLMRequest:

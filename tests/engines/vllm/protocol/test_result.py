@@ -184,6 +184,7 @@ def test_a_statuss_names_on_the_wire_are_settled() -> None:
         "guard": 0.0,
         "token_bytes": 0,
         "keeps_exact": False,
+        "compilations": 0,
     }
 
 
