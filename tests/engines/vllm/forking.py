@@ -2,6 +2,10 @@
 
 On CPUs vLLM has each of them import everything anew. Servers, which tests start as users do, go on
 doing that.
+
+With ``TRITON_INTERPRET=1`` engines have what vLLM uses by default on a GPU: asynchronous scheduling
+and model runner V2. V2's kernels are in Triton, which has no backend for CPUs: its interpreter runs
+them.
 """
 
 from __future__ import annotations
@@ -12,11 +16,23 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from cacheblend_rag.kv.tiers.object_client import ObjectClient
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+GPU_DEFAULTS = os.environ.get("TRITON_INTERPRET") == "1"
+SYNCHRONOUS = pytest.mark.skipif(GPU_DEFAULTS, reason="blends are always asynchronous then")
+"""Of tests of synchronous blends."""
+
+
+class _Driver:
+    """Of a Triton backend, which is never used; vLLM asks whether it is active."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return False
 
 
 @cache
@@ -26,6 +42,10 @@ def fork_engines() -> None:
     An engine with an object store is spawned, once this process has used one: its library's threads
     would be missing in a fork.
     """
+    if GPU_DEFAULTS:
+        from triton.backends import Backend, backends
+
+        backends["cpu"] = Backend(compiler=None, driver=_Driver)
     from vllm.platforms.cpu import CpuPlatform
 
     torch.set_num_threads(1)
@@ -35,6 +55,7 @@ def fork_engines() -> None:
 
     def decide_to_fork(cls: type[CpuPlatform], config: Any) -> None:
         decide(config)
+        config.scheduler_config.async_scheduling = GPU_DEFAULTS
         needs_threads = ObjectClient.used_in and "s3://" in str(config.kv_transfer_config)
         os.environ[START_METHOD] = "spawn" if needs_threads else "fork"
 

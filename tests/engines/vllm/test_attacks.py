@@ -22,6 +22,7 @@ from cacheblend_rag.engines.vllm.protocol.job import (
 )
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv import KVKey, TieredKVStore
+from tests.engines.vllm.forking import SYNCHRONOUS
 from tests.engines.vllm.hostile import HOSTILE, mutated
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
@@ -36,7 +37,7 @@ def blend_config() -> BlendConfig:
     return CONFIG
 
 
-@pytest.fixture(params=["asynchronous", "synchronous"])
+@pytest.fixture(params=["asynchronous", pytest.param("synchronous", marks=SYNCHRONOUS)])
 def engine(request: pytest.FixtureRequest, few_blocks: InProcessEngine) -> InProcessEngine:
     few_blocks.scheduler_connector.asynchronous = request.param == "asynchronous"
     return few_blocks

@@ -26,6 +26,7 @@ from cacheblend_rag.engines.vllm.job_client import ask_status
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.engines.vllm.versions import installed_version
 from cacheblend_rag.prefill import prompt_pass
+from tests.engines.vllm.forking import GPU_DEFAULTS
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.one_family import save_family
 from tests.engines.vllm.opening import request_of
@@ -158,10 +159,10 @@ def check_exact(engine: InProcessEngine, seed: int = 9, rounding: float = 0.0) -
 def check_exact_both_ways(engine: InProcessEngine, rounding: float = 0.0) -> None:
     """One vLLM does for both, since starting one is what takes time.
 
-    With several KV cache groups there is one way only.
+    With several KV cache groups, and with a GPU's defaults, there is one way only.
     """
     is_mixed = len(engine.scheduler.kv_cache_config.kv_cache_groups) > 1
-    for seed, asynchronous in ((9, True), (10, is_mixed)):
+    for seed, asynchronous in ((9, True), (10, is_mixed or GPU_DEFAULTS)):
         engine.scheduler_connector.asynchronous = asynchronous
         check_exact(engine, seed, rounding)
 
@@ -169,6 +170,21 @@ def check_exact_both_ways(engine: InProcessEngine, rounding: float = 0.0) -> Non
 def test_ratio_1_equals_ordinary_prefill(llama: InProcessEngine) -> None:
     index(llama)
     check_exact_both_ways(llama)
+
+
+@pytest.mark.skipif(not GPU_DEFAULTS, reason="set TRITON_INTERPRET=1")
+def test_with_a_gpus_defaults_what_is_not_blended_is_computed_by_vllm(
+    open_family: OpenFamily,
+) -> None:
+    """vLLM could not compute what a synchronous load had failed to load."""
+    engine = open_family("llama", settings={"asynchronous": False})
+    config = engine.core.vllm_config
+    assert config.use_v2_model_runner
+    assert config.scheduler_config.async_scheduling
+    assert engine.status.asynchronous
+    asked = request_of(engine, retrieved(), SHORT, engine.config.with_changes(min_tokens=10_000))
+    plain = VLLMRequest(asked.token_ids, SHORT, "plain")
+    assert logprobs(engine, asked) == logprobs(engine, plain)
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -208,6 +224,7 @@ def test_ratio_1_equals_ordinary_prefill_with_an_fp8_cache(open_family: OpenFami
 def test_a_compiled_model_is_exact_too(open_family: OpenFamily, family: str) -> None:
     engine = open_family(family, enforce_eager=False)
     check_exact_both_ways(engine)
+    assert ask_status(engine.transport).compilations == 0, "all kernels are compiled at start"
     check_single_rows(engine)
 
 
@@ -224,7 +241,6 @@ def check_single_rows(engine: InProcessEngine) -> None:
         calls = [
             probe_layer(
                 stack, 1, hidden[:, rows], stack.position_inputs(torch.arange(5)[None, rows])
-    assert ask_status(engine.transport).compilations == 0, "all kernels are compiled at start"
             )
             for rows in (slice(None), *(slice(i, i + 1) for i in range(5)))
         ]

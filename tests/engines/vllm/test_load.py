@@ -20,6 +20,7 @@ from cacheblend_rag.engines.vllm.connector.pace import Slices
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv.reading import FETCHED_AHEAD
+from tests.engines.vllm.forking import GPU_DEFAULTS, SYNCHRONOUS
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.test_exactness import DOCUMENTS
@@ -27,7 +28,7 @@ from tests.engines.vllm.test_protocol import mixed_prompts, same_tokens
 from tests.kv.samples import until
 from tests.models import prompt_of, words
 
-REQUESTS = 200
+REQUESTS = 60 if GPU_DEFAULTS else 200  # an interpreter takes its time
 AT_ONCE = 24
 DECODED_BEFORE_ABORT = 3
 
@@ -96,7 +97,7 @@ def blend_config() -> BlendConfig:
     return BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.2)
 
 
-@pytest.fixture(params=[True, False], ids=["async", "sync"])
+@pytest.fixture(params=[True, pytest.param(False, marks=SYNCHRONOUS)], ids=["async", "sync"])
 def engine(
     request: pytest.FixtureRequest, few_blocks: InProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> InProcessEngine:
@@ -150,8 +151,8 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(
 
     engine.transport.run(run())
     assert sum(fates.values()) == REQUESTS
-    assert fates["aborted while decoding"] > 20
-    assert not loads or fates["aborted while loading"] > 10
+    assert fates["aborted while decoding"] > REQUESTS // 10
+    assert not loads or fates["aborted while loading"] >= REQUESTS // 20
     assert preempted["times"] > 0
     assert engine.free_blocks() == free
     connector, worker = engine.scheduler_connector, engine.worker_connector

@@ -55,7 +55,8 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of_vllm(vllm_config)
         refusal = refusal_of(vllm_config, kv_cache_config)
-        asynchronous = settings.asynchronous or not recomputes_failed_loads(kv_cache_config)
+        recovers = recomputes_failed_loads(vllm_config, kv_cache_config)
+        asynchronous = settings.asynchronous or not recovers
         block_size = vllm_config.cache_config.block_size
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None

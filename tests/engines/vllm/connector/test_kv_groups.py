@@ -236,7 +236,7 @@ def together(engine: InProcessEngine, requests: Sequence[VLLMRequest]) -> list[t
 
 def test_other_requests_decode_meanwhile_in_blocks_of_their_own(engine: InProcessEngine) -> None:
     """Windows move while requests decode: vLLM frees blocks and gives them to others."""
-    long = ResolvedSampling(max_tokens=200)
+    long = ResolvedSampling(max_tokens=140)
     asked = [
         request_of(engine, retrieved(seed=seed), long, engine.config.with_ratio(1.0))
         for seed in range(51, 55)
@@ -393,6 +393,21 @@ def test_the_smallest_window_decides_what_is_dropped() -> None:
     assert kept_tokens(config(FULL), 16) is None
     # Of 46 tokens the next one sees the last 31: the first 15 fill no block of 16.
     assert kept_tokens(config(FULL, WIDE, NARROW), 16) == 46
-    assert recomputes_failed_loads(config(FULL))
-    assert not recomputes_failed_loads(config(WIDE))
-    assert not recomputes_failed_loads(config(FULL, FULL))
+
+
+@pytest.mark.parametrize(
+    ("specs", "v2", "async_scheduling", "recovers"),
+    [
+        ([FULL], False, False, True),
+        ([WIDE], False, False, False),
+        ([FULL, FULL], False, False, False),
+        ([FULL], True, False, False),
+        ([FULL], False, True, False),
+    ],
+)
+def test_where_vllm_recovers_from_failed_synchronous_loads(
+    specs: list[Any], v2: bool, async_scheduling: bool, recovers: bool
+) -> None:
+    scheduling = SimpleNamespace(async_scheduling=async_scheduling)
+    vllm = SimpleNamespace(use_v2_model_runner=v2, scheduler_config=scheduling)
+    assert recomputes_failed_loads(vllm, config(*specs)) == recovers
