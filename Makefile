@@ -1,11 +1,16 @@
 # Every target sets up what it needs: a first `make demo` or `make test` makes .venv by itself.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# With VERSION=0.31.0, that release of vLLM is installed, in an environment of its own. VERSION counts
-# on make's command line only: a shell's variable of that name means something else.
+# With VERSION=0.31.0, that release of vLLM is installed, with TORCH=2.14.0 that one of torch (for
+# test-core), in an environment of its own. VERSION and TORCH count on make's command line only: a
+# shell's variable of that name means something else.
 ifneq ($(origin VERSION),command line)
 VERSION :=
 endif
-ENV := .venv$(VERSION:%=-vllm-%)
+ifneq ($(origin TORCH),command line)
+TORCH :=
+endif
+ENV := .venv$(VERSION:%=-vllm-%)$(TORCH:%=-torch-%)
+PINS := $(if $(TORCH),$(ENV)/constraints.txt,constraints.txt)
 BIN := $(ENV)/bin
 READY := $(ENV)/.ready
 READY_VLLM := $(ENV)/.ready-vllm
@@ -35,10 +40,11 @@ setup: $(READY) ## make .venv with the tested versions of everything, and fetch 
 $(READY): pyproject.toml constraints.txt $(INTEGRATIONS:%=%/pyproject.toml)
 	$(PYTHON) -m venv $(ENV)
 	$(if $(VERSION),$(BIN)/python -m tests.engines.vllm.release $(VERSION) $(ENV)/constraints.txt)
-	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install -c constraints.txt $(INTEGRATIONS:%=-e %)
-	$(BIN)/python -m pip install -c constraints.txt --no-deps $(CLIENTS)
+	$(if $(TORCH),sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d' constraints.txt > $(PINS))
+	$(BIN)/python -m pip install -c $(PINS) torch
+	$(BIN)/python -m pip install -c $(PINS) -e '.[dev]'
+	$(BIN)/python -m pip install -c $(PINS) $(INTEGRATIONS:%=-e %)
+	$(BIN)/python -m pip install -c $(PINS) --no-deps $(CLIENTS)
 	touch $@
 
 # vLLM for the CPU, after the rest: an older release brings older versions of what it shares with this
