@@ -107,8 +107,12 @@ class InProcessVLLM(Transport):
 
     async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
         """Answer a request, always piece by piece."""
-        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            from vllm.exceptions import VLLMClientError
+        except ImportError:  # vLLM 0.26 raises ValueError
+            VLLMClientError = ValueError
 
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
         if request.salt is not None:

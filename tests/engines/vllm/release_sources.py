@@ -22,12 +22,14 @@ class Name:
 
     parameters: that a function, or a class when it is made, is passed by name. later: that follow
     them in newer releases; a function with such is passed what it takes, in order. members: of a
-    class.
+    class. since: of those that older releases lack, and of the name itself under "", the release
+    that brought them; the package does without.
     """
 
     parameters: Sequence[str] = ()
     later: Sequence[str] = field(default=(), kw_only=True)
     members: Members = field(default_factory=dict)
+    since: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
 
 def fields(*names: str) -> dict[str, Sequence[str]]:
@@ -142,6 +144,8 @@ def broken(sources: Sources, contract: Mapping[str, Mapping[str, Name]]) -> list
             continue
         for name, wanted in names.items():
             there = sources.find(module, name)
+            if there is None and "" in wanted.since:
+                continue
             if there is None:
                 found.append(f"{module}.{name}: no such name")
             else:
@@ -165,6 +169,8 @@ def _differs(sources: Sources, module: str, node: ast.stmt, wanted: Name) -> Ite
             yield from (f": no field {name}" for name in wanted.parameters if name not in members)
         for name, given in wanted.members.items():
             member = members.get(name)
+            if member is None and name in wanted.since:
+                continue
             if member is None:
                 yield f".{name}: no such member"
             elif given and isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -61,7 +61,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
         "StructuredOutputsParams": Name(("json", "regex", "choice", "grammar", "json_object")),
         "RequestOutputKind": Name(members=fields("DELTA")),
     },
-    "vllm.exceptions": {"VLLMClientError": Name()},
+    "vllm.exceptions": {"VLLMClientError": Name(since={"": "0.27"})},
     "vllm.outputs": {
         "RequestOutput": Name(members=fields("outputs", "kv_transfer_params")),
         "CompletionOutput": Name(
@@ -166,7 +166,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
     f"{CONNECTOR}.base": {
         "KVConnectorRole": Name(members=fields("SCHEDULER", "WORKER")),
         "KVConnectorMetadata": Name(),
-        "KVConnectorTransferResults": Name(members=fields("failed_recving")),
+        "KVConnectorTransferResults": Name(members=fields("failed_recving"), since={"": "0.30"}),
         "SupportsHMA": Name(members={"request_finished_all_groups": ("request", "block_ids")}),
         "KVConnectorWorkerMetadata": Name(members={"aggregate": ("other",)}),
         "KVConnectorBase_V1": Name(
@@ -203,6 +203,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                     "_get_connector_metadata",
                 ),
             },
+            since={"get_transfer_results": "0.30", "requires_kv_delivery": "0.27"},
         ),
     },
     f"{CONNECTOR}.metrics": {

@@ -167,6 +167,6 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 def test_a_vllm_too_old_is_refused(
     monkeypatch: pytest.MonkeyPatch, model_folder: Callable[[str], Path]
 ) -> None:
-    monkeypatch.setattr("vllm.__version__", "0.30.2")
-    with pytest.raises(EngineUnavailableError, match=r"vLLM 0\.30\.2 is too old, 0\.31 or newer"):
+    monkeypatch.setattr("vllm.__version__", "0.25.2")
+    with pytest.raises(EngineUnavailableError, match=r"vLLM 0\.25\.2 is too old, 0\.26 or newer"):
         vllm_in_process(model_folder("llama"))

@@ -116,15 +116,17 @@ def test_a_second_connector_is_refused(flag: str) -> None:
         server_command("org/model", flags=[flag])
 
 
-@pytest.mark.parametrize("found", ["0.30.2", "0.9.1.dev3"])
+@pytest.mark.parametrize("found", ["0.25.2", "0.9.1.dev3"])
 def test_an_old_vllm_is_refused(found: str) -> None:
-    with pytest.raises(EngineUnavailableError, match=rf"vLLM {found} is too old, 0\.31 or newer"):
+    with pytest.raises(EngineUnavailableError, match=rf"vLLM {found} is too old, 0\.26 or newer"):
         versions.check_version(found)
 
 
 @pytest.mark.parametrize(
     ("found", "warned"),
     [
+        ("0.26.0", True),
+        ("0.30.0", True),
         ("0.31.0", False),
         ("0.32.0", False),
         ("0.32.4+cu130", False),

@@ -81,6 +81,18 @@ def test_every_import_of_vllm_is_in_it() -> None:
     assert SERVER in CONTRACT
 
 
+def test_what_older_releases_lack_is_imported_where_it_is() -> None:
+    """For annotations only, or in a ``try``."""
+    may_lack = {
+        (m, n) for m, names in CONTRACT.items() for n, one in names.items() if "" in one.since
+    }
+    for file, tree in ours():
+        guarded = [node for node in ast.walk(tree) if isinstance(node, ast.If | ast.Try)]
+        safe = [pair for node in guarded for pair in imported(node)]
+        bare = [pair for pair in imported(tree) if pair not in safe]
+        assert not may_lack & {(module, name) for module, name, _ in bare}, file
+
+
 def test_every_argument_by_name_is_in_it(release: Sources) -> None:
     """Of calls of what is imported from vLLM, and of ``replace`` of a ForwardContext."""
     seen = 0
@@ -176,7 +188,12 @@ WHOLE = {
     "def two(first, **rest): ...\n\ndef three(first, second=1): ...\n",
 }
 KEPT = {"vllm": {
-    "One": Name(("size",), {"x": (), "size": (), "call": ("given", "named")}),
+    "None": Name(since={"": "2"}),
+    "One": Name(
+        ("size",),
+        {"x": (), "size": (), "call": ("given", "named"), "later": ()},
+        since={"later": "2"},
+    ),
     "two": Name(("first", "any")),
 }, "vllm.b": {"three": Name(("first",), later=("second", "third"))}}  # fmt: skip
 BREAKS = {

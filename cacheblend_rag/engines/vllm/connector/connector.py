@@ -17,14 +17,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
 from cacheblend_rag.engines.vllm.connector.compatibility import refusal_of
 from cacheblend_rag.engines.vllm.connector.finding import Finding
-from cacheblend_rag.engines.vllm.connector.kv_groups import kept_tokens, recomputes_failed_loads
+from cacheblend_rag.engines.vllm.connector.kv_groups import (
+    FAILS_REQUESTS,
+    kept_tokens,
+    recomputes_failed_loads,
+)
 from cacheblend_rag.engines.vllm.connector.metadata import StepJobs, StepResults
 from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.connector.scheduler import ConnectorScheduler
@@ -34,12 +37,16 @@ from cacheblend_rag.engines.vllm.versions import check_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+if not FAILS_REQUESTS:  # failed loads of several KV cache groups could not be told: vLLM makes one
+    SupportsHMA = object
 
 
 class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
