@@ -56,6 +56,17 @@ async def test_reused_tokens_are_told_as_cached(client, engine):
     assert answer.usage.prompt_tokens_details.cached_tokens == report["reused_tokens"] > 0
 
 
+async def test_a_template_without_a_system_role_has_the_instruction_of_the_user(
+    http, engine, script
+):
+    refuses = "{{ raise_exception('no') if messages[0].role == 'system' }}"
+    engine.tokenizer.chat_template = refuses + engine.tokenizer.chat_template
+    messages = [{"role": "developer", "content": "w1"}, {"role": "user", "content": "w2"}]
+    answer = await http.post("/v1/chat/completions", json={**ASKED, "messages": messages})
+    assert answer.status_code == 200
+    assert [prompt.text for prompt in script.prompts] == [" user w1\n\nw2 w9"]
+
+
 async def test_a_stream_is_the_answer_in_pieces(client, http):
     chunks = await streamed(client)
     assert [chunk.choices[0].delta.content for chunk in chunks[:-1]] == ["", "Hello", ", ", "wörld"]
