@@ -38,15 +38,18 @@ class Fp8Builder(AttentionMetadataBuilder[CommonAttentionMetadata]):
 
 
 class Fp8Attention(CPUAttentionBackendImpl):
-    """kv_cache: (blocks, kv_heads, block_size, 2 x head_size) uint8, keys before values."""
+    """kv_cache: (blocks, kv_heads, block_size, 2 x head_size), keys before values.
+
+    uint8, or the model's dtype in layers that are left out (--kv-cache-dtype-skip-layers).
+    """
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         size = kv_cache.shape[2]
-        kv_cache[slot_mapping // size, :, slot_mapping % size] = (
-            torch.cat((key, value), -1).to(FP8).view(torch.uint8)
-        )
+        kv = torch.cat((key, value), -1)
+        kept = kv.to(FP8).view(torch.uint8) if kv_cache.dtype == torch.uint8 else kv
+        kv_cache[slot_mapping // size, :, slot_mapping % size] = kept
 
     def forward(
         self,
@@ -66,7 +69,9 @@ class Fp8Attention(CPUAttentionBackendImpl):
         for request, (first, last) in enumerate(pairwise(edges)):
             end = int(attn_metadata.seq_lens[request])
             used = attn_metadata.block_table_tensor[request, : -(-end // kv_cache.shape[2])]
-            held = kv_cache[used].view(FP8).float().transpose(0, 1).flatten(1, 2)
+            held = kv_cache[used]
+            held = held.view(FP8).float() if held.dtype == torch.uint8 else held
+            held = held.transpose(0, 1).flatten(1, 2)
             keys, values = held.chunk(2, -1)
             for row in range(first, last):
                 seen = end - (last - 1 - row)

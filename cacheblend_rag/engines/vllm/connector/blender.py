@@ -102,7 +102,7 @@ class Blender:
         """Test the model, see Trial, and find out how its cache is read back."""
         self.jobs.identity = self._identify(self.trial.run())
         with torch.inference_mode():
-            if self.cache.layout is None:
+            if self.cache.layouts is None:
                 logger.info("vLLM's KV cache cannot be read back: blends compute whole prompts")
 
     def start(self, allotted: Allotted) -> None:

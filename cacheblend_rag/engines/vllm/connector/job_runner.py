@@ -244,7 +244,7 @@ class JobRunner:
                 self._lack_of_room,
                 len(allotted.tokens),
                 checks=bool(checks),
-                more=FusedKV.bytes_for(one, allotted.until) if paged.has_own else 0,
+                more=FusedKV.bytes_for(one, allotted.until) * paged.own_caches,
             ),
             held=paged.prefix(allotted.prefix),
             request_id=allotted.request_id,

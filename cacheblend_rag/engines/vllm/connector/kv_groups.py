@@ -6,6 +6,7 @@ into several groups. A group of layers with a window gets no blocks for tokens b
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -25,6 +26,21 @@ def specs_of(group: Any) -> list[Any]:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return [spec.kv_cache_specs[name] for name in group.layer_names]
     return [spec]
+
+
+def layers_by_spec(group: Any) -> list[tuple[Any, list[str]]]:
+    """Return the different KV cache specs of a group's layers, each with its layers' names.
+
+    They differ if only some layers are kept in fewer bits (--kv-cache-dtype-skip-layers).
+    """
+    found: list[tuple[Any, list[str]]] = []
+    for name, spec in zip(group.layer_names, cycle(specs_of(group)), strict=False):
+        names = next((names for known, names in found if known == spec), None)
+        if names is None:
+            found.append((spec, [name]))
+        else:
+            names.append(name)
+    return found
 
 
 def obstacle(kv_cache_config: Any, cache_config: Any) -> str | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -67,6 +66,7 @@ class PagedKV:
         init=False, default_factory=dict
     )
     _built: dict[int, tuple[CommonAttentionMetadata, Any]] = field(init=False, default_factory=dict)
+    _own: dict[torch.dtype, Tensor] = field(init=False, default_factory=dict)
     _in_cache: dict[int, int] = field(init=False, default_factory=dict)
     _splits: dict[int, tuple[Rows, Rows, Rows]] = field(init=False, default_factory=dict)
 
@@ -79,20 +79,26 @@ class PagedKV:
             for blocks in self.block_ids
         ]
 
-    @cached_property
-    def _own(self) -> Tensor:
-        """The separate cache."""
-        return self.cache.own(-(-self.tokens // self.cache.kernel_block_size))
+    def _cache_of(self, layer: int) -> Tensor:
+        """Return the cache over which a layer's rows attend natively: vLLM's, or a separate one."""
+        cache: Tensor = self.cache.attention[layer].kv_cache
+        if not self.tables[self.cache.groups[layer]].is_apart:
+            return cache
+        if cache.dtype not in self._own:
+            blocks = -(-self.tokens // self.cache.kernel_block_size)
+            self._own[cache.dtype] = self.cache.own(layer, blocks)
+        return self._own[cache.dtype]
 
     @property
-    def has_own(self) -> bool:
-        """Whether layers attend over a separate cache, of one layer's KV."""
-        return any(table.is_apart for table in self.tables)
+    def own_caches(self) -> int:
+        """How many separate caches layers attend over, each of one layer's KV: one a dtype."""
+        layers = zip(self.cache.attention, self.cache.groups, strict=True)
+        return len({one.kv_cache.dtype for one, group in layers if self.tables[group].is_apart})
 
     def attend(self, call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
         """Attention for BlendPass; see the module."""
         table = self.tables[self.cache.groups[call.layer]]
-        cache = self._own if table.is_apart else self.cache.attention[call.layer].kv_cache
+        cache = self._cache_of(call.layer)
         first = 0 if table.is_apart else self.first
         if not self.is_native(rows):
             self._in_cache.pop(call.layer, None)
@@ -136,7 +142,7 @@ class PagedKV:
         None if there are none, or if they cannot be read back.
         """
         is_held = tokens > 0 and all(table.is_whole for table in self.tables)
-        if not is_held or self.cache.layout is None:
+        if not is_held or self.cache.layouts is None:
             return None
         size = self.cache.kernel_block_size
 
@@ -166,10 +172,11 @@ class PagedKV:
     def run(self, rows: Rows) -> list[tuple[Any, Tensor]]:
         """Return each layer's metadata for rows that are one run, and the slots of their KV."""
         made: list[tuple[Any, Tensor]] = []
-        for group, table in enumerate(self.tables):
+        for layer, group in enumerate(self.cache.groups):
             ((_, common),) = self.common(rows, group)
-            made.append((self._build(common, group), table.native_slots[rows.device]))
-        return [made[group] for group in self.cache.groups]
+            slots = self.tables[group].native_slots[rows.device]
+            made.append((self._build(common, layer), slots))
+        return made
 
     def is_native(self, rows: Rows) -> bool:
         """Whether these rows attend by vLLM's own kernel."""
@@ -189,21 +196,22 @@ class PagedKV:
         if getattr(layer, "query_quant", None) is not None:  # such a kernel takes it quantized
             query = layer.query_quant(query.flatten(1), layer._q_scale)[0].view_as(query)
         for here, common in self.common(rows, group):
-            metadata = self._build(common, group)
+            metadata = self._build(common, call.layer)
             parts = (query[here], key[here], value[here])
             layer.impl.forward(layer, *parts, cache, metadata, output=output[here])
         return output[None]
 
-    def _build(self, common: CommonAttentionMetadata, group: int) -> Any:
-        """Return the backend's metadata; only the latest of each group are kept.
+    def _build(self, common: CommonAttentionMetadata, layer: int) -> Any:
+        """Return the backend's metadata for a layer; only the latest of each builder are kept.
 
         Builders may return views of one buffer, which the next call overwrites.
         """
-        if group not in self._built or self._built[group][0] is not common:
+        builder = self.cache.builders[layer]
+        if id(builder) not in self._built or self._built[id(builder)][0] is not common:
             fast = self.cache.device.type != "cpu"
-            made = self.cache.builders[group].build(0, common, fast_build=fast)
-            self._built[group] = (common, made)
-        return self._built[group][1]
+            made = builder.build(0, common, fast_build=fast)
+            self._built[id(builder)] = (common, made)
+        return self._built[id(builder)][1]
 
     def common(self, rows: Rows, group: int) -> list[tuple[slice, CommonAttentionMetadata]]:
         """Return vLLM's common metadata of a KV cache group, for parts of the rows.

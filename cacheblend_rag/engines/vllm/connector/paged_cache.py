@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.v1.worker.utils import select_common_block_size
 
 from cacheblend_rag.engines.vllm.connector.block_layout import BlockLayout, block_layout
-from cacheblend_rag.engines.vllm.connector.kv_groups import specs_of
+from cacheblend_rag.engines.vllm.connector.kv_groups import layers_by_spec
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.memory import lack_of_memory
@@ -30,9 +30,10 @@ class PagedCache:
 
     attention: vLLM's attention layers. groups: the KV cache group of each; a request has a block
     table per group, and layers of different groups may share memory, of which they use other
-    blocks. builders: one per group, make the backend's metadata. block_size: tokens per block of
-    vLLM's allocator. kernel_block_size: tokens per block of the kernels, which divides it. dtype:
-    of the model. most_runs: most sequences that the builders support; None is without limit.
+    blocks. builders: make the backend's metadata for each layer; layers of one group whose KV cache
+    specs are equal share one. block_size: tokens per block of vLLM's allocator. kernel_block_size:
+    tokens per block of the kernels, which divides it. dtype: of the model. most_runs: most
+    sequences that the builders support; None is without limit.
     """
 
     attention: Sequence[Any]
@@ -58,24 +59,41 @@ class PagedCache:
     def first_blocks(self, tokens: int) -> list[range]:
         """Return blocks for so many tokens in each group, none in two groups."""
         each = -(-tokens // self.block_size)
-        starts = (1 + group * each for group in range(len(self.builders)))  # 0 is the null block
+        starts = (1 + group * each for group in range(self.group_count))  # 0 is the null block
         return [range(start, start + each) for start in starts]
 
-    def own(self, blocks: int) -> Tensor:
-        """Return an empty cache of so many kernel blocks, in the first layer's layout."""
-        like: Tensor = self.attention[0].kv_cache
+    @property
+    def group_count(self) -> int:
+        """How many KV cache groups there are."""
+        return max(self.groups) + 1
+
+    def own(self, layer: int, blocks: int) -> Tensor:
+        """Return an empty cache of so many kernel blocks, in a layer's layout."""
+        like: Tensor = self.attention[layer].kv_cache
         shape = [blocks, *like.shape[1:]]
         order = sorted(range(len(shape)), key=like.stride, reverse=True)
         laid_out = like.new_zeros([shape[axis] for axis in order])
         return laid_out.permute([order.index(axis) for axis in range(len(shape))])
 
     @cached_property
-    def layout(self) -> BlockLayout | None:
-        """Where a kernel block keeps its KV, None if that cannot be found out."""
-        first = self.attention[0]
-        shape = (self.kernel_block_size, int(first.num_kv_heads), int(first.head_size))
+    def layouts(self) -> list[BlockLayout] | None:
+        """Where a kernel block of each layer keeps its KV, None if that cannot be found out.
+
+        Layers differ if only some are kept in FP8 (--kv-cache-dtype-skip-layers).
+        """
+        found: dict[int, BlockLayout | None] = {}
+        for layer, builder in enumerate(self.builders):
+            if id(builder) not in found:
+                found[id(builder)] = self._layout_of(layer)
+        each = [found[id(builder)] for builder in self.builders]
+        known = [layout for layout in each if layout is not None]
+        return known if len(known) == len(each) else None
+
+    def _layout_of(self, layer: int) -> BlockLayout | None:
+        attention = self.attention[layer]
+        shape = (self.kernel_block_size, int(attention.num_kv_heads), int(attention.head_size))
         try:
-            return block_layout(first, self.own(1), shape, self.dtype)
+            return block_layout(attention, self.own(layer, 1), shape, self.dtype)
         except torch.AcceleratorError:
             raise
         except Exception:  # of a backend that nobody has tried; blends work without it
@@ -83,14 +101,14 @@ class PagedCache:
             return None
 
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Read back a layer's KV in kernel blocks; call it only if ``layout`` is known.
+        """Read back a layer's KV in kernel blocks; call it only if ``layouts`` are known.
 
         Returns:
             Keys and values, each (kv_heads, tokens, head_dim).
         """
-        assert self.layout is not None  # noqa: S101 (see above)
+        assert self.layouts is not None  # noqa: S101 (see above)
         attention = self.attention[layer]
-        return self.layout.read(attention, attention.kv_cache[blocks.long()], self.dtype)
+        return self.layouts[layer].read(attention, attention.kv_cache[blocks.long()], self.dtype)
 
 
 def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> PagedCache:
@@ -106,32 +124,34 @@ def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> Pag
         )
     backend = backends.pop()
     device = stack.geometry.device
-    builders, sizes, group_of = list[Any](), set[int](), dict[str, int]()
-    for group in kv_cache_config.kv_cache_groups:
-        names = [name for name in stack.names if name in set(group.layer_names)]
-        if not names:
+    builder_of, group_of, sizes = dict[str, Any](), dict[str, int](), set[int]()
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        if not set(stack.names) & set(group.layer_names):
             raise UnsupportedModelError("a KV cache group has none of the model's attention layers")
-        spec = specs_of(group)[0]
-        sizing = (spec.block_size, [backend], [spec])
+        kinds = layers_by_spec(group)
+        specs = [spec for spec, _ in kinds]
+        block_size = specs[0].block_size
+        sizing = (block_size, [backend] * len(specs), specs)
         taken = len(signature(select_common_block_size).parameters)  # vLLM 0.31 takes no specs
         size = select_common_block_size(*sizing[:taken])
         sizes.add(size)
-        group_of |= dict.fromkeys(names, len(builders))
-        builders.append(
-            backend.get_builder_cls()(
+        for spec, names in kinds:
+            builder = backend.get_builder_cls()(
                 spec.copy_with_new_block_size(size), names, vllm_config, device
             )
-        )
+            builder_of |= dict.fromkeys(names, builder)
+            group_of |= dict.fromkeys(names, index)
     if len(sizes) != 1:
         raise UnsupportedModelError(
             "KV cache groups have blocks of different sizes", ReasonCode.UNSUPPORTED_ATTENTION
         )
+    builders = [builder_of[name] for name in stack.names]
     share_workspace(builders)
     return PagedCache(
         stack.attention,
         [group_of[name] for name in stack.names],
         builders,
-        block_size=spec.block_size,
+        block_size=block_size,
         kernel_block_size=size,
         dtype=stack.geometry.dtype,
         most_runs=(

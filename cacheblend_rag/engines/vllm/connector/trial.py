@@ -57,7 +57,8 @@ class Trial:
         blocks = self.cache.first_blocks(fused.tokens)
         reference = self._reference(ids, fused, blocks)
         check_embedding(self.stack, reference)
-        step = cache_step(self.cache.attention[0].kv_cache.dtype, self.stack.geometry.dtype)
+        dtypes = (layer.kv_cache.dtype for layer in self.cache.attention)
+        step = cache_step(min(dtypes, key=lambda one: one.itemsize), self.stack.geometry.dtype)
         self.stack.layouts = find_layouts(self.stack, ids, self.window, cache_step=step)
         for mode in MODES if self.mode == "auto" else (self.mode,):
             paged = PagedKV(self.cache, blocks, 0, fused.tokens, mode)
@@ -84,7 +85,7 @@ class Trial:
 
     def _made_up(self, ids: Tensor) -> FusedKV:
         """Return synthetic KV, as much as fits into the cache besides the test's tokens."""
-        each = (self.blocks - 1) // len(self.cache.builders)
+        each = (self.blocks - 1) // self.cache.group_count
         room = min(self.window, each * self.cache.block_size)
         behind = tokens_behind(self.stack.windows, room)
         return made_up(self.stack, ids, behind)

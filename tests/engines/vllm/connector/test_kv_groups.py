@@ -298,7 +298,7 @@ def test_nothing_is_written_into_missing_blocks(engine: InProcessEngine) -> None
     engine.free_blocks()
     blender = engine.worker_connector.blender
     tokens = 3 * BLOCK + 40
-    cache, groups = blender.cache, len(blender.cache.builders)
+    cache, groups = blender.cache, blender.cache.group_count
     fused = FusedKV(blender.stack.geometry, tokens)
     fused.keys.normal_(generator=torch.Generator().manual_seed(1))
     fused.values.normal_(generator=torch.Generator().manual_seed(2))
@@ -311,7 +311,7 @@ def test_nothing_is_written_into_missing_blocks(engine: InProcessEngine) -> None
     paged = PagedKV(cache, tables, 0, tokens, "native")
     for layer in range(blender.stack.geometry.layers):
         paged.finish_layer(layer, fused)
-    assert paged.has_own
+    assert paged.own_caches == 1
     assert paged.prefix(BLOCK) is None
     assert all(torch.equal(a, b[0]) for a, b in zip(before, caches(engine), strict=True))
     assert all(torch.equal(a, b[5]) for a, b in zip(other, caches(engine), strict=True))

@@ -153,14 +153,14 @@ def fused_keys(blender: Any, cache: PagedCache, mode: Any) -> torch.Tensor:
 
 def test_metadata_that_a_builder_overwrites_are_never_used_again(blender: Any) -> None:
     shared = OneBuffer(blender.cache.builders[0])
-    found = fused_keys(blender, replace(blender.cache, builders=[shared]), "native")
+    found = fused_keys(blender, replace(blender.cache, builders=[shared] * 4), "native")
     assert len(set(shared.sequences)) > 1, "blocks differ in their runs"
     torch.testing.assert_close(found, fused_keys(blender, blender.cache, "sdpa"), atol=1e-4, rtol=0)
 
 
 def test_no_more_runs_attend_at_once_than_the_builder_has_room_for(blender: Any) -> None:
     small = OneBuffer(blender.cache.builders[0], most=2)
-    cache = replace(blender.cache, builders=[small], most_runs=2)
+    cache = replace(blender.cache, builders=[small] * 4, most_runs=2)
     found = fused_keys(blender, cache, "native")
     assert max(small.sequences) == 2
     torch.testing.assert_close(found, fused_keys(blender, blender.cache, "sdpa"), atol=1e-4, rtol=0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,9 +29,10 @@ from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from cacheblend_rag.reason import ReasonCode
+from tests.engines.vllm.fp8_attention import fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
-from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, index
+from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, check_exact, index
 from tests.models import prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", cost_model=False)
@@ -339,6 +342,42 @@ def test_what_is_read_back_was_written(engine: InProcessEngine, strided: bool) -
     assert torch.equal(found[1], values.transpose(0, 1))
 
 
+def test_a_prefix_is_reused_exactly_where_some_layers_are_not_in_fp8(
+    model_folder: Callable[[str], Path], blend_config: BlendConfig
+) -> None:
+    """With --kv-cache-dtype-skip-layers, layers of one KV cache group differ."""
+    options: dict[str, Any] = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "2"]}
+    settings = {"attention": "native"}
+
+    def opened() -> InProcessEngine:
+        return InProcessEngine.open(model_folder("llama"), blend_config, settings, **options)
+
+    with fp8_backend(), closing(opened()) as engine:
+        cache = engine.worker_connector.blender.cache
+        assert [layer.kv_cache.itemsize for layer in cache.attention] == [4, 1, 4, 1]
+        index(engine)
+        check_exact(engine)
+        asked = sent(engine, prompt(1), 1.0)
+        reports = [generate(engine, prompt(q), recompute_ratio=1.0).report for q in (2, 3)]
+        assert [one.prefix_tokens for one in reports] == [0, shared_tokens(engine)]
+        behind, _ = told(engine, asked)[0]
+        assert behind == pytest.approx(ordinary(engine, asked), abs=1e-5)
+        check_read_back(cache, {0, 2})
+
+
+@torch.inference_mode()
+def check_read_back(cache: PagedCache, plain: set[int]) -> None:
+    """Each layer's KV is read back as it was written; plain: layers that are not in fp8."""
+    size, blocks = cache.kernel_block_size, torch.tensor([5, 2])
+    slots = (blocks[:, None] * size + torch.arange(size)).flatten()
+    for place, layer in enumerate(cache.attention):
+        kv = 3 * torch.randn(2, 2 * size, layer.num_kv_heads, layer.head_size)
+        layer.impl.do_kv_cache_update(layer, *kv, layer.kv_cache, slots)
+        kept = kv if place in plain else kv.to(torch.float8_e4m3fn).float()
+        for read, wanted in zip(cache.read(place, blocks), kept, strict=True):
+            assert torch.equal(read, wanted.transpose(0, 1))
+
+
 @pytest.mark.parametrize(
     ("dtype", "is_run", "parts"),
     [
@@ -456,4 +495,4 @@ def test_a_cache_that_cannot_be_read_back_has_no_layout(fault: str) -> None:
         head_size=2,
     )
     cache = PagedCache([layer], [0], [None], 2, 2, torch.float32)
-    assert cache.layout is None
+    assert cache.layouts is None
