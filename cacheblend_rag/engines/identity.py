@@ -85,20 +85,20 @@ def weights_hash(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> s
     """Return a hash of named weights: of each one's name, shape and some values in ``dtype``."""
     digests = {}
     for weight_name, whole in weights:
-        for name, weight in _stored_parts(weight_name, whole.detach()):
+        for name, weight in stored_parts(weight_name, whole.detach()):
             flat = (weight.to_dense() if weight.is_mkldnn else weight).reshape(-1)
             sample = flat[torch.tensor(_sampled(flat.numel()), device=flat.device)]
             digests[name] = _digest(name, list(weight.shape), sample, dtype)
     return _together(digests)
 
 
-def _stored_parts(name: str, weight: Any) -> Iterator[tuple[str, Tensor]]:
+def stored_parts(name: str, weight: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a weight: quantized ones consist of codes and scales."""
     if not hasattr(weight, "__tensor_flatten__"):
         yield name, weight
         return
     for part in weight.__tensor_flatten__()[0]:
-        yield from _stored_parts(f"{name}.{part}", getattr(weight, part))
+        yield from stored_parts(f"{name}.{part}", getattr(weight, part))
 
 
 def weights_in_files(name: str | Path, dtype: torch.dtype, revision: str | None = None) -> str:

@@ -193,6 +193,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                     "per_engine_labelvalues",
                 ),
                 **fields(
+                    "reset_cache",
                     "shutdown",
                     "requires_kv_delivery",
                     "save_kv_layer",

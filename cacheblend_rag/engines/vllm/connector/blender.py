@@ -13,6 +13,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, Work, WorkResult
+from cacheblend_rag.engines.vllm.connector.live_weights import LiveWeights
 from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, Allotted
 from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices, steps_ahead
 from cacheblend_rag.engines.vllm.connector.paged_cache import paged_cache
@@ -101,9 +102,28 @@ class Blender:
     def try_model(self) -> None:
         """Test the model, see Trial, and find out how its cache is read back."""
         self.jobs.identity = self._identify(self.trial.run())
+        self._weights = LiveWeights(self.stack, self.trial.tokens)
         with torch.inference_mode():
             if self.cache.layouts is None:
                 logger.info("vLLM's KV cache cannot be read back: blends compute whole prompts")
+
+    def has_other_weights(self, *, surely: bool) -> bool:
+        """Whether any rank has other weights than when asked last; their KV has keys of its own.
+
+        surely: look at all bytes, even if no rank's sample differs.
+        """
+        if not self._any_rank(surely or self._weights.may_differ()):
+            return False
+        loaded = self._weights.loaded()
+        if not self._any_rank(loaded != self.identity.get("loaded", "")):
+            return False
+        at_start = {name: value for name, value in self.identity.items() if name != "loaded"}
+        self.jobs.identity = {**at_start, "loaded": loaded} if loaded else at_start
+        logger.info("the model has other weights now: their KV is stored separately")
+        return True
+
+    def _any_rank(self, found: bool) -> bool:
+        return bool(all_reduce(torch.tensor([found], dtype=torch.int32), "max").item())
 
     def start(self, allotted: Allotted) -> None:
         """Accept a job, and begin to read the chunks to blend; ``advance`` runs it."""

@@ -186,6 +186,11 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the result of a request that brought a job; its blocks may be freed."""
         return False, self.scheduler.finish(request)
 
+    def reset_cache(self) -> bool:
+        """Find no more KV of other weights; what the same weights computed stays."""
+        self.scheduler.reset()
+        return True
+
     def shutdown(self) -> None:
         """Write the tokens of chunks that were just stored."""
         if self._scheduler is not None:

@@ -63,13 +63,15 @@ class StepJobs(KVConnectorMetadata):
     """From scheduler to worker: jobs to begin, and requests that ended.
 
     busy: whether other requests compute in this step, so that slices must be short. computed:
-    tokens that vLLM computes itself, see ``computed_spans``.
+    tokens that vLLM computes itself, see ``computed_spans``. reset: whether vLLM has reset its
+    connector since the last step, as it does when it loads other weights.
     """
 
     jobs: list[Allotted] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
     busy: bool = False
     computed: Spans = ()
+    reset: bool = False
 
 
 @dataclass

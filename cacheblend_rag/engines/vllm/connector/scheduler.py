@@ -104,6 +104,7 @@ class ConnectorScheduler:
         self._at_work: dict[str, Request] = {}
         self._new: list[Allotted] = []
         self._gone: list[str] = []
+        self._is_reset = False
 
     def add(self, request: Request) -> None:
         """Read a new request's job, or find chunks in its prompt.
@@ -251,11 +252,15 @@ class ConnectorScheduler:
     def take_jobs(self, step: SchedulerOutput) -> StepJobs:
         """Return the queued jobs for the worker in this step."""
         busy = step.total_num_scheduled_tokens > 0
-        jobs = StepJobs(self._new, self._gone, busy, computed_spans(step))
+        jobs = StepJobs(self._new, self._gone, busy, computed_spans(step), self._is_reset)
         for allotted in self._new:
             self.pending[allotted.request_id].sent = True
-        self._new, self._gone, self._promised = [], [], 0
+        self._new, self._gone, self._promised, self._is_reset = [], [], 0, False
         return jobs
+
+    def reset(self) -> None:
+        """Have the worker look at the model's weights: KV of others is no longer found."""
+        self._is_reset = True
 
     def note_results(self, results: Mapping[str, Result]) -> None:
         """Receive results, by request."""

@@ -45,6 +45,11 @@ class Trial:
     vocabulary: int
     mode: AttentionMode
 
+    @property
+    def tokens(self) -> Tensor:
+        """The tokens that the model is run on, (rows,)."""
+        return trial_tokens(self.vocabulary, self.stack.geometry.device)
+
     @torch.inference_mode()
     def run(self) -> list[int]:
         """Test the model, which also runs lazy initialization; returns its ``key_traits``.
@@ -52,7 +57,7 @@ class Trial:
         Call it while no request holds blocks: it writes into some. Raises
         UnsupportedModelError when its layers, run alone, do not match the model.
         """
-        ids = trial_tokens(self.vocabulary, self.stack.geometry.device)
+        ids = self.tokens
         fused = self._made_up(ids)
         blocks = self.cache.first_blocks(fused.tokens)
         reference = self._reference(ids, fused, blocks)

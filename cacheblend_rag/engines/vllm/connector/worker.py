@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WEIGHTS_CHANGED = Failed(Reason(ReasonCode.MODEL_CHANGED, "other weights were loaded meanwhile"))
 OTHER_RANK = Reason(ReasonCode.UNSUPPORTED_MODEL, "another rank cannot blend")
 
 
@@ -82,6 +83,7 @@ class ConnectorWorker:
         self._timer = PrefillTimer((), Rates())  # of no layers, where nothing is blended
         self._own_time = OwnTime()
         self._compiled = Compilations()
+        self._is_reset = False
         generation = generation_values(vllm_config.model_config)
         self._sampling = ModelSampling.read(generation)
         warn_of_ignored(generation)
@@ -171,6 +173,13 @@ class ConnectorWorker:
         for request_id in step.gone:
             if self.blender.cancel(request_id):
                 self._finish(request_id, CANCELLED)
+        self._is_reset |= step.reset
+        if step.jobs or (self._is_reset and self.blender.at_work):
+            if self.blender.has_other_weights(surely=self._is_reset):
+                for request_id in [*self.blender.at_work]:
+                    self.blender.cancel(request_id)
+                    self._finish(request_id, WEIGHTS_CHANGED)
+            self._is_reset = False
         for new in step.jobs:
             self._begin(self.blender, new)
         # Another request may compute the blocks of a prefix that was just found in this very step.

@@ -14,6 +14,7 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 from torch import nn
+from transformers import AutoModelForCausalLM
 from triton import knobs
 from vllm.model_executor.offloader.base import NoopOffloader
 from vllm.v1.worker import gpu_model_runner
@@ -183,6 +184,52 @@ def test_offloaded_weights_are_refused_and_go_on_being_loaded(
         answer = engine.generate_full(retrieved(), SHORT)
         assert offloader.loads == dict.fromkeys(range(4), len(answer.token_ids))
         check_refused(engine, "offloaded weights cannot be blended")
+
+
+# Other weights
+
+
+def hits(engine: InProcessEngine, opening: int) -> set[bool]:
+    """Whether a prompt's chunks are found; opening: of words that no prompt had before.
+
+    Whatever is found, the answer is that of full prefill with the weights of today.
+    """
+    prompt, exact = retrieved(opening=opening), engine.config.with_ratio(1.0)
+    answer = engine.generate(prompt, SHORT, config=exact)
+    engine.core.reset_prefix_cache()
+    assert answer.token_ids == engine.generate_full(prompt, SHORT).token_ids
+    return {chunk.hit for chunk in answer.report.chunks}
+
+
+def test_chunks_of_other_weights_are_not_found_and_those_of_the_same_are(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder, other, partly = model_folder("llama"), tmp_path / "other", tmp_path / "partly"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.layers[0].mlp.down_proj.weight.data.mul_(1.5)  # which a CPU's kernels hide
+    model.save_pretrained(partly)
+    for weight in model.parameters():
+        weight.data.mul_(1.5)
+    model.save_pretrained(other)
+    with closing(InProcessEngine.open(folder, CONFIG)) as engine:
+
+        def load(path: Path) -> None:
+            engine.core.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+
+        def stored() -> int:
+            return engine.precompute(DOCUMENTS, progress=False).computed
+
+        assert (stored(), hits(engine, 50)) == (4, {True})
+        assert engine.core.reset_prefix_cache(reset_connector=True)
+        assert hits(engine, 51) == {True}  # the same weights, as after sleep level 1
+        load(other)
+        assert hits(engine, 52) == {False}
+        assert (stored(), hits(engine, 53)) == (4, {True})
+        load(folder)
+        assert hits(engine, 54) == {True}
+        load(partly)
+        assert engine.core.reset_prefix_cache(reset_connector=True)
+        assert hits(engine, 55) == {False}
 
 
 # How much is promised
