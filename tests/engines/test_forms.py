@@ -199,7 +199,7 @@ def test_a_form_that_is_refused_is_logged_and_not_counted(
         report = engine.precompute([NAMED], progress=False)
     assert (report.skipped, report.refused) == (1, {})
     [record] = caplog.records
-    assert record.getMessage().startswith("1 forms behind a space are not stored: ")
+    assert record.getMessage().startswith("1 forms of chunks, or bare chunks, are not stored: ")
 
 
 def test_only_chunks_are_prefetched(engine: FindingEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,7 +324,9 @@ def test_a_lock_that_stays_taken_fails_puts_but_not_reads(tmp_path, monkeypatch)
     monkeypatch.setattr(disk_module, "LOCK_TIMEOUT_SECONDS", 0.05)
     disk = DiskTier(tmp_path)
     store = TieredKVStore([disk])
-    store.put(KEY, make_kv())
+    deleted = make_key(2)
+    for key in (KEY, deleted):
+        store.put(key, make_kv())
     taken, done = threading.Event(), threading.Event()
 
     def hog():
@@ -337,12 +339,13 @@ def test_a_lock_that_stays_taken_fails_puts_but_not_reads(tmp_path, monkeypatch)
     assert taken.wait(5)
     try:
         assert not store.put(OTHER, make_kv())
-        assert not store.evict(KEY)
+        assert not store.evict(deleted)
         assert same(store.get(KEY).kv, make_kv())
+        assert disk.stats()["errors"] == 2
+        assert store.get(deleted).kv is None, "it is deleted once the lock is free"
     finally:
         done.set()
         thread.join()
-    assert disk.stats()["errors"] == 2
     assert temporaries(tmp_path) == []
     assert store.put(OTHER, make_kv())
     store.close()
