@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, get_args, get_origin
 
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR, ConnectorStatus
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.plain import field_types, read_plain
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
@@ -259,7 +260,7 @@ def result_of(params: Mapping[str, Any] | None) -> Result | None:
             _check_times(read)
         if isinstance(read, EvictResult):
             _check_names("pending", read.pending)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, ConfigError) as error:
         why = f"the connector's answer cannot be read: {error!s:.100}"
         return Failed(Reason(ReasonCode.NO_ANSWER, why))
     return read

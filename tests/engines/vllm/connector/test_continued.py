@@ -27,7 +27,7 @@ class Asked:
 
 def chunk(start: int, name: str = "a", generation: int = 1, absent: int = 0) -> FoundChunk:
     sent = SentChunk(start, start + 6, before=tuple(range(1000, 1000 + absent)), lead_in=LEAD_IN)
-    return FoundChunk(sent, Name("n", name, "", LEAD_IN), generation, is_known=True)
+    return FoundChunk(sent, Name("n", name, "", LEAD_IN), generation)
 
 
 def alone(first: FoundChunk, *_: FoundChunk, mark: str) -> Stretch:
