@@ -17,7 +17,7 @@ T = TypeVar("T")
 RUNNING = 8
 """So many answers are computed at the same time; further ones wait."""
 PREPARING = 2
-"""So many prompts are prepared at the same time."""
+"""Most prompts that are prepared at the same time."""
 WAITING = 64
 """So many requests wait at most; further ones are refused."""
 

@@ -196,7 +196,7 @@ class IndexTime:
     def _plans_of_others(
         self, chunks: Sequence[Chunk], plans: Sequence[ChunkPlan]
     ) -> tuple[list[ChunkPlan], Mapping[Reason, int]]:
-        """Return what else is stored for planned chunks, and why some of it cannot be."""
+        """Return plans of the forms and bare chunks of chunks, and why others are refused."""
         key, planned = self._lead_in.key, {plan.key for plan in plans}
         chosen = [chunk for chunk in chunks if key(chunk) in planned]
         forms = self._known.forms(chosen)

@@ -162,7 +162,7 @@ class KnownChunks:
         return [self._lead_in.key(chunk) for chunk in chunks]
 
     def _others_alone(self, chunks: Sequence[Chunk], besides: Collection[Chunk]) -> list[Chunk]:
-        """Return the forms of chunks, and these without context, that no registered chunk needs.
+        """Return chunks' forms behind a space, and bare chunks, whose KV no registered chunk needs.
 
         besides: chunks that do not count.
         """

@@ -179,7 +179,7 @@ class Finder:
         return ranked[0] if len(behind) == 1 and self._unconfirmed_context else None
 
     def _confirmed_leads(self, beginning: Sequence[int]) -> Collection[str]:
-        """Return the hashes of what a prompt begins with, of every length, and of BOS alone."""
+        """Return the hashes of all prefixes of a prompt's beginning, of BOS, and of no token."""
         lengths = range(min(len(beginning), LONGEST_LEAD) + 1)
         plain = chunk_id(()), chunk_id(self._vocabulary.opening)
         return {*plain, *prefix_ids(beginning, lengths)}

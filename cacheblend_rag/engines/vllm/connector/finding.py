@@ -247,7 +247,7 @@ def _mark(request: Request, found: Sequence[FoundChunk], config: BlendConfig) ->
 
 
 def _vocabulary_of(vllm_config: VllmConfig) -> Vocabulary:
-    """Return what the model's tokenizer says; raises ModelLoadError where there is none."""
+    """Load the model's tokenizer for the finder; raises ModelLoadError if there is none."""
     tokenizer = load_tokenizer(vllm_config.model_config.tokenizer)
 
     def is_blank(tokens: Sequence[int]) -> bool:

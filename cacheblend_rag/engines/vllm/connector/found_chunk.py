@@ -75,7 +75,7 @@ class FoundChunk:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a search must know of the model's tokenizer.
+    """What the finder needs from the model's tokenizer.
 
     is_blank: whether tokens are a text of white space, or none. opening: the tokens that a text
     begins with (BOS), usually one or none.

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 FAILS_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
-"""Whether vLLM is told of failed asynchronous loads by request, as from 0.30 on, not by block."""
+"""Whether failed asynchronous loads are reported to vLLM by request (0.30 on), not by block."""
 
 
 def specs_of(group: Any) -> list[Any]:

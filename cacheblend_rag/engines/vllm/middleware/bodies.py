@@ -1,4 +1,4 @@
-"""What a body may hold, before anything is made of it: depth, values, text, and errors."""
+"""Limits of a request's JSON body, checked before it is parsed: depth, values, valid text."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ _FEW_NAMES = {"type": "no-info", "function": _few_names}
 
 
 def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object; refuse duplicate names, which two parsers could read differently."""
+    """Return a JSON object as a dict; refuse duplicate names, which parsers read differently."""
     pairs = list(pairs)
     made = dict(pairs)
     if len(made) < len(pairs):
