@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cacheblend_rag import Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.demo.corpus import generate_collection
+from cacheblend_rag.errors import ConfigError
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.retrievers import ContextualCompressionRetriever
@@ -170,10 +171,10 @@ def test_the_chain_warns_when_passages_stand_behind_another_instruction(
 
 
 def test_the_chain_refuses_what_it_cannot_do() -> None:
-    with pytest.raises(ValueError, match="embedding"):
+    with pytest.raises(ConfigError, match="embedding"):
         create_cacheblend_chain(SOURCES, open_llm())
     prompt = ChatPromptTemplate.from_template("{question}")
-    with pytest.raises(ValueError, match="context"):
+    with pytest.raises(ConfigError, match="context"):
         create_cacheblend_chain(SOURCES, open_llm(), prompt=prompt, embedding=EMBEDDING)
 
 
