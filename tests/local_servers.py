@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
-from cacheblend_rag.errors import EngineUnavailableError
+from cacheblend_rag import EngineUnavailableError
 
 START_SECONDS = 60.0
 HOST = "127.0.0.1"
