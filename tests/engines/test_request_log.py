@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any
 
-from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.request_log import hits, log_report, logger, phases
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds
-from tests.engines.toy_engine import ToyEngine
-from tests.models import make_tokenizer, words
 
 CHUNKS = (
     ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=10),
@@ -54,18 +50,3 @@ def test_a_line_has_counts_hits_and_phases(caplog: Any) -> None:
 def test_nothing_is_told_of_nothing() -> None:
     assert hits([]) == "0 of 0 chunks hit"
     assert phases({"decode": 1.0}, {}) == ""
-
-
-def test_an_engine_logs_a_line_a_request_without_its_text(caplog: Any) -> None:
-    engine = ToyEngine(make_tokenizer(), config=BlendConfig(min_tokens=0))
-    chunk = words(30, 1)
-    engine.precompute([chunk], progress=False)
-    with caplog.at_level(logging.DEBUG, "cacheblend_rag"):
-        answers = [engine.generate(f"w1 {chunk} {words(5, n)}") for n in range(2)]
-    engine.close()
-    lines = [line for line in caplog.messages if " chunks hit" in line]
-    assert "1 of 1 chunks hit (1 host)" in lines[0]
-    assert [re.findall("request ([0-9a-f]{16}):", line) for line in lines] == [
-        [answer.report.request_id] for answer in answers
-    ]
-    assert not set(" ".join(caplog.messages).split()) & {*chunk.split(), "w1"}

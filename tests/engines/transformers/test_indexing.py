@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -146,20 +145,6 @@ def test_what_is_stored_is_skipped_in_the_next_process(
     assert (report.computed, report.skipped) == (0, 4)
     text = f"{DOCUMENT.separator.join(PIECES)} w9"
     assert [c.tier for c in second.generate(text, SHORT).report.chunks] == ["disk"] * 4
-
-
-def test_prefetch_brings_chunks_into_host_memory(make_engine: EngineFactory, tmp_path) -> None:
-    make_engine(store=TieredKVStore.open(kv_path=tmp_path)).precompute([DOCUMENT], progress=False)
-    engine = make_engine(store=TieredKVStore.open(kv_path=tmp_path))
-    engine.register([DOCUMENT])
-    chunks = DOCUMENT.to_chunks()
-    engine.prefetch([chunks[0]])
-    engine.prefetch(["doc"])
-    deadline = time.monotonic() + 30
-    while engine.store.stats()["host"]["entries"] != 4 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    text = f"{DOCUMENT.separator.join(PIECES)} w9"
-    assert [c.tier for c in engine.generate(text, SHORT).report.chunks] == ["host"] * 4
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(
