@@ -1,4 +1,8 @@
-"""EngineContract: every promise of Engine. Subclassed once an engine, with a fixture ``engine``."""
+"""EngineContract: what the parts of an engine rely on beyond tests/contracts/engine.py.
+
+Prepared prompts, keys, hooks, idle work, siblings. Subclassed once an engine, with a fixture
+``engine``.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,7 @@ import json
 import math
 import re
 import time
-import zlib
-from collections.abc import AsyncIterable, Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -22,71 +24,36 @@ import pytest
 
 from cacheblend_rag import (
     BlendConfig,
-    BlendPrompt,
     Chunk,
     Document,
     Engine,
     Generation,
     GuardConfig,
-    GuardReport,
     LeadInConfig,
-    SamplingParams,
-    analyze_long_document,
 )
 from cacheblend_rag.engines import filling as filling_module
-from cacheblend_rag.engines import idle, index_time
+from cacheblend_rag.engines import idle
 from cacheblend_rag.engines.after_answer import RequestWatcher
 from cacheblend_rag.engines.answer import Delta, Request
 from cacheblend_rag.engines.comparison import compare_with_full_prefill
 from cacheblend_rag.engines.idle import IdleJob
 from cacheblend_rag.engines.prepare import PromptLike
-from cacheblend_rag.engines.tally import Stored, Tally
+from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.prefill.comparing import Compared, Comparison
+from cacheblend_rag.prefill.comparing import Compared
 from cacheblend_rag.prefill.lead_in import ChunkPlan
-from cacheblend_rag.rag.document_report import Combine
-from cacheblend_rag.reason import ReasonCode
 from cacheblend_rag.report import PREFILL_PHASES
 from cacheblend_rag.text.encoder import PromptEncoder
-from tests.models import make_tokenizer, prompt_of, words
+from tests.contracts.engine import CLOSED, LONG, MANY, SHORT, Texts, joined, read
+from tests.models import make_tokenizer
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd")
 """What an engine under test is opened with, around the words of ``make_tokenizer``."""
 REUSE = CONFIG.with_changes(recompute_ratio=0.0)
 ALL = CONFIG.with_changes(recompute_ratio=1.0)
-SHORT = SamplingParams(max_tokens=6)
-MANY = 1500
-LONG = SamplingParams(max_tokens=1 << 20)
-"""All that the window has room for: whoever stops it stops it before its end."""
 PATIENCE = 60.0
 """Seconds after which a test that waits has failed; none waits so long otherwise."""
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-CLOSED = "the engine is closed: open another"
-
-
-class Texts:
-    """Texts that no other test has: engines are shared, and so is what they store."""
-
-    def __init__(self, test: str) -> None:
-        self._seeds = count(zlib.crc32(test.encode()))
-
-    def text(self, tokens: int) -> str:
-        return words(tokens, next(self._seeds))
-
-    def chunks(self, *tokens: int) -> list[Chunk]:
-        """Chunks that stand alone."""
-        return [Chunk(self.text(n)) for n in tokens]
-
-    def document(self, *tokens: int, name: str = "", **fields: Any) -> Document:
-        """A document, called as no other one is unless ``name`` says how."""
-        pieces = tuple(self.text(n) for n in tokens)
-        return Document(name or f"d{next(self._seeds)}", pieces, separator=" w77 ", **fields)
-
-    def asking(self, *chunks: Chunk) -> BlendPrompt:
-        """A prompt around chunks; never the same one twice, which an engine may remember."""
-        parts = [part for chunk in chunks for part in (chunk, "w7")]
-        return prompt_of(self.text(5), *parts, self.text(9))
 
 
 class Watched:
@@ -106,22 +73,6 @@ class Watched:
 
         monkeypatch.setattr(engine, "_start", watched_start)
         engine.after_answer(watched_answer)
-
-
-class Gate:
-    """Work waits at it, in the thread that does the work, until it is opened."""
-
-    def __init__(self, engine: Engine, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.arrived, self.open = Event(), Event()
-        self.was_opened: list[bool] = []
-        work = getattr(engine, method)
-
-        def waiting(*arguments: Any, **options: Any) -> Any:
-            self.arrived.set()
-            self.was_opened.append(self.open.wait(PATIENCE))
-            return work(*arguments, **options)
-
-        monkeypatch.setattr(engine, method, waiting)
 
 
 class Fills:
@@ -218,20 +169,6 @@ class EngineContract:
 
     # Facts
 
-    def test_it_says_what_it_is(self, engine: Engine) -> None:
-        assert engine.is_open
-        assert engine.name
-        assert engine.model_name
-        assert engine.address
-        assert engine.dtype is None or "float" in engine.dtype
-        assert engine.context_window > MANY
-        assert engine.blend_refusal is None
-        assert len(engine.fingerprint) == 64
-        assert engine.namespace == "default"
-        assert engine.config == CONFIG
-        assert engine.lead_in == LeadInConfig()
-        assert engine.instruction == ""
-
     def test_a_texts_tokens_are_those_it_has_in_prompts(self, engine: Engine, texts: Texts) -> None:
         assert engine.tokenize("w5 w6") == (5, 6)
         with pytest.raises(PromptError, match="surrogate"):
@@ -249,22 +186,6 @@ class EngineContract:
         assert engine.key(second) != engine.key(Chunk(second.text))
         assert engine.key(second).chunk_id == engine.key(Chunk(second.text)).chunk_id
         assert engine.key(first).chunk_id != engine.key(second).chunk_id
-
-    def test_messages_need_a_template(
-        self, engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        chunks = texts.chunks(20)
-        engine.precompute(chunks, progress=False)
-        prompt = texts.asking(*chunks).text
-        messages = [{"role": "user", "content": prompt}]
-        assert not engine.has_chat_template
-        with pytest.raises(PromptError, match="template"):
-            engine.generate(messages, SHORT)
-        monkeypatch.setattr(engine.tokenizer, "chat_template", TEMPLATE)
-        assert engine.has_chat_template
-        answer = engine.generate(messages, SHORT)
-        assert [chunk.hit for chunk in answer.report.chunks] == [True]
-        assert answer.token_ids == engine.generate(prompt, SHORT).token_ids
 
     # Preparing
 
@@ -297,76 +218,7 @@ class EngineContract:
         prepared = engine.prepare(texts.text(11))
         assert (prepared.placed, prepared.unmatched, prepared.expects_chunks) == ((), (), False)
 
-    # One answer
-
-    def test_an_answer_has_text_tokens_and_a_reason(self, engine: Engine, texts: Texts) -> None:
-        prompt = texts.text(14)
-        answer = engine.generate(prompt, SHORT)
-        assert len(answer.token_ids) == SHORT.max_tokens
-        assert answer.finish_reason == "length"
-        assert answer.prompt_tokens == 14
-        assert answer.text.split() == engine.tokenizer.decode(answer.token_ids).split()
-        assert answer.token_ids == engine.generate(prompt, SHORT).token_ids
-        longer = engine.generate(prompt, SamplingParams(max_tokens=9))
-        assert longer.token_ids[: SHORT.max_tokens] == answer.token_ids
-
-    @pytest.mark.parametrize("streamed", [False, True])
-    def test_a_stop_string_ends_the_answer_and_is_cut(
-        self, engine: Engine, texts: Texts, streamed: bool
-    ) -> None:
-        chunks = texts.chunks(30, 20)
-        engine.precompute(chunks, progress=False)
-        prompt = texts.asking(*chunks)
-        whole = engine.generate(prompt, SamplingParams(max_tokens=12)).text
-        stop = whole.split()[7]
-        sampling = SamplingParams(max_tokens=12, stop=("never said", stop))
-        if streamed:
-            answer = joined(engine.stream(prompt, sampling))
-        else:
-            answer = engine.generate(prompt, sampling)
-        assert answer.finish_reason == "stop"
-        assert answer.text == whole.partition(stop)[0]
-        assert [chunk.hit for chunk in answer.report.chunks] == [True, True]
-
-    def test_a_seed_decides_what_is_drawn(self, engine: Engine, texts: Texts) -> None:
-        prompt = texts.text(14)
-
-        def drawn(seed: int) -> tuple[int, ...]:
-            sampling = SamplingParams(max_tokens=12, temperature=2.0, seed=seed)
-            return engine.generate(prompt, sampling).token_ids
-
-        assert drawn(3) == drawn(3)
-        assert drawn(3) != drawn(4)
-
-    def test_an_answer_ends_at_the_context_window(self, engine: Engine, texts: Texts) -> None:
-        prompt = texts.text(engine.context_window - 3)
-        answer = engine.generate(prompt, SamplingParams(max_tokens=50))
-        assert (len(answer.token_ids), answer.finish_reason) == (3, "length")
-
     # What is reused
-
-    def test_the_report_adds_up(self, engine: Engine, texts: Texts) -> None:
-        chunks = texts.chunks(40, 30, 50, 20)
-        engine.precompute(chunks[:3], progress=False)
-        config = CONFIG.with_changes(recompute_ratio=0.2)
-        answer = engine.generate(texts.asking(*chunks), SHORT, config=config)
-        report = answer.report
-        assert (report.blended, report.reason) == (True, None)
-        assert [chunk.hit for chunk in report.chunks] == [True, True, True, False]
-        assert [chunk.reason for chunk in report.chunks] == [None, None, None, "not stored"]
-        assert [chunk.tier is None for chunk in report.chunks] == [False, False, False, True]
-        assert [chunk.start for chunk in report.chunks] == [5, 46, 77, 128]
-        assert [chunk.tokens for chunk in report.chunks] == [40, 30, 50, 20]
-        assert report.prompt_tokens == answer.prompt_tokens == 5 + 41 + 31 + 51 + 21 + 9
-        assert report.recomputed_tokens == sum(chunk.recomputed for chunk in report.chunks) == 24
-        assert report.reused_tokens == 40 + 30 + 50 - 24
-        assert report.computed_tokens == 5 + 20 + 4 + 9
-        assert report.recompute_ratio == 0.2
-        assert report.engine == engine.name
-        assert report.lead_in == engine.lead_in.kind
-        assert 0 < report.compute_share <= 1
-        assert all(getattr(report.seconds, phase) >= 0 for phase in PREFILL_PHASES)
-        assert json.loads(json.dumps(report.to_dict()))["chunks"][3]["reason"] == "not stored"
 
     def test_a_report_names_its_request_and_when_its_phases_began(
         self, engine: Engine, texts: Texts
@@ -402,29 +254,6 @@ class EngineContract:
         assert len(ids) == 3
         assert all(re.fullmatch("[0-9a-f]{16}", one) for one in ids)
 
-    def test_a_trace_is_in_the_report_of_who_asks_for_it(
-        self, engine: Engine, texts: Texts
-    ) -> None:
-        chunks = texts.chunks(40, 30)
-        engine.precompute(chunks, progress=False)
-        prompt = texts.asking(*chunks)
-        config = CONFIG.with_changes(recompute_ratio=0.2)
-        plain = engine.generate(prompt, SHORT, config=config).report
-        assert plain.blended
-        assert plain.trace is None
-        asked = config.with_changes(trace=True)
-        for _ in range(2):  # also where the engine has served the prompt before
-            report = engine.generate(prompt, SHORT, config=asked).report
-            assert report.trace is not None
-            assert report.trace.fits(report.prompt_tokens)
-            assert report.trace.rows[-1] == report.recomputed_tokens == 14
-            assert not report.trace.truncated
-            assert json.loads(json.dumps(report.to_dict()))["trace"]["rows"][-1] == 14
-            told = report.explain()
-            assert sum(chunk.recomputed for chunk in told.chunks) == 14
-            assert json.loads(json.dumps(told.to_dict()))["blended"]
-        assert engine.generate(texts.text(20), SHORT, config=asked).report.trace is None
-
     def test_a_prompt_is_compared_with_full_prefill_at_once(
         self, engine: Engine, texts: Texts
     ) -> None:
@@ -442,66 +271,12 @@ class EngineContract:
         assert reused is not None
         assert 0 <= exact.blend <= reused.blend
 
-    def test_full_prefill_is_the_answer_at_ratio_1(self, engine: Engine, texts: Texts) -> None:
-        document = texts.document(40, 30, 50)
-        engine.precompute([document], progress=False)
-        prompt = texts.asking(*reversed(document.to_chunks()))
-        blended = engine.generate(prompt, SHORT, config=ALL)
-        full = engine.generate_full(prompt, SHORT)
-        assert blended.report.blended
-        assert (blended.report.reused_tokens, blended.report.recomputed_tokens) == (0, 120)
-        assert blended.token_ids == full.token_ids
-        assert blended.text == full.text
-
-    def test_full_prefill_reuses_nothing_and_says_so(self, engine: Engine, texts: Texts) -> None:
-        chunks = texts.chunks(40)
-        engine.precompute(chunks, progress=False)
-        report = engine.generate_full(texts.asking(*chunks), SHORT).report
-        assert (report.blended, report.reason) == (False, "full prefill was asked for")
-        assert (report.reused_tokens, report.recomputed_tokens) == (0, 0)
-        assert report.computed_tokens == report.prompt_tokens
-        assert report.compute_share == 1.0
-
     def test_full_prefill_takes_a_salt(self, engine: Engine, texts: Texts) -> None:
         prompt = texts.text(40)
         wanted = engine.generate_full(prompt, SHORT).token_ids
         for _ in range(2):
             answer = engine.generate_full(prompt, SHORT, cache_salt="shared")
             assert answer.token_ids == wanted
-
-    def test_missing_chunks_are_computed(self, engine: Engine, texts: Texts) -> None:
-        stored, missing = texts.chunks(30, 40)
-        engine.precompute([stored], progress=False)
-        for chunks in ([missing], [stored, missing]):
-            prompt = texts.asking(*chunks)
-            answer = engine.generate(prompt, SHORT, config=ALL)
-            assert [chunk.hit for chunk in answer.report.chunks] == [c is stored for c in chunks]
-            assert answer.token_ids == engine.generate_full(prompt, SHORT).token_ids
-
-    def test_every_miss_has_a_reason(self, engine: Engine, texts: Texts) -> None:
-        plain = engine.generate(texts.text(30), SHORT).report
-        assert (plain.blended, plain.reason) == (False, "no known chunk in the prompt")
-        assert plain.reason_code is ReasonCode.NO_CHUNK
-        assert plain.computed_tokens == plain.prompt_tokens == 30
-
-        stored, stranger = texts.chunks(20, 30)
-        engine.precompute([stored], progress=False)
-        engine.register([stranger])
-        report = engine.generate(texts.asking(stranger), SHORT).report
-        assert (report.blended, report.reason) == (False, "no chunk of the prompt is stored")
-        assert report.reason_code is ReasonCode.NOT_STORED
-        assert [chunk.reason for chunk in report.chunks] == ["not stored"]
-        assert [chunk.reason_code for chunk in report.chunks] == [ReasonCode.NOT_STORED]
-
-        few = CONFIG.with_changes(min_tokens=21)
-        report = engine.generate(texts.asking(stored), SHORT, config=few).report
-        assert not report.blended
-        assert report.reason == "20 reusable tokens are fewer than min_tokens=21"
-        assert report.reason_code is ReasonCode.TOO_SHORT
-        assert [(chunk.hit, chunk.reason) for chunk in report.chunks] == [(False, "too short")]
-        assert report.chunks[0].tokens == 20
-        enough = CONFIG.with_changes(min_tokens=20)
-        assert engine.generate(texts.asking(stored), SHORT, config=enough).report.blended
 
     def test_hints_that_do_not_stand_in_the_prompt_are_told(
         self, engine: Engine, texts: Texts
@@ -535,51 +310,6 @@ class EngineContract:
                 found = engine.generate(prompt, SHORT, hints=[hint]).report.chunks
                 assert [(c.hit, c.document_id) for c in found] == [(True, document.document_id)]
 
-    def test_what_several_documents_hold_answers_for_none_of_them(
-        self, engine: Engine, texts: Texts
-    ) -> None:
-        """A stranger's document must not decide what a passage of another one means."""
-        opening, shared = texts.text(15), texts.text(40)
-        manual = Document(texts.text(1), (opening, shared))
-        uploads = [
-            Document(f"{manual.document_id} {name}", (*before, shared))
-            for name, before in (("b", (texts.text(32),)), ("c", (texts.text(32), opening)))
-        ]
-        own, bare = engine.key(manual.to_chunks()[1]), engine.key(Chunk(shared))
-        plain, whole = f"{texts.text(5)} {shared} w7", f"w5 {opening} {shared} w7"
-
-        def used(prompt: str, *hints: str) -> KVKey:
-            """Under which key the last chunk's KV is reused, all of it as stored."""
-            report = engine.generate(prompt, SHORT, config=REUSE, hints=hints).report
-            assert report.chunks[-1].hit
-            assert report.recomputed_tokens == 0
-            return engine.prepare(prompt, hints).placed[-1].key
-
-        engine.precompute([manual], progress=False)
-        assert used(plain) == used(whole) == own
-        for upload in uploads:
-            before = engine.precompute([upload], progress=False)
-            assert before.computed == len(upload.chunks)
-            assert used(plain) == bare, "one KV for all documents, stored by now"
-            assert used(whole) == own, "all that stands before it there stands in the prompt"
-            assert used(plain, manual.document_id) == own
-            assert used(plain, manual.document_id, upload.document_id) == bare
-        engine.evict_document(uploads[1].document_id)
-        assert engine.stored([bare]) == [True], "still two documents hold it"
-        engine.evict_document(uploads[0].document_id)
-        assert engine.stored([bare, own]) == [False, True]
-        assert used(plain) == own
-
-    def test_boilerplate_has_one_copy_for_all_documents_and_is_computed_for_no_prompt(
-        self, engine: Engine, texts: Texts
-    ) -> None:
-        footer = texts.text(33)
-        documents = [Document(texts.text(2), (texts.text(12), footer)) for _ in range(6)]
-        for document in documents:
-            assert engine.precompute([document], progress=False).computed == 2
-        answer = engine.generate(f"{texts.text(5)} {footer} w7", SHORT, config=REUSE)
-        assert (answer.report.reused_tokens, answer.report.recomputed_tokens) == (33, 0)
-
     def test_a_context_that_must_be_confirmed_is_used_only_if_it_is(
         self, engine: Engine, texts: Texts
     ) -> None:
@@ -611,79 +341,7 @@ class EngineContract:
             full = engine.generate_full(prompt, SHORT, hints=hints)
             assert full.prompt_tokens == len(prepared.token_ids)
 
-    # Streams
-
-    def test_pieces_join_to_the_answer(self, engine: Engine, texts: Texts) -> None:
-        chunks = texts.chunks(30, 20)
-        engine.precompute(chunks, progress=False)
-        prompt = texts.asking(*chunks)
-        deltas = list(engine.stream(prompt, SHORT, config=REUSE))
-        assert len(deltas) > 2
-        assert all(delta.generation is None for delta in deltas[:-1])
-        answer = joined(deltas)
-        assert answer.finish_reason == "length"
-        assert [chunk.hit for chunk in answer.report.chunks] == [True, True]
-        assert answer.report.reused_tokens == 50
-        assert answer.token_ids == engine.generate(prompt, SHORT, config=REUSE).token_ids
-
-    @pytest.mark.parametrize("streamed", [False, True])
-    def test_one_token_brings_its_report(
-        self, engine: Engine, texts: Texts, streamed: bool
-    ) -> None:
-        chunks = texts.chunks(30)
-        engine.precompute(chunks, progress=False)
-        one = SamplingParams(max_tokens=1)
-        prompt = texts.asking(*chunks)
-        answer = joined(engine.stream(prompt, one)) if streamed else engine.generate(prompt, one)
-        assert len(answer.token_ids) == 1
-        assert [chunk.hit for chunk in answer.report.chunks] == [True]
-
-    def test_closing_a_stream_stops_the_work(
-        self, engine: Engine, texts: Texts, watched: Watched
-    ) -> None:
-        cancel = Event()
-        stream = engine.stream(texts.text(20), LONG, cancel=cancel)
-        next(stream)
-        stream.close()  # type: ignore[attr-defined]
-        self._wait_until_idle(engine)
-        assert not cancel.is_set(), "it is its owner's"
-        assert len(engine.generate(texts.text(20), SHORT).token_ids) == SHORT.max_tokens
-        assert [*taken(watched.reasons)] in (["length"], ["cancelled", "length"])
-
-    def test_a_stream_that_nobody_reads_is_stopped(
-        self, engine: Engine, texts: Texts, watched: Watched
-    ) -> None:
-        stream = engine.stream(texts.text(20), LONG)
-        stream.close()  # type: ignore[attr-defined]
-        engine.generate(texts.text(20), SHORT)
-        self._wait_until_idle(engine)
-        reasons = [*taken(watched.reasons)]
-        assert sorted(reasons) in (["length"], ["cancelled", "length"])
-
     # Batches
-
-    def test_a_batch_answers_in_order(self, engine: Engine, texts: Texts) -> None:
-        chunks = texts.chunks(30, 20, 40)
-        engine.precompute(chunks[:2], progress=False)
-        prompts = [
-            texts.text(12),
-            *(texts.asking(*chosen) for chosen in (chunks[:1], chunks, chunks[2:])),
-            texts.asking(*chunks[:2]).text,
-        ]
-        alone = [engine.generate(prompt, SHORT).token_ids for prompt in prompts]
-        assert len({*alone}) == len(alone)
-        together = engine.generate_batch(prompts, SHORT)
-        assert [answer.token_ids for answer in together] == alone
-        told = [[chunk.hit for chunk in answer.report.chunks] for answer in together]
-        assert [len(hits) for hits in told] == [0, 1, 3, 1, 2]
-        assert engine.generate_batch([], SHORT) == []
-
-    def test_a_batch_is_checked_before_it_is_served(
-        self, engine: Engine, texts: Texts, watched: Watched
-    ) -> None:
-        with pytest.raises(PromptError, match="empty"):
-            engine.generate_batch([texts.text(9), texts.text(9), ""], SHORT)
-        assert watched.begun == []
 
     def test_when_one_of_a_batch_fails_the_others_are_given_up(
         self, engine: Engine, texts: Texts, watched: Watched, monkeypatch: pytest.MonkeyPatch
@@ -697,314 +355,7 @@ class EngineContract:
         assert [request.cancel.is_set() for request in watched.begun] == [True, True]
         self._wait_until_idle(engine)
 
-    # Asynchronous twins
-
-    def test_async_twins_answer_alike(self, engine: Engine, texts: Texts) -> None:
-        chunks = texts.chunks(30)
-        engine.precompute(chunks, progress=False)
-        prompt = texts.asking(*chunks).text
-        wanted = engine.generate(prompt, SHORT, hints=chunks)
-
-        async def main() -> None:
-            options: dict[str, Any] = {"config": CONFIG, "hints": chunks}
-            answer = await engine.agenerate(prompt, SHORT, **options)
-            deltas = [delta async for delta in engine.astream(prompt, SHORT, **options)]
-            assert len(deltas) > 2
-            for one in (answer, joined(deltas)):
-                assert (one.token_ids, one.text) == (wanted.token_ids, wanted.text)
-                assert one.prompt_tokens == wanted.prompt_tokens
-
-        asyncio.run(main())
-
-    @pytest.mark.parametrize("step", ["_check_config", "_answered"])
-    @pytest.mark.parametrize("streamed", [False, True])
-    def test_the_event_loop_goes_on_meanwhile(
-        self,
-        engine: Engine,
-        texts: Texts,
-        monkeypatch: pytest.MonkeyPatch,
-        step: str,
-        streamed: bool,
-    ) -> None:
-        """The loop itself opens the gate that the work waits at."""
-        gate = Gate(engine, step, monkeypatch)
-
-        async def ask() -> Generation:
-            if streamed:
-                return joined([delta async for delta in engine.astream(texts.text(9), SHORT)])
-            return await engine.agenerate(texts.text(9), SHORT)
-
-        async def main() -> Generation:
-            task = asyncio.create_task(ask())
-            await until(gate.arrived.is_set)
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert not task.done()
-            gate.open.set()
-            return await task
-
-        assert asyncio.run(main()).finish_reason == "length"
-        assert gate.was_opened == [True]
-
-    def test_cancelling_a_task_stops_its_work(
-        self, engine: Engine, texts: Texts, watched: Watched
-    ) -> None:
-        async def main() -> None:
-            task = asyncio.create_task(engine.agenerate(texts.text(20), LONG))
-            await until(lambda: bool(watched.begun))
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-
-        asyncio.run(main())
-        assert watched.reasons.get(timeout=PATIENCE) == "cancelled"
-        self._wait_until_idle(engine)
-
-    def test_leaving_an_asynchronous_stream_stops_its_work(
-        self, engine: Engine, texts: Texts, watched: Watched
-    ) -> None:
-        async def main() -> None:
-            deltas = engine.astream(texts.text(20), LONG)
-            await anext(deltas)
-            await deltas.aclose()  # type: ignore[attr-defined]
-
-        asyncio.run(main())
-        assert watched.reasons.get(timeout=PATIENCE) == "cancelled"
-        self._wait_until_idle(engine)
-
-    def test_many_threads_and_event_loops_at_once(self, engine: Engine, texts: Texts) -> None:
-        chunks = texts.chunks(30, 20, 40)
-        engine.precompute(chunks[:2], progress=False)
-        draws = [(), chunks[:1], chunks[1:], chunks, (), chunks[:2]]
-        prompts = [texts.asking(*chosen) for chosen in draws]
-        alone = [engine.generate(prompt, SHORT).token_ids for prompt in prompts]
-
-        async def in_a_loop() -> list[Generation]:
-            async def streamed(prompt: BlendPrompt) -> Generation:
-                return joined([delta async for delta in engine.astream(prompt, SHORT)])
-
-            first, rest = prompts[:3], prompts[3:]
-            asked = [engine.agenerate(prompt, SHORT) for prompt in first]
-            return await asyncio.gather(*asked, *map(streamed, rest))
-
-        ways: list[Callable[[], list[Generation]]] = [
-            lambda: asyncio.run(in_a_loop()),
-            lambda: [engine.generate(prompt, SHORT) for prompt in prompts],
-            lambda: [joined(engine.stream(prompt, SHORT)) for prompt in prompts],
-            lambda: engine.generate_batch(prompts, SHORT),
-            lambda: asyncio.run(in_a_loop()),
-        ]
-        others = texts.chunks(*range(10, 26))
-        with ThreadPoolExecutor(len(ways) + 1) as pool:
-            indexed = pool.submit(engine.precompute, others, progress=False)
-            at_once = list(pool.map(lambda way: way(), ways))
-        assert [[a.token_ids for a in answers] for answers in at_once] == [alone] * len(ways)
-        assert indexed.result().computed == len(others)
-
-    # Cancelling by an event
-
-    def test_an_event_that_is_set_stops_the_work_before_it_begins(
-        self, engine: Engine, texts: Texts
-    ) -> None:
-        cancel = Event()
-        cancel.set()
-        answer = engine.generate(texts.text(20), LONG, cancel=cancel)
-        assert (answer.finish_reason, answer.text) == ("cancelled", "")
-        assert answer.token_ids == ()
-        assert (answer.report.blended, answer.report.reason) == (False, "cancelled")
-        assert (answer.report.computed_tokens, answer.report.compute_share) == (0, 0.0)
-        streamed = joined(engine.stream(texts.text(20), LONG, cancel=cancel))
-        assert streamed.finish_reason == "cancelled"
-        self._wait_until_idle(engine)
-
-    def test_an_event_stops_the_work_meanwhile(
-        self, engine: Engine, texts: Texts, watched: Watched
-    ) -> None:
-        cancel = Event()
-        deltas: list[Delta] = []
-        for delta in engine.stream(texts.text(20), LONG, cancel=cancel):
-            deltas.append(delta)
-            cancel.set()
-        answer = joined(deltas)
-        assert answer.finish_reason == "cancelled"
-        assert 0 < len(answer.token_ids) < MANY
-        said = engine.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-        assert answer.text.split() == said.split()
-        self._wait_until_idle(engine)
-
-    def test_a_users_event_is_the_users(self, engine: Engine, texts: Texts) -> None:
-        """One event may stand for many requests; the end of one must not end the others."""
-        cancel = Event()
-        engine.generate(texts.text(20), SHORT, cancel=cancel)
-        joined(engine.stream(texts.text(20), SHORT, cancel=cancel))
-        left = engine.stream(texts.text(20), LONG, cancel=cancel)
-        next(left)
-        left.close()  # type: ignore[attr-defined]
-        self._wait_until_idle(engine)
-        assert not cancel.is_set()
-
     # Index time
-
-    def test_what_is_registered_is_known_and_not_stored(self, engine: Engine, texts: Texts) -> None:
-        document = texts.document(10, 20)
-        engine.register([document, *texts.chunks(9), texts.text(8)])
-        assert engine.registry.document(document.document_id) == tuple(document.to_chunks())
-        prompt = texts.asking(*document.to_chunks()).text
-        reasons = [chunk.reason for chunk in engine.generate(prompt, SHORT).report.chunks]
-        assert reasons == ["not stored"] * 2
-        with pytest.raises(PromptError, match="empty"):
-            engine.register([""])
-
-    def test_a_document_may_be_replaced_without_computing(
-        self, engine: Engine, texts: Texts
-    ) -> None:
-        old = texts.document(20, 15)
-        new = Document(old.document_id, (old.chunks[0], texts.text(12)), separator=" w77 ")
-        engine.precompute([old], progress=False)
-        report = engine.precompute([new, texts.text(9), " "], progress=False, register_only=True)
-        assert (report.registered, report.replaced, report.computed, report.skipped) == (3, 1, 0, 0)
-        assert report.refused == {"empty text": 1}
-        assert engine.registry.document(old.document_id) == tuple(new.to_chunks())
-        found = engine.generate(texts.asking(*new.to_chunks()), SHORT).report.chunks
-        assert [(chunk.hit, chunk.reason) for chunk in found] == [
-            (True, None),
-            (False, "not stored"),
-        ]
-
-    def test_each_chunk_is_counted_once(self, engine: Engine, texts: Texts) -> None:
-        document = texts.document(30, 20, 10)
-        stands_alone = Chunk(texts.text(15))
-        items = [
-            document,
-            stands_alone,
-            texts.text(12),
-            "  \n",
-            texts.text(engine.context_window + 1),
-        ]
-        report = engine.precompute(iter(items), progress=False)
-        assert (report.computed, report.computed_tokens) == (5, 30 + 20 + 10 + 15 + 12)
-        assert (report.skipped, report.replaced) == (0, 0)
-        assert report.refused == {"empty text": 1, "longer than the context window": 1}
-        assert report.seconds > 0
-        again = engine.precompute([*items, stands_alone], progress=False)
-        assert (again.computed, again.computed_tokens, again.skipped) == (0, 0, 6)
-        assert again.refused == report.refused
-        assert engine.precompute([], progress=False).computed == 0
-        twice = texts.chunks(9) * 2
-        report = engine.precompute(twice, progress=False)
-        assert (report.computed, report.skipped) == (1, 1)
-
-    def test_an_edited_document_drops_what_it_no_longer_holds(
-        self, engine: Engine, texts: Texts
-    ) -> None:
-        first = texts.document(30, 20, 25)
-        edited = Document(first.document_id, (first.chunks[0], texts.text(22)), separator=" w77 ")
-        elsewhere = Document(first.document_id, first.chunks, " w77 ", collection="fine")
-        assert engine.precompute([first], progress=False).computed == 3
-        report = engine.precompute([edited], progress=False)
-        assert (report.computed, report.skipped, report.replaced) == (1, 1, 2)
-        assert engine.registry.document(first.document_id) == tuple(edited.to_chunks())
-        gone = engine.generate(texts.asking(*first.to_chunks()), SHORT).report.chunks
-        assert [chunk.hit for chunk in gone] == [True, False, False]
-        beside = engine.precompute([elsewhere], progress=False)
-        assert (beside.computed, beside.skipped, beside.replaced) == (2, 1, 0)
-
-    def test_several_variants_of_a_document_stand_side_by_side(
-        self, engine: Engine, texts: Texts
-    ) -> None:
-        first = texts.document(10, 12)
-        second = texts.document(11, 13, name=first.document_id)
-        assert engine.precompute([first, second], progress=False).computed == 4
-        assert len(engine.registry.document(first.document_id)) == 4
-
-    def test_a_boundary_ends_what_a_chunk_knows(self, engine: Engine, texts: Texts) -> None:
-        document = texts.document(30, 31, 32, boundaries=("staff", "all", "all"))
-        assert engine.precompute([document], progress=False).computed == 3
-        seen = Document(f"{document.document_id} alone", document.chunks[1:], document.separator)
-        report = engine.precompute([seen], progress=False)
-        assert (report.computed, report.skipped) == (0, 2)  # under the very keys
-        opened = texts.document(30, 31, 32)
-        whole, hidden = opened.to_chunks(), Document("", opened.chunks, boundaries=("", "a", "a"))
-        keys = [engine.key(chunk) for chunk in hidden.to_chunks()]
-        assert keys[0] == engine.key(whole[0])
-        assert not {keys[1], keys[2]} & {engine.key(chunk) for chunk in whole}
-
-    @pytest.mark.parametrize("combine", ["map_reduce", "refine"])
-    def test_a_long_document_is_answered_window_by_window(
-        self, engine: Engine, texts: Texts, combine: Combine
-    ) -> None:
-        document = "\n\n".join(texts.text(37) for _ in range(8))
-        greedy = SamplingParams.greedy(max_tokens=6)
-        asked = {"chunk_tokens": 64, "overlap": 16, "window": 3, "sampling": greedy}
-        for question, computes in ((texts.text(3), True), (texts.text(3), False)):
-            analysis = analyze_long_document(
-                engine, document, question, combine=combine, config=REUSE, **asked
-            )
-            answers = list(analysis)
-            report = analysis.report
-            assert len(answers) == report.windows == report.chunks - 2 > 2
-            assert report.computed_chunks == (report.chunks if computes else 0)
-            assert report.stored_chunks == report.chunks - report.computed_chunks
-            assert all(one.answer.reused_tokens > 2 * 48 for one in answers)
-            assert report.answer
-            assert report.prompts == report.windows + (combine == "map_reduce")
-
-    def test_an_interrupted_run_goes_on_where_it_stopped(
-        self, engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        chunks = texts.chunks(*range(10, 70))
-
-        class Interrupted(Tally):
-            def add(self, done: Stored) -> None:
-                super().add(done)
-                if self.report(0.0, 0).computed:
-                    raise KeyboardInterrupt
-
-        with monkeypatch.context() as patched:
-            patched.setattr(index_time, "Tally", Interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                engine.precompute(chunks, progress=False)
-        self._wait_until_idle(engine)
-        report = engine.precompute(chunks, progress=False)
-        assert report.refused == {}
-        assert report.computed + report.skipped == len(chunks)
-        assert report.computed > 0, "the interrupt ended the work, too"
-        assert report.skipped > 0
-        answer = engine.generate(texts.asking(*chunks[:3]), SHORT)
-        assert [chunk.hit for chunk in answer.report.chunks] == [True] * 3
-
-    def test_items_that_fail_leave_an_engine_that_works(self, engine: Engine, texts: Texts) -> None:
-        chunk = texts.chunks(12)[0]
-
-        def failing() -> Iterator[Chunk]:
-            yield chunk
-            raise OSError("the reader broke")
-
-        with pytest.raises(OSError, match="the reader broke"):
-            engine.precompute(failing(), progress=False)
-        assert engine.precompute([chunk], progress=False).computed == 1
-
-    def test_what_is_stored_and_sound_is_not_computed_to_verify_it(
-        self, engine: Engine, texts: Texts
-    ) -> None:
-        document, missing = texts.document(30, 20), texts.chunks(9)[0]
-        engine.precompute([document], progress=False)
-        report = engine.precompute([document, missing], progress=False, verify=True)
-        assert (report.computed, report.skipped) == (1, 2)
-        assert (report.refused, report.failed) == ({}, {})
-
-    def test_a_prefetch_changes_no_answer(self, engine: Engine, texts: Texts) -> None:
-        document = texts.document(30, 20)
-        chunks = document.to_chunks()
-        stranger = texts.chunks(9)[0]
-        engine.precompute([document], progress=False)
-        prompt = texts.asking(*chunks)
-        wanted = engine.generate(prompt, SHORT).token_ids
-        engine.prefetch([document.document_id, chunks[1], stranger, "no such document"])
-        engine.prefetch([])
-        answer = engine.generate(prompt, SHORT)
-        assert answer.token_ids == wanted
-        assert [chunk.hit for chunk in answer.report.chunks] == [True, True]
 
     def test_which_chunks_are_stored(self, engine: Engine, texts: Texts) -> None:
         document, other = texts.document(30, 20), texts.document(25)
@@ -1019,42 +370,6 @@ class EngineContract:
         after = engine.stored_chunks()
         assert (before is None) == (after is None)
         assert before is None or after is None or before - after == 2
-
-    def test_an_evicted_document_is_forgotten(self, engine: Engine, texts: Texts) -> None:
-        document, other = texts.document(30, 20), texts.document(25)
-        engine.precompute([document, other], progress=False)
-        prompt = texts.asking(*document.to_chunks(), *other.to_chunks())
-        assert engine.evict_document(document.document_id) == 2
-        assert engine.registry.document(document.document_id) == ()
-        found = engine.generate(prompt.text, SHORT).report.chunks
-        assert [(c.hit, c.document_id) for c in found] == [(True, other.document_id)]
-        asked = texts.asking(*document.to_chunks(), *other.to_chunks())
-        reasons = [chunk.reason for chunk in engine.generate(asked, SHORT).report.chunks]
-        assert reasons == ["not stored", "not stored", None]
-        assert engine.evict_document(document.document_id) == 0
-        assert engine.evict_document("no such document") == 0
-        assert engine.precompute([document], progress=False).computed == 2
-
-    def test_a_document_can_be_evicted_from_one_collection(
-        self, engine: Engine, texts: Texts
-    ) -> None:
-        coarse = texts.document(30, collection="coarse")
-        fine = texts.document(14, 15, name=coarse.document_id, collection="fine")
-        engine.precompute([coarse, fine], progress=False)
-        assert engine.evict_document(fine.document_id, "none such") == 0
-        assert engine.evict_document(fine.document_id, "fine") == 2
-        assert engine.registry.document(coarse.document_id) == tuple(coarse.to_chunks())
-        hits = engine.generate(texts.asking(*coarse.to_chunks()), SHORT).report.chunks
-        assert [chunk.hit for chunk in hits] == [True]
-
-    def test_kv_that_another_document_shares_is_kept(self, engine: Engine, texts: Texts) -> None:
-        first = texts.document(20, 15)
-        second = Document(f"{first.document_id}b", (first.chunks[0], texts.text(12)), " w77 ")
-        assert engine.precompute([first, second], progress=False).computed == 3
-        assert engine.evict_document(first.document_id) == 1
-        prompt = f"{texts.text(5)} {first.chunks[0]} {texts.text(9)}"
-        found = engine.generate(prompt, SHORT).report.chunks
-        assert [(c.hit, c.document_id) for c in found] == [(True, second.document_id)]
 
     def test_kv_that_no_document_knows_can_be_dropped(self, engine: Engine, texts: Texts) -> None:
         lost, kept = texts.document(10, 20), texts.document(12)
@@ -1071,72 +386,6 @@ class EngineContract:
         assert engine.precompute([lost], progress=False).computed == 2
 
     # The guard
-
-    @pytest.fixture
-    def guarded(self, engine: Engine) -> Iterator[Engine]:
-        """The engine, every blended answer of which is compared for the time of a test."""
-        assert engine.guard is None, "nothing is computed that nobody asked for"
-        engine.guard = GuardConfig(sample_share=1.0, window=256, ratios=(0.5,))
-        yield engine
-        engine.guard = None
-
-    @staticmethod
-    def _compared(engine: Engine) -> GuardReport:
-        """The guard's report once no sample waits."""
-        deadline = time.monotonic() + PATIENCE
-        while engine.guard_report().waiting and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return engine.guard_report()
-
-    def test_blended_answers_are_compared(self, guarded: Engine, texts: Texts) -> None:
-        chunks = texts.chunks(40, 30)
-        guarded.precompute(chunks, progress=False)
-        answers = [guarded.generate(texts.asking(*chunks), SHORT) for _ in range(2)]
-        self._compared(guarded)
-        guarded.generate_full(texts.asking(*chunks), SHORT)
-        guarded.generate(texts.asking(*chunks), SHORT, config=ALL)
-        assert all(answer.report.blended for answer in answers)
-        report = self._compared(guarded)
-        assert (report.compared, report.unknown, report.dropped) == (2, 0, 0)
-        assert (report.ratio, report.stopped, report.raised) == (0.0, False, 0)
-
-    def test_the_guard_raises_the_ratio_then_stops_blending(
-        self, guarded: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        compared: list[Compared] = []
-
-        def bad(request: Request, asked: Compared) -> Generator[None, None, Comparison]:
-            compared.append(asked)
-            yield
-            return Comparison(3.0)
-
-        monkeypatch.setattr(guarded, "_compare", bad)
-        chunks = texts.chunks(40, 30)
-        guarded.precompute(chunks, progress=False)
-        told: list[tuple[bool, float, ReasonCode | None]] = []
-        while not told or told[-1][0]:
-            answer = guarded.generate(texts.asking(*chunks), SHORT)
-            report, why = answer.report, answer.report.reason or answer.report.ratio_reason
-            one = report.blended, report.recompute_ratio, why.code if why else None
-            told += [one] if one not in told else []
-            self._compared(guarded)
-            assert len(compared) < 100
-        raised, stopped = ReasonCode.GUARD_RAISED, ReasonCode.GUARD_STOPPED
-        assert told == [
-            (True, BlendConfig().ratio, None),
-            (True, 0.5, raised),
-            (False, 1.0, stopped),
-        ]
-        assert [chunk.reason for chunk in report.chunks] == ["stopped by the guard"] * 2
-        assert (
-            guarded.generate_full(texts.asking(*chunks)).report.reason_code == "full_prefill_asked"
-        )
-        after = self._compared(guarded)
-        assert (after.stopped, after.ratio, after.raised, after.lowered) == (True, 1.0, 1, 0)
-        assert after.divergence == pytest.approx(3.0)
-        assert all(1 <= len(one.answer) <= SHORT.max_tokens for one in compared)
-        guarded.reset_guard()
-        assert guarded.generate(texts.asking(*chunks), SHORT).report.blended
 
     def test_closing_ends_comparing(
         self, engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
@@ -1175,43 +424,6 @@ class EngineContract:
         engine.fill_on_miss = False
         self._wait_until_filled(engine)
 
-    def test_what_was_missed_is_filled(self, filling: Engine, texts: Texts) -> None:
-        document, before = texts.document(40, 30, 25), filling.fill_report()
-        first, _, last = document.to_chunks()
-        filling.register([document])
-        report = filling.generate(texts.asking(last, first), SHORT).report
-        assert (report.blended, report.reason) == (False, "no chunk of the prompt is stored")
-        assert [chunk.reason for chunk in report.chunks] == ["not stored, being filled"] * 2
-        self._wait_until_filled(filling)
-        prompt = texts.asking(last, first)
-        answer = filling.generate(prompt, SHORT, config=ALL)
-        assert [chunk.hit for chunk in answer.report.chunks] == [True, True]
-        assert answer.token_ids == filling.generate_full(prompt, SHORT).token_ids
-        after = filling.fill_report()
-        assert (after.computed - before.computed, after.dropped) == (2, before.dropped)
-        assert after.computed_tokens - before.computed_tokens == 65
-        assert after.seconds > before.seconds
-        done = filling.precompute([document], progress=False)
-        assert (done.computed, done.skipped) == (1, 2), "what was filled is what is precomputed"
-
-    def test_what_many_requests_missed_is_filled_once(
-        self, filling: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        fills, chunks = Fills(filling, monkeypatch), texts.chunks(30, 20, 25)
-        fills.gate.clear()
-        filling.register(chunks)
-        prompts = [texts.asking(*chunks) for _ in range(4)]
-        answers = [filling.generate(prompts[0], SHORT)]
-        assert fills.begun.wait(PATIENCE)
-        answers += filling.generate_batch(prompts[1:], SHORT)
-        told = {chunk.reason for answer in answers for chunk in answer.report.chunks}
-        assert told == {"not stored, being filled"}
-        fills.gate.set()
-        self._wait_until_filled(filling)
-        assert sorted(map(str, fills.keys)) == sorted(str(filling.key(one)) for one in chunks)
-        report = filling.generate(texts.asking(*chunks), SHORT).report
-        assert [chunk.hit for chunk in report.chunks] == [True] * 3
-
     def test_chunks_of_a_document_are_filled_together(
         self, filling: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -1228,34 +440,6 @@ class EngineContract:
         assert fills.keys == [filling.key(one) for one in (*other, *chunks[1:])]
         report = filling.generate(texts.asking(*chunks[1:]), SHORT).report
         assert [chunk.hit for chunk in report.chunks] == [True] * 3
-
-    def test_what_is_too_little_to_blend_is_filled_up(self, filling: Engine, texts: Texts) -> None:
-        stored, missing = texts.chunks(20, 30)
-        filling.precompute([stored], progress=False)
-        filling.register([missing])
-        config = CONFIG.with_changes(min_tokens=40)
-        report = filling.generate(texts.asking(stored, missing), SHORT, config=config).report
-        assert [c.reason for c in report.chunks] == ["too short", "not stored, being filled"]
-        self._wait_until_filled(filling)
-        report = filling.generate(texts.asking(stored, missing), SHORT, config=config).report
-        assert [chunk.hit for chunk in report.chunks] == [True, True]
-
-    def test_what_nobody_registered_or_reused_is_not_filled(
-        self, filling: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        fills, (stranger, known) = Fills(filling, monkeypatch), texts.chunks(20, 30)
-        filling.register([known])
-        report = filling.generate(texts.asking(stranger), SHORT).report
-        assert [chunk.reason for chunk in report.chunks] == ["not stored"]
-        filling.generate_full(texts.asking(known), SHORT)
-        cancel = Event()
-        cancel.set()
-        filling.generate(texts.asking(known), SHORT, cancel=cancel)
-        filling.fill_on_miss = False
-        report = filling.generate(texts.asking(known), SHORT).report
-        assert [chunk.reason for chunk in report.chunks] == ["not stored"]
-        self._wait_until_filled(filling)
-        assert fills.keys == []
 
     def test_what_is_evicted_meanwhile_is_not_filled(
         self, filling: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
@@ -1700,61 +884,6 @@ class EngineContract:
             assert open_.is_open
             assert len(open_.generate(texts.text(9), SHORT).token_ids) == SHORT.max_tokens
 
-    def test_released_memory_is_not_needed(self, engine: Engine, texts: Texts) -> None:
-        """The engine lives on: what was in memory only is a miss, and is stored anew."""
-        chunks = texts.chunks(40, 30)
-        engine.precompute(chunks, progress=False)
-        prompt = texts.asking(*chunks)
-        before = engine.generate(prompt, SHORT, config=REUSE)
-        assert before.report.blended
-        assert engine.release() > 0
-        assert engine.release() == 0
-        assert all(chunk.text in engine.registry for chunk in chunks), "they stay known"
-        missed = engine.generate(texts.asking(*chunks), SHORT, config=REUSE)
-        assert [chunk.reason for chunk in missed.report.chunks] == ["not stored"] * 2
-        assert missed.finish_reason == "length"
-        assert engine.precompute(chunks, progress=False).computed == 2
-        again = engine.generate(texts.asking(*chunks), SHORT, config=REUSE)
-        assert [chunk.hit for chunk in again.report.chunks] == [True, True]
-
-    # Errors
-
-    def test_prompts_that_cannot_be_served_are_refused(
-        self, engine: Engine, watched: Watched
-    ) -> None:
-        window = engine.context_window
-        for prompt, message in (
-            ("", "prompt is empty: give at least one token"),
-            (BlendPrompt.of(), "prompt is empty"),
-            (words(window, 1), f"holds {window} tokens, the context window is {window}: "),
-            ("w5 \ud800", "surrogate"),
-            ([{"content": "no role"}], "role"),
-        ):
-            for ask in ways_to_ask(engine, prompt):
-                with pytest.raises(PromptError, match=message) as caught:
-                    ask()
-                assert "\n" not in str(caught.value)
-            with pytest.raises(PromptError, match=message):
-                engine.prepare(prompt)
-        assert watched.begun == []
-
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            ({"selector": "nonsense"}, "nonsense"),
-            ({"selector_options": {"no_such": 1}}, "no_such"),
-        ],
-    )
-    def test_a_config_that_is_wrong_is_refused(
-        self, engine: Engine, watched: Watched, fields: dict[str, Any], message: str
-    ) -> None:
-        config = CONFIG.with_changes(**fields)
-        for ask in ways_to_ask(engine, "w5 w6", config=config):
-            with pytest.raises(ConfigError, match=message) as caught:
-                ask()
-            assert "\n" not in str(caught.value)
-        assert watched.begun == []
-
     # The end
 
     def test_closing_ends_what_is_at_work_and_what_follows(
@@ -1817,17 +946,6 @@ class EngineContract:
             time.sleep(0.02)
         assert self.at_work(engine) == 0
 
-    # Long documents
-
-
-def joined(deltas: Iterable[Delta]) -> Generation:
-    """The answer that a stream ends with, whose text its pieces are."""
-    deltas = list(deltas)
-    answer = deltas[-1].generation
-    assert answer is not None
-    assert "".join(delta.text for delta in deltas) == answer.text
-    return answer
-
 
 def taken(queue: SimpleQueue[str]) -> Iterator[str]:
     while not queue.empty():
@@ -1839,11 +957,6 @@ async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE):
         while not is_so():
             await asyncio.sleep(0.001)
-
-
-async def read(deltas: AsyncIterable[Delta]) -> None:
-    async for _ in deltas:
-        pass
 
 
 def ways_to_ask(engine: Engine, prompt: Any, **options: Any) -> Sequence[Callable[[], object]]:
