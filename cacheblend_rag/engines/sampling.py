@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -139,9 +139,13 @@ def check_drawing_field(name: str, value: Any) -> None:
         raise ConfigError(f"repetition_penalty={value!r} must be above 0")
 
 
+LARGEST = sys.float_info.max
+"""Whole numbers above it have no float."""
+
+
 def _check_number(name: str, value: object, *, whole: bool = False) -> None:
     """Raise ConfigError unless a value is a finite number."""
     kinds = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, kinds) or not abs(value) <= LARGEST:
         kind = "a whole number" if whole else "a number"
         raise ConfigError(f"{name}={value!r:.100} must be {kind}")
