@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
-import json
 import socket
 import threading
 
@@ -18,28 +16,10 @@ from tests.api.conftest import http_client
 
 pytestmark = pytest.mark.asyncio
 ASKED = {"messages": [{"role": "user", "content": "w3"}]}
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/cacheblend/release")
 
 
 def bearer(key):
     return {"authorization": f"Bearer {key}"}
-
-
-async def test_every_path_but_health_needs_the_key(engine, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "sesame")
-    http = http_client(create_app(engine))
-    for headers in ({}, bearer("other"), {"authorization": "sesame"}):
-        for path in PATHS:
-            answer = await http.post(path, json=ASKED, headers=headers)
-            assert answer.status_code == 401, path
-            told = {**answer.json()["error"], "message": "told"}
-            kind = "authentication_error"
-            assert told == {"message": "told", "type": kind, "param": None, "code": None}
-        for path in ("/v1/models", "/metrics", "/version", "/docs", "/openapi.json"):
-            assert (await http.get(path, headers=headers)).status_code == 401, path
-    assert (await http.get("/health")).status_code == 200
-    answer = await http.post("/v1/chat/completions", json=ASKED, headers=bearer("sesame"))
-    assert answer.status_code == 200
 
 
 async def test_a_key_may_be_given_to_the_application(engine):
@@ -57,37 +37,6 @@ async def test_releasing_needs_the_store_key(engine, monkeypatch):
     assert (await http.post(path, headers=bearer("sesame"))).status_code == 403
     answer = await http.post(path, headers=bearer("open"))
     assert (answer.status_code, answer.json()) == (200, {"released_bytes": 16})
-
-
-async def test_long_and_deep_bodies_are_refused(engine, monkeypatch):
-    monkeypatch.setenv("CACHEBLEND_MAX_BODY_MIB", "1")
-    http = http_client(create_app(engine))
-    long = {"messages": [{"role": "user", "content": "w" * (1 << 20)}]}
-    assert (await http.post("/v1/chat/completions", json=long)).status_code == 413
-    deep = json.dumps(ASKED)[:-1] + ', "x": ' + "[" * 100 + "]" * 100 + "}"
-    answer = await http.post(
-        "/v1/chat/completions", content=deep, headers={"content-type": "application/json"}
-    )
-    assert (answer.status_code, "nested deeper" in answer.text) == (400, True)
-    assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
-
-
-async def test_documents_are_stored_under_the_store_key_and_reused(engine, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "sesame")
-    monkeypatch.setenv("CACHEBLEND_STORE_KEY", "open")
-    http = http_client(create_app(engine))
-    path, text = "/v1/cacheblend/documents/notes/a.md", " ".join(["w5"] * 300)
-    body = {"chunks": [text]}
-    assert (await http.put(path, json=body)).status_code == 401
-    assert (await http.put(path, json=body, headers=bearer("sesame"))).status_code == 403
-    stored = await http.put(path, json=body, headers=bearer("open"))
-    assert (stored.status_code, stored.json()["computed"]) == (200, 1)
-    asked = {"messages": [{"role": "user", "content": f"w3 {text} w4"}]}
-    answer = await http.post("/v1/chat/completions", json=asked, headers=bearer("sesame"))
-    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    assert (await http.delete(path, headers=bearer("open"))).status_code == 200
-    answer = await http.post("/v1/chat/completions", json=asked, headers=bearer("sesame"))
-    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 async def test_a_server_of_a_collection_takes_no_documents(engine):
@@ -131,42 +80,12 @@ async def test_headers_without_an_end_are_given_up(engine, script, monkeypatch):
             await serving
 
 
-async def test_without_a_key_no_page_reads_or_changes_anything_by_dns_rebinding(engine):
-    http = http_client(create_app(engine))
-    told = "/v1/cacheblend/documents"
-    assert (await http.put(f"{told}/a", json={"chunks": ["w3 w4"]})).status_code == 200
-    foreign = ({"host": "evil.example"}, {"origin": "http://evil.example"}, {"origin": "null"})
-    for headers in foreign:
-        for method, path in (("GET", told), ("GET", f"{told}/a"), ("DELETE", f"{told}/a")):
-            answer = await http.request(method, path, headers=headers)
-            assert answer.status_code == 403, (method, headers)
-            assert answer.json()["error"]["type"] == "permission_error"
-        plain = {"content-type": "text/plain", **headers}
-        answer = await http.post("/v1/cacheblend/release", content=b"{}", headers=plain)
-        assert answer.status_code == 403
-    for headers in ({}, {"origin": "http://localhost:3000"}, {"host": "127.0.0.1:8000"}):
-        assert (await http.get(f"{told}/a", headers=headers)).status_code == 200
-
-
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/", "//v1/models", "///v1/models/"])
 async def test_models_are_listed_however_a_client_joins_its_base_url(http, path):
     told = await http.get(httpx.URL("http://localhost").copy_with(raw_path=path.encode()))
     assert (told.status_code, told.json()["object"]) == (200, "list")
     asked = httpx.URL("http://localhost").copy_with(raw_path=b"//v1/chat/completions")
     assert (await http.post(asked, json=ASKED)).status_code == 200
-
-
-async def test_a_compressed_body_is_refused_with_what_to_do(http):
-    body = gzip.compress(json.dumps(ASKED).encode())
-    headers = {"content-encoding": "gzip", "content-type": "application/json"}
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/cacheblend/documents/a"):
-        method = "PUT" if "documents" in path else "POST"
-        told = await http.request(method, path, content=body, headers=headers)
-        assert told.status_code == 415
-        assert "send it as it is" in told.json()["error"]["message"]
-    plain = {**headers, "content-encoding": "identity"}
-    told = await http.post("/v1/chat/completions", content=json.dumps(ASKED), headers=plain)
-    assert told.status_code == 200
 
 
 async def test_head_is_answered_as_get_and_options_with_what_a_path_takes(http):

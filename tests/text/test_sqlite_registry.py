@@ -174,13 +174,6 @@ def test_a_removed_document_leaves_no_text_in_the_file(path: Path) -> None:
     assert b"Dear reader" in kept
 
 
-def test_only_the_owner_may_read_the_file(tmp_path: Path) -> None:
-    SharedChunkRegistry(tmp_path / "new" / "kv" / "registry.sqlite")
-    made = list(tmp_path.rglob("*"))
-    assert len(made) >= 3
-    assert [path for path in made if path.stat().st_mode & 0o077] == []
-
-
 def test_registering_again_what_is_known_does_not_touch_the_file(path: Path) -> None:
     registry = SharedChunkRegistry(path)
     registry.add_many(REPORT.to_chunks())

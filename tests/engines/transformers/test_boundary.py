@@ -14,7 +14,6 @@ from cacheblend_rag import (
     Chunk,
     ChunkKV,
     Document,
-    SamplingParams,
     TieredKVStore,
     TransformersEngine,
 )
@@ -71,42 +70,6 @@ def bounded(document: Document) -> Document:
     """The document, whose first chunk is for others than the rest of it."""
     hidden = ("staff", *["all"] * (len(document.chunks) - 1))
     return replace(document, boundaries=hidden)
-
-
-def answers(engine: TransformersEngine, way: IndexWay, *, names: bool, swapped: bool = False):
-    """Tell of each prompt's question what is answered; names: the naming chunks may be known."""
-    found = []
-    for prompt in PROMPTS:
-        documents = list(demo_documents(prompt.documents))
-        if swapped:
-            first = [d.chunks[0] for d in documents]
-            moved = [*first[1:], first[0]]
-            documents = [
-                replace(d, chunks=(n, *d.chunks[1:])) for d, n in zip(documents, moved, strict=True)
-            ]
-        for document in documents:
-            way(engine, document if names else bounded(document))
-        text = "".join(part for _, part in prompt.segments())
-        got = engine.generate(text, SamplingParams(max_tokens=6, stop=["\n", "."]))
-        assert got.report.reused_tokens > 100
-        assert not got.report.recomputed_tokens
-        found.append(got.text.strip())
-        for document in documents:
-            engine.evict_document(document.document_id)
-    return found
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_hidden_does_not_reach_an_answer(demo: TransformersEngine, way: IndexWay) -> None:
-    right = [prompt.question.answer for prompt in PROMPTS]
-
-    def score(told: list[str]) -> int:
-        return sum(map(str.__eq__, told, right))
-
-    hidden = answers(fresh(demo), way, names=False)
-    assert score(answers(fresh(demo), way, names=True)) >= 7
-    assert score(hidden) <= 3  # a guess among four or more documents
-    assert hidden == answers(fresh(demo), way, names=False, swapped=True)
 
 
 def stored(engine: TransformersEngine, chunk: Chunk) -> ChunkKV:
