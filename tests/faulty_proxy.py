@@ -51,6 +51,7 @@ class FaultyProxy:
             self._changed = threading.Event()
             was, self._state = self._state, state
             if state == "refuses":
+                self._listening.shutdown(socket.SHUT_RDWR)  # a thread that accepts keeps it open
                 self._listening.close()
             elif was == "refuses":
                 self._listening = socket.create_server((HOST, self.port))
@@ -134,9 +135,10 @@ def _received(source: socket.socket, changed: threading.Event) -> bytes:
     source.settimeout(PATIENCE_SECONDS)
     while not changed.is_set():
         try:
-            return source.recv(1 << 16)
+            data = source.recv(1 << 16)
         except TimeoutError:
             continue
+        return b"" if changed.is_set() else data
     return b""
 
 

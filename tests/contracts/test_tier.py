@@ -1,0 +1,484 @@
+"""Every tier in every state: chunks are found or computed, answers are right, reasons are true."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from threading import Thread, Timer
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import (
+    BlendConfig,
+    Document,
+    Engine,
+    EngineMetrics,
+    Generation,
+    ReasonCode,
+    SamplingParams,
+    open_engine,
+)
+from tests.contracts.places import Folder, Place, Servers
+from tests.faulty_proxy import FAULTS, PASSES, State
+from tests.models import make_model, make_tokenizer, prompt_of, words
+
+MODEL, TOKENIZER = make_model(), make_tokenizer()
+DOCUMENTS = tuple(Document(f"document {seed}", (words(30, seed),)) for seed in range(3))
+CHUNKS = tuple(chunk for one in DOCUMENTS for chunk in one.to_chunks())
+PROMPT = prompt_of("w5 w6", *CHUNKS, "w9 w10")
+SHORT = SamplingParams.greedy(max_tokens=8)
+REUSE = BlendConfig(min_tokens=0, cost_model=False, recompute_ratio=0.0, reuse_prefix=False)
+"""Nothing is recomputed, so that an answer shows which stored chunks it was given."""
+KEY_VARIABLE = "CACHEBLEND_MAC_KEY"
+LASTING = ("disk", "file", "redis", "s3")
+NETWORK = ("redis", "s3")
+PATIENCE = 60.0
+Found = tuple[bool, ...]
+ALL, NONE = (True,) * len(CHUNKS), (False,) * len(CHUNKS)
+Open = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    with Servers() as started:
+        yield started
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, servers: Servers, tmp_path: Path) -> Iterator[Place]:
+    """An empty place of the kind that a test is parametrised by, its server well again after it."""
+    made = servers.place(request.param, tmp_path / "place")
+    yield made
+    if made.proxy is not None:
+        made.proxy.state = PASSES
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Open engines around one model that know DOCUMENTS; closed in the end."""
+    engines: list[Engine] = []
+
+    def open_one(*tiers: str, **options: Any) -> Engine:
+        engines.append(open_one_of(*tiers, **options))
+        return engines[-1]
+
+    yield open_one
+    for engine in engines:
+        engine.close()
+
+
+def open_one_of(*tiers: str, **options: Any) -> Engine:
+    given = {"model": MODEL, "tokenizer": TOKENIZER, "config": REUSE, **options}
+    engine = open_engine("transformers", **given, **({"tiers": tiers} if tiers else {}))
+    engine.register(DOCUMENTS)
+    return engine
+
+
+@cache
+def expected(found: Found) -> tuple[int, ...]:
+    """The answer of an engine that nothing befalls, if these of CHUNKS are stored."""
+    engine = open_one_of()
+    stored = [one for one, has in zip(DOCUMENTS, found, strict=True) if has]
+    engine.precompute(stored, progress=False)
+    answer = engine.generate(PROMPT, SHORT)
+    assert hits(answer) == found
+    engine.close()
+    return tuple(answer.token_ids)
+
+
+def hits(answer: Generation) -> Found:
+    return tuple(chunk.hit for chunk in answer.report.chunks)
+
+
+def codes(answer: Generation) -> set[ReasonCode]:
+    """The reasons of all misses."""
+    return {chunk.reason_code for chunk in answer.report.chunks if chunk.reason_code is not None}
+
+
+def ask(engine: Engine, ratio: float = 0.0) -> Generation:
+    """Ask PROMPT: it is answered in time, rightly for the chunks found, exactly at ratio 1."""
+    answers: list[Generation] = []
+    config = engine.config.with_changes(recompute_ratio=ratio)
+    asker = Thread(target=lambda: answers.append(engine.generate(PROMPT, SHORT, config=config)))
+    asker.start()
+    asker.join(PATIENCE)
+    assert answers, "the asker is held, or met an error"
+    (answer,) = answers
+    found = NONE if ratio == 1.0 else hits(answer)
+    assert tuple(answer.token_ids) == expected(found)
+    return answer
+
+
+def until(is_met: Callable[[], Any]) -> bool:
+    end = time.monotonic() + PATIENCE
+    while not is_met() and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(is_met())
+
+
+def store_all(engine: Engine) -> None:
+    assert engine.precompute(DOCUMENTS, progress=False).computed == len(DOCUMENTS)
+
+
+def store_all_but(engine: Engine, stored: int) -> None:
+    report = engine.precompute(DOCUMENTS, progress=False)
+    assert (report.computed, report.skipped) == (len(DOCUMENTS) - stored, stored)
+
+
+def test_answers_show_which_chunks_they_were_given() -> None:
+    """What the other tests rely on."""
+    given = [ALL, NONE, (True, True, False), (False, True, True)]
+    assert len({expected(found) for found in given}) == len(given)
+    engine = open_one_of()
+    assert tuple(engine.generate_full(PROMPT, SHORT).token_ids) == expected(NONE)
+    engine.close()
+
+
+# Well
+
+
+@pytest.mark.parametrize("url", ["host://", "device://?capacity=1MiB"])
+def test_memory_gives_back_what_was_stored(opened: Open, url: str) -> None:
+    engine = opened(url)
+    store_all(engine)
+    assert hits(ask(engine)) == hits(ask(engine, 1.0)) == ALL
+    kind = url.partition(":")[0]
+    assert {chunk.tier for chunk in ask(engine).report.chunks} == {kind}
+
+
+@pytest.mark.parametrize("place", LASTING, indirect=True)
+def test_what_is_stored_is_found_after_a_restart(opened: Open, place: Place) -> None:
+    store_all(opened(place.url()))
+    engine = opened(place.url())
+    assert engine.precompute(DOCUMENTS, progress=False).skipped == len(DOCUMENTS)
+    answer = ask(engine)
+    assert {chunk.tier for chunk in answer.report.chunks} == {place.kind}
+    assert hits(answer) == hits(ask(engine, 1.0)) == ALL
+    assert codes(answer) == set()
+
+
+@pytest.mark.parametrize("place", NETWORK, indirect=True)
+def test_a_slow_answer_within_the_timeout_is_waited_for(opened: Open, place: Place) -> None:
+    engine = opened(place.url("timeout=60s"))
+    store_all(engine)
+    assert place.server is not None
+    place.server.pause()
+    Timer(1.0, place.server.resume).start()
+    assert hits(ask(engine)) == ALL
+
+
+# Networks and servers fail
+
+
+WRONG = {ReasonCode.STORE_ERROR, ReasonCode.DAMAGED, ReasonCode.OTHER_MODEL, ReasonCode.NOT_STORED}
+SAID = {
+    "refuses": {ReasonCode.STORE_ERROR},
+    "hangs": {ReasonCode.STORE_ERROR},
+    "drips": {ReasonCode.STORE_ERROR},
+    "cuts short": {ReasonCode.STORE_ERROR},
+    "is random": WRONG,
+    "repeats": WRONG,
+}
+
+
+@pytest.mark.parametrize("state", FAULTS)
+@pytest.mark.parametrize("place", NETWORK, indirect=True)
+def test_a_server_that_fails_costs_reuse_and_nothing_else(
+    opened: Open, place: Place, state: State
+) -> None:
+    engine = opened(place.url("timeout=1s"))
+    store_all(engine)
+    assert hits(ask(engine)) == ALL
+    assert place.proxy is not None
+    place.proxy.state = state
+    for ratio in (0.0, 0.0, 1.0):
+        answer = ask(engine, ratio)
+        assert codes(answer) <= SAID[state]
+        if len(SAID[state]) == 1:
+            assert hits(answer) == NONE
+            assert {chunk.tier for chunk in answer.report.chunks} == {place.kind}
+    place.proxy.state = PASSES
+    assert until(lambda: engine.precompute(DOCUMENTS, progress=False).refused == {})
+    assert hits(ask(engine)) == ALL
+
+
+@pytest.mark.parametrize("state", ["refuses", "hangs"])
+@pytest.mark.parametrize("place", NETWORK, indirect=True)
+def test_what_a_failing_server_cannot_do_is_said(opened: Open, place: Place, state: State) -> None:
+    engine = opened(place.url("timeout=1s"))
+    store_all(engine)
+    assert place.proxy is not None
+    place.proxy.state = state
+    evicted = engine.evict_document("document 0")
+    assert evicted.pending == (place.kind,)
+    report = engine.precompute(DOCUMENTS, progress=False)
+    assert report.refused_codes == {ReasonCode.STORE_ERROR: len(DOCUMENTS)}
+    assert report.failed == report.refused
+    assert (report.computed, report.skipped) == (0, 0)
+    engine.prefetch(["document 1"])
+    engine.release()
+    assert "cacheblend_tier_errors_total" in EngineMetrics(engine).text()
+
+
+@pytest.mark.parametrize("place", NETWORK, indirect=True)
+def test_what_a_server_could_not_delete_is_deleted_once_it_answers(
+    opened: Open, place: Place, tmp_path: Path
+) -> None:
+    """Also by the next process, from the folder; until then it is not read."""
+    engine = opened(place.url("timeout=1s"), kv_path=tmp_path)
+    store_all(engine)
+    assert place.proxy is not None
+    place.proxy.state = "refuses"
+    evicted = engine.evict_document("document 0")
+    assert (evicted.pending, evicted.is_noted) == ((place.kind,), True)
+    assert place.kind in str(evicted.waiting)
+    engine.close()
+    place.proxy.state = PASSES
+    again = opened(place.url("timeout=1s"), kv_path=tmp_path)
+    assert hits(ask(again)) == (False, True, True)
+    assert until(lambda: len(place.objects()) == 2)
+    store_all_but(again, 2)
+    assert hits(ask(again)) == ALL
+
+
+@pytest.mark.parametrize("place", LASTING, indirect=True)
+def test_what_is_evicted_is_deleted_at_once(opened: Open, place: Place) -> None:
+    engine = opened(place.url())
+    store_all(engine)
+    evicted = engine.evict_document("document 1")
+    assert (evicted, evicted.pending) == (1, ())
+    assert len(place.objects()) == 2
+    assert hits(ask(engine)) == (True, False, True)
+
+
+# Disks fail
+
+
+@pytest.mark.parametrize("place", ["disk"], indirect=True)
+def test_a_disk_that_cannot_be_read_is_named(opened: Open, place: Folder) -> None:
+    engine = opened(place.url())
+    store_all(engine)
+    place.make_unreadable()
+    for ratio in (0.0, 1.0):
+        answer = ask(engine, ratio)
+        assert codes(answer) == {ReasonCode.STORE_ERROR}
+        assert {chunk.tier for chunk in answer.report.chunks} == {"disk"}
+
+
+@pytest.mark.parametrize("place", ["disk", "redis"], indirect=True)
+def test_without_room_nothing_new_is_stored_and_the_old_stays(opened: Open, place: Place) -> None:
+    engine = opened(place.url())
+    engine.precompute(DOCUMENTS[:1], progress=False)
+    with place.filled_up():
+        report = engine.precompute(DOCUMENTS, progress=False)
+        assert (report.computed, report.skipped) == (0, 1)
+        assert sum(report.refused.values()) == 2
+        assert set(report.refused_codes) <= {ReasonCode.STORE_ERROR, ReasonCode.STORE_FULL}
+        answer = ask(engine)
+        assert hits(answer) == (True, False, False)
+        assert codes(answer) == {ReasonCode.NOT_STORED}
+    assert until(lambda: engine.precompute(DOCUMENTS, progress=False).refused == {})
+    assert hits(ask(engine)) == ALL
+
+
+@pytest.mark.parametrize("kind", ["host", "device", "disk"])
+def test_a_capacity_below_one_chunk_is_said_and_fails_nothing(
+    opened: Open, kind: str, tmp_path: Path
+) -> None:
+    engine = opened(f"{kind}://{tmp_path if kind == 'disk' else ''}?capacity=100")
+    report = engine.precompute(DOCUMENTS, progress=False)
+    assert (report.refused_codes, report.failed) == ({ReasonCode.STORE_FULL: 3}, {})
+    assert codes(ask(engine)) == {ReasonCode.NOT_STORED}
+
+
+# Forged
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "halved": lambda data: data[: len(data) // 2],
+    "cut": lambda data: data[:-9],
+    "rubbish": lambda data: b"x" * len(data),
+    "altered head": lambda data: altered(data, 20),
+    "altered middle": lambda data: altered(data, len(data) // 2),
+    "altered end": lambda data: altered(data, len(data) - 9),
+}
+
+
+def altered(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("place", LASTING, indirect=True)
+def test_a_damaged_chunk_is_not_used_and_computed_again(
+    opened: Open, place: Place, damage: str
+) -> None:
+    engine = opened(place.url())
+    store_all(engine)
+    name, data = next(iter(place.objects().items()))
+    place.put(name, DAMAGES[damage](data))
+    for code in (ReasonCode.DAMAGED, ReasonCode.NOT_STORED):
+        answer = ask(engine)
+        assert sum(hits(answer)) == 2
+        assert codes(answer) == {code}, "it was set aside at the first"
+    store_all_but(engine, 2)
+    assert hits(ask(engine)) == ALL
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "disk",
+        "redis",
+        *[
+            pytest.param(kind, marks=pytest.mark.xfail(strict=True, reason="taken for a failure"))
+            for kind in ("file", "s3")
+        ],
+    ],
+    indirect=True,
+)
+def test_an_empty_object_is_one_chunks_concern(opened: Open, place: Place) -> None:
+    engine = opened(place.url())
+    store_all(engine)
+    place.put(next(iter(place.objects())), b"")
+    answer = ask(engine)
+    assert sum(hits(answer)) == 2
+    assert codes(answer) <= {ReasonCode.DAMAGED, ReasonCode.NOT_STORED}
+    store_all_but(engine, 2)
+
+
+@pytest.mark.parametrize("place", LASTING, indirect=True)
+def test_chunks_under_each_others_names_are_not_used(opened: Open, place: Place) -> None:
+    engine = opened(place.url())
+    store_all(engine)
+    (one, data), (other, others) = list(place.objects().items())[:2]
+    place.put(one, others)
+    place.put(other, data)
+    answer = ask(engine)
+    assert sum(hits(answer)) == 1
+    assert codes(answer) <= {ReasonCode.DAMAGED, ReasonCode.OTHER_MODEL}
+    store_all_but(engine, 1)
+    assert hits(ask(engine)) == ALL
+
+
+def another_model() -> dict[str, Any]:
+    model = make_model()
+    with torch.no_grad():
+        next(model.parameters()).add_(0.1)
+    return {"model": model}
+
+
+FOREIGN: dict[str, Callable[[], dict[str, Any]]] = {
+    "namespace": lambda: {"namespace": "theirs"},
+    "precision": lambda: {"precision": "fp8"},
+    "lead-in": lambda: {"lead_in": "instruction", "instruction": "w8 w9 "},
+    "model": another_model,
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+@pytest.mark.parametrize("place", LASTING, indirect=True)
+def test_a_chunk_of_another_engine_under_our_name_is_not_used(
+    opened: Open, place: Place, servers: Servers, tmp_path: Path, what: str
+) -> None:
+    ours, theirs = place, servers.place(place.kind, tmp_path / "theirs")
+    engine, other = opened(ours.url()), opened(theirs.url(), **FOREIGN[what]())
+    for one in (engine, other):
+        one.precompute(DOCUMENTS[:1], progress=False)
+    (name,), (data,) = ours.objects(), theirs.objects().values()
+    ours.put(name, data)
+    answer = ask(engine)
+    assert hits(answer) == NONE
+    assert answer.report.chunks[0].reason_code == ReasonCode.OTHER_MODEL
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("a" * 16, "b" * 16), ("", "b" * 16), ("a" * 16, "")],
+    ids=["another key", "no key", "a key that we lack"],
+)  # fmt: skip
+@pytest.mark.parametrize("place", LASTING, indirect=True)
+def test_a_chunk_stored_without_our_key_is_not_used(
+    opened: Open, place: Place, monkeypatch: pytest.MonkeyPatch, theirs: str, ours: str
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, theirs)
+    store_all(opened(place.url()))
+    monkeypatch.setenv(KEY_VARIABLE, ours)
+    answer = ask(opened(place.url()))
+    assert hits(answer) == NONE
+    assert codes(answer) == {ReasonCode.BAD_SIGNATURE}
+    if not ours:
+        monkeypatch.setenv(KEY_VARIABLE, theirs)
+        assert hits(ask(opened(place.url()))) == ALL, "they are left alone"
+
+
+# Expired and evicted
+
+
+@pytest.mark.parametrize("place", LASTING, indirect=True)
+def test_what_is_past_its_time_is_not_used_and_goes(opened: Open, place: Place) -> None:
+    store_all(opened(place.url()))
+    time.sleep(0.6)
+    engine = opened(place.url("ttl=0.5s"))
+    answer = ask(engine)
+    assert hits(answer) == NONE
+    assert codes(answer) == {ReasonCode.NOT_STORED}
+    assert until(lambda: not place.objects())
+
+
+@pytest.mark.parametrize("place", LASTING, indirect=True)
+def test_what_the_place_let_go_of_is_computed_again(opened: Open, place: Place) -> None:
+    engine = opened(place.url())
+    store_all(engine)
+    place.delete(next(iter(place.objects())))
+    answer = ask(engine)
+    assert sum(hits(answer)) == 2
+    assert codes(answer) == {ReasonCode.NOT_STORED}
+    store_all_but(engine, 2)
+    assert hits(ask(engine)) == ALL
+
+
+def test_a_disks_capacity_is_kept_whoever_writes(opened: Open, tmp_path: Path) -> None:
+    place = Folder(tmp_path)
+    opened(place.url()).precompute(DOCUMENTS[:1], progress=False)
+    (size,) = map(len, place.objects().values())
+    engines = [opened(place.url(f"capacity={int(2.5 * size)}")) for _ in range(2)]
+    for turn in range(6):
+        engines[turn % 2].precompute([DOCUMENTS[turn % 3]], progress=False)
+        assert 0 < sum(map(len, place.objects().values())) <= 2.5 * size
+        answer = ask(engines[1 - turn % 2])
+        assert sum(hits(answer)) == len(place.objects())
+        assert codes(answer) == {ReasonCode.NOT_STORED} or hits(answer) == ALL
+    assert len(place.objects()) == 2
+
+
+# Tiers in a row
+
+
+@pytest.mark.parametrize("place", LASTING, indirect=True)
+def test_what_a_lower_tier_has_is_kept_by_the_upper(opened: Open, place: Place) -> None:
+    store_all(opened(place.url()))
+    engine = opened("host://", place.url())
+    for kind in (place.kind, "host"):
+        assert {chunk.tier for chunk in ask(engine).report.chunks} == {kind}
+    place.clear()
+    assert hits(ask(engine)) == ALL
+
+
+@pytest.mark.parametrize("state", ["refuses", "drips", "hangs"])
+@pytest.mark.parametrize("place", NETWORK, indirect=True)
+def test_a_failing_tier_is_answered_for_by_the_others(
+    opened: Open, place: Place, tmp_path: Path, state: State
+) -> None:
+    engine = opened("host://?capacity=100", place.url("timeout=1s"), f"disk://{tmp_path}")
+    store_all(engine)
+    assert {chunk.tier for chunk in ask(engine).report.chunks} == {place.kind}
+    assert place.proxy is not None
+    place.proxy.state = state
+    for _ in range(2):
+        answer = ask(engine)
+        assert hits(answer) == ALL
+        assert {chunk.tier for chunk in answer.report.chunks} == {"disk"}
