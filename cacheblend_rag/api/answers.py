@@ -115,6 +115,7 @@ class Pieces:
         self._arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         self._first: Piece | None = None
         self._count = len(asked.prompts) * asked.n
+        self._own = asyncio.Semaphore(gate.most_of_one)
         self._tasks = [asyncio.create_task(self._answer(at)) for at in range(self._count)]
 
     async def _answer(self, index: int) -> None:
@@ -122,7 +123,7 @@ class Pieces:
         asked = self._asked
         prompt = asked.prompts[index // asked.n]
         try:
-            async with self._gate.turn:
+            async with self._own, self._gate.turn:
                 settings = asked.settings(index)
                 stream: Any = self._engine.astream(prompt, settings, config=asked.config)
                 async with aclosing(stream) as deltas:

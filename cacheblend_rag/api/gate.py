@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 RUNNING = 8
 """So many answers are computed at the same time; further ones wait."""
+LEFT = 2
+"""So many of them one request leaves to others, however many answers it asks for."""
 PREPARING = 2
 """Most prompts that are prepared at the same time."""
 WAITING = 64
@@ -27,10 +29,12 @@ class Gate:
 
     Attributes:
         turn: an answer holds it while it is computed.
+        most_of_one: so many answers of one request are computed at the same time.
     """
 
     def __init__(self, running: int = RUNNING, waiting: int = WAITING) -> None:
         self.turn = asyncio.Semaphore(running)
+        self.most_of_one = max(1, running - LEFT)
         self._preparing = asyncio.Semaphore(PREPARING)
         self._most, self._inside = running + waiting, 0
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from cacheblend_rag.api.app import create_app
-from cacheblend_rag.api.gate import PREPARING
+from cacheblend_rag.api.gate import LEFT, PREPARING
 from tests.api.conftest import http_client
 from tests.api.scripted import ScriptedEngine
 
@@ -39,6 +39,18 @@ async def test_too_many_waiting_requests_are_told_to_come_again(engine, script):
     script.may_go_on.set()
     assert [answer.status_code for answer in await asyncio.gather(*inside)] == [200] * 3
     assert (await http.post(PATH, json=ASKED)).status_code == 200
+
+
+async def test_a_request_for_many_answers_leaves_room_for_others(engine, script):
+    script.may_go_on = threading.Event()
+    http = http_client(create_app(engine, running=LEFT + 2))
+    many = asyncio.create_task(http.post(PATH, json={**ASKED, "n": 64}))
+    await until(lambda: len(script.sampled) == 2)
+    other = asyncio.create_task(http.post(PATH, json={**ASKED, "temperature": 0.5}))
+    await until(lambda: script.sampled[-1].temperature == 0.5)
+    script.may_go_on.set()
+    assert [(await one).status_code for one in (many, other)] == [200, 200]
+    assert len(script.sampled) == 65
 
 
 @pytest.mark.parametrize(("path", "asked"), ROUTES)
