@@ -218,6 +218,8 @@ class Hostile:
         body = {**PLAIN[path]}
         for _ in range(draw.randrange(1, 4)):
             body[draw.choice(FIELDS)] = draw.choice(SCALARS)
+        if body.get("max_tokens", 1) is None:  # asks for as long an answer as there may be
+            body["max_tokens"] = 1
         if kind == "order":
             body = mutated(body, draw, deepest=900)
         sent = json.dumps(body).encode()
