@@ -1,0 +1,306 @@
+"""Whatever a store, a model's file or a settings file holds: an answer, or an error in a line."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import (
+    BlendConfig,
+    ConfigError,
+    Generation,
+    ModelLoadError,
+    SamplingParams,
+    TransformersEngine,
+    UnsupportedModelError,
+    open_engine,
+)
+from tests.contracts.wire import cut
+from tests.local_servers import BUCKET, HOST, own_redis, own_s3
+from tests.model_names.tiny_gguf import tiny_llama, write_gguf
+from tests.models import make_model, make_tokenizer, words
+
+CASES = int(os.environ.get("CACHEBLEND_TEST_CASES", "100"))
+
+# Stored objects
+
+REUSE = BlendConfig(recompute_ratio=0.0, min_tokens=0, cost_model=False, reuse_prefix=False)
+CHUNK = words(40, seed=1)
+PROMPT = f"{words(5, seed=2)} {CHUNK} {words(3, seed=3)}"
+LIKELY = SamplingParams(max_tokens=2, logprobs=0, temperature=0.0)
+
+
+class Folder:
+    """A disk tier, whose objects are files."""
+
+    share = 1.0
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self._folder = folder
+        self.url = f"disk://{folder}"
+
+    def read(self) -> tuple[Any, bytes]:
+        """Return the name of the chunk's object, and its bytes."""
+        large = [one for one in self._folder.rglob("*") if one.stat().st_size > 1 << 14]
+        last = max(filter(Path.is_file, large), key=lambda one: one.stat().st_mtime_ns)
+        return last, last.read_bytes()
+
+    def write(self, name: Any, value: bytes) -> None:
+        name.write_bytes(value)
+
+
+class Redis:
+    """A Redis, whose objects are values."""
+
+    share = 0.3
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        redis = pytest.importorskip("redis")
+        self.url = own_redis(stack)
+        self._client = redis.Redis.from_url(self.url.partition("?")[0])
+
+    def read(self) -> tuple[Any, bytes]:
+        values = {
+            name: self._client.get(name)
+            for name in self._client.scan_iter()
+            if self._client.type(name) == b"string"
+        }
+        name = max(values, key=lambda one: len(values[one]))
+        return name, values[name]
+
+    def write(self, name: Any, value: bytes) -> None:
+        self._client.set(name, value)
+
+
+class S3:
+    """An S3 bucket, whose objects are objects."""
+
+    share = 0.15
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        boto3 = pytest.importorskip("boto3")
+        self.url = own_s3(stack)
+        port = self.url.partition(f"{HOST}:")[2].partition("&")[0]
+        self._client = boto3.client("s3", endpoint_url=f"http://{HOST}:{port}")
+
+    def read(self) -> tuple[Any, bytes]:
+        found = self._client.list_objects_v2(Bucket=BUCKET)["Contents"]
+        name = max(found, key=lambda one: one["Size"])["Key"]
+        return name, self._client.get_object(Bucket=BUCKET, Key=name)["Body"].read()
+
+    def write(self, name: Any, value: bytes) -> None:
+        self._client.put_object(Bucket=BUCKET, Key=name, Body=value)
+
+
+@pytest.fixture(params=[Folder, Redis, S3], ids=lambda place: place.__name__)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    with ExitStack() as stack:
+        yield request.param(stack, tmp_path / "kv")
+
+
+def likely(answer: Generation) -> list[float]:
+    assert answer.logprobs is not None
+    return [token.logprob for token in answer.logprobs]
+
+
+def test_a_stored_object_is_used_as_it_was_stored_or_not_at_all(place: Any) -> None:
+    """Whatever of it is changed: then the answer is that of ordinary prefill, and says why."""
+    model, draw, told = make_model(), random.Random(5), Counter[str]()
+    with closing(
+        open_engine(
+            "transformers",
+            model=model,
+            tokenizer=make_tokenizer(),
+            config=REUSE,
+            tiers=[place.url],
+        )
+    ) as engine:
+        engine.precompute([CHUNK], progress=False)
+        ways = (engine.generate, engine.generate_full)
+        used, full = (likely(ask(PROMPT, LIKELY)) for ask in ways)
+        assert used != full
+        for _ in range(round(CASES * place.share)):
+            engine.precompute([CHUNK], progress=False)
+            name, value = place.read()
+            begin = draw.choice([len(value), 1024])
+            place.write(name, cut(value[:begin], draw) + value[begin:])
+            answer = engine.generate(PROMPT, LIKELY)
+            (chunk,) = answer.report.chunks
+            told[str(chunk.reason)] += 1
+            assert likely(answer) == (used if chunk.hit else full)
+            assert chunk.hit == (chunk.reason is None)
+        assert told["damaged"] > sum(told.values()) / 2
+        engine.precompute([CHUNK], progress=False)
+        assert likely(engine.generate(PROMPT, LIKELY)) == used
+
+
+# GGUF files
+
+Patch = Callable[[bytes], bytes]
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny_llama()).read_bytes()
+
+
+@pytest.fixture(autouse=True)
+def _converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_MODELS", str(tmp_path / "converted"))
+
+
+def refused(file: Path, data: bytes) -> str:
+    file.write_bytes(data)
+    with pytest.raises(ModelLoadError) as failure:
+        TransformersEngine(file)
+    line = str(failure.value)
+    assert line.startswith(f"model={str(file)!r}: ")
+    assert "\n" not in line
+    return line
+
+
+def after(key: str, held: str, value: str, *numbers: int) -> Patch:
+    """A patch of the number, or of the array's type and length, that follows a key's type."""
+
+    def patched(data: bytes) -> bytes:
+        place = data.index(struct.pack("<Q", len(key)) + key.encode()) + 12 + len(key)
+        assert len(data[place:]) > struct.calcsize(held)
+        return data[:place] + struct.pack(value, *numbers) + data[place + struct.calcsize(held) :]
+
+    return patched
+
+
+def with_count(place: int, count: int) -> Patch:
+    return lambda data: data[:place] + struct.pack("<Q", count) + data[place + 8 :]
+
+
+def at_one_place(data: bytes) -> bytes:
+    """The last tensor in the table, of 64 numbers, becomes the first one's 17,000."""
+    place = data.index(b"blk.1.ffn_norm.weight")
+    first = data.index(b"token_embd.weight") + len(b"token_embd.weight")
+    return data[: place + 21] + data[first : first + 32] + data[place + 21 + 24 :]
+
+
+@pytest.mark.parametrize(
+    ("patch", "reason"),
+    [
+        (with_count(8, 1 << 60), "1152921504606846976 items are announced at byte 16 of "),
+        (with_count(16, 1 << 40), "1099511627776 items are announced"),
+        (after("tokenizer.ggml.token_type", "<IQ", "<IQ", 0, 1 << 40), "1099511627776 items"),
+        (after("tokenizer.ggml.tokens", "<IQ", "<IQ", 8, 1 << 40), "1099511627776 items"),
+        (after("tokenizer.ggml.tokens", "<IQQ", "<IQQ", 8, 264, 1 << 40), "1099511627776 bytes"),
+        (after("general.architecture", "<Q", "<Q", 1 << 63), "9223372036854775808 bytes are"),
+        (at_one_place, "tensors overlap"),
+        (after("token_embd.weight", "<QQ", "<QQ", 1 << 40, 1 << 40), "ends beyond the file's"),
+        (after("token_embd.weight", "<QQ", "<QQ", 1 << 62, 4), "ends beyond the file's"),
+        (after("llama.block_count", "<I", "<I", 1 << 31), "llama.block_count=2147483648 does not"),
+        (after("llama.vocab_size", "<I", "<I", 1 << 31), "llama.vocab_size=2147483648 does not"),
+        (after("llama.embedding_length", "<I", "<I", 128), "191,104 of 95,552 values"),
+        (lambda data: data.replace(b"1 2", b"1 3", 1), "its tokenizer merges '1' and '3'"),
+        (lambda data: data[: len(data) // 3], "is damaged or incomplete"),
+    ],
+)
+def test_no_number_of_a_model_file_is_believed(
+    gguf: bytes, tmp_path: Path, patch: Patch, reason: str
+) -> None:
+    assert reason in refused(tmp_path / "hostile.gguf", patch(gguf))
+
+
+def test_a_model_file_is_loaded_or_refused_in_a_line_and_takes_no_memory(
+    gguf: bytes, tmp_path: Path
+) -> None:
+    draw, read = random.Random(7), 0
+    header = gguf.index(b"output_norm.weight") + 64
+    for case in range(CASES // 3):
+        file = tmp_path / f"{case}.gguf"
+        file.write_bytes(cut(gguf[:header], draw) + gguf[header:])
+        said, peak = opened(file)
+        assert not said or str(file) in said
+        assert "\n" not in said
+        assert peak < 64 << 20
+        read += not said
+    assert 0 < read < CASES // 3
+
+
+def opened(file: Path) -> tuple[str, int]:
+    """Return why a model's file is refused, "" if it is not, and the most memory that it took."""
+    tracemalloc.start()
+    try:
+        TransformersEngine(file).close()
+    except (ModelLoadError, UnsupportedModelError) as error:
+        return str(error), tracemalloc.get_traced_memory()[1]
+    else:
+        return "", tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+# Profiles and tenants
+
+PROFILE = """\
+name = "mine"
+model = "smollm2"
+[blend]
+selector = "hkvd"
+recompute_ratio = 0.16
+min_tokens = 64
+[lead_in]
+kind = "document"
+document_window = 512
+"""
+
+
+def test_a_profile_is_read_or_refused_in_a_line(tmp_path: Path) -> None:
+    draw, told = random.Random(3), Counter[str]()
+    file, nowhere = tmp_path / "profile.toml", tmp_path / "none.gguf"
+    for _ in range(CASES):
+        file.write_bytes(cut(PROFILE.encode(), draw))
+        with pytest.raises((ConfigError, ModelLoadError)) as error:
+            open_engine("transformers", model=nowhere, profile=file)
+        told[type(error.value).__name__] += 1
+        assert "\n" not in str(error.value)
+        assert len(str(error.value)) < 600
+    assert min(told["ConfigError"], told["ModelLoadError"]) > CASES // 20
+
+
+HASH = sha256(b"acme asks").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"[acme", "is not TOML: "),
+        (b"\xff", ""),
+        (b"acme = 1", '["acme"] must have ask = and store ='),
+        (b'[acme]\nask = "secret"', 'ask of ["acme"] must be the SHA-256 of a key, 64 hex digits'),
+        (f'[acme]\nask = "{HASH}"\nstore = "{HASH}"'.encode(), 'store of ["acme"] occurs twice'),
+        (f'[acme]\nask = "{HASH}"'.encode(), 'ask of ["acme"] is the server\'s own key'),
+    ],
+)
+def test_a_wrong_file_of_tenants_is_refused_by_its_field(
+    tmp_path: Path, text: bytes, said: str
+) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_bytes(text)
+    own = {"VLLM_API_KEY": "acme asks"} if "own key" in said else {}
+    command = [sys.executable, "-m", "cacheblend_rag", "serve", "none", "--tenants", str(file)]
+    ended = subprocess.run(
+        command, check=False, capture_output=True, text=True, env={**os.environ, **own}, timeout=120
+    )
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert str(file) in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert "secret" not in ended.stderr, "what stands where a hash should is perhaps a key"
