@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from cacheblend_rag import BlendConfig, Chunk, Delta, Document, SamplingParams, TransformersEngine
+from cacheblend_rag import BlendConfig, Delta, Document, SamplingParams, TransformersEngine
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import INSTRUCTION, generate_prompts
 from cacheblend_rag.errors import EngineUnavailableError
 from langchain_core.caches import InMemoryCache
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableParallel
 from transformers import GenerationConfig
 
-from langchain_cacheblend import ChatCacheBlend, retrieval_hints
-from langchain_cacheblend.hints import publish
+from langchain_cacheblend import ChatCacheBlend
 from tests.cache_keys import cache_key
 from tests.models import make_tokenizer, random_engine, random_model
 
@@ -47,58 +46,6 @@ def engine() -> Iterator[TransformersEngine]:
     found.precompute(DOCUMENTS, progress=False)
     yield found
     found.close()
-
-
-def plain_answer(engine: TransformersEngine, text: str, tokens: int) -> str:
-    messages = [{"role": "user", "content": text}]
-    return engine.generate_full(messages, SamplingParams(max_tokens=tokens)).text
-
-
-def test_at_ratio_one_the_answer_is_the_plain_engines(engine: TransformersEngine) -> None:
-    llm = ChatCacheBlend(engine=engine, max_tokens=24)
-    text = prompt_over(*DOCUMENTS)
-    answer = llm.invoke(text, recompute_ratio=1.0)
-    assert answer.text == plain_answer(engine, text, 24)
-    assert answer.response_metadata["cacheblend"]["blended"]
-    assert llm.bind(recompute_ratio=1.0).invoke(text).text == answer.text
-
-
-def test_a_plain_prompt_without_hints_finds_its_passages(engine: TransformersEngine) -> None:
-    answer = ChatCacheBlend(engine=engine, max_tokens=1).invoke(
-        prompt_over(DOCUMENTS[2], DOCUMENTS[0]), recompute_ratio=0.0
-    )
-    report = answer.response_metadata["cacheblend"]
-    assert [chunk["document_id"] for chunk in report["chunks"]] == ["doc-2"] * 3 + ["doc-0"] * 3
-    assert all(chunk["hit"] for chunk in report["chunks"])
-    assert answer.response_metadata["finish_reason"] == "length"
-    usage = answer.usage_metadata
-    assert usage is not None
-    assert usage["input_token_details"]["cache_read"] == report["reused_tokens"] > 0
-    assert usage["input_tokens"] == report["prompt_tokens"]
-    assert usage["output_tokens"] == 1
-
-
-def test_pieces_of_a_stream_join_to_the_answer(engine: TransformersEngine) -> None:
-    llm = ChatCacheBlend(engine=engine, max_tokens=16)
-    text = prompt_over(*DOCUMENTS)
-    pieces = list(llm.stream(text))
-    whole = AIMessageChunk(content="")
-    for piece in pieces:
-        whole += piece
-    answer = llm.invoke(text)
-    assert len(pieces) > 4
-    assert whole.text == answer.text
-    assert [piece.usage_metadata is not None for piece in pieces[-2:]] == [False, True]
-    assert whole.usage_metadata == answer.usage_metadata
-    assert whole.response_metadata["cacheblend"]["blended"]
-
-
-async def test_asynchronous_answers_are_the_synchronous_ones(engine: TransformersEngine) -> None:
-    llm = ChatCacheBlend(engine=engine, max_tokens=12)
-    text = prompt_over(*DOCUMENTS)
-    answer = llm.invoke(text)
-    assert (await llm.ainvoke(text)).text == answer.text
-    assert "".join([piece.text async for piece in llm.astream(text)]) == answer.text
 
 
 def test_stop_strings_end_an_answer_and_are_cut_from_it(engine: TransformersEngine) -> None:
@@ -191,27 +138,6 @@ async def test_32_requests_side_by_side_answer_as_one_by_one(engine: Transformer
     ]
     together = await asyncio.gather(*(llm.ainvoke(text) for text in texts))
     assert [answer.text for answer in together] == [llm.invoke(text).text for text in texts]
-
-
-async def test_hints_of_requests_side_by_side_never_mix() -> None:
-    """One text in two documents: each request is served the variant of its own document."""
-    shared = "the same words stand in two documents and mean two things. " * 4
-    engine = random_engine()
-    engine.precompute([Document(n, (f"{n} begins.", shared)) for n in ("a", "b")], progress=False)
-    llm = ChatCacheBlend(engine=engine, max_tokens=1)
-
-    async def used(name: str) -> str:
-        with retrieval_hints():
-            publish([Chunk(shared, name)])
-            await asyncio.sleep(0)
-            answer = await llm.ainvoke(f"{shared}\n\nWho?")
-        return str(answer.response_metadata["cacheblend"]["chunks"][0]["document_id"])
-
-    names = ["a", "b"] * 16
-    assert await asyncio.gather(*map(used, names)) == names
-    explicit = [llm.invoke(f"{shared}\n\nWho?", hints=[name]) for name in ("a", "b")]
-    chunks = [answer.response_metadata["cacheblend"]["chunks"][0] for answer in explicit]
-    assert [chunk["document_id"] for chunk in chunks] == ["a", "b"]
 
 
 async def test_the_event_loop_runs_while_a_layer_computes(

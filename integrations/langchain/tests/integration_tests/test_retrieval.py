@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,44 +112,6 @@ def test_what_the_usual_splitters_make_is_reused(name: str) -> None:
     assert sum(bool(variants[0].context) for variants in behind) > len(chunks) / 2
 
 
-def test_the_chain_answers_as_the_plain_engine_at_ratio_one() -> None:
-    llm = open_llm(max_tokens=16)
-    chunks = split("recursive")
-    llm_full = ChatCacheBlend(
-        engine=llm.engine,
-        max_tokens=16,
-        blend_config=llm.engine.config.with_changes(recompute_ratio=1.0),
-    )
-    chain = create_cacheblend_chain(chunks, llm_full, embedding=EMBEDDING)
-    outcome = chain.invoke("Where does she live?")
-    passages = "\n\n".join(d.page_content for d in outcome["context"])
-    messages = [
-        {"role": "system", "content": DEFAULT_PROMPT[0].prompt.template},  # type: ignore[union-attr]
-        {"role": "user", "content": f"{passages}\n\nQuestion: Where does she live?"},
-    ]
-    plain = llm.engine.generate_full(messages, SamplingParams(max_tokens=16))
-    assert outcome["answer"] == plain.text
-    assert outcome["report"]["blended"]
-
-
-async def test_the_chain_streams_and_answers_asynchronously() -> None:
-    llm = open_llm(max_tokens=8)
-    chain = create_cacheblend_chain(split("recursive"), llm, embedding=EMBEDDING)
-    question = {"input": QUESTIONS[0]}
-    outcome = chain.invoke(question)
-    assert list(outcome) == ["input", "context", "answer", "report"]
-    pieces = list(chain.stream(question))
-    answers = [piece["answer"] for piece in pieces if "answer" in piece]
-    assert len(answers) > 4
-    assert "".join(answers) == outcome["answer"]
-    assert "report" in pieces[-1]
-    apieces = [piece async for piece in chain.astream(question)]
-    assert "".join(piece.get("answer", "") for piece in apieces) == outcome["answer"]
-    together = await asyncio.gather(*(chain.ainvoke(QUESTIONS[i % 3]) for i in range(32)))
-    single = [chain.invoke(question)["answer"] for question in QUESTIONS]
-    assert [found["answer"] for found in together] == [single[i % 3] for i in range(32)]
-
-
 def test_the_chain_tells_the_model_its_instruction() -> None:
     tokenizer = make_tokenizer()
     llm = ChatCacheBlend(model=random_model(), tokenizer=tokenizer, max_tokens=1)
@@ -176,19 +137,6 @@ def test_the_chain_refuses_what_it_cannot_do() -> None:
     prompt = ChatPromptTemplate.from_template("{question}")
     with pytest.raises(ConfigError, match="context"):
         create_cacheblend_chain(SOURCES, open_llm(), prompt=prompt, embedding=EMBEDDING)
-
-
-def test_a_document_prompt_leaves_passages_whole() -> None:
-    llm = open_llm(max_tokens=1)
-    chain = create_cacheblend_chain(
-        split("recursive"),
-        llm,
-        embedding=EMBEDDING,
-        document_prompt=PromptTemplate.from_template("[{source}] {page_content}"),
-        document_separator="\n---\n",
-    )
-    outcome = chain.invoke(QUESTIONS[0])
-    assert reused_share(llm, outcome) >= 0.95
 
 
 def test_an_existing_application_changes_only_its_parts() -> None:
@@ -253,23 +201,6 @@ def test_the_compressor_orders_across_boundaries() -> None:
     compressor = CacheBlendCompressor(engine=engine, order="document")
     found = [chunks[i] for i in (2, 1, 3, 0)]
     assert texts(compressor.compress_documents(found, "")) == texts(chunks)
-
-
-async def test_the_compressor_orders_and_drops_nothing(
-    ordered: tuple[TransformersEngine, list[Document]],
-) -> None:
-    engine, (a0, a1, a2, _, b1, _) = ordered
-    stray = Document(page_content="Part 9 of c, never indexed", metadata={"source": "a"})
-    found = [a2, b1, stray, a0, a1]
-    orders = {
-        order: texts(CacheBlendCompressor(engine=engine, order=order).compress_documents(found, ""))
-        for order in ("score", "document", "reverse")
-    }
-    assert orders["score"] == texts(found)
-    assert orders["reverse"] == texts(found[::-1])
-    assert orders["document"] == texts([a0, a1, a2, stray, b1])
-    compressor = CacheBlendCompressor(engine=engine, order="document")
-    assert texts(await compressor.acompress_documents(found, "")) == orders["document"]
 
 
 def test_the_compressor_prefetches_the_documents_own_chunks(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,34 +39,6 @@ def told(llm: ChatCacheBlend, history: CacheBlendChatMessageHistory, question: s
 
 def reused(report: Any) -> int:
     return sum(chunk["tokens"] for chunk in report["chunks"] if chunk["hit"])
-
-
-def test_turns_of_a_session_are_reused(llm: ChatCacheBlend) -> None:
-    history = CacheBlendChatMessageHistory(llm)
-    reports = [told(llm, history, question) for question in QUESTIONS]
-    assert reused(reports[0]) == 0
-    assert reused(reports[1]) < reused(reports[2]) < reused(reports[3])
-    assert len(history.messages) == 2 * len(QUESTIONS)
-    other = told(llm, CacheBlendChatMessageHistory(llm), QUESTIONS[0])
-    assert reused(other) == other["prefix_tokens"] == 0
-
-
-def test_oldest_messages_are_dropped_and_the_rest_is_reused(llm: ChatCacheBlend) -> None:
-    history = CacheBlendChatMessageHistory(llm, most_messages=4)
-    for question in QUESTIONS:
-        report = told(llm, history, question)
-    assert len(history.messages) == 4
-    assert reused(report) >= 2 * 16
-
-
-def test_a_session_is_resumed(llm: ChatCacheBlend, tmp_path: Path) -> None:
-    path = tmp_path / "session.json"
-    history = CacheBlendChatMessageHistory(llm, path)
-    told(llm, history, QUESTIONS[0])
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    again = CacheBlendChatMessageHistory(llm, path)
-    assert again.messages == history.messages
-    assert reused(told(llm, again, QUESTIONS[1])) >= 16
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kv": 1, "messages": []}'])

@@ -148,20 +148,3 @@ def test_answers_are_within_a_point_of_the_plain_engines(
         f"LlamaIndex {100 * ours / count:.1f} %, equal answers {100 * equal / count:.1f} %"
     )
     assert abs(plain - ours) <= 0.01 * count
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_with_everything_recomputed_the_text_is_ordinary_prefills(setting: str) -> None:
-    llm = CacheBlendLLM(
-        model="demo",
-        blend_config={"recompute_ratio": 1.0},
-        instruction=HEAD,
-        max_tokens=MAX_TOKENS,
-        is_chat_model=False,
-    )
-    for prompt in generate_prompts(setting, 2, SEED):
-        told = ask_llama_index(llm, prompt)
-        context = "\n\n".join(prompt.chunk_texts)
-        text = TEMPLATE.format(context_str=context, query_str=prompt.question.conversation)
-        full = llm.open().generate_full(text, SamplingParams(max_tokens=MAX_TOKENS))
-        assert told == full.text

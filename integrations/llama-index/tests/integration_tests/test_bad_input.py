@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
-from collections.abc import Coroutine
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llama_index.core import MockEmbedding, VectorStoreIndex
-from llama_index.core.base.response.schema import AsyncStreamingResponse
-from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
 from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -152,8 +147,6 @@ def test_a_model_that_cannot_be_blended_is_served_by_ordinary_prefill(tmp_path: 
     assert outcomes(llm, stone) == [(False, "unsupported model")]
 
 
-SYNTHESES = ["refine", "compact", "tree_summarize", "simple_summarize", "accumulate",
-             "compact_accumulate"]  # fmt: skip
 GEMMA = (
     "{{ raise_exception('System role not supported') if messages[0].role == 'system' }}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
@@ -164,32 +157,6 @@ def templated(model: Path, template: str) -> Engine:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template
     return open_engine(model=AutoModelForCausalLM.from_pretrained(model), tokenizer=tokenizer)
-
-
-@pytest.mark.parametrize("mode", SYNTHESES)
-def test_an_error_during_a_synthesis_is_no_answer(mode: str, random_model: Path) -> None:
-    llm = CacheBlendLLM(engine=templated(random_model, "{{ raise_exception('none') }}"))
-    found = [NodeWithScore(node=node("A text about stones.")) for _ in range(2)]
-    streams = [False] if "accumulate" in mode else [False, True]
-    filters = [False, True] if mode in ("refine", "compact") else [False]
-    for streaming, filtered in product(streams, filters):
-        made = get_response_synthesizer(
-            llm=llm,
-            response_mode=ResponseMode(mode),
-            streaming=streaming,
-            structured_answer_filtering=filtered,
-        )
-        with pytest.raises(PromptError, match="the chat template refused the messages: none"):
-            str(made.synthesize("What?", found))
-        with pytest.raises(PromptError, match="the chat template refused the messages: none"):
-            asyncio.run(_whole_answer(made.asynthesize("What?", found)))
-
-
-async def _whole_answer(asked: Coroutine[Any, Any, Any]) -> None:
-    answer = await asked
-    if isinstance(answer, AsyncStreamingResponse):
-        async for _ in answer.response_gen:
-            pass
 
 
 def test_a_template_without_a_system_role_gets_the_instruction_from_the_user(

@@ -9,7 +9,7 @@ from llama_index.core.response_synthesizers import ResponseMode, get_response_sy
 
 from cacheblend_rag import Engine
 from cacheblend_rag.kv.chunk_kv import chunk_id
-from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPromptHelper, collect_reports
+from llama_index.llms.cacheblend import CacheBlendLLM, collect_reports
 from llama_index.postprocessor.cacheblend import CacheBlendPostprocessor
 
 WINDOW = 1100
@@ -41,17 +41,6 @@ def ask(
         assert str(engine.query("Where does Clara Berg live?"))
     assert all(report["prompt_tokens"] + llm.max_tokens <= WINDOW for report in reports)
     return [chunk for report in reports for chunk in report["chunks"]]
-
-
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
-def test_chunks_stay_whole_with_our_helper(
-    mode: ResponseMode, index: VectorStoreIndex, small: CacheBlendLLM
-) -> None:
-    chunks = ask(index, small, CacheBlendPromptHelper.from_llm(small), mode)
-    assert chunks
-    assert all(chunk["hit"] for chunk in chunks)
-    if mode != ResponseMode.SIMPLE_SUMMARIZE:
-        assert len({chunk["chunk_id"] for chunk in chunks}) == len(index.docstore.docs)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)

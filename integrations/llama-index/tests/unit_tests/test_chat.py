@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -64,33 +62,6 @@ def reused_from_turns(chat: Any, question: str, memory: CacheBlendChatMemory) ->
     )
 
 
-def test_turns_are_reused_behind_what_is_retrieved(
-    llm: CacheBlendLLM, index: VectorStoreIndex
-) -> None:
-    memory = CacheBlendChatMemory.from_defaults(llm)
-    chat = cacheblend_chat_engine(index, llm, memory=memory, similarity_top_k=2)
-    reused = [reused_from_turns(chat, question, memory) for question in QUESTIONS]
-    assert reused[0] == 0
-    assert 12 < reused[1] < reused[2] < reused[3]
-    assert len(chat.chat_history) == 2 * len(QUESTIONS)
-
-
-def test_a_memory_is_saved_and_resumed(
-    llm: CacheBlendLLM, index: VectorStoreIndex, tmp_path: Path
-) -> None:
-    memory = CacheBlendChatMemory.from_defaults(llm)
-    cacheblend_chat_engine(index, llm, memory=memory).chat(QUESTIONS[0])
-    memory.save(tmp_path / "talk.json")
-    assert stat.S_IMODE((tmp_path / "talk.json").stat().st_mode) == 0o600
-    again = CacheBlendChatMemory.load(tmp_path / "talk.json", llm)
-    assert again.get_all() == memory.get_all()
-    chat = cacheblend_chat_engine(index, llm, memory=again)
-    assert reused_from_turns(chat, QUESTIONS[1], again) > 12
-    (tmp_path / "talk.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds no conversation"):
-        CacheBlendChatMemory.load(tmp_path / "talk.json", llm)
-
-
 def test_resetting_evicts_the_kv(llm: CacheBlendLLM, index: VectorStoreIndex) -> None:
     memory = CacheBlendChatMemory.from_defaults(llm)
     chat = cacheblend_chat_engine(index, llm, memory=memory)
@@ -114,44 +85,6 @@ def test_the_oldest_messages_are_left_out_from_a_users_message_on(llm: CacheBlen
     memory = CacheBlendChatMemory.from_defaults(llm, told, token_limit=3 * most)
     assert memory.get() == told[-2:]
     assert memory.get_all() == told
-
-
-@pytest.mark.parametrize("chat_mode", ["context", "condense_plus_context"])
-@pytest.mark.parametrize("source", ["documents", "index"])
-@pytest.mark.parametrize("how", ["chat", "stream", "achat", "astream"])
-def test_every_mode_reuses_what_it_retrieves(
-    chat_mode: str, source: str, how: str, llm: CacheBlendLLM
-) -> None:
-    """The nodes of an index that was never precomputed are, too."""
-    given: Any = documents()
-    if source == "index":
-        given = VectorStoreIndex.from_documents(given, transformations=[SPLITTER])
-    chat: Any = cacheblend_chat_engine(
-        given,
-        llm,
-        chat_mode=chat_mode,
-        transformations=[SPLITTER],
-        similarity_top_k=2,
-        system_prompt="Be brief.",
-        show_progress=False,
-    )
-
-    async def atalk() -> str:
-        if how == "achat":
-            return str(await chat.achat(QUESTIONS[0]))
-        steps = await chat.astream_chat(QUESTIONS[0])
-        return "".join([token async for token in steps.async_response_gen()])
-
-    with collect_reports() as reports:
-        if how == "chat":
-            text = str(chat.chat(QUESTIONS[0]))
-        elif how == "stream":
-            text = "".join(chat.stream_chat(QUESTIONS[0]).response_gen)
-        else:
-            text = asyncio.run(atalk())
-    (report,) = reports
-    assert text
-    assert [chunk["hit"] for chunk in report["chunks"]] == [True, True]
 
 
 def test_a_question_that_stands_alone_is_searched_for(acting: Any) -> None:

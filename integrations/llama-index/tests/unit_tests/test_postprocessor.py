@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, NodeWithScore
 
 from cacheblend_rag.errors import ConfigError
-from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute, collect_reports
+from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
 from llama_index.postprocessor.cacheblend import CacheBlendPostprocessor
 
 
@@ -49,62 +48,9 @@ def scored(nodes: list[BaseNode], scores: list[float | None]) -> list[NodeWithSc
     return [NodeWithScore(node=node, score=s) for node, s in zip(nodes, scores, strict=True)]
 
 
-SCORES = [0.1, 0.2, 0.3, 0.35, 0.9, 0.15]
-
-
-@pytest.mark.parametrize(
-    ("order", "expected"),
-    [
-        ("score", [4, 3, 2, 1, 5, 0]),
-        ("reverse", [0, 5, 1, 2, 3, 4]),
-        ("document", [3, 4, 5, 0, 1, 2]),
-    ],
-)
-def test_orders(order: str, expected: list[int], llm: CacheBlendLLM, nodes: list[BaseNode]) -> None:
-    ordered = CacheBlendPostprocessor(llm=llm, order=order).postprocess_nodes(scored(nodes, SCORES))
-    assert [nodes.index(found.node) for found in ordered] == expected
-
-
 def test_nodes_without_scores_keep_their_order(llm: CacheBlendLLM, nodes: list[BaseNode]) -> None:
     ordered = CacheBlendPostprocessor(llm=llm).postprocess_nodes(scored(nodes, [None] * 6))
     assert [found.node for found in ordered] == nodes
-
-
-def variants_used(llm: CacheBlendLLM, retrieved: list[BaseNode]) -> set[str]:
-    """Ask about the node's text, which stands in both documents, and tell whose KV was used."""
-
-    async def query() -> set[str]:
-        postprocessor = CacheBlendPostprocessor(llm=llm)
-        with collect_reports() as reports:
-            found = await postprocessor.apostprocess_nodes(scored(retrieved, [1.0]))
-            await asyncio.sleep(0)
-            await llm.acomplete(f"{found[0].node.get_content()}\nWhat?", formatted=True)
-        return {chunk["document_id"] for chunk in reports[0]["chunks"]}
-
-    return asyncio.run(query())
-
-
-def test_hints_choose_among_documents_with_the_same_text(
-    llm: CacheBlendLLM, nodes: list[BaseNode]
-) -> None:
-    first_of_a, first_of_b = nodes[0], nodes[3]
-    assert first_of_a.get_content() == first_of_b.get_content()
-    assert variants_used(llm, [first_of_a]) == {"a"}
-    assert variants_used(llm, [first_of_b]) == {"b"}
-
-
-def test_hints_of_concurrent_queries_do_not_mix(llm: CacheBlendLLM, nodes: list[BaseNode]) -> None:
-    async def query(node: BaseNode) -> bool:
-        with collect_reports() as reports:
-            await CacheBlendPostprocessor(llm=llm).apostprocess_nodes(scored([node], [1.0]))
-            await asyncio.sleep(0.01)
-            await llm.acomplete(f"{node.get_content()}\nWhat?", formatted=True)
-        return bool(reports[0]["chunks"][0]["document_id"] == node.ref_doc_id)
-
-    async def many() -> list[bool]:
-        return await asyncio.gather(*(query(nodes[3 * (n % 2)]) for n in range(16)))
-
-    assert all(asyncio.run(many()))
 
 
 def test_a_node_changed_after_indexing_is_named_in_the_report(

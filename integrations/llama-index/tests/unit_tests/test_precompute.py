@@ -38,15 +38,6 @@ def found(engine: Engine, text: str) -> list[tuple[bool, str | None]]:
     return [(chunk.hit, chunk.reason) for chunk in report.chunks]
 
 
-def test_nodes_pass_unchanged_and_their_kv_is_found(precompute: CacheBlendPrecompute) -> None:
-    nodes = split(sentences(12))
-    before = [node.to_dict() for node in nodes]
-    assert precompute(nodes) is nodes
-    assert [node.to_dict() for node in nodes] == before
-    text = "\n\n".join(node.get_content("llm") for node in nodes)
-    assert found(precompute.open(), text) == [(True, None)] * len(nodes)
-
-
 def test_chunks_know_what_precedes_them(precompute: CacheBlendPrecompute) -> None:
     nodes = split(sentences(12))
     precompute(nodes[::-1])

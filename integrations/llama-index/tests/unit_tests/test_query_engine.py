@@ -9,7 +9,6 @@ from llama_index.core import (
     PromptTemplate,
     Settings,
     SimpleDirectoryReader,
-    VectorStoreIndex,
 )
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
@@ -71,11 +70,6 @@ def test_the_five_lines_of_the_readme(llm: CacheBlendLLM, tmp_path: Path) -> Non
     with collect_reports() as reports:
         query_engine.query("What is heavy?")
     assert len(reports[0]["chunks"]) == 2
-
-
-def test_an_index_becomes_a_query_engine(llm: CacheBlendLLM) -> None:
-    index = VectorStoreIndex.from_documents(documents(), transformations=SPLITTER)
-    assert all_hit(cacheblend_query_engine(index, llm, show_progress=False))
 
 
 def test_the_llm_of_settings_is_used(llm: CacheBlendLLM) -> None:
