@@ -12,7 +12,8 @@ import pytest
 from tests.contracts.names import FRAMEWORKS, PACKAGE
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(Path(__file__).parent.rglob("*.py"))
+FAMILIES = Path(__file__).parents[1] / "families"
+FILES = sorted([*Path(__file__).parent.rglob("*.py"), *FAMILIES.glob("test_*.py")])
 OURS = ("cacheblend_rag", "langchain_cacheblend", "llama_index.llms.cacheblend")
 
 

@@ -13,7 +13,7 @@ from cacheblend_rag import TransformersEngine
 from cacheblend_rag.engines.compatibility import KEYS_CANNOT_BE_MOVED, explained
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.reason import ReasonCode
-from tests.families import Family, families
+from tests.families.models import Family, families
 from tests.models import make_tokenizer
 
 SHAPES = UnsupportedModelError("layers of different shapes")
@@ -47,7 +47,7 @@ def test_mrope_is_no_reason_where_text_is_read() -> None:
 
 HASHED = """
 from cacheblend_rag.engines.compatibility import known_obstacle
-from tests.families import families
+from tests.families.models import families
 print(known_obstacle(families()["nemotron_h"].config()))
 """
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.engines.transformers import decoding
 from cacheblend_rag.engines.transformers.cache import FusedCache
-from tests.families import own_tokens
+from tests.families.models import own_tokens
 
 PASSAGES = (
     "The harbour of Tarn was dredged in 1874, after the third ferry in two years had run aground "

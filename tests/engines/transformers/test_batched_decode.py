@@ -16,7 +16,7 @@ from cacheblend_rag.engines.transformers.ordinary_prefill import (
     OrdinaryPrefill,
     find_ordinary_prefill,
 )
-from tests.families import builders
+from tests.families.models import builders
 from tests.models import make_model
 
 LENGTHS = (90, 17, 55)

@@ -16,7 +16,7 @@ from cacheblend_rag.engines.transformers.ordinary_prefill import (
     find_ordinary_prefill,
 )
 from cacheblend_rag.errors import UnsupportedModelError
-from tests.families import Family, with_outliers
+from tests.families.models import Family, with_outliers
 from tests.faulty_stacks import FAULTS
 from tests.models import make_model
 

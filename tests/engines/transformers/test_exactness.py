@@ -1,15 +1,13 @@
-"""Exactness on every supported model family: the ground everything else stands on."""
+"""What a blend pass computes on every kind of model; see tests/families for whole engines."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
@@ -17,10 +15,9 @@ from cacheblend_rag.blend.repair import KVRepair
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.transformers.compatibility import open_stack
-from tests.models import FAMILIES, VOCABULARY, make_model, make_tokenizer, prompt_of, words
+from tests.models import FAMILIES, VOCABULARY, make_model
 
 HEAD, CHUNK, QUESTION = 5, 40, 9
-GREEDY = SamplingParams(max_tokens=16)
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -105,105 +102,6 @@ def ordinary_kv(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor
 
 def ordinary_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids[None], use_cache=False).logits[0, -1].float()
-
-
-def plain_reuse_logits(case: Case) -> torch.Tensor:
-    """Plain reuse written independently of the blend pass: the model's own forward, run by run.
-
-    Each chunk's KV is computed alone at position 0 and appended to an ordinary cache after asking
-    the model's first layer, by a difference of angles, for the rotation; text runs go through the
-    ordinary forward on that cache.
-    """
-    model, cache, at = case.model, DynamicCache(), 0
-    out = None
-    edges = [0, *(edge for span in case.spans for edge in span), case.ids.numel()]
-    for index, (start, end) in enumerate(pairwise(edges)):
-        if index % 2:
-            keys, values = case.alone[index // 2]
-            for layer in range(keys.shape[0]):
-                cos, sin = rotary_table(case, layer, start)
-                half = cos.shape[-1]
-                first, second = keys[layer, ..., :half], keys[layer, ..., half : 2 * half]
-                turned = torch.cat(
-                    [
-                        first * cos - second * sin,
-                        second * cos + first * sin,
-                        keys[layer, ..., 2 * half :],
-                    ],
-                    -1,
-                )
-                cache.update(turned[None], values[layer][None], layer)
-        elif end > start:
-            out = model(
-                input_ids=case.ids[None, start:end],
-                position_ids=torch.arange(start, end)[None],
-                past_key_values=cache,
-                use_cache=True,
-            )
-        at = end
-    assert at == case.ids.numel()
-    return out.logits[0, -1].float()
-
-
-def rotary_table(case: Case, layer: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of offset x frequency, read from the model's rotary module's frequencies."""
-    rotary = case.model.model.rotary_emb
-    kinds = getattr(case.model.config, "layer_types", None)
-    name = f"{kinds[layer]}_inv_freq" if kinds else "inv_freq"
-    frequencies = getattr(rotary, name, None)
-    if frequencies is None:
-        frequencies = rotary.inv_freq
-    angle = offset * frequencies.float()
-    return angle.cos(), angle.sin()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_ratio_one_equals_ordinary_prefill(family: str, dtype: torch.dtype) -> None:
-    case = Case(make_model(family, dtype))
-    run = case.run(1.0)
-    found, wanted = case.logits(run), ordinary_logits(case.model, case.ids)
-    assert int(run.stats.recomputed.sum()) == 3 * CHUNK
-    if dtype == torch.float32:
-        assert (found - wanted).abs().max() <= 1e-4
-    else:
-        assert (found - wanted).abs().max() <= 0.03 * wanted.abs().max()
-
-
-def test_ratio_one_gives_the_same_greedy_text(model: PreTrainedModel) -> None:
-    tokenizer = make_tokenizer()
-    parts: list[str | Chunk] = [words(HEAD, 1)]
-    for seed in (2, 3, 4):
-        parts += [Chunk(words(CHUNK, seed)), " w9 "]
-    prompt = prompt_of(*parts, words(QUESTION, 5))
-    config = BlendConfig(recompute_ratio=1.0, min_tokens=0)
-    engine = TransformersEngine(model, tokenizer=tokenizer, config=config, lead_in="none")
-    assert engine.blend_refusal is None
-    engine.precompute([p for p in parts if isinstance(p, Chunk)], progress=False)
-    blended = engine.generate(prompt, GREEDY)
-    assert blended.report.blended
-    assert blended.report.recomputed_tokens == 3 * CHUNK
-    ids = torch.tensor([prompt.encode(tokenizer).token_ids])
-    wanted = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False
-    )[0, ids.shape[1] :]
-    assert blended.token_ids == tuple(wanted.tolist())
-    assert len(blended.token_ids) == 16
-
-
-def test_ratio_zero_equals_plain_reuse(model: PreTrainedModel) -> None:
-    case = Case(model)
-    run = case.run(0.0)
-    assert not run.stats.recomputed.any()
-    found, wanted = case.logits(run), plain_reuse_logits(case)
-    assert (found - wanted).abs().max() <= 1e-4
-    ordinary = ordinary_logits(case.model, case.ids)
-    assert (wanted - ordinary).abs().max() > 1e-2, "the case must tell reuse from prefill"
-
-
-def test_ratio_zero_is_exact_for_a_chunk_at_position_zero(model: PreTrainedModel) -> None:
-    case = Case(model, head=0)
-    run = case.run(0.0, hits=(0,))
-    assert (case.logits(run) - ordinary_logits(case.model, case.ids)).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("hits", [(), (0,), (1,), (2,), (0, 2), (1, 2)], ids=str)

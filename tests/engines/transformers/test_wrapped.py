@@ -18,7 +18,7 @@ from cacheblend_rag import Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.engines.transformers.compatibility import open_stack
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from tests.engines.transformers.conftest import EngineFactory
-from tests.families import own_tokens
+from tests.families.models import own_tokens
 from tests.models import make_model, make_tokenizer, prompt_of, words
 
 CHUNKS = [Chunk(words(30, seed)) for seed in range(3)]

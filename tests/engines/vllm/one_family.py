@@ -13,26 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag import BlendConfig
-from tests.families import families
-from tests.models import make_tokenizer
+from tests.families.models import save_family
 
-HEAD = 64
-"""Heads as wide as vLLM's kernels need them."""
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
-
-def save_family(name: str, folder: Path) -> Path:
-    """Save a family's random model and a tokenizer, in widths that vLLM's kernels take."""
-    family = families()[name]
-    known = family.config().to_dict()
-    wide = {"head_dim", "global_head_dim", "moe_intermediate_size"}
-    wide |= {"shared_expert_intermediate_size", "shared_intermediate_size"}
-    more: dict[str, Any] = {key: HEAD for key in wide if known.get(key)}
-    heads = int(family.config().num_attention_heads)
-    family.build(hidden_size=heads * HEAD, **more).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def try_family(name: str, folder: Path) -> dict[str, Any]:

@@ -28,9 +28,9 @@ from cacheblend_rag.engines.vllm.versions import installed_version
 from cacheblend_rag.prefill import prompt_pass
 from tests.engines.vllm.forking import GPU_DEFAULTS
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.one_family import save_family
 from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.shared import STEP_TOKENS
+from tests.families.models import save_family
 from tests.models import FAMILIES, make_tokenizer, prompt_of, words
 
 DOCUMENTS = (

@@ -1,0 +1,116 @@
+"""Families of models on the embedded engine, each held against its own model; see models.py."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cacheblend_rag import BlendConfig, TransformersEngine
+from tests.families.models import builders, with_outliers
+from tests.families.reference import asked, likely, own_logits, three_chunks
+from tests.models import make_tokenizer
+
+BLENDED = (
+    "afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4",
+    "exaone_moe", "gemma2", "gemma3, linear", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox",
+    "gpt_oss", "granite", "granite_swa", "helium", "hyperclovax", "llama", "llama, biases",
+    "llama, llama3", "llama, part of a head", "llama, yarn", "minimax_m2", "mistral",
+    "mixtral, window", "nanochat", "nemotron", "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2",
+    "qwen2, window", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_moe", "qwen3_vl", "seed_oss",
+    "smollm3", "stablelm, parallel", "starcoder2", "vaultgemma",
+)  # fmt: skip
+IN_BFLOAT16 = (
+    "cohere2", "gemma2", "gemma3, linear", "gemma3_text", "glm4", "gpt_neox", "granite", "llama",
+    "llama, biases", "llama, llama3", "llama, yarn", "mistral", "modernbert-decoder", "olmo2",
+    "phi3", "phi3, window", "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
+)  # fmt: skip
+"""All of them are tried by ``python -m tests.families --dtype bfloat16``."""
+REFUSED = {
+    "bloom": "ALiBi",
+    "gpt2": "learned positions",
+    "mpt": "ALiBi",
+    "phi3, longrope": "longrope",
+}
+CONFIG = BlendConfig(min_tokens=0, cost_model=False, reuse_prefix=False)
+ALL, NONE = CONFIG.with_ratio(1.0), CONFIG.with_ratio(0.0)
+PROMPTS = range(1, 41, 5)
+"""Seeds of the prompts that errors in 16 bits are averaged over: one alone is a matter of luck."""
+
+
+def opened(model: PreTrainedModel) -> TransformersEngine:
+    return TransformersEngine(model, tokenizer=make_tokenizer(), config=CONFIG, lead_in="none")
+
+
+@pytest.mark.parametrize("name", BLENDED)
+def test_a_family_is_blended_as_its_own_model_computes(name: str) -> None:
+    model = builders()[name]()
+    engine = opened(model)
+    assert engine.blend_refusal is None
+    prompt, chunks = three_chunks()
+    engine.precompute(chunks, progress=False)
+    wanted = {}
+    for config, reusing in ((ALL, False), (NONE, True)):
+        answer = engine.generate(prompt, asked(16), config=config)
+        assert [chunk.hit for chunk in answer.report.chunks] == [True] * 3
+        assert answer.report.recomputed_tokens == (0 if reusing else 270)
+        logits = wanted[reusing] = own_logits(model, prompt, answer, reusing=reusing)
+        assert logits.argmax(-1).tolist() == list(answer.token_ids)
+        tokens, found = likely(answer)
+        off = (found - logits.log_softmax(-1).gather(1, tokens)).abs().max()
+        assert off <= 1e-5 * logits.abs().max()
+    first = wanted[True][0] - wanted[False][0]
+    assert first.abs().max() > 1e-3, "the case must tell reuse from prefill"
+    engine.close()
+
+
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_a_family_with_outliers_is_as_precise_in_bfloat16_as_its_own_model(name: str) -> None:
+    model = with_outliers(builders()[name]()).to(torch.bfloat16)
+    wide = deepcopy(model).float()
+    engine = opened(model)
+    assert engine.blend_refusal is None
+    for config, reusing, seeds in ((ALL, False, PROMPTS[:3]), (NONE, True, PROMPTS)):
+        errors, own = [], []
+        for seed in seeds:
+            prompt, chunks = three_chunks(seed)
+            engine.precompute(chunks, progress=False)
+            answer = engine.generate(prompt, asked(8), config=config)
+            tokens, found = likely(answer)
+            wanted = own_logits(wide, prompt, answer, reusing=reusing).gather(1, tokens)
+            itself = own_logits(model, prompt, answer, reusing=reusing).gather(1, tokens)
+            errors.append(error(found, wanted))
+            own.append(error(itself, wanted))
+        assert together(errors) < 1.5 * together(own)
+    engine.close()
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Root mean square of a difference, but for what all tokens of a place share."""
+    off = found - wanted
+    return float(
+        (off - off.mean(-1, keepdim=True)).norm() / (wanted - wanted.mean(-1, keepdim=True)).norm()
+    )
+
+
+def together(errors: list[float]) -> float:
+    return float(torch.tensor(errors).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_is_refused_answers_as_its_own_model(name: str) -> None:
+    model = builders()[name]()
+    engine = opened(model)
+    assert REFUSED[name] in str(engine.blend_refusal)
+    prompt, chunks = three_chunks()
+    report = engine.precompute(chunks, progress=False)
+    assert report.computed == 0
+    answer = engine.generate(prompt, asked(16))
+    assert not answer.report.blended
+    assert str(engine.blend_refusal) in str(answer.report.reason)
+    wanted = own_logits(model, prompt, answer, reusing=False)
+    assert wanted.argmax(-1).tolist() == list(answer.token_ids)
+    engine.close()
