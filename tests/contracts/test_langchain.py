@@ -297,7 +297,10 @@ def test_documents_become_a_chain() -> None:
 
 
 def test_the_model_answers_alike_in_every_way_it_is_asked(engine: Engine) -> None:
-    llm, text = ChatCacheBlend(engine=engine, max_tokens=8), PASSAGES[0].page_content
+    llm, text = (
+        ChatCacheBlend(engine=engine, max_tokens=8),
+        f"{PASSAGES[0].page_content} {QUESTION}",
+    )
     answer = llm.invoke(text)
     report = report_of(answer)
     assert hits(report) == [True]

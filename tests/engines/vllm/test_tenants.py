@@ -27,8 +27,8 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.namespaces import FIELD
 from cacheblend_rag.engines.vllm.serve import RunningServer
 from cacheblend_rag.errors import ConfigError
+from tests.contracts.pages import blocks
 from tests.engines.vllm.conftest import ServerFactory
-from tests.guides.pages import blocks
 from tests.kv.samples import until
 from tests.readme import DOCS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guides.pages import CHINESE, ENGLISH, NAMES, PAIRS, Block, blocks, inline_commands
+from tests.contracts.pages import CHINESE, ENGLISH, NAMES, PAIRS, Block, blocks, inline_commands
 
 CODE = ("sh", "python", "toml", "json", "yaml")
 _TITLE = re.compile(r"^#+ (.+)$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The examples run, and what they print is right."""
+"""The examples, and the programs of two pages, run, and what they print is right."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.demo.corpus import generate_collection
-from tests.readme import DOCS, blocks
+from tests.models import words
+from tests.readme import DOCS, ROOT, blocks
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def test_the_quickstart_answers_from_stored_kv(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,8 +45,7 @@ def test_the_program_on_conversations_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (program,) = blocks("python", DOCS / "conversations.md")
-    notes, _ = generate_collection(documents=8, questions=1, seed=5)
-    (tmp_path / "report.txt").write_text("\n\n".join(" ".join(note.chunks) for note in notes))
+    (tmp_path / "report.txt").write_text("\n\n".join(words(90, seed) for seed in range(8)))
     monkeypatch.chdir(tmp_path)
     exec(program.replace('"smollm2"', '"demo"'), {})  # noqa: S102 - the page's own program
     out = capsys.readouterr().out
@@ -58,8 +57,7 @@ def test_the_program_on_long_documents_runs_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (program,) = blocks("python", DOCS / "long-documents.md")
-    notes, _ = generate_collection(documents=30, questions=1, seed=5)
-    (tmp_path / "report.txt").write_text("\n\n".join(note.text for note in notes))
+    (tmp_path / "report.txt").write_text("\n\n".join(words(100, seed) for seed in range(30)))
     monkeypatch.chdir(tmp_path)
     kept, said = tmp_path / "answers.jsonl", []
     for _ in range(2):
