@@ -150,24 +150,6 @@ def test_index_ask_and_evict(filled: VLLMEngine) -> None:
     assert [c.document_id for c in report.chunks] == ["a", "a"]
 
 
-def test_greedy_answers_are_the_embedded_engines(
-    filled: VLLMEngine, model_folder: Callable[[str], Path]
-) -> None:
-    embedded = TransformersEngine(
-        model_folder("llama"), tokenizer=make_tokenizer(), config=CONFIG, dtype="float32"
-    )
-    embedded.precompute(DOCUMENTS, progress=False)
-    for ratio in (0.0, 0.3, 1.0):
-        config = CONFIG.with_changes(recompute_ratio=ratio)
-        here = filled.generate(retrieved(), SHORT, config=config)
-        there = embedded.generate(retrieved(), SHORT, config=config)
-        assert here.token_ids == there.token_ids
-        assert here.report.recomputed_tokens == there.report.recomputed_tokens
-    full = filled.generate_full(retrieved(), SHORT)
-    assert full.token_ids == embedded.generate_full(retrieved(), SHORT).token_ids
-    assert (full.report.blended, full.report.reason) == (False, "full prefill was asked for")
-
-
 def test_of_chunks_with_other_tokens_at_their_edges_the_rest_is_reused(
     filled: VLLMEngine, model_folder: Callable[[str], Path]
 ) -> None:
