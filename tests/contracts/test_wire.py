@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import random
-import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,26 +15,27 @@ import pytest
 
 from tests.contracts.served import (
     CHAT,
-    COMPLETIONS,
     DOCUMENTS,
     PASSAGE,
     RESPONSES,
     Served,
     tiny_model,
 )
-from tests.contracts.wire import Routes, check, fuzzed, giants
-from tests.local_servers import HOST
+from tests.contracts.wire import (
+    ASKED,
+    HALVES,
+    HEAD,
+    PLAIN,
+    TEXT,
+    Routes,
+    check,
+    fuzzed,
+    giants,
+    half,
+)
 
 CASES = int(os.environ.get("CACHEBLEND_TEST_CASES", "400"))
 HONEST_EVERY = 50
-ONE = f"{DOCUMENTS}/{{document_id}}"
-TEXT = "w1 w2 w3 w4 w5"
-PLAIN: dict[tuple[str, str], dict[str, Any]] = {
-    ("POST", CHAT): {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2},
-    ("POST", COMPLETIONS): {"prompt": "Who?", "max_tokens": 2},
-    ("POST", RESPONSES): {"input": "Who?", "max_output_tokens": 2},
-    ("PUT", ONE): {"chunks": ["Who?"], "separator": " "},
-}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         stored = server.ask("PUT", f"{DOCUMENTS}/honest", json={"chunks": [PASSAGE]})
         assert stored.json()["computed"] == 1
         yield server
-        left = [half(server, sent) for sent in HALVES.values()]
+        left = [half(server.port, sent) for sent in HALVES.values()]
         assert server.end() == 0
         for one in left:
             one.close()
@@ -241,7 +241,6 @@ def test_a_hostile_form_is_compiled_or_refused(server: Served, name: str) -> Non
             assert error["message"].startswith(error["param"])
 
 
-ASKED = json.dumps(PLAIN["POST", CHAT]).encode()
 OTHERWISE: dict[str, tuple[dict[str, str], bytes, int, str]] = {
     "no type": ({}, ASKED, 400, "Content-Type: application/json"),
     "compressed": ({"content-encoding": "gzip"}, gzip.compress(ASKED), 415, "send it as it is"),
@@ -264,38 +263,18 @@ def test_a_body_that_is_sent_otherwise_is_refused_with_what_to_do(
     assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True)
 
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-JSON = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-STREAMED = json.dumps({**PLAIN["POST", CHAT], "max_tokens": 400, "stream": True}).encode()
-HALVES = {
-    "nothing": b"",
-    "half a line": HEAD[:9],
-    "half the headers": HEAD,
-    "no body": HEAD + JSON % 1000,
-    "half a body": HEAD + JSON % 1000 + ASKED,
-    "a body where none is read": b"GET /health HTTP/1.1\r\nHost: a\r\n" + JSON % 99999 + b"[",
-    "a stream that nobody reads": HEAD + JSON % len(STREAMED) + STREAMED,
-}
-
-
-def half(server: Served, sent: bytes) -> socket.socket:
-    connection = socket.create_connection((HOST, server.port), timeout=60)
-    connection.sendall(sent)
-    return connection
-
-
 @pytest.mark.parametrize("what", HALVES)
 def test_clients_that_hang_up_or_wait_hold_nobody_up(honest: Served, what: str) -> None:
     for _ in range(4):
-        half(honest, HALVES[what]).close()
-    waiting = [half(honest, HALVES[what]) for _ in range(4)]
+        half(honest.port, HALVES[what]).close()
+    waiting = [half(honest.port, HALVES[what]) for _ in range(4)]
     assert honest.answer("Who?")["choices"]
     for connection in waiting:
         connection.close()
 
 
 def test_headers_of_no_end_close_their_connection(honest: Served) -> None:
-    endless = half(honest, HEAD + b"A: ")
+    endless = half(honest.port, HEAD + b"A: ")
     sent = 0
     with suppress(OSError):
         while sent < 64 << 20:

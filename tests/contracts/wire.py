@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,37 @@ from urllib.parse import quote
 
 import httpx
 
+from tests.contracts.served import CHAT, COMPLETIONS, DOCUMENTS, RESPONSES
+from tests.local_servers import HOST
+
 HOSTILE: tuple[Any, ...] = (
     None, True, -1, 0, 1, 1.5, 2**63, 10**400, 1e308, math.nan, math.inf, "", "abc", "\x00",
     "\ud800", "0" * 32, "x" * 100_000, [], {}, [[]], {"a": {}}, {"type": 1}, [0] * 10_000,
     {"\ud800": 1}, [None], [{}], [1, "2"], [math.nan],
 )  # fmt: skip
+ONE = f"{DOCUMENTS}/{{document_id}}"
+TEXT = "w1 w2 w3 w4 w5"
+PLAIN: dict[tuple[str, str], dict[str, Any]] = {
+    ("POST", CHAT): {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2},
+    ("POST", COMPLETIONS): {"prompt": "Who?", "max_tokens": 2},
+    ("POST", RESPONSES): {"input": "Who?", "max_output_tokens": 2},
+    ("PUT", ONE): {"chunks": ["Who?"], "separator": " "},
+}
+"""An honest body of each route that reads one."""
+ASKED = json.dumps(PLAIN["POST", CHAT]).encode()
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+JSON = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+STREAMED = json.dumps({**PLAIN["POST", CHAT], "max_tokens": 400, "stream": True}).encode()
+HALVES = {
+    "nothing": b"",
+    "half a line": HEAD[:9],
+    "half the headers": HEAD,
+    "no body": HEAD + JSON % 1000,
+    "half a body": HEAD + JSON % 1000 + ASKED,
+    "a body where none is read": b"GET /health HTTP/1.1\r\nHost: a\r\n" + JSON % 99999 + b"[",
+    "a stream that nobody reads": HEAD + JSON % len(STREAMED) + STREAMED,
+}
+"""Requests without their end, or whose answer nobody reads."""
 NAMES = (
     *("kept", "a", "a/b", "..", "%2e%2e", "%00", "%0a", "%ff", "x" * 600, "", "?x=1", "😀"),
     *("../models", "a%E2%80%AEb", "%"),
@@ -213,9 +240,7 @@ def fuzzed(
 
 def giants() -> list[tuple[tuple[str, str], str, Any]]:
     """Return routes, and a field whose size once took a server or its memory, with its value."""
-    chat, completions = ("POST", "/v1/chat/completions"), ("POST", "/v1/completions")
-    responses = ("POST", "/v1/responses")
-    document = ("PUT", "/v1/cacheblend/documents/{document_id}")
+    chat, completions, responses, document = PLAIN
     user, names = {"role": "user"}, {str(index): 1 for index in range(70_000)}
     return [
         (chat, "messages", [{**user, "content": [1] * 30_000}]),
@@ -263,3 +288,10 @@ def check(sent: Sent, answer: httpx.Response) -> None:
     if sent.field and answer.status_code == 400:
         told = f"{error['param']} {message}"
         assert sent.field in told or any(one in message for one in OF_THE_BODY), shown
+
+
+def half(port: int, sent: bytes) -> socket.socket:
+    """Return a connection on which so much was sent."""
+    connection = socket.create_connection((HOST, port), timeout=60)
+    connection.sendall(sent)
+    return connection

@@ -234,21 +234,6 @@ def test_a_wrong_key_is_one_line(
     one_line(caught.value)
 
 
-def test_every_path_but_one_needs_a_key(server: RunningServer) -> None:
-    status, described = send(server, "/openapi.json", key=KEY)
-    paths = json.loads(described)["paths"]
-    assert status == 200
-    assert {"/invocations", "/metrics", "/tokenize", "/v1/completions"} <= paths.keys()
-    for path in paths:
-        for key in (None, "wrong"):
-            asked = send(server, path, b"{}" if "post" in paths[path] else None, key=key)
-            assert (asked[0] == 401) == (path != "/health"), path
-    body = {"model": "demo", "prompt": [5, 6], "max_tokens": 2}
-    for path in ("/invocations", "/v1/completions"):
-        assert send(server, path, json.dumps(body).encode(), key=KEY)[0] == 200
-        assert send(server, path, json.dumps(body).encode(), key=STORE_KEY)[0] == 200
-
-
 @pytest.mark.parametrize(
     ("depth", "why"),
     [(65, b"deeper than 64"), (500, b"deeper than 64"), (100_000, b"more than 65536 values")],

@@ -313,26 +313,6 @@ def test_the_key_decides_the_namespace(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("tenants")
-def test_nothing_else_decides_it() -> None:
-    headers = [
-        (b"x-session-id", signed("globex", "guess").encode()),
-        (b"x-request-id", b"globex"),
-        (b"x-cacheblend-namespace", b"globex"),
-    ]
-    body = {
-        "session_id": "globex",
-        "namespace": "globex",
-        "vllm_xargs": {FIELD: "globex"},
-        "kv_transfer_params": {"cacheblend": {"kind": "blend", "namespace": "globex"}},
-    }
-    asked = Asked(CHAT, "acme asks", body, headers=headers)
-    assert asked.namespaces == {"acme"}
-    assert asked.headers[b"x-session-id"] == headers[0][1], "a client's session is its own"
-    two = [(b"authorization", b"Bearer acme asks"), (b"authorization", b"Bearer globex asks")]
-    assert Asked(CHAT, None, headers=two).namespaces == {"acme"}
-
-
-@pytest.mark.usefixtures("tenants")
 def test_a_key_is_always_needed() -> None:
     for keys in ((), (OWN,)):
         for wrong in (None, "", "acme", hashed("acme asks"), "acme asks2"):
@@ -351,47 +331,6 @@ def test_without_own_keys_nobody_has_the_namespace_default(
         assert Asked(CHAT, wrong, keys=()).status == 401
     tenants.write_text(f'[acme]\nask = "{hashed("x")}"')
     assert Asked(CHAT, "x", keys=()).grant == Grant("acme", may_change=False)
-
-
-@pytest.mark.usefixtures("tenants")
-def test_documents_and_jobs_that_change_the_store_need_the_tenants_own_store_key() -> None:
-    job = {"kv_transfer_params": {"cacheblend": {"kind": "evict"}}}
-    for name, (ask, store) in {**KEYS, "default": (OWN, OWN_STORE)}.items():
-        for method in ("PUT", "GET", "DELETE"):
-            refused = Asked(f"{DOCUMENTS}/a", ask, method=method)
-            assert (refused.status, refused.client.seen) == (403, [])
-            assert Asked(f"{DOCUMENTS}/a", store, method=method).grant == Grant(name, True)
-        assert Asked(CHAT, ask, job).status == 403
-        assert Asked(CHAT, store, job).namespaces == {name}
-
-
-@pytest.mark.usefixtures("tenants")
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/metrics",
-        "/load",
-        "/server_info",
-        "/cacheblend/release",
-        "/v1/cacheblend/release",
-        "/v1/load_lora_adapter",
-        "/reset_prefix_cache",
-        "/collective_rpc",
-        "/abort_requests",
-        "/pause",
-        "/v1/modelsx",
-        "//metrics",
-        "/v1/models/../../metrics",
-        "/",
-    ],
-)
-def test_what_concerns_all_is_for_the_servers_own_keys(path: str) -> None:
-    if ".." not in path:  # no such path, and none that is one behind it
-        for _, store in KEYS.values():
-            refused = Asked(path, store)
-            assert (refused.status, refused.client.seen) == (403, [])
-            assert "the server's own key is needed" in refused.said
-    assert Asked(path, OWN_STORE).status != 403
 
 
 def test_what_is_open_to_tenants() -> None:
