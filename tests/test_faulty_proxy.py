@@ -1,4 +1,4 @@
-"""What the proxy of ``python -m tests.soak_faults`` does to a client of Redis, state by state."""
+"""What the proxy before a server does to a client of Redis, state by state."""
 
 from __future__ import annotations
 

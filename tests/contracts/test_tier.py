@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import random
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from threading import Thread, Timer
+from threading import Event, Thread, Timer
 from typing import Any
 
 import pytest
@@ -14,16 +18,20 @@ import torch
 
 from cacheblend_rag import (
     BlendConfig,
+    ConfigError,
     Document,
     Engine,
     EngineMetrics,
     Generation,
     ReasonCode,
     SamplingParams,
+    StoreConfig,
+    StoreError,
     open_engine,
 )
 from tests.contracts.places import Folder, Place, Servers
 from tests.faulty_proxy import FAULTS, PASSES, State
+from tests.local_servers import HOST, redis_server
 from tests.models import make_model, make_tokenizer, prompt_of, words
 
 MODEL, TOKENIZER = make_model(), make_tokenizer()
@@ -482,3 +490,197 @@ def test_a_failing_tier_is_answered_for_by_the_others(
         answer = ask(engine)
         assert hits(answer) == ALL
         assert {chunk.tier for chunk in answer.report.chunks} == {"disk"}
+
+
+def test_all_faults_in_turn_under_load_make_no_answer_wrong(
+    opened: Open, servers: Servers, tmp_path: Path
+) -> None:
+    """Requests, deletions and indexing at once, over memory for one chunk, Redis and a disk."""
+    place = servers.place("redis", tmp_path)
+    assert place.proxy is not None
+    one = 40_000
+    tiers = [f"host://?capacity={one}", place.url("timeout=1s"), f"disk://{tmp_path}/disk"]
+    engine, over, wrong = opened(*tiers), Event(), list[BaseException]()
+
+    def repeat(act: Callable[[], object]) -> None:
+        try:
+            while not over.is_set():
+                act()
+        except BaseException as error:
+            wrong.append(error)
+
+    def index() -> None:
+        document = random.choice(DOCUMENTS)
+        engine.evict_document(document.document_id)
+        engine.register([document])
+        time.sleep(0.05)
+        engine.precompute([document], progress=False)
+
+    expected(ALL)
+    workers = [Thread(target=repeat, args=(act,)) for act in (lambda: ask(engine), index)]
+    for worker in workers:
+        worker.start()
+    for state in FAULTS:
+        for turn in (state, PASSES):
+            place.proxy.state = turn
+            time.sleep(0.5)
+    over.set()
+    for worker in workers:
+        worker.join(PATIENCE)
+    assert not wrong
+    assert not any(worker.is_alive() for worker in workers)
+    assert until(lambda: engine.precompute(DOCUMENTS, progress=False, verify=True).refused == {})
+    assert hits(ask(engine)) == ALL
+
+
+@pytest.mark.parametrize("place", NETWORK, indirect=True)
+def test_a_failing_tier_is_not_asked_again_by_each_request(opened: Open, place: Place) -> None:
+    engine = opened(place.url("timeout=1s"))
+    store_all(engine)
+    assert place.proxy is not None
+    place.proxy.state = "hangs"
+    ask(engine)
+    before = count(engine, "skipped_total", place.kind)
+    ask(engine)
+    assert count(engine, "skipped_total", place.kind) > before
+
+
+def count(engine: Engine, name: str, tier: str) -> float:
+    metrics = EngineMetrics(engine)
+    return metrics.registry.get_sample_value(f"cacheblend_tier_{name}", {"tier": tier}) or 0.0
+
+
+# Processes
+
+
+def rewrite(url: str, rounds: int, begun: Any) -> None:
+    """Store and evict all documents but the first, over and over: what other processes run."""
+    engine = open_one_of(url)
+    begun.set()
+    for _ in range(rounds):
+        for document in DOCUMENTS[1:]:
+            engine.precompute([document], progress=False)
+            engine.evict_document(document.document_id)
+            engine.register([document])
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def processes() -> ForkServerContext:
+    """Starts processes that have imported this module."""
+    started = get_context("forkserver")
+    started.set_forkserver_preload([__name__])
+    return started
+
+
+@pytest.mark.parametrize("place", ["disk", "file", "redis"], indirect=True)
+def test_a_process_killed_while_it_writes_loses_and_damages_nothing(
+    opened: Open, place: Place, processes: ForkServerContext
+) -> None:
+    opened(place.url()).precompute(DOCUMENTS[:1], progress=False)
+    for _ in range(3):
+        begun = processes.Event()
+        writer = processes.Process(target=rewrite, args=(place.url(), 100_000, begun))
+        writer.start()
+        assert begun.wait(PATIENCE)
+        time.sleep(random.random() / 4)
+        writer.kill()
+        writer.join()
+        engine = opened(place.url())
+        answer = ask(engine)
+        assert hits(answer)[0]
+        assert codes(answer) <= {ReasonCode.NOT_STORED}
+        assert engine.precompute(DOCUMENTS, progress=False).refused == {}
+        assert hits(ask(engine)) == ALL
+        assert count(engine, "quarantined_total", place.kind) == 0
+        for document in DOCUMENTS[1:]:
+            engine.evict_document(document.document_id)
+
+
+@pytest.mark.parametrize("place", ["disk", "redis"], indirect=True)
+def test_processes_share_a_place(opened: Open, place: Place, processes: ForkServerContext) -> None:
+    engine = opened(place.url())
+    engine.precompute(DOCUMENTS[:1], progress=False)
+    told = (place.url(), 10, processes.Event())
+    writers = [processes.Process(target=rewrite, args=told) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        answer = ask(engine)
+        assert hits(answer)[0]
+        assert codes(answer) <= {ReasonCode.NOT_STORED}
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert count(engine, "quarantined_total", place.kind) == 0
+    store_all_but(engine, 1)
+    assert hits(ask(engine)) == ALL
+
+
+# Read only
+
+
+@pytest.mark.parametrize("place", LASTING, indirect=True)
+def test_a_read_only_store_reads_and_changes_nothing(
+    opened: Open, place: Place, tmp_path: Path
+) -> None:
+    opened(place.url()).precompute(DOCUMENTS[:2], progress=False)
+    name, data = next(iter(place.objects().items()))
+    place.put(name, altered(data, len(data) // 2))
+    before = seen(place)
+    replica = opened("host://", place.url(), read_only=True)
+    for _ in range(2):
+        answer = ask(replica)
+        assert sum(hits(answer)) == 1
+        assert codes(answer) == {ReasonCode.DAMAGED, ReasonCode.NOT_STORED}
+    for refused in (
+        lambda: replica.precompute(DOCUMENTS, progress=False),
+        lambda: replica.evict_document("document 1"),
+    ):
+        with pytest.raises(StoreError, match="read only") as caught:
+            refused()
+        assert "\n" not in str(caught.value)
+    assert seen(place) == before
+
+
+def seen(place: Place) -> object:
+    """All that changes when something is written, moved or marked as used."""
+    if not isinstance(place, Folder):
+        return place.objects()
+    files = sorted(path for path in place.folder.rglob("*") if path.is_file())
+    return [(path, path.stat().st_mtime_ns, path.read_bytes()) for path in files]
+
+
+def test_a_store_that_is_not_there_cannot_be_read_only(opened: Open, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no chunk KV to read"):
+        opened(kv_path=tmp_path / "none", read_only=True)
+    assert not (tmp_path / "none").exists()
+
+
+# Secrets
+
+
+def test_no_password_or_key_is_told(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv(KEY_VARIABLE, "hunter2 of the chunks")
+    told = list[object]()
+    with redis_server("--requirepass", "hunter2") as server:
+        place = f"{HOST}:{server.port}"
+        right = opened(f"redis://:hunter2@{place}")
+        store_all(right)
+        assert hits(ask(right)) == ALL
+        wrong = opened(f"redis://:hunter22@{place}")
+        assert codes(ask(wrong)) == {ReasonCode.STORE_ERROR}
+        report = wrong.precompute(DOCUMENTS, progress=False)
+        told += [right, wrong, report, wrong.evict_document("document 0").waiting]
+        told += [EngineMetrics(wrong).text(), ask(wrong).report.to_dict()]
+        monkeypatch.setenv("CACHEBLEND_REDIS_PASSWORD", "hunter2")
+        assert hits(ask(opened(f"redis://{place}"))) == ALL
+    assert codes(ask(right)) == {ReasonCode.STORE_ERROR}
+    settings = StoreConfig(tiers=[f"redis://:hunter2@{place}"])
+    told += [settings, settings.model_dump(), settings.model_dump_json()]
+    for mistake in ("?capacity=much", "/0?ttl=-1", "/0?what=1", "/0#x"):
+        with pytest.raises(ConfigError) as caught:
+            StoreConfig(tiers=[f"redis://:hunter2@{place}{mistake}"])
+        told += [caught.value, repr(caught.value), caught.value.__cause__]
+    assert "hunter2" not in f"{told} {caplog.text}"

@@ -29,23 +29,13 @@ from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEng
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.tiers import disk
-from cacheblend_rag.kv.tiers.breaker import Breaker
-from cacheblend_rag.kv.tiers.urls import open_tier
-from cacheblend_rag.settings.tier_url import TierUrl
 from tests.engines.transformers.conftest import EngineFactory, keys_of
 from tests.kv.test_breaker import Dead, Ticks, recovered
-from tests.local_servers import redis_server, redis_url
 from tests.models import SHAPE, VOCABULARY, make_model, make_tokenizer, words
 
 CHUNKS = [Chunk(words(30, seed)) for seed in range(2)]
 TEXT = "\n".join([*(c.text for c in CHUNKS), words(6, 99)])
 SHORT = SamplingParams(max_tokens=6)
-DAMAGES = {
-    "truncated": lambda data: data[: len(data) // 2],
-    "emptied": lambda data: b"",
-    "bit flipped in the tensors": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
-    "bit flipped in the header": lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:],
-}
 
 
 def on_disk(folder: Path) -> TieredKVStore:
@@ -54,23 +44,6 @@ def on_disk(folder: Path) -> TieredKVStore:
 
 def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("?/?/*.safetensors"))
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_computed_afresh(
-    make_engine: EngineFactory, tmp_path: Path, damage: str
-) -> None:
-    engine = make_engine(store=on_disk(tmp_path), recompute_ratio=1.0)
-    engine.precompute(CHUNKS, progress=False)
-    victim = files(tmp_path)[0]
-    victim.write_bytes(DAMAGES[damage](victim.read_bytes()))
-    answer = engine.generate(TEXT, SHORT)
-    assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
-    assert sorted(str(c.reason) for c in answer.report.chunks) == ["None", "damaged"]
-    assert len(files(tmp_path)) == 1
-    assert any(p.name.startswith(victim.stem) for p in (tmp_path / "quarantine").iterdir())
-    assert engine.precompute(CHUNKS, progress=False).computed == 1
-    assert all(c.hit for c in engine.generate(TEXT, SHORT).report.chunks)
 
 
 def test_verifying_finds_damage_that_no_request_met(
@@ -93,21 +66,6 @@ def test_verifying_finds_damage_that_no_request_met(
     assert report.refused == report.failed == {"disk tier: store error": 2}
 
 
-def test_a_file_of_another_model_is_computed_afresh(
-    make_engine: EngineFactory, tmp_path: Path
-) -> None:
-    ours = make_engine(store=on_disk(tmp_path / "ours"))
-    theirs = make_engine(store=on_disk(tmp_path / "theirs"), namespace="theirs")
-    for engine in (ours, theirs):
-        engine.precompute(CHUNKS, progress=False)
-    for source, target in zip(files(tmp_path / "theirs"), files(tmp_path / "ours"), strict=True):
-        target.write_bytes(source.read_bytes())
-    answer = ours.generate(TEXT, SHORT)
-    assert answer.token_ids == ours.generate_full(TEXT, SHORT).token_ids
-    assert {c.reason for c in answer.report.chunks} == {"other model"}
-    assert answer.report.reused_tokens == 0
-
-
 def test_kv_of_another_shape_under_the_right_name_is_refused(make_engine: EngineFactory) -> None:
     engine = make_engine()
     engine.precompute(CHUNKS, progress=False)
@@ -115,54 +73,6 @@ def test_kv_of_another_shape_under_the_right_name_is_refused(make_engine: Engine
     engine.store.put(keys_of(engine, CHUNKS[0])[0], ChunkKV(wrong, wrong, 0))
     reasons = [c.reason for c in engine.generate(TEXT, SHORT).report.chunks]
     assert reasons == ["damaged", None]
-
-
-def test_a_full_disk_costs_reuse_and_nothing_else(
-    make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(disk, "write_parts", full)
-    engine = make_engine(store=on_disk(tmp_path))
-    report = engine.precompute(CHUNKS, progress=False)
-    assert (report.computed, dict(report.refused)) == (
-        0,
-        {"disk tier: No space left on device": 2},
-    )
-    assert report.failed == report.refused
-    answer = engine.generate(TEXT, SHORT)
-    assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
-    assert answer.report.reason == "no chunk of the prompt is stored"
-
-
-def test_a_capacity_below_one_chunk_costs_reuse_and_nothing_else(
-    make_engine: EngineFactory,
-) -> None:
-    engine = make_engine(store=TieredKVStore.open(host_bytes=100))
-    report = engine.precompute(CHUNKS, progress=False)
-    assert (report.refused, report.failed) == ({"store full": 2}, {}), "no tier failed"
-    answer = engine.generate(TEXT, SHORT)
-    assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
-    assert {c.reason for c in answer.report.chunks} == {"not stored"}
-
-
-def test_a_store_that_dies_meanwhile_costs_reuse_and_nothing_else(
-    make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(store=on_disk(tmp_path), recompute_ratio=0.0)
-    engine.precompute(CHUNKS, progress=False)
-
-    def dead(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(disk, "read_range", dead)
-    answer = engine.generate(TEXT, SHORT)
-    assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
-    assert {(c.reason, c.tier) for c in answer.report.chunks} == {("store error", "disk")}
-    assert answer.report.reused_tokens == 0
-    assert not answer.report.blended
-    assert answer.report.reason == "no stored chunk could be read"
 
 
 def test_a_dead_tier_is_asked_by_one_request_and_each_report_names_it(
@@ -187,43 +97,6 @@ def test_a_dead_tier_is_asked_by_one_request_and_each_report_names_it(
     tier.failure = None
     assert recovered(tier, ticks)
     assert all(c.hit and c.tier == "far" for c in engine.generate(TEXT, SHORT).report.chunks)
-
-
-def test_a_redis_that_dies_and_comes_back_costs_reuse_and_nothing_else(
-    make_engine: EngineFactory,
-) -> None:
-    ticks = Ticks()
-    with redis_server() as server:
-        tier = open_tier(TierUrl(redis_url(server)), "cpu")
-        tier.access.reading = tier.access.writing = Breaker(ticks)
-        engine = make_engine(store=TieredKVStore([tier]), recompute_ratio=0.0)
-        assert engine.precompute(CHUNKS, progress=False).computed == 2
-        plain = engine.generate_full(TEXT, SHORT).token_ids
-        assert all(c.hit and c.tier == "redis" for c in engine.generate(TEXT, SHORT).report.chunks)
-        server.kill()
-        errors = []
-        for _ in range(3):
-            answer = engine.generate(TEXT, SHORT)
-            assert answer.token_ids == plain
-            assert {(c.reason, c.tier, c.hit) for c in answer.report.chunks} == {
-                ("store error", "redis", False)
-            }
-            errors.append(tier.stats()["errors"])
-        assert 1 <= (errors[0] or 0) <= len(CHUNKS), "its chunks are looked for side by side"
-        report = engine.precompute(CHUNKS, progress=False)
-        ((why, count),) = report.refused.items()
-        assert why.startswith("redis tier: ConnectionError: ")
-        assert "refused" in why
-        assert count == 2
-        assert report.failed == report.refused
-        stats = tier.stats()
-        assert stats["dropped"] == 2
-        assert {*errors, stats["errors"]} == {errors[0]}, "it was asked by one request"
-        server.start()
-        assert recovered(tier, ticks)
-        assert {c.reason for c in engine.generate(TEXT, SHORT).report.chunks} == {"not stored"}
-        assert engine.precompute(CHUNKS, progress=False).computed == 2
-        assert all(c.hit and c.tier == "redis" for c in engine.generate(TEXT, SHORT).report.chunks)
 
 
 REFUSED = {
