@@ -27,8 +27,15 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.tiers import HostTier
 from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from tests.engines.transformers.conftest import EngineFactory
-from tests.engines.transformers.test_faults import DAMAGES, on_disk
+from tests.engines.transformers.test_faults import on_disk
 from tests.models import FAMILIES, make_model, prompt_of, words
+
+DAMAGES = {
+    "truncated": lambda data: data[: len(data) // 2],
+    "emptied": lambda data: b"",
+    "bit flipped in the tensors": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+    "bit flipped in the header": lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:],
+}
 
 CHUNKS = [Chunk(words(80, seed)) for seed in range(3)]
 INSTRUCTION = words(150, 90)
