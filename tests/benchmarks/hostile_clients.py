@@ -174,7 +174,7 @@ class Hostile:
             (path, json.dumps({**PLAIN[path], **more}).encode()) for path, more in giants()
         ]
         works = [(self.fuzz, 0.0)] * FUZZING
-        works += [(self.giant, 2.0), (self.leave, 0.5), (self.half, 1.0)]
+        works += [(self.giant, 2.0), (self.leave, 2.0), (self.half, 1.0)]
         for number, (deed, pause) in enumerate(works):
             threading.Thread(target=self.run, args=(number, deed, pause), daemon=True).start()
 
@@ -265,11 +265,20 @@ class Hostile:
 
 
 class Shared:
-    """What both processes share: events for readiness and for hostile minutes, and results."""
+    """What both processes share: events for readiness and for hostile minutes, and results.
+
+    heard: the results that this process has read; a killed process takes the others with it.
+    """
 
     def __init__(self, context: Any) -> None:
         self.ready, self.active = context.Event(), context.Event()
         self.told = context.Queue()
+        self.heard: list[str] = []
+
+    def hear(self) -> None:
+        """Read what has been told."""
+        while not self.told.empty():
+            self.heard.append(self.told.get())
 
 
 def be_hostile(url: str, engine: str, rate: float, shared: Any) -> None:
@@ -316,6 +325,7 @@ def main(
             with suppress(subprocess.TimeoutExpired):
                 server.wait(60)
             code, ended = server.poll(), time.monotonic() - began
+            shared.hear()
         finally:
             hostile.kill()
             _kill(server)
@@ -355,6 +365,7 @@ def _alternate(
         while time.monotonic() < end and server.poll() is None:
             time.sleep(min(SAMPLE_SECONDS, seconds / 5))
             sizes.append(resident_mib(server.pid))
+            shared.hear()
     honest.stop.set()
     return sizes
 
@@ -362,13 +373,8 @@ def _alternate(
 def _tell(
     honest: Honest, shared: Shared, sizes: list[float], code: int | None, ended: float, fuzzed: int
 ) -> None:
-    counts: Counter[str] = Counter()
-    while not shared.told.empty():
-        told = shared.told.get()
-        if told.startswith("!"):
-            honest.faults.append(told)
-        else:
-            counts[told] += 1
+    counts = Counter(told for told in shared.heard if not told.startswith("!"))
+    honest.faults += [told for told in shared.heard if told.startswith("!")]
     sent = sum(counts[told] for told in counts if told.split()[0] in KINDS and told[-1].isdigit())
     print(json.dumps(dict(sorted((honest.counts + counts).items()))))
     wrong = list(honest.faults)
