@@ -337,18 +337,7 @@ def test_a_damaged_chunk_is_not_used_and_computed_again(
     assert hits(ask(engine)) == ALL
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "disk",
-        "redis",
-        *[
-            pytest.param(kind, marks=pytest.mark.xfail(strict=True, reason="taken for a failure"))
-            for kind in ("file", "s3")
-        ],
-    ],
-    indirect=True,
-)
+@pytest.mark.parametrize("place", LASTING, indirect=True)
 def test_an_empty_object_is_one_chunks_concern(opened: Open, place: Place) -> None:
     engine = opened(place.url())
     store_all(engine)

@@ -104,7 +104,13 @@ class ObjectTier(BytesTier):
         elif start:
             options["range"] = {"offset": start}
         most = None if end is None else end - start
-        return self._client.answer(self._read_range(key, options, most))
+        try:
+            return self._client.answer(self._read_range(key, options, most))
+        except OSError as error:  # a store refuses to read from an object's end on
+            entry = self._entry(key) if "range" in str(error).lower() else None
+            if entry is None or entry.nbytes > start:
+                raise
+            raise DamagedChunkError(f"it has {entry.nbytes} bytes") from error
 
     async def _read_range(
         self, key: KVKey, options: Mapping[str, Any], most: int | None
