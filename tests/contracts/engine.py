@@ -631,6 +631,14 @@ class EngineContract:
 
     # What goes wrong at index time, and the life of what is stored
 
+    @pytest.fixture
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl+C interrupts, as in a terminal; in the background, a shell has it ignored."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+        signal.signal(signal.SIGINT, before)
+
+    @pytest.mark.usefixtures("interruptible")
     def test_an_interrupted_run_goes_on_afterwards(self, engine: Engine, texts: Texts) -> None:
         """A user presses Ctrl+C once the progress bar has moved."""
         chunks = texts.chunks(*range(40, 140))
