@@ -21,7 +21,7 @@ VLLM_CONTRACTS := tests/contracts/test_engine_on_vllm.py tests/contracts/test_st
 VLLM_TESTS := tests/examples/test_fleet.py tests/cli/test_on_vllm.py tests/engines/vllm \
 	tests/real/test_both_engines.py tests/examples/test_ray_serve.py tests/examples/test_observed_server.py
 # What is run again with vLLM's defaults on a GPU: see tests/engines/vllm/forking.py.
-GPU_DEFAULTS := $(addprefix tests/engines/vllm/,connector/test_kv_groups.py test_load.py test_attacks.py \
+GPU_DEFAULTS := $(addprefix tests/engines/vllm/,connector/test_kv_groups.py test_load.py \
 	test_exactness.py::test_ratio_1_equals_ordinary_prefill \
 	test_exactness.py::test_with_a_gpus_defaults_what_is_not_blended_is_computed_by_vllm)
 PYTEST := $(BIN)/python -m pytest
