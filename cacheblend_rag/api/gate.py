@@ -17,7 +17,7 @@ T = TypeVar("T")
 RUNNING = 8
 """So many answers are computed at the same time; further ones wait."""
 LEFT = 2
-"""So many of them one request leaves to others, however many answers it asks for."""
+"""At most RUNNING minus this many answers of a single request are computed at the same time."""
 PREPARING = 2
 """Most prompts that are prepared at the same time."""
 WAITING = 64
@@ -29,7 +29,7 @@ class Gate:
 
     Attributes:
         turn: an answer holds it while it is computed.
-        most_of_one: so many answers of one request are computed at the same time.
+        most_of_one: most answers of a single request that are computed at the same time.
     """
 
     def __init__(self, running: int = RUNNING, waiting: int = WAITING) -> None:

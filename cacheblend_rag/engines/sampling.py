@@ -140,7 +140,7 @@ def check_drawing_field(name: str, value: Any) -> None:
 
 
 LARGEST = sys.float_info.max
-"""Whole numbers above it have no float."""
+"""The largest float; Python cannot convert a larger whole number to one."""
 
 
 def _check_number(name: str, value: object, *, whole: bool = False) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import random
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -80,19 +80,24 @@ class Sent:
             return None
 
 
-def mutated(value: Any, draw: random.Random, deepest: int = 900) -> Any:
-    """Return a JSON value with something in it replaced, left out or added."""
+def mutated(
+    value: Any, draw: random.Random, deepest: int = 900, hostile: Sequence[Any] = HOSTILE
+) -> Any:
+    """Return a JSON value with something in it replaced, left out or added.
+
+    hostile: what is put there, beside lists up to ``deepest`` levels deep.
+    """
     if draw.random() < 0.15 or not isinstance(value, dict | list) or not value:
-        return nested(draw.randrange(deepest)) if draw.random() < 0.02 else draw.choice(HOSTILE)
+        return nested(draw.randrange(deepest)) if draw.random() < 0.02 else draw.choice(hostile)
     changed = dict(value) if isinstance(value, dict) else list(value)
     index = draw.choice(list(changed)) if isinstance(value, dict) else draw.randrange(len(value))
     change = draw.random()
     if change < 0.1:
         del changed[index]
     elif change < 0.2 and isinstance(changed, dict):
-        changed[draw.choice(["colour", "", "x" * 1000])] = draw.choice(HOSTILE)
+        changed[draw.choice(["colour", "", "x" * 1000])] = draw.choice(hostile)
     else:
-        changed[index] = mutated(value[index], draw, deepest)
+        changed[index] = mutated(value[index], draw, deepest, hostile)
     return changed
 
 

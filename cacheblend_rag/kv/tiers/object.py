@@ -110,7 +110,7 @@ class ObjectTier(BytesTier):
             entry = self._entry(key) if "range" in str(error).lower() else None
             if entry is None or entry.nbytes > start:
                 raise
-            raise DamagedChunkError(f"it has {entry.nbytes} bytes") from error
+            raise DamagedChunkError(f"the object ends at byte {entry.nbytes}") from error
 
     async def _read_range(
         self, key: KVKey, options: Mapping[str, Any], most: int | None

@@ -9,6 +9,7 @@ from typing import Any
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk, SentLeadIn
+from tests.contracts import wire
 
 DOCUMENTS = "/v1/cacheblend/documents"
 CONFIG = BlendConfig(min_tokens=0, recompute_ratio=0.15, cost_model=False)
@@ -20,28 +21,9 @@ HOSTILE: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def nested(depth: int) -> Any:
-    """Return a list in a list in a list."""
-    value: Any = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 def mutated(value: Any, draw: random.Random, deepest: int = 2_000) -> Any:
     """Return a value with something in it replaced, left out or added."""
-    if draw.random() < 0.15 or not isinstance(value, dict | list) or not value:
-        return nested(draw.randrange(deepest)) if draw.random() < 0.02 else draw.choice(HOSTILE)
-    changed = dict(value) if isinstance(value, dict) else list(value)
-    index = draw.choice(list(changed)) if isinstance(value, dict) else draw.randrange(len(value))
-    change = draw.random()
-    if change < 0.1:
-        del changed[index]
-    elif change < 0.2 and isinstance(changed, dict):
-        changed[draw.choice(["colour", "", "x" * 1000])] = draw.choice(HOSTILE)
-    else:
-        changed[index] = mutated(value[index], draw, deepest)
-    return changed
+    return wire.mutated(value, draw, deepest, HOSTILE)
 
 
 def hostile_order(draw: random.Random) -> bytes:
