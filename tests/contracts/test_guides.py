@@ -357,7 +357,9 @@ def test_the_doctor_names_the_cause_first(opened: Open, planted: str, code: str)
         prompt = words(5 * TOKENS, 60)
     engine.precompute(known, progress=False, register_only=planted == "not stored")
     found = [one.code for one in diagnose(engine, prompt, runs=1).findings if one.is_fault]
-    assert next(one for one in found if one not in OF_TIMES) == code
+    # "Too short" is also said of a short prompt whose measured gain is little.
+    of_times = OF_TIMES | ({"prompt_too_short"} - {code})
+    assert next(one for one in found if one not in of_times) == code
 
 
 # Scenarios
