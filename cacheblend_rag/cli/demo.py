@@ -1,81 +1,62 @@
-"""``cacheblend-rag demo``: the toy model on constructed questions, a real one on real passages."""
+"""``cacheblend-rag demo``: a model answers questions on real passages in three ways."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Annotated
+from textwrap import shorten
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
-from cacheblend_rag.cli import demo_passages, demo_toy, options, output
-from cacheblend_rag.demo.notes import draw_notes
-from cacheblend_rag.demo.passages import load_passages
+from cacheblend_rag.cli import options, output
+from cacheblend_rag.demo.passages import PassageSample, load_passages
+from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.quiet_import import quiet_libraries
-from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.models import DEFAULT_MODEL
+from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.errors import StoreError, UnsupportedModelError
+from cacheblend_rag.models import DEFAULT_MODEL, packaged
 from cacheblend_rag.rag import checks
-from cacheblend_rag.rag.retrieval import BUNDLED
+from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt, Turn
+from cacheblend_rag.rag.retrieval import BUNDLED, DocumentRetriever
+from cacheblend_rag.settings import EMBEDDED
 
-QUESTIONS = 8
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cacheblend_rag.engines.answer import Generation
+    from cacheblend_rag.quality.side_by_side import Answers, SideBySide, Totals
+
+SHOWN_CHARACTERS = 100
 
 
 def demo_command(
     *,
-    questions: Annotated[
-        int, typer.Option(min=1, max=40, help="How many questions the toy model is asked.")
-    ] = QUESTIONS,
-    model: Annotated[
-        str, typer.Option(help="The model for the real passages: a name, file or folder.")
-    ] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Option(help="The model: a name, file or folder.")] = DEFAULT_MODEL,
     embedding_model: Annotated[
         str, typer.Option(help="'bundled' or any sentence-transformers name or folder.")
     ] = BUNDLED,
-    toy_only: Annotated[
-        bool, typer.Option("--toy-only", help="Skip the real passages and their model.")
-    ] = False,
-    save: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Only write the toy's notes, as text files."),
-    ] = None,
     save_passages: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Only write the real passages, as text files."),
+        typer.Option(metavar="FOLDER", help="Only write the passages, as text files."),
     ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Answer by full prefill and with reused KV, side by side: with a toy, then a real model."""
-    if save is not None and save_passages is not None:
-        raise ConfigError("--save and --save-passages: give one of them")
-    if save is not None:
-        _save_notes(save, questions)
-        return
+    """Answer by full prefill, plain reuse and blend, side by side, on real passages."""
     if save_passages is not None:
         _save_passages(save_passages)
         return
     checks.check_embedding_model(embedding_model)
     checks.check_installed(checks.RETRIEVAL_MODULES, "retrieval", "demo")
-    if not toy_only:
-        checks.check_model(model)
+    checks.check_model(model)
     console = output.side_console() if as_json else output.result_console()
     with output.stdout_reserved(as_json):
         quiet_libraries()
-        toy = demo_toy.show(console, questions, embedding_model)
-        real = None if toy_only else demo_passages.show(console, model, embedding_model)
+        plain = _show(console, model, embedding_model)
     if as_json:
-        output.print_json({**toy, "real": real})
-
-
-def _save_notes(folder: Path, questions: int) -> None:
-    """Write the toy's notes, and print how to ask about them."""
-    notes = draw_notes(questions)
-    try:
-        notes.save(folder)
-    except OSError as error:
-        raise StoreError(f"--save {folder} cannot be created: {error.strerror}") from error
-    typer.echo(f"{folder}: {len(notes.documents)} notes about made-up people and companies; ask")
-    for item in notes.questions:
-        typer.echo(f"  {item.question}  ({item.answer})")
-    typer.echo(f"the toy model reads them: cacheblend-rag index {folder} --model demo")
+        output.print_json(plain)
 
 
 def _save_passages(folder: Path) -> None:
@@ -89,3 +70,118 @@ def _save_passages(folder: Path) -> None:
     for item in sample.questions:
         typer.echo(f"  {item.question}  ({item.answers[0]})")
     typer.echo(f"to begin: cacheblend-rag index {folder}")
+
+
+def _show(console: Console, model: str, embedding_model: str) -> dict[str, Any]:
+    """Answer the sample's questions and print them; return plain JSON values."""
+    from cacheblend_rag.quality.side_by_side import Totals
+
+    sample = load_passages()
+    console.print(f"[bold]{escape(_described(model))}[/bold]", soft_wrap=True)
+    with _opened(model, embedding_model, sample) as (asker, dtype):
+        with output.progress_bar() as bar, bar.phase("computing the passages' KV"):
+            indexed = asker.index()
+        console.print(
+            f"Indexed {len(sample.passages)} passages of MuSiQue (Trivedi et al. 2022, CC BY 4.0), "
+            f"{indexed.computed_tokens:,} tokens, once, in {output.duration(indexed.seconds)}; "
+            f"the model runs in {dtype}.",
+            soft_wrap=True,
+        )
+        answered = []
+        for found in asker.answer_all(sample.questions):
+            answered.append(found)
+            _print_answered(console, found)
+    totals = Totals.of(answered)
+    for line in _summary(totals):
+        console.print(line, soft_wrap=True)
+    return {
+        "model": model,
+        "dtype": dtype,
+        "passages": len(sample.passages),
+        "indexed_tokens": indexed.computed_tokens,
+        "index_seconds": indexed.seconds,
+        "questions": [found.to_dict() for found in answered],
+        "totals": totals.to_dict(),
+    }
+
+
+@contextmanager
+def _opened(
+    model: str, embedding_model: str, sample: PassageSample
+) -> Iterator[tuple[SideBySide, str]]:
+    """Load the model and the retriever; yields the model's dtype, too."""
+    from cacheblend_rag.quality.side_by_side import SideBySide
+
+    documents = sample.documents()
+    prompt = RagPrompt(load_tokenizer(model), INSTRUCTION)
+    retriever = DocumentRetriever(documents, embedding_model)
+    with closing(open_engine(EMBEDDED, model=model, instruction=prompt.lead_in)) as engine:
+        if engine.blend_refusal:
+            raise UnsupportedModelError(f"model={model!r}: {engine.blend_refusal}")
+        yield (
+            SideBySide(
+                engine,
+                documents,
+                retriever.retrieve,
+                lambda question, passages: prompt.segmented(
+                    [Turn(question, passages)], engine.registry
+                ),
+            ),
+            engine.dtype or "a precision of its own",
+        )
+
+
+def _described(model: str) -> str:
+    """Return a model's name, with title and weights if it is packaged."""
+    known = packaged.MODELS.get(model)
+    return f"{model}: {known.title}, {known.weights} weights" if known else model
+
+
+def _print_answered(console: Console, found: Answers) -> None:
+    question = found.question
+    console.print(
+        f"\n[bold]{escape(question.question)}[/bold]  ({escape(question.answers[0])})",
+        soft_wrap=True,
+    )
+    report = found.blend.report
+    work = f"{report.reused_tokens:,} of {report.prompt_tokens:,} tokens reused"
+    if not report.blended:
+        work = f"not blended: {report.reason}"
+    for label, generation, note in (
+        ("full prefill", found.full, ""),
+        ("plain reuse", found.reuse, ""),
+        ("blend", found.blend, f"  [dim]{escape(work)}[/dim]"),
+    ):
+        seconds = output.duration(generation.report.seconds.time_to_first_token)
+        console.print(
+            f"  {label:<13} {seconds:>8}  {_marked(found, generation)}{note}", soft_wrap=True
+        )
+
+
+def _marked(found: Answers, generation: Generation) -> str:
+    text = escape(shorten(generation.text, SHOWN_CHARACTERS, placeholder=" ...") or "(nothing)")
+    return f"[green]{text}[/green]" if found.right(generation) else f"[red]{text} *[/red]"
+
+
+def _summary(totals: Totals) -> list[str]:
+    """Return lines on the speedup and the difference of answers."""
+    count = totals.questions
+    lines = [
+        f"\nFirst token, median of {count} questions: full prefill "
+        f"{output.duration(totals.full_seconds)}, plain reuse "
+        f"{output.duration(totals.reuse_seconds)}, blend {output.duration(totals.blend_seconds)}, "
+        f"[bold]{totals.speedup:.1f}x sooner[/bold]; {totals.reused_tokens:,.0f} of "
+        f"{totals.prompt_tokens:,.0f} tokens reused.",
+        f"Right: {totals.full_right} of {count} by full prefill, {totals.reuse_right} by plain "
+        f"reuse, {totals.blend_right} by blend (* does not hold the answer in brackets, word for "
+        f"word). The same text as full prefill's: {totals.reuse_same} by plain reuse, "
+        f"{totals.blend_same} by blend.",
+    ]
+    if totals.reuse_same < count:
+        lines.append(
+            "Plain reuse takes the passages' KV as it was stored, computed without the passages "
+            "beside it; blend recomputes the tokens that need it."
+        )
+    if totals.full_right < count:
+        lines.append("What full prefill gets wrong, the model gets wrong by itself.")
+    return lines

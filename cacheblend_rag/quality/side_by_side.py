@@ -1,9 +1,9 @@
-"""Answers questions over passages by full prefill and by blend, from the same prompt."""
+"""Answers questions over passages by full prefill, plain reuse and blend, from the same prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -21,21 +21,22 @@ MAX_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class AnswerPair:
-    """A question and both of its greedy answers, generated from the same prompt.
+class Answers:
+    """A question and its greedy answers, all from the same prompt.
 
-    titles: of the retrieved passages, in the order of the prompt.
+    titles: of the retrieved passages, in the order of the prompt. reuse: with the passages' KV as
+    it was stored, nothing recomputed.
     """
 
     question: PassageQuestion
     titles: tuple[str, ...]
     full: Generation
+    reuse: Generation
     blend: Generation
 
-    @property
-    def same(self) -> bool:
-        """Whether both answers are the same text."""
-        return self.full.text.strip() == self.blend.text.strip()
+    def same(self, generation: Generation) -> bool:
+        """Whether an answer is the same text as full prefill's."""
+        return self.full.text.strip() == generation.text.strip()
 
     def right(self, generation: Generation) -> bool:
         """Whether an answer contains a right answer word for word."""
@@ -48,6 +49,7 @@ class AnswerPair:
             "gold": self.question.answers[0],
             "passages": list(self.titles),
             "full": self._plain(self.full),
+            "reuse": self._plain(self.reuse),
             "blend": self._plain(self.blend),
         }
 
@@ -65,12 +67,15 @@ class Totals:
 
     questions: int
     full_seconds: float
+    reuse_seconds: float
     blend_seconds: float
     prompt_tokens: float
     reused_tokens: float
     full_right: int
+    reuse_right: int
     blend_right: int
-    same: int
+    reuse_same: int
+    blend_same: int
     not_blended: tuple[str, ...]
 
     @property
@@ -79,40 +84,32 @@ class Totals:
         return self.full_seconds / self.blend_seconds
 
     @classmethod
-    def of(cls, answered: Sequence[AnswerPair]) -> Totals:
+    def of(cls, answered: Sequence[Answers]) -> Totals:
         """Add up at least one answer."""
         blends = [one.blend.report for one in answered]
         return cls(
             questions=len(answered),
             full_seconds=median(_first_token(one.full) for one in answered),
+            reuse_seconds=median(_first_token(one.reuse) for one in answered),
             blend_seconds=median(_first_token(one.blend) for one in answered),
             prompt_tokens=median(report.prompt_tokens for report in blends),
             reused_tokens=median(report.reused_tokens for report in blends),
             full_right=sum(one.right(one.full) for one in answered),
+            reuse_right=sum(one.right(one.reuse) for one in answered),
             blend_right=sum(one.right(one.blend) for one in answered),
-            same=sum(one.same for one in answered),
+            reuse_same=sum(one.same(one.reuse) for one in answered),
+            blend_same=sum(one.same(one.blend) for one in answered),
             not_blended=tuple(str(report.reason) for report in blends if not report.blended),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {
-            "questions": self.questions,
-            "full_seconds": self.full_seconds,
-            "blend_seconds": self.blend_seconds,
-            "speedup": self.speedup,
-            "prompt_tokens": self.prompt_tokens,
-            "reused_tokens": self.reused_tokens,
-            "full_right": self.full_right,
-            "blend_right": self.blend_right,
-            "same": self.same,
-            "not_blended": list(self.not_blended),
-        }
+        return {**asdict(self), "speedup": self.speedup}
 
 
 @dataclass(frozen=True)
 class SideBySide:
-    """A model that answers questions over passages by full prefill and by blend.
+    """A model that answers questions over passages by full prefill, plain reuse and blend.
 
     engine: its instruction is the text that ``render`` puts before the first passage. documents:
     the passages. retrieve: returns so many documents for a question, best first. render: makes a
@@ -128,13 +125,13 @@ class SideBySide:
         """Compute and store the KV of every passage, once."""
         return self.engine.precompute(self.documents, progress=False)
 
-    def answer_all(self, questions: Sequence[PassageQuestion]) -> Iterator[AnswerPair]:
-        """Answer every question both ways, after one untimed answer each way."""
+    def answer_all(self, questions: Sequence[PassageQuestion]) -> Iterator[Answers]:
+        """Answer every question in each way, after one untimed answer each."""
         self._answer(questions[0], max_tokens=1)
         for question in questions:
             yield self._answer(question, MAX_TOKENS)
 
-    def _answer(self, question: PassageQuestion, max_tokens: int) -> AnswerPair:
+    def _answer(self, question: PassageQuestion, max_tokens: int) -> Answers:
         found = self.retrieve(question.question, RETRIEVED)
         chunks = [chunk for document in found for chunk in document.to_chunks()]
         prompt = self.render(question.question, tuple(chunk.text for chunk in chunks))
@@ -142,10 +139,12 @@ class SideBySide:
         # Without the cost model, a busy machine does not turn a blend into ordinary prefill. Full
         # prefill computes the instruction, so the blend does, too.
         config = self.engine.config.with_changes(cost_model=False, reuse_prefix=False)
-        return AnswerPair(
+        plain = config.with_changes(recompute_ratio=0.0)
+        return Answers(
             question,
             tuple(document.document_id for document in found),
             full=self.engine.generate_full(prompt, greedy, hints=chunks),
+            reuse=self.engine.generate(prompt, greedy, config=plain, hints=chunks),
             blend=self.engine.generate(prompt, greedy, config=config, hints=chunks),
         )
 

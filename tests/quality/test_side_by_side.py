@@ -7,7 +7,7 @@ import pytest
 from cacheblend_rag.demo.passages import PassageQuestion
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.quality.metrics import holds_answer
-from cacheblend_rag.quality.side_by_side import RETRIEVED, AnswerPair, SideBySide, Totals
+from cacheblend_rag.quality.side_by_side import RETRIEVED, Answers, SideBySide, Totals
 from cacheblend_rag.text.chunk import Document
 
 
@@ -37,21 +37,30 @@ def generation(text, seconds, reused=0):
 def test_totals_are_medians_and_counts():
     asked = PassageQuestion("Which moon?", ("Triton",), "Neptune")
     answered = [
-        AnswerPair(asked, (), generation(f" {full}", seconds), generation(blend, 1.0, reused))
-        for full, blend, seconds, reused in [
-            ("Triton", "Triton", 2.0, 90),
-            ("Triton.", "Nereid", 4.0, 80),
-            ("Nereid", "Pluto", 9.0, 0),
+        Answers(
+            asked,
+            (),
+            full=generation(f" {full}", seconds),
+            reuse=generation(reuse, 0.5, reused),
+            blend=generation(blend, 1.0, reused),
+        )
+        for full, reuse, blend, seconds, reused in [
+            ("Triton", "Nereid", "Triton", 2.0, 90),
+            ("Triton.", "Triton.", "Nereid", 4.0, 80),
+            ("Nereid", "Nereid", "Pluto", 9.0, 0),
         ]
     ]
     totals = Totals.of(answered)
-    assert (totals.questions, totals.full_right, totals.blend_right, totals.same) == (3, 2, 1, 1)
-    assert (totals.full_seconds, totals.blend_seconds, totals.speedup) == (4.0, 1.0, 4.0)
+    assert (totals.questions, totals.full_right) == (3, 2)
+    assert (totals.reuse_right, totals.blend_right) == (1, 1)
+    assert (totals.reuse_same, totals.blend_same) == (2, 1)
+    assert (totals.full_seconds, totals.reuse_seconds, totals.blend_seconds) == (4.0, 0.5, 1.0)
+    assert totals.speedup == 4.0
     assert (totals.prompt_tokens, totals.reused_tokens) == (100, 80)
     assert totals.not_blended == ("slow",)
 
 
-def test_both_answers_are_of_one_prompt_and_at_ratio_one_they_are_the_same():
+def test_all_answers_are_of_one_prompt_and_at_ratio_one_the_blend_is_the_same():
     documents = [Document(f"{n}", (f"Anna {n} lives in Rome. " * 20,)) for n in range(9)]
     engine = TransformersEngine("demo", instruction="Read:\n\n")
     engine.config = engine.config.with_changes(recompute_ratio=1.0, min_tokens=0)
@@ -63,9 +72,10 @@ def test_both_answers_are_of_one_prompt_and_at_ratio_one_they_are_the_same():
     )
     assert asker.index().computed == len(documents)
     (found,) = asker.answer_all([PassageQuestion("Where does Anna live?", ("Rome",), "1")])
-    assert found.same
+    assert found.same(found.blend)
     assert found.titles == tuple(str(n) for n in range(RETRIEVED))
-    full, blend = found.full.report, found.blend.report
-    assert full.prompt_tokens == blend.prompt_tokens
-    assert (full.blended, blend.blended) == (False, True)
+    full, reuse, blend = found.full.report, found.reuse.report, found.blend.report
+    assert full.prompt_tokens == reuse.prompt_tokens == blend.prompt_tokens
+    assert (full.blended, reuse.blended, blend.blended) == (False, True, True)
+    assert reuse.recomputed_tokens == 0
     engine.close()
