@@ -39,7 +39,7 @@ class UnmodifiedClients:
         """The greedy answer to the question about the passage."""
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=self.key, max_retries=0)
         answer = client.chat.completions.create(
-            model="demo",
+            model="toy",
             messages=[{"role": "user", "content": prompt}],
             max_tokens=8,
             temperature=0,
@@ -52,7 +52,7 @@ class UnmodifiedClients:
     def test_langchains_chat_openai(self, url: str, prompt: str, expected: str) -> None:
         from langchain_openai import ChatOpenAI
 
-        told = {"base_url": f"{url}/v1", "api_key": self.key, "model": "demo", "max_tokens": 8}
+        told = {"base_url": f"{url}/v1", "api_key": self.key, "model": "toy", "max_tokens": 8}
         model = ChatOpenAI(**told, temperature=0)
         answer = model.invoke(prompt)
         assert answer.content == expected
@@ -69,7 +69,7 @@ class UnmodifiedClients:
         from llama_index.core.llms import ChatMessage
         from llama_index.llms.openai_like import OpenAILike
 
-        told = {"api_base": f"{url}/v1", "api_key": self.key, "model": "demo"}
+        told = {"api_base": f"{url}/v1", "api_key": self.key, "model": "toy"}
         model = OpenAILike(**told, is_chat_model=True, max_tokens=8, temperature=0)
         message = [ChatMessage(role="user", content=prompt)]
         answer = model.chat(message)
@@ -83,7 +83,7 @@ class UnmodifiedClients:
         route, key = f"{url}/v1/chat/completions", ("-H", f"Authorization: Bearer {self.key}")
         as_json = ("-H", "Content-Type: application/json")
         messages = [{"role": "user", "content": prompt}]
-        asked = {"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0}
+        asked = {"model": "toy", "messages": messages, "max_tokens": 8, "temperature": 0}
         answer = json.loads(curl(route, *key, *as_json, "-d", json.dumps(asked)))
         assert answer["choices"][0]["message"]["content"] == expected
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
@@ -99,14 +99,14 @@ class UnmodifiedClients:
         quiet = ("--no-package-lock", "--no-audit", "--no-fund", "--loglevel=error")
         install = ["npm", "install", *quiet, NPM_OPENAI]
         subprocess.run(install, cwd=tmp_path, check=True, timeout=300)
-        command = ["node", "client.mjs", url, self.key, "demo", passage]
+        command = ["node", "client.mjs", url, self.key, "toy", passage]
         ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, ran.stderr
         told = json.loads(ran.stdout)
         assert told["whole"] == told["streamed"] == told["helped"] == expected
         assert told["cached"] > 0
         assert told["streamedCached"] > 0
-        assert told["models"] == ["demo"]
+        assert told["models"] == ["toy"]
         assert told["response"]
         assert told["last"] in {"response.completed", "response.incomplete"}
         assert told["failed"] == 404

@@ -10,8 +10,8 @@ import os
 import subprocess
 import sys
 
-from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.engines.vllm.serve import running_server
+from tests.toy import TOY
 
 VARIABLE = "CACHEBLEND_TEST_ENGINE"
 FLAGS = ("--dtype", "float32", "--enforce-eager")
@@ -22,9 +22,7 @@ def main(command: list[str]) -> int:
     if VARIABLE in os.environ:
         return subprocess.call(command)
     environment = {**SMALL, **{name: os.environ[name] for name in SMALL if name in os.environ}}
-    with running_server(
-        MODEL_FOLDER, served_name="demo", flags=FLAGS, environment=environment
-    ) as server:
+    with running_server(TOY, served_name="toy", flags=FLAGS, environment=environment) as server:
         return subprocess.call(command, env={**os.environ, VARIABLE: server.url})
 
 

@@ -311,7 +311,7 @@ class BatchPlan(Plan):
     All chunks are on disk; memory has room for ``held`` of them.
     """
 
-    model: str = option("demo", "The model: a name, a folder or a hub name.")
+    model: str = option("smollm2", "The model: a name, a folder or a hub name.")
     requests: int = option(64, "Requests of the batch.", least=1)
     chunks: int = option(200, "Stored chunks.", least=1)
     drawn: int = option(4, "Chunks a request draws.", least=1)

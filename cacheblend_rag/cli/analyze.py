@@ -103,7 +103,6 @@ def analyze_command(
             text = found.text
             if found.note:
                 progress.warn(f"{path}: {found.note}")
-            chosen.warn_of_foreign(path, text, progress)
             opened = chosen.open(progress)
             try:
                 from cacheblend_rag.rag.long_document import analyze_long_document

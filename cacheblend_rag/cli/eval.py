@@ -11,9 +11,9 @@ import typer
 
 from cacheblend_rag.cli import eval_tables, options, output
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models import DEMO_MODEL
+from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.plain import read_object
-from cacheblend_rag.quality.questions import DEMO, DataChoice, choose_questions
+from cacheblend_rag.quality.questions import SINGLE_HOP, DataChoice, choose_questions
 from cacheblend_rag.rag import checks
 from cacheblend_rag.settings import EMBEDDED
 
@@ -28,11 +28,9 @@ def evaluate_command(
     *,
     dataset: Annotated[
         str,
-        typer.Option(
-            help="'demo', 'single-hop', 'ruler:niah' (or vt, cwe), or a file of questions."
-        ),
-    ] = DEMO,
-    model: options.ModelOption = DEMO_MODEL,
+        typer.Option(help="'single-hop', 'ruler:niah' (or vt, cwe), or a file of questions."),
+    ] = SINGLE_HOP,
+    model: options.ModelOption = DEFAULT_MODEL,
     engine: Annotated[
         str,
         typer.Option(help="'transformers', 'vllm' (starts a server) or the URL of a `serve`."),

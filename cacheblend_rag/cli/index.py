@@ -50,7 +50,7 @@ def index_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A hub name, a folder, a GGUF file or 'demo' (the toy).",
+            help="A hub name, a folder or a GGUF file.",
             show_default=DEFAULT_MODEL,
         ),
     ] = None,

@@ -53,7 +53,7 @@ NewerOption = Annotated[
 NamespaceOption = Annotated[str | None, typer.Option(help="Chunks of this namespace.")]
 OfModelOption = Annotated[
     str | None,
-    typer.Option("--model", help="Chunks of this model: 'demo', its folder or its name."),
+    typer.Option("--model", help="Chunks of this model: its folder or its name."),
 ]
 DocumentOption = Annotated[
     str | None, typer.Option(help="Chunks of this document; give its --model, too.")

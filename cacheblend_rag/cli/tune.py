@@ -10,7 +10,7 @@ import typer
 
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.models import LOCAL_MODELS
-from cacheblend_rag.quality.questions import DEMO, DataChoice, choose_questions
+from cacheblend_rag.quality.questions import SINGLE_HOP, DataChoice, choose_questions
 from cacheblend_rag.rag import checks
 
 if TYPE_CHECKING:
@@ -26,10 +26,8 @@ def tune_command(
     *,
     dataset: Annotated[
         str,
-        typer.Option(
-            help="Questions as for `eval`: a file, single-hop, ...; demo is for the model demo."
-        ),
-    ] = DEMO,
+        typer.Option(help="Questions as for `eval`: a file, single-hop, ..."),
+    ] = SINGLE_HOP,
     setting: Annotated[
         str | None, typer.Option(help="One setting of the dataset; all in turn by default.")
     ] = None,

@@ -13,8 +13,7 @@ def load_tokenizer(name: str | Path) -> Any:
     """Return a model's tokenizer, without its weights.
 
     Args:
-        name: a hub name, a folder with a model or only a tokenizer, a GGUF file, ``smollm2``,
-            ``demo``.
+        name: a hub name, a folder with a model or only a tokenizer, a GGUF file, ``smollm2``.
 
     Raises:
         ModelLoadError: when there is none, or it cannot be loaded.

@@ -1,4 +1,4 @@
-"""Lists the bundled model, the packaged models, and converted GGUF files."""
+"""Lists the packaged models, and converted GGUF files."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 
 from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.models import converted, packaged
-from cacheblend_rag.models.names import DEMO_FOLDER, DEMO_MODEL
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A bundled, packaged or converted model.
+    """A packaged or converted model.
 
-    kind: bundled, packaged or gguf. source: the package or file it comes from. nbytes: of its
+    kind: packaged or gguf. source: the package or file it comes from. nbytes: of its
     folder; None if it was not fetched, like ``folder``. licence: None if unknown.
     """
 
@@ -33,8 +32,8 @@ class KnownModel:
 
 
 def all_models() -> list[KnownModel]:
-    """Return the bundled model, the packaged ones, and the converted ones."""
-    return [_bundled(), *map(_packaged, packaged.MODELS.values()), *_from_files()]
+    """Return the packaged models, and the converted ones."""
+    return [*map(_packaged, packaged.MODELS.values()), *_from_files()]
 
 
 def remove(name: str) -> int:
@@ -42,8 +41,6 @@ def remove(name: str) -> int:
 
     Raises ModelLoadError when there is none.
     """
-    if name == DEMO_MODEL:
-        raise ModelLoadError(f"{DEMO_MODEL} is part of cacheblend-rag and cannot be removed")
     folders = {
         model.folder
         for model in [*map(_packaged, packaged.MODELS.values()), *_from_files()]
@@ -52,18 +49,6 @@ def remove(name: str) -> int:
     if not folders:
         raise ModelLoadError(f"there is no converted model called {name!r}: see `models ls`")
     return sum(converted.remove(folder) for folder in folders)
-
-
-def _bundled() -> KnownModel:
-    return KnownModel(
-        name=DEMO_MODEL,
-        kind="bundled",
-        title="the demo's own model, which reads nothing but its corpus",
-        licence="Apache-2.0",
-        source="cacheblend-rag",
-        nbytes=converted.size_of(DEMO_FOLDER),
-        folder=DEMO_FOLDER,
-    )
 
 
 def _packaged(model: packaged.PackagedModel) -> KnownModel:

@@ -9,12 +9,9 @@ from pathlib import Path
 from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.models import converted, gguf, packaged
 
-DEMO_MODEL = "demo"
-DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
-"""The bundled model, a folder in hub format."""
 DEFAULT_MODEL = "smollm2"
 """The default model of commands: a packaged one, which has to be fetched."""
-LOCAL_MODELS = "'smollm2' (packaged), 'demo' (bundled), a .gguf file or a folder in hub format"
+LOCAL_MODELS = "'smollm2' (packaged), a .gguf file or a folder in hub format"
 """The kinds of local model names, as listed in help texts and errors."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 SCHEME = "://"
@@ -25,7 +22,7 @@ def resolve(name: str | Path) -> str:
     """Return the folder or hub name that transformers and vLLM load.
 
     Args:
-        name: ``demo`` (bundled), a packaged model (``smollm2``), a ``.gguf`` file, a folder that
+        name: a packaged model (``smollm2``), a ``.gguf`` file, a folder that
             holds one, a folder in hub format, or a hub name. A GGUF file is converted into a folder
             the first time, which takes a while.
 
@@ -34,8 +31,6 @@ def resolve(name: str | Path) -> str:
             GGUF file cannot be converted.
     """
     text = str(name)
-    if text == DEMO_MODEL:
-        return str(DEMO_FOLDER)
     if text in packaged.MODELS:
         return str(packaged.fetched_folder(text))
     path = Path(os.path.expanduser(name))
@@ -55,7 +50,7 @@ def tokenizer_source(name: str | Path) -> str:
         ModelLoadError: as ``resolve`` does.
     """
     text, folder = str(name), Path(os.path.expanduser(name))
-    if text in {DEMO_MODEL, *packaged.MODELS} or not (folder / "tokenizer_config.json").is_file():
+    if text in packaged.MODELS or not (folder / "tokenizer_config.json").is_file():
         return resolve(name)
     return str(folder) if _gguf_file(folder, text) is None else resolve(name)
 
@@ -63,8 +58,6 @@ def tokenizer_source(name: str | Path) -> str:
 def check(name: str | Path) -> None:
     """Raise ModelLoadError when a local path holds no model; nothing is loaded or converted."""
     text = str(name)
-    if text == DEMO_MODEL:
-        return
     if text in packaged.MODELS:
         packaged.fetched_folder(text)
         return
@@ -79,19 +72,17 @@ def public_name(name: str) -> str:
     For a folder or file it is the last part, never the whole path; a hub name is unchanged.
     """
     path = Path(os.path.expanduser(name))
-    if name in {DEMO_MODEL, *packaged.MODELS} or not is_local(name):
+    if name in packaged.MODELS or not is_local(name):
         return name
-    if path.resolve() == DEMO_FOLDER.resolve():
-        return DEMO_MODEL
     if (record := converted.read_record(path)) is not None:
         return record.name
     return gguf.stem(path.name) or path.resolve().name or name
 
 
 def is_local(name: str | Path) -> bool:
-    """Whether a name refers to a local model: a bundled or packaged one, a file or a folder."""
+    """Whether a name refers to a local model: a packaged one, a file or a folder."""
     text = str(name)
-    if text in {DEMO_MODEL, *packaged.MODELS}:
+    if text in packaged.MODELS:
         return True
     return Path(os.path.expanduser(name)).exists() or not HUB_NAME.fullmatch(text)
 
@@ -99,14 +90,9 @@ def is_local(name: str | Path) -> bool:
 def absolute(name: str) -> str:
     """Return a name that works from any working directory."""
     path = Path(os.path.expanduser(name))
-    if name in {DEMO_MODEL, *packaged.MODELS} or not path.exists():
+    if name in packaged.MODELS or not path.exists():
         return name
     return os.path.abspath(path)
-
-
-def knows_only_the_demo(name: str | Path) -> bool:
-    """Whether a model can read only the demo's corpus."""
-    return str(name) == DEMO_MODEL
 
 
 def _gguf_file(path: Path, name: str) -> Path | None:

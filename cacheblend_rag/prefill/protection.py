@@ -16,7 +16,7 @@ from cacheblend_rag.blend.rows import Mask
 LEAST_CHANGE = 0.25
 """The smallest prior of a protected token: below it, KV hardly depends on the document.
 
-Measured on fragments (docs/quality.md): on the bundled model, which looks subjects up in its first
+Measured on fragments: on a model of 1.1M parameters, which looks subjects up in its first
 layers, nearly all priors are above it, and recomputed chunks forget their subject; on SmolLM2 and
 Gemma 3 all are below it, and recomputing any of their tokens brings predictions nearer to those
 after the whole documents.

@@ -1,4 +1,4 @@
-"""Chooses the questions of an evaluation: from a file, the demo's corpus or a generator."""
+"""Chooses the questions of an evaluation: from a file or a generator."""
 
 from __future__ import annotations
 
@@ -7,27 +7,16 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from cacheblend_rag.demo.corpus import (
-    CHUNK_SEPARATOR,
-    INSTRUCTION,
-    LEARNED_SETTINGS,
-    SETTINGS,
-    DemoDocument,
-    DemoPrompt,
-    generate_prompts,
-)
 from cacheblend_rag.demo.passages import SINGLE_HOP_FILE
-from cacheblend_rag.errors import ConfigError, DatasetError
+from cacheblend_rag.errors import DatasetError
 from cacheblend_rag.quality.data import load_dataset
 from cacheblend_rag.quality.data.cutting import DEFAULT_CUTTING, Cutting, cut
 from cacheblend_rag.quality.data.needles import RULER_TOKENS, generate
 from cacheblend_rag.quality.data.reading import DISTRACTORS, ReadOptions
 from cacheblend_rag.quality.data.retrieval import ADJACENT, CUT_SETTINGS, retrieval
 from cacheblend_rag.quality.data.sentences import CountTokens, estimate_tokens
-from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
-from cacheblend_rag.text.chunk import Document
+from cacheblend_rag.quality.dataset import EvalDataset
 
-DEMO = "demo"
 SINGLE_HOP = "single-hop"
 RULER = "ruler:"
 
@@ -75,11 +64,10 @@ def choose_questions(
 ) -> EvalDataset:
     """Return at most so many questions per setting.
 
-    source: ``demo``, ``single-hop`` (which comes with the package), ``ruler:niah``, ``ruler:vt``,
-    ``ruler:cwe``, or a file of questions. settings: if empty, all of the source's, but of the
-    demo's only those that the bundled weights learned. passages: at most so many per question, gold
-    ones first; None for all. seed: for whatever is drawn.
-    choice: how documents are cut, and how long prompts are.
+    source: ``single-hop`` (which comes with the package), ``ruler:niah``, ``ruler:vt``,
+    ``ruler:cwe``, or a file of questions. settings: if empty, all of the source's.
+    passages: at most so many per question, gold ones first; None for all. seed: for whatever is
+    drawn. choice: how documents are cut, and how long prompts are.
     Raises ConfigError, DatasetError on an unknown setting, and the errors of load_dataset.
     """
     data = _drawn(source, settings, questions, passages=passages, seed=seed, choice=choice)
@@ -104,12 +92,6 @@ def _drawn(
     choice: DataChoice,
 ) -> EvalDataset:
     """Return at least the questions that are chosen, as far as the source has them."""
-    if source == DEMO:
-        if choice.cutting:
-            raise ConfigError(
-                "chunk_tokens and prompt_tokens do not apply to 'demo': leave them out"
-            )
-        return demo_dataset(settings, questions, seed)
     if source.startswith(RULER):
         return _ruler(source.removeprefix(RULER), settings, questions, seed, choice)
     cutting = choice.cutting
@@ -144,37 +126,3 @@ def _joined(parts: Iterable[EvalDataset]) -> EvalDataset:
     first, *others = parts
     questions = chain(first.questions, *(part.questions for part in others))
     return replace(first, questions=tuple(questions))
-
-
-def demo_dataset(settings: Sequence[str], questions: int, seed: int) -> EvalDataset:
-    """Draw questions about held-out subjects of the demo's corpus, so many per setting.
-
-    Raises ConfigError on a setting that the corpus does not have.
-    """
-    for setting in settings:
-        if setting not in SETTINGS:
-            raise ConfigError(f"setting={setting!r} must be one of {', '.join(SETTINGS)}")
-    drawn = tuple(
-        _demo_question(prompt)
-        for setting in settings or LEARNED_SETTINGS
-        for prompt in generate_prompts(setting, questions, seed)
-    )
-    return EvalDataset(DEMO, drawn, INSTRUCTION)
-
-
-def demo_documents(documents: Sequence[DemoDocument]) -> tuple[Document, ...]:
-    """Return documents of the demo's corpus in the form for indexing."""
-    return tuple(Document(d.document_id, d.chunks, CHUNK_SEPARATOR) for d in documents)
-
-
-def _demo_question(prompt: DemoPrompt) -> EvalQuestion:
-    documents = demo_documents(prompt.documents)
-    chunks = [document.to_chunks() for document in documents]
-    return EvalQuestion(
-        question=prompt.question.conversation,
-        answers=(prompt.question.answer,),
-        passages=tuple(chunks[d][c] for d, c in prompt.retrieved),
-        documents=documents,
-        setting=prompt.setting,
-        kind=prompt.question.kind,
-    )

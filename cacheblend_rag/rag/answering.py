@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Self, cast
 
 from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.models import knows_only_the_demo
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import Collection, CollectionSettings
 from cacheblend_rag.rag.collection_engine import Placement, open_known
@@ -21,8 +20,6 @@ from cacheblend_rag.rag.progress import ProgressCallbacks
 from cacheblend_rag.rag.prompt import RagPrompt
 from cacheblend_rag.rag.readers import EXTRA
 from cacheblend_rag.rag.retrieval import Embedder, VectorSearch
-from cacheblend_rag.rag.toy_vocabulary import first_foreign, foreign_warning
-from cacheblend_rag.text.chunk import Document
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta, Generation
@@ -61,7 +58,6 @@ class Asker:
             settings = replace(collection.settings, engine=engine or collection.settings.engine)
             stored = collection.load()
         _check(settings, placement.device, ratio, selector)
-        _warn_of_foreign(settings.model, stored.documents, progress)
         self._load(folder, settings, placement, progress)
         self._chunks = [
             (chunk, position)
@@ -154,15 +150,6 @@ def _check(
     checks.check_embedding_model(settings.embedding_model)
     checks.check_installed(checks.RETRIEVAL_MODULES, "retrieval", EXTRA)
     checks.check_placement(device)
-
-
-def _warn_of_foreign(
-    model: str, documents: Sequence[Document], progress: ProgressCallbacks
-) -> None:
-    if knows_only_the_demo(model):
-        name = first_foreign((one.document_id, one.chunks) for one in documents)
-        if name is not None:
-            progress.warn(foreign_warning(name, "`index --rebuild --model` "))
 
 
 def clean_question(text: str) -> str:

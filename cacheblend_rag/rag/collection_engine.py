@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.demo import corpus as demo_corpus
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models import DEFAULT_MODEL, absolute, knows_only_the_demo
+from cacheblend_rag.models import DEFAULT_MODEL, absolute
 from cacheblend_rag.rag.collection import KV_NAME, CollectionSettings
 from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt
 from cacheblend_rag.rag.retrieval import BUNDLED
@@ -78,11 +77,6 @@ def resolved_name(name: str) -> str:
     return name if name == BUNDLED else absolute(name)
 
 
-def default_instruction(model: str) -> str:
-    """Return a model's default instruction: the bundled model needs the one it was trained on."""
-    return demo_corpus.INSTRUCTION if knows_only_the_demo(model) else INSTRUCTION
-
-
 def new_settings(choices: Choices) -> CollectionSettings:
     """Return the settings of a new collection, as far as the tokenizer determines them.
 
@@ -91,9 +85,7 @@ def new_settings(choices: Choices) -> CollectionSettings:
     quiet_libraries()
     model = choices.model
     tokenizer = load_tokenizer(model)
-    instruction = choices.instruction
-    if instruction is None:
-        instruction = default_instruction(model)
+    instruction = INSTRUCTION if choices.instruction is None else choices.instruction
     return CollectionSettings(
         model=model,
         embedding_model=choices.embedding_model,

@@ -14,10 +14,9 @@ from cacheblend_rag.engines.conversations import forget_conversation
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prefill.conversation_kv import MOST_BYTES, MOST_TURNS, ConversationKV
 from cacheblend_rag.rag.answering import clean_question, finished
-from cacheblend_rag.rag.collection_engine import default_instruction
 from cacheblend_rag.rag.fitting import AskedTurn, FittedPrompt, PromptFitter
 from cacheblend_rag.rag.ordering import Source
-from cacheblend_rag.rag.prompt import RagPrompt, Turn
+from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt, Turn
 from cacheblend_rag.text.chunk import Chunk
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ class Conversation:
 
         engine, chosen = self._engine, sampling or SamplingParams()
         if instruction is None and not engine.instruction:
-            instruction = default_instruction(engine.model_name)
+            instruction = INSTRUCTION
         prompt = RagPrompt.of_engine(engine.tokenizer, engine.instruction, instruction)
         self._sampling = replace(chosen, stop=(*chosen.stop, *prompt.stop))
         self._config = config

@@ -8,15 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.demo import corpus as demo_corpus
 from cacheblend_rag.errors import PromptError, StoreError
-from cacheblend_rag.models import DEFAULT_MODEL, knows_only_the_demo
+from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.extracting import EXTRACTORS, Extracted
 from cacheblend_rag.rag.loading import load_engine
 from cacheblend_rag.rag.progress import ProgressCallbacks
 from cacheblend_rag.rag.readers import FileReader, UnreadableFileError
-from cacheblend_rag.rag.toy_vocabulary import foreign_warning, is_foreign
 from cacheblend_rag.rag.window_prompts import INSTRUCTION, default_lead_in
 from cacheblend_rag.settings import EMBEDDED
 
@@ -78,12 +76,10 @@ class AnalysisEngine:
         from cacheblend_rag.settings import EngineConfig, Profile
 
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        toy = knows_only_the_demo(self.model)
-        instruction = demo_corpus.INSTRUCTION if toy else INSTRUCTION
         config = EngineConfig(
             engine=self.engine,
             model=self.model,
-            instruction=partial(default_lead_in, instruction=instruction),
+            instruction=partial(default_lead_in, instruction=INSTRUCTION),
             store=self.store,
             profile=Profile.chosen(self.profile),
             device=self.device,
@@ -94,8 +90,3 @@ class AnalysisEngine:
     def config(self, engine: Engine) -> BlendConfig:
         """Return the settings of the opened engine's requests."""
         return engine.config.with_given(recompute_ratio=self.ratio, selector=self.selector)
-
-    def warn_of_foreign(self, path: Path, text: str, progress: ProgressCallbacks) -> None:
-        """Warn if the toy model cannot read the text."""
-        if knows_only_the_demo(self.model) and is_foreign(text):
-            progress.warn(foreign_warning(path.name, "--model "))

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Self
 from cacheblend_rag.engines.model_config import kv_bytes_per_token, served_dtype, text_config
 from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
-from cacheblend_rag.models import knows_only_the_demo
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import (
     FILE_NAME,
@@ -33,7 +32,6 @@ from cacheblend_rag.rag.collection import (
 from cacheblend_rag.rag.collection_engine import (
     Choices,
     Placement,
-    default_instruction,
     new_settings,
     open_known,
     open_new,
@@ -49,7 +47,6 @@ from cacheblend_rag.rag.readers import (
 )
 from cacheblend_rag.rag.retrieval import Embedder, Vectors
 from cacheblend_rag.rag.storing_kv import KVStoring
-from cacheblend_rag.rag.toy_vocabulary import foreign_warning, is_foreign
 from cacheblend_rag.settings import EMBEDDED, VLLM
 from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.chunk import Document
@@ -95,7 +92,6 @@ class Indexing:
         self._reader = FileReader()
         self._collection: Collection | None = None
         self._models: _Models | None = None
-        self._warned = False
         self._skipped: set[Path] = set()
         self._stored: set[str] = set()
         if rebuild:
@@ -262,7 +258,6 @@ class Indexing:
                 else:
                     task.note(f"reading {source}")
                     found = self._reader.read(path)
-                    self._warn_once(source, found.text)
                     self._note_file(path, found.note)
                     yield _NewFile(path, source, content_hash, found.text, source in known)
             except UnreadableFileError as error:
@@ -280,15 +275,6 @@ class Indexing:
             self.report.changed += 1
         else:
             self.report.added += 1
-
-    def _warn_once(self, source: str, text: str) -> None:
-        """Warn about the first file that the bundled model cannot read."""
-        if self._warned or not knows_only_the_demo(self._settled("model")):
-            return
-        if is_foreign(text):
-            rebuild = "" if self._collection is None else "--rebuild "
-            self._progress.warn(foreign_warning(source, f"{rebuild}--model "))
-            self._warned = True
 
     def _settled(self, name: str) -> Any:
         """Return a setting of the collection, or of the one to be made."""
@@ -409,8 +395,6 @@ def _chosen_before(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
     model = chosen["model"]
     if asked.get("model", model) != model:
         del chosen["dtype"]
-        if chosen["instruction"] == default_instruction(model):
-            del chosen["instruction"]
     return chosen
 
 

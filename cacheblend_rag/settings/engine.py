@@ -58,7 +58,7 @@ class EngineConfig(Settings):
     """``transformers`` (embedded), ``vllm`` (in this process), the URL of a server that
     ``cacheblend-rag serve`` started, or ``auto``."""
     model: Annotated[Any, _TEXT] = ""
-    """A name (``smollm2``, ``demo``, a GGUF file, a folder in hub format, a hub name) or a loaded
+    """A name (``smollm2``, a GGUF file, a folder in hub format, a hub name) or a loaded
     model (embedded engine only). With a URL it names the tokenizer, and "" is the model that the
     server loaded."""
     tokenizer: Annotated[Any, WithJsonSchema({"type": "null"})] = Field(default=None, repr=False)

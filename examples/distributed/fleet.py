@@ -32,13 +32,13 @@ from services import (
 )
 
 from cacheblend_rag import BlendConfig, Document, SamplingParams, open_engine
-from cacheblend_rag.demo.corpus import INSTRUCTION, generate_collection
+from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.vllm.affinity import AFFINITY_HEADER, affinity_of
 from cacheblend_rag.errors import EngineUnavailableError
 
-DOCUMENTS, IN_A_PROMPT, LATE = 24, 4, 14
+IN_A_PROMPT, LATE = 4, 12
 """Documents from LATE on are asked for only once Redis is gone."""
-HEAD = f"<bos>{INSTRUCTION}\n\n"
+HEAD = "Answer from the passages.\n\n"
 CONFIG = BlendConfig(recompute_ratio=0.0, min_tokens=0, cost_model=False)
 SHORT = 8
 WAIT_SECONDS = 600.0
@@ -67,9 +67,9 @@ class Counts:
 class Client:
     """Asks one address, from several threads, and counts."""
 
-    def __init__(self, url: str, documents: Sequence[Document]) -> None:
+    def __init__(self, url: str, model: str, documents: Sequence[Document]) -> None:
         self.engine: Any = open_engine(
-            url, model="demo", instruction=HEAD, lead_in="document", config=CONFIG
+            url, model=model, instruction=HEAD, lead_in="document", config=CONFIG
         )
         self.engine.register(documents)
         self.counts, self._lock = Counts(), Lock()
@@ -126,13 +126,13 @@ class Client:
 class Fleet:
     """All programs of the fleet, running."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, model: str, stack: ExitStack) -> None:
         self._stack = stack
         self.redis, self.s3 = redis_server(folder), s3_server(folder)
         self._run(self.redis, self.s3)
         make_bucket(self.s3)
-        self.one = replica(folder, "one", self.redis, self.s3)
-        self.other = replica(folder, "other", self.redis, self.s3)
+        self.one = replica(folder, "one", model, self.redis, self.s3)
+        self.other = replica(folder, "other", model, self.redis, self.s3)
         self._run(self.one, self.other)
         self.proxy = proxy(folder, self.one, self.other)
         self._run(self.proxy)
@@ -164,14 +164,16 @@ class Fleet:
         return dict(found)
 
 
-def prompts_of(documents: Sequence[Document], questions: Sequence[Any]) -> tuple[list[str], ...]:
+def prompts_of(documents: Sequence[Document], questions: int) -> tuple[list[str], ...]:
     """Return prompts on documents before LATE, and on those from there on."""
     early, late = list[str](), list[str]()
-    for question in questions:
-        first = max(0, min(question.document - 2, len(documents) - IN_A_PROMPT))
+    for number in range(questions):
+        asked = number % len(documents)
+        first = max(0, min(asked - 2, len(documents) - IN_A_PROMPT))
         retrieved = documents[first : first + IN_A_PROMPT]
         passages = "\n\n".join(chunk for document in retrieved for chunk in document.chunks)
-        prompt = f"{HEAD}{passages}\n\nQuestion: {question.question}\nAnswer:"
+        question = f"What is {documents[asked].document_id}?"
+        prompt = f"{HEAD}{passages}\n\nQuestion: {question}\nAnswer:"
         if first + IN_A_PROMPT <= LATE:
             early.append(prompt)
         elif first >= LATE:
@@ -233,24 +235,25 @@ def kill_under_load(fleet: Fleet, client: Client, prompts: Sequence[str], tokens
     client.counts.same = sum(a == b for a, b in zip(texts, again, strict=True))
 
 
-def run(questions: int, threads: int, tokens: int, tell: Callable[[str], None]) -> dict[str, Any]:
+def run(
+    model: str, questions: int, threads: int, tokens: int, tell: Callable[[str], None]
+) -> dict[str, Any]:
     """Run the fleet; returns counts by step, and the requests that each replica answered."""
-    collection, asked = generate_collection(DOCUMENTS, questions, seed=5)
-    documents = [Document(one.document_id, one.chunks) for one in collection]
-    early, late = prompts_of(documents, asked)
+    documents = load_passages().documents()
+    early, late = prompts_of(documents, questions)
     steps: dict[str, Counts] = {}
     with tempfile.TemporaryDirectory(prefix="fleet-") as name, ExitStack() as stack:
         tell("starting redis-server, an S3 endpoint, two replicas and nginx")
-        fleet = Fleet(Path(name), stack)
-        client = Client(fleet.proxy.url, documents)
+        fleet = Fleet(Path(name), model, stack)
+        client = Client(fleet.proxy.url, model, documents)
         if not fleet.is_at_one(client, early[0]):  # ports decide
             fleet.one, fleet.other = fleet.other, fleet.one
 
-        indexer = Client(fleet.one.url, documents)
+        indexer = Client(fleet.one.url, model, documents)
         stored = indexer.engine.precompute(documents, progress=False)
         tell(f"replica one has precomputed {stored.computed} chunks")
 
-        direct = Client(fleet.other.url, documents)
+        direct = Client(fleet.other.url, model, documents)
         for prompt in early[:3]:
             direct.ask(prompt)
         steps["asked of replica other"] = direct.take()
@@ -263,7 +266,7 @@ def run(questions: int, threads: int, tokens: int, tell: Callable[[str], None]) 
             fleet.one.start()
             fleet.one.wait()
             steps["replica one restarts"] = client.take()
-        back = Client(fleet.one.url, documents)
+        back = Client(fleet.one.url, model, documents)
         again = back.engine.precompute(documents, progress=False)
         for prompt in early[:3]:
             back.ask(prompt)
@@ -309,6 +312,7 @@ def table(told: dict[str, Any]) -> str:
 def main() -> int:
     """Run the fleet and print its counts; returns 1 if a request was lost."""
     options = argparse.ArgumentParser(description="A fleet of two replicas that loses no request.")
+    options.add_argument("--model", default="smollm2", help="what the replicas serve")
     options.add_argument("--questions", type=int, default=40, help="more questions, more prompts")
     options.add_argument("--threads", type=int, default=2, help="that ask while replicas die")
     options.add_argument("--tokens", type=int, default=300, help="of answers that are cut off")
@@ -316,6 +320,7 @@ def main() -> int:
     given = options.parse_args()
     check_installed()
     told = run(
+        given.model,
         given.questions,
         given.threads,
         given.tokens,

@@ -149,8 +149,8 @@ def make_bucket(s3: Program) -> None:
         pass
 
 
-def replica(folder: Path, name: str, redis: Program, s3: Program) -> Program:
-    """Return a server of the bundled model on the shared store."""
+def replica(folder: Path, name: str, model: str, redis: Program, s3: Program) -> Program:
+    """Return a server of the model on the shared store."""
     port = free_port()
     tiers = (
         "host://?capacity=512MiB",
@@ -158,7 +158,7 @@ def replica(folder: Path, name: str, redis: Program, s3: Program) -> Program:
         f"s3://{BUCKET}/kv?endpoint={s3.url}&timeout=30s",
     )
     command = [
-        *(sys.executable, "-m", "cacheblend_rag", "serve", "demo", "--engine", "vllm"),
+        *(sys.executable, "-m", "cacheblend_rag", "serve", model, "--engine", "vllm"),
         *("--port", str(port)),
         *("--store", f"tiers={','.join(tiers)}"),
         *("--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.2"),

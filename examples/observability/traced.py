@@ -1,4 +1,4 @@
-"""Sends OpenTelemetry spans of a few requests, on the bundled model, to whatever listens at a URL.
+"""Sends OpenTelemetry spans of a few requests, on SmolLM2, to whatever listens at a URL.
 
 Run it with ``python examples/observability/traced.py http://127.0.0.1:6006/v1/traces``.
 """
@@ -12,8 +12,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from cacheblend_rag import Chunk, SamplingParams, TransformersEngine, trace_requests
-from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import INSTRUCTION, generate_collection
+from cacheblend_rag.demo.passages import load_passages
+
+INSTRUCTION = "Answer from the passages.\n\n"
 
 
 def main(url: str) -> None:
@@ -22,15 +23,15 @@ def main(url: str) -> None:
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url)))
     tracer = provider.get_tracer("application")
 
-    collection, questions = generate_collection(documents=12, questions=3, seed=5)
-    texts = [text for document in collection for text in document.chunks]
-    engine = TransformersEngine(MODEL_FOLDER, instruction=f"{INSTRUCTION}\n\n")
+    sample = load_passages()
+    texts = [passage.text for passage in sample.passages[:6]]
+    engine = TransformersEngine("smollm2", instruction=INSTRUCTION)
     with closing(engine):
         engine.precompute(map(Chunk, texts), progress=False)
         trace_requests(engine, provider)
-        for question in questions:
+        for question in sample.questions[:3]:
             passages = "\n\n".join(texts)
-            prompt = f"{INSTRUCTION}\n\n{passages}\n\nQuestion: {question.question}\nAnswer:"
+            prompt = f"{INSTRUCTION}{passages}\n\nQuestion: {question.question}\nAnswer:"
             with tracer.start_as_current_span("question") as span:
                 report = engine.generate(prompt, SamplingParams.greedy(max_tokens=8)).report
             trace_id = f"{span.get_span_context().trace_id:032x}"

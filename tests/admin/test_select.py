@@ -12,6 +12,7 @@ from cacheblend_rag.admin import inspect
 from cacheblend_rag.admin.select import Choice
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import KVKey
+from tests.toy import TOY
 
 SHARED = "Her pet is a dog."
 ONE = Document("one", ("Clara Berg is a painter.", "Her pet is a cat.", SHARED))
@@ -19,9 +20,7 @@ TWO = Document("two", (SHARED, "Mary Stone lives in Rome."))
 
 
 def indexed(folder: Path, *documents: Document, **options: object) -> Engine:
-    engine = open_engine(
-        "transformers", model="demo", config=BlendConfig(), kv_path=folder, **options
-    )
+    engine = open_engine("transformers", model=TOY, config=BlendConfig(), kv_path=folder, **options)
     engine.precompute(documents, progress=False)
     return engine
 
@@ -62,14 +61,14 @@ def test_a_documents_chunks_are_those_its_engines_stored(
     folder: Path, engines: dict[str, Engine]
 ) -> None:
     everywhere = set[KVKey]().union(*(keys(engine, ONE) for engine in engines.values()))
-    assert chosen(folder, Choice(document="one", model="demo")) == everywhere
-    here = Choice(document="one", model="demo", namespace="other")
+    assert chosen(folder, Choice(document="one", model="toy")) == everywhere
+    here = Choice(document="one", model="toy", namespace="other")
     assert chosen(folder, here) == keys(engines["other"], ONE)
 
 
 def test_what_other_documents_share_is_spared(folder: Path, engines: dict[str, Engine]) -> None:
     default, alone = engines["default"], engines["alone"]
-    found = chosen(folder, Choice(document="two", model="demo", namespace="default").sparing())
+    found = chosen(folder, Choice(document="two", model="toy", namespace="default").sparing())
     assert default.key(TWO.to_chunks()[0]) in found  # behind another context than in the other one
     assert alone.key(TWO.to_chunks()[0]) not in found  # the same KV
     assert keys(alone, TWO) - found == {alone.key(TWO.to_chunks()[0])}
@@ -80,10 +79,10 @@ def test_a_documents_chunks_are_chosen_in_their_forms_behind_a_space(tmp_path: P
     named = "rene wenzel was born in 1921, and lived by the sea for forty years or more."
     one, other = Document("one", (named,)), Document("other", (f" {named}",))
     engine = indexed(tmp_path, one, other)
-    choice = Choice(document="one", model="demo")
+    choice = Choice(document="one", model="toy")
     assert chosen(tmp_path, choice) == keys(engine, one, other)
     assert chosen(tmp_path, choice.sparing()) == keys(engine, one)
-    spaced = Choice(document="other", model="demo")
+    spaced = Choice(document="other", model="toy")
     assert chosen(tmp_path, spaced) == keys(engine, other)
     assert chosen(tmp_path, spaced.sparing()) == set(), "it is also the form of one's chunk"
     engine.registry.remove_document("other")
@@ -94,9 +93,9 @@ def test_a_documents_chunks_are_chosen_in_their_forms_behind_a_space(tmp_path: P
 def test_a_models_chunks_are_chosen_by_its_name(folder: Path, engines: dict[str, Engine]) -> None:
     with inspect.opened(folder) as found:
         count = found.count()
-    assert {label.model for label in count.labels.values()} == {"demo"}
+    assert {label.model for label in count.labels.values()} == {"toy"}
     assert set(count.labels) == {engine.fingerprint for engine in engines.values()}
-    assert len(chosen(folder, Choice(model="demo"))) == count.total.entries
+    assert len(chosen(folder, Choice(model="toy"))) == count.total.entries
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_a_models_chunks_are_chosen_by_its_name(folder: Path, engines: dict[str,
     [
         (Choice(model="another"), "no chunk in .* is recorded for model 'another'"),
         (Choice(document="one"), "give --model, too"),
-        (Choice(document="three", model="demo"), "knows no document 'three'"),
+        (Choice(document="three", model="toy"), "knows no document 'three'"),
     ],
 )
 def test_what_the_folder_does_not_tell_is_said(
@@ -118,9 +117,9 @@ def test_a_file_that_is_no_label_is_none(tmp_path: Path) -> None:
     indexed(tmp_path, ONE).close()
     (label,) = (tmp_path / "models").iterdir()
     good = label.read_text()
-    for text in ("", "[]", "{}", good.replace('"demo"', "7"), good.replace("2048", "-1")):
+    for text in ("", "[]", "{}", good.replace('"toy"', "7"), good.replace("2048", "-1")):
         label.write_text(text)
         with pytest.raises(StoreError, match="no chunk in"):
-            chosen(tmp_path, Choice(model="demo"))
+            chosen(tmp_path, Choice(model="toy"))
     label.write_text(good)
-    assert len(chosen(tmp_path, Choice(model="demo"))) == 3
+    assert len(chosen(tmp_path, Choice(model="toy"))) == 3

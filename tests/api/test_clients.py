@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 
-from cacheblend_rag.demo.corpus import generate_collection
 from tests.local_servers import HOST, free_port
+from tests.toy import TOY, generate_collection
 from tests.unmodified_clients import QUESTION, UnmodifiedClients
 
 KEY = "sesame"
@@ -35,7 +35,7 @@ def server(tmp_path_factory, passage):
     """The URL of a server of the bundled model that knows a document."""
     port, folder = free_port(), tmp_path_factory.mktemp("server")
     command = [
-        *(sys.executable, "-m", "cacheblend_rag", "serve", "demo", "--engine", "transformers"),
+        *(sys.executable, "-m", "cacheblend_rag", "serve", TOY, "--engine", "transformers"),
         *("--port", str(port), "--kv-path", str(folder / "kv")),
     ]
     with (folder / "log").open("wb") as log:
@@ -78,7 +78,7 @@ def client(server):
 
 def test_openai_python(client, passage):
     asked = {
-        "model": "demo",
+        "model": "toy",
         "messages": [{"role": "user", "content": f"{passage}\n\n{QUESTION}"}],
         "max_tokens": 8,
         "temperature": 0,
@@ -89,10 +89,10 @@ def test_openai_python(client, passage):
     with client.chat.completions.stream(**asked) as helper:
         *_, last = (event.snapshot for event in helper if event.type == "content.delta")
         assert last == expected
-    assert client.completions.create(model="demo", prompt="Who?", max_tokens=2).choices[0].text
-    answer = client.responses.create(model="demo", input="Who?", max_output_tokens=4)
+    assert client.completions.create(model="toy", prompt="Who?", max_tokens=2).choices[0].text
+    answer = client.responses.create(model="toy", input="Who?", max_output_tokens=4)
     assert answer.output_text
-    assert [model.id for model in client.models.list()] == ["demo"]
+    assert [model.id for model in client.models.list()] == ["toy"]
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="other").models.list()
 
@@ -121,12 +121,12 @@ def test_forms_and_calls_hold_with_every_client(server, client):
         on: bool
 
     parsed = client.chat.completions.parse(
-        model="demo", messages=[{"role": "user", "content": "Light!"}], response_format=Light
+        model="toy", messages=[{"role": "user", "content": "Light!"}], response_format=Light
     )
     assert isinstance(parsed.choices[0].message.parsed, Light)
-    response = client.responses.parse(model="demo", input="Light!", text_format=Light)
+    response = client.responses.parse(model="toy", input="Light!", text_format=Light)
     assert isinstance(response.output_parsed, Light)
-    model = ChatOpenAI(base_url=f"{server}/v1", api_key=KEY, model="demo", max_tokens=64)
+    model = ChatOpenAI(base_url=f"{server}/v1", api_key=KEY, model="toy", max_tokens=64)
     for method in ("json_schema", "function_calling"):
         answer = model.with_structured_output(Light, method=method).invoke("Light!")
         assert isinstance(answer, Light), method
@@ -138,7 +138,7 @@ def test_forms_and_calls_hold_with_every_client(server, client):
     like = OpenAILike(
         api_base=f"{server}/v1",
         api_key=KEY,
-        model="demo",
+        model="toy",
         is_chat_model=True,
         is_function_calling_model=True,
         max_tokens=64,

@@ -126,7 +126,7 @@ async def test_what_is_no_question_is_refused(client, asker):
         await chat(client, "Who is it? " * 100_000)
     with pytest.raises(openai.NotFoundError):
         await client.chat.completions.create(
-            model="demo", messages=[{"role": "user", "content": "Who?"}]
+            model="toy", messages=[{"role": "user", "content": "Who?"}]
         )
 
 

@@ -10,6 +10,7 @@ from cacheblend_rag import load_tokenizer
 from cacheblend_rag.api.app import create_app
 from tests.api.conftest import openai_client
 from tests.api.scripted import ScriptedEngine
+from tests.toy import TOY
 
 pytestmark = pytest.mark.asyncio
 
@@ -41,7 +42,7 @@ async def test_chunks_are_found_in_token_ids(client, engine):
 
 async def test_tokens_whose_text_reads_otherwise_are_kept():
     """As a client may cut a text: the same characters in other tokens."""
-    engine = ScriptedEngine(load_tokenizer("demo"))
+    engine = ScriptedEngine(load_tokenizer(TOY))
     client = openai_client(create_app(engine))
     letters = [token for letter in "Egypt" for token in engine.tokenize(letter)]
     assert len(engine.tokenize("Egypt")) < len(letters)

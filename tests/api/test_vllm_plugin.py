@@ -75,7 +75,7 @@ def answers(ask: Ask, settings: dict[str, Any], grant: Grant | None = ACME) -> A
             ),
             model_config=SimpleNamespace(max_model_len=4096),
         )
-        await plugin.init_state(client, app.state, SimpleNamespace(model="demo"))
+        await plugin.init_state(client, app.state, SimpleNamespace(model="toy"))
 
         async def middleware(scope: Any, receive: Any, send: Any) -> None:
             named = dict(scope["headers"]).get(b"x-test", b"").decode()
@@ -199,5 +199,5 @@ def test_none_is_opened_once_they_are_closed(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_server_without_a_model_has_no_documents() -> None:
     app = FastAPI()
-    asyncio.run(DocumentsPlugin().init_state(None, app.state, SimpleNamespace(model="demo")))
+    asyncio.run(DocumentsPlugin().init_state(None, app.state, SimpleNamespace(model="toy")))
     assert getattr(app.state, DOCUMENTS_STATE, None) is None

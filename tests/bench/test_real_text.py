@@ -9,6 +9,7 @@ from cacheblend_rag.bench.real_text import Cutter, draw_real_texts
 from cacheblend_rag.demo.passages import load_real_texts
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.text.encoder import PromptEncoder
+from tests.toy import TOY
 
 TEXTS = ("One two three. Four five.", "Six seven.", "Eight nine ten. Eleven twelve thirteen.")
 
@@ -47,7 +48,7 @@ def test_order_is_drawn():
 
 @pytest.fixture(scope="module")
 def encoder():
-    return PromptEncoder(load_tokenizer("demo"))
+    return PromptEncoder(load_tokenizer(TOY))
 
 
 def draw(encoder: PromptEncoder, chunks: int, selector: str = "hkvd"):

@@ -9,15 +9,16 @@ import torch
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.quality.dataset import lead_text
-from cacheblend_rag.quality.questions import demo_dataset
+from tests.toy import TOY
+from tests.toy.questions import toy_dataset
 
 SETTING, SEED = "adjacent", 1
 
 
 def demo_kv(questions: int) -> ChunkKV:
     """Return the KV that the bundled model computes for the chunks of so many questions, as one."""
-    data = demo_dataset([SETTING], questions, SEED)
-    with closing(TransformersEngine("demo", instruction=lead_text(data.instruction))) as engine:
+    data = toy_dataset([SETTING], questions, SEED)
+    with closing(TransformersEngine(TOY, instruction=lead_text(data.instruction))) as engine:
         for question in data.questions:
             engine.precompute(question.documents, progress=False)
         found = engine.store.get_many(engine.store.keys())

@@ -11,14 +11,14 @@ from cacheblend_rag import GuardConfig, GuardReport, SamplingParams, Transformer
 from cacheblend_rag.bench.interleave import Advance
 from cacheblend_rag.bench.plan import Plan, option
 from cacheblend_rag.cli.plan_command import facts
-from cacheblend_rag.demo.corpus import INSTRUCTION, LEARNED_SETTINGS
 from cacheblend_rag.engines.guard_bound import DriftingMean, Floats, samples_to_notice
 from cacheblend_rag.engines.guard_state import DRIFT, LEAST_EXCESS, bounded
 from cacheblend_rag.quality.dataset import lead_text
-from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.quality.rules import ALWAYS
 from cacheblend_rag.settings import BlendConfig
 from tests.benchmarks.command import benchmark_app
+from tests.toy import INSTRUCTION, LEARNED_SETTINGS, TOY
+from tests.toy.questions import toy_dataset
 
 SEED = 20260101
 GOOD = 0.8
@@ -57,7 +57,7 @@ def _measured(lead_in: str, ratio: float, questions: int) -> Iterator[dict[str, 
         instruction = lead_text(INSTRUCTION)
         engine = open_engine(
             "transformers",
-            model="demo",
+            model=TOY,
             config=config,
             lead_in=lead_in,
             instruction=instruction,
@@ -79,7 +79,7 @@ def _measured(lead_in: str, ratio: float, questions: int) -> Iterator[dict[str, 
 
 def asked(engine: TransformersEngine, setting: str, questions: int) -> GuardReport:
     """Ask an engine the toy model's questions, and return its guard's report."""
-    for question in demo_dataset([setting], questions, SEED).questions:
+    for question in toy_dataset([setting], questions, SEED).questions:
         engine.precompute(question.documents, progress=False)
         engine.generate(question.prompt(INSTRUCTION), SamplingParams.greedy(max_tokens=8))
         while engine.guard_report().waiting:

@@ -33,12 +33,12 @@ import httpx
 import openai
 import typer
 
-from cacheblend_rag.demo.corpus import generate_collection
 from tests.engines.vllm.hostile import DOCUMENTS, about_documents, hostile_order, mutated
 from tests.local_servers import HOST, free_port
 from tests.resident import resident_mib
+from tests.toy import generate_collection
 
-MODEL = "demo"
+MODEL = "toy"
 FLAGS = {
     "embedded": (),
     "vllm": (

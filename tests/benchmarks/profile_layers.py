@@ -26,10 +26,10 @@ from cacheblend_rag.cli import output
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.quality.data import load_dataset
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
-from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.quality.rules import ALWAYS
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from tests.benchmarks.command import benchmark_app
+from tests.toy.questions import toy_dataset
 
 Row = dict[str, Any]
 Sets = dict[str, tuple[str, dict[str, Any]]]
@@ -68,7 +68,7 @@ class LayersPlan(Plan):
         """The questions: of a file, or of the demo."""
         if self.data:
             return load_dataset(Path(self.data))
-        return demo_dataset(["adjacent"], self.questions, 1)
+        return toy_dataset(["adjacent"], self.questions, 1)
 
     @property
     def config(self) -> BlendConfig:
@@ -79,9 +79,7 @@ class LayersPlan(Plan):
 def measure_layers(plan: LayersPlan, advance: Advance) -> dict[str, Any]:
     """Return a row a layer, and a row a set of layers."""
     data = (
-        load_dataset(Path(plan.data))
-        if plan.data
-        else demo_dataset(["adjacent"], plan.questions, 1)
+        load_dataset(Path(plan.data)) if plan.data else toy_dataset(["adjacent"], plan.questions, 1)
     )
     with closing(_engine(plan.model, data)) as engine:
         asked = []

@@ -29,7 +29,7 @@ from tests.benchmarks.command import benchmark_app
 HERE, OTHER = "here", "against"
 COMMAND = ("-m", "cacheblend_rag")
 MODELS: Mapping[str, tuple[str, str]] = {
-    "demo": ("--save", "What is the sport of Ivan Novak?"),
+    "toy": ("--save", "What is the sport of Ivan Novak?"),
     "smollm2": ("--save-passages", "Which goddess protects Hapi?"),
 }
 """The models to ask, with `demo`'s option that saves texts for each, and a question about them."""
@@ -112,7 +112,7 @@ def _imported(_: str, root: Path) -> Timed:
 def _indexed(root: Path, model: str, folder: Path) -> Path:
     """Return a collection of the texts that `demo` saves for a model."""
     folder.mkdir(parents=True)
-    _run(root, *COMMAND, "demo", MODELS[model][0], str(folder / "texts"))
+    _run(root, *COMMAND, "toy", MODELS[model][0], str(folder / "texts"))
     collection = folder / "collection"
     texts = sorted((folder / "texts").glob("*.txt"))[:TEXTS]
     command = ("index", *map(str, texts), "--model", model, "--into", str(collection))

@@ -9,6 +9,7 @@ import pytest
 from cacheblend_rag.bench import shapes
 from cacheblend_rag.blend import rectangles
 from cacheblend_rag.blend.onednn import has_onednn
+from tests.toy import TOY
 
 TINY = shapes.ModelShape(
     "tiny", "llama", 4, 32, 4, 2, 64, 512, 2048, {"rope_type": "default", "rope_theta": 1e4}
@@ -79,9 +80,9 @@ def test_shared_tokens(bench):
 
 
 def test_token_edges(bench):
-    given = ("token_edges", "--model", "demo", "--tokens", 100, "--passages", 8)
+    given = ("token_edges", "--model", TOY, "--tokens", 100, "--passages", 8)
     rows = bench(*given, "--json").json["rows"]
-    assert {(row["model"], row["tokens"], row["passages"]) for row in rows} == {("demo", 100, 8)}
+    assert {(row["model"], row["tokens"], row["passages"]) for row in rows} == {("toy", 100, 8)}
     assert min(row["found"] for row in rows) >= 0.97
     assert max(row["most_lost"] for row in rows) in (1, 2)
     assert "bullets -" in bench(*given).stdout
@@ -120,7 +121,7 @@ def test_prompts_that_begin_alike(bench):
 
 def test_answers_decoded_together(bench):
     given = (
-        "batch_decode", "--model", "demo", "--prompts", 3, "--chunks", 2, "--chunk-tokens", 24,
+        "batch_decode", "--model", TOY, "--prompts", 3, "--chunks", 2, "--chunk-tokens", 24,
         "--answer-tokens", 5, "--repeat", 1,
     )  # fmt: skip
     found = bench(*given, "--json").json
@@ -134,7 +135,7 @@ def test_answers_decoded_together(bench):
 
 def test_requests_after_a_start(bench):
     given = (
-        "warm_start", "--model", "demo", "--requests", 2, "--chunks", 2, "--sentences", 6,
+        "warm_start", "--model", TOY, "--requests", 2, "--chunks", 2, "--sentences", 6,
         "--repeat", 1,
     )  # fmt: skip
     found = bench(*given, "--json").json
@@ -153,9 +154,9 @@ def test_seconds_from_a_command_to_its_first_token(bench, monkeypatch, tmp_path)
 
     monkeypatch.setattr(start, "TEXTS", 1)
     root = Path(__file__).parents[2]
-    given = ("start", "--model", "demo", "--repeat", 1, "--against", root)
+    given = ("start", "--model", TOY, "--repeat", 1, "--against", root)
     found = bench(*given, "--json").json
-    for what in ("import", "demo"):
+    for what in ("import", "toy"):
         for unit in ("seconds", "processor seconds"):
             assert found[f"{what} here {unit}"] > 0
             ratio = found[f"{what} against {unit}"] / found[f"{what} here {unit}"]
@@ -251,7 +252,7 @@ def test_a_neighbours_prompt_that_has_no_room_is_refused_before_vllm_starts(benc
 
 
 def test_layers_are_profiled(bench, tmp_path):
-    given = ("profile_layers", "--model", "demo", "--questions", 2, "--answer-tokens", 2)
+    given = ("profile_layers", "--model", TOY, "--questions", 2, "--answer-tokens", 2)
     found = bench(*given, "--json").json
     assert [row["layer"] for row in found["layers"]] == [0, 1, 2, 3]
     assert all(
@@ -291,7 +292,7 @@ def test_a_guard_finds_what_is_bad(bench):
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_long_documents(bench):
     given = (
-        "long_document", "--model", "demo", "--tokens", "1500,3000", "--chunk-tokens", 256,
+        "long_document", "--model", TOY, "--tokens", "1500,3000", "--chunk-tokens", 256,
         "--overlap", 32, "--window", 3, "--max-tokens", 2,
     )  # fmt: skip
     first, second = bench(*given, "--json").json["rows"]
@@ -305,7 +306,7 @@ def test_long_documents(bench):
 
 def test_what_spans_cost(bench):
     given = (
-        "tracing", "--model", "demo", "--chunks", 2, "--sentences", 6, "--repeat", 2,
+        "tracing", "--model", TOY, "--chunks", 2, "--sentences", 6, "--repeat", 2,
     )  # fmt: skip
     found = bench(*given, "--json").json
     assert found["blended"]
@@ -321,7 +322,7 @@ def test_what_spans_cost(bench):
 
 def test_what_a_trace_adds(bench):
     given = (
-        "trace_overhead", "--model", "demo", "--chunks", 2, "--chunk-tokens", 40, "--repeat", 1,
+        "trace_overhead", "--model", TOY, "--chunks", 2, "--chunk-tokens", 40, "--repeat", 1,
     )  # fmt: skip
     found = bench(*given, "--json").json
     assert found["prompt_tokens"] > 80
@@ -333,7 +334,7 @@ def test_what_a_trace_adds(bench):
 
 
 def test_structured_outputs_are_valid(bench):
-    given = ("structured", "--model", "demo", "--answers", 2, "--calls", 2)
+    given = ("structured", "--model", TOY, "--answers", 2, "--calls", 2)
     found = bench(*given, "--json").json
     assert (found["valid_alone"], found["valid_with_passages"], found["valid_calls"]) == (2, 2, 2)
     assert found["blended"] == 2

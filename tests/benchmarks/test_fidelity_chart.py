@@ -17,7 +17,7 @@ def row(lead_in, selector, compute, kl, *, default=False, setting="adjacent"):
 
 
 RUN = {
-    "model": "demo",
+    "model": "toy",
     "dtype": "float32",
     "prompts": {"adjacent": 3, "shuffled": 2},
     "rows": [

@@ -15,6 +15,7 @@ from tests.benchmarks.written_questions import (
     with_capitals,
     write_questions,
 )
+from tests.toy import TOY
 
 NAMES = ("Ada", "Bo", "Cy", "Di")
 RUNNING_TEXT = (
@@ -117,7 +118,7 @@ def test_questions_with_one_gold_passage_are_used_themselves(tmp_path):
 
 def test_what_the_model_answers_from_passages_only_is_kept(tmp_path, bench):
     path, out = squad_file(tmp_path / "s.json"), tmp_path / "kept.json"
-    given = ("single_hop", "--data", path, "--model", "demo", "--passages", 3, "--candidates", 3)
+    given = ("single_hop", "--data", path, "--model", TOY, "--passages", 3, "--candidates", 3)
     strict = bench(*given, "--with-f1", 1.1, "--out", out, "--json").json
     assert [(row["questions"], row["count"]) for row in strict["rows"]] == [("all", 3), ("kept", 0)]
     assert set(strict["rows"][0]) == {"questions", "count", "f1_passages", "exact_passages"}
@@ -132,7 +133,7 @@ def test_what_the_model_answers_from_passages_only_is_kept(tmp_path, bench):
 
 def test_a_file_without_single_hop_questions_is_refused(tmp_path, bench):
     path = passages_file(tmp_path / "p.json", ["nothing here. at all. really."])
-    outcome = bench("single_hop", "--data", path, "--model", "demo")
+    outcome = bench("single_hop", "--data", path, "--model", TOY)
     assert outcome.code == 2
     assert "no single-hop question" in outcome.stderr
     with pytest.raises(DatasetError, match="cannot be read"):

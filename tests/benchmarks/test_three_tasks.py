@@ -12,6 +12,7 @@ from cacheblend_rag.errors import DatasetError
 from cacheblend_rag.quality.data import load_dataset
 from cacheblend_rag.quality.dataset import EvalDataset
 from tests.benchmarks.three_tasks import TASKS, main, three_tasks
+from tests.toy import TOY
 
 ITEMS = [
     {
@@ -51,6 +52,6 @@ def test_files_are_written_in_the_form_of_eval(tmp_path: Path) -> None:
     (tmp_path / "questions.json").write_text(json.dumps(ITEMS))
     sizes = ["--chunk-tokens", "4", "--prompt-tokens", "4", "40"]
     out = tmp_path / "made" / "tasks"
-    main(["--data", f"{tmp_path}/questions.json", "--out", f"{out}", *sizes, "--model", "demo"])
+    main(["--data", f"{tmp_path}/questions.json", "--out", f"{out}", *sizes, "--model", TOY])
     for name in TASKS:
         assert len(load_dataset(out / f"{name}.json").questions) == len(ITEMS)

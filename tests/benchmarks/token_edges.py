@@ -32,7 +32,7 @@ class TokenEdgesPlan(Plan):
     """
 
     models: tuple[str, ...] = option(
-        ("demo", "smollm2"),
+        ("toy", "smollm2"),
         f"A model's tokenizer; repeatable. {GEMMA} is Gemma 3 270M, 240 MB, fetched if missing.",
         flag="--model",
     )

@@ -17,6 +17,7 @@ from cacheblend_rag.kv import timings
 from cacheblend_rag.prefill import controller
 from tests.cli.documents import write_notes
 from tests.servers import redis  # noqa: F401 - a fixture
+from tests.toy import TOY
 
 
 @dataclass
@@ -104,7 +105,7 @@ def indexed(tmp_path_factory):
     """A collection of eight notes of the demo's corpus, and four questions about them."""
     folder = tmp_path_factory.mktemp("indexed")
     asked = write_notes(folder / "notes", count=8, questions=4)
-    into = ["--into", folder / "collection", "--model", "demo", "--chunk-size", 128]
+    into = ["--into", folder / "collection", "--model", TOY, "--chunk-size", 128]
     arguments = ["index", folder / "notes", *into]
     with single_thread():
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cacheblend_rag.demo.corpus import DemoQuestion, generate_collection
+from tests.toy import DemoQuestion, generate_collection
 
 
 def write_notes(folder: Path, count: int = 4, questions: int = 2) -> list[DemoQuestion]:

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from cacheblend_rag.demo.corpus import generate_collection
 from cacheblend_rag.engines.transformers import TransformersEngine
+from tests.toy import TOY, generate_collection
 
 SIZES = ("--chunk-tokens", 128, "--overlap", 16, "--window", 3, "--max-tokens", 4)
 
@@ -83,7 +83,7 @@ def test_a_window_that_does_not_fit_is_told(analyze):
 
 def test_the_toy_is_not_to_be_asked_about_other_texts(cli, tmp_path):
     (tmp_path / "report.md").write_text("Quarterly revenue rose by nine percent in Antwerp.")
-    asked = ("--model", "demo", "--kv-path", tmp_path / "kv", "--max-tokens", 2)
+    asked = ("--model", TOY, "--kv-path", tmp_path / "kv", "--max-tokens", 2)
     outcome = cli("analyze", tmp_path / "report.md", *asked)
     assert outcome.code == 0
     assert "reads the demo's notes only, not texts like report.md" in outcome.stderr

@@ -15,6 +15,7 @@ from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
 from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, PhaseSeconds
+from tests.toy import TOY
 
 UNNEEDED = (
     "torch._dynamo", "torch._inductor", "torch.onnx", "torch.distributed.tensor",
@@ -67,7 +68,7 @@ def test_a_document_that_repeats_itself_is_read_once(cli, tmp_path):
     for name in ("one", "two"):
         (tmp_path / "notes" / f"{name}.txt").write_text("\n\n".join([REPEATED] * 30))
     into = tmp_path / "collection"
-    settings = ("--model", "demo", "--chunk-size", 48, "--register-only")
+    settings = ("--model", TOY, "--chunk-size", 48, "--register-only")
     assert cli("index", tmp_path / "notes", "--into", into, *settings).code == 0
     found = cli("ask", "What is said?", "--from", into, "--max-tokens", 1, "--json").json
     assert sorted((one["source"], one["text"]) for one in found["sources"]) == [
@@ -80,6 +81,7 @@ def test_what_an_answer_does_not_need_is_not_imported(indexed):
     code = f"""
 import atexit, sys
 from cacheblend_rag.__main__ import main
+from tests.toy import TOY
 atexit.register(lambda: print([name for name in {UNNEEDED} if name in sys.modules], flush=True))
 main()
 """

@@ -20,6 +20,7 @@ from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds
 from tests.servers import redis_place, tier_at
+from tests.toy import TOY
 
 TINY = shapes.ModelShape(
     "tiny", "llama", 4, 32, 4, 2, 64, 512, 2048, {"rope_type": "default", "rope_theta": 1e4}
@@ -131,7 +132,7 @@ def test_a_models_own_weights_are_measured_on_real_text(cli, slow_blends, monkey
         return told
 
     monkeypatch.setattr(TransformersEngine, "generate", answered)
-    command = ("bench", "ttft", "--model", "demo", *SMALL, "--ratio", 0.25, "--ratio", 0, "--json")
+    command = ("bench", "ttft", "--model", TOY, *SMALL, "--ratio", 0.25, "--ratio", 0, "--json")
     rows = cli(*command).json["rows"]
     assert [(row["tier"], row["ratio"]) for row in rows] == [
         ("host", 0.25), ("host", 0), ("disk", 0.25), ("disk", 0)
@@ -140,11 +141,11 @@ def test_a_models_own_weights_are_measured_on_real_text(cli, slow_blends, monkey
     chunks = sum(chunk.tokens for chunk in told.chunks)
     assert 90 <= chunks <= 96
     kept = 1 - 0.75 * chunks / told.prompt_tokens
-    config = AutoConfig.from_pretrained(models.resolve("demo"))
+    config = AutoConfig.from_pretrained(models.resolve(TOY))
     layers, width = config.num_hidden_layers, config.num_key_value_heads * config.head_dim
     for row in rows:
         assert set(row) == FIELDS
-        assert (row["model"], row["shape"]) == ("demo", None)
+        assert (row["model"], row["shape"]) == ("toy", None)
         assert row["prompt_tokens"] == told.prompt_tokens == chunks + told.computed_tokens
         assert row["prompt_kv_bytes"] == told.prompt_tokens * layers * 2 * width * 4
     assert 1 / rows[0]["bound"] == pytest.approx((2 + (layers - 2) * kept) / layers)
@@ -156,7 +157,7 @@ def test_a_models_own_weights_are_measured_on_real_text(cli, slow_blends, monkey
 
 
 def test_a_models_table_names_it(cli):
-    outcome = cli("bench", "ttft", "--model", "demo", *SMALL, "--tier", "host")
+    outcome = cli("bench", "ttft", "--model", TOY, *SMALL, "--tier", "host")
     assert outcome.code == 0
     assert "demo, 1" in outcome.stdout
 
@@ -169,7 +170,7 @@ def test_a_model_is_loaded_once_in_the_precision_asked_for(cli, monkeypatch):
         return loaded[-1]
 
     monkeypatch.setattr(loading, "load_model", noted)
-    command = ("bench", "ttft", "--model", "demo", *SMALL, "--dtype", "bfloat16", "--json")
+    command = ("bench", "ttft", "--model", TOY, *SMALL, "--dtype", "bfloat16", "--json")
     rows = cli(*command).json["rows"]
     assert [row["tier"] for row in rows] == ["host", "disk"]
     assert [model.dtype for model in loaded] == [torch.bfloat16]
@@ -178,15 +179,15 @@ def test_a_model_is_loaded_once_in_the_precision_asked_for(cli, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--shape", "tiny"), "shape='tiny' and model='demo' exclude each other: give one"),
-        (("--chunks", 8), "prompt_tokens=4128 must be below 4096, the positions of demo"),
-        (("--chunks", 4, "--chunk-tokens", 1015), "must be below 4096, the positions of demo"),
+        (("--shape", "tiny"), "exclude each other: give one"),
+        (("--chunks", 8), "prompt_tokens=4128 must be below 4096, the positions of toy"),
+        (("--chunks", 4, "--chunk-tokens", 1015), "must be below 4096, the positions of toy"),
         (("--chunks", 1, "--check-layers", 99), "99"),
     ],
 )
 def test_a_model_that_cannot_be_measured_is_not_loaded(cli, monkeypatch, options, message):
     monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("it was loaded"))
-    outcome = cli("bench", "ttft", "--model", "demo", *options, "--json")
+    outcome = cli("bench", "ttft", "--model", TOY, *options, "--json")
     assert (outcome.code, outcome.stdout) == (2, "")
     assert message in outcome.stderr
     assert outcome.stderr.count("\n") == 1
@@ -199,7 +200,7 @@ def test_a_model_that_is_not_there_is_one_line(cli, tmp_path):
 
 
 CONVERSATION = (
-    "bench", "conversation", "--model", "demo", "--turns", 4, "--passages", 2,
+    "bench", "conversation", "--model", TOY, "--turns", 4, "--passages", 2,
     "--passage-tokens", 150, "--answer-tokens", 12, "--prompt-tokens", 900,
 )  # fmt: skip
 
@@ -232,7 +233,7 @@ def test_a_conversation_is_shown_as_a_table(cli):
 
 
 BATCH = (
-    "bench", "batch", "--model", "demo", "--requests", 24, "--chunks", 30, "--drawn", 3,
+    "bench", "batch", "--model", TOY, "--requests", 24, "--chunks", 30, "--drawn", 3,
     "--chunk-tokens", 40, "--answer-tokens", 4, "--repeat", 1,
 )  # fmt: skip
 

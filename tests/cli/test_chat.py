@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from cacheblend_rag.cli.main import app
 from cacheblend_rag.engines.transformers import TransformersEngine
 from tests.cli.documents import write_notes
+from tests.toy import TOY
 
 REMARK = re.compile(r"(\d+) passages, (\d+) earlier turns, ([\d,]+) of ([\d,]+) tokens reused")
 
@@ -58,7 +59,7 @@ def test_earlier_turns_stay_and_their_passages_are_reused(chat, indexed):
 def test_a_conversation_fills_what_it_misses(chat, tmp_path):
     asked = write_notes(tmp_path / "notes", count=2, questions=1)
     into = str(tmp_path / "collection")
-    options = ["--into", into, "--model", "demo", "--chunk-size", "128", "--register-only"]
+    options = ["--into", into, "--model", TOY, "--chunk-size", "128", "--register-only"]
     indexed = CliRunner().invoke(app, ["index", str(tmp_path / "notes"), *options])
     assert indexed.exit_code == 0, indexed.output
     result = chat(asked[0].question, "/report", options=["--from", into])

@@ -8,9 +8,9 @@ import textwrap
 import pytest
 
 from cacheblend_rag import open_engine
-from cacheblend_rag.demo.corpus import DEFAULT_FRAME
 from cacheblend_rag.engines.machine import Machine
 from tests.observe.doctor.conftest import documents, prompts, text_of
+from tests.toy import DEFAULT_FRAME, TOY
 
 ONCE = ("--runs", 1, "--answer-tokens", 4)
 (PROMPT,) = prompts()
@@ -28,7 +28,7 @@ def _no_counters(monkeypatch):
 def kv_path(tmp_path):
     """A folder with the KV of the prompt's documents."""
     path = tmp_path / "kv"
-    engine = open_engine("transformers", model="demo", kv_path=path, instruction=DEFAULT_FRAME.head)
+    engine = open_engine("transformers", model=TOY, kv_path=path, instruction=DEFAULT_FRAME.head)
     engine.precompute(documents(PROMPT), progress=False)
     engine.close()
     return path
@@ -37,7 +37,7 @@ def kv_path(tmp_path):
 def doctor(cli, tmp_path, kv_path, text, *options):
     file = tmp_path / "prompt.txt"
     file.write_text(text)
-    known = ("--model", "demo", "--kv-path", kv_path, "--instruction", DEFAULT_FRAME.head)
+    known = ("--model", TOY, "--kv-path", kv_path, "--instruction", DEFAULT_FRAME.head)
     return cli("doctor", "--prompt", file, *known, *ONCE, *options)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
-from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.text.chunk import Document
+from tests.toy.questions import toy_dataset
 
 FIELDS = {
     "setting", "lead_in", "selector", "ratio", "default", "exact_match", "f1", "rouge_l", "ci95",
@@ -114,12 +114,12 @@ def test_shares_say_what_was_computed(evaluate, questions_file, slow_blends):
 
 
 def test_drawn_and_saved_demo_questions_give_the_same_rows(evaluate, tmp_path):
-    demo_dataset(["fragments"], 1, 3).save(tmp_path / "demo.json")
+    toy_dataset(["fragments"], 1, 3).save(tmp_path / "demo.json")
     flags = ("--ratios", "0.1", "--selectors", "prior", "--lead-ins", "document")
     saved = evaluate("--dataset", tmp_path / "demo.json", *flags).json
     drawn = evaluate("--settings", "fragments", "--questions", 1, "--seed", 3, *flags).json
     assert saved == drawn
-    assert saved["dataset"] == "demo"
+    assert saved["dataset"] == "toy"
 
 
 def test_passages_file(evaluate, tmp_path):
@@ -231,7 +231,6 @@ def test_a_chat_template_can_be_left_out(evaluate, questions_file):
     [
         (("--fidelity", "--engine", "http://127.0.0.1:9"), "--fidelity: only the engine"),
         (("--out", "a", "--resume", "b"), "give one of them"),
-        (("--chunk-tokens", 100), "do not apply to 'demo'"),
         (("--out", __file__), "go on with --resume"),
         (("--resume", __file__), "line 1 is not a result of this evaluation"),
     ],

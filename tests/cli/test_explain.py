@@ -8,6 +8,7 @@ from rich.console import Console
 from cacheblend_rag.cli import output
 from cacheblend_rag.cli.explain_view import print_explained
 from tests.observe.explained_prompts import HOSTILE, Page, explained
+from tests.toy import TOY
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_a_prompt_is_explained_with_the_chunks_that_it_is_told(cli, indexed, tmp
     passage = indexed[1][0].question * 20
     (tmp_path / "passage.txt").write_text(passage)
     (tmp_path / "prompt.txt").write_text(f"{passage}\n\nQuestion: Who?\nAnswer:")
-    given = ("--model", "demo", "--passage", tmp_path / "passage.txt", "--json")
+    given = ("--model", TOY, "--passage", tmp_path / "passage.txt", "--json")
     found = cli("explain", "--prompt", tmp_path / "prompt.txt", *given).json
     (chunk,) = found["explanation"]["chunks"]
     assert (chunk["hit"], chunk["code"]) == (False, "not_stored")
@@ -80,11 +81,11 @@ def test_the_folder_of_chunk_kv_knows_the_chunks(cli, tmp_path, wide):
     from cacheblend_rag import open_engine
 
     passage = "The keeper of the harbour writes down every ship. " * 30
-    with_kv = open_engine("transformers", model="demo", kv_path=tmp_path / "kv")
+    with_kv = open_engine("transformers", model=TOY, kv_path=tmp_path / "kv")
     with_kv.precompute([passage], progress=False)
     with_kv.close()
     (tmp_path / "prompt.txt").write_text(f"{passage}\n\nQuestion: Who?\nAnswer:")
-    given = ("--model", "demo", "--kv-path", tmp_path / "kv", "--json", "--ratio", 0.1)
+    given = ("--model", TOY, "--kv-path", tmp_path / "kv", "--json", "--ratio", 0.1)
     found = cli("explain", "--prompt", tmp_path / "prompt.txt", *given).json
     (chunk,) = found["explanation"]["chunks"]
     assert (chunk["hit"], chunk["tier"]) == (True, "disk")

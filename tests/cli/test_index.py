@@ -26,9 +26,10 @@ from cacheblend_rag.rag.prompt import INSTRUCTION
 from cacheblend_rag.rag.readers import find_files
 from tests.cli.documents import pdf_bytes, write_notes
 from tests.kv.samples import until
+from tests.toy import TOY
 
 CHUNK_SIZE = 64
-TOY = ("--model", "demo", "--chunk-size", CHUNK_SIZE)
+TOY = ("--model", TOY, "--chunk-size", CHUNK_SIZE)
 
 
 class LetterEmbedder:
@@ -148,7 +149,7 @@ def test_a_collection_of_another_model_needs_no_smollm2(cli, index, notes, into,
         outcome = cli("index", notes, "--into", into, *options)
         assert outcome.code == 0, outcome.stderr
         with Collection.open(into) as collection:
-            assert collection.settings.model == "demo"
+            assert collection.settings.model == "toy"
 
 
 def test_what_is_indexed_is_passed_over_without_loading_a_model(index, notes, monkeypatch):
@@ -188,15 +189,15 @@ def test_a_changed_file_takes_its_place_without_computing(index, notes, into):
 def test_a_run_that_computes_nothing_has_no_estimate(cli, notes, into, letters):
     for options in (("--dry-run",), ("--max-gib", 1)):
         line = refused(
-            cli, "index", notes, "--into", into, "--model", "demo", "--register-only", *options
+            cli, "index", notes, "--into", into, "--model", TOY, "--register-only", *options
         )
         assert "leave --dry-run and --max-gib out" in line
-    outcome = cli("index", notes, "--into", into, "--model", "demo", "--register-only")
+    outcome = cli("index", notes, "--into", into, "--model", TOY, "--register-only")
     assert "chunk KV: none computed, " in outcome.stdout
 
 
 def test_the_report_is_lines_otherwise(cli, notes, into, letters):
-    outcome = cli("index", notes, "--into", into, "--model", "demo")
+    outcome = cli("index", notes, "--into", into, "--model", TOY)
     assert outcome.code == 0
     assert "4 documents" in outcome.stdout
     assert "4 added" in outcome.stdout
@@ -208,7 +209,7 @@ def test_texts_that_the_bundled_model_cannot_read_are_told_once(cli, index, into
     folder.mkdir()
     for name in ("filter", "pump"):
         (folder / f"{name}.txt").write_text(f"Unscrew the lid and rinse the {name} twice a week.")
-    outcome = cli("index", folder, "--into", into, "--model", "demo")
+    outcome = cli("index", folder, "--into", into, "--model", TOY)
     assert outcome.stderr.count("warning:") == outcome.stderr.count("\n") == 1
     assert "docs/filter.txt: its answers will be gibberish" in outcome.stderr
     assert "Give --model smollm2, a folder or a hub name" in outcome.stderr
@@ -262,7 +263,7 @@ def test_a_project_may_be_moved_with_its_collection(cli, tmp_path, letters):
             (tmp_path / "project").rename(tmp_path / "moved")
         folder = tmp_path / name
         found = cli(
-            "index", folder / "notes", "--into", folder / "own", "--model", "demo", "--json"
+            "index", folder / "notes", "--into", folder / "own", "--model", TOY, "--json"
         ).json
         assert (found["added"], found["documents"], found["vanished"]) == (added, 4, 0)
 
@@ -275,7 +276,7 @@ def test_a_path_that_is_not_there_is_told_whatever_else_is_asked(cli, index, not
 
 def test_chunks_that_take_no_kv_are_counted_with_the_reason(cli, tmp_path, into, letters):
     (tmp_path / "long.txt").write_text("word " * 30000)
-    options = ("--model", "demo", "--chunk-size", 4095, "--json")
+    options = ("--model", TOY, "--chunk-size", 4095, "--json")
     found = cli("index", tmp_path / "long.txt", "--into", into, *options).json
     assert found["refused_chunks"]["longer than the context window"] > 0
     assert found["documents"] == 1
@@ -313,7 +314,7 @@ def test_few_of_many_skipped_files_are_named_and_the_others_counted(index, cli, 
 
 def test_only_unreadable_files_end_in_an_error(cli, tmp_path, into, letters):
     (tmp_path / "empty.txt").write_text("")
-    outcome = cli("index", tmp_path / "empty.txt", "--into", into, "--model", "demo")
+    outcome = cli("index", tmp_path / "empty.txt", "--into", into, "--model", TOY)
     assert outcome.code == 2
     assert outcome.stderr.splitlines()[0].startswith("warning:")
     assert "nothing could be indexed" in outcome.stderr.splitlines()[1]
@@ -334,7 +335,7 @@ def test_after_ctrl_c_the_same_command_goes_on(cli, index, tmp_path, into, monke
 
     write_notes(tmp_path / "notes", count=12)
     monkeypatch.setattr(owner, part, interrupted)
-    arguments = ("index", tmp_path / "notes", "--into", into, "--model", "demo")
+    arguments = ("index", tmp_path / "notes", "--into", into, "--model", TOY)
     outcome = cli(*arguments, "--chunk-size", CHUNK_SIZE, "--json")
     assert (outcome.code, outcome.stdout) == (130, "")
     assert outcome.stderr.startswith("interrupted: ")
@@ -438,7 +439,7 @@ def test_chunks_may_not_repeat_themselves_whole(cli, notes, into):
 def test_the_collection_may_stand_in_the_folder_it_indexes(cli, notes, letters):
     inside = notes / "collection"
     for added in (4, 0):
-        found = cli("index", notes, "--into", inside, "--model", "demo", "--json").json
+        found = cli("index", notes, "--into", inside, "--model", TOY, "--json").json
         assert (found["added"], found["unknown"]) == (added, 0)
 
 
@@ -446,7 +447,7 @@ def test_a_collection_may_belong_to_a_server(cli, letters, tmp_path):
     write_notes(tmp_path / "notes", count=1, questions=1)
     url = "http://127.0.0.1:9"
     outcome = cli(
-        "index", tmp_path / "notes", "--into", tmp_path / "c", "--model", "demo", "--engine", url
+        "index", tmp_path / "notes", "--into", tmp_path / "c", "--model", TOY, "--engine", url
     )
     assert outcome.code == 2
     assert "no server answers there" in outcome.stderr
@@ -456,7 +457,7 @@ def test_a_collection_may_belong_to_a_server(cli, letters, tmp_path):
 def test_a_collections_engine_is_settled(cli, indexed):
     folder, questions = indexed
     notes = folder.parent / "notes"
-    outcome = cli("index", notes, "--into", folder, "--model", "demo", "--engine", "vllm")
+    outcome = cli("index", notes, "--into", folder, "--model", TOY, "--engine", "vllm")
     assert outcome.code == 2
     assert "engine" in outcome.stderr
     url = "http://127.0.0.1:9"
@@ -554,10 +555,10 @@ def test_long_work_shows_itself(notes, into, letters):
             return Noted()
 
     found = find_files([notes], leave_out=into)
-    with Indexing(into, {"model": "demo", "chunk_size": CHUNK_SIZE}, Watched()) as indexing:
+    with Indexing(into, {"model": TOY, "chunk_size": CHUNK_SIZE}, Watched()) as indexing:
         indexing.run([notes], found, prune=False)
     phases = [
-        "files", "reading notes/", "loading the libraries", "loading the model demo",
+        "files", "reading notes/", "loading the libraries", "loading the model toy",
         "loading the embedding model bundled", "embedding", "computing", "tokens per second",
     ]  # fmt: skip
     places = [next(i for i, text in enumerate(seen) if phase in text) for phase in phases]

@@ -14,6 +14,7 @@ from cacheblend_rag.bench.interleave import run_in_turns
 from cacheblend_rag.bench.plans import TtftPlan
 from tests.benchmarks.overhead import AGAIN, WITH, WITHOUT, Overhead
 from tests.engines.vllm.forking import fork_engines
+from tests.toy import TOY
 
 TINY = shapes.ModelShape(
     "tiny", "llama", 4, 128, 2, 1, 64, 512, 4096, {"rope_type": "default", "rope_theta": 1e4}
@@ -59,13 +60,13 @@ def test_time_to_first_token(cli, engine):
 @pytest.mark.parametrize("engine", ["vllm", "vllm-server"])
 def test_time_to_first_token_of_a_model_by_its_name(cli, engine):
     outcome = cli(
-        "bench", "ttft", "--engine", engine, "--model", "demo", "--chunk-tokens", 48,
+        "bench", "ttft", "--engine", engine, "--model", TOY, "--chunk-tokens", 48,
         "--question-tokens", 5, "--eager", "--chunks", 3, "--repeat", 1, "--ratio", 0.25,
         "--selector", "question_mid", "--tier", "host", "--json",
     )  # fmt: skip
     assert outcome.code == 0, outcome.stderr
     row = outcome.json
-    assert (row["engine"], row["model"], row["shape"]) == (engine, "demo", None)
+    assert (row["engine"], row["model"], row["shape"]) == (engine, "toy", None)
     assert 3 * 45 <= row["prompt_tokens"] <= 3 * 48 + 5 + 2 * 3 + 1
     assert row["batched_tokens"] >= row["prompt_tokens"]
 
@@ -191,7 +192,7 @@ def test_large_shapes_take_the_documented_prompts(name, chunks):
 @needs_vllm
 def test_kept_turns(bench):
     found = bench(
-        "kept_turns", "--model", "demo", "--turns", 2, "--passages", 2, "--passage-tokens", 60,
+        "kept_turns", "--model", TOY, "--turns", 2, "--passages", 2, "--passage-tokens", 60,
         "--answer-tokens", 4, "--prompt-tokens", 1500, "--json",
     ).json  # fmt: skip
     first, second = found["turns"]

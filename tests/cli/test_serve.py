@@ -13,11 +13,11 @@ import pytest
 from cacheblend_rag import models
 from cacheblend_rag.api import app
 from cacheblend_rag.cli import serve, serve_here
-from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.engines import factory
 from cacheblend_rag.engines.vllm import serve as vllm_serve
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from tests.readme import blocks, commands
+from tests.toy import TOY
 
 ON_VLLM = ("--engine", "vllm")
 
@@ -51,14 +51,14 @@ def test_without_a_gpu_the_embedded_engine_is_served(cli, executed, served_here,
     options = ("--port", 9001, "--kv-path", tmp_path / "kv", "--namespace", "mine")
     more = ("--guard", 0.5, "--profile", "speed", "--dtype", "half", "--max-body-mib", 3)
     for engine in ((), ("--engine", "transformers")):
-        assert cli("serve", "demo", *engine, *options, *more).code == 0
+        assert cli("serve", TOY, *engine, *options, *more).code == 0
         config, (address, name) = served_here[-2:]
-        assert (config.engine, config.model, config.dtype) == ("transformers", "demo", "float16")
+        assert (config.engine, config.model, config.dtype) == ("transformers", "toy", "float16")
         assert (config.namespace, config.profile.name) == ("mine", "speed")
         assert (config.guard.sample_share, config.fill_on_miss) == (0.5, True)
         assert config.store.kv_path == str(tmp_path / "kv")
         assert (address.host, address.port, address.max_body_mib) == ("127.0.0.1", 9001, 3)
-        assert name == "demo"
+        assert name == "toy"
     assert executed == []
 
 
@@ -70,12 +70,12 @@ def test_smollm2_is_served_if_no_model_is_named(cli, executed, served_here):
 
 def test_vllm_is_served_where_it_can_run(cli, executed, served_here, monkeypatch):
     monkeypatch.setattr(factory, "pick_engine", lambda config: "vllm")
-    assert cli("serve", "demo", "--max-num-seqs", "4").code == 0
+    assert cli("serve", TOY, "--max-num-seqs", "4").code == 0
     assert (len(executed), served_here) == (1, [])
 
 
 def test_other_machines_need_a_key_to_reach_the_embedded_engine(cli, served_here, monkeypatch):
-    asked = ("serve", "demo", "--engine", "transformers", "--host", "10.0.0.1")
+    asked = ("serve", TOY, "--engine", "transformers", "--host", "10.0.0.1")
     refused = cli(*asked)
     assert (refused.code, refused.stderr.count("\n")) == (2, 1)
     assert "set VLLM_API_KEY to a key that clients must send" in refused.stderr
@@ -99,10 +99,10 @@ def test_other_machines_need_a_key_to_reach_the_embedded_engine(cli, served_here
 )
 def test_serve_says_when_anyone_may_ask(cli, executed, monkeypatch, options, warned):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    outcome = cli("serve", "demo", *ON_VLLM, *options)
+    outcome = cli("serve", TOY, *ON_VLLM, *options)
     assert ("may ask, store, evict and release: set VLLM_API_KEY" in outcome.stderr) == warned
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
-    assert "may ask" not in cli("serve", "demo", *ON_VLLM, *options).stderr
+    assert "may ask" not in cli("serve", TOY, *ON_VLLM, *options).stderr
 
 
 def test_further_names_of_the_server_are_for_the_middleware(
@@ -111,12 +111,12 @@ def test_further_names_of_the_server_are_for_the_middleware(
     told = {}
     monkeypatch.setattr(serve.os, "execve", lambda *given: told.update(given[-1]))
     names = ("--allowed-host", "gpu.example", "--allowed-host", "::2")
-    assert cli("serve", "demo", *ON_VLLM, *names).code == 0
+    assert cli("serve", TOY, *ON_VLLM, *names).code == 0
     assert told["CACHEBLEND_ALLOWED_HOSTS"] == "127.0.0.1,gpu.example,::2"
-    assert cli("serve", "demo", "--engine", "transformers", *names).code == 0
+    assert cli("serve", TOY, "--engine", "transformers", *names).code == 0
     assert os.environ["CACHEBLEND_ALLOWED_HOSTS"] == "127.0.0.1,gpu.example,::2"
     for wrong in ("http://gpu.example", "gpu.example:80", "", "*", "a,b", "a/b", "a b"):
-        outcome = cli("serve", "demo", *ON_VLLM, "--allowed-host", wrong)
+        outcome = cli("serve", TOY, *ON_VLLM, "--allowed-host", wrong)
         assert outcome.code != 0, wrong
         assert f"--allowed-host {wrong!r} must be a name or an address" in outcome.stderr
 
@@ -135,12 +135,12 @@ def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
     options = ("--kv-path", tmp_path / "kv", "--disk-gib", 0.5, "--synchronous", "--port", 9001)
     steps = ("--slice-seconds", 0.05, "--step-tokens", 1024, "--guard", 0.02, "--find", "asked")
     flags = ("--dtype", "float32", "--enforce-eager", "-tp", "2")
-    outcome = cli("serve", "demo", *ON_VLLM, *options, *steps, *flags)
+    outcome = cli("serve", TOY, *ON_VLLM, *options, *steps, *flags)
     assert outcome.code == 0, outcome.stderr
     [command] = executed
     assert command[-5:] == list(flags)
-    assert command[command.index("--model") + 1] == str(MODEL_FOLDER)
-    assert command[command.index("--served-model-name") + 1] == "demo"
+    assert command[command.index("--model") + 1] == TOY
+    assert command[command.index("--served-model-name") + 1] == "toy"
     assert command[command.index("--port") + 1] == "9001"
     told = json.loads(command[command.index("--kv-transfer-config") + 1])
     told = told["kv_connector_extra_config"]
@@ -155,13 +155,13 @@ def test_serve_reads_the_folder_of_chunk_kv_from_the_environment(
 ):
     monkeypatch.setenv("CACHEBLEND_KV_PATH", str(tmp_path / "kv"))
     for given, kept in ((), "kv"), (("--kv-path", tmp_path / "other"), "other"):
-        assert cli("serve", "demo", *ON_VLLM, *given).code == 0
+        assert cli("serve", TOY, *ON_VLLM, *given).code == 0
         told = json.loads(executed[-1][executed[-1].index("--kv-transfer-config") + 1])
         assert told["kv_connector_extra_config"]["kv_path"] == str(tmp_path / kept)
 
 
 def test_serve_settles_what_is_not_given_as_the_connector_does_and_shows_it(cli, executed):
-    assert cli("serve", "demo", *ON_VLLM).code == 0
+    assert cli("serve", TOY, *ON_VLLM).code == 0
     told = json.loads(executed[0][executed[0].index("--kv-transfer-config") + 1])
     settled = told["kv_connector_extra_config"]
     assert settled == ConnectorSettings().to_extra_config()
@@ -182,10 +182,10 @@ def test_serve_says_what_is_wrong_in_one_line(cli, executed, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     for arguments, said in (
-        (("--enforce-eager", "demo"), "comes before the model"),
-        (("demo", *ON_VLLM, "--kv-path", file / "kv"), "cannot be used"),
-        (("demo", *ON_VLLM, "--device", "cpu"), "leave it out with vLLM"),
-        (("demo", *ON_VLLM, "--kv-transfer-config", "{}"), "set by cacheblend-rag"),
+        (("--enforce-eager", TOY), "comes before the model"),
+        ((TOY, *ON_VLLM, "--kv-path", file / "kv"), "cannot be used"),
+        ((TOY, *ON_VLLM, "--device", "cpu"), "leave it out with vLLM"),
+        ((TOY, *ON_VLLM, "--kv-transfer-config", "{}"), "set by cacheblend-rag"),
     ):
         outcome = cli("serve", *arguments)
         assert outcome.code == 2
@@ -196,7 +196,7 @@ def test_serve_says_what_is_wrong_in_one_line(cli, executed, tmp_path):
 
 def test_serve_keeps_secrets_out_of_logs(cli, executed, caplog):
     caplog.set_level("DEBUG")
-    outcome = cli("-vv", "serve", "demo", *ON_VLLM, "--api-key", "sesame")
+    outcome = cli("-vv", "serve", TOY, *ON_VLLM, "--api-key", "sesame")
     assert executed[0][-2:] == ["--api-key", "sesame"]
     assert "sesame" not in outcome.stdout + outcome.stderr + caplog.text
     assert "memory only" in outcome.stderr
@@ -211,7 +211,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(cli, executed, monkeypa
         listening.listen()
         port = listening.getsockname()[1]
         for host in ("127.0.0.1", "localhost", "0.0.0.0"):  # noqa: S104
-            outcome = cli("serve", "demo", *ON_VLLM, "--host", host, "--port", port)
+            outcome = cli("serve", TOY, *ON_VLLM, "--host", host, "--port", port)
             assert outcome.code == 2
             assert f"port {port} of {host} is in use: stop what listens there" in outcome.stderr
             assert outcome.stderr.count("\n") == 1
@@ -223,8 +223,8 @@ def test_a_free_port_and_a_socket_file_are_not_refused(cli, executed):
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        assert cli("serve", "demo", *ON_VLLM, "--port", port, "--uds", "vllm.sock").code == 0
-    assert cli("serve", "demo", *ON_VLLM, "--port", port).code == 0
+        assert cli("serve", TOY, *ON_VLLM, "--port", port, "--uds", "vllm.sock").code == 0
+    assert cli("serve", TOY, *ON_VLLM, "--port", port).code == 0
     assert len(executed) == 2
 
 
@@ -246,9 +246,7 @@ def test_serve_with_tenants(cli, executed, tmp_path, monkeypatch):
     keys = [line.rpartition(" ")[2] for line in made.stderr.splitlines()]
     assert len(keys) == 2
     assert not any(key in made.stdout for key in keys)
-    outcome = cli(
-        "-vv", "serve", "demo", *ON_VLLM, "--host", "10.0.0.1", "--tenants", "tenants.toml"
-    )
+    outcome = cli("-vv", "serve", TOY, *ON_VLLM, "--host", "10.0.0.1", "--tenants", "tenants.toml")
     assert outcome.code == 0
     assert "may ask" not in outcome.stderr, "each needs a key"
     settings = json.loads(executed[0][executed[0].index("--kv-transfer-config") + 1])
@@ -257,9 +255,9 @@ def test_serve_with_tenants(cli, executed, tmp_path, monkeypatch):
     assert told["CACHEBLEND_TENANTS"] == str(tmp_path / "tenants.toml")
     assert len(told["CACHEBLEND_NAMESPACE_SECRET"]) == 64
     assert told["CACHEBLEND_NAMESPACE_SECRET"] not in outcome.stdout + outcome.stderr
-    cli("serve", "demo", *ON_VLLM, "--tenants", "tenants.toml")
+    cli("serve", TOY, *ON_VLLM, "--tenants", "tenants.toml")
     assert len({one["CACHEBLEND_NAMESPACE_SECRET"] for one in environments}) == 2
-    cli("serve", "demo", *ON_VLLM)
+    cli("serve", TOY, *ON_VLLM)
     assert "CACHEBLEND_NAMESPACE_SECRET" not in environments[-1]
     monkeypatch.setenv("VLLM_API_KEY", keys[0])
     for arguments, said in (
@@ -267,7 +265,7 @@ def test_serve_with_tenants(cli, executed, tmp_path, monkeypatch):
         (("--tenants", "tenants.toml", "--namespace", "x"), "leave --namespace out"),
         (("--tenants", "tenants.toml"), "is the server's own key: make another"),
     ):
-        refused = cli("serve", "demo", *ON_VLLM, *arguments)
+        refused = cli("serve", TOY, *ON_VLLM, *arguments)
         assert refused.code == 2
         assert said in refused.stderr
         assert refused.stderr.count("\n") == 1

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from cacheblend_rag.cli.main import app
 from cacheblend_rag.kv import ChunkKV, DiskTier, KVKey, StoredChunk, chunk_id, fingerprint
+from tests.toy import TOY
 
 ONE, TWO = fingerprint({"model": 1}), fingerprint({"model": 2})
 KEYS = [KVKey(chunk_id([number]), of) for number, of in enumerate([ONE, ONE, TWO])]
@@ -250,7 +251,7 @@ def test_a_store_may_be_a_list_of_tiers(folder, tmp_path_factory):
 
 
 def test_plan_tells_sizes_and_the_tier_that_suffices():
-    arguments = ["plan", "--model", "demo", "--corpus-tokens", "1000000", "--ttft", "1"]
+    arguments = ["plan", "--model", TOY, "--corpus-tokens", "1000000", "--ttft", "1"]
     tiers = ["--tier", "host=1GiB,10GiB/s", "--tier", "disk=1TiB,1GiB/s,0.001"]
     result = printed(run(*arguments, *tiers, "--dtype", "float32", "--json"))
     native, fp8, int8 = result["precisions"]

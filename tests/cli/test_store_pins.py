@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from cacheblend_rag.cli.main import app
 from cacheblend_rag.kv import DiskTier
 from tests.admin.test_select import ONE, SHARED, TWO, indexed, keys
+from tests.toy import TOY
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +41,11 @@ def test_a_documents_chunks_are_pinned_and_let_go(
     store: Callable[..., Any], folder: Path, wanted: set[Any]
 ) -> None:
     assert SHARED in ONE.chunks
-    result = store("pin", "one", "--model", "demo")
+    result = store("pin", "one", "--model", TOY)
     assert json.loads(result.stdout) == {"path": str(folder), "pinned": len(wanted)}
     assert DiskTier(folder).pinned() == wanted, "in a process of its own, as far as this tells"
-    assert json.loads(store("unpin", "two", "--model", "demo").stdout)["unpinned"] <= 1
-    result = store("unpin", "one", "--model", "demo")
+    assert json.loads(store("unpin", "two", "--model", TOY).stdout)["unpinned"] <= 1
+    result = store("unpin", "one", "--model", TOY)
     assert json.loads(result.stdout)["unpinned"] >= len(wanted) - 1
     assert DiskTier(folder).pinned() == set()
 
@@ -52,7 +53,7 @@ def test_a_documents_chunks_are_pinned_and_let_go(
 def test_all_pins_are_let_go_of_chunks_that_are_gone_too(
     store: Callable[..., Any], folder: Path, wanted: set[Any]
 ) -> None:
-    store("pin", "one", "--model", "demo")
+    store("pin", "one", "--model", TOY)
     (folder / "pins").write_text((folder / "pins").read_text() + f"{'0' * 64}-{'0' * 32}\n")
     assert json.loads(store("unpin", "--all").stdout)["unpinned"] == len(wanted) + 1
     assert DiskTier(folder).pinned() == set()
@@ -63,8 +64,8 @@ def test_all_pins_are_let_go_of_chunks_that_are_gone_too(
     [
         (["unpin"], "give a document, or --all"),
         (["unpin", "one", "--all"], "give a document, or --all"),
-        (["pin", "three", "--model", "demo"], "knows no document 'three'"),
-        (["pin", "one", "--model", "demo", "--store", "tiers=redis://127.0.0.1:9"],
+        (["pin", "three", "--model", TOY], "knows no document 'three'"),
+        (["pin", "one", "--model", TOY, "--store", "tiers=redis://127.0.0.1:9"],
          "no pins are kept in redis: only a folder (disk) keeps pins"),
     ],
 )  # fmt: skip

@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 
 from cacheblend_rag import Profile
-from cacheblend_rag.quality.questions import demo_dataset
+from tests.toy import TOY
+from tests.toy.questions import toy_dataset
 
 
 @pytest.fixture
 def dataset(tmp_path):
-    demo_dataset(("adjacent",), 2, 13).save(tmp_path / "questions.json")
+    toy_dataset(("adjacent",), 2, 13).save(tmp_path / "questions.json")
     return tmp_path / "questions.json"
 
 
 def test_a_profile_is_written_and_says_where_it_was_measured(cli, dataset, tmp_path):
     arguments = (
-        "tune", "demo", "--dataset", dataset, "--selectors", "none", "--bar", "fidelity",
+        "tune", TOY, "--dataset", dataset, "--selectors", "none", "--bar", "fidelity",
         "--out", tmp_path / "mine.toml", "--resume", tmp_path / "results.jsonl",
     )  # fmt: skip
     plot = tmp_path / "mine.svg"
@@ -25,7 +26,7 @@ def test_a_profile_is_written_and_says_where_it_was_measured(cli, dataset, tmp_p
     assert first.json["outcome"] == "plain reuse"
     assert len(first.json["candidates"]) == 2
     profile = Profile.load(tmp_path / "mine.toml")
-    assert (profile.name, profile.model) == ("mine", "demo")
+    assert (profile.name, profile.model) == ("mine", "toy")
     assert profile.measured["prompts"] == 2
     assert plot.read_text().startswith("<svg")
     told = (tmp_path / "results.jsonl").read_text()
@@ -37,7 +38,7 @@ def test_a_profile_is_written_and_says_where_it_was_measured(cli, dataset, tmp_p
 
 def test_it_refuses_and_writes_nothing(cli, dataset, tmp_path):
     outcome = cli(
-        "tune", "demo", "--dataset", dataset, "--selectors", "none", "--lead-ins", "instruction",
+        "tune", TOY, "--dataset", dataset, "--selectors", "none", "--lead-ins", "instruction",
         "--bar", "fidelity", "--out", tmp_path / "none.toml",
     )  # fmt: skip
     assert outcome.code == 1
@@ -59,7 +60,7 @@ def test_it_refuses_and_writes_nothing(cli, dataset, tmp_path):
 def test_wrong_options_are_one_line(cli, dataset, tmp_path, option, value, told):
     given = {"--dataset": dataset, option: value}
     words = [word for pair in given.items() for word in pair]
-    outcome = cli("tune", "demo", *words, "--out", tmp_path / "x.toml")
+    outcome = cli("tune", TOY, *words, "--out", tmp_path / "x.toml")
     assert (outcome.code, outcome.stdout) == (2, "")
     assert told in outcome.stderr
     assert len(outcome.stderr.strip().splitlines()) == 1

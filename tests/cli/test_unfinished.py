@@ -25,8 +25,9 @@ from cacheblend_rag.text.chunk import Chunk
 from tests.cli.documents import write_notes
 from tests.cli.test_index import LetterEmbedder
 from tests.local_servers import redis_server, redis_url
+from tests.toy import TOY
 
-TOY = ("--model", "demo", "--chunk-size", 64)
+TOY = ("--model", TOY, "--chunk-size", 64)
 Index = Callable[..., Any]
 
 

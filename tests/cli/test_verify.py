@@ -8,7 +8,8 @@ import pytest
 
 from cacheblend_rag.cli import serve
 from cacheblend_rag.engines.vllm import serve as vllm_serve
-from cacheblend_rag.quality.questions import demo_dataset
+from tests.toy import TOY
+from tests.toy.questions import toy_dataset
 
 CHECKS = {
     "template", "tokenizer", "seams", "blending", "precision", "positions", "exactness",
@@ -18,12 +19,12 @@ CHECKS = {
 
 @pytest.fixture
 def dataset(tmp_path):
-    demo_dataset(("adjacent",), 2, 5).save(tmp_path / "questions.json")
+    toy_dataset(("adjacent",), 2, 5).save(tmp_path / "questions.json")
     return tmp_path / "questions.json"
 
 
 def test_a_sound_model_passes(cli, dataset):
-    outcome = cli("verify", "demo", "--dataset", dataset, "--json")
+    outcome = cli("verify", TOY, "--dataset", dataset, "--json")
     assert outcome.code == 0
     assert {check["name"] for check in outcome.json["checks"]} == CHECKS
     assert {check["status"] for check in outcome.json["checks"]} == {"ok"}
@@ -35,7 +36,7 @@ def test_a_profile_that_loses_too_much_fails_on_one_page(cli, dataset, tmp_path)
         '[blend]\nselector = "none"\nrecompute_ratio = 0.0\n[lead_in]\nkind = "instruction"\n'
     )
     outcome = cli(
-        "verify", "demo", "--dataset", dataset, "--questions", 1,
+        "verify", TOY, "--dataset", dataset, "--questions", 1,
         "--profile", tmp_path / "reuse.toml",
     )  # fmt: skip
     assert outcome.code == 1
@@ -62,8 +63,8 @@ def test_serve_verifies_before_it_starts(cli, monkeypatch, code, flags, dtype):
     monkeypatch.setattr(
         serve.subprocess, "run", lambda command, **_: ran.append(command) or Ended()
     )
-    outcome = cli("serve", "demo", "--engine", "vllm", "--verify", *flags)
-    begun = [sys.executable, "-m", "cacheblend_rag", "verify", "demo", "--dtype", dtype]
+    outcome = cli("serve", TOY, "--engine", "vllm", "--verify", *flags)
+    begun = [sys.executable, "-m", "cacheblend_rag", "verify", TOY, "--dtype", dtype]
     assert ran == [begun]
     assert (outcome.code, len(started)) == (code, 1 - code)
     assert ("not started" in outcome.stderr) == bool(code)
@@ -73,5 +74,5 @@ def test_serve_takes_a_profile_for_its_clients(cli, monkeypatch):
     started = []
     monkeypatch.setattr(vllm_serve, "installed_version", lambda: "0.32.0")
     monkeypatch.setattr(serve.os, "execve", lambda _, command, __: started.append(command))
-    assert cli("serve", "demo", "--engine", "vllm", "--profile", "speed").code == 0
+    assert cli("serve", TOY, "--engine", "vllm", "--profile", "speed").code == 0
     assert '"name": "speed"' in " ".join(started[0])

@@ -15,14 +15,15 @@ from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.rag import answering, checks, indexing, retrieval
 from cacheblend_rag.rag.collection import KV_NAME
 from cacheblend_rag.rag.readers import FileReader
+from tests.toy import TOY
 
 ASK = ("ask", "Who?", "--from", "{collection}")
 CHAT = ("chat", "--from", "{collection}")
-ANALYZE = ("analyze", "{file}.txt", "--model", "demo", "--kv-path", "{new}")
+ANALYZE = ("analyze", "{file}.txt", "--model", TOY, "--kv-path", "{new}")
 DOCTOR = ("doctor", "--collection", "{collection}", "--question", "Who?")
-DOCTOR_DEMO = ("doctor", "--prompt", "{file}", "--model", "demo")
-INDEX = ("index", "{notes}", "--into", "{new}", "--model", "demo")
-HERE = ("serve", "demo", "--engine", "transformers")
+DOCTOR_DEMO = ("doctor", "--prompt", "{file}", "--model", TOY)
+INDEX = ("index", "{notes}", "--into", "{new}", "--model", TOY)
+HERE = ("serve", TOY, "--engine", "transformers")
 SERVED = ("serve", "--collection", "{collection}")
 WRONG = {
     # what Typer itself finds
@@ -68,22 +69,21 @@ WRONG = {
     ("eval", "--selector-options", '{{"hkvdd": {{}}}}'): "selector='hkvdd' must be one of",
     ("eval", "--selector-options", '{{"prior": {{"k": 1}}}}'): "prior has no 'k'",
     ("bench", "store", "--chunk-mib", "none"): "'--chunk-mib'",
-    ("serve", "demo", "--port", "99999"): "'--port'",
-    ("serve", "demo", "--kv-path", "{new}", "--disk-gib", "nan"): "'--disk-gib'",
-    ("demo", "--questions", "1000"): "'--questions'",
+    ("serve", TOY, "--port", "99999"): "'--port'",
+    ("serve", TOY, "--kv-path", "{new}", "--disk-gib", "nan"): "'--disk-gib'",
     # questions and collections
     ("ask", "what", "is", "this"): 'ask "what is this"',
     ("ask", " "): "the question is empty",
     ("ask", "Who?", "--from", "{nothing}"): "holds no collection",
     ("chat", "--from", "{nothing}"): "holds no collection",
     ("index", "{nothing}", "--into", "{new}"): "does not exist",
-    ("index", "{notes}", "--into", "{file}", "--model", "demo"): "is not a folder",
+    ("index", "{notes}", "--into", "{file}", "--model", TOY): "is not a folder",
     (*INDEX, "--chunk-size", "32", "--chunk-overlap", "32"): "--chunk-overlap 32",
-    (*INDEX, "--chunk-size", "100000"): "prompts of model 'demo' hold 4,096 tokens",
+    (*INDEX, "--chunk-size", "100000"): "toy' hold 4,096 tokens",
     (*INDEX, "--chunk-size", "4096"): "give a smaller one",
     # namespaces of half a character: of bytes on a command line that are no UTF-8
     (*INDEX, "--namespace", "a\udcff"): "namespace='a\\udcff' holds a lone surrogate",
-    ("serve", "demo", "--namespace", "\ud800"): "namespace='\\ud800' holds a lone surrogate",
+    ("serve", TOY, "--namespace", "\ud800"): "namespace='\\ud800' holds a lone surrogate",
     ("store", "ls", "--kv-path", "{store}", "--namespace", "\udcff"): "holds a lone surrogate",
     ("doctor", "--url", "http://host:1", "--namespace", "\udcff"): "holds a lone surrogate",
     # requests to diagnose
@@ -113,7 +113,7 @@ WRONG = {
     (*ANALYZE, "--question", " "): "the question is empty",
     (*ANALYZE, "--window", "0"): "'--window'",
     (*ANALYZE, "--chunk-tokens", "9"): "chunk_tokens=9 must be a whole number of at least 16",
-    (*ANALYZE, "--chunk-tokens", "4096"): "--chunk-tokens 4096: prompts of model 'demo' hold 4,096",
+    (*ANALYZE, "--chunk-tokens", "4096"): "--chunk-tokens 4096: toy' hold 4,096",
     (*ANALYZE, "--overlap", "1025"): "overlap=1025 must be at most half of chunk_tokens=2048",
     (*ANALYZE, "--combine", "vote"): "'--combine'",
     (*ANALYZE, "--resume", "{file}"): "is not a result of this analysis",
@@ -210,15 +210,15 @@ WRONG = {
     ("bench", "gpu", "--out", "{new}", "--shape", "tiny"): "shape='tiny' must be one of",
     ("bench", "gpu", "--toy", "--out", "{nothing}/gpu.json"): "give a file in a folder that exists",
     # servers and stores
-    ("serve", "demo", "--disk-gib", "1"): "give --kv-path too",
-    ("serve", "demo", "--host-gib", "0"): "--host-gib 0",
-    ("serve", "demo", "--store", "host_bytes"): "must be NAME=VALUE",
-    ("serve", "demo", "--store", "host_byte=1"): "(did you mean 'host_bytes'?)",
-    ("serve", "demo", "--store", "host_bytes=much"): "a size, such as 8GiB",
-    ("serve", "demo", "--host-gib", "1", "--store", "host_bytes=1"): "given twice",
+    ("serve", TOY, "--disk-gib", "1"): "give --kv-path too",
+    ("serve", TOY, "--host-gib", "0"): "--host-gib 0",
+    ("serve", TOY, "--store", "host_bytes"): "must be NAME=VALUE",
+    ("serve", TOY, "--store", "host_byte=1"): "(did you mean 'host_bytes'?)",
+    ("serve", TOY, "--store", "host_bytes=much"): "a size, such as 8GiB",
+    ("serve", TOY, "--host-gib", "1", "--store", "host_bytes=1"): "given twice",
     ("index", "{notes}", "--store", "kv_path=elsewhere"): "in its own folder",
     ("ask", "Who?", "--from", "{collection}", "--store", "disk_bytes=-1"): "disk_bytes='-1'",
-    ("serve", "--enforce-eager", "demo"): "comes before the model",
+    ("serve", "--enforce-eager", TOY): "comes before the model",
     (*HERE, "--max-num-seqs", "4"): "--max-num-seqs is an option of vLLM, and this is served by",
     (*HERE, "--synchronous"): "--synchronous is an option of vLLM",
     (*HERE, "--api-key", "sesame"): "--api-key is an option of vLLM: set VLLM_API_KEY instead",
@@ -226,13 +226,13 @@ WRONG = {
     (*HERE, "--device", "gpu"): "device='gpu' is not available here",
     (*HERE, "--dtype", "int8"): "dtype='int8' must be one of",
     (*HERE, "--cite"): "give --collection too",
-    ("serve", "demo", "--engine", "http://127.0.0.1:1"): "must be one of auto, vllm, transformers",
+    ("serve", TOY, "--engine", "http://127.0.0.1:1"): "must be one of auto, vllm, transformers",
     (*SERVED, "--kv-path", "{new}"): "--kv-path: a collection has its own",
     (*SERVED, "--namespace", "mine"): "--namespace: a collection has its own",
     (*SERVED, "--attention", "sdpa"): "--attention is an option of vLLM, and --collection is",
     (*SERVED, "--host", "10.0.0.1"): "set VLLM_API_KEY to a key that clients must send",
     (*SERVED, "--store", "kv_path=elsewhere"): "in its own folder",
-    ("serve", "demo", "--collection", "{collection}"): "MODEL: a collection has its own",
+    ("serve", TOY, "--collection", "{collection}"): "MODEL: a collection has its own",
     ("serve", "--collection", "{notes}"): "holds no collection",
     ("store", "stats", "--kv-path", "{nothing}"): "is not a folder",
     ("store", "verify", "--kv-path", "{notes}"): "is not a store of chunk KV",

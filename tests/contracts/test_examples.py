@@ -10,6 +10,7 @@ import pytest
 
 from tests.models import words
 from tests.readme import DOCS, ROOT, blocks
+from tests.toy import TOY
 
 EXAMPLES = ROOT / "examples"
 
@@ -47,7 +48,7 @@ def test_the_program_on_conversations_runs(
     (program,) = blocks("python", DOCS / "conversations.md")
     (tmp_path / "report.txt").write_text("\n\n".join(words(90, seed) for seed in range(8)))
     monkeypatch.chdir(tmp_path)
-    exec(program.replace('"smollm2"', '"demo"'), {})  # noqa: S102 - the page's own program
+    exec(program.replace('"smollm2"', repr(TOY)), {})  # noqa: S102 - the page's own program
     out = capsys.readouterr().out
     (reused,) = re.findall(r"^(\d+) tokens of the first turn", out, re.MULTILINE)
     assert int(reused) > 0
@@ -61,7 +62,7 @@ def test_the_program_on_long_documents_runs_and_goes_on(
     monkeypatch.chdir(tmp_path)
     kept, said = tmp_path / "answers.jsonl", []
     for _ in range(2):
-        exec(program.replace('"smollm2"', '"demo"'), {})  # noqa: S102 - the page's own program
+        exec(program.replace('"smollm2"', repr(TOY)), {})  # noqa: S102 - the page's own program
         said.append((capsys.readouterr().out, kept.read_text()))
     assert said[0] == said[1], "nothing was asked again"
     out, answers = said[0]

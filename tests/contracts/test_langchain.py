@@ -50,6 +50,7 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from cacheblend_rag import ConfigError, Engine, PromptError
 from tests.contracts.passages import LEAST, PREFILL, RECOMPUTE_ALL, opened, reused, text_of, tokens
+from tests.toy import TOY
 
 QUESTION = "w9 w10 w11"
 EMBEDDING = DeterministicFakeEmbedding(size=16)
@@ -462,7 +463,7 @@ def test_the_oldest_messages_are_dropped_and_the_rest_is_reused() -> None:
 
 
 def test_no_pickle_serialization_or_repr_holds_a_key() -> None:
-    llm = ChatCacheBlend(model="demo", api_key="s3cret", engine="http://127.0.0.1:9")
+    llm = ChatCacheBlend(model=TOY, api_key="s3cret", engine="http://127.0.0.1:9")
     told = [repr(llm), str(llm), dumps(llm), llm.model_dump_json(), repr(pickle.dumps(llm))]
     assert not [one for one in told if "s3cret" in one]
     assert pickle.loads(pickle.dumps(llm)).api_key is None  # noqa: S301 - our own

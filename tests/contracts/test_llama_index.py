@@ -42,6 +42,7 @@ from llama_index.postprocessor.cacheblend import CacheBlendPostprocessor
 
 from cacheblend_rag import ConfigError, Engine, PromptError
 from tests.contracts.passages import LEAST, PREFILL, RECOMPUTE_ALL, opened, reused, text_of, tokens
+from tests.toy import TOY
 
 QUESTION = "w9 w10 w11"
 SPLITTER = SentenceSplitter(
@@ -398,7 +399,7 @@ def test_turns_are_reused_also_after_a_restart_until_the_chat_is_reset(tmp_path:
 
 
 def test_no_pickle_dict_or_repr_holds_a_key(tmp_path: Path) -> None:
-    llm = CacheBlendLLM(engine="http://127.0.0.1:9", model="demo", api_key="s3cret")
+    llm = CacheBlendLLM(engine="http://127.0.0.1:9", model=TOY, api_key="s3cret")
     parts = (llm, CacheBlendPostprocessor(llm=llm), CacheBlendPrecompute.from_llm(llm))
     for part in parts:
         told = [repr(part), str(part), json.dumps(part.to_dict()), repr(pickle.dumps(part))]

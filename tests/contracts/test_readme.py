@@ -107,13 +107,6 @@ def test_every_page_says_first_what_its_reader_can_do_after_it() -> None:
         assert first.startswith("After this page you can "), page.name
 
 
-def test_the_toy_is_taken_by_its_name_alone() -> None:
-    text = README.read_text()
-    assert "`--model demo`" in text
-    assert "`index notes --model demo`" in text
-    assert 'model="demo"' not in text
-
-
 def test_names_that_need_no_hub_stand_beside_those_of_the_hub() -> None:
     text = README.read_text()
     for hub, local in NAMES.items():

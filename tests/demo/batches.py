@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend_rag.demo.corpus import (
+from tests.demo.attention import HIDDEN, causal_bias
+from tests.demo.curriculum import Stage
+from tests.demo.tokenizer import BOS_ID, EOS_ID, PAD_ID
+from tests.toy import (
     BEGUN_FRAME,
     CHUNK_SEPARATOR,
     DEFAULT_FRAME,
@@ -21,10 +24,7 @@ from cacheblend_rag.demo.corpus import (
     CorpusShape,
     PromptFrame,
 )
-from cacheblend_rag.demo.corpus.settings import DRAWS, Draw
-from tests.demo.attention import HIDDEN, causal_bias
-from tests.demo.curriculum import Stage
-from tests.demo.tokenizer import BOS_ID, EOS_ID, PAD_ID
+from tests.toy.settings import DRAWS, Draw
 
 # What a position's next token is, for the loss and the accuracy.
 OTHER, DIRECT, REFERRING, NAME, END = 0, 1, 2, 3, 4

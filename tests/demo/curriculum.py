@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cacheblend_rag.demo.corpus import EVALUATION_SHAPE, CorpusShape
+from tests.toy import EVALUATION_SHAPE, CorpusShape
 
 
 @dataclass(frozen=True)

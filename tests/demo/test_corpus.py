@@ -8,7 +8,7 @@ import re
 import pytest
 
 from cacheblend_rag.demo import corpus
-from cacheblend_rag.demo.corpus import (
+from tests.toy import (
     FIRST_NAMES,
     SETTINGS,
     UNKNOWN,
@@ -20,7 +20,7 @@ from cacheblend_rag.demo.corpus import (
     generate_prompts,
     held_out_names,
 )
-from cacheblend_rag.demo.corpus.subjects import KINDS
+from tests.toy.subjects import KINDS
 
 PRONOUNS = ({"she", "her"}, {"he", "his"}, {"company"})
 FULL_NAME = re.compile(rf"\b(?:{'|'.join(sorted(FIRST_NAMES))}) [A-Z]\w+")

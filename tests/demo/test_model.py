@@ -1,4 +1,4 @@
-"""The shipped model folder."""
+"""The toy's folder."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import INSTRUCTION, SETTINGS, DemoPrompt, generate_prompts
 from tests.demo.tokenizer import build_tokenizer
+from tests.toy import INSTRUCTION, SETTINGS, TOY, DemoPrompt, generate_prompts
 
 # Shares of right answers by full prefill, below what the weights reach (docs/quality.md).
 RIGHT = {"adjacent": 0.9}
@@ -25,13 +24,13 @@ RIGHT = {"adjacent": 0.9}
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(MODEL_FOLDER, local_files_only=True)
+    return AutoTokenizer.from_pretrained(TOY, local_files_only=True)
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(
-        MODEL_FOLDER, local_files_only=True, dtype=torch.float32
+        TOY, local_files_only=True, dtype=torch.float32
     ).eval()
 
 
@@ -42,11 +41,7 @@ def _prompt_ids(prompt: DemoPrompt, tokenizer: PreTrainedTokenizerFast) -> list[
     return [tokenizer.bos_token_id, *(token for piece in pieces for token in piece)]
 
 
-def test_the_folder_is_small_enough_to_ship() -> None:
-    assert (MODEL_FOLDER / "model.safetensors").stat().st_size <= 12 * 2**20
-
-
-def test_shipped_tokenizer_is_the_one_the_code_builds(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_toys_tokenizer_is_the_one_the_code_builds(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, Conversation, SamplingParams, open_engine
-from cacheblend_rag.demo.corpus import generate_prompts
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.quality.engines import opened_engines
 from cacheblend_rag.quality.evaluator import Evaluator, evaluate_settings
 from cacheblend_rag.quality.frame import PromptFrame
 from cacheblend_rag.quality.questions import DEMO, choose_questions
 from cacheblend_rag.quality.rules import FULL, Rule
+from tests.toy import generate_prompts
 
 TOYS = Path(__file__).parent / "toys"
 SETTINGS = ("adjacent", "fragments", "shuffled", "revised", "turns")

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from cacheblend_rag.demo import MODEL_FOLDER
 from tests.demo.architectures import ARCHITECTURES, WINDOW, ModelShape
 from tests.demo.batches import Batch, draw_batch
 from tests.demo.curriculum import CURRICULUM, EXTENSION, Stage
 from tests.demo.train import CONTINUED, Trainer, TrainingConfig, main, train
 from tests.demo.transfer import adopt_weights
+from tests.toy import TOY
 
 TINY = TrainingConfig(
     tokens=10_000_000,
@@ -140,8 +140,8 @@ def test_another_architecture_begins_near_the_llama_toy(architecture: str) -> No
     """Hidden states point the same way, which no two models with fresh weights do."""
     old, fresh = Trainer(TrainingConfig()), Trainer(TrainingConfig(architecture=architecture))
     new = Trainer(TrainingConfig(architecture=architecture))
-    adopt_weights(old.model, MODEL_FOLDER, old.tokenizer)
-    adopt_weights(new.model, MODEL_FOLDER, new.tokenizer)
+    adopt_weights(old.model, TOY, old.tokenizer)
+    adopt_weights(new.model, TOY, new.tokenizer)
     batch = _one("adjacent", old)
     with torch.no_grad():
         wanted, found, unlike = (each.hidden(batch)[0] for each in (old, new, fresh))

@@ -22,7 +22,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend_rag.demo.corpus import vocabulary
+from tests.toy import vocabulary
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2

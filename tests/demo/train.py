@@ -32,8 +32,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig
 
-from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import names_and_values
 from tests.demo.architectures import ARCHITECTURES, DEFAULT_ARCHITECTURE, ModelShape, build_model
 from tests.demo.batches import (
     DIRECT,
@@ -48,6 +46,7 @@ from tests.demo.batches import (
 from tests.demo.curriculum import CURRICULUM, EXTENSION, Stage
 from tests.demo.tokenizer import BOS_ID, EOS_ID, PAD_ID, build_tokenizer, save_tokenizer
 from tests.demo.transfer import adopt_weights
+from tests.toy import TOY, names_and_values
 
 logger = logging.getLogger(__name__)
 
@@ -361,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     defaults = TrainingConfig()
     parser = argparse.ArgumentParser(prog="python -m tests.demo.train", description=__doc__)
-    parser.add_argument("--out", type=Path, default=MODEL_FOLDER, help="folder for the model")
+    parser.add_argument("--out", type=Path, default=TOY, help="folder for the model")
     parser.add_argument("--tokens", type=int, default=defaults.tokens, help="training tokens")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this long")
     parser.add_argument("--architecture", choices=ARCHITECTURES, default=defaults.architecture)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from cacheblend_rag.demo.corpus import CHUNK_SEPARATOR, EVALUATION_SHAPE, draw_documents
+from tests.toy import CHUNK_SEPARATOR, EVALUATION_SHAPE, draw_documents
 
 # silu(x) is close to gelu(x / GELU_SLOPE) * GELU_SLOPE.
 GELU_SLOPE = 1.702

@@ -25,7 +25,7 @@ STORE = list(StoreConfig.model_fields)
 class Component(Stored):  # type: ignore[misc, valid-type]
     """As an integration makes it."""
 
-    model: str = "demo"
+    model: str = "toy"
 
     def _own_options(self) -> dict[str, Any]:
         return {"engine": "transformers", "model": self.model}
@@ -62,7 +62,7 @@ def test_only_what_is_shown_is_serialized() -> None:
         "lead_in": None,
         "dtype": None,
         "kv_path": "kv",
-        "model": "demo",
+        "model": "toy",
     }
     assert "kv_path='kv'" in repr(made)
     assert not any(told in repr(made) for told in ("disk_bytes", "s3cret"))
@@ -99,7 +99,7 @@ def test_an_engine_is_opened_by_all_that_is_told() -> None:
         api_key="s3cret", fill_on_miss=True, guard=0.25,
     )  # fmt: skip
     config = made.opened_with()
-    assert (config.engine, config.model, config.namespace) == ("transformers", "demo", "acme")
+    assert (config.engine, config.model, config.namespace) == ("transformers", "toy", "acme")
     assert config.blend == BlendConfig(min_tokens=3)
     assert config.lead_in == LeadInConfig(kind="bos")
     assert config.store == StoreConfig(host_bytes=0, kv_path="kv")

@@ -14,6 +14,7 @@ import pytest
 from cacheblend_rag.engines import quiet_import
 from cacheblend_rag.engines.deferred_import import PackageDistributions, deferred
 from cacheblend_rag.engines.quiet_import import without_unused
+from tests.toy import TOY
 
 IMPORTER = "from deferral_heavy import Kind, make\nfrom deferral_heavy.below import Other\n"
 HEAVY = "class Kind: pass\ndef make(value): return ('made', value)\n"
@@ -126,7 +127,7 @@ from cacheblend_rag.engines.quiet_import import is_own_command, quiet_libraries
 is_own_command()
 quiet_libraries()
 import cacheblend_rag
-engine = cacheblend_rag.open_engine("transformers", model="demo")
+engine = cacheblend_rag.open_engine("transformers", model="{TOY}")
 assert engine.blend_refusal is None
 engine.generate("Where is Egypt?")
 print([name for name in {UNNEEDED} if name in sys.modules])

@@ -23,6 +23,7 @@ from cacheblend_rag.errors import (
 )
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from tests.models import make_model, make_tokenizer, words
+from tests.toy import TOY
 
 DOCUMENT = Document("report", ("alpha beta gamma delta", "epsilon zeta eta theta"))
 ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -40,8 +41,8 @@ def open_tiny(kv_path: Path | None, **options: Any):
 
 
 def test_the_bundled_model_has_a_name() -> None:
-    engine = open_engine("transformers", model="demo")
-    assert (engine.name, engine.model_name) == ("transformers", "demo")
+    engine = open_engine("transformers", model=TOY)
+    assert (engine.name, engine.model_name) == ("transformers", "toy")
     assert engine.has_chat_template
     assert len(engine.tokenize("Clara lives in Rome.")) > 3
     engine.close()
@@ -134,11 +135,11 @@ def test_an_instruction_may_be_made_with_the_models_tokenizer() -> None:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False)
         return str(rendered).partition("@")[0]
 
-    made = open_engine(model="demo", instruction=before_first_chunk)
+    made = open_engine(model=TOY, instruction=before_first_chunk)
     assert made.instruction.endswith("Answer from:\n")
-    given = open_engine(model="demo", instruction=made.instruction)
+    given = open_engine(model=TOY, instruction=made.instruction)
     assert made.fingerprint == given.fingerprint
-    assert made.fingerprint != open_engine(model="demo").fingerprint
+    assert made.fingerprint != open_engine(model=TOY).fingerprint
 
 
 def test_namespaces_do_not_share_known_chunks(tmp_path: Path) -> None:
@@ -198,23 +199,23 @@ def test_errors_are_one_line_and_name_the_fix(
     # Where no hub can be reached, asking it for the folder's name takes a minute of retries.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(error, match=said) as caught:
-        open_engine(**{"model": "demo", **options})
+        open_engine(**{"model": TOY, **options})
     assert "\n" not in str(caught.value)
 
 
 def test_vllm_without_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[vllm\]"):
-        open_engine("vllm", model="demo")
+        open_engine("vllm", model=TOY)
 
 
 @pytest.mark.parametrize(
     ("model", "device", "vllm", "cuda", "picked"),
     [
-        ("demo", None, True, True, "vllm"),
-        ("demo", None, True, False, "no CUDA device"),
-        ("demo", None, False, True, "vLLM is not installed"),
-        ("demo", "cpu", True, True, "device='cpu' was asked for"),
+        (TOY, None, True, True, "vllm"),
+        (TOY, None, True, False, "no CUDA device"),
+        (TOY, None, False, True, "vLLM is not installed"),
+        (TOY, "cpu", True, True, "device='cpu' was asked for"),
         (make_model, None, True, True, "loaded already"),
     ],
 )
@@ -265,7 +266,7 @@ def test_public_names_hide_folders(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_nobody_holds_is_freed_at_once() -> None:
-    engine = open_engine("transformers", model="demo")
+    engine = open_engine("transformers", model=TOY)
     engine.precompute(["A chunk."], progress=False)
     held = weakref.ref(engine)
     gc.collect()

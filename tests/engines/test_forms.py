@@ -28,6 +28,7 @@ from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.registry import ChunkRegistry
 from tests.engines.contract import CONFIG
 from tests.engines.toy_engine import ToyEngine
+from tests.toy import TOY
 
 NAMED = "rene wenzel was born in 1921, and lived by the sea for forty years or more."
 SHORT = "rene wenzel was born in 1921."
@@ -44,7 +45,7 @@ class FindingEngine(ToyEngine):
         self.given: list[ChunkPlan] = []
         self.refusal: Reason | None = None
         self.refuses_forms_only = False
-        super().__init__(load_tokenizer("demo"), config=CONFIG, **settings)
+        super().__init__(load_tokenizer(TOY), config=CONFIG, **settings)
 
     def _store(self, plans: Sequence[ChunkPlan]) -> Any:
         self.given += plans
@@ -87,7 +88,7 @@ def test_it_is_stored_with_its_chunk_and_not_counted(engine: FindingEngine) -> N
 
 
 def test_a_chunk_that_is_too_short_to_be_found_has_none(engine: FindingEngine) -> None:
-    encoder = PromptEncoder(load_tokenizer("demo"))
+    encoder = PromptEncoder(load_tokenizer(TOY))
     assert behind_space(SHORT, encoder) is not None
     engine.precompute([SHORT], progress=False)
     assert engine.stored_chunks() == 1
@@ -222,7 +223,7 @@ def test_a_form_that_another_writer_removed_is_dropped() -> None:
 
 
 def test_an_engine_that_finds_texts_stores_no_forms() -> None:
-    engine = ToyEngine(load_tokenizer("demo"), config=CONFIG)
+    engine = ToyEngine(load_tokenizer(TOY), config=CONFIG)
     engine.precompute([NAMED, Document("a", (FORM,))], progress=False)
     assert engine.stored_chunks() == 2
     assert engine.evict_document("a") == 1

@@ -15,8 +15,9 @@ from cacheblend_rag import BlendConfig, Engine, EngineConfig, EngineSource, Stor
 from cacheblend_rag.engines.source import SETTLED
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings import names_of
+from tests.toy import TOY
 
-DEMO = EngineConfig(engine="transformers", model="demo", store=StoreConfig(host_bytes=1 << 20))
+DEMO = EngineConfig(engine="transformers", model=TOY, store=StoreConfig(host_bytes=1 << 20))
 
 
 def never() -> EngineConfig:

@@ -18,10 +18,12 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
-FILE = Path(__file__).parents[2] / "cacheblend_rag" / "demo" / "model" / "tokenizer.json"
+from tests.toy import TOY
+
+FILE = Path(TOY) / "tokenizer.json"
 TOKENIZER = Tokenizer.from_file(str(FILE))
 SPECIAL = 300
-MODEL = {"id": "demo", "root": "demo", "max_model_len": 4096, "object": "model"}
+MODEL = {"id": "toy", "root": "toy", "max_model_len": 4096, "object": "model"}
 STATUS = {
     "active": True,
     "identity": "ab" * 8,

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.toy import TOY
+
 pytest.importorskip("vllm")
 
 FLEET = Path(__file__).parents[2] / "examples" / "distributed" / "fleet.py"
@@ -17,7 +19,7 @@ FLEET = Path(__file__).parents[2] / "examples" / "distributed" / "fleet.py"
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
-    small = ("--questions", "30", "--threads", "2", "--tokens", "400")
+    small = ("--model", TOY, "--questions", "30", "--threads", "2", "--tokens", "400")
     done = subprocess.run(
         [sys.executable, str(FLEET), "--json", *small],
         check=False,

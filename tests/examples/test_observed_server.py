@@ -38,8 +38,6 @@ from cacheblend_rag import (
     open_engine,
     trace_requests,
 )
-from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import generate_prompts
 from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.serve import running_server
@@ -49,6 +47,7 @@ from tests.engines.vllm.demo_prompts import HEAD, documents, text
 from tests.examples.dashboard import FOLDER, asked, generator, queries
 from tests.local_servers import HOST, Server, prometheus_server
 from tests.otlp_receiver import OTLPReceiver, receiving
+from tests.toy import TOY, generate_prompts
 
 CONFIG = BlendConfig(min_tokens=0, recompute_ratio=0.15, cost_model=False)
 ANSWER = SamplingParams(max_tokens=4)
@@ -82,7 +81,7 @@ def one_of_each(registry: CollectorRegistry) -> None:
 def test_every_query_names_metrics_that_there_are() -> None:
     registry = CollectorRegistry()
     one_of_each(registry)
-    engine = open_engine(EMBEDDED, model="demo", guard=GuardConfig())
+    engine = open_engine(EMBEDDED, model=TOY, guard=GuardConfig())
     with closing(engine):
         EngineMetrics(engine, registry)
         described = generate_latest(registry).decode()
@@ -111,11 +110,9 @@ def engine(receiver: OTLPReceiver) -> Iterator[VLLMEngine]:
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_BSP_SCHEDULE_DELAY": "200",
     }
-    with running_server(
-        MODEL_FOLDER, served_name="demo", flags=flags, environment=environment
-    ) as server:
+    with running_server(TOY, served_name="toy", flags=flags, environment=environment) as server:
         guard = GuardConfig(sample_share=1.0)
-        engine = open_engine(server.url, model="demo", config=CONFIG, instruction=HEAD, guard=guard)
+        engine = open_engine(server.url, model=TOY, config=CONFIG, instruction=HEAD, guard=guard)
         assert isinstance(engine, VLLMEngine)
         with closing(engine):
             yield engine

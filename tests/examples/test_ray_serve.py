@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.engines.vllm.connector.settings import CONNECTOR, ConnectorSettings
+from tests.toy import TOY
 
 FILE = Path(__file__).parents[2] / "examples" / "distributed" / "ray-serve.yaml"
 
@@ -31,9 +31,7 @@ def test_vllm_accepts_them(given: dict[str, Any]) -> None:
     assert given.keys() <= {field.name for field in fields(AsyncEngineArgs)}
     transfer = KVTransferConfig(**given.pop("kv_transfer_config"))
     given["max_model_len"] = 512  # of the bundled model, which has fewer positions
-    arguments = AsyncEngineArgs(
-        model=str(MODEL_FOLDER), kv_transfer_config=transfer, dtype="float32", **given
-    )
+    arguments = AsyncEngineArgs(model=TOY, kv_transfer_config=transfer, dtype="float32", **given)
     made = arguments.create_engine_config()
     assert made.kv_transfer_config.kv_connector == CONNECTOR
     assert made.kv_transfer_config.kv_load_failure_policy == "recompute"

@@ -16,6 +16,7 @@ from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.settings import names_of
 from cacheblend_rag.settings.tier_url import TierUrl
 from tests.kv.samples import make_key, make_kv
+from tests.toy import TOY
 
 URLS = ("host://?capacity=1MiB", "redis://cache:6380/2?ttl=1h&prefix=a:", "s3://bucket/kv")
 GIVEN = {
@@ -46,7 +47,7 @@ def test_each_setting_reaches_the_store(way: str, tmp_path: Path) -> None:
     given = {"kv_path": str(tmp_path), "access_log": str(tmp_path / "log.jsonl"), **GIVEN}
     assert {*given, "tiers"} == names_of(StoreConfig)
     if way == "engine":
-        engine = open_engine("transformers", model="demo", **given)
+        engine = open_engine("transformers", model=TOY, **given)
         assert isinstance(engine, TransformersEngine)
         assert held(engine.store) == given
         engine.close()
@@ -67,7 +68,7 @@ def test_a_list_of_urls_reaches_the_store(way: str, tmp_path: Path) -> None:
     """No server is asked before it is needed."""
     given = {"kv_path": str(tmp_path), "tiers": list(URLS), "ttl_seconds": 90.0}
     if way == "engine":
-        engine = open_engine("transformers", model="demo", **given)
+        engine = open_engine("transformers", model=TOY, **given)
         assert isinstance(engine, TransformersEngine)
         check_tiers(engine.store)
         engine.close()

@@ -1,4 +1,4 @@
-"""Which names are folders', hub names', or the bundled model's."""
+"""Which names are folders' and which hub names."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import pytest
 from cacheblend_rag import TransformersEngine, load_tokenizer, models
 from cacheblend_rag.errors import ModelLoadError
 from tests.models import make_tokenizer
+from tests.toy import TOY
 
 
-def test_the_bundled_model_goes_by_its_name_and_by_its_folder() -> None:
-    assert models.public_name("demo") == models.public_name(str(models.DEMO_FOLDER)) == "demo"
-    assert Path(models.resolve("demo"), "config.json").is_file()
-    engine = TransformersEngine("demo")
-    assert engine.model_name == "demo"
+def test_a_folder_goes_by_its_last_part() -> None:
+    assert models.public_name(TOY) == "toy"
+    assert Path(models.resolve(TOY), "config.json").is_file()
+    engine = TransformersEngine(TOY)
+    assert engine.model_name == "toy"
     assert engine.generate("Question:").prompt_tokens
-    assert load_tokenizer("demo").vocab_size == engine.tokenizer.vocab_size
+    assert load_tokenizer(TOY).vocab_size == engine.tokenizer.vocab_size
 
 
 @pytest.mark.parametrize(

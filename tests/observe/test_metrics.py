@@ -28,13 +28,13 @@ from cacheblend_rag import (
     TieredKVStore,
     TransformersEngine,
 )
-from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.kv.tiers.counters import COUNTED
 from cacheblend_rag.observe.metrics import TIER_COUNTERS, TIER_GAUGES
 from cacheblend_rag.report import PREFILL_PHASES, BlendReport
 from tests.engines.toy_engine import ToyEngine
 from tests.kv.samples import until
 from tests.models import make_tokenizer, words
+from tests.toy import TOY
 
 SHORT = SamplingParams(max_tokens=3)
 CHUNKS = [Chunk(words(30, seed)) for seed in range(4)]
@@ -148,7 +148,7 @@ def test_counts_of_any_engine_are_those_of_its_reports(toy: ToyEngine) -> None:
 def test_the_embedded_engines_phases_tiers_and_store_are_shown(tmp_path: Path) -> None:
     store = TieredKVStore.open(host_bytes=0, kv_path=tmp_path)
     config = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3, cost_model=False)
-    engine = TransformersEngine(MODEL_FOLDER, config=config, store=store)
+    engine = TransformersEngine(TOY, config=config, store=store)
     metrics = EngineMetrics(engine, CollectorRegistry())
     reports = [answer.report for answer in asked(engine)]
     samples = shown(metrics.text())

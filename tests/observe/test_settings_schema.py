@@ -13,10 +13,11 @@ from cacheblend_rag import BlendConfig, ConfigError, EngineConfig, LeadInConfig,
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.observe.settings_schema import MODELS, settings_page, settings_schema
 from cacheblend_rag.settings import Settings
+from tests.toy import TOY
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 GIVEN: list[tuple[type[Settings], dict[str, Any]]] = [
-    (EngineConfig, {"model": "demo", "lead_in": {"kind": "bos"}, "store": {"host_bytes": "8GiB"}}),
+    (EngineConfig, {"model": TOY, "lead_in": {"kind": "bos"}, "store": {"host_bytes": "8GiB"}}),
     (StoreConfig, {"kv_path": "kv", "ttl_seconds": "12h", "disk_bytes": 5, "precision": "fp8"}),
     (StoreConfig, {"tiers": ["host://", "s3://bucket/prefix"]}),
     (LeadInConfig, {"document_window": 3}),
@@ -25,7 +26,7 @@ GIVEN: list[tuple[type[Settings], dict[str, Any]]] = [
     (ConnectorSettings, {"attention": "flex", "slice_seconds": 0.5, "namespace": "acme"}),
 ]
 WRONG: list[tuple[type[Settings], dict[str, Any]]] = [
-    (EngineConfig, {"modle": "demo"}),
+    (EngineConfig, {"modle": "toy"}),
     (EngineConfig, {"lead_in": {"kind": "everything"}}),
     (EngineConfig, {"fill_on_miss": 1}),
     (EngineConfig, {"device": 0}),

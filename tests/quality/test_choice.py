@@ -107,7 +107,6 @@ def test_single_hop_questions_come_with_the_package():
 @pytest.mark.parametrize(
     ("source", "settings", "choice", "message"),
     [
-        ("demo", [], DataChoice(chunk_tokens=50), "do not apply to 'demo'"),
         ("ruler:qa", [], DataChoice(), "task='qa' of RULER must be one of"),
         ("ruler:niah", ["fragments"], DataChoice(), "setting='fragments' of RULER"),
         ("single-hop", ["upright"], DataChoice(chunk_tokens=50), "setting='upright'"),

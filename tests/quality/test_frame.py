@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import DEFAULT_FRAME, INSTRUCTION
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.quality.dataset import EvalQuestion, lead_text
 from cacheblend_rag.quality.frame import PromptFrame
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from cacheblend_rag.text.chunk import Document
+from tests.toy import DEFAULT_FRAME, INSTRUCTION, TOY
 
 DOCUMENTS = (Document("a", ("One.", "Two.")), Document("b", ("Three.",)))
 CHUNKS = [chunk for document in DOCUMENTS for chunk in document.to_chunks()]
@@ -31,7 +30,7 @@ class Plain:
     chat_template = None
 
 
-@pytest.mark.parametrize("tokenizer", [Templated(), Plain(), load_tokenizer(MODEL_FOLDER)])
+@pytest.mark.parametrize("tokenizer", [Templated(), Plain(), load_tokenizer(TOY)])
 def test_prompts_are_those_of_ask(tokenizer):
     frame = PromptFrame.of(tokenizer, "Be brief.")
     ask = RagPrompt(tokenizer, "Be brief.")
@@ -54,7 +53,7 @@ def test_a_template_is_used_unless_it_is_turned_off():
 
 
 def test_the_toy_keeps_its_training_frame():
-    frame = PromptFrame.of(load_tokenizer(MODEL_FOLDER), INSTRUCTION)
+    frame = PromptFrame.of(load_tokenizer(TOY), INSTRUCTION)
     assert frame.opening == f"<bos>{DEFAULT_FRAME.head}"
 
 

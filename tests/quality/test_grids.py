@@ -4,13 +4,13 @@ import pytest
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.grids import complete, default_rules, grid_rules
-from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.quality.rules import Rule
 from cacheblend_rag.settings import BlendConfig
+from tests.toy.questions import toy_dataset
 
 
 def test_default_plan_fits_each_setting():
-    data = demo_dataset([], 1, 1)
+    data = toy_dataset([], 1, 1)
     plans = {setting: default_rules(setting, data.of_setting(setting)) for setting in data.settings}
     assert list(plans) == ["adjacent", "fragments", "shuffled"]
     required = {

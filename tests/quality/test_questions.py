@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend_rag.demo.corpus import held_out_names
 from cacheblend_rag.errors import ConfigError, DatasetError
 from cacheblend_rag.quality.data import load_dataset
-from cacheblend_rag.quality.questions import choose_questions, demo_dataset
+from cacheblend_rag.quality.questions import choose_questions
+from tests.toy import held_out_names
+from tests.toy.questions import toy_dataset
 
 
 def test_demo_questions_are_about_held_out_subjects_and_round_trip(tmp_path):
-    data = demo_dataset(["adjacent", "fragments"], 5, 1)
+    data = toy_dataset(["adjacent", "fragments"], 5, 1)
     assert [len(data.of_setting(s)) for s in data.settings] == [5, 5]
     for question in data.questions:
         assert any(name in question.question for name in held_out_names())
@@ -21,11 +22,11 @@ def test_demo_questions_are_about_held_out_subjects_and_round_trip(tmp_path):
 
 def test_demo_questions_refuse_an_unknown_setting():
     with pytest.raises(ConfigError, match="setting='upright'"):
-        demo_dataset(["upright"], 1, 1)
+        toy_dataset(["upright"], 1, 1)
 
 
 def test_questions_are_chosen_from_a_file_by_setting_number_and_passages(tmp_path):
-    data = demo_dataset([], 3, 1)
+    data = toy_dataset([], 3, 1)
     data.save(path := tmp_path / "demo.json")
     chosen = choose_questions(str(path), ["shuffled", "adjacent"], 2, 1, 1)
     wanted = [*data.of_setting("shuffled")[:2], *data.of_setting("adjacent")[:2]]

@@ -9,6 +9,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.quality.metrics import holds_answer
 from cacheblend_rag.quality.side_by_side import RETRIEVED, Answers, SideBySide, Totals
 from cacheblend_rag.text.chunk import Document
+from tests.toy import TOY
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_totals_are_medians_and_counts():
 
 def test_all_answers_are_of_one_prompt_and_at_ratio_one_the_blend_is_the_same():
     documents = [Document(f"{n}", (f"Anna {n} lives in Rome. " * 20,)) for n in range(9)]
-    engine = TransformersEngine("demo", instruction="Read:\n\n")
+    engine = TransformersEngine(TOY, instruction="Read:\n\n")
     engine.config = engine.config.with_changes(recompute_ratio=1.0, min_tokens=0)
     asker = SideBySide(
         engine,

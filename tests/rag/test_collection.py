@@ -19,9 +19,10 @@ from cacheblend_rag.rag.collection import (
     source_name,
 )
 from cacheblend_rag.text.chunk import Document
+from tests.toy import TOY
 
 SETTINGS = CollectionSettings(
-    model="demo",
+    model=TOY,
     embedding_model="bundled",
     chunk_size=64,
     chunk_overlap=0,

@@ -18,6 +18,7 @@ from cacheblend_rag.rag.document_windows import (
 from cacheblend_rag.text.encoder import PromptEncoder
 from tests.models import make_tokenizer, words
 from tests.tokenizer_kinds import CORPUS, KINDS, tokenizer_of
+from tests.toy import TOY
 
 SIZES = [(16, 0), (16, 8), (40, 8), (64, 5), (200, 32), (2048, 256)]
 STOP, COMMA = "\u3002\uff01\uff1f\uff1b", "\uff0c"
@@ -82,7 +83,7 @@ def test_it_holds_on_every_kind_of_tokenizer(kind):
 
 
 def test_text_without_spaces_is_cut_at_its_own_marks_and_else_anywhere():
-    count = counting(load_tokenizer("demo"))
+    count = counting(load_tokenizer(TOY))
     pieces = list(cut_pieces(CHINESE, 64, count))
     assert "".join(CHINESE[one.start : one.end] for one in pieces) == CHINESE
     assert sum(CHINESE[one.end - 1] in STOP + COMMA for one in pieces) > len(pieces) * 0.9

@@ -24,6 +24,7 @@ from cacheblend_rag.errors import ConfigError, DatasetError, PromptError
 from cacheblend_rag.rag.progress import ProgressCallbacks, Task
 from tests.engines.toy_engine import ToyEngine
 from tests.models import make_model, make_tokenizer, words
+from tests.toy import TOY
 
 SIZES = {"chunk_tokens": 64, "overlap": 16, "window": 5}
 SAMPLING = SamplingParams.greedy(max_tokens=6)
@@ -169,7 +170,7 @@ def test_answers_that_do_not_fit_into_a_prompt_are_joined_in_rounds():
 
 
 def test_many_answers_fit_into_the_prompts_that_join_them():
-    engine = CountingEngine(window=600, tokenizer=load_tokenizer("demo"))
+    engine = CountingEngine(window=600, tokenizer=load_tokenizer(TOY))
     sizes = {"chunk_tokens": 64, "overlap": 0, "window": 1}
     sampling = SamplingParams.greedy(max_tokens=4)
     text = "\n\n".join(f"Anna Gray lives in house {number}." for number in range(400))

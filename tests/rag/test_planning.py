@@ -11,6 +11,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, codec
 from cacheblend_rag.rag.planning import PRECISIONS, KVShape, PlannedTier, Workload, plan_store
 from tests.kv.samples import make_key
+from tests.toy import TOY
 
 LLAMA = KVShape(layers=32, kv_heads=8, head_dim=128, itemsize=2)
 MIB, GIB = 1 << 20, 1 << 30
@@ -38,9 +39,9 @@ def test_bytes_are_those_that_the_model_has() -> None:
 def test_the_demo_models_shape_is_read_from_its_config() -> None:
     from cacheblend_rag.engines.model_config import kv_bytes_per_token, text_config
 
-    shape = KVShape.of("demo", "float32", "cpu")
+    shape = KVShape.of(TOY, "float32", "cpu")
     large = shape.chunk_bytes("native", 1 << 20) / (1 << 20)
-    assert large == pytest.approx(kv_bytes_per_token(text_config("demo"), torch.float32), rel=1e-3)
+    assert large == pytest.approx(kv_bytes_per_token(text_config(TOY), torch.float32), rel=1e-3)
 
 
 def test_the_last_tier_that_holds_all_in_time_suffices() -> None:

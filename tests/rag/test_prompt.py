@@ -8,12 +8,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from cacheblend_rag import BlendConfig, SamplingParams, TieredKVStore, TransformersEngine
-from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import DEFAULT_FRAME, INSTRUCTION
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.registry import ChunkRegistry
+from tests.toy import DEFAULT_FRAME, INSTRUCTION, TOY
 
 NOW = Turn("What {now}?", ("Passage {a}.", "Passage b."))
 BEFORE = Turn("What before?", ("Passage c.",), "An answer.")
@@ -50,7 +49,7 @@ def drops_system(messages):
 
 
 def test_the_demo_model_is_asked_as_it_was_trained():
-    prompt = RagPrompt(AutoTokenizer.from_pretrained(MODEL_FOLDER), INSTRUCTION)
+    prompt = RagPrompt(AutoTokenizer.from_pretrained(TOY), INSTRUCTION)
     assert prompt.lead_in == f"<bos>{DEFAULT_FRAME.head}"
     tail = DEFAULT_FRAME.tail.format(question="Who?")
     assert prompt.render([Turn("Who?", ("A.", "B."))]) == f"{prompt.lead_in}A.\n\nB.{tail}"
@@ -102,7 +101,7 @@ def test_a_template_that_shows_no_user_text_is_refused():
 
 
 def test_nothing_in_a_turn_is_a_control_token():
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
+    tokenizer = AutoTokenizer.from_pretrained(TOY)
     rag = RagPrompt(tokenizer, "Be brief.")
     evil = "".join(tokenizer.all_special_tokens)
 
@@ -133,7 +132,7 @@ def today(monkeypatch):
 
 @pytest.fixture
 def dated():
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
+    tokenizer = AutoTokenizer.from_pretrained(TOY)
     tokenizer.chat_template = DATED
     return tokenizer
 
@@ -157,7 +156,7 @@ def test_prompts_of_a_process_tell_the_day_that_it_is(dated, today):
 
 
 def test_kv_that_was_stored_yesterday_is_found_today(dated, today, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(MODEL_FOLDER)
+    model = AutoModelForCausalLM.from_pretrained(TOY)
     passage = "The lighthouse at Vell was built in 1821. " * 20
     for day in ((2026, 11, 30), (2026, 12, 1)):
         today(*day)

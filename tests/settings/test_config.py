@@ -24,6 +24,7 @@ from cacheblend_rag.settings import (
 )
 from cacheblend_rag.settings.secret import Secret
 from tests.engines.toy_engine import ToyEngine
+from tests.toy import TOY
 
 
 @pytest.mark.parametrize(
@@ -194,11 +195,11 @@ def test_an_engine_is_the_same_again_from_plain_values_but_for_its_key() -> None
 @pytest.mark.parametrize("what", ["model", "instruction", "tokenizer"])
 def test_what_is_no_text_is_not_serialized(what: str) -> None:
     with pytest.raises(ConfigError, match=what):
-        EngineConfig(**{"model": "demo", what: lambda _: ""}).to_dict()  # type: ignore[arg-type]
+        EngineConfig(**{"model": TOY, what: lambda _: ""}).to_dict()  # type: ignore[arg-type]
 
 
 def test_options_of_a_store_may_be_given_to_the_engine_by_name() -> None:
-    gathered = EngineConfig.gather(engine="transformers", model="demo", kv_path="kv", disk_bytes=9)
+    gathered = EngineConfig.gather(engine="transformers", model=TOY, kv_path="kv", disk_bytes=9)
     assert gathered.store == StoreConfig(kv_path="kv", disk_bytes=9)
     assert EngineConfig.gather(store={"host_bytes": 3}).store == StoreConfig(host_bytes=3)
     with pytest.raises(ConfigError, match="kv_path: "):

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.options import Arguments, check_engine_name, describe_errors
+from tests.toy import TOY
 
 TAKEN = Arguments(
     "option of Model",
@@ -19,9 +20,9 @@ KINDS = ("auto", "transformers")
 
 
 def test_other_libraries_names_become_ours() -> None:
-    given = {"model_name": "demo", "base_url": "http://x", "max_new_tokens": 5, "temperature": 0}
+    given = {"model_name": "toy", "base_url": "http://x", "max_new_tokens": 5, "temperature": 0}
     assert TAKEN.read(given) == {
-        "model": "demo",
+        "model": "toy",
         "engine": "http://x",
         "max_tokens": 5,
         "temperature": 0,
@@ -39,8 +40,8 @@ def test_a_known_name_is_no_alias() -> None:
 
 
 def test_none_by_another_name_says_nothing() -> None:
-    assert TAKEN.read({"model": "demo", "base_url": None, "device": None}) == {
-        "model": "demo",
+    assert TAKEN.read({"model": TOY, "base_url": None, "device": None}) == {
+        "model": "toy",
         "device": None,
     }
 

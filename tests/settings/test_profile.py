@@ -12,10 +12,11 @@ from cacheblend_rag.engines.component import EngineComponent
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.settings import PROFILES
 from cacheblend_rag.settings.profile import VARIABLE
+from tests.toy import TOY
 
 TUNED = Profile(
     name="mine",
-    model="demo",
+    model=TOY,
     blend={"recompute_ratio": 0.2, "selector": "prior", "check_layers": [2]},
     lead_in={"kind": "instruction"},
     measured={"kl": 0.01, "questions": 40},
@@ -61,7 +62,7 @@ def test_an_engines_settings_survive_being_written(file: Path) -> None:
     config = EngineConfig(profile=file, blend={"trace": True})
     again = EngineConfig.of(config.to_dict())
     assert (again.blend, again.lead_in, again.profile) == (config.blend, config.lead_in, TUNED)
-    assert config.with_changes(model="demo").blend == config.blend
+    assert config.with_changes(model=TOY).blend == config.blend
 
 
 def test_the_environment_names_a_profile(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +74,7 @@ def test_the_environment_names_a_profile(file: Path, monkeypatch: pytest.MonkeyP
 
 class Component(EngineComponent.storing({"kv_path"})):  # type: ignore[misc]
     def _own_options(self) -> dict[str, Any]:
-        return {"model": "demo"}
+        return {"model": TOY}
 
 
 def test_components_of_frameworks_take_a_profile(

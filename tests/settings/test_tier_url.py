@@ -12,6 +12,7 @@ from cacheblend_rag.cli.options import store_settings
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.tier_url import TierUrl, read_tiers
+from tests.toy import TOY
 
 SECRET = "qun/ter#2"
 WITH_PASSWORD = "redis://reader:qun%2Fter%232@cache:6380/2?ttl=1h&prefix=a:"
@@ -106,7 +107,7 @@ def test_a_store_says_whether_it_outlives_its_process(tmp_path):
 
 def test_a_password_is_shown_nowhere_and_handed_on_by_the_environment():
     store = StoreConfig(tiers=["host://", WITH_PASSWORD])
-    engine = EngineConfig(model="demo", store=store)
+    engine = EngineConfig(model=TOY, store=store)
     settings = ConnectorSettings(store=store)
     command = store_settings([f"tiers={WITH_PASSWORD}", "tiers=host://"])
     assert [url.scheme for url in command.urls] == ["redis", "host"]

@@ -13,9 +13,10 @@ from cacheblend_rag.text.behind_space import HEAD, behind_space
 from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.prompt import BlendPrompt
 from tests.tokenizer_kinds import KINDS, tokenizer_of
+from tests.toy import TOY
 
 REST = " was born in a town by the sea, and lived there for forty years (or more)."
-OTHERS = {"smollm2": ["raymond", "merrill", "snyder", "birmingham"], "demo": ["rene wenzel"]}
+OTHERS = {"smollm2": ["raymond", "merrill", "snyder", "birmingham"], TOY: ["rene wenzel"]}
 ALIKE = ["Raymond", "the", "1984:", "(raymond", "\nraymond", " raymond", "Zoë"]
 
 

@@ -10,12 +10,13 @@ from cacheblend_rag.engines.tokenizer import load_tokenizer
 from tests import passage_edges
 from tests.passage_edges import FORMS, JOINS, PassageIndex, texts_of
 from tests.tokenizer_kinds import KINDS, tokenizer_of
+from tests.toy import TOY
 
 FEWEST = {512: 0.995, 100: 0.97}
 PASSAGES = {512: 12, 100: 40}
 
 
-@pytest.fixture(scope="module", params=["demo", "smollm2"])
+@pytest.fixture(scope="module", params=[TOY, "smollm2"])
 def name(request: pytest.FixtureRequest) -> str:
     if request.param == "smollm2":
         request.getfixturevalue("smollm2_folder")
@@ -41,8 +42,8 @@ def test_hardly_any_tokens_are_lost_at_the_edges(index: PassageIndex, join: str)
 
 def test_escaped_text_is_found_as_a_whole_only_if_its_escaped_form_is_indexed() -> None:
     texts = [f'"{text}"\nÉtude No. 1' for text in texts_of()[:40]]
-    plain = PassageIndex(load_tokenizer("demo"), texts, 100, 24, FORMS[:1])
-    both = PassageIndex(load_tokenizer("demo"), texts, 100, 24, FORMS)
+    plain = PassageIndex(load_tokenizer(TOY), texts, 100, 24, FORMS[:1])
+    both = PassageIndex(load_tokenizer(TOY), texts, 100, 24, FORMS)
     for join in ("JSON", "JSON, UTF-8"):
         assert plain.edges(join).found < 0.97 <= both.edges(join).found
 

@@ -108,7 +108,7 @@ class TransformersEngine(Engine, ScoringEngine):
         """Load a model, and test whether it can be blended.
 
         Args:
-            model: a name (``smollm2``, ``demo``, a GGUF file, a folder in hub format, a hub name),
+            model: a name (``smollm2``, a GGUF file, a folder in hub format, a hub name),
                 or a loaded causal language model, also one in a wrapper (PEFT's, or what
                 ``torch.compile`` gives). Adapters may be changed while the engine lives: KV is
                 stored separately for each. Compiled parts are run uncompiled. On x86 CPUs, but not

@@ -54,7 +54,7 @@ def verify_model(
     """
     quiet_libraries()
     tokenizer = load_tokenizer(model)
-    data = data or samples.sample_questions(model)
+    data = data or samples.sample_questions()
     opened = open_engine(
         EMBEDDED,
         model=model,

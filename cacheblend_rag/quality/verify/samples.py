@@ -6,23 +6,19 @@ from dataclasses import replace
 
 from cacheblend_rag.demo.passages import PassageQuestion, PassageSample, load_passages
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.models import knows_only_the_demo
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.fidelity import TOKENS
 from cacheblend_rag.quality.frame import PromptFrame
-from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.text.encoder import PromptEncoder
 
-QUESTIONS, PASSAGES, SEED = 6, 4, 9_271_828
+QUESTIONS, PASSAGES = 6, 4
 
 
-def sample_questions(model: str) -> EvalDataset:
-    """Return packaged questions: over paragraphs of Wikipedia, or, for ``demo``, over its notes.
+def sample_questions() -> EvalDataset:
+    """Return packaged questions over paragraphs of Wikipedia.
 
-    Of the paragraphs, each question gets the one that answers it behind some others.
+    Each question gets the paragraph that answers it behind some others.
     """
-    if knows_only_the_demo(model):
-        return demo_dataset(("adjacent",), QUESTIONS, SEED)
     sample = load_passages()
     chosen = sample.questions[:QUESTIONS]
     return EvalDataset("packaged", tuple(_over_passages(sample, one) for one in chosen))

@@ -125,10 +125,10 @@ def _check_model(model: Any, engine: str) -> None:
     if model in (None, ""):
         if "://" in engine:
             return  # the server says what it loaded
-        raise ConfigError("give model= (a name, a folder, 'demo', a loaded model) or engine=")
+        raise ConfigError("give model= (a name, a folder, a loaded model) or engine=")
     if isinstance(model, EngineOptions):
         raise ConfigError(f"model is a {type(model).__name__}: give engine=llm.engine")
     if not isinstance(model, str | Path) and not hasattr(model, "name_or_path"):
         raise ConfigError(
-            f"model is a {type(model).__name__}: give a name, a folder, 'demo' or a loaded model"
+            f"model is a {type(model).__name__}: give a name, a folder or a loaded model"
         )

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from cacheblend_rag import BlendConfig, Engine, TransformersEngine, open_engine
-from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.models import packaged
+from toy import TOY
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.scripted import remembering
@@ -17,7 +17,7 @@ from tests.scripted import remembering
 
 def make_tokenizer(*, chat_template: bool = True) -> Any:
     """The bundled model's tokenizer, with its chat template or without one."""
-    tokenizer = AutoTokenizer.from_pretrained(str(MODEL_FOLDER))
+    tokenizer = AutoTokenizer.from_pretrained(TOY)
     if not chat_template:
         tokenizer.chat_template = None
     return tokenizer
@@ -54,7 +54,7 @@ def random_engine(*, chat_template: bool = True, instruction: str = "", **config
     if url := os.environ.get("CACHEBLEND_TEST_ENGINE"):
         return open_engine(
             url,
-            model="demo",
+            model=TOY,
             tokenizer=tokenizer,
             config=BlendConfig(**{"min_tokens": 0, "cost_model": False, **config}),
             instruction=instruction,

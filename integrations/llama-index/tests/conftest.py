@@ -15,6 +15,7 @@ import torch
 from llama_index.core import Document, MockEmbedding, Settings, VectorStoreIndex
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
+from toy import TOY, generate_collection
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cacheblend_rag import (
@@ -26,8 +27,6 @@ from cacheblend_rag import (
     ToolCall,
     open_engine,
 )
-from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import generate_collection
 from cacheblend_rag.prefill import controller
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
 
@@ -83,7 +82,7 @@ def question() -> str:
 @pytest.fixture(scope="session")
 def demo_engine() -> Engine:
     """The bundled model; plain reuse, so that every token found is a token reused."""
-    return open_engine(ENGINE, model="demo", config=REUSE, instruction="Notes:\n")
+    return open_engine(ENGINE, model=TOY, config=REUSE, instruction="Notes:\n")
 
 
 @pytest.fixture
@@ -227,7 +226,7 @@ def other_random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_random_model(folder: Path, seed: int) -> Path:
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
+    tokenizer = AutoTokenizer.from_pretrained(TOY)
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -17,8 +17,8 @@ from cacheblend_rag import (
     TieredKVStore,
     TransformersEngine,
 )
-from cacheblend_rag.demo.corpus import INSTRUCTION, generate_prompts
 from cacheblend_rag.quality.questions import demo_documents
+from tests.toy import INSTRUCTION, TOY, generate_prompts
 
 HEAD = f"{INSTRUCTION}\n\n"
 REUSE = BlendConfig(recompute_ratio=0.0, min_tokens=0)
@@ -50,7 +50,7 @@ WAYS: list[IndexWay] = [whole, in_parts, known_before]
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[TransformersEngine]:
-    with closing(TransformersEngine("demo", config=REUSE, instruction=HEAD)) as engine:
+    with closing(TransformersEngine(TOY, config=REUSE, instruction=HEAD)) as engine:
         yield engine
 
 

@@ -24,11 +24,12 @@ from cacheblend_rag.engines.transformers.decoding import Sampler
 from tests.engines.contract import CONFIG
 from tests.engines.forms_contract import QUESTION, REGEX, FormsContract
 from tests.models import make_tokenizer
+from tests.toy import TOY
 
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[TransformersEngine]:
-    with closing(TransformersEngine("demo", dtype="float32", config=CONFIG)) as engine:
+    with closing(TransformersEngine(TOY, dtype="float32", config=CONFIG)) as engine:
         yield engine
 
 

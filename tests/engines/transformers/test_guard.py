@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendPrompt, Chunk, Document, SamplingParams, TransformersEngine
-from cacheblend_rag.demo.corpus import INSTRUCTION
 from cacheblend_rag.engines.guard_reference import reference_of
 from cacheblend_rag.engines.transformers import prefiller
 from cacheblend_rag.engines.transformers.model_steps import lock_of
 from cacheblend_rag.quality.dataset import lead_text
-from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.report import GuardReport
 from cacheblend_rag.settings import BlendConfig, GuardConfig
 from tests.engines.transformers.conftest import EngineFactory
 from tests.kv.samples import until
 from tests.models import make_model, make_tokenizer, prompt_of, words
+from tests.toy import INSTRUCTION, TOY
+from tests.toy.questions import toy_dataset
 
 GREEDY = SamplingParams.greedy(max_tokens=6, ignore_eos=True)
 EVERY = GuardConfig(sample_share=1.0)
@@ -234,13 +234,13 @@ def test_steps_are_reported_and_logged_without_texts(
 def told_of_the_toy(lead_in: str, setting: str, questions: int) -> GuardReport:
     """What the guard of an engine that recomputes nothing says of the toy model's questions."""
     engine = TransformersEngine(
-        "demo",
+        TOY,
         config=BlendConfig(recompute_ratio=0.0, min_tokens=0, cost_model=False),
         lead_in=lead_in,
         instruction=lead_text(INSTRUCTION),
         guard=GuardConfig(sample_share=1.0, answer_tokens=4),
     )
-    for question in demo_dataset([setting], questions, seed=5).questions:
+    for question in toy_dataset([setting], questions, seed=5).questions:
         engine.precompute(question.documents, progress=False)
         engine.generate(question.prompt(INSTRUCTION), SamplingParams.greedy(max_tokens=4))
         report = settled(engine)

@@ -14,6 +14,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import compatibility, passed_tests
 from cacheblend_rag.engines.transformers.passed_tests import recorded_in
 from cacheblend_rag.settings import BlendConfig
+from tests.toy import TOY
 
 CHUNKS = [Chunk("This note is about Ivan Novak. " * 8), Chunk("The bridge is distant. " * 8)]
 
@@ -34,7 +35,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def answer(file: Path) -> tuple[tuple[int, ...], str, bool]:
     """Open an engine that may use a record; returns an answer, the fingerprint, whether blended."""
     blend = BlendConfig(cost_model=False, min_tokens=0)
-    with recorded_in(file), closing(open_engine("transformers", model="demo", config=blend)) as it:
+    with recorded_in(file), closing(open_engine("transformers", model=TOY, config=blend)) as it:
         it.precompute(CHUNKS, progress=False)
         prompt = BlendPrompt.of(*CHUNKS, "What is the sport of Ivan Novak?")
         done = it.generate(prompt, SamplingParams.greedy(max_tokens=4))
@@ -80,7 +81,7 @@ def test_changed_sources_are_tested_again(tmp_path, tested, monkeypatch):
 def test_nothing_is_recorded_elsewhere(tmp_path, tested):
     file = tmp_path / "tests.json"
     for _ in range(2):
-        with closing(open_engine("transformers", model="demo")):
+        with closing(open_engine("transformers", model=TOY)):
             pass
     assert (len(tested), file.exists()) == (2, False)
 

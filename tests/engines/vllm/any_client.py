@@ -76,7 +76,7 @@ class AnyClient:
 
     def chat(self, client: openai.OpenAI, seed: int | None = None, **options: Any) -> Any:
         defaults = {"temperature": 0, "max_tokens": 4, "messages": self.messages(seed)}
-        return client.chat.completions.create(model="demo", **{**defaults, **options})
+        return client.chat.completions.create(model="toy", **{**defaults, **options})
 
     def cached(self, answer: Any) -> int:
         usage = answer.usage
@@ -113,24 +113,24 @@ class AnyClient:
 
     def test_completions_and_lists_of_them(self, client: openai.OpenAI) -> None:
         for prompt in (self.prompt(), [self.prompt(), self.prompt()]):
-            answer = client.completions.create(model="demo", prompt=prompt, max_tokens=2)
+            answer = client.completions.create(model="toy", prompt=prompt, max_tokens=2)
             assert len(answer.choices) == (1 if isinstance(prompt, str) else 2)
             assert self.cached(answer) > LEAST
 
     def test_echo_with_log_probabilities_is_plain(self, client: openai.OpenAI) -> None:
         answer = client.completions.create(
-            model="demo", prompt=self.prompt(), max_tokens=2, echo=True, logprobs=1
+            model="toy", prompt=self.prompt(), max_tokens=2, echo=True, logprobs=1
         )
         assert self.cached(answer) == 0
 
     def test_responses(self, client: openai.OpenAI) -> None:
-        answer = client.responses.create(model="demo", input=self.prompt(), max_output_tokens=16)
+        answer = client.responses.create(model="toy", input=self.prompt(), max_output_tokens=16)
         assert answer.usage is not None
         assert answer.usage.input_tokens_details.cached_tokens > LEAST
 
     def test_messages_of_anthropic(self, server: RunningServer) -> None:
         with anthropic.Anthropic(base_url=server.url, auth_token=self.key, max_retries=0) as client:
-            answer = client.messages.create(model="demo", max_tokens=4, messages=self.messages())
+            answer = client.messages.create(model="toy", max_tokens=4, messages=self.messages())
         assert (answer.usage.cache_read_input_tokens or 0) > LEAST
 
     def test_ratio_1_is_plain_and_plain_is_never_blended(self, client: openai.OpenAI) -> None:

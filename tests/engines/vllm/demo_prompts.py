@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cacheblend_rag import Document
-from cacheblend_rag.demo.corpus import INSTRUCTION, DemoPrompt
+from tests.toy import INSTRUCTION, DemoPrompt
 
 HEAD = f"<bos>{INSTRUCTION}\n\n"
 

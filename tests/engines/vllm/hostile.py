@@ -48,7 +48,7 @@ def hostile_order(draw: random.Random) -> bytes:
     if draw.random() < 0.9:
         params = mutated(params, draw, deepest=900)
     body = {
-        "model": "demo",
+        "model": "toy",
         "prompt": [draw.randrange(3, 2000) for _ in range(draw.choice([2, 150]))],
         "max_tokens": draw.choice([1, 2, 8]),
         "cache_salt": draw.choice(["cacheblend-x", "other"]),

@@ -41,6 +41,7 @@ from cacheblend_rag.kv.chunk_kv import namespace_id
 from cacheblend_rag.settings.secret import Secret
 from tests.engines.vllm.opening import vllm_server
 from tests.models import QWEN_SAMPLING, make_tokenizer, words
+from tests.toy import TOY
 
 UNKNOWN = 2
 """What the tests' tokenizer makes of each word that it does not know."""
@@ -443,9 +444,9 @@ def test_the_key_may_come_from_the_environment(
 def test_the_key_is_in_no_traceback_and_no_pickle(canned: CannedServer) -> None:
     canned.fail = [500] * 9
     with pytest.raises(CacheBlendError) as raised:
-        open_engine(canned.url, model="demo", api_key=KEY)
+        open_engine(canned.url, model=TOY, api_key=KEY)
     with reserved_port() as port, pytest.raises(CacheBlendError) as unreachable:
-        open_engine(f"http://127.0.0.1:{port}", model="demo", api_key=KEY)
+        open_engine(f"http://127.0.0.1:{port}", model=TOY, api_key=KEY)
     for caught in (raised, unreachable):
         told = TracebackException.from_exception(caught.value, capture_locals=True)
         shown = "".join(told.format())
@@ -458,7 +459,7 @@ def test_the_key_is_in_no_traceback_and_no_pickle(canned: CannedServer) -> None:
 @pytest.mark.parametrize("url", ["http://u:sesame@h", "http://sesame@h", "http://h/?k=sesame#x"])
 def test_a_key_in_the_url_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError, match="give its key as api_key=") as caught:
-        open_engine(url, model="demo")
+        open_engine(url, model=TOY)
     assert KEY not in one_line(caught.value)
 
 
@@ -466,7 +467,7 @@ def test_no_server_there() -> None:
     with reserved_port() as port:
         url = f"http://127.0.0.1:{port}"
         with pytest.raises(EngineUnavailableError, match="no server answers there") as caught:
-            open_engine(url, model="demo", api_key=KEY)
+            open_engine(url, model=TOY, api_key=KEY)
     assert url in one_line(caught.value)
 
 
@@ -528,14 +529,8 @@ def test_another_vocabulary_is_refused(connect: Open) -> None:
     with pytest.raises(
         ConfigError, match="the tokenizer here is not that of model 'tiny'"
     ) as caught:
-        connect(tokenizer=None, model=_demo_folder())
+        connect(tokenizer=None, model=TOY)
     one_line(caught.value)
-
-
-def _demo_folder() -> str:
-    from cacheblend_rag.demo import MODEL_FOLDER
-
-    return str(MODEL_FOLDER)
 
 
 def test_a_tokenizer_must_be_here(connect: Open, tmp_path: Any) -> None:
@@ -668,7 +663,7 @@ def test_closing_ends_what_is_at_work(canned: CannedServer, connect: Open) -> No
 def test_openai_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[vllm-server\]"):
-        open_engine("http://127.0.0.1:9", model="demo")
+        open_engine("http://127.0.0.1:9", model=TOY)
 
 
 def test_vllm_need_not_be_installed() -> None:

@@ -14,6 +14,7 @@ from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.vllm import engine as vllm_engine
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol.status import ConnectorStatus
+from tests.toy import TOY
 
 SERVED = Profile(
     name="served", blend={"selector": "prior", "recompute_ratio": 0.2}, lead_in={"kind": "bos"}
@@ -30,7 +31,7 @@ class Nowhere:
         self.background = BackgroundLoop("nowhere")
 
     def load_tokenizer(self) -> Any:
-        return load_tokenizer("demo")
+        return load_tokenizer(TOY)
 
     def check_tokenizer(self, tokenizer: Any) -> None: ...
 

@@ -30,8 +30,6 @@ from cacheblend_rag import (
     open_engine,
 )
 from cacheblend_rag.cli.main import app
-from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import INSTRUCTION, DemoPrompt, generate_prompts
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol import job
@@ -44,6 +42,7 @@ from tests.engines.vllm.conftest import ServerFactory
 from tests.engines.vllm.demo_prompts import HEAD, documents, text
 from tests.models import words
 from tests.readme import blocks
+from tests.toy import INSTRUCTION, TOY, DemoPrompt, generate_prompts
 from tests.unmodified_clients import UnmodifiedClients
 
 KEY, STORE_KEY = "sesame", "barley"
@@ -75,9 +74,9 @@ def start(start_server: ServerFactory, kv_path: Path) -> Start:
 
     def start_at(port: int) -> RunningServer:
         return start_server(
-            MODEL_FOLDER,
+            TOY,
             *FLAGS,
-            served_name="demo",
+            served_name="toy",
             port=port,
             settings=ConnectorSettings(
                 unconfirmed_context=True,
@@ -100,7 +99,7 @@ def server(start: Start) -> Iterator[RunningServer]:
 def engine(server: RunningServer) -> Iterator[VLLMEngine]:
     opened = open_engine(
         f"{server.url}/v1",
-        model="demo",
+        model=TOY,
         api_key=STORE_KEY,
         namespace=NAMESPACE,
         config=CONFIG,
@@ -117,7 +116,7 @@ def indexed(engine: VLLMEngine) -> PrecomputeReport:
 
 
 def test_it_says_what_it_is(engine: VLLMEngine, server: RunningServer) -> None:
-    assert (engine.name, engine.model_name, engine.address) == ("vllm-server", "demo", server.url)
+    assert (engine.name, engine.model_name, engine.address) == ("vllm-server", "toy", server.url)
     assert engine.context_window == 4096
     assert engine.has_chat_template
     assert KEY not in repr(engine)
@@ -134,7 +133,7 @@ def test_the_readmes_program_asks_it(server: RunningServer) -> None:
     """As it stands but for the address, model, key and namespace of the server that is here."""
     (program,) = [block for block in blocks("python") if "http://" in block]
     there = program.replace("http://127.0.0.1:8000", server.url)
-    there = there.replace('model="smollm2"', f'model="demo", namespace="{NAMESPACE}"')
+    there = there.replace('model="smollm2"', f'model=TOY, namespace="{NAMESPACE}"')
     assert NAMESPACE in there
     environment = {**os.environ, "CACHEBLEND_API_KEY": KEY}
     run = [sys.executable, "-c", there]
@@ -145,7 +144,7 @@ def test_answers_are_the_embedded_engines_and_right(
     engine: VLLMEngine, indexed: PrecomputeReport
 ) -> None:
     assert indexed.refused == {}
-    embedded = TransformersEngine(MODEL_FOLDER, config=CONFIG, instruction=HEAD, dtype="float32")
+    embedded = TransformersEngine(TOY, config=CONFIG, instruction=HEAD, dtype="float32")
     embedded.precompute(documents(*PROMPTS), progress=False)
     answers = engine.generate_batch([text(prompt) for prompt in PROMPTS], ANSWER)
     right = [a.text.strip() == p.question.answer for p, a in zip(PROMPTS, answers, strict=True)]
@@ -230,7 +229,7 @@ def test_a_wrong_key_is_one_line(
 ) -> None:
     monkeypatch.delenv("CACHEBLEND_API_KEY", raising=False)
     with pytest.raises(EngineUnavailableError, match="refuses the API key") as caught:
-        open_engine(server.url, model="demo", api_key=key)
+        open_engine(server.url, model=TOY, api_key=key)
     one_line(caught.value)
 
 
@@ -242,7 +241,7 @@ def test_a_deep_body_is_refused_and_hurts_nobody(
     server: RunningServer, depth: int, why: bytes
 ) -> None:
     nested = "[" * depth + "]" * depth
-    body = f'{{"model": "demo", "prompt": [5], "kv_transfer_params": {{"cacheblend": {nested}}}}}'
+    body = f'{{"model": TOY, "prompt": [5], "kv_transfer_params": {{"cacheblend": {nested}}}}}'
     status, said = send(server, "/v1/completions", body.encode(), key=KEY)
     assert (status, why in said) == (400, True)
     assert send(server, "/v1/models", key=KEY)[0] == 200
@@ -254,7 +253,7 @@ def test_a_long_body_is_refused(server: RunningServer) -> None:
 
 def test_who_may_ask_may_not_store(server: RunningServer, indexed: PrecomputeReport) -> None:
     asking = open_engine(
-        server.url, model="demo", api_key=KEY, namespace=NAMESPACE, config=REUSE, instruction=HEAD
+        server.url, model=TOY, api_key=KEY, namespace=NAMESPACE, config=REUSE, instruction=HEAD
     )
     needed = "the key in the server's CACHEBLEND_STORE_KEY is needed"
     with pytest.raises(EngineUnavailableError, match=f"to precompute, {needed}") as caught:
@@ -287,7 +286,7 @@ def test_memory_is_released_by_a_route_and_by_an_engine(
     assert post(STORE_KEY) == (200, {"released_bytes": 0})
     assert engine.release() == 0
     assert engine.generate(text(PROMPTS[2]), ANSWER, config=REUSE).report.blended
-    asking = open_engine(server.url, model="demo", api_key=KEY, namespace=NAMESPACE)
+    asking = open_engine(server.url, model=TOY, api_key=KEY, namespace=NAMESPACE)
     with pytest.raises(EngineUnavailableError, match="to release, the key"):
         asking.release()
     asking.close()
@@ -315,16 +314,16 @@ def test_what_does_not_fit_the_server_is_refused(
     server: RunningServer, model_folder: Callable[[str], Path]
 ) -> None:
     with pytest.raises(ConfigError, match="namespace='default' is not the server's") as caught:
-        open_engine(server.url, model="demo", api_key=KEY)
+        open_engine(server.url, model=TOY, api_key=KEY)
     one_line(caught.value)
-    with pytest.raises(ConfigError, match="tokenizer here is not that of model 'demo'"):
+    with pytest.raises(ConfigError, match="tokenizer here is not that of model 'toy'"):
         open_engine(server.url, model=model_folder("llama"), api_key=KEY, namespace=NAMESPACE)
 
 
 def test_doctor_says_that_it_blends(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_API_KEY", KEY)
-    found = doctor(server.url, "--model", "demo")
-    assert (found["problem"], found["blending"], found["model"]) == (None, True, "demo")
+    found = doctor(server.url, "--model", TOY)
+    assert (found["problem"], found["blending"], found["model"]) == (None, True, "toy")
     assert found["versions"]["vllm"].startswith("0.")
     assert found["store"].keys() == {"chunks", "bytes"}
     own = doctor(server.url, "--namespace", NAMESPACE)["connector"]
@@ -340,7 +339,7 @@ def doctor(url: str, *options: str, code: int = 0) -> dict[str, Any]:
 
 
 def test_a_server_without_the_connector_answers_and_says_so(start_server: ServerFactory) -> None:
-    server = start_server(MODEL_FOLDER, served_name="demo", connector=False)
+    server = start_server(TOY, served_name="toy", connector=False)
     engine = open_engine(server.url, config=CONFIG, model="", instruction=HEAD)
     assert engine.precompute(documents(PROMPTS[0]), progress=False).refused == {
         NO_CONNECTOR: len(PROMPTS[0].chunk_texts)

@@ -17,9 +17,8 @@ from cacheblend_rag import (
     TransformersEngine,
     load_tokenizer,
 )
-from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import DEFAULT_FRAME, DemoPrompt, generate_prompts
 from cacheblend_rag.engines.machine import CpuCounters, Machine
+from tests.toy import DEFAULT_FRAME, TOY, DemoPrompt, generate_prompts
 
 HEAD = DEFAULT_FRAME.head
 EngineMaker = Callable[..., TransformersEngine]
@@ -50,7 +49,7 @@ def _one_thread() -> Any:
 
 @pytest.fixture(scope="session")
 def demo_model() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(TOY, dtype=torch.float32).eval()
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def make(demo_model: PreTrainedModel) -> Any:
         rest = {name: settings.pop(name) for name in ("lead_in", "registry") if name in settings}
         engine = TransformersEngine(
             demo_model,
-            tokenizer=load_tokenizer("demo"),
+            tokenizer=load_tokenizer(TOY),
             config=BlendConfig(**settings),
             store=store,
             instruction=instruction,

@@ -11,7 +11,6 @@ import pytest
 
 from cacheblend_rag import Chunk, Diagnosis, Document, Finding, TieredKVStore, diagnose
 from cacheblend_rag.bench.neighbours import neighbours
-from cacheblend_rag.demo.corpus import OTHER_FRAMES
 from cacheblend_rag.engines.machine import Machine
 from cacheblend_rag.engines.transformers import prefiller
 from cacheblend_rag.engines.transformers.stack import TransformersStack
@@ -29,6 +28,7 @@ from tests.observe.doctor.conftest import (
 )
 from tests.quality.verify.test_gate import DATA, opened
 from tests.refusing import RefusingDevice, on_device
+from tests.toy import OTHER_FRAMES
 
 (PROMPT,) = prompts()
 TEXT = text_of(PROMPT)

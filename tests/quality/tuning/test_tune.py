@@ -19,14 +19,15 @@ from cacheblend_rag.quality.engines import opened_engines
 from cacheblend_rag.quality.fidelity import TOKENS
 from cacheblend_rag.quality.frame import PromptFrame
 from cacheblend_rag.quality.measuring import QuestionMeasurer
-from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.quality.records import RecordLog
 from cacheblend_rag.quality.tuning.candidates import Candidate
 from cacheblend_rag.quality.tuning.plot import pareto, plot
 from cacheblend_rag.quality.tuning.tune import Tuned, mixed, tune
 from cacheblend_rag.settings import EMBEDDED, BlendConfig, Profile
+from tests.toy import TOY
+from tests.toy.questions import toy_dataset
 
-DATA = demo_dataset(("adjacent",), 3, 13)
+DATA = toy_dataset(("adjacent",), 3, 13)
 REUSE = Candidate("document", "none", 0.0)
 BAD = Candidate("instruction", "none", 0.0)
 FEW = Candidate("instruction", "random", 0.05)
@@ -34,9 +35,9 @@ FEW = Candidate("instruction", "random", 0.05)
 
 @contextmanager
 def engines() -> Iterator[Any]:
-    frame = PromptFrame.of(load_tokenizer("demo"), DATA.instruction)
+    frame = PromptFrame.of(load_tokenizer(TOY), DATA.instruction)
     with opened_engines(
-        EMBEDDED, "demo", ["instruction", "document"], instruction=frame.opening
+        EMBEDDED, TOY, ["instruction", "document"], instruction=frame.opening
     ) as opened:
         yield opened, frame
 
@@ -76,7 +77,7 @@ def test_plain_reuse_of_contextual_kv_is_found_to_be_enough(bar: Any, tmp_path: 
     assert found.profile is not None
     found.profile.save(tmp_path / "mine.toml")
     again = Profile.load(tmp_path / "mine.toml")
-    assert (again.name, again.model, again.lead_in.kind) == ("mine", "demo", "document")
+    assert (again.name, again.model, again.lead_in.kind) == ("mine", "toy", "document")
     assert again.blended(BlendConfig()).ratio == 0.0
     assert again.measured["bar"] == bar
     assert again.measured["prompts"] == 3
@@ -183,6 +184,6 @@ def test_the_picture_names_the_candidates_that_none_beats() -> None:
 
 
 def test_questions_of_all_settings_take_turns() -> None:
-    both = demo_dataset(("adjacent", "shuffled"), 3, 11)
+    both = toy_dataset(("adjacent", "shuffled"), 3, 11)
     assert [one.setting for one in mixed(both, 4).questions] == ["adjacent", "shuffled"] * 2
     assert len(mixed(both, 100).questions) == 6

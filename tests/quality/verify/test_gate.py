@@ -17,17 +17,17 @@ from cacheblend_rag import (
     TransformersEngine,
     load_tokenizer,
 )
-from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.quality.verify import samples
 from cacheblend_rag.quality.verify.check import Verdict
 from cacheblend_rag.quality.verify.gate import frame_of, verify_engine
 from cacheblend_rag.quality.verify.wording import check_template
 from cacheblend_rag.text import runs
 from tests.models import GPT2_CONFIG
+from tests.toy import TOY
+from tests.toy.questions import toy_dataset
 
-DATA = demo_dataset(("adjacent",), 1, samples.SEED)
+DATA = toy_dataset(("adjacent",), 1, 9_271_828)
 SYSTEM_LAST = (
     "{{ messages[-1].content }}\n"
     "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
@@ -39,8 +39,8 @@ LAST_ALONE = "{{ messages[-2].content if messages | length == 2 }}{{ messages[-1
 
 
 def opened(*, tokenizer: Any = None, model: Any = None, **settings: Any) -> TransformersEngine:
-    tokenizer = tokenizer or load_tokenizer("demo")
-    model = model or AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=torch.float32)
+    tokenizer = tokenizer or load_tokenizer(TOY)
+    model = model or AutoModelForCausalLM.from_pretrained(TOY, dtype=torch.float32)
     opening = frame_of(tokenizer, DATA).opening
     return TransformersEngine(model, tokenizer=tokenizer, instruction=opening, **settings)
 
@@ -60,7 +60,7 @@ def test_a_sound_model_passes_every_check() -> None:
     assert seen == list(statuses(verdict))
     assert (verdict.passed, verdict.advice) == (True, "blend this model")
     plain = verdict.to_dict()
-    assert (plain["model"], plain["dtype"], plain["device"]) == ("demo", "float32", "cpu")
+    assert (plain["model"], plain["dtype"], plain["device"]) == ("toy", "float32", "cpu")
     figures = {check["name"]: check["measured"] for check in plain["checks"]}
     assert figures["positions"]["reused_tokens"] > 100
     assert figures["fidelity"]["kl"] < 1e-3 < figures["fidelity"]["kl_plain_reuse"]
@@ -68,7 +68,7 @@ def test_a_sound_model_passes_every_check() -> None:
 
 @pytest.mark.parametrize("template", [DROPS_SYSTEM, REFUSES_SYSTEM])
 def test_a_template_without_a_system_role_passes(template: str) -> None:
-    tokenizer = load_tokenizer("demo")
+    tokenizer = load_tokenizer(TOY)
     tokenizer.chat_template = template
     assert check_template(tokenizer, DATA).status == "ok"
 
@@ -82,7 +82,7 @@ def test_a_template_without_a_system_role_passes(template: str) -> None:
     ],
 )
 def test_a_wrong_template_fails(template: str, told: str) -> None:
-    tokenizer = load_tokenizer("demo")
+    tokenizer = load_tokenizer(TOY)
     tokenizer.chat_template = template
     verdict = verify_engine(opened(tokenizer=tokenizer), DATA)
     (check,) = [check for check in verdict.checks if check.name == "template"]
@@ -92,7 +92,7 @@ def test_a_wrong_template_fails(template: str, told: str) -> None:
 
 
 def test_a_tokenizer_without_a_template_is_skipped() -> None:
-    tokenizer = load_tokenizer("demo")
+    tokenizer = load_tokenizer(TOY)
     tokenizer.chat_template = None
     verdict = verify_engine(opened(tokenizer=tokenizer), DATA)
     assert statuses(verdict)["template"] == "skipped"
@@ -123,7 +123,7 @@ def test_inseparable_passages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rotary_embedding_that_is_off_by_one_fails(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(TOY, dtype=dtype)
     engine, rotation = opened(model=model), TransformersStack.rotation
     assert statuses(verify_engine(engine, DATA))["positions"] == "ok"
     monkeypatch.setattr(TransformersStack, "rotation", lambda s, offset: rotation(s, offset + 1))
@@ -133,7 +133,7 @@ def test_a_rotary_embedding_that_is_off_by_one_fails(
 
 
 def test_float16_is_no_home_for_bfloat16_weights() -> None:
-    model = AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=torch.float16)
+    model = AutoModelForCausalLM.from_pretrained(TOY, dtype=torch.float16)
     engine = opened(model=model)
     verdict = verify_engine(engine, DATA, checkpoint=torch.bfloat16)
     assert failed(verdict) == {"precision"}
@@ -169,7 +169,7 @@ def test_a_blend_that_is_far_from_full_prefill_fails() -> None:
 
 
 def test_a_model_that_cannot_be_blended_fails_without_kv() -> None:
-    tokenizer = load_tokenizer("demo")
+    tokenizer = load_tokenizer(TOY)
     config = GPT2_CONFIG.__class__(**{**GPT2_CONFIG.to_dict(), "vocab_size": len(tokenizer)})
     torch.manual_seed(3)
     verdict = verify_engine(opened(tokenizer=tokenizer, model=GPT2LMHeadModel(config)), DATA)

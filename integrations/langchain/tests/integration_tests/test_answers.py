@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from cacheblend_rag import BlendConfig, Delta, Document, SamplingParams, TransformersEngine
-from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import INSTRUCTION, generate_prompts
 from cacheblend_rag.errors import EngineUnavailableError
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableParallel
+from toy import INSTRUCTION, TOY, generate_prompts
 from transformers import GenerationConfig
 
 from langchain_cacheblend import ChatCacheBlend
@@ -255,7 +254,7 @@ def test_braces_and_control_characters_in_passages() -> None:
 def test_a_store_of_another_model_is_not_used(tmp_path: Path) -> None:
     text = "the quiet river stands near the old bridge. " * 12
     options = {"kv_path": tmp_path, "blend_config": BlendConfig(min_tokens=0)}
-    ours = ChatCacheBlend(model=MODEL_FOLDER, max_tokens=2, **options)
+    ours = ChatCacheBlend(model=TOY, max_tokens=2, **options)
     ours.engine.precompute([text], progress=False)
     other = ChatCacheBlend(
         model=random_model(), tokenizer=make_tokenizer(), max_tokens=2, **options
@@ -263,20 +262,20 @@ def test_a_store_of_another_model_is_not_used(tmp_path: Path) -> None:
     report = other.invoke(text).response_metadata["cacheblend"]
     assert not report["blended"]
     assert [chunk["reason"] for chunk in report["chunks"]] == ["other model"]
-    again = ChatCacheBlend(model=MODEL_FOLDER, max_tokens=2, **options)
+    again = ChatCacheBlend(model=TOY, max_tokens=2, **options)
     assert again.invoke(text).response_metadata["cacheblend"]["blended"]
 
 
 def test_a_server_that_is_down() -> None:
     with pytest.raises(EngineUnavailableError) as raised:
-        ChatCacheBlend(model="demo", engine="http://127.0.0.1:9").invoke("hello")
+        ChatCacheBlend(model=TOY, engine="http://127.0.0.1:9").invoke("hello")
     assert "127.0.0.1:9" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_the_demo_model_answers() -> None:
     prompt = next(iter(generate_prompts("adjacent", 1, 11)))
-    llm = ChatCacheBlend(model="demo", instruction=f"<bos>{INSTRUCTION}\n\n", max_tokens=8)
+    llm = ChatCacheBlend(model=TOY, instruction=f"<bos>{INSTRUCTION}\n\n", max_tokens=8)
     llm.engine.precompute(
         [Document(d.document_id, d.chunks) for d in prompt.documents], progress=False
     )
@@ -288,5 +287,5 @@ def test_the_demo_model_answers() -> None:
         ]
     )
     assert answer.response_metadata["cacheblend"]["blended"]
-    assert answer.response_metadata["model_name"] == "demo"
+    assert answer.response_metadata["model_name"] == "toy"
     assert answer.text.strip() == prompt.question.answer

@@ -9,17 +9,16 @@ import os
 
 import pytest
 from cacheblend_rag import BlendConfig, SamplingParams, TransformersEngine
-from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import INSTRUCTION, LEARNED_SETTINGS
 from cacheblend_rag.quality.dataset import EvalQuestion, lead_text
 from cacheblend_rag.quality.evaluator import Evaluator
 from cacheblend_rag.quality.frame import PromptFrame
 from cacheblend_rag.quality.metrics import exact_match
-from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.quality.rules import Rule
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
+from toy import INSTRUCTION, LEARNED_SETTINGS, TOY
+from toy.questions import toy_dataset
 
 from langchain_cacheblend import CacheBlendTransformer, ChatCacheBlend, create_cacheblend_chain
 
@@ -34,7 +33,7 @@ PROMPT = ChatPromptTemplate.from_messages(
 
 def evaluated(questions: tuple[EvalQuestion, ...]) -> tuple[float, float]:
     """Shares of right answers by full prefill and by the rule, as the command ``eval`` counts."""
-    engine = TransformersEngine(MODEL_FOLDER, config=CONFIG, instruction=lead_text(INSTRUCTION))
+    engine = TransformersEngine(TOY, config=CONFIG, instruction=lead_text(INSTRUCTION))
     sampling = SamplingParams(max_tokens=16, stop=("\n",))
     evaluator = Evaluator(
         {"document": engine}, PromptFrame(lead_text(INSTRUCTION)), CONFIG, sampling
@@ -46,7 +45,7 @@ def evaluated(questions: tuple[EvalQuestion, ...]) -> tuple[float, float]:
 
 def through_langchain(questions: tuple[EvalQuestion, ...]) -> float:
     llm = ChatCacheBlend(
-        model="demo", blend_config=CONFIG, instruction=PROMPT, max_tokens=16, stop=["\n"]
+        model=TOY, blend_config=CONFIG, instruction=PROMPT, max_tokens=16, stop=["\n"]
     )
     transformer = CacheBlendTransformer(engine=llm.engine)
     retrieved: list[Document] = []
@@ -73,7 +72,7 @@ def through_langchain(questions: tuple[EvalQuestion, ...]) -> float:
 
 @pytest.mark.parametrize("setting", LEARNED_SETTINGS)
 def test_answers_are_as_good_as_the_evaluations(setting: str) -> None:
-    questions = demo_dataset([setting], QUESTIONS, SEED).questions
+    questions = toy_dataset([setting], QUESTIONS, SEED).questions
     full, blended = evaluated(questions)
     ours = through_langchain(questions)
     print(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from cacheblend_rag import Chunk, SamplingParams, TransformersEngine
-from cacheblend_rag.demo.corpus import generate_collection
 from cacheblend_rag.errors import ConfigError
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
@@ -26,6 +25,7 @@ from langchain_text_splitters import (
     MarkdownHeaderTextSplitter,
     RecursiveCharacterTextSplitter,
 )
+from toy import generate_collection
 
 from langchain_cacheblend import (
     DEFAULT_PROMPT,

@@ -9,11 +9,15 @@ import sys
 import zipfile
 from pathlib import Path
 
+from toy import TOY
+
 DISTRIBUTION = Path(__file__).parents[2]
 PROGRAM = """
+import sys
+
 import langchain_cacheblend
 from langchain_cacheblend.middleware import CacheBlendMiddleware
-llm = langchain_cacheblend.ChatCacheBlend(model="demo", max_tokens=1)
+llm = langchain_cacheblend.ChatCacheBlend(model=sys.argv[1], max_tokens=1)
 print(langchain_cacheblend.__file__)
 print(llm.invoke("Hello").usage_metadata["output_tokens"])
 """
@@ -41,6 +45,6 @@ def test_the_wheel_installs_and_answers(tmp_path: Path) -> None:
 
     root = str(Path(__import__("cacheblend_rag").__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(target), root))}
-    file, tokens = run(sys.executable, "-c", PROGRAM, cwd=tmp_path, env=env).split()
+    file, tokens = run(sys.executable, "-c", PROGRAM, TOY, cwd=tmp_path, env=env).split()
     assert Path(file).is_relative_to(target)
     assert tokens == "1"

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from langchain_core.documents import Document
+from toy import TOY
 
 from langchain_cacheblend import CacheBlendTransformer, ChatCacheBlend
 from tests.cache_keys import cache_key
@@ -14,7 +15,7 @@ TEXTS = [" ".join(f"Sentence {n} of part {part}." for n in range(9)) for part in
 
 
 def test_what_is_only_registered_is_filled_once_it_is_missed(tmp_path: Path) -> None:
-    settings = {"model": "demo", "kv_path": tmp_path, "blend_config": {"min_tokens": 0}}
+    settings = {"model": TOY, "kv_path": tmp_path, "blend_config": {"min_tokens": 0}}
     documents = [Document(page_content=text, metadata={"source": "a"}) for text in TEXTS]
     step = CacheBlendTransformer(**settings, register_only=True)
     report = step.precompute(documents)
@@ -33,6 +34,6 @@ def test_what_is_only_registered_is_filled_once_it_is_missed(tmp_path: Path) -> 
 
 
 def test_filling_changes_no_key_of_an_answer() -> None:
-    plain, filling = (ChatCacheBlend(model="demo", fill_on_miss=fill) for fill in (False, True))
+    plain, filling = (ChatCacheBlend(model=TOY, fill_on_miss=fill) for fill in (False, True))
     assert plain.engine_identity == filling.engine_identity
     assert cache_key(plain) == cache_key(filling)

@@ -25,6 +25,7 @@ from langchain_core.documents import Document
 from langchain_core.load import dumpd, dumps
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
+from toy import TOY
 
 from langchain_cacheblend import CacheBlendCompressor, CacheBlendTransformer, ChatCacheBlend
 from langchain_cacheblend.options import EngineOptions
@@ -60,13 +61,13 @@ def test_options_without_effect_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendTransformer, CacheBlendCompressor])
 def test_names_of_other_libraries_are_taken(kind: type[EngineOptions]) -> None:
-    made = kind(model_name="demo", base_url="http://localhost:1")
-    assert (made.model, made.engine_source) == ("demo", "http://localhost:1")
-    assert kind(model="demo", api_base=None).engine_source == "auto"
+    made = kind(model_name="toy", base_url="http://localhost:1")
+    assert (made.model, made.engine_source) == ("toy", "http://localhost:1")
+    assert kind(model=TOY, api_base=None).engine_source == "auto"
 
 
 def test_an_answers_options_by_other_names() -> None:
-    llm = ChatCacheBlend(model="demo", max_new_tokens=5, stop_sequences="x")
+    llm = ChatCacheBlend(model=TOY, max_new_tokens=5, stop_sequences="x")
     assert (llm.max_tokens, llm.stop) == (5, ["x"])
     assert cache_key(llm, max_new_tokens=7) == cache_key(llm, max_tokens=7)
     assert cache_key(llm, stop_sequences=["a"]) == cache_key(llm, stop=["a"])
@@ -105,7 +106,7 @@ def test_wrong_options_are_refused_in_a_line_before_anything_is_loaded(
 
 
 def test_a_model_is_no_engine() -> None:
-    llm = ChatCacheBlend(model="demo")
+    llm = ChatCacheBlend(model=TOY)
     with pytest.raises(ConfigError, match=r"engine is a ChatCacheBlend: give .* llm\.engine"):
         CacheBlendTransformer(engine=llm)
     with pytest.raises(ConfigError, match=r"model is a ChatCacheBlend: give engine=llm\.engine"):
@@ -113,7 +114,7 @@ def test_a_model_is_no_engine() -> None:
 
 
 def test_a_config_may_be_a_dict_of_its_fields() -> None:
-    llm = ChatCacheBlend(model="demo", blend_config={"recompute_ratio": 0.5})
+    llm = ChatCacheBlend(model=TOY, blend_config={"recompute_ratio": 0.5})
     assert llm.blend_config == BlendConfig(recompute_ratio=0.5)
 
 
@@ -151,14 +152,14 @@ async def test_a_model_that_does_not_load_when_asked_asynchronously(tmp_path: Pa
 
 def test_an_unknown_engine() -> None:
     with pytest.raises(ConfigError) as raised:
-        ChatCacheBlend(model="demo", engine="warp").invoke("hello")
+        ChatCacheBlend(model=TOY, engine="warp").invoke("hello")
     assert "engine='warp'" in one_line(raised.value)
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="the extra is installed")
 def test_an_engine_without_its_extra() -> None:
     with pytest.raises(MissingExtraError) as raised:
-        ChatCacheBlend(model="demo", engine="vllm").invoke("hello")
+        ChatCacheBlend(model=TOY, engine="vllm").invoke("hello")
     assert "cacheblend-rag[vllm]" in one_line(raised.value)
 
 
@@ -177,7 +178,7 @@ def test_sampling_out_of_range_is_refused_when_it_is_set(
     options: dict[str, object], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
-        ChatCacheBlend(model="demo", **options)
+        ChatCacheBlend(model=TOY, **options)
 
 
 def test_call_options_are_checked() -> None:
@@ -220,14 +221,14 @@ def test_no_secret_and_no_engine_is_told(tmp_path: Path) -> None:
 
 
 def test_the_key_is_in_no_pickle_error_or_traceback() -> None:
-    llm = ChatCacheBlend(model="demo", api_key="s3cret", engine="http://127.0.0.1:9")
+    llm = ChatCacheBlend(model=TOY, api_key="s3cret", engine="http://127.0.0.1:9")
     with pytest.raises(CacheBlendError) as raised:
         llm.invoke("hello")
     told = [repr(pickle.dumps(llm))]
     told += TracebackException.from_exception(raised.value, capture_locals=True).format()
     for url in ("http://u:s3cret@host", "http://s3cret@host", "http://host/?key=s3cret"):
         with pytest.raises(ConfigError, match="give its key as api_key=") as refused:
-            ChatCacheBlend(model="demo", engine=url)
+            ChatCacheBlend(model=TOY, engine=url)
         told.append(str(refused.value))
     assert not any("s3cret" in text for text in told)
     assert pickle.loads(pickle.dumps(llm)).api_key is None  # noqa: S301
@@ -303,7 +304,7 @@ def test_copies_share_the_engine_and_pickles_leave_it_out() -> None:
     assert copy.deepcopy(given).engine is given.engine
     with pytest.raises(ConfigError, match="an open engine cannot be pickled"):
         pickle.dumps(given)
-    opened = ChatCacheBlend(model="demo")
+    opened = ChatCacheBlend(model=TOY)
     engine = opened.engine
     assert copy.deepcopy(opened).engine is engine
     assert not pickle.loads(pickle.dumps(opened)).is_open  # noqa: S301
@@ -320,12 +321,12 @@ def test_a_store_is_told_whole_or_by_its_settings_names(
     whole = StoreConfig(**told)
     assert names_of(StoreConfig) <= kind.model_fields.keys()
     for options in (told, {"store": whole}, {"store": told}):
-        made = kind(model="demo", **options)
+        made = kind(model=TOY, **options)
         assert made.store == whole
         assert pickle.loads(pickle.dumps(made)).store == whole  # noqa: S301
         assert str(tmp_path) not in repr(made) + made.model_dump_json()
         assert made.model_dump()["host_bytes"] == 1 << 20
-    assert kind(model="demo", host_bytes="1 MiB", kv_path=tmp_path).store.host_bytes == 1 << 20
+    assert kind(model=TOY, host_bytes="1 MiB", kv_path=tmp_path).store.host_bytes == 1 << 20
 
 
 @pytest.mark.parametrize("kind", PARTS)
@@ -358,23 +359,23 @@ def test_wrong_stores_and_lead_ins_are_refused_in_a_line(
     "lead_in", ["bos", {"kind": "bos"}, LeadInConfig(kind="bos")], ids=["kind", "dict", "whole"]
 )
 def test_an_engine_is_opened_with_its_lead_in(lead_in: object) -> None:
-    llm = ChatCacheBlend(model="demo", max_tokens=1, lead_in=lead_in)
-    plain = ChatCacheBlend(model="demo", max_tokens=1)
+    llm = ChatCacheBlend(model=TOY, max_tokens=1, lead_in=lead_in)
+    plain = ChatCacheBlend(model=TOY, max_tokens=1)
     assert cache_key(llm) != cache_key(plain)
     assert llm.engine.lead_in == LeadInConfig(kind="bos")
     assert llm.invoke("hello").response_metadata["cacheblend"]["lead_in"] == "bos"
 
 
 def test_copies_made_before_the_engine_is_opened_open_their_own() -> None:
-    llm = ChatCacheBlend(model="demo", namespace="one tenant")
+    llm = ChatCacheBlend(model=TOY, namespace="one tenant")
     other = llm.model_copy(update={"namespace": "another tenant"})
     assert (llm.engine.namespace, other.engine.namespace) == ("one tenant", "another tenant")
-    assert ChatCacheBlend(model="demo", namespace="one tenant").engine is not llm.engine
+    assert ChatCacheBlend(model=TOY, namespace="one tenant").engine is not llm.engine
     assert llm.model_copy().engine is llm.engine
 
 
 def test_a_store_can_be_configured() -> None:
-    llm = ChatCacheBlend(model="demo", max_tokens=1).configurable_fields(
+    llm = ChatCacheBlend(model=TOY, max_tokens=1).configurable_fields(
         kv_path=ConfigurableField(id="folder")
     )
     made, _ = llm.prepare({"configurable": {"folder": "kv"}})

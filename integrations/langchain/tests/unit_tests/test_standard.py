@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from langchain_tests.unit_tests import ChatModelUnitTests
+from toy import TOY
 
 from langchain_cacheblend import ChatCacheBlend
 
@@ -23,7 +24,7 @@ class TestChatCacheBlendUnit(ChatModelUnitTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "demo"}
+        return {"model": TOY}
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
@@ -31,4 +32,4 @@ class TestChatCacheBlendUnit(ChatModelUnitTests):
 
     @property
     def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
-        return {"CACHEBLEND_API_KEY": "key"}, {"model": "demo"}, {"api_key": "key"}
+        return {"CACHEBLEND_API_KEY": "key"}, {"model": TOY}, {"api_key": "key"}

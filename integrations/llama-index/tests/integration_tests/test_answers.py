@@ -19,6 +19,7 @@ from llama_index.core.schema import (
     RelatedNodeInfo,
     TextNode,
 )
+from toy import INSTRUCTION, SETTINGS, TOY, DemoPrompt, generate_prompts
 
 from cacheblend_rag import (
     BlendConfig,
@@ -29,7 +30,6 @@ from cacheblend_rag import (
     SamplingParams,
     open_engine,
 )
-from cacheblend_rag.demo.corpus import INSTRUCTION, SETTINGS, DemoPrompt, generate_prompts
 from cacheblend_rag.quality.metrics import exact_match
 from llama_index.llms.cacheblend import (
     CacheBlendLLM,
@@ -115,13 +115,13 @@ def ask_plainly(engine: Engine, prompt: DemoPrompt) -> str:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return open_engine("transformers", model="demo", config=CONFIG, instruction=HEAD)
+    return open_engine("transformers", model=TOY, config=CONFIG, instruction=HEAD)
 
 
 @pytest.fixture(scope="module")
 def answering() -> CacheBlendLLM:
     return CacheBlendLLM(
-        model="demo",
+        model=TOY,
         engine="transformers",
         blend_config=CONFIG,
         instruction=HEAD,

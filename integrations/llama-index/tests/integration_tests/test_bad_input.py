@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
+from toy import TOY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag import Engine, open_engine
@@ -41,9 +42,9 @@ def one_line(error: Exception) -> bool:
     ("fields", "expected"),
     [
         ({"model": "/no/such/model"}, ModelLoadError),
-        ({"model": "demo", "engine": "vllm"}, MissingExtraError),
-        ({"model": "demo", "engine": "server"}, EngineUnavailableError),
-        ({"model": "demo", "engine": "onnx"}, CacheBlendError),
+        ({"model": TOY, "engine": "vllm"}, MissingExtraError),
+        ({"model": TOY, "engine": "server"}, EngineUnavailableError),
+        ({"model": TOY, "engine": "onnx"}, CacheBlendError),
     ],
     ids=["model", "extra", "server", "engine"],
 )
@@ -133,9 +134,7 @@ def test_a_store_of_another_model(
 def test_a_model_that_cannot_be_blended_is_served_by_ordinary_prefill(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-    from cacheblend_rag.demo import MODEL_FOLDER
-
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
+    tokenizer = AutoTokenizer.from_pretrained(TOY)
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512}
     GPT2LMHeadModel(
         GPT2Config(vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2, **shape)

@@ -19,7 +19,7 @@ from llama_index.llms.cacheblend import CacheBlendLLM
 from llama_index.postprocessor.cacheblend import CacheBlendPostprocessor
 import llama_index.llms.cacheblend as package
 assert package.__file__.startswith(sys.argv[1]), package.__file__
-print(CacheBlendLLM(model="demo").class_name(), CacheBlendPostprocessor.class_name())
+print(CacheBlendLLM(model="smollm2").class_name(), CacheBlendPostprocessor.class_name())
 """
 
 

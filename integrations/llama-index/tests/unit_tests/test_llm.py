@@ -18,6 +18,7 @@ from llama_index.core.callbacks.schema import CBEventType
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import LLM, CustomLLM
+from toy import TOY
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cacheblend_rag import (
@@ -33,7 +34,6 @@ from cacheblend_rag import (
     TransformersEngine,
     names_of,
 )
-from cacheblend_rag.demo import MODEL_FOLDER
 from llama_index.llms.cacheblend import (
     CacheBlendLLM,
     CacheBlendPrecompute,
@@ -165,14 +165,14 @@ COMPONENTS = [CacheBlendLLM, CacheBlendPrecompute]
 
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_names_of_other_libraries_are_taken(component: Any) -> None:
-    made = component(model_name="demo", base_url="http://localhost:1")
-    assert (made.model, made.engine) == ("demo", "http://localhost:1")
-    assert component(model="demo", api_base=None).engine == "auto"
+    made = component(model_name="toy", base_url="http://localhost:1")
+    assert (made.model, made.engine) == ("toy", "http://localhost:1")
+    assert component(model=TOY, api_base=None).engine == "auto"
 
 
 def test_answers_options_by_other_names() -> None:
     llm = CacheBlendLLM(
-        model="demo", max_new_tokens=5, stop_sequences="x", additional_kwargs={"top_p": 0.9}
+        model=TOY, max_new_tokens=5, stop_sequences="x", additional_kwargs={"top_p": 0.9}
     )
     assert (llm.max_tokens, llm.stop) == (5, ["x"])
     assert CacheBlendLLM.from_dict(llm.to_dict()).to_dict() == llm.to_dict()
@@ -197,7 +197,7 @@ def test_answers_options_by_other_names() -> None:
         ({"engine": "localhost:8000"}, "lacks a scheme: give http://localhost:8000"),
         ({"engine": "warp"}, "engine='warp' must be auto, transformers, vllm or a server's URL"),
         ({"engine": 3}, "engine is a int: give an open engine"),
-        ({"engine": CacheBlendLLM(model="demo")}, "engine is a CacheBlendLLM: give the engine of"),
+        ({"engine": CacheBlendLLM(model=TOY)}, "engine is a CacheBlendLLM: give the engine of"),
         ({"model": 3}, "model is a int: give a name"),
         ({"model": ""}, "name a model"),
         ({"host_bytes": -1}, "host_bytes must be greater than or equal to 0"),
@@ -244,12 +244,12 @@ def test_a_store_is_told_whole_or_by_its_settings_names(component: Any, tmp_path
     whole = StoreConfig(**told)
     assert names_of(StoreConfig) <= component.model_fields.keys()
     for options in (told, {"store": whole}, {"store": told}, {"kv_path": tmp_path, **told}):
-        assert component(model="demo", **options).store == whole
-    assert component(model="demo", host_bytes="1 MiB", kv_path=tmp_path).store.host_bytes == 1 << 20
-    assert component(model="demo", store=None).store == StoreConfig()
-    again = component.from_dict(component(model="demo", store=whole).to_dict())
+        assert component(model=TOY, **options).store == whole
+    assert component(model=TOY, host_bytes="1 MiB", kv_path=tmp_path).store.host_bytes == 1 << 20
+    assert component(model=TOY, store=None).store == StoreConfig()
+    again = component.from_dict(component(model=TOY, store=whole).to_dict())
     assert again.store == StoreConfig(kv_path=tmp_path)
-    assert pickle.loads(pickle.dumps(component(model="demo", store=whole))).store == whole  # noqa: S301
+    assert pickle.loads(pickle.dumps(component(model=TOY, store=whole))).store == whole  # noqa: S301
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -284,7 +284,7 @@ def test_wrong_stores_and_lead_ins_are_refused_in_a_line(
 )
 def test_an_engine_is_opened_with_its_lead_in(lead_in: Any) -> None:
     name = f"lead-in {lead_in}"
-    llm = CacheBlendLLM(model="demo", namespace=name, max_tokens=1, lead_in=lead_in)
+    llm = CacheBlendLLM(model=TOY, namespace=name, max_tokens=1, lead_in=lead_in)
     assert llm.open().lead_in == LeadInConfig(kind="bos")
     assert CacheBlendLLM.from_dict(llm.to_dict()).to_dict() == llm.to_dict()
     assert llm.complete(QUESTION).additional_kwargs["cacheblend"]["lead_in"] == "bos"
@@ -293,7 +293,7 @@ def test_an_engine_is_opened_with_its_lead_in(lead_in: Any) -> None:
 
 
 def test_copies_that_are_changed_open_an_engine_of_their_own() -> None:
-    llm = CacheBlendLLM(model="demo", namespace="one tenant")
+    llm = CacheBlendLLM(model=TOY, namespace="one tenant")
     other = llm.model_copy(update={"namespace": "another tenant"})
     assert (llm.open().namespace, other.open().namespace) == ("one tenant", "another tenant")
 
@@ -469,7 +469,7 @@ def test_messages_that_hold_more_than_text_are_refused(llm: CacheBlendLLM) -> No
 
 def test_settings_travel_without_secrets() -> None:
     llm = CacheBlendLLM(
-        model="demo",
+        model=TOY,
         engine="http://localhost:1",
         api_key="sesame",
         blend_config={"recompute_ratio": 0.3},
@@ -495,20 +495,20 @@ def test_a_servers_engine_is_serialized_as_its_url(demo_engine: Engine) -> None:
     on_server = copy.copy(demo_engine)
     on_server.__class__ = type("OnServer", (type(demo_engine),), {"address": "http://localhost:1"})
     told = CacheBlendLLM(engine=on_server).to_dict()
-    assert (told["engine"], told["model"]) == ("http://localhost:1", "demo")
+    assert (told["engine"], told["model"]) == ("http://localhost:1", "toy")
 
 
 def test_copies_share_the_engine_and_pickles_do_not_hold_it(llm: CacheBlendLLM) -> None:
     assert copy.deepcopy(llm).open() is llm.open()
     with pytest.raises(ConfigError, match="an open engine cannot be pickled"):
         pickle.dumps(llm)
-    opened = CacheBlendLLM(model="demo", namespace="pickled")
+    opened = CacheBlendLLM(model=TOY, namespace="pickled")
     opened.open()
     assert not pickle.loads(pickle.dumps(opened)).is_open  # noqa: S301
 
 
 def test_the_key_is_in_no_pickle_error_or_traceback() -> None:
-    llm = CacheBlendLLM(engine="http://127.0.0.1:9", model="demo", api_key="s3cret")
+    llm = CacheBlendLLM(engine="http://127.0.0.1:9", model=TOY, api_key="s3cret")
     with pytest.raises(CacheBlendError) as raised:
         llm.complete("hello")
     told = [
@@ -533,12 +533,12 @@ def test_nothing_is_loaded_before_it_is_needed() -> None:
 
 def test_components_with_equal_settings_share_an_engine() -> None:
     one, two = (
-        CacheBlendLLM(model="demo", namespace="shared", blend_config={"recompute_ratio": ratio})
+        CacheBlendLLM(model=TOY, namespace="shared", blend_config={"recompute_ratio": ratio})
         for ratio in (0.1, 0.2)
     )
     assert one.open() is two.open()
     for change in ({"namespace": "other"}, {"lead_in": "bos"}):
-        other = CacheBlendLLM(**{"model": "demo", "namespace": "shared", **change})
+        other = CacheBlendLLM(**{"model": TOY, "namespace": "shared", **change})
         assert other.open() is not one.open()
 
 
@@ -555,8 +555,8 @@ def test_a_password_in_a_url_is_refused() -> None:
 
 def test_sampling_that_is_not_given_is_the_models_own() -> None:
     """A prompt is answered as by ``model.generate``, which HuggingFaceLLM calls."""
-    tokenizer = AutoTokenizer.from_pretrained(str(MODEL_FOLDER))
-    model = AutoModelForCausalLM.from_pretrained(str(MODEL_FOLDER))
+    tokenizer = AutoTokenizer.from_pretrained(TOY)
+    model = AutoModelForCausalLM.from_pretrained(TOY)
     ids = tokenizer(QUESTION, return_tensors="pt")
 
     def own(**settings: Any) -> str:

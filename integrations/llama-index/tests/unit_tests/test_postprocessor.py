@@ -11,6 +11,7 @@ from llama_index.core import Document
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, NodeWithScore
+from toy import TOY
 
 from cacheblend_rag.errors import ConfigError
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
@@ -94,7 +95,7 @@ def test_it_is_serialized_with_its_llm(llm: CacheBlendLLM) -> None:
     ],
 )
 def test_wrong_options_are_refused_in_a_line(options: dict[str, Any], told: str) -> None:
-    given = {"llm": CacheBlendLLM(model="demo")} if options else {}
+    given = {"llm": CacheBlendLLM(model=TOY)} if options else {}
     with pytest.raises(ConfigError) as raised:
         CacheBlendPostprocessor(**{**given, **options})
     assert str(raised.value) == told

@@ -11,6 +11,7 @@ from llama_index.core import Document
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo, TextNode
+from toy import TOY
 
 from cacheblend_rag import ConfigError, Engine, StoreConfig
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
@@ -186,7 +187,7 @@ def test_what_changes_the_kv_changes_the_ingestion_key(random_model: Path) -> No
 
     plain = key()
     changes: list[dict[str, Any]] = [
-        {"model": "demo"},
+        {"model": TOY},
         {"kv_path": "kv"},
         {"instruction": "Read:"},
         {"namespace": "other"},
@@ -205,7 +206,7 @@ def test_what_changes_the_kv_changes_the_ingestion_key(random_model: Path) -> No
 
 
 def test_the_ingestion_key_holds_what_the_kv_depends_on_and_nothing_else() -> None:
-    told = CacheBlendPrecompute(model="demo", kv_path="kv", instruction="Read:").to_dict()
+    told = CacheBlendPrecompute(model=TOY, kv_path="kv", instruction="Read:").to_dict()
     assert {*told} == {
         "model",
         "engine",

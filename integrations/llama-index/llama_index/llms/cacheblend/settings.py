@@ -64,9 +64,7 @@ class EngineSettings(CheckedComponent, _Stored):
         "additional_kwargs": SamplingParams,
     }
 
-    model: str | None = Field(
-        default=None, description="Hub name, local folder, or 'demo' for the bundled model."
-    )
+    model: str | None = Field(default=None, description="Hub name, local folder or GGUF file.")
     engine: str = Field(
         default="auto",
         description="'auto', 'transformers', 'vllm' or a server's URL; or give an open Engine.",
@@ -166,7 +164,7 @@ def _check_model(model: Any, engine: str) -> None:
         raise ConfigError(f"model={model}: name a model, or give engine= an open engine or a URL")
     if not isinstance(model, str | Path | None):
         raise ConfigError(
-            f"model is a {type(model).__name__}: give a name, a folder or 'demo', or engine= an "
+            f"model is a {type(model).__name__}: give a name or a folder, or engine= an "
             "open engine around a loaded model, open_engine(model=..., tokenizer=...)"
         )
 

@@ -6,16 +6,16 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cacheblend_rag.demo.corpus.prompt import DemoDocument, DemoQuestion, QuestionKind
-from cacheblend_rag.demo.corpus.sentences import (
+from .prompt import DemoDocument, DemoQuestion, QuestionKind
+from .sentences import (
     INTRODUCTIONS,
     OPENINGS,
     REVISIONS,
     draw_filler,
     estimate_tokens,
 )
-from cacheblend_rag.demo.corpus.shape import CorpusShape
-from cacheblend_rag.demo.corpus.subjects import KINDS, Attribute, SubjectKind, is_held_out
+from .shape import CorpusShape
+from .subjects import KINDS, Attribute, SubjectKind, is_held_out
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from cacheblend_rag.demo.corpus.documents import draw_subjects, write_documents
-from cacheblend_rag.demo.corpus.prompt import DemoDocument, DemoPrompt, DemoQuestion
-from cacheblend_rag.demo.corpus.settings import DRAWS, SETTINGS
-from cacheblend_rag.demo.corpus.shape import EVALUATION_SHAPE, CorpusShape
-from cacheblend_rag.demo.corpus.subjects import KINDS
+from .documents import draw_subjects, write_documents
+from .prompt import DemoDocument, DemoPrompt, DemoQuestion
+from .settings import DRAWS, SETTINGS
+from .shape import EVALUATION_SHAPE, CorpusShape
+from .subjects import KINDS
 
 
 def generate_prompts(

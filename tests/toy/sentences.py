@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import re
 
-from cacheblend_rag.demo.corpus.prompt import DEFAULT_FRAME, OTHER_FRAMES
-from cacheblend_rag.demo.corpus.subjects import KINDS, words
+from .prompt import DEFAULT_FRAME, OTHER_FRAMES
+from .subjects import KINDS, words
 
 _SLOT = re.compile(r"\{(\w+)\}")
 _TOKEN = re.compile(r"'s|\w+|[^\w\s]")

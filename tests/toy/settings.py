@@ -10,15 +10,15 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cacheblend_rag.demo.corpus.documents import (
+from .documents import (
     Asked,
     draw_documents,
     draw_kinds,
     draw_subjects,
     write_documents,
 )
-from cacheblend_rag.demo.corpus.prompt import UNKNOWN, DemoDocument, DemoQuestion
-from cacheblend_rag.demo.corpus.shape import CorpusShape
+from .prompt import UNKNOWN, DemoDocument, DemoQuestion
+from .shape import CorpusShape
 
 Place = tuple[int, int]
 

@@ -1,4 +1,6 @@
-"""Controlled English that can only be answered by attention across chunks.
+"""A model of 1.1M parameters (`TOY`), and the corpus that it was trained on.
+
+The corpus is controlled English that can only be answered by attention across chunks.
 
 Every document is about one person or company. Its first chunk names the subject; later chunks
 say only "She", "his" or "The company". The documents of one prompt share type, pronoun and kinds
@@ -7,9 +9,11 @@ the chunk before it. `settings` adds what else prompts may depend on: another do
 an earlier question. All draws are deterministic in their seed.
 """
 
-from cacheblend_rag.demo.corpus.documents import draw_documents
-from cacheblend_rag.demo.corpus.generate import generate_collection, generate_prompts
-from cacheblend_rag.demo.corpus.prompt import (
+from pathlib import Path
+
+from .documents import draw_documents
+from .generate import generate_collection, generate_prompts
+from .prompt import (
     BEGUN_FRAME,
     CHUNK_SEPARATOR,
     DEFAULT_FRAME,
@@ -21,10 +25,13 @@ from cacheblend_rag.demo.corpus.prompt import (
     DemoQuestion,
     PromptFrame,
 )
-from cacheblend_rag.demo.corpus.sentences import vocabulary
-from cacheblend_rag.demo.corpus.settings import LEARNED_SETTINGS, SETTINGS
-from cacheblend_rag.demo.corpus.shape import EVALUATION_SHAPE, CorpusShape
-from cacheblend_rag.demo.corpus.subjects import FIRST_NAMES, held_out_names, names_and_values
+from .sentences import vocabulary
+from .settings import LEARNED_SETTINGS, SETTINGS
+from .shape import EVALUATION_SHAPE, CorpusShape
+from .subjects import FIRST_NAMES, held_out_names, names_and_values
+
+TOY = str(Path(__file__).parent)
+"""The model, a folder in hub format; reports and servers name it ``toy``."""
 
 __all__ = [
     "BEGUN_FRAME",
@@ -36,6 +43,7 @@ __all__ = [
     "LEARNED_SETTINGS",
     "OTHER_FRAMES",
     "SETTINGS",
+    "TOY",
     "UNKNOWN",
     "CorpusShape",
     "DemoDocument",

@@ -1,0 +1,47 @@
+"""Questions of an evaluation over the corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
+from cacheblend_rag.text.chunk import Document
+
+from .generate import generate_prompts
+from .prompt import CHUNK_SEPARATOR, INSTRUCTION, DemoDocument, DemoPrompt
+from .settings import LEARNED_SETTINGS, SETTINGS
+
+
+def toy_dataset(settings: Sequence[str], questions: int, seed: int) -> EvalDataset:
+    """Draw questions about held-out subjects of the corpus, so many per setting.
+
+    Raises ConfigError on a setting that the corpus does not have.
+    """
+    for setting in settings:
+        if setting not in SETTINGS:
+            raise ConfigError(f"setting={setting!r} must be one of {', '.join(SETTINGS)}")
+    drawn = tuple(
+        _toy_question(prompt)
+        for setting in settings or LEARNED_SETTINGS
+        for prompt in generate_prompts(setting, questions, seed)
+    )
+    return EvalDataset("toy", drawn, INSTRUCTION)
+
+
+def toy_documents(documents: Sequence[DemoDocument]) -> tuple[Document, ...]:
+    """Return documents of the corpus in the form for indexing."""
+    return tuple(Document(d.document_id, d.chunks, CHUNK_SEPARATOR) for d in documents)
+
+
+def _toy_question(prompt: DemoPrompt) -> EvalQuestion:
+    documents = toy_documents(prompt.documents)
+    chunks = [document.to_chunks() for document in documents]
+    return EvalQuestion(
+        question=prompt.question.conversation,
+        answers=(prompt.question.answer,),
+        passages=tuple(chunks[d][c] for d, c in prompt.retrieved),
+        documents=documents,
+        setting=prompt.setting,
+        kind=prompt.question.kind,
+    )
