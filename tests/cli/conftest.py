@@ -4,7 +4,6 @@ import json
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -66,12 +65,6 @@ def outcome_of(app: Typer, *arguments: object) -> Outcome:
 @pytest.fixture
 def cli():
     return partial(outcome_of, app)
-
-
-@pytest.fixture
-def bench():
-    """Runs ``python -m tests.benchmarks.NAME`` in this process."""
-    return lambda name, *given: outcome_of(import_module(f"tests.benchmarks.{name}").app, *given)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 from cacheblend_rag.bench import shapes
 from cacheblend_rag.bench.interleave import run_in_turns
 from cacheblend_rag.bench.plans import TtftPlan
-from tests.benchmarks.overhead import AGAIN, WITH, WITHOUT, Overhead
 from tests.engines.vllm.forking import fork_engines
 from tests.toy import TOY
 
@@ -72,21 +71,6 @@ def test_time_to_first_token_of_a_model_by_its_name(cli, engine):
 
 
 @needs_vllm
-def test_overhead(bench):
-    found = bench(
-        "overhead", "--shape", "tiny", "--eager", "--prompt-tokens", 40, "--decoded", 6,
-        "--repeat", 2, "--json",
-    ).json  # fmt: skip
-    assert (found["prompt_tokens"], found["decoded"], found["repeat"]) == (40, 6, 2)
-    assert {len(run) for run in found["runs"].values()} == {2}
-    for quantity in ("ttft", "decode"):
-        measured = found[quantity]
-        assert measured["with_seconds"] > 0
-        expected = Overhead.of(found["runs"], quantity)
-        assert measured["slowdown"] == pytest.approx(expected.slowdown)
-
-
-@needs_vllm
 def test_throughput(cli):
     found = cli(
         "bench", "throughput", *SIZES, "--questions", 3, "--chunks", 4, "--drawn", 2,
@@ -98,16 +82,6 @@ def test_throughput(cli):
         found["blend_rps"] / found["prefix_caching_rps"]
     )
     assert found["precompute_seconds"] > 0
-
-
-@needs_vllm
-def test_decode_gap(bench):
-    found = bench("decode_gap", *SIZES, "--chunks", 2, "--repeat", 1, "--ratio", 0.2, "--json").json
-    assert found["prompt_tokens"] == 2 * 48 + 5
-    assert found["over_full"] == pytest.approx(
-        found["blend_gap_seconds"] / found["full_gap_seconds"]
-    )
-    assert found["alone_gap_seconds"] > 0
 
 
 @needs_vllm
@@ -167,18 +141,6 @@ def test_every_turn_begins_with_another_case_and_the_first_is_not_counted():
     assert ["".join(n for n, t in done if t == turn) for turn in range(3)] == ["abc", "bca", "cab"]
 
 
-def test_slowdown_is_of_the_turns_not_of_the_medians():
-    runs = {
-        f"ttft {WITHOUT}": [1.0, 2.0, 10.0],
-        f"ttft {WITH}": [1.1, 2.0, 11.0],
-        f"ttft {AGAIN}": [1.0, 1.0, 10.0],
-    }
-    found = Overhead.of(runs, "ttft")
-    assert (found.with_seconds, found.without_seconds) == (2.0, 2.0)
-    assert found.slowdown == pytest.approx(0.1)
-    assert found.noise == pytest.approx(0.0)
-
-
 @pytest.mark.parametrize("name", ["mistral-7b", "llama-3.1-8b"])
 @pytest.mark.parametrize("chunks", [8, 16, 32, 62])
 def test_large_shapes_take_the_documented_prompts(name, chunks):
@@ -187,16 +149,3 @@ def test_large_shapes_take_the_documented_prompts(name, chunks):
     assert plan.prompt_tokens <= options["max_model_len"] <= plan.model_shape.max_positions
     # 32 layers of keys and values, 8 heads of 128, 2 bytes each
     assert options["kv_cache_memory_bytes"] >= plan.prompt_tokens * 32 * 2 * 8 * 128 * 2
-
-
-@needs_vllm
-def test_kept_turns(bench):
-    found = bench(
-        "kept_turns", "--model", TOY, "--turns", 2, "--passages", 2, "--passage-tokens", 60,
-        "--answer-tokens", 4, "--prompt-tokens", 1500, "--json",
-    ).json  # fmt: skip
-    first, second = found["turns"]
-    assert first["prompt_tokens"] < second["prompt_tokens"]
-    assert 0 < second["reused_tokens"] < second["prompt_tokens"]
-    assert 0 < second["compute_share"] < 1, "the first turn and the passages are reused"
-    assert second["keep_seconds"] > 0

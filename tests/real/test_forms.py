@@ -6,14 +6,54 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 
 from cacheblend_rag import ChatPrompt, SamplingParams, StructuredOutputs, TransformersEngine
-from tests.benchmarks.structured import SCHEMA, TOOLS
 from tests.readme import DOCS, blocks
 
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "subject": {"type": "string", "maxLength": 40},
+        "kind": {"enum": ["person", "place", "event", "thing"]},
+        "year": {"type": ["integer", "null"], "minimum": 0, "maximum": 2100},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 16}, "maxItems": 3},
+    },
+    "required": ["subject", "kind", "year", "tags"],
+}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Search the passages for a text.",
+            "parameters": {
+                "type": "object",
+                "properties": {"query": {"type": "string"}, "count": {"type": "integer"}},
+                "required": ["query"],
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Look up when a person was born or died.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "person": {"type": "string"},
+                    "event": {"enum": ["birth", "death"]},
+                    "places": {"type": "array", "items": {"type": "string"}},
+                },
+                "required": ["person", "event"],
+            },
+        },
+    },
+]
 PROGRAMS = {"StructuredOutputs(": "'planet': ", "ChatPrompt(": "tokens reused", "logprobs=": "'"}
 """What the programs have in them, and what they print."""
 

@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text import registry as registry_module
 from cacheblend_rag.text import search
 from cacheblend_rag.text.chunk import Chunk, Context, Document, Match
 from cacheblend_rag.text.registry import ChunkRegistry
-from tests.benchmarks.registry import RegistryPlan, measure_registry
 
 Hints = Sequence[Chunk | str]
 
@@ -246,20 +245,6 @@ def test_searches_run_while_chunks_are_added() -> None:
         adding.result()
         removing.result()
     assert first.text in registry
-
-
-def test_the_measurement_finds_what_it_planted() -> None:
-    result = measure_registry(RegistryPlan(chunks=50, prompt_characters=12_000, repeat=5))
-    assert result["found"] == result["expected"]
-    assert isinstance(result["expected"], int)
-    assert result["expected"] > 20
-    again = measure_registry(RegistryPlan(chunks=50, prompt_characters=12_000, repeat=5))
-    assert again["expected"] == result["expected"]
-
-
-def test_the_measurement_refuses_nothing_to_measure() -> None:
-    with pytest.raises(ConfigError, match="repeat=0"):
-        RegistryPlan(chunks=1, prompt_characters=10, repeat=0)
 
 
 # Contexts
