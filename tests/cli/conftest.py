@@ -110,13 +110,11 @@ def indexed(tmp_path_factory):
 def small_model(tmp_path_factory):
     """A folder with an untrained two-layer model and the demo's tokenizer."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from tests.demo.tokenizer import build_tokenizer, save_tokenizer
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("small-model")
-    tokenizer = build_tokenizer()
-    save_tokenizer(tokenizer, folder)
+    tokenizer = AutoTokenizer.from_pretrained(TOY)
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(5)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -44,7 +44,7 @@ from cacheblend_rag.engines.vllm.serve import running_server
 from cacheblend_rag.settings import EMBEDDED
 from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.demo_prompts import HEAD, documents, text
-from tests.examples.dashboard import FOLDER, asked, generator, queries
+from tests.examples.dashboard import FOLDER, SOURCES, asked, queries
 from tests.local_servers import HOST, Server, prometheus_server
 from tests.otlp_receiver import OTLPReceiver, receiving
 from tests.toy import TOY, generate_prompts
@@ -52,7 +52,6 @@ from tests.toy import TOY, generate_prompts
 CONFIG = BlendConfig(min_tokens=0, recompute_ratio=0.15, cost_model=False)
 ANSWER = SamplingParams(max_tokens=4)
 PROMPTS = tuple(generate_prompts("adjacent", 8, 11))
-SOURCES = (generator().SERVER, generator().APPLICATION)
 PATIENCE = 240.0
 VLLM_SPAN = "llm_request"
 """The name of vLLM's own span of a request."""
