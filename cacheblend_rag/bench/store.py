@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheblend_rag.bench.interleave import Advance, run_in_turns
 from cacheblend_rag.bench.plans import StorePlan
+from cacheblend_rag.bench.workload import Advance, run_in_turns
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv import (
     ChunkKV,

@@ -16,14 +16,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
-from cacheblend_rag.bench.memory import peak_extra_bytes
+from cacheblend_rag.bench.memory import drop_from_page_cache, peak_extra_bytes
 from cacheblend_rag.bench.named_model import NamedModel
-from cacheblend_rag.bench.neighbours import neighbours
-from cacheblend_rag.bench.page_cache import drop_from_page_cache
 from cacheblend_rag.bench.plans import PromptTokens, TtftPlan
 from cacheblend_rag.bench.real_text import draw_real_texts
-from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, Texts, draw_chunks, draw_words
+from cacheblend_rag.bench.workload import (
+    LEAD_IN,
+    ONE_TOKEN,
+    Advance,
+    Case,
+    Texts,
+    draw_chunks,
+    draw_words,
+    run_in_turns,
+)
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import CacheBlendError
@@ -55,8 +61,8 @@ class TtftRow:
     runs: seconds of each run of ``full``, ``blend`` and ``prefix_caching``. load_seconds: how long
     the blend waited for reads. load_hidden_seconds: reading time during which it computed.
     hidden_share: the latter's share of both; None in memory, unless chunks are unpacked there, and
-    in vLLM. precision: of stored chunk KV. neighbours: other processes that computed meanwhile.
-    cold: whether the disk's files were not in the page cache. selector_options: those given.
+    in vLLM. precision: of stored chunk KV. cold: whether the disk's files were not in the page
+    cache. selector_options: those given.
     """
 
     engine: str
@@ -82,7 +88,6 @@ class TtftRow:
     load_hidden_seconds: float | None = None
     hidden_share: float | None = None
     precision: str = "native"
-    neighbours: int = 0
     cold: bool = False
     selector_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -130,7 +135,6 @@ class TtftRow:
             runs=runs,
             precision=plan.precision,
             selector_options=plan.options,
-            neighbours=plan.neighbours,
             cold=plan.cold and tier == "disk",
             **_hiding(loads),
         )
@@ -171,7 +175,6 @@ def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[Ttft
             engine.precompute(texts.chunks, progress=False)
             engines[tier_name(tier)] = engine
             folders[tier_name(tier)] = Path(folder)
-        stack.enter_context(neighbours(plan.neighbours))
         return _Measurement(plan, engines, folders, texts.prompt(), advance).rows()
 
 
@@ -221,10 +224,8 @@ class _Measurement:
 
     def _row(self, case: tuple[str, float], runs: Mapping[str, Sequence[float]]) -> TtftRow:
         plan, (tier, ratio) = self.plan, case
-        peak = None
-        if plan.memory:
-            self.advance(f"memory of a blend from {tier} at ratio {ratio:g}")
-            peak = peak_extra_bytes(lambda: self._blend(tier, ratio, 0), plan.torch_device)
+        self.advance(f"memory of a blend from {tier} at ratio {ratio:g}")
+        peak = peak_extra_bytes(lambda: self._blend(tier, ratio, 0), plan.torch_device)
         name = self.engines[tier].name
         loads = () if (tier, plan.precision) == ("host", "native") else self.loads[case]
         return TtftRow.of(

@@ -19,8 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
-from cacheblend_rag.bench.neighbours import neighbours
 from cacheblend_rag.bench.plans import TtftPlan
 from cacheblend_rag.bench.ttft import (
     DOCUMENT,
@@ -31,7 +29,7 @@ from cacheblend_rag.bench.ttft import (
     tier_name,
 )
 from cacheblend_rag.bench.vllm import VLLMKind, running_vllm
-from cacheblend_rag.bench.workload import ONE_TOKEN, Texts
+from cacheblend_rag.bench.workload import ONE_TOKEN, Advance, Case, Texts, run_in_turns
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.text.prompt import BlendPrompt
@@ -56,7 +54,7 @@ def measure_vllm_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list
     with plan.setting.served_model() as model:
         for tier in dict.fromkeys(plan.tiers):
             advance(f"starting vLLM for {tier}")
-            with _engine(plan, texts, model, tier) as engine, neighbours(plan.neighbours):
+            with _engine(plan, texts, model, tier) as engine:
                 rows += _Measurement(plan, texts, engine, tier_name(tier), advance).rows()
     return rows
 

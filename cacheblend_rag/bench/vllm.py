@@ -63,11 +63,11 @@ class VLLMSetting:
                 torch.cuda.empty_cache()
             yield Path(name)
 
-    def options(self, prompt_tokens: int, prompts: int, engines: int = 1) -> dict[str, Any]:
+    def options(self, prompt_tokens: int, prompts: int) -> dict[str, Any]:
         """Return vLLM's engine arguments for a workload.
 
         prompt_tokens: of the longest prompt with its answer. prompts: how many of them the KV cache
-        must hold. engines: how many share a GPU.
+        must hold.
         """
         window = -(-(prompt_tokens + SPARE_TOKENS) // BLOCK_TOKENS) * BLOCK_TOKENS
         options: dict[str, Any] = {
@@ -77,7 +77,7 @@ class VLLMSetting:
             "kv_cache_memory_bytes": self.subject.kv_bytes(window * prompts, self.dtype),
         }
         if torch.cuda.is_available():
-            options["gpu_memory_utilization"] = GPU_SHARE / engines
+            options["gpu_memory_utilization"] = GPU_SHARE
         return options
 
 

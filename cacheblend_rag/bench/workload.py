@@ -1,20 +1,24 @@
-"""Draws chunks and questions of benchmarks: random words, or the sentences of real passages."""
+"""Draws chunks and questions of benchmarks, and runs their cases in turn."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.text.chunk import Chunk, Document
 from cacheblend_rag.text.prompt import BlendPrompt
 
 ONE_TOKEN = SamplingParams.greedy(max_tokens=1, ignore_eos=True)
+LEAD_IN = "none"
+"""The lead-in of benchmarks: none, since their prompts begin with a chunk."""
+Case = Callable[[int], float]
+"""One case to measure: takes the number of the turn (0 is the warm-up), returns seconds."""
+
+Advance = Callable[[str], None]
+"""Called with the label of the next step, for a progress display."""
 
 
 @dataclass(frozen=True)
@@ -62,24 +66,6 @@ def to_chunks(texts: Sequence[str], *, selector: str, name: str, separator: str)
     return [Chunk(text, name) for text in texts]
 
 
-def zipf_weights(count: int, exponent: float) -> list[float]:
-    """Return the cumulative weights of so many ranks by Zipf's law, for ``draw_ranks``."""
-    return [*accumulate(1 / rank**exponent for rank in range(1, count + 1))]
-
-
-def draw_ranks(rng: random.Random, weights: Sequence[float], count: int) -> tuple[int, ...]:
-    """Return distinct ranks from 0 on, in the order in which they were drawn."""
-    found: dict[int, None] = {}
-    while len(found) < count:
-        found[rng.choices(range(len(weights)), cum_weights=weights)[0]] = None
-    return tuple(found)
-
-
-def sample_sentences() -> list[str]:
-    """Return the sentences of the bundled sample of real passages."""
-    return sentences_of([passage.text for passage in load_passages().passages])
-
-
 def sentences_of(texts: Sequence[str]) -> list[str]:
     """Return the sentences of texts, cut behind full stops, those of abbreviations among them."""
     return [
@@ -89,15 +75,20 @@ def sentences_of(texts: Sequence[str]) -> list[str]:
     ]
 
 
-def draw_passage(
-    rng: random.Random, sentences: Sequence[str], tokens: int, engine: TransformersEngine
-) -> str:
-    """Return a passage of sentences in random order, of about so many tokens."""
-    ids: tuple[int, ...] = ()
-    while len(ids) < tokens:
-        ids += engine.tokenize(f"{' ' if ids else ''}{rng.choice(sentences)}")
-    return str(engine.tokenizer.decode(list(ids[:tokens]), skip_special_tokens=True)).strip()
+def run_in_turns(
+    cases: Mapping[str, Case], repeat: int, advance: Advance
+) -> dict[str, list[float]]:
+    """Run every case once per turn, starting with a different one; return each one's seconds.
 
-
-LEAD_IN = "none"
-"""The lead-in of benchmarks: none, since their prompts begin with a chunk."""
+    In turn, so that changes of the machine affect all of them. Turn 0 is a warm-up and is not
+    returned.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    names = list(cases)
+    for turn in range(repeat + 1):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            advance(f"turn {turn} of {repeat}: {name}" if turn else f"warm-up: {name}")
+            taken = cases[name](turn)
+            seconds[name] += [taken] if turn else []
+    return seconds

@@ -1,32 +1,42 @@
-"""``python -m tests.benchmarks.NAME``: benchmarks that the project's developers run."""
+"""``python -m tests.benchmarks.NAME``: keyword parameters of a function become its options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from inspect import getdoc
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import typer
-
-from cacheblend_rag.cli.main import errors_in_one_line
-from cacheblend_rag.cli.plan_command import Measure, Show, measured, plan_command
 from cacheblend_rag.engines.quiet_import import quiet_libraries
+from cacheblend_rag.errors import CacheBlendError
 
 
-def benchmark_app(plan: type[Any], measure: Measure, show: Show) -> typer.Typer:
-    """A command line of one command; its options are the plan's fields, and ``--json``."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    about = getdoc(plan) or ""
-    app.command()(_told(plan_command(plan, lambda *given: measured(measure, show, *given), about)))
-    return app
+def run(measure: Callable[..., dict[str, Any]], given: Sequence[str] | None = None) -> None:
+    """Call ``measure`` with the options of the command line; print what it returns as JSON.
+
+    An option is of its default's type: true or false is a flag, a tuple takes several values.
+    """
+    parser = argparse.ArgumentParser(description=inspect.getdoc(measure))
+    parser.add_argument("--json", action="store_true", help="print one line")
+    for name, parameter in inspect.signature(measure).parameters.items():
+        flag, default = f"--{name.replace('_', '-')}", parameter.default
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, tuple):
+            parser.add_argument(flag, nargs="+", type=type(default[0]), default=default)
+        else:
+            parser.add_argument(flag, type=type(default), default=default, help=f"{default!r}")
+    asked = vars(parser.parse_args(given))
+    indent = None if asked.pop("json") else 1
+    quiet_libraries()
+    try:
+        print(json.dumps(measure(**asked), indent=indent, allow_nan=False))
+    except CacheBlendError as error:
+        sys.exit(str(error))
 
 
-def _told(command: Callable[..., None]) -> Callable[..., None]:
-    def run(**values: Any) -> None:
-        quiet_libraries()
-        with errors_in_one_line():
-            command(**values)
-
-    run.__dict__.update(command.__dict__)
-    run.__doc__, run.__annotations__ = command.__doc__, command.__annotations__
-    return run
+def say(label: str) -> None:
+    """Tell what is done next."""
+    print(label, file=sys.stderr)

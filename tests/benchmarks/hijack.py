@@ -9,48 +9,25 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cacheblend_rag import BlendConfig, Document, TransformersEngine
-from cacheblend_rag.bench.interleave import Advance
-from cacheblend_rag.bench.plan import Plan, option
-from cacheblend_rag.cli import output
 from cacheblend_rag.engines.transformers.given_model import GivenModel
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from cacheblend_rag.settings.choices import DEFAULT_RATIO
-from tests.benchmarks.command import benchmark_app
+from tests.benchmarks.command import run, say
 from tests.benchmarks.hijack_passages import Attack, Passage, write_passages
 from tests.benchmarks.hijack_search import PrefixSearch, printable_tokens
 
 INSTRUCTION = "Answer the question from the passages below, in one short sentence."
 ANSWER_TOKENS = 24
-
-
-@dataclass(frozen=True, kw_only=True)
-class HijackPlan(Plan):
-    """Search prefixes that make a passage's KV tell a wrong answer, or try those of a file again.
-
-    Passages are attacked a step each in turn; the file has the best prefixes after every round.
-    """
-
-    model: str = option(DEFAULT_MODEL, "The model that is attacked.")
-    out: str = option("hijack.json", "The file to write the prefixes to.")
-    passages: int = option(40, "How many passages are attacked.", least=1)
-    candidates: int = option(8, "Changes of a prefix that are tried in a step.", least=1)
-    steps: int = option(30, "Most steps for a passage.", least=0)
-    minutes: float = option(60.0, "Minutes after which no step begins.", least=0)
-    enough: float = option(2.0, "How much likelier the wrong answer is, in nats, at the end.")
-    ratios: tuple[float, ...] = option(
-        (0.0, DEFAULT_RATIO, 0.3), "A recompute ratio to replay with; repeatable.", flag="--ratio"
-    )
-    replay: str = option("", "A file of prefixes: they are tried, nothing is searched.")
 
 
 class Victim:
@@ -110,23 +87,60 @@ def read_attacks(file: str | Path) -> list[Attack]:
     return [Attack(**{name: each[name] for name in names}) for each in found]
 
 
-def measure(plan: HijackPlan, advance: Advance = lambda _: None) -> dict[str, Any]:
-    """Search, or replay."""
-    return replay(plan, advance) if plan.replay else search(plan, advance)
+def measure(
+    *,
+    model: str = DEFAULT_MODEL,
+    out: str = "hijack.json",
+    passages: int = 40,
+    candidates: int = 8,
+    steps: int = 30,
+    minutes: float = 60.0,
+    enough: float = 2.0,
+    ratio: tuple[float, ...] = (0.0, DEFAULT_RATIO, 0.3),
+    replay: str = "",
+) -> dict[str, Any]:
+    """Search prefixes that make a passage's KV tell a wrong answer, or try those of a file again.
+
+    Passages are attacked a step each in turn; ``out`` has the best prefixes after every round, and
+    after so many minutes no step begins. candidates: changes that are tried in a step. enough: how
+    much likelier the wrong answer is, in nats, at the end. replay: a file of prefixes.
+    """
+    if replay:
+        return replayed(model, replay, ratio)
+    given = GivenModel.of(model, None, None, "float32")
+    victim, tokenizer = given.model.eval().requires_grad_(False), given.tokenizer
+    prompt, allowed = RagPrompt(tokenizer, INSTRUCTION), printable_tokens(victim, tokenizer)
+    end, found, running = time.monotonic() + 60 * minutes, list[dict[str, Any]](), []
+    for seed, attack in enumerate(_answered(victim, tokenizer, prompt, passages)):
+        text = prompt_over(prompt, attack)
+        one = PrefixSearch(
+            victim, tokenizer, attack, text, allowed=allowed, candidates=candidates, seed=seed
+        )
+        found.append({**asdict(attack), "margin": -torch.inf})
+        running.append((found[-1], one.steps()))
+    for step in range(steps + 1):
+        for entry, more in running:
+            if entry["margin"] < enough and not (step and time.monotonic() > end):
+                prefix, margin = next(more)
+                entry |= {"prefix": prefix, "margin": round(margin, 2), "steps": step}
+                entry.setdefault("plain_margin", entry["margin"])
+                say(f"step {step}, margin {entry['margin']}: {prefix}")
+        Path(out).write_text(json.dumps(found, indent=1) + "\n")
+    return {"attacks": found}
 
 
-def replay(plan: HijackPlan, advance: Advance = lambda _: None) -> dict[str, Any]:
+def replayed(model: str, file: str, ratios: Sequence[float]) -> dict[str, Any]:
     """Return ``rows``: how many wrong answers are likelier than the right ones, by ratio.
 
     full: by ordinary prefill. absent: with the owners' documents alone. stored: with the strangers'
     too. hinted: with hints of the strangers' documents, so in any case with their KV.
     """
-    attacks, victim = read_attacks(plan.replay), Victim(plan.model)
-    rows: list[dict[str, float]] = [{"ratio": ratio} for ratio in plan.ratios]
+    attacks, victim = read_attacks(file), Victim(model)
+    rows: list[dict[str, float]] = [{"ratio": ratio} for ratio in ratios]
 
     def count(name: str, hint: Callable[[Attack], str] | None = None) -> None:
         for row in rows:
-            advance(f"{name}, ratio {row['ratio']}")
+            say(f"{name}, ratio {row['ratio']}")
             row[name] = victim.fooled(attacks, row["ratio"], hint=hint)
 
     with closing(victim.engine):
@@ -137,33 +151,6 @@ def replay(plan: HijackPlan, advance: Advance = lambda _: None) -> dict[str, Any
         count("stored")
         count("hinted", lambda attack: attack.upload.document_id)
     return {"attacks": len(attacks), "rows": [{**row, "full": full} for row in rows]}
-
-
-def search(plan: HijackPlan, advance: Advance = lambda _: None) -> dict[str, Any]:
-    """Return ``attacks``: each with its prefix, the prefix's margin and the steps that it took.
-
-    plain_margin: of the prefix before the first step.
-    """
-    given = GivenModel.of(plan.model, None, None, "float32")
-    model, tokenizer = given.model.eval().requires_grad_(False), given.tokenizer
-    prompt, allowed = RagPrompt(tokenizer, INSTRUCTION), printable_tokens(model, tokenizer)
-    end, found, running = time.monotonic() + 60 * plan.minutes, list[dict[str, Any]](), []
-    for seed, attack in enumerate(_answered(model, tokenizer, prompt, plan.passages)):
-        text = prompt_over(prompt, attack)
-        one = PrefixSearch(
-            model, tokenizer, attack, text, allowed=allowed, candidates=plan.candidates, seed=seed
-        )
-        found.append({**asdict(attack), "margin": -torch.inf})
-        running.append((found[-1], one.steps()))
-    for step in range(plan.steps + 1):
-        for entry, steps in running:
-            if entry["margin"] < plan.enough and not (step and time.monotonic() > end):
-                prefix, margin = next(steps)
-                entry |= {"prefix": prefix, "margin": round(margin, 2), "steps": step}
-                entry.setdefault("plain_margin", entry["margin"])
-                advance(f"step {step}, margin {entry['margin']}: {prefix}")
-        Path(plan.out).write_text(json.dumps(found, indent=1) + "\n")
-    return {"attacks": found}
 
 
 def _answered(model: Any, tokenizer: Any, prompt: RagPrompt, count: int) -> Iterator[Attack]:
@@ -179,15 +166,5 @@ def _answered(model: Any, tokenizer: Any, prompt: RagPrompt, count: int) -> Iter
             return
 
 
-def show(found: dict[str, Any]) -> None:
-    console = output.result_console()
-    for row in found.get("rows", ()):
-        console.print(", ".join(f"{name} {value}" for name, value in row.items()))
-    if "rows" not in found:
-        console.print(f"{sum(a['margin'] > 0 for a in found['attacks'])} prefixes succeed")
-
-
-app = benchmark_app(HijackPlan, measure, show)
-
 if __name__ == "__main__":
-    app()
+    run(measure)

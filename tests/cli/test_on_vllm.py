@@ -10,8 +10,8 @@ from importlib.util import find_spec
 import pytest
 
 from cacheblend_rag.bench import shapes
-from cacheblend_rag.bench.interleave import run_in_turns
 from cacheblend_rag.bench.plans import TtftPlan
+from cacheblend_rag.bench.workload import run_in_turns
 from tests.engines.vllm.forking import fork_engines
 from tests.toy import TOY
 
@@ -71,20 +71,6 @@ def test_time_to_first_token_of_a_model_by_its_name(cli, engine):
 
 
 @needs_vllm
-def test_throughput(cli):
-    found = cli(
-        "bench", "throughput", *SIZES, "--questions", 3, "--chunks", 4, "--drawn", 2,
-        "--answer-tokens", 3, "--ratio", 0.2, "--json",
-    ).json  # fmt: skip
-    assert (found["questions"], found["chunks"], found["prompt_tokens"]) == (3, 4, 2 * 48 + 5)
-    assert found["over_plain"] == pytest.approx(found["blend_rps"] / found["plain_rps"])
-    assert found["over_prefix_caching"] == pytest.approx(
-        found["blend_rps"] / found["prefix_caching_rps"]
-    )
-    assert found["precompute_seconds"] > 0
-
-
-@needs_vllm
 def test_eval_gives_the_table_of_the_embedded_engine():
     flags = (
         "--questions", 4, "--settings", "adjacent", "--ratios", "0.15", "--selectors", "prior,hkvd",
@@ -114,9 +100,6 @@ def test_eval_gives_the_table_of_the_embedded_engine():
         (("ttft", "--engine", "vllm", "--attention", "magic"), "attention='magic'"),
         (("ttft", "--cold", "--tier", "host"), "cold=True"),
         (("ttft", "--cold", "--engine", "vllm"), "cold=True"),
-        (("throughput", "--drawn", 50), "drawn=50"),
-        (("throughput", "--chunk-tokens", 5000), "prompt_tokens=30032"),
-        (("throughput", "--ratio", 2), "recompute_ratio=2.0"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(cli, arguments, message):

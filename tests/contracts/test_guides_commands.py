@@ -38,8 +38,6 @@ SHORTENED = {
     "analyze": f"--model {MODEL} --chunk-tokens 256 --overlap 8 --window 2 --max-tokens 2",
     "bench ttft": f"--model {MODEL} --chunks 2 --chunk-tokens 32 --question-tokens 4 --repeat 1",
     "bench store": "--chunk-mib 1 --repeat 1",
-    "bench batch": f"--model {MODEL} --requests 3 --chunks 4 --chunk-tokens 32 --repeat 1",
-    "bench conversation": f"--model {MODEL} --turns 1 --passages 1 --passage-tokens 32",
 }
 """Options that shorten a command; of an option that is given twice, the last one counts."""
 MAY_FIND_FAULTS = {"doctor", "tune", "verify", "explain"}

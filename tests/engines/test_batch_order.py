@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.bench.workload import draw_ranks, zipf_weights
 from cacheblend_rag.engines.batch_order import (
     GROUPS_AHEAD,
     MOST_TOGETHER,
@@ -20,6 +19,7 @@ from cacheblend_rag.engines.batch_order import (
     by_overlap,
     in_order_of_arrival,
 )
+from tests.benchmarks.draws import draw_ranks, zipf_weights
 from tests.kv.samples import make_key
 
 KEYS = [make_key(number) for number in range(200)]

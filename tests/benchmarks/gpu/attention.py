@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cacheblend_rag.bench.gpu.kernels import ATTENTION
-from cacheblend_rag.bench.gpu.scene import NO_CUDA, Doing, Row, Scene
-from cacheblend_rag.bench.gpu.timing import Work, attempt, times
 from cacheblend_rag.blend.attention import visible_keys
 from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall
+from tests.benchmarks.gpu.scene import Doing, Row, Scene
+from tests.benchmarks.gpu.timing import Work, attempt, times
 
 REAL_CASES = ((4096, 205), (4096, 614), (8192, 410), (8192, 1229), (16384, 820), (16384, 2458))
 TOY_CASES = ((64, 9), (96, 40))
@@ -75,10 +75,7 @@ class Case:
 
 @torch.inference_mode()
 def measure(scene: Scene, doing: Doing) -> Iterator[Row]:
-    """Yield a row for each kernel and shape; ``error``: the largest, against float32.
-
-    FlexAttention comes last: compiling it may take all the time that is left.
-    """
+    """Yield a row for each kernel and shape; ``error``: the largest, against float32."""
     drawn = {
         (tokens, count): [
             Case.draw(scene, tokens - step, count - step) for step in range(NEW_SHAPES)
@@ -86,7 +83,6 @@ def measure(scene: Scene, doing: Doing) -> Iterator[Row]:
         for tokens, count in scene.pick(REAL_CASES, TOY_CASES)
     }
     kernels = _kernels(scene)
-    flex = kernels.pop("flex")
     for (tokens, count), cases in drawn.items():
         for name, kernel in kernels.items():
             doing(f"{tokens} tokens, {count} rows, {name}")
@@ -95,13 +91,6 @@ def measure(scene: Scene, doing: Doing) -> Iterator[Row]:
         doing(f"{tokens} tokens, all rows")
         row = {"tokens": tokens, "rows": tokens, "kernel": "whole prompt, causal"}
         yield attempt(row, partial(_whole, scene, cases))
-    for (tokens, count), cases in drawn.items():
-        doing(f"{tokens} tokens, {count} rows, flex")
-        row = {"tokens": tokens, "rows": count, "kernel": "flex"}
-        if scene.has_cuda:
-            yield attempt(row, partial(_measured, scene, cases, flex))
-        else:
-            yield {**row, "failed": NO_CUDA}
 
 
 Kernel = Callable[[Case], Tensor]
@@ -123,7 +112,10 @@ def _measured(scene: Scene, cases: list[Case], kernel: Kernel) -> Row:
 
 def _kernels(scene: Scene) -> dict[str, Kernel]:
     """Return the kernels by name: the project's, and PyTorch's with the mask that it needs."""
-    found: dict[str, Kernel] = {name: partial(_project, make()) for name, make in ATTENTION.items()}
+    found: dict[str, Kernel] = {
+        "own": partial(_project, RowAttention()),
+        "own without kernels": partial(_project, RowAttention(kernels=False)),
+    }
     found |= {f"SDPA {backend.name}": partial(_forced, backend) for backend in BACKENDS}
     if scene.has_cuda:
         for is_on in (True, False):
@@ -161,7 +153,7 @@ def _masked(context: Callable[[], AbstractContextManager[object]], case: Case) -
 @contextmanager
 def _cudnn(is_on: bool) -> Iterator[None]:
     cuda = torch.backends.cuda
-    before = cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    before = cuda.cudnn_sdp_enabled()
     cuda.enable_cudnn_sdp(is_on)
     try:
         yield

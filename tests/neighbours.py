@@ -27,7 +27,7 @@ def neighbours(count: int) -> Iterator[None]:
     found: list[subprocess.Popen[bytes]] = []
     try:
         while len(found) < count:
-            process = subprocess.Popen(  # noqa: S603 (the command is made here)
+            process = subprocess.Popen(
                 [sys.executable, "-c", _WORK],
                 env={**os.environ, **_ONE_THREAD},
                 stdin=subprocess.DEVNULL,

@@ -1,19 +1,22 @@
-"""Step: the card, its driver, versions of libraries, and what they support."""
+"""Steps: the card, its driver, versions of libraries, what they support; and the tests on it."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import metadata, util
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import backends
 
-from cacheblend_rag.bench.gpu.scene import Doing, Row, Scene
-from cacheblend_rag.bench.gpu.timing import told
+from tests.benchmarks.gpu.scene import Doing, Row, Scene
+from tests.benchmarks.gpu.timing import told
+from tests.readme import ROOT
 
 PACKAGES = (
     "torch",
@@ -27,6 +30,12 @@ PACKAGES = (
 )
 SMI = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,clocks.max.mem"
 SMI_SECONDS = 10
+FOLDERS = ("tests/blend", "tests/prefill", "tests/engines/transformers")
+"""Where tests on a device are; others need packages that a bare machine lacks."""
+MARK = "torch.cuda.is_available()"
+"""What files with such tests say."""
+NAMED = "cuda or a_gpu"
+TAIL = 1500
 
 
 def measure(scene: Scene, doing: Doing) -> Iterator[Row]:
@@ -77,9 +86,30 @@ def _version(name: str) -> str:
 def _smi() -> str:
     command = ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(  # noqa: S603 (the command is made here)
+        done = subprocess.run(
             command, capture_output=True, text=True, timeout=SMI_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return told(error)
     return (done.stdout or done.stderr).strip()
+
+
+def run_tests(scene: Scene, doing: Doing) -> Iterator[Row]:
+    """Yield a row for each folder: how pytest ended, and what it said last."""
+    for folder in FOLDERS:
+        doing(folder)
+        files = [path for path in sorted((ROOT / folder).rglob("test_*.py")) if MARK in _text(path)]
+        where = files or [ROOT / folder]  # with no path pytest would collect everything
+        # Without the project's own options: they may name plugins that are not installed.
+        command = [
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=",
+            "--no-header", "--continue-on-collection-errors", "-k", NAMED, *map(str, where),
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-TAIL:]]
+        row: Row = {"tests": folder, "exit": done.returncode, "said": lines[-1]}
+        yield row if done.returncode == 0 else {**row, "output": done.stdout[-TAIL:]}
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")

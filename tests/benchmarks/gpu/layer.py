@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cacheblend_rag.bench.gpu.scene import NO_CUDA, Doing, Row, Scene
-from cacheblend_rag.bench.gpu.timing import Work, attempt, times, told
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from tests.benchmarks.gpu.scene import NO_CUDA, Doing, Row, Scene
+from tests.benchmarks.gpu.timing import Work, attempt, times, told
 
 LAYERS, LAYER = 2, 1
 REAL_TOKENS, TOY_TOKENS = 8192, 64
@@ -118,7 +118,7 @@ def _synchronizations(work: Work) -> str:
 
 def _kernels(work: Work) -> Row:
     """Return how many kernels run, how long, and which take longest, in microseconds."""
-    from torch.autograd import DeviceType  # type: ignore[attr-defined]
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     try:

@@ -14,13 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cacheblend_rag.bench.gpu.layer import Drive, open_layers, random_kv
-from cacheblend_rag.bench.gpu.scene import Doing, Row, Scene
-from cacheblend_rag.bench.gpu.timing import Work, attempt, milliseconds, times
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.engines.transformers.layer_graphs import LayerGraphs, PromptGraphs
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.errors import CacheBlendError
+from tests.benchmarks.gpu.layer import Drive, open_layers, random_kv
+from tests.benchmarks.gpu.scene import Doing, Row, Scene
+from tests.benchmarks.gpu.timing import Work, attempt, milliseconds, times
 
 LAYERS = 4
 """Layers that are driven one after the other, as in a pass."""

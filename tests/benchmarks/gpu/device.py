@@ -1,4 +1,4 @@
-"""Step: copies between host and device memory, the way of all chunk KV."""
+"""Steps: copies between host and device memory, the way of all chunk KV, and a layer's product."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from cacheblend_rag.bench.gpu.scene import Doing, Row, Scene
-from cacheblend_rag.bench.gpu.timing import Work, attempt, gigabytes_per_second, times
 from cacheblend_rag.blend.copy_stream import BUFFER_BYTES
+from tests.benchmarks.gpu.scene import Doing, Row, Scene
+from tests.benchmarks.gpu.timing import Work, attempt, gigabytes_per_second, times
 
 REAL_BYTES, TOY_BYTES = 256 << 20, 8 << 20
 REPEAT = 5
 PRODUCTS = 8
+REAL_ROWS = (1, 32, 64, 128, 205, 410, 820, 1229, 2458, 8192)
+TOY_ROWS = (1, 8)
+PRODUCT_REPEAT = 20
 
 
-def measure(scene: Scene, doing: Doing) -> Iterator[Row]:
+def measure_link(scene: Scene, doing: Doing) -> Iterator[Row]:
     """Yield the speed of each way; bytes are counted once."""
     nbytes = scene.pick(REAL_BYTES, TOY_BYTES)
     pageable = torch.ones(nbytes, dtype=torch.uint8)
@@ -82,7 +86,7 @@ def _beside(scene: Scene, there: Tensor, pinned: Tensor) -> Iterator[Row]:
     """Yield how long products take alone, and while another stream copies."""
     side = scene.pick(8192, 256)
     square = scene.random(side, side)
-    stream: torch.cuda.Stream = torch.cuda.Stream(scene.device)  # type: ignore[no-untyped-call]
+    stream: torch.cuda.Stream = torch.cuda.Stream(scene.device)
 
     def products() -> None:
         for _ in range(PRODUCTS):
@@ -96,3 +100,20 @@ def _beside(scene: Scene, there: Tensor, pinned: Tensor) -> Iterator[Row]:
     for way, work in (("alone", products), ("while a copy runs", both)):
         row = {"way": f"{PRODUCTS} products of {side} x {side}, {way}"}
         yield attempt(row, partial(times, scene.device, [work] * REPEAT, warm=1))
+
+
+@torch.inference_mode()
+def measure_products(scene: Scene, doing: Doing) -> Iterator[Row]:
+    """Yield the rate for each number of rows, in 10^12 operations per second."""
+    of = scene.dimensions
+    weight = scene.random(2 * of.intermediate, of.hidden)
+    for rows in scene.pick(REAL_ROWS, TOY_ROWS):
+        doing(f"{rows} rows")
+        work: Work = partial(functional.linear, scene.random(rows, of.hidden), weight)
+
+        def measured(rows: int = rows, work: Work = work) -> Row:
+            taken = times(scene.device, [work] * PRODUCT_REPEAT, warm=3)
+            operations = 2 * rows * weight.numel()
+            return {**taken, "tflops": round(operations / taken["ms"] / 1e9, 3)}
+
+        yield attempt({"rows": rows}, measured)

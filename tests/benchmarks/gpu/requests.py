@@ -16,8 +16,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from cacheblend_rag.bench.gpu.scene import Row, Scene
-from cacheblend_rag.bench.gpu.timing import milliseconds
 from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, draw_chunks, draw_words
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
@@ -27,6 +25,8 @@ from cacheblend_rag.report import PREFILL_PHASES
 from cacheblend_rag.settings import BlendConfig, StoreConfig
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
+from tests.benchmarks.gpu.scene import Row, Scene
+from tests.benchmarks.gpu.timing import milliseconds
 
 SEED = 7
 DOCUMENT = "bench"

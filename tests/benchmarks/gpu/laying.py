@@ -8,9 +8,6 @@ from functools import partial
 
 import torch
 
-from cacheblend_rag.bench.gpu.layer import build_layers
-from cacheblend_rag.bench.gpu.scene import Doing, Row, Scene
-from cacheblend_rag.bench.gpu.timing import DIGITS, attempt, gigabytes_per_second, times
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.steps import run_to_end
 from cacheblend_rag.engines.transformers.compatibility import open_stack
@@ -19,6 +16,9 @@ from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.chunk_loader import ChunkLoader, Place, begin_reading
 from cacheblend_rag.settings import Precision, StoreConfig
+from tests.benchmarks.gpu.layer import build_layers
+from tests.benchmarks.gpu.scene import Doing, Row, Scene
+from tests.benchmarks.gpu.timing import DIGITS, attempt, gigabytes_per_second, times
 
 LAYERS = 4
 REAL_CASES = ((8, 512), (16, 512), (32, 512), (64, 256))

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.bench.gpu.scene import Row
 from cacheblend_rag.blend.passes import synchronize
+from tests.benchmarks.gpu.scene import Row
 
 Work = Callable[[], Any]
 DIGITS = 4

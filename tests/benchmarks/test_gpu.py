@@ -1,18 +1,21 @@
-"""``bench gpu --toy``: every step runs or says why not, and the result has its form."""
+"""``gpu --toy``: every step runs or says why not, and ends by itself; the result has its form."""
 
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cacheblend_rag.bench.gpu.requests import CASES
-from cacheblend_rag.bench.gpu.steps import STEPS
-from cacheblend_rag.cli.gpu_tables import print_gpu
-from cacheblend_rag.cli.main import app
-from tests.cli.conftest import outcome_of
+from cacheblend_rag.bench.shapes import TOY
+from cacheblend_rag.errors import ConfigError
+from tests.benchmarks.gpu import __main__ as gpu
+from tests.benchmarks.gpu.__main__ import STEPS, TOTAL_SECONDS, Step
+from tests.benchmarks.gpu.requests import CASES
+from tests.benchmarks.gpu.scene import Dimensions, Scene
 
 pytestmark = pytest.mark.timeout(1800)  # each step has a limit of its own
 
@@ -24,10 +27,8 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("gpu") / "gpu.json"
-    outcome = outcome_of(app, "bench", "gpu", "--toy", "--out", out, "--json")
-    assert outcome.code == 0
-    assert json.loads(out.read_text()) == outcome.json
-    return outcome.json
+    gpu.main(["--toy", "--out", str(out)])
+    return dict(json.loads(out.read_text()))
 
 
 def rows(found: dict[str, Any], step: str) -> list[dict[str, Any]]:
@@ -57,9 +58,7 @@ def test_only_what_needs_a_gpu_has_no_figures(found):
         for row in rows(found, name)
         if "failed" in row
     }
-    without = {(name, kernel) for name, skipped, kernel in failed if skipped}
-    assert without == {("attention", "flex")}
-    refused = {(name, kernel.split()[0]) for name, skipped, kernel in failed if not skipped}
+    refused = {(name, kernel.split()[0]) for name, _, kernel in failed}
     assert refused <= {("attention", "SDPA")}, "backends that CPUs lack"
     assert {row["on the device"] for row in rows(found, "layer") if "rows" in row} == {NO_CUDA}
 
@@ -101,20 +100,56 @@ def test_chunks_come_from_each_tier(found):
         assert in_memory or row["blend_ms"] > 0
 
 
-def test_the_result_is_shown_as_tables(found, capsys):
-    print_gpu(found)
-    shown = capsys.readouterr().out
-    for name, step in found["steps"].items():
-        assert f"{name}: {step['about']}" in shown
-    assert NO_CUDA in shown or torch.cuda.is_available()
-    assert "ordinary ms" in shown
-    assert "runs" not in shown
+SECONDS = 3.0
+WAIT_SECONDS = 30.0
+SCENE = Scene(is_toy=True, dimensions=Dimensions.of(TOY))
 
 
-def test_one_step_can_be_chosen(cli, tmp_path):
-    found = cli(
-        "bench", "gpu", "--toy", "--step", "facts", "--out", tmp_path / "gpu.json", "--json"
-    ).json
-    assert list(found["steps"]) == ["facts"]
-    facts = {row["fact"]: row["value"] for row in rows(found, "facts")}
-    assert facts["torch"] == torch.__version__
+def step(name: str, **needs: bool) -> Step:
+    return Step(name, f"what {name}", f"tests.benchmarks.gpu_steps:{name}", SECONDS, **needs)
+
+
+def test_every_step_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    steps = [step("fails"), step("crashes"), step("unknown"), step("hangs"), step("ends")]
+    found = gpu.measure_gpu(out, SCENE, steps)
+    assert json.loads(out.read_text()) == found
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
+    told = found["steps"]
+    assert {name: told[name]["status"] for name in told} == {
+        "fails": "failed", "crashes": "failed", "unknown": "failed", "hangs": "late", "ends": "done"
+    }  # fmt: skip
+    assert all(told[name]["rows"] == [{"case": 1}] for name in ("fails", "crashes", "hangs"))
+    assert told["fails"]["reason"] == "ValueError: no figure"
+    assert told["crashes"]["reason"] == "exit status 9, at: what crashes"
+    assert "a driver's last words" in told["crashes"]["output"]
+    assert "unknown" in told["unknown"]["reason"]
+    row = {"layers": TOY.layers, "nothing": "nan", "pairs": [[1, 2.5]]}
+    assert told["ends"]["rows"] == [row]
+    process = int(told["hangs"]["reason"].partition(", at: ")[2])
+    until = time.monotonic() + WAIT_SECONDS  # until the system has removed it
+    while is_running(process) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not is_running(process), "a step ends with what it has started"
+
+
+def is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_all_steps_fit_in_nine_minutes_and_none_begins_once_the_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sum(one.seconds for one in STEPS) <= TOTAL_SECONDS < 9 * 60
+    monkeypatch.setattr(gpu, "TOTAL_SECONDS", 0.0)
+    found = gpu.measure_gpu(tmp_path / "gpu.json", SCENE, [step("ends")])
+    assert found["steps"]["ends"]["reason"] == "skipped: no time left"
+
+
+def test_a_file_that_cannot_be_written_is_told_before_any_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"out='.*' cannot be written .*: give a file"):
+        gpu.measure_gpu(tmp_path / "none" / "gpu.json", SCENE, [step("hangs")])

@@ -1,4 +1,4 @@
-"""Steps that end in every way, for tests of what runs them."""
+"""Steps that end in every way, for the tests of what runs them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-from cacheblend_rag.bench.gpu.scene import Doing, Row, Scene
+from tests.benchmarks.gpu.scene import Doing, Row, Scene
 
 
 def ends(scene: Scene, doing: Doing) -> Iterator[Row]:
@@ -35,8 +34,3 @@ def hangs(scene: Scene, doing: Doing) -> Iterator[Row]:
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     doing(str(subprocess.Popen(sleep).pid))
     time.sleep(600)
-
-
-def reads(scene: Scene, doing: Doing) -> Iterator[Row]:
-    """Tells what is written of the steps before."""
-    yield {"written": Path(os.environ["GPU_OUT"]).read_text()}

@@ -1,4 +1,4 @@
-"""Runs one step in a process of its own: ``python -m cacheblend_rag.bench.gpu.child``.
+"""Runs one step in a process of its own: ``python -m tests.benchmarks.gpu.child``.
 
 Arguments: the step's ``module:function``, the scene as JSON, the file for the result, and QUIETLY
 if transformers is to be imported first. The file is replaced before and after each case, so that a
@@ -16,8 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.bench.gpu.scene import Scene
 from cacheblend_rag.engines.quiet_import import quiet_libraries
+from tests.benchmarks.gpu.scene import Scene
 
 QUIETLY = "quietly"
 

@@ -1,0 +1,93 @@
+"""The programs measure what they say; the models are tiny."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.bench import shapes
+from tests.benchmarks.command import run
+from tests.toy import TOY
+
+TINY = shapes.ModelShape(
+    "tiny", "llama", 4, 128, 2, 1, 64, 512, 4096, {"rope_type": "default", "rope_theta": 1e4}
+)
+Bench = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
+    """Runs ``python -m tests.benchmarks.NAME ... --json`` in this process."""
+    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
+
+    def told(name: str, *given: object) -> dict[str, Any]:
+        measure = import_module(f"tests.benchmarks.{name}").measure
+        run(measure, [*map(str, given), "--json"])
+        return dict(json.loads(capsys.readouterr().out))
+
+    return told
+
+
+def test_steady_tells_hundreds_of_requests_that_never_repeat(bench: Bench) -> None:
+    given = ("--requests", 230, "--chunks", 40, "--drawn", 2, "--chunk-tokens", 16)
+    found = bench("steady", "--shape", "tiny", *given)
+    assert [row["requests"] for row in found["hundreds"]] == [100, 100, 30]
+    shares = [row["hit_share"] for row in found["hundreds"]]
+    assert min(shares[1:]) > 0.25, "more than what is held, as what is drawn often is"
+    assert max(shares) < 1
+    assert found["host_bytes"] * 4 < found["stored_bytes"]
+    first, second, last = (row["speedup"] for row in found["hundreds"])
+    assert found["last_over_second"] == pytest.approx(last / second)
+    assert first > 0
+
+
+def test_more_requests_than_combinations_are_an_error(bench: Bench) -> None:
+    given = ("--requests", 7, "--chunks", 3, "--drawn", 2, "--chunk-tokens", 8)
+    with pytest.raises(SystemExit, match="requests=7 are too many for chunks=3"):
+        bench("steady", "--shape", "tiny", *given)
+
+
+def test_a_batch_is_answered_in_both_orders(bench: Bench) -> None:
+    found = bench(
+        "batch", "--model", TOY, "--requests", 24, "--chunks", 30, "--drawn", 3,
+        "--chunk-tokens", 40, "--answer-tokens", 4, "--repeat", 1,
+    )  # fmt: skip
+    arrival, overlap = found["orders"]
+    assert (arrival["order"], overlap["order"]) == ("arrival", "overlap")
+    assert 0 < overlap["loads"] < arrival["loads"] <= 24 * 3
+    assert found["loads_saved"] == pytest.approx(1 - overlap["loads"] / arrival["loads"])
+    assert found["same_answers"] == found["requests"] == 24
+
+
+def test_a_conversation_has_a_row_a_turn(bench: Bench) -> None:
+    found = bench(
+        "conversation", "--model", TOY, "--turns", 4, "--passages", 2, "--passage-tokens", 150,
+        "--answer-tokens", 12, "--prompt-tokens", 900,
+    )  # fmt: skip
+    turns, undropped = found["turns"], found["nothing_dropped"]
+    assert [row["turn"] for row in turns] == [1, 2, 3, 4]
+    assert all(row["prompt_tokens"] <= 900 for row in turns)
+    assert [row["earlier_turns"] for row in turns] == [0, 1, 1, 1]
+    assert all(row["passage_tokens"] >= 280 for row in turns)
+    assert turns[0]["turn_tokens"] == 0
+    assert all(row["turn_tokens"] >= 20 for row in turns[1:])
+    assert all(row["mean_kl"] >= 0 for row in (*turns, *undropped))
+    assert [row["earlier_turns"] for row in undropped] == [0, 1, 2, 3]
+    # Prefix caching loses its prefix as soon as a turn is dropped.
+    assert undropped[2]["prefix_tokens"] > 300 > turns[2]["prefix_tokens"]
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_throughput(bench: Bench) -> None:
+    found = bench(
+        "throughput", "--shape", "tiny", "--chunk-tokens", 48, "--question-tokens", 5, "--eager",
+        "--questions", 3, "--chunks", 4, "--drawn", 2, "--answer-tokens", 3, "--ratio", 0.2,
+    )  # fmt: skip
+    assert (found["questions"], found["chunks"], found["prompt_tokens"]) == (3, 4, 2 * 48 + 5)
+    assert found["over_plain"] == pytest.approx(found["blend_rps"] / found["plain_rps"])
+    assert found["precompute_seconds"] > 0
