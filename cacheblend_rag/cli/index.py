@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -25,10 +23,6 @@ from cacheblend_rag.rag.index_report import IndexReport, check_paths
 from cacheblend_rag.rag.indexing import Indexing
 from cacheblend_rag.rag.readers import EXTRA, find_files
 from cacheblend_rag.rag.retrieval import BUNDLED
-from cacheblend_rag.settings.sizes import size
-
-if TYPE_CHECKING:
-    from cacheblend_rag.rag.estimating import IndexEstimate
 
 SMALLEST_CHUNK = 16
 UNFINISHED = 1
@@ -98,18 +92,6 @@ def index_command(
             help="Compute no KV now: `chat` and engines with fill_on_miss do it on a miss.",
         ),
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Estimate the work and exit; write nothing.")
-    ] = False,
-    max_gib: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            callback=options.finite,
-            help="Limit of the collection's KV in GiB: a run that needs more is refused.",
-            show_default="no limit",
-        ),
-    ] = None,
     engine: options.EngineOption = None,
     profile: options.ProfileOption = None,
     device: options.DeviceOption = None,
@@ -124,13 +106,12 @@ def index_command(
     short; the same command computes it the next time.
     """
     paths = list(paths or ())
-    _check_uses(
-        paths,
-        into,
-        repair=repair,
-        register_only=register_only,
-        estimates=dry_run or max_gib is not None,
-    )
+    if repair and register_only:
+        raise ConfigError("--repair computes what is missing: leave --register-only out")
+    if not paths and not repair:
+        raise ConfigError("missing argument 'PATH...' (see `cacheblend-rag index --help`)")
+    if repair and not paths:
+        Collection.open(into).close()  # raises StoreError without one
     given: dict[str, Any] = {
         "model": model and resolved_name(model),
         "embedding_model": embedding_model and resolved_name(embedding_model),
@@ -152,9 +133,8 @@ def index_command(
             checks.check_model(choices.model)
             if chunk_size is not None:
                 checks.check_chunk_size(chunk_size, choices.model)
-        estimate = None
         with (
-            nullcontext() if dry_run else sole_writer(into),
+            sole_writer(into),
             output.progress_bar(lines=True) as bar,
             Indexing(
                 into,
@@ -166,44 +146,21 @@ def index_command(
             ) as indexing,
         ):
             try:
-                if dry_run or max_gib is not None:
-                    estimate = indexing.estimate(found, max_gib)
-                if not dry_run:
-                    indexing.run(paths, found, prune=prune, repair=repair)
+                indexing.run(paths, found, prune=prune, repair=repair)
             except KeyboardInterrupt:
                 _print_interrupted(indexing.report, rebuild=rebuild)
                 raise typer.Exit(output.INTERRUPTED) from None
             report = indexing.report
-    if estimate and dry_run:
-        _show(into, estimate.to_dict(), _estimate_lines(into, estimate), as_json=as_json)
-        return
     if paths:
         report.check(paths)
-    _show(into, report.to_dict(), _report_lines(into, report), as_json=as_json)
+    if as_json:
+        output.print_json({"collection": str(into), **report.to_dict()})
+    else:
+        for line in _report_lines(into, report):
+            typer.echo(output.one_line(line))
     if report.unfinished_chunks:
         output.tell(_unfinished_line(report))
         raise typer.Exit(UNFINISHED)
-
-
-def _check_uses(
-    paths: Sequence[Path],
-    into: Path,
-    *,
-    repair: bool,
-    register_only: bool,
-    estimates: bool,
-) -> None:
-    """Raise ConfigError for options that exclude each other, StoreError without a collection."""
-    if register_only and estimates:
-        raise ConfigError("--register-only computes no KV: leave --dry-run and --max-gib out")
-    if repair and (register_only or estimates):
-        raise ConfigError(
-            "--repair computes what is missing: leave --register-only, --dry-run and --max-gib out"
-        )
-    if not paths and not repair:
-        raise ConfigError("missing argument 'PATH...' (see `cacheblend-rag index --help`)")
-    if repair and not paths:
-        Collection.open(into).close()
 
 
 def _check_choices(choices: Choices, device: str | None) -> None:
@@ -230,27 +187,6 @@ def _print_interrupted(report: IndexReport, *, rebuild: bool) -> None:
         f"interrupted: {done} files were indexed and stay, {command} continues from here",
         soft_wrap=True,
     )
-
-
-def _show(into: Path, plain: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> None:
-    if as_json:
-        output.print_json({"collection": str(into), **plain})
-        return
-    for line in lines:
-        typer.echo(output.one_line(line))
-
-
-def _estimate_lines(into: Path, estimate: IndexEstimate) -> list[str]:
-    """Return lines on the work to do."""
-    seconds = estimate.seconds
-    time = "not known" if seconds is None else f"about {output.rough_duration(seconds)}"
-    return [
-        f"{into}: {estimate.files} files to index, {estimate.unchanged} unchanged",
-        f"to compute: {estimate.chunks} chunks, {estimate.tokens:,} tokens",
-        f"KV: at most {size(estimate.kv_bytes)} beside "
-        f"{size(estimate.stored_kv_bytes)} stored already",
-        f"time: {time}, and loading the models",
-    ]
 
 
 def _report_lines(into: Path, report: IndexReport) -> list[str]:

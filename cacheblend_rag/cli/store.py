@@ -19,7 +19,6 @@ from cacheblend_rag.cli.options import (
     store_settings,
 )
 from cacheblend_rag.cli.output import print_json, print_rows, progress_bar
-from cacheblend_rag.cli.store_plan import plan
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER, KV_NAME
 from cacheblend_rag.rag.progress import Task
@@ -32,7 +31,6 @@ store_app = typer.Typer(
     help="Look at, check, warm and empty a store of chunk KV.", no_args_is_help=True
 )
 
-store_app.command()(plan)
 
 DEFAULT_STORE = DEFAULT_FOLDER / KV_NAME
 

@@ -23,7 +23,6 @@ from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import (
     FILE_NAME,
-    KV_NAME,
     Collection,
     CollectionSettings,
     clear,
@@ -47,13 +46,11 @@ from cacheblend_rag.rag.readers import (
 )
 from cacheblend_rag.rag.retrieval import Embedder, Vectors
 from cacheblend_rag.rag.storing_kv import KVStoring
-from cacheblend_rag.settings import EMBEDDED, VLLM
 from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.chunk import Document
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.rag.estimating import IndexEstimate
 
 FIRST_PART_CHUNKS, MOST_PART_CHUNKS = 8, 64
 PART_SECONDS = 5.0
@@ -135,36 +132,6 @@ class Indexing:
             left = self._collection.unfinished()
             self.report.unfinished_documents = len(left)
             self.report.unfinished_chunks = sum(left.values())
-
-    def estimate(self, found: FoundFiles, max_gib: float | None) -> IndexEstimate:
-        """Estimate the work for new and changed files; writes nothing.
-
-        Raises StoreError when the collection's KV would exceed ``max_gib``, ConfigError when a
-        server holds it.
-        """
-        if max_gib is not None and self._settled("engine") not in {EMBEDDED, VLLM}:
-            raise ConfigError("--max-gib bounds the collection's own KV: a server has --disk-gib")
-        self._note(found)
-        with self._progress.phase("loading the libraries"):
-            quiet_libraries()
-            from cacheblend_rag.rag.estimating import Estimator
-
-            settings = self._collection.settings if self._collection else None
-            estimator = Estimator(settings or new_settings(self._choices), self._placement.device)
-        for new in self._new_files(found.files):
-            try:
-                estimator.add(_document(new, estimator.split))
-            except UnreadableFileError as error:
-                self.skip(new.path, str(error))
-        for document in self._left_over(repair=False):
-            estimator.add(document)
-        with self._progress.phase("timing a layer and the embedding model"):
-            estimate = estimator.estimate(
-                None if self._rebuild else self._folder / KV_NAME, self.report
-            )
-        estimate.check(max_gib)
-        self.report = IndexReport()
-        return estimate
 
     def add(self, files: Sequence[Path]) -> None:
         """Index new and changed files."""

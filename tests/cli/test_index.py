@@ -186,12 +186,7 @@ def test_a_changed_file_takes_its_place_without_computing(index, notes, into):
     assert len(stored_kv(into)) < before["computed_chunks"], "what the file held before is gone"
 
 
-def test_a_run_that_computes_nothing_has_no_estimate(cli, notes, into, letters):
-    for options in (("--dry-run",), ("--max-gib", 1)):
-        line = refused(
-            cli, "index", notes, "--into", into, "--model", TOY, "--register-only", *options
-        )
-        assert "leave --dry-run and --max-gib out" in line
+def test_a_run_that_computes_nothing_says_so(cli, notes, into, letters):
     outcome = cli("index", notes, "--into", into, "--model", TOY, "--register-only")
     assert "chunk KV: none computed, " in outcome.stdout
 
@@ -478,62 +473,6 @@ def test_kv_that_no_document_knows_is_found_and_removed(cli, index, notes, into)
     assert stored_kv(into) == known
     line = refused(cli, "store", "gc", "--collection", into.parent / "nothing")
     assert "nothing" in line
-
-
-def dry(cli, into, *arguments):
-    outcome = cli("index", *arguments, "--into", into, *TOY, "--dry-run")
-    assert outcome.code == 0, outcome.stderr
-    return outcome
-
-
-def test_a_dry_run_tells_what_a_run_does_and_writes_nothing(cli, index, notes, into):
-    (notes / "empty.txt").write_text("")
-    expected = dry(cli, into, notes, "--json").json
-    assert "to compute: " in dry(cli, into, notes).stdout
-    assert not into.exists()
-    done = index(notes)
-    assert (expected["files"], expected["unchanged"]) == (done["added"], 0)
-    assert (expected["chunks"], expected["tokens"]) == (done["chunks"], done["computed_tokens"])
-    assert [skipped["path"] for skipped in expected["skipped"]] == [str(notes / "empty.txt")]
-    stored = sum(path.stat().st_size for path in (into / KV_NAME).glob("?/?/*.safetensors"))
-    assert done["computed_kv_bytes"] < stored <= expected["kv_bytes"] < 1.05 * stored
-    assert expected["seconds"] > 0
-    assert expected["stored_kv_bytes"] == 0
-
-
-def test_a_dry_run_over_a_collection_counts_what_is_new_and_what_is_there(cli, index, notes, into):
-    index(notes)
-    before = {path: path.stat().st_mtime_ns for path in into.rglob("*")}
-    (notes / "new.txt").write_text("The river is cold.")
-    expected = dry(cli, into, notes, "--json").json
-    assert (expected["files"], expected["unchanged"], expected["chunks"]) == (1, 4, 1)
-    assert expected["stored_kv_bytes"] > 100 * expected["tokens"]
-    assert {path: path.stat().st_mtime_ns for path in into.rglob("*")} == before
-    assert dry(cli, into, notes, "--rebuild", "--json").json["files"] == 5
-
-
-def test_more_kv_than_is_allowed_is_refused_before_it_is_computed(cli, index, notes, into):
-    (notes / "empty.txt").write_text("")
-    needed = dry(cli, into, notes, "--json").json["kv_bytes"] / (1 << 30)
-    outcome = cli("index", notes, "--into", into, *TOY, "--max-gib", 1e-6)
-    warning, line = outcome.stderr.splitlines()
-    assert (outcome.code, outcome.stdout) == (2, "")
-    assert "empty.txt skipped" in warning
-    assert "--max-gib 1e-06: 4 files need" in line
-    assert stored_kv(into) == set()
-    found = index(notes, "--max-gib", needed * 1.01)
-    assert (found["added"], len(found["skipped"])) == (4, 1)
-    (notes / "new.txt").write_text("The river is cold.")
-    assert index(notes, "--max-gib", needed * 2)["added"] == 1
-    (notes / "new.txt").write_text("The river is warm.")
-    assert "beside the" in refused(
-        cli, "index", notes / "new.txt", "--into", into, "--max-gib", needed / 2
-    )
-
-
-def test_a_servers_store_is_not_bounded_here(cli, notes, into):
-    arguments = (*TOY, "--engine", "http://127.0.0.1:9", "--max-gib", 1)
-    assert "--disk-gib" in refused(cli, "index", notes, "--into", into, *arguments)
 
 
 def test_long_work_shows_itself(notes, into, letters):

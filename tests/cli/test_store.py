@@ -248,17 +248,3 @@ def test_a_store_may_be_a_list_of_tiers(folder, tmp_path_factory):
     assert remaining(fast) == set(KEYS)
     assert printed(run("evict", str(KEYS[0]), "--json", *tiers))["evicted"] == 1
     assert remaining(fast) == remaining(folder) == set(KEYS[1:])
-
-
-def test_plan_tells_sizes_and_the_tier_that_suffices():
-    arguments = ["plan", "--model", TOY, "--corpus-tokens", "1000000", "--ttft", "1"]
-    tiers = ["--tier", "host=1GiB,10GiB/s", "--tier", "disk=1TiB,1GiB/s,0.001"]
-    result = printed(run(*arguments, *tiers, "--dtype", "float32", "--json"))
-    native, fp8, int8 = result["precisions"]
-    assert native["bytes_per_token"] > 3 * fp8["bytes_per_token"]
-    assert [of["tier"] for of in (native, fp8, int8)] == ["disk", "disk", "disk"]
-    assert native["tiers"][0].keys() == {"tier", "chunks", "share", "seconds", "is_fast"}
-    shown = run(*arguments, *tiers).stdout
-    assert "bytes a token" in shown
-    assert "suffices" in shown
-    assert run(*arguments, "--tier", "disk").exit_code == 2

@@ -126,17 +126,6 @@ def test_what_is_unfinished_is_finished_though_its_file_is_gone_or_not_asked_for
     assert (found["computed_chunks"], found["unfinished_chunks"]) == (found["chunks"], 0)
 
 
-def test_an_estimate_counts_what_is_unfinished(
-    index: Index, notes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as full:
-        full.setattr(disk, "write_parts", no_room)
-        chunks = index(notes).json["chunks"]
-    assert index(notes, "--dry-run").json["chunks"] == chunks
-    assert index(notes).json["computed_chunks"] == chunks
-    assert index(notes, "--dry-run").json["chunks"] == 0
-
-
 def test_repair_computes_what_was_lost_or_damaged_and_nothing_else(
     index: Index, into: Path, notes: Path, caplog: Any
 ) -> None:
@@ -189,10 +178,9 @@ def test_repair_needs_a_collection_and_goes_with_nothing_that_computes_no_kv(
     index: Index, notes: Path
 ) -> None:
     assert "holds no collection" in index("--repair").stderr
-    for options in (("--register-only",), ("--dry-run",), ("--max-gib", 1)):
-        outcome = index(notes, "--repair", *options)
-        assert outcome.code == 2
-        assert "--repair computes what is missing: leave" in outcome.stderr
+    outcome = index(notes, "--repair", "--register-only")
+    assert outcome.code == 2
+    assert "--repair computes what is missing: leave" in outcome.stderr
 
 
 LACK = Reason(ReasonCode.NO_ROOM, "no room: 3 MiB")

@@ -158,7 +158,7 @@ def _step(
     into = given[given.index("--into") + 1] if "--into" in given else ".cacheblend"
     if name != "index" or into not in collections:  # later runs use the collection's own model
         given += SHORTENED.get(name, "").split()
-    if name == "index" and "--dry-run" not in given:
+    if name == "index":
         collections.add(into)
     codes = [0, 1] if name in MAY_FIND_FAULTS else [0]
     return ["sh", [reader(word) for word in given], codes]
