@@ -14,6 +14,7 @@ from cacheblend_rag.cli import options, output
 from cacheblend_rag.rag.answering import Asker
 from cacheblend_rag.rag.collection_engine import Placement
 from cacheblend_rag.rag.ordering import PassageOrder, Source
+from cacheblend_rag.reason import ReasonCode
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta
@@ -125,15 +126,14 @@ def _fates(chunks: Iterable[ChunkReport]) -> str:
 
 def _rule(report: BlendReport) -> str:
     """Return the selector and ratio; if nothing was recomputed on purpose, why."""
-    from cacheblend_rag.observe.explain import keeps_context
-
-    if keeps_context(report):
+    why = report.selector_reason
+    if why is not None and why.code is ReasonCode.CONTEXT_KEPT:
         return (
             "nothing is recomputed by this rule: each passage's KV was computed in its own "
             "document, which recomputed KV would forget"
         )
-    why = f" ({report.selector_reason})" if report.selector_reason else ""
-    return f"{report.selector}{why}, ratio {report.recompute_ratio:g}"
+    told = f" ({why})" if why else ""
+    return f"{report.selector}{told}, ratio {report.recompute_ratio:g}"
 
 
 def _fate(chunk: ChunkReport) -> str:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.observe.explained import Explained
 
 MAX_TOKENS = 16
-WAYS = "give one of QUESTION, --prompt FILE or --report FILE"
 
 
 def explain_command(
@@ -34,14 +33,6 @@ def explain_command(
     folder: asking.FromOption = DEFAULT_FOLDER,
     prompt: Annotated[
         Path | None, typer.Option("--prompt", metavar="FILE", help="A file that holds a prompt.")
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            "--report",
-            metavar="FILE",
-            help="What `ask --json`, `explain --json` or report.to_dict() wrote; loads no model.",
-        ),
     ] = None,
     url: Annotated[
         str | None,
@@ -87,18 +78,14 @@ def explain_command(
 ) -> None:
     """Explain which chunks were reused and why, which tokens were recomputed, and what it cost.
 
-    The prompt is answered once with a trace. A report needs one, too, to explain tokens.
+    The prompt is answered once with a trace.
     """
-    if sum(one is not None for one in (question, prompt, report)) != 1:
-        raise ConfigError(f"explain: {WAYS}")
-    _check_options(prompt, url, html, compare and report is not None)
+    if (question is None) == (prompt is None):
+        raise ConfigError("explain: give one of QUESTION and --prompt FILE")
+    _check_options(prompt, url, html)
     asked = clean_question(question) if question is not None else ""
     with output.stdout_reserved(as_json):
-        if report is not None:
-            from cacheblend_rag.observe.report_file import read_explained
-
-            found = read_explained(report)
-        elif prompt is not None:
+        if prompt is not None:
             text = options.read_text(prompt, "--prompt")
             known = [options.read_text(one, "--passage") for one in passage or ()]
             check_namespace(namespace)
@@ -139,14 +126,12 @@ def explain_command(
     _show(found, html, as_json=as_json)
 
 
-def _check_options(prompt: Path | None, url: str | None, html: Path | None, clash: bool) -> None:
+def _check_options(prompt: Path | None, url: str | None, html: Path | None) -> None:
     """Raise errors that are known before anything is loaded."""
     if url is not None:
         check_server_url(url)
         if prompt is None:
             raise ConfigError("--url is for --prompt FILE: a collection knows its server")
-    if clash:
-        raise ConfigError("--compare asks the engine, which a report no longer can: leave it out")
     if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
         raise StoreError(f"--html {html} cannot be written: name a file in an existing folder")
 

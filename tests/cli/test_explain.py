@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 from rich.console import Console
 
@@ -36,7 +34,7 @@ def test_a_question_to_a_collection_is_explained(explain, indexed, tmp_path, wid
     assert item.question in Page.of(page.read_text("utf-8")).text
 
 
-def test_json_is_one_object_that_a_report_reads_back(explain, cli, indexed, tmp_path, wide):
+def test_json_is_one_object(explain, indexed):
     item = indexed[1][0]
     found = explain(item.question, "--json", "--max-tokens", 4).json
     assert found["cost"] is None
@@ -49,21 +47,6 @@ def test_json_is_one_object_that_a_report_reads_back(explain, cli, indexed, tmp_
         if token["fate"] == "recomputed"
     ]
     assert len(recomputed) == found["report"]["recomputed_tokens"]
-    kept = tmp_path / "kept.json"
-    kept.write_text(json.dumps(found))
-    again = cli("explain", "--report", kept, "--json").json
-    assert again["explanation"] == found["explanation"]
-    assert "#1 " in cli("explain", "--report", kept).stdout
-
-
-def test_an_answer_that_ask_printed_is_explained_without_a_model(cli, indexed, tmp_path, wide):
-    kept = tmp_path / "asked.json"
-    asked = cli("ask", indexed[1][0].question, "--from", indexed[0], "--json")
-    kept.write_text(asked.stdout)
-    outcome = cli("explain", "--report", kept)
-    assert outcome.code == 0
-    assert "the report holds no trace" in outcome.stdout
-    assert outcome.stdout.count("reused from disk") == 4
 
 
 def test_a_prompt_is_explained_with_the_chunks_that_it_is_told(cli, indexed, tmp_path, wide):

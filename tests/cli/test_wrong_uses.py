@@ -121,8 +121,8 @@ WRONG = {
     (*ANALYZE, "--kv-path", "{collection}"): "is a collection",
     (*ANALYZE, "--store", "host_byte=1"): "(did you mean 'host_bytes'?)",
     # what is to be explained
-    ("explain",): "give one of QUESTION, --prompt FILE or --report FILE",
-    ("explain", "Who?", "--report", "{file}"): "give one of QUESTION, --prompt FILE or --report",
+    ("explain",): "give one of QUESTION and --prompt FILE",
+    ("explain", "Who?", "--prompt", "{file}"): "give one of QUESTION and --prompt FILE",
     ("explain", " ", "--from", "{collection}"): "the question is empty",
     ("explain", "Who?", "--from", "{nothing}"): "holds no collection",
     ("explain", "Who?", "--url", "http://host:1"): "--url is for --prompt FILE",
@@ -133,9 +133,6 @@ WRONG = {
     ("explain", "--prompt", "{file}", "--selector", "guess"): "selector='guess' must be one of",
     ("explain", "--prompt", "{file}", "--kv-path", "{collection}"): "is a collection",
     ("explain", "--prompt", "{file}", "--namespace", "\udcff"): "holds a lone surrogate",
-    ("explain", "--report", "{nothing}"): "cannot be read",
-    ("explain", "--report", "{file}"): "is not a JSON file",
-    ("explain", "--report", "{file}", "--compare"): "--compare asks the engine",
     ("explain", "Who?", "--html", "{nothing}/page.html"): "name a file in an existing folder",
     # selectors
     (*ASK, "--selector", "guess"): "selector='guess' must be one of",
