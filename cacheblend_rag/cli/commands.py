@@ -22,7 +22,6 @@ PLACES = {
     "serve": "serve.serve_command",
     "tenant": "tenant.tenant_command",
     "doctor": "doctor.doctor_command",
-    "settings": "settings.settings_command",
     "bench": "bench.bench_app",
     "store": "store.store_app",
     "models": "models.models_app",

@@ -4,7 +4,6 @@ import logging
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
@@ -26,12 +25,6 @@ def test_every_command_has_help(cli, command):
     outcome = cli(command, "--help")
     assert outcome.code == 0
     assert "--help" in outcome.stdout
-
-
-def test_settings_are_told_as_a_page_and_as_a_schema(cli):
-    page = Path(__file__).parents[2] / "docs" / "settings.md"
-    assert cli("settings").stdout == page.read_text()
-    assert "StoreConfig" in cli("settings", "--json").json["$defs"]
 
 
 HEAVY = ("torch", "transformers", "tokenizers", "numpy", "jinja2", "faiss", "sklearn")
@@ -59,7 +52,7 @@ def test_the_package_is_imported_without_other_heavy_ones():
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--help",), ("--version",), ("settings",), *((name, "--help") for name in PLACES)],
+    [("--help",), ("--version",), *((name, "--help") for name in PLACES)],
     ids=" ".join,
 )
 def test_help_loads_no_model_library(arguments):

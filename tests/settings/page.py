@@ -1,4 +1,4 @@
-"""Builds the JSON schema of all settings, and the page of docs/ from it."""
+"""The page of all settings: ``python -m tests.settings.page > docs/settings.md``."""
 
 from __future__ import annotations
 
@@ -29,32 +29,29 @@ MODELS: Mapping[type[Settings], str] = {
     GuardConfig: "A guard",
     ConnectorSettings: "A vLLM server",
 }
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
 HEAD = """# Settings
 
 After this page you can look up every setting, its type and its default.
 
-`cacheblend-rag settings > docs/settings.md` writes this page, `cacheblend-rag settings --json`
-prints the JSON schema, for editors and for validating files. These pages describe how to use the
-settings: [requests](concepts.md), [engines](engine.md), [stores](storage.md), [tiers](tiers.md),
-[vLLM](vllm.md). Sizes and times may be texts with a unit: `8GiB`, `12h`. Settings are frozen:
-`with_changes(...)` returns a validated copy.
+These pages describe how to use the settings: [requests](concepts.md), [engines](engine.md),
+[stores](storage.md), [tiers](tiers.md), [vLLM](vllm.md). Sizes and times may be texts with a
+unit: `8GiB`, `12h`. Settings are frozen: `with_changes(...)` returns a validated copy.
 """
 _TYPES = {"string": "text", "null": "none", "object": "named values"}
 
 
 def settings_schema() -> dict[str, Any]:
-    """Return the JSON schema of all settings, each model under ``$defs``."""
+    """Return the JSON schema of each model, by its name."""
     asked = [(model, "validation", TypeAdapter(model)) for model in MODELS]
-    _, schema = TypeAdapter.json_schemas(asked)  # type: ignore[arg-type]
+    _, schema = TypeAdapter.json_schemas(asked)
     for model in schema["$defs"].values():
         model["description"] = model["description"].partition("\n\nRaises:")[0]
-    return {"$schema": DIALECT, "title": "Settings of cacheblend-rag", **schema}
+    return schema["$defs"]
 
 
 def settings_page() -> str:
     """Return the settings as a page of Markdown, one table per model."""
-    models = settings_schema()["$defs"]
+    models = settings_schema()
     parts = (
         _section(f"{of}: `{kind.__name__}`", models[kind.__name__]) for kind, of in MODELS.items()
     )
@@ -101,3 +98,7 @@ def _default(name: str, field: Mapping[str, Any]) -> str:
     if default is None:
         return "none"
     return size(default) if name.endswith("_bytes") else f"`{json.dumps(default)}`"
+
+
+if __name__ == "__main__":
+    print(settings_page(), end="")  # noqa: T201
