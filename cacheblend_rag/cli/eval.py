@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +19,6 @@ from cacheblend_rag.settings import EMBEDDED
 
 if TYPE_CHECKING:
     from cacheblend_rag.quality.evaluator import EvalRow, Evaluation, Rule
-    from cacheblend_rag.quality.records import RecordLog
 
 DEFAULT_SEED = 9_271_828
 
@@ -28,7 +27,7 @@ def evaluate_command(
     *,
     dataset: Annotated[
         str,
-        typer.Option(help="'single-hop', 'ruler:niah' (or vt, cwe), or a file of questions."),
+        typer.Option(help="'single-hop', or a file of questions."),
     ] = SINGLE_HOP,
     model: options.ModelOption = DEFAULT_MODEL,
     engine: Annotated[
@@ -45,10 +44,6 @@ def evaluate_command(
     ] = None,
     chunk_tokens: options.ChunkTokensOption = None,
     prompt_tokens: options.PromptTokensOption = None,
-    unanswerable: Annotated[
-        bool,
-        typer.Option("--unanswerable", help="Keep a file's questions that have no answer, too."),
-    ] = False,
     seed: Annotated[int, typer.Option(help="Seed for whatever is drawn.")] = DEFAULT_SEED,
     ratios: Annotated[
         str | None, typer.Option(help="Recompute ratios, comma-separated.", metavar="R,R,...")
@@ -63,16 +58,9 @@ def evaluate_command(
     lead_ins: Annotated[
         str | None, typer.Option(help="Lead-ins, comma-separated.", metavar="NAME,NAME,...")
     ] = None,
-    deviation: Annotated[str, typer.Option(help="What hkvd compares: v, k or kv.")] = "v",
     check_layers: Annotated[
         str, typer.Option(help="Where hkvd compares, comma-separated.", metavar="LAYER,...")
     ] = "1",
-    repair: Annotated[
-        float,
-        typer.Option(
-            min=0, max=1, help="Share of a chunk's mean change that its other KV gets, too."
-        ),
-    ] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 16,
     fidelity: Annotated[
         bool,
@@ -86,11 +74,11 @@ def evaluate_command(
         bool,
         typer.Option("--no-chat-template", help="Plain prompts, also for a model with a template."),
     ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="A new file for each prompt's results, as JSON lines.")
-    ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Such a file, which is continued, or begun if missing.")
+        Path | None,
+        typer.Option(
+            help="A file of each prompt's results, as JSON lines, which is continued, or begun."
+        ),
     ] = None,
     store: options.StoreOption = None,
     device: options.DeviceOption = None,
@@ -109,21 +97,20 @@ def evaluate_command(
         checks.check_installed(("rouge_score",), "Rouge-L", "eval")
         if fidelity and engine != EMBEDDED:
             raise ConfigError(f"--fidelity: only the engine {EMBEDDED!r} scores given answers")
+        from cacheblend_rag.quality.records import RecordLog
         from cacheblend_rag.settings import BlendConfig
 
         base = BlendConfig(
             min_tokens=0,
             check_layers=options.layers(check_layers, "--check-layers"),
-            key_repair=repair,
-            value_repair=repair,
         )
         grid = _grid(ratios, selectors, lead_ins)
         told = _told_options(selector_options, selectors)
-        by_selector = _by_selector(told, deviation, seed)
+        by_selector = {"random": {"seed": seed}} | told
         checks.check_check_layers(base, model)
         checks.check_placement(device, dtype)
         kept = options.collection_store(store) if store else None
-        log = _log(out, resume)
+        log = RecordLog.resumed(resume) if resume else RecordLog()
         from cacheblend_rag.engines.model_config import text_config
         from cacheblend_rag.engines.sampling import SamplingParams
         from cacheblend_rag.engines.tokenizer import load_tokenizer
@@ -138,7 +125,6 @@ def evaluate_command(
         choice = DataChoice(
             chunk_tokens,
             options.token_bounds(prompt_tokens),
-            unanswerable,
             count_tokens=lambda text: len(loaded().tokenize(text)),
         )
         wanted = options.names(settings or "")
@@ -214,29 +200,6 @@ def _told_options(told: str, selectors: str | None) -> dict[str, dict[str, Any]]
         if name not in named:
             raise ConfigError(f"--selector-options: {name!r} is not in --selectors: add it")
     return given
-
-
-def _by_selector(
-    told: Mapping[str, dict[str, Any]], deviation: str, seed: int
-) -> dict[str, dict[str, Any]]:
-    """Return all options of selectors by name; raises ConfigError for an unknown deviation."""
-    own: dict[str, dict[str, Any]] = {
-        "hkvd": {"deviation": deviation},
-        "random": {"seed": seed},
-    }
-    checks.check_selector("hkvd", own["hkvd"])
-    return own | {name: own.get(name, {}) | values for name, values in told.items()}
-
-
-def _log(out: Path | None, resume: Path | None) -> RecordLog:
-    """Return where results are kept; raises ConfigError, DatasetError."""
-    from cacheblend_rag.quality.records import RecordLog
-
-    if out and resume:
-        raise ConfigError("--out begins a file and --resume continues one: give one of them")
-    if out:
-        return RecordLog.begun(out)
-    return RecordLog.resumed(resume) if resume else RecordLog()
 
 
 def _grid(ratios: str | None, selectors: str | None, lead_ins: str | None) -> list[Rule] | None:

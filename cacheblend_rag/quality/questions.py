@@ -1,4 +1,4 @@
-"""Chooses the questions of an evaluation: from a file or a generator."""
+"""Chooses the questions of an evaluation, from a file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from cacheblend_rag.demo.passages import SINGLE_HOP_FILE
 from cacheblend_rag.errors import DatasetError
 from cacheblend_rag.quality.data import load_dataset
 from cacheblend_rag.quality.data.cutting import DEFAULT_CUTTING, Cutting, cut
-from cacheblend_rag.quality.data.needles import RULER_TOKENS, generate
-from cacheblend_rag.quality.data.reading import DISTRACTORS, ReadOptions
-from cacheblend_rag.quality.data.retrieval import ADJACENT, CUT_SETTINGS, retrieval
+from cacheblend_rag.quality.data.retrieval import CUT_SETTINGS, retrieval
 from cacheblend_rag.quality.data.sentences import CountTokens, estimate_tokens
 from cacheblend_rag.quality.dataset import EvalDataset
 
 SINGLE_HOP = "single-hop"
-RULER = "ruler:"
 
 
 @dataclass(frozen=True)
@@ -28,15 +25,13 @@ class DataChoice:
     Args:
         chunk_tokens: about how many tokens a chunk has; cuts a file's documents, in the settings of
             `CUT_SETTINGS`. None with ``prompt_tokens`` is a hundred.
-        prompt_tokens: the least and the most tokens of a question's documents; of RULER's
-            questions, the most tokens. None takes a file's documents, and 2,000 tokens of RULER's.
-        unanswerable: whether a file's questions without an answer are kept.
+        prompt_tokens: the least and the most tokens of a question's documents. None takes a
+            file's documents.
         count_tokens: tells how many tokens a text has.
     """
 
     chunk_tokens: int | None = None
     prompt_tokens: tuple[int, int] | None = None
-    unanswerable: bool = False
     count_tokens: CountTokens = estimate_tokens
 
     @property
@@ -64,13 +59,12 @@ def choose_questions(
 ) -> EvalDataset:
     """Return at most so many questions per setting.
 
-    source: ``single-hop`` (which comes with the package), ``ruler:niah``, ``ruler:vt``,
-    ``ruler:cwe``, or a file of questions. settings: if empty, all of the source's.
-    passages: at most so many per question, gold ones first; None for all. seed: for whatever is
-    drawn. choice: how documents are cut, and how long prompts are.
+    source: ``single-hop`` (which comes with the package), or a file of questions. settings: if
+    empty, all of the source's. passages: at most so many per question, gold ones first; None for
+    all. seed: for whatever is drawn. choice: how documents are cut, and how long prompts are.
     Raises ConfigError, DatasetError on an unknown setting, and the errors of load_dataset.
     """
-    data = _drawn(source, settings, questions, passages=passages, seed=seed, choice=choice)
+    data = _drawn(source, settings, questions, seed, choice)
     for setting in settings:
         if setting not in data.settings:
             raise DatasetError(f"{source}: setting {setting!r} must be one of {data.settings}")
@@ -86,21 +80,15 @@ def _drawn(
     source: str,
     settings: Sequence[str],
     questions: int,
-    *,
-    passages: int | None,
     seed: int,
     choice: DataChoice,
 ) -> EvalDataset:
     """Return at least the questions that are chosen, as far as the source has them."""
-    if source.startswith(RULER):
-        return _ruler(source.removeprefix(RULER), settings, questions, seed, choice)
     cutting = choice.cutting
     if cutting:
         for setting in settings:
             retrieval(setting)
-    distractors = DISTRACTORS if passages is None else passages - 1
-    options = ReadOptions(seed, distractors, choice.unanswerable)
-    data = load_dataset(SINGLE_HOP_FILE if source == SINGLE_HOP else Path(source), options)
+    data = load_dataset(SINGLE_HOP_FILE if source == SINGLE_HOP else Path(source))
     if cutting is None:
         return data
     cut_by_setting = (
@@ -108,17 +96,6 @@ def _drawn(
         for setting in settings or CUT_SETTINGS
     )
     return _joined(cut_by_setting)
-
-
-def _ruler(
-    task: str, settings: Sequence[str], questions: int, seed: int, choice: DataChoice
-) -> EvalDataset:
-    shape = {} if choice.chunk_tokens is None else {"chunk_tokens": choice.chunk_tokens}
-    tokens = choice.prompt_tokens[1] if choice.prompt_tokens else RULER_TOKENS
-    return _joined(
-        generate(task, tokens, questions, seed, choice.count_tokens, setting=setting, **shape)
-        for setting in settings or (ADJACENT,)
-    )
 
 
 def _joined(parts: Iterable[EvalDataset]) -> EvalDataset:

@@ -6,11 +6,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from cacheblend_rag.engines.answer import Generation
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import EvalQuestion
 from cacheblend_rag.quality.fidelity import PromptFidelity
 from cacheblend_rag.quality.metrics import exact_match, holds_answer, rouge_l, token_f1
@@ -82,13 +80,6 @@ class RecordLog(ResultLog[PromptRecord]):
     """The log of an evaluation: one result per rule and question."""
 
     work = "evaluation"
-
-    @classmethod
-    def begun(cls, path: Path) -> Self:
-        """Begin a new file; raises ConfigError if there is one, or it cannot be written."""
-        if path.exists():
-            raise ConfigError(f"--out {path} exists: go on with --resume, or name another file")
-        return cls.resumed(path)
 
     @staticmethod
     def to_plain(result: PromptRecord) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def evaluate(cli, small_model):
 def test_rows_of_a_grid(evaluate, questions_file):
     outcome = evaluate(
         "--dataset", questions_file, "--ratios", "0.1", "--selectors", "prior,hkvd",
-        "--lead-ins", "instruction,document", "--deviation", "k", "--check-layers", "2",
+        "--lead-ins", "instruction,document", "--check-layers", "2",
     )  # fmt: skip
     assert outcome.code == 0
     found = outcome.json
@@ -135,17 +135,6 @@ def test_passages_file(evaluate, tmp_path):
     assert {row["setting"] for row in outcome.json["rows"]} == {"retrieved"}
     asked = [row for row in outcome.json["rows"] if not row["default"]]
     assert {row["lead_in"] for row in asked} == {"none", "instruction"}
-
-
-def test_questions_without_an_answer_are_kept_when_asked_for(evaluate, tmp_path):
-    paragraphs = [{"idx": 0, "title": "", "paragraph_text": "Ada wrote.", "is_supporting": True}]
-    item = {"id": "1", "question": "Who wrote?", "answer": "Ada", "answer_aliases": []}
-    items = [item, {**item, "question": "Who sang?", "answerable": False}]
-    lines = [json.dumps({"paragraphs": paragraphs, "answerable": True, **one}) for one in items]
-    path = tmp_path / "musique.jsonl"
-    path.write_text("\n".join(lines))
-    assert evaluate("--dataset", path).json["questions"] == 1
-    assert evaluate("--dataset", path, "--unanswerable").json["questions"] == 2
 
 
 def test_prompt_too_long_for_the_model_is_one_line(evaluate, tmp_path):
@@ -230,8 +219,6 @@ def test_a_chat_template_can_be_left_out(evaluate, questions_file):
     ("flags", "told"),
     [
         (("--fidelity", "--engine", "http://127.0.0.1:9"), "--fidelity: only the engine"),
-        (("--out", "a", "--resume", "b"), "give one of them"),
-        (("--out", __file__), "go on with --resume"),
         (("--resume", __file__), "line 1 is not a result of this evaluation"),
     ],
 )

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from cacheblend_rag.cli.main import app
 from cacheblend_rag.kv import ChunkKV, DiskTier, KVKey, StoredChunk, chunk_id, fingerprint
-from tests.toy import TOY
 
 ONE, TWO = fingerprint({"model": 1}), fingerprint({"model": 2})
 KEYS = [KVKey(chunk_id([number]), of) for number, of in enumerate([ONE, ONE, TWO])]

@@ -15,34 +15,37 @@ def paragraph(number: int) -> str:
 
 
 @pytest.fixture
-def squad(tmp_path):
-    """Return a file of one article, whose last question is unanswerable."""
+def file(tmp_path):
+    """A file of twelve questions over all twelve paragraphs, of which one has the answer."""
     paragraphs = [
+        {"title": "Art", "paragraph_text": paragraph(number), "is_supporting": False}
+        for number in range(12)
+    ]
+    asked = [
         {
-            "context": paragraph(number),
-            "qas": [{"question": f"Colour {number}?", "answers": [{"text": f"gold{number}x"}]}],
+            "question": f"Colour {number}?",
+            "answer": f"gold{number}x",
+            "paragraphs": [
+                {**one, "is_supporting": place == number} for place, one in enumerate(paragraphs)
+            ],
         }
         for number in range(12)
     ]
-    impossible = {"question": "Colour 99?", "answers": [], "is_impossible": True}
-    paragraphs[-1]["qas"].append(impossible)
-    path = tmp_path / "squad.json"
-    path.write_text(json.dumps({"data": [{"title": "Art", "paragraphs": paragraphs}]}))
+    path = tmp_path / "questions.json"
+    path.write_text(json.dumps(asked))
     return str(path)
 
 
-def test_a_file_is_taken_as_it_is_with_so_many_passages(squad):
-    data = choose_questions(squad, [], 5, 3, 1)
+def test_a_file_is_taken_as_it_is_with_so_many_passages(file):
+    data = choose_questions(file, [], 5, 3, 1)
     assert data.settings == ("retrieved",)
     assert [len(question.passages) for question in data.questions] == [3] * 5
     assert all(set(question.gold) <= set(question.passages) for question in data.questions)
-    assert data == choose_questions(squad, [], 5, 3, 1)
-    assert data != choose_questions(squad, [], 5, 3, 2)
 
 
-def test_a_file_is_cut_in_all_settings_or_those_asked_for(squad):
+def test_a_file_is_cut_in_all_settings_or_those_asked_for(file):
     choice = DataChoice(chunk_tokens=60, prompt_tokens=(900, 1100))
-    data = choose_questions(squad, [], 4, None, 1, choice=choice)
+    data = choose_questions(file, [], 4, None, 1, choice=choice)
     assert data.settings == ("adjacent", "fragments", "shuffled")
     assert len(data.questions) == 12
     for question in data.of_setting("adjacent"):
@@ -50,45 +53,21 @@ def test_a_file_is_cut_in_all_settings_or_those_asked_for(squad):
         assert 900 <= tokens <= 1100
     for question in data.of_setting("fragments"):
         assert all(passage.context for passage in question.passages)
-    only = choose_questions(squad, ["shuffled"], 2, 3, 1, choice=choice)
+    only = choose_questions(file, ["shuffled"], 2, 3, 1, choice=choice)
     assert only.settings == ("shuffled",)
     assert [len(question.passages) for question in only.questions] == [3, 3]
 
 
-def test_tokens_are_counted_as_told(squad):
+def test_tokens_are_counted_as_told(file):
     choice = DataChoice(chunk_tokens=300, prompt_tokens=(4000, 5000), count_tokens=len)
-    for question in choose_questions(squad, ["adjacent"], 3, None, 1, choice=choice).questions:
+    for question in choose_questions(file, ["adjacent"], 3, None, 1, choice=choice).questions:
         assert 4000 <= sum(len(passage.text) for passage in question.passages) <= 5000
 
 
-def test_a_length_of_the_prompt_alone_cuts_chunks_of_a_hundred_tokens(squad):
+def test_a_length_of_the_prompt_alone_cuts_chunks_of_a_hundred_tokens(file):
     choice = DataChoice(prompt_tokens=(900, 1200))
-    (question,) = choose_questions(squad, ["adjacent"], 1, None, 1, choice=choice).questions
+    (question,) = choose_questions(file, ["adjacent"], 1, None, 1, choice=choice).questions
     assert all(80 <= estimate_tokens(passage.text) <= 130 for passage in question.passages)
-
-
-def test_unanswerable_questions_are_kept_when_asked_for(squad):
-    kinds = [
-        {q.kind for q in choose_questions(squad, [], 99, None, 1, choice=choice).questions}
-        for choice in (DataChoice(), DataChoice(unanswerable=True))
-    ]
-    assert kinds == [{"question"}, {"question", "unanswerable"}]
-    choice = DataChoice(chunk_tokens=60, unanswerable=True)
-    data = choose_questions(squad, ["fragments"], 99, None, 1, choice=choice)
-    assert {question.kind for question in data.questions} == {"question", "unanswerable"}
-
-
-@pytest.mark.parametrize("task", ["niah", "vt", "cwe"])
-def test_questions_of_ruler_have_the_wished_length(task):
-    choice = DataChoice(chunk_tokens=200, prompt_tokens=(2000, 3000))
-    for given, tokens in ((DataChoice(), 2000), (choice, 3000)):
-        data = choose_questions(f"ruler:{task}", [], 2, None, 1, choice=given)
-        assert (len(data.questions), data.settings) == (2, ("adjacent",))
-        for question in data.questions:
-            found = sum(estimate_tokens(passage.text) for passage in question.passages)
-            assert found == pytest.approx(tokens, rel=0.15)
-    both = choose_questions(f"ruler:{task}", ["shuffled", "adjacent"], 2, None, 1)
-    assert both.settings == ("shuffled", "adjacent")
 
 
 def test_single_hop_questions_come_with_the_package():
@@ -107,8 +86,6 @@ def test_single_hop_questions_come_with_the_package():
 @pytest.mark.parametrize(
     ("source", "settings", "choice", "message"),
     [
-        ("ruler:qa", [], DataChoice(), "task='qa' of RULER must be one of"),
-        ("ruler:niah", ["fragments"], DataChoice(), "setting='fragments' of RULER"),
         ("single-hop", ["upright"], DataChoice(chunk_tokens=50), "setting='upright'"),
         ("single-hop", ["upright"], DataChoice(), "'upright' must be one of"),
         ("single-hop", [], DataChoice(chunk_tokens=0), "chunk_tokens=0"),

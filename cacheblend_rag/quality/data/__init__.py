@@ -1,7 +1,4 @@
-"""Reads files of questions, whose form is recognised by their content.
-
-A new form is a file here with a ``FORM``, and a line in `FORMS`.
-"""
+"""Reads files of questions, whose form is recognised by their content."""
 
 from __future__ import annotations
 
@@ -10,16 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import DatasetError
-from cacheblend_rag.quality.data import documents, hotpotqa, musique, passages, squad
 from cacheblend_rag.quality.data.fields import Field
-from cacheblend_rag.quality.data.reading import ReadOptions
+from cacheblend_rag.quality.data.forms import FORMS
 from cacheblend_rag.quality.dataset import EvalDataset
 
-FORMS = (documents.FORM, passages.FORM, squad.FORM, hotpotqa.FORM, musique.FORM)
-DEFAULT_OPTIONS = ReadOptions()
 
-
-def load_dataset(path: Path, options: ReadOptions = DEFAULT_OPTIONS) -> EvalDataset:
+def load_dataset(path: Path) -> EvalDataset:
     """Read a file in any of the forms, as JSON or as JSON lines.
 
     Raises DatasetError, naming file and field, when it cannot be read, has no known form or is
@@ -28,7 +21,7 @@ def load_dataset(path: Path, options: ReadOptions = DEFAULT_OPTIONS) -> EvalData
     field = Field(_parse(path), str(path))
     for form in FORMS:
         if form.recognise(field.value):
-            return form.read(field, path.stem, options)
+            return form.read(field, path.stem)
     raise _unrecognised(field)
 
 

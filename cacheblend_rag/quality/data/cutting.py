@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
 
 from cacheblend_rag.errors import ConfigError, DatasetError
-from cacheblend_rag.quality.data.reading import UNANSWERABLE
 from cacheblend_rag.quality.data.retrieval import FRAGMENTS, retrieval
 from cacheblend_rag.quality.data.sentences import CountTokens, cut_text, estimate_tokens
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
@@ -252,7 +251,7 @@ def _gold_places(
 
 def _can_be_answered(question: EvalQuestion) -> bool:
     """Whether a passage holds the answer, if any chunk does, or else a gold chunk is retrieved."""
-    if question.kind == UNANSWERABLE or question.setting != FRAGMENTS:
+    if question.setting != FRAGMENTS:
         return True
     holding = [chunk for chunk in question.gold if holds_answer(chunk.text, question.answers)]
     return any(chunk in question.passages for chunk in holding or question.gold)

@@ -77,8 +77,3 @@ class Field:
         if not 0 <= self.value < length:
             raise self.fail(f"an index from 0 to {length - 1}")
         return self.value
-
-
-def titled(title: str, text: str) -> str:
-    """Return a passage's text below its title, if it has one."""
-    return f"{title}\n{text}" if title else text

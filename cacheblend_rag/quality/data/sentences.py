@@ -6,15 +6,13 @@ import re
 from collections.abc import Callable
 from itertools import accumulate
 
-from cacheblend_rag.quality.data.words import words_of
-
 CountTokens = Callable[[str], int]
 
 _END = re.compile(r"[.!?][\"')\]\u201d\u2019]*\s+|\n\s*\n")
 _LAST_WORD = re.compile(r"(\w+)[.]$")
-_ABBREVIATIONS = words_of(
-    "dr mr mrs ms st jr sr co inc ltd corp prof gen col capt lt sgt rev hon gov sen rep vs no vol "
-    "ca approx dept est fig eg ie etc jan feb mar apr jun jul aug sep sept oct nov dec"
+_ABBREVIATIONS = re.compile(
+    "dr|mr|mrs|ms|st|jr|sr|co|inc|ltd|corp|prof|gen|col|capt|lt|sgt|rev|hon|gov|sen|rep|vs|no|vol|"
+    "ca|approx|dept|est|fig|eg|ie|etc|jan|feb|mar|apr|jun|jul|aug|sep|sept|oct|nov|dec"
 )
 _PIECES = re.compile(r"\w+|[^\w\s]")
 
@@ -64,4 +62,4 @@ def _ends_sentence(sentence: str, following: str) -> bool:
     last = word[1].lower()
     if last.isdigit():
         return not following.isdigit()
-    return len(last) > 1 and last not in _ABBREVIATIONS
+    return len(last) > 1 and not _ABBREVIATIONS.fullmatch(last)
