@@ -85,10 +85,10 @@ def tune_command(
     with output.stdout_reserved(as_json):
         checks.check_model(model)
         checks.check_placement(device, dtype)
-        checks.check_installed(("rouge_score", "tomli_w"), "tune", "eval")
+        needed = ("rouge_score", "tomli_w", *(("matplotlib",) if plot else ()))
+        checks.check_installed(needed, "tune", "eval")
         from cacheblend_rag.engines.tokenizer import load_tokenizer
         from cacheblend_rag.quality.tuning import candidates
-        from cacheblend_rag.quality.tuning import plot as plots
         from cacheblend_rag.quality.tuning.run import tune_model
         from cacheblend_rag.quality.tuning.tune import mixed
         from cacheblend_rag.settings import BlendConfig
@@ -128,7 +128,9 @@ def tune_command(
         if tuned.profile is not None:
             tuned.profile.save(out)
         if plot is not None:
-            plot.write_text(plots.plot(tuned), encoding="utf-8")
+            from cacheblend_rag.quality.tuning import plot as plots
+
+            plots.plot(tuned, plot)
     if as_json:
         output.print_json(tuned.to_dict())
     else:

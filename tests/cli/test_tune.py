@@ -28,7 +28,7 @@ def test_a_profile_is_written_and_says_where_it_was_measured(cli, dataset, tmp_p
     profile = Profile.load(tmp_path / "mine.toml")
     assert (profile.name, profile.model) == ("mine", "toy")
     assert profile.measured["prompts"] == 2
-    assert plot.read_text().startswith("<svg")
+    assert "<svg" in plot.read_text()
     told = (tmp_path / "results.jsonl").read_text()
     page = cli(*arguments, "--least", 0.01)
     assert (tmp_path / "results.jsonl").read_text() == told
