@@ -1,4 +1,7 @@
-"""Selects stored chunks by key, document, namespace, model or age."""
+"""Selects stored chunks by key, document, namespace, model or age; pins those selected.
+
+Pinned chunks no process evicts for capacity or age.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import Entry, KVKey, chunk_id
 from cacheblend_rag.kv.chunk_kv import namespace_id
+from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.settings import LeadInConfig
@@ -143,6 +147,36 @@ def named(keys: Iterable[str]) -> Condition:
     return lambda key, entry: str(key) in wanted
 
 
+def pin(store: TieredKVStore, condition: Condition) -> int:
+    """Pin the stored chunks for which a condition holds; returns how many.
+
+    Raises StoreError when no tier keeps pins.
+    """
+    _check_keeps(store)
+    keys = [key for key, entry in store.entries().items() if condition(key, entry)]
+    store.pin(*keys)
+    return len(keys)
+
+
+def unpin(store: TieredKVStore, condition: Condition | None = None) -> int:
+    """Unpin the stored chunks for which a condition holds, or all, stored or not.
+
+    Returns how many were pinned. Raises StoreError when no tier keeps pins.
+    """
+    _check_keeps(store)
+    keys = store.pinned()
+    if condition is not None:
+        held = store.entries()
+        keys = {key for key in keys & held.keys() if condition(key, held[key])}
+    store.unpin(*keys)
+    return len(keys)
+
+
+def without_pins(store: TieredKVStore) -> list[str]:
+    """Return the names of the tiers that keep no pins, where pinned chunks may be evicted."""
+    return [tier.name for tier in store.tiers if not tier.keeps_pins]
+
+
 def _lead_in(tokenizer: Tokenizer, config: LeadInConfig) -> LeadIn:
     """Return a lead-in that computes chunk ids as engines do, without a fingerprint."""
     encoder = PromptEncoder(tokenizer, split_special_tokens=config.split_special_tokens)
@@ -171,3 +205,9 @@ def _canonical(text: str) -> str:
         return str(KVKey.parse(text))
     except ValueError as error:
         raise StoreError(f"{text!r} is not a KV key: `store ls` prints them") from error
+
+
+def _check_keeps(store: TieredKVStore) -> None:
+    if not any(tier.keeps_pins for tier in store.tiers):
+        names = ", ".join(without_pins(store))
+        raise StoreError(f"no pins are kept in {names}: only a folder (disk) keeps pins")

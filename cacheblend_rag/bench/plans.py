@@ -18,8 +18,7 @@ from cacheblend_rag.settings.tier_url import TierUrl
 if TYPE_CHECKING:
     import torch
 
-    from cacheblend_rag.bench.named_model import NamedModel
-    from cacheblend_rag.bench.shapes import ModelShape
+    from cacheblend_rag.bench.shapes import ModelShape, NamedModel
     from cacheblend_rag.bench.vllm import VLLMSetting
     from cacheblend_rag.report import BlendReport
     from cacheblend_rag.settings import BlendConfig
@@ -119,7 +118,7 @@ class TtftPlan:
         """What is measured."""
         if not self.model:
             return self.model_shape
-        from cacheblend_rag.bench.named_model import NamedModel
+        from cacheblend_rag.bench.shapes import NamedModel
 
         return NamedModel.of(self.model)
 

@@ -1,7 +1,8 @@
-"""Named model shapes with random weights, for benchmarks with realistic time and memory.
+"""What benchmarks measure: named shapes with random weights, or a model's own weights.
 
-Dimensions are those of the published models' ``config.json``. Weights are random, not downloaded,
-so answers mean nothing; the tokenizer has one token per word, so that token counts are exact.
+A shape's dimensions are those of the published models' ``config.json``. Its weights are random, not
+downloaded, so answers mean nothing; its tokenizer has one token per word, so that token counts are
+exact.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 
+from cacheblend_rag.engines.model_config import context_window_in, kv_shape, text_config
+from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.engines.transformers.given_model import GivenModel
 from cacheblend_rag.engines.transformers.matmul_prefill import use_matmul_attention
 from cacheblend_rag.engines.transformers.packed_weights import pack_weights
 from cacheblend_rag.errors import ConfigError
@@ -104,6 +108,49 @@ class ModelShape:
             eos_token_id=None,
             **self.extra,
         )
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model's own weights; it is used in place of a `ModelShape`.
+
+    name: as for models.resolve. max_positions: its context window.
+    """
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_size: int
+    max_positions: int
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """Return what the model's config says; weights are not read.
+
+        Raises ModelLoadError if there is no such model.
+        """
+        config = text_config(name)
+        return cls(name, *kv_shape(config), context_window_in(config))
+
+    def check_prompt(self, tokens: int) -> None:
+        """Raise ConfigError when a prompt of so many tokens, and one more, does not fit."""
+        check_positions(tokens, self.max_positions, self.name)
+
+    def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """Return the size of ``tokens`` tokens' keys and values in all layers, in bytes."""
+        return tokens * self.layers * 2 * self.kv_heads * self.head_size * dtype.itemsize
+
+    def load(self, *, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
+        """Return the model and its tokenizer, as an engine loads them.
+
+        Raises ModelLoadError when they cannot be loaded.
+        """
+        given = GivenModel.of(self.name, None, str(device), dtype)
+        return given.model, given.tokenizer
+
+    def load_tokenizer(self) -> Any:
+        """Return the tokenizer; raises ModelLoadError if it cannot be loaded."""
+        return load_tokenizer(self.name)
 
 
 def check_positions(tokens: int, positions: int, name: str) -> None:

@@ -17,9 +17,9 @@ from statistics import median
 from typing import Any
 
 from cacheblend_rag.bench.memory import drop_from_page_cache, peak_extra_bytes
-from cacheblend_rag.bench.named_model import NamedModel
 from cacheblend_rag.bench.plans import PromptTokens, TtftPlan
 from cacheblend_rag.bench.real_text import draw_real_texts
+from cacheblend_rag.bench.shapes import NamedModel
 from cacheblend_rag.bench.workload import (
     LEAD_IN,
     ONE_TOKEN,

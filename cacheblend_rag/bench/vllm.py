@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from cacheblend_rag.bench.named_model import NamedModel
-from cacheblend_rag.bench.shapes import ModelShape
+from cacheblend_rag.bench.shapes import ModelShape, NamedModel
 from cacheblend_rag.bench.workload import LEAD_IN
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.models import resolve

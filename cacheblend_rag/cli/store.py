@@ -221,12 +221,12 @@ def pin_document(
     as_json: JsonOption = False,
 ) -> None:
     """Keep a document's stored chunks from eviction for room and age, in all processes."""
-    from cacheblend_rag.admin import pins
+    from cacheblend_rag.admin import select
 
     with _opened(path, store) as opened:
         choice = _choice(document=document, namespace=namespace, model=model)
-        pinned = pins.pin(opened.store, choice.condition(path))
-        elsewhere = pins.without_pins(opened.store)
+        pinned = select.pin(opened.store, choice.condition(path))
+        elsewhere = select.without_pins(opened.store)
     _show({"path": str(path), "pinned": pinned}, as_json, ("pinned",), [(pinned,)])
     if elsewhere:
         typer.echo(
@@ -246,14 +246,14 @@ def unpin_document(
     as_json: JsonOption = False,
 ) -> None:
     """Let chunks that were pinned be evicted again: a document's, or all."""
-    from cacheblend_rag.admin import pins
+    from cacheblend_rag.admin import select
 
     if (document is None) != everything:
         raise StoreError("give a document, or --all")
     with _opened(path, store) as opened:
         choice = _choice(document=document, namespace=namespace, model=model)
         chosen = None if everything else choice.condition(path)
-        unpinned = pins.unpin(opened.store, chosen)
+        unpinned = select.unpin(opened.store, chosen)
     _show({"path": str(path), "unpinned": unpinned}, as_json, ("unpinned",), [(unpinned,)])
 
 
@@ -297,7 +297,7 @@ def gc(
 
     Two `index` runs on one collection at the same time, or a killed one, can leave such KV.
     """
-    from cacheblend_rag.rag.gc import evict_unregistered
+    from cacheblend_rag.rag.collection_engine import evict_unregistered
 
     evicted = evict_unregistered(folder)
     _show({"path": str(folder), "evicted": evicted}, as_json, ("evicted",), [(evicted,)])

@@ -17,7 +17,7 @@ from cacheblend_rag.engines.transformers.loading import checkpoint_dtype
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import EvalDataset
 from cacheblend_rag.quality.frame import PromptFrame
-from cacheblend_rag.quality.verify import numbers, samples, small_set, wording
+from cacheblend_rag.quality.verify import numbers, small_set, wording
 from cacheblend_rag.quality.verify.check import Asked, Check, Verdict
 from cacheblend_rag.settings import EMBEDDED, Profile, StoreConfig
 
@@ -54,7 +54,7 @@ def verify_model(
     """
     quiet_libraries()
     tokenizer = load_tokenizer(model)
-    data = data or samples.sample_questions()
+    data = data or small_set.sample_questions()
     opened = open_engine(
         EMBEDDED,
         model=model,
@@ -108,7 +108,7 @@ def _checks(
     engine: TransformersEngine, data: EvalDataset, checkpoint: torch.dtype | None
 ) -> Iterator[Check]:
     frame = frame_of(engine.tokenizer, data)
-    data = samples.fitting(data, frame, engine.encoder, engine.context_window)
+    data = small_set.fitting(data, frame, engine.encoder, engine.context_window)
     yield wording.check_template(engine.tokenizer, data)
     yield wording.check_tokenizer(engine.tokenizer, data.questions)
     yield wording.check_seams(engine, frame, data.questions)

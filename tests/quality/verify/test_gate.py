@@ -18,7 +18,7 @@ from cacheblend_rag import (
     load_tokenizer,
 )
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.quality.verify import samples
+from cacheblend_rag.quality.verify import small_set
 from cacheblend_rag.quality.verify.check import Verdict
 from cacheblend_rag.quality.verify.gate import frame_of, verify_engine
 from cacheblend_rag.quality.verify.wording import check_template
@@ -182,17 +182,17 @@ def test_questions_are_shortened_until_they_fit() -> None:
     engine = opened()
     frame, size = frame_of(engine.tokenizer, DATA), len(DATA.questions[0].passages)
     whole = len(engine.prepare(frame.prompt(DATA.questions[0])).token_ids)
-    (fits,) = samples.fitting(DATA, frame, engine.encoder, whole + 16).questions
-    (less,) = samples.fitting(DATA, frame, engine.encoder, whole + 15).questions
+    (fits,) = small_set.fitting(DATA, frame, engine.encoder, whole + 16).questions
+    (less,) = small_set.fitting(DATA, frame, engine.encoder, whole + 15).questions
     assert len(fits.passages) == size
     assert 0 < len(less.passages) < size
     with pytest.raises(PromptError, match="does not fit the context window of 20 tokens"):
-        samples.fitting(DATA, frame, engine.encoder, 20)
+        small_set.fitting(DATA, frame, engine.encoder, 20)
 
 
 def test_the_packaged_questions_have_the_answer_last() -> None:
-    data = samples.sample_questions("smollm2")
-    assert len(data.questions) == samples.QUESTIONS
+    data = small_set.sample_questions()
+    assert len(data.questions) == small_set.QUESTIONS
     for question in data.questions:
-        assert len(question.passages) == samples.PASSAGES
+        assert len(question.passages) == small_set.PASSAGES
         assert any(answer in question.passages[-1].text for answer in question.answers)
