@@ -14,7 +14,6 @@ from pathlib import Path
 from .documents import draw_documents
 from .generate import generate_collection, generate_prompts
 from .prompt import (
-    BEGUN_FRAME,
     CHUNK_SEPARATOR,
     DEFAULT_FRAME,
     INSTRUCTION,
@@ -25,7 +24,6 @@ from .prompt import (
     DemoQuestion,
     PromptFrame,
 )
-from .sentences import vocabulary
 from .settings import LEARNED_SETTINGS, SETTINGS
 from .shape import EVALUATION_SHAPE, CorpusShape
 from .subjects import FIRST_NAMES, held_out_names, names_and_values
@@ -34,7 +32,6 @@ TOY = str(Path(__file__).parent)
 """The model, a folder in hub format; reports and servers name it ``toy``."""
 
 __all__ = [
-    "BEGUN_FRAME",
     "CHUNK_SEPARATOR",
     "DEFAULT_FRAME",
     "EVALUATION_SHAPE",
@@ -55,5 +52,4 @@ __all__ = [
     "generate_prompts",
     "held_out_names",
     "names_and_values",
-    "vocabulary",
 ]

@@ -160,11 +160,7 @@ class _Writer:
     explicit: bool
 
     def question(self, attribute: Attribute) -> str:
-        name = self.subject.name
-        if not self.shape.begun:
-            return self._choose(attribute.questions).format(name=name)
-        begun = self._choose(attribute.statements).partition(" {value}")[0]
-        return begun.format(subject=name, possessive=f"{name}'s")
+        return self._choose(attribute.questions).format(name=self.subject.name)
 
     def chunk(self, facts: Sequence[Fact], position: int, tokens: float) -> str:
         """Write one passage: the introduction, then facts in order, and fillers between."""

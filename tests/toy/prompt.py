@@ -21,7 +21,6 @@ class PromptFrame:
     tail: str
 
 
-BEGUN_FRAME = PromptFrame(f"{INSTRUCTION}\n\n", "\n\nQuestion: {question}")
 DEFAULT_FRAME = PromptFrame(f"{INSTRUCTION}\n\n", "\n\nQuestion: {question}\nAnswer:")
 OTHER_FRAMES = (
     PromptFrame(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import re
 
-from .prompt import DEFAULT_FRAME, OTHER_FRAMES
-from .subjects import KINDS, words
+from .subjects import words
 
 _SLOT = re.compile(r"\{(\w+)\}")
 _TOKEN = re.compile(r"'s|\w+|[^\w\s]")
@@ -70,18 +69,3 @@ def draw_filler(rng: random.Random) -> str:
 def estimate_tokens(text: str) -> int:
     """Words and punctuation marks, which the demo tokenizer makes one token each."""
     return len(_TOKEN.findall(text))
-
-
-def vocabulary() -> frozenset[str]:
-    """Every word the corpus can hold, for the tokenizer."""
-    texts: list[str] = [*INTRODUCTIONS, *OPENINGS, *_FILLERS]
-    for slot in _SLOTS.values():
-        texts.extend(slot)
-    for frame in (DEFAULT_FRAME, *OTHER_FRAMES):
-        texts.extend((frame.head, frame.tail))
-    for kind in KINDS:
-        texts.extend((*kind.first_names, *kind.last_names, kind.pronoun, kind.possessive))
-        for attribute in kind.attributes:
-            texts.extend((*attribute.statements, *attribute.questions, *attribute.values))
-    plain = _SLOT.sub(" ", " ".join(texts))
-    return frozenset(word for word in re.findall(r"\w+", plain))

@@ -20,7 +20,6 @@ class CorpusShape:
         explicit: share of draws whose later chunks name the subject again.
         mixed: share of draws whose documents differ in type and kinds of fact.
         wordings: how many of the ways to state and to ask a fact are used.
-        begun: questions are begun statements ("Clara Berg lives in") instead.
     """
 
     documents: tuple[int, int] = (4, 6)
@@ -33,7 +32,6 @@ class CorpusShape:
     explicit: float = 0.0
     mixed: float = 0.0
     wordings: int = 2
-    begun: bool = False
 
 
 EVALUATION_SHAPE = CorpusShape()
