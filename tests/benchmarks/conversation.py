@@ -59,7 +59,7 @@ def measure(
         stack.callback(engine.close)
         chunks = draw_real_texts(
             rng, engine.encoder, chunks=turns * passages, chunk_tokens=passage_tokens,
-            question_tokens=8, selector=CONFIG.selector, name="bench",
+            question_tokens=8, selector="none", name="bench",
         ).chunks  # fmt: skip
         engine.precompute(chunks, progress=False)
         asked = [

@@ -11,9 +11,9 @@ from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.quality.engines import opened_engines
 from cacheblend_rag.quality.evaluator import Evaluator, evaluate_settings
 from cacheblend_rag.quality.frame import PromptFrame
-from cacheblend_rag.quality.questions import DEMO, choose_questions
 from cacheblend_rag.quality.rules import FULL, Rule
 from tests.toy import generate_prompts
+from tests.toy.questions import toy_dataset
 
 TOYS = Path(__file__).parent / "toys"
 SETTINGS = ("adjacent", "fragments", "shuffled", "revised", "turns")
@@ -31,7 +31,7 @@ def test_the_default_is_as_right_as_full_prefill_and_as_reuse_where_documents_ar
     toy: str,
 ) -> None:
     model = str(TOYS / toy)
-    data = choose_questions(DEMO, SETTINGS, QUESTIONS, None, seed=4)
+    data = toy_dataset(SETTINGS, QUESTIONS, 4)
     frame = PromptFrame.of(load_tokenizer(model), data.instruction)
     rules = [*REUSE.values(), Rule.default()]
     with opened_engines("transformers", model, list(REUSE), instruction=frame.opening) as engines:

@@ -26,7 +26,7 @@ from .prompt import (
 )
 from .settings import LEARNED_SETTINGS, SETTINGS
 from .shape import EVALUATION_SHAPE, CorpusShape
-from .subjects import FIRST_NAMES, held_out_names, names_and_values
+from .subjects import FIRST_NAMES, held_out_names
 
 TOY = str(Path(__file__).parent)
 """The model, a folder in hub format; reports and servers name it ``toy``."""
@@ -51,5 +51,4 @@ __all__ = [
     "generate_collection",
     "generate_prompts",
     "held_out_names",
-    "names_and_values",
 ]

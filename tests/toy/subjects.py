@@ -219,11 +219,3 @@ def held_out_names() -> frozenset[str]:
         for j, last in enumerate(kind.last_names)
         if is_held_out(i, j)
     )
-
-
-def names_and_values() -> frozenset[str]:
-    """The words that carry information: what a reader has to match and to copy."""
-    listed = [name for kind in KINDS for name in (*kind.first_names, *kind.last_names)]
-    for kind in KINDS:
-        listed.extend(value for attribute in kind.attributes for value in attribute.values)
-    return frozenset(listed)

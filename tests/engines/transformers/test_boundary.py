@@ -17,8 +17,8 @@ from cacheblend_rag import (
     TieredKVStore,
     TransformersEngine,
 )
-from cacheblend_rag.quality.questions import demo_documents
 from tests.toy import INSTRUCTION, TOY, generate_prompts
+from tests.toy.questions import toy_documents
 
 HEAD = f"{INSTRUCTION}\n\n"
 REUSE = BlendConfig(recompute_ratio=0.0, min_tokens=0)
@@ -79,7 +79,7 @@ def stored(engine: TransformersEngine, chunk: Chunk) -> ChunkKV:
 
 
 def document_of_three() -> Document:
-    documents = (d for p in PROMPTS for d in demo_documents(p.documents))
+    documents = (d for p in PROMPTS for d in toy_documents(p.documents))
     return next(document for document in documents if len(document.chunks) == 3)
 
 
