@@ -58,7 +58,7 @@ WRONG = {
     ("bench", "ttft", "--repeat", "0"): "'--repeat'",
     ("bench", "ttft", "--check-layers", "one"): "--check-layers",
     ("bench", "ttft", "--selector-options", "alone"): (
-        "selector_options='alone' must be a JSON object, such as {\"alone\": true}"
+        "selector_options='alone' must be a JSON object, such as {\"layers\": [9, 12]}"
     ),
     ("bench", "ttft", "--selector-options", '{{"alone": true}}'): "hkvd has no 'alone'",
     ("eval", "--selector-options", "[1]"): "--selector-options='[1]' must be a JSON object",
@@ -113,7 +113,7 @@ WRONG = {
     (*ANALYZE, "--question", " "): "the question is empty",
     (*ANALYZE, "--window", "0"): "'--window'",
     (*ANALYZE, "--chunk-tokens", "9"): "chunk_tokens=9 must be a whole number of at least 16",
-    (*ANALYZE, "--chunk-tokens", "4096"): "--chunk-tokens 4096: toy' hold 4,096",
+    (*ANALYZE, "--chunk-tokens", "4096"): "toy' hold 4,096",
     (*ANALYZE, "--overlap", "1025"): "overlap=1025 must be at most half of chunk_tokens=2048",
     (*ANALYZE, "--combine", "vote"): "'--combine'",
     (*ANALYZE, "--resume", "{file}"): "is not a result of this analysis",
@@ -143,7 +143,7 @@ WRONG = {
     ("eval", "--ratios", "0.1,2"): "recompute_ratio=2.0",
     ("eval", "--ratios", "some"): "--ratios",
     ("eval", "--lead-ins", "preface"): "lead_in='preface'",
-    ("eval", "--settings", "upright"): "setting='upright'",
+    ("eval", "--settings", "upright"): "setting 'upright' must be one of",
     ("eval", "--check-layers", "0"): "check_layers=(0,) must be a list of one layer index or more",
     ("eval", "--check-layers", "99"): "check_layers=(99,) must be below",
     ("bench", "ttft", "--check-layers", "99"): "check_layers=(99,) must be below",
