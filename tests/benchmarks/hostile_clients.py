@@ -49,7 +49,7 @@ FLAGS = {
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES = "/v1/responses"
 MOST_TIMES, MOST_SECONDS, MOST_MIB = 3.0, 5.0, 100.0
-HONEST, FUZZING, PAUSE_SECONDS, SAMPLE_SECONDS = 2, 6, 0.2, 2.0
+HONEST, FUZZING, PAUSE_SECONDS, SAMPLE_SECONDS, CATCH_UP_SECONDS = 2, 6, 0.2, 2.0, 5.0
 KINDS = ("field", "field", "field", "document", "order")
 """What is fuzzed, as often as it stands here; what else vLLM answers 500 to is its own affair."""
 MEANT = {501, 503}
@@ -181,16 +181,18 @@ class Hostile:
     def run(
         self, number: int, deed: Callable[[random.Random, httpx.Client], None], pause: float
     ) -> None:
-        draw = random.Random(number)
+        draw, pause = random.Random(number), pause or self.pause
+        due = time.monotonic()
         with httpx.Client(base_url=self.url, timeout=60) as http:
             while True:
                 self.shared.active.wait()
-                began = time.monotonic()
                 try:
                     deed(draw, http)
                 except (httpx.HTTPError, OSError) as error:
                     self.told(f"{deed.__name__} {type(error).__name__}")
-                time.sleep(max(0.0, (pause or self.pause) - (time.monotonic() - began)))
+                # What a slow answer delays is made up for, so that as many are sent as asked for.
+                due = max(due + pause, time.monotonic() - CATCH_UP_SECONDS)
+                time.sleep(max(0.0, due - time.monotonic()))
 
     def told(self, what: str) -> None:
         self.shared.told.put(what)
