@@ -36,7 +36,7 @@ import typer
 from tests.engines.vllm.hostile import DOCUMENTS, about_documents, hostile_order, mutated
 from tests.local_servers import HOST, free_port
 from tests.resident import resident_mib
-from tests.toy import generate_collection
+from tests.toy import TOY, generate_collection
 
 MODEL = "toy"
 FLAGS = {
@@ -306,7 +306,7 @@ def main(
         written = log or Path(folder) / "log"
         kind = "transformers" if engine == "embedded" else engine
         command = [
-            *(sys.executable, "-m", "cacheblend_rag", "serve", MODEL, "--engine", kind),
+            *(sys.executable, "-m", "cacheblend_rag", "serve", TOY, "--engine", kind),
             *("--port", str(port), "--kv-path", f"{folder}/kv", "--host-gib", "0.05"),
             *FLAGS[engine],
         ]
