@@ -61,14 +61,14 @@ def test_a_documents_chunks_are_those_its_engines_stored(
     folder: Path, engines: dict[str, Engine]
 ) -> None:
     everywhere = set[KVKey]().union(*(keys(engine, ONE) for engine in engines.values()))
-    assert chosen(folder, Choice(document="one", model="toy")) == everywhere
-    here = Choice(document="one", model="toy", namespace="other")
+    assert chosen(folder, Choice(document="one", model=TOY)) == everywhere
+    here = Choice(document="one", model=TOY, namespace="other")
     assert chosen(folder, here) == keys(engines["other"], ONE)
 
 
 def test_what_other_documents_share_is_spared(folder: Path, engines: dict[str, Engine]) -> None:
     default, alone = engines["default"], engines["alone"]
-    found = chosen(folder, Choice(document="two", model="toy", namespace="default").sparing())
+    found = chosen(folder, Choice(document="two", model=TOY, namespace="default").sparing())
     assert default.key(TWO.to_chunks()[0]) in found  # behind another context than in the other one
     assert alone.key(TWO.to_chunks()[0]) not in found  # the same KV
     assert keys(alone, TWO) - found == {alone.key(TWO.to_chunks()[0])}
@@ -79,10 +79,10 @@ def test_a_documents_chunks_are_chosen_in_their_forms_behind_a_space(tmp_path: P
     named = "rene wenzel was born in 1921, and lived by the sea for forty years or more."
     one, other = Document("one", (named,)), Document("other", (f" {named}",))
     engine = indexed(tmp_path, one, other)
-    choice = Choice(document="one", model="toy")
+    choice = Choice(document="one", model=TOY)
     assert chosen(tmp_path, choice) == keys(engine, one, other)
     assert chosen(tmp_path, choice.sparing()) == keys(engine, one)
-    spaced = Choice(document="other", model="toy")
+    spaced = Choice(document="other", model=TOY)
     assert chosen(tmp_path, spaced) == keys(engine, other)
     assert chosen(tmp_path, spaced.sparing()) == set(), "it is also the form of one's chunk"
     engine.registry.remove_document("other")
@@ -95,7 +95,7 @@ def test_a_models_chunks_are_chosen_by_its_name(folder: Path, engines: dict[str,
         count = found.count()
     assert {label.model for label in count.labels.values()} == {"toy"}
     assert set(count.labels) == {engine.fingerprint for engine in engines.values()}
-    assert len(chosen(folder, Choice(model="toy"))) == count.total.entries
+    assert len(chosen(folder, Choice(model=TOY))) == count.total.entries
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_models_chunks_are_chosen_by_its_name(folder: Path, engines: dict[str,
     [
         (Choice(model="another"), "no chunk in .* is recorded for model 'another'"),
         (Choice(document="one"), "give --model, too"),
-        (Choice(document="three", model="toy"), "knows no document 'three'"),
+        (Choice(document="three", model=TOY), "knows no document 'three'"),
     ],
 )
 def test_what_the_folder_does_not_tell_is_said(
@@ -120,6 +120,6 @@ def test_a_file_that_is_no_label_is_none(tmp_path: Path) -> None:
     for text in ("", "[]", "{}", good.replace('"toy"', "7"), good.replace("2048", "-1")):
         label.write_text(text)
         with pytest.raises(StoreError, match="no chunk in"):
-            chosen(tmp_path, Choice(model="toy"))
+            chosen(tmp_path, Choice(model=TOY))
     label.write_text(good)
-    assert len(chosen(tmp_path, Choice(model="toy"))) == 3
+    assert len(chosen(tmp_path, Choice(model=TOY))) == 3

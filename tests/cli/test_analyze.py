@@ -7,7 +7,7 @@ import json
 import pytest
 
 from cacheblend_rag.engines.transformers import TransformersEngine
-from tests.toy import TOY, generate_collection
+from tests.toy import generate_collection
 
 SIZES = ("--chunk-tokens", 128, "--overlap", 16, "--window", 3, "--max-tokens", 4)
 
@@ -79,14 +79,6 @@ def test_a_window_that_does_not_fit_is_told(analyze):
     assert outcome.json["window"] == outcome.json["chunks"]
     assert outcome.stderr.startswith("warning: windows of ")
     assert "not 500: the document has" in outcome.stderr
-
-
-def test_the_toy_is_not_to_be_asked_about_other_texts(cli, tmp_path):
-    (tmp_path / "report.md").write_text("Quarterly revenue rose by nine percent in Antwerp.")
-    asked = ("--model", TOY, "--kv-path", tmp_path / "kv", "--max-tokens", 2)
-    outcome = cli("analyze", tmp_path / "report.md", *asked)
-    assert outcome.code == 0
-    assert "reads the demo's notes only, not texts like report.md" in outcome.stderr
 
 
 def test_an_interruption_says_how_to_go_on(analyze, tmp_path, monkeypatch):

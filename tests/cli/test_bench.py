@@ -177,8 +177,8 @@ def test_a_model_is_loaded_once_in_the_precision_asked_for(cli, monkeypatch):
     ("options", "message"),
     [
         (("--shape", "tiny"), "exclude each other: give one"),
-        (("--chunks", 8), "prompt_tokens=4128 must be below 4096, the positions of toy"),
-        (("--chunks", 4, "--chunk-tokens", 1015), "must be below 4096, the positions of toy"),
+        (("--chunks", 8), "prompt_tokens=4128 must be below 4096, the positions of "),
+        (("--chunks", 4, "--chunk-tokens", 1015), "must be below 4096, the positions of "),
         (("--chunks", 1, "--check-layers", 99), "99"),
     ],
 )

@@ -7,7 +7,6 @@ import pytest
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.text.chunk import Document
-from tests.toy.questions import toy_dataset
 
 FIELDS = {
     "setting", "lead_in", "selector", "ratio", "default", "exact_match", "f1", "rouge_l", "ci95",
@@ -111,15 +110,6 @@ def test_shares_say_what_was_computed(evaluate, questions_file, slow_blends):
     assert hkvd["recomputed_share"] == pytest.approx(0.2, abs=0.01)
     shares = [row["compute_share"] for row in (reuse, prior, hkvd, full)]
     assert shares == sorted(shares)
-
-
-def test_drawn_and_saved_demo_questions_give_the_same_rows(evaluate, tmp_path):
-    toy_dataset(["fragments"], 1, 3).save(tmp_path / "demo.json")
-    flags = ("--ratios", "0.1", "--selectors", "prior", "--lead-ins", "document")
-    saved = evaluate("--dataset", tmp_path / "demo.json", *flags).json
-    drawn = evaluate("--settings", "fragments", "--questions", 1, "--seed", 3, *flags).json
-    assert saved == drawn
-    assert saved["dataset"] == "toy"
 
 
 def test_passages_file(evaluate, tmp_path):

@@ -53,7 +53,7 @@ def test_without_a_gpu_the_embedded_engine_is_served(cli, executed, served_here,
     for engine in ((), ("--engine", "transformers")):
         assert cli("serve", TOY, *engine, *options, *more).code == 0
         config, (address, name) = served_here[-2:]
-        assert (config.engine, config.model, config.dtype) == ("transformers", "toy", "float16")
+        assert (config.engine, config.model, config.dtype) == ("transformers", TOY, "float16")
         assert (config.namespace, config.profile.name) == ("mine", "speed")
         assert (config.guard.sample_share, config.fill_on_miss) == (0.5, True)
         assert config.store.kv_path == str(tmp_path / "kv")

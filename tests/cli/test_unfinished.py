@@ -27,7 +27,7 @@ from tests.cli.test_index import LetterEmbedder
 from tests.local_servers import redis_server, redis_url
 from tests.toy import TOY
 
-TOY = ("--model", TOY, "--chunk-size", 64)
+OPTIONS = ("--model", TOY, "--chunk-size", 64)
 Index = Callable[..., Any]
 
 
@@ -46,7 +46,7 @@ def into(tmp_path: Path) -> Path:
 def index(cli: Any, into: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     """Run ``index`` with arguments; return what came of it."""
     monkeypatch.setattr(indexing, "Embedder", LetterEmbedder)
-    return lambda *arguments: cli("index", *arguments, "--into", into, *TOY, "--json")
+    return lambda *arguments: cli("index", *arguments, "--into", into, *OPTIONS, "--json")
 
 
 def unfinished(into: Path) -> dict[str, int]:
