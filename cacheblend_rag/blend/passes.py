@@ -22,7 +22,6 @@ from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.graphed import Graphed
 from cacheblend_rag.blend.narrowing import QuestionAttention
 from cacheblend_rag.blend.observer import Observer, Selection
-from cacheblend_rag.blend.repair import KVRepair
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Mask, Positions, Rows
 from cacheblend_rag.blend.schedule import Schedule, row_count
@@ -166,15 +165,6 @@ class BlendPass:
             self._question = QuestionAttention(
                 self.stack, self.question_start, self.schedule.narrowings
             )
-        self._repair = self._planned_repair()
-
-    def _planned_repair(self) -> KVRepair | None:
-        plan, chunks = self.schedule, self.candidates.chunks
-        if not (plan.chooses and (plan.key_repair or plan.value_repair)) or chunks is None:
-            return None
-        return KVRepair(
-            self.stack, chunks.numpy(), self._eligible, plan.key_repair, plan.value_repair
-        )
 
     @property
     def compute_share(self) -> float:
@@ -258,9 +248,8 @@ class BlendPass:
             _Block(self.stack, slice(start, start + len(part)), part, self.positions)
             for start, part in rows.blocks(self.row_block or self.stack.row_block)
         ]
-        self._changes = None if self._repair is None else self._repair.of(rows)
         # Graphs attend as RowAttention does, and change nothing else.
-        is_plain = len(self._blocks) == 1 and not (self.attention or self._question or self._repair)
+        is_plain = len(self._blocks) == 1 and not (self.attention or self._question)
         self._graphs = None
         if self.graphed is not None and is_plain:
             self._graphs = self.graphed(rows, self.fused, self.positions)
@@ -285,7 +274,6 @@ class BlendPass:
             self._go_on(self._kept(layer, among, scores, ratio))
 
     def _run(self, layer: int) -> Steps[None]:
-        self._repair_ahead(layer)
         for block in self._blocks:
             if block.here.start:
                 yield
@@ -306,9 +294,7 @@ class BlendPass:
         return self.stack.run_layer(layer, hidden, block.position_inputs, attend)
 
     def _write(self, call: AttentionCall, block: _Block) -> None:
-        """Keep a block's fresh KV; if it is the only one, repair what is stored beside it."""
-        if self._changes is not None and len(self._blocks) == 1 and self._repairs(call.layer):
-            self._changes.apply(self.fused, call.layer, call.key, call.value)
+        """Keep a block's fresh KV."""
         if call.layer not in self.schedule.checks:  # where all rows were written before
             self._replacing(call.layer, block.rows, call.key, call.value)
         self.fused.write(call.layer, block.rows, call.key, call.value)
@@ -316,20 +302,6 @@ class BlendPass:
     def _replacing(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
         for observer in self.observers:
             observer.replacing(layer, rows, keys, values, self.fused)
-
-    def _repair_ahead(self, layer: int) -> None:
-        """Repair a layer before the first of several blocks attends.
-
-        That takes the KV of all rows, so they are computed once more: the result does not depend
-        on the size of blocks.
-        """
-        if self._changes is not None and len(self._blocks) > 1 and self._repairs(layer):
-            self._changes.apply(self.fused, layer, *self._fresh(layer))
-            self.stats.work += self.stack.costs[layer].probe(len(self._rows))
-
-    def _repairs(self, layer: int) -> bool:
-        """Whether stored KV is left in a layer; that of layer 0 is exact."""
-        return layer > 0 and layer not in self.schedule.checks
 
     def _attended(self, call: AttentionCall, block: _Block) -> None:
         watching = self.observers if self._question is None else (*self.observers, self._question)
@@ -377,7 +349,6 @@ class BlendPass:
         computed = self._rows
         only_last = self.needs_hidden and len(computed) == self.last
         if len(computed) and not only_last:
-            self._repair_ahead(layer)
             for block in self._blocks:
                 if block.here.start:
                     yield
@@ -389,8 +360,6 @@ class BlendPass:
             return
         self.hidden = self.hidden[:, -self.last :]
         observers, self.observers = self.observers, ()  # which have seen this layer
-        if not only_last:
-            self._repair = None  # has been applied
         self._carry(computed.part(len(computed) - self.last, len(computed)))
         yield from self._run(layer)
         self.observers, self._computed = observers, computed

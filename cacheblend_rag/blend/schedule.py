@@ -21,8 +21,7 @@ class Schedule:
     before: ratio applied before layer 0, or None when rows are chosen at check layers.
     checks: check layer -> ratio; empty when ``before`` is set or everything is recomputed.
     budget: rules for spending the rows that a ratio allows. narrowings: layer before which the
-    question's attention narrows the rows -> ratio. key_repair, value_repair: shares of a chunk's
-    mean change that are added to its other tokens.
+    question's attention narrows the rows -> ratio.
     """
 
     selector: Selector
@@ -30,8 +29,6 @@ class Schedule:
     checks: dict[int, float]
     budget: Budget = field(default_factory=Budget)
     narrowings: dict[int, float] = field(default_factory=dict)
-    key_repair: float = 0.0
-    value_repair: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -79,8 +76,6 @@ def plan_schedule(config: BlendConfig, layers: int) -> Schedule:
         ratios,
         Budget.of(config),
         _narrowings(config, layers, max(ratios, default=0)),
-        config.key_repair,
-        config.value_repair,
     )
 
 

@@ -119,12 +119,6 @@ class BlendConfig(Settings):
     chunk cannot use goes to the best of the others."""
     chunk_min_rows: Count = 0
     """Tokens recomputed in each chunk whatever their scores, as far as recompute_ratio allows."""
-    key_repair: Annotated[Ratio, Must("a number from 0 to 1")] = 0.0
-    """How much of the mean change of a chunk's recomputed keys is added to the chunk's other keys,
-    in each layer: 0 leaves them as stored, 1 adds all of it. Protected tokens are left alone. It
-    can spoil text that the model copies word for word from a chunk."""
-    value_repair: Annotated[Ratio, Must("a number from 0 to 1")] = 0.0
-    """The same of values."""
     min_tokens: Count = 256
     """Prompts with fewer reusable chunk tokens are served by ordinary prefill."""
     protect_context: Annotated[Ratio, Must("a number from 0 to 1")] = PROTECTED_SHARE

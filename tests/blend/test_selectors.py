@@ -117,13 +117,6 @@ def test_row_count_rounds_up_without_rounding_noise(ratio: float, tokens: int, r
     assert row_count(ratio, tokens) == rows
 
 
-def test_repair_is_what_is_asked_for() -> None:
-    plain = plan_schedule(BlendConfig(), 4)
-    assert (plain.key_repair, plain.value_repair) == (0.0, 0.0)
-    told = plan_schedule(BlendConfig(key_repair=0.5, value_repair=1.0), 4)
-    assert (told.key_repair, told.value_repair) == (0.5, 1.0)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "missing"),
     [

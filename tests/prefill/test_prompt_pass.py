@@ -132,9 +132,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"selector": "question", "chunk_budget": "mass", "chunk_min_rows": 1},
     {"selector": "hkvd", "score_sigmas": 0.5},
     {"selector": "question", "score_mass": 0.3},
-    {"selector": "prior", "key_repair": 1.0, "value_repair": 0.5},
     {"selector": "random", "narrow_at": (0.3, 0.75), "narrow_to": (0.3, 0.1)},
-    {"selector": "hkvd", "narrow_at": (0.75,), "narrow_to": (0.1,), "key_repair": 0.5},
+    {"selector": "hkvd", "narrow_at": (0.75,), "narrow_to": (0.1,)},
     {"selector": "union", "selector_options": {"members": {"hkvd": 0.5, "question": 0.5}}},
 )
 

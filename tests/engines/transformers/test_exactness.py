@@ -11,7 +11,6 @@ from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
-from cacheblend_rag.blend.repair import KVRepair
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.transformers.compatibility import open_stack
@@ -121,9 +120,8 @@ def test_ratio_one_is_exact_with_chunks_missing_anywhere(
         {"selector": "chunk_head"},
         {"selector": "random"},
         {"selector": "prior"},
-        {"selector": "prior", "key_repair": 1.0, "value_repair": 1.0},
     ],
-    ids=["hkvd", "hkvd-gradual", "chunk_head", "random", "prior", "prior-repaired"],
+    ids=["hkvd", "hkvd-gradual", "chunk_head", "random", "prior"],
 )
 def test_a_kept_row_does_not_see_later_tokens(model: PreTrainedModel, settings: dict) -> None:
     """Everything after the second chunk changes; the rows kept before it must not."""
@@ -160,29 +158,14 @@ def test_re_rotated_keys_equal_keys_computed_in_place(model: PreTrainedModel, of
         assert (moved - far).abs().max() <= 1e-3
 
 
-def test_repair_rotates_each_key_by_its_own_offset(model: PreTrainedModel) -> None:
-    stack = open_stack(model)
-    every = torch.arange(3).numpy(), torch.ones(3, dtype=torch.bool).numpy()
-    repair = KVRepair(stack, *every, keys=1.0, values=0.0)
-    geometry = stack.geometry
-    keys = torch.randn(geometry.kv_heads, 3, geometry.head_dim)
-    offsets = (0, -3, 700)
-    for layer in range(geometry.layers):
-        found = repair.turned(layer, keys, torch.tensor(offsets).float())
-        for index, offset in enumerate(offsets):
-            by = stack.rotation(offset).of(layer)
-            wanted = rotated(keys[None, :, index : index + 1], by)[0, :, 0]
-            torch.testing.assert_close(found[:, index], wanted, atol=1e-3, rtol=0)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
         {"selector": "prior", "narrow_at": (0.5,), "narrow_to": (0.1,)},
-        {"selector": "hkvd", "narrow_at": (0.75,), "narrow_to": (0.1,), "key_repair": 0.5},
+        {"selector": "hkvd", "narrow_at": (0.75,), "narrow_to": (0.1,)},
         {"selector": "prior", "chunk_budget": "equal", "score_sigmas": 0.0},
     ],
-    ids=["narrow", "narrow-repair", "budget"],
+    ids=["narrow", "narrow-checked", "budget"],
 )
 def test_ratio_one_is_exact_with_every_option(model: PreTrainedModel, settings: dict) -> None:
     case = Case(model)

@@ -31,8 +31,6 @@ MOST_A_BLOCK = {"llama": 45, "mistral-sliding": 47, "qwen3": 64}
 """Launches of one layer over one block of rows, the model's own included; they may only fall."""
 MOST_OF_PLACING = 12
 """Launches of placing one layer of all chunks, whatever their number."""
-MOST_OF_REPAIR = 60
-"""Launches of repairing one layer's keys and values."""
 
 
 def on_meta(family: str) -> TransformersStack:
@@ -106,19 +104,6 @@ def test_no_layer_asks_the_device_for_anything(family: str, ratio: float) -> Non
     assert [layer for layers, _ in steps for layer in layers] == [0, 1, 2, 3]
     assert [seen.reads for _, seen in steps] == [[]] * len(steps)
     assert all(seen.launched for _, seen in steps)
-
-
-@pytest.mark.parametrize("family", MOST_A_BLOCK)
-def test_repairing_asks_the_device_for_nothing(family: str) -> None:
-    with torch.inference_mode():
-        plain = launches(family, 0.3, row_block=1000)
-        steps = launches(family, 0.3, row_block=1000, key_repair=1.0, value_repair=1.0)
-    assert [seen.reads for _, seen in steps] == [[]] * len(steps)
-    more = [
-        seen.launched.total() - without.launched.total()
-        for (_, seen), (_, without) in zip(steps[1:], plain[1:], strict=True)
-    ]
-    assert 0 < max(more) <= MOST_OF_REPAIR
 
 
 def test_the_questions_attention_is_read_only_where_rows_are_narrowed() -> None:

@@ -358,7 +358,6 @@ def test_every_attention_gives_scattered_rows_the_same(llama: InProcessEngine) -
     "settings",
     [
         *({"selector": name} for name in sorted(SELECTORS)),
-        {"selector": "prior", "key_repair": 1.0, "value_repair": 1.0},
         {"selector": "random", "chunk_budget": "equal", "protect_context": 0.0},
     ],
     ids=str,
