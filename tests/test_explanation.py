@@ -59,7 +59,7 @@ def test_tokens_are_marked_where_everything_was_recomputed() -> None:
     assert "every token was recomputed, so none was chosen by a score" in told.notes
 
 
-def test_after_a_narrowing_only_the_last_choice_counts() -> None:
+def test_after_several_check_layers_only_the_last_choice_counts() -> None:
     later = TracedSelection(2, (3, 5), (1.0, 9.0), (False, True))
     trace = replace(TRACE, selections=(CHOICE, later))
     marked = replace(REPORT, trace=trace).explain().chunks[0].marked

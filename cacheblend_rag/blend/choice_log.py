@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 def log_choice(
     request_id: str,
     layer: int | None,
-    selector: Selector | None,
+    selector: Selector,
     candidates: Positions,
     scores: Tensor,
     *,
@@ -25,9 +25,8 @@ def log_choice(
 ) -> None:
     """Log a choice, without any token or text.
 
-    layer: where they were chosen, None before layer 0. selector: None where rows are narrowed by
-    the question's attention. scores: of the candidates, on the host already, so nothing is read
-    back from a device; HKVD's are deviations.
+    layer: where they were chosen, None before layer 0. scores: of the candidates, on the host
+    already, so nothing is read back from a device; HKVD's are deviations.
     """
     if not logger.isEnabledFor(logging.DEBUG):
         return

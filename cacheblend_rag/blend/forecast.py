@@ -75,8 +75,6 @@ class Forecast:
         rows = self._rows(1.0 if schedule.before is None else self._share(schedule.before))
         work, last = 0.0, len(self._costs) - 1
         for layer, cost in enumerate(self._costs):
-            if layer in schedule.narrowings:
-                rows = self._rows(self._share(schedule.narrowings[layer]))
             if layer in schedule.checks:
                 work += cost.per_row_probe * rows.count
                 rows = self._rows(self._share(schedule.checks[layer]))

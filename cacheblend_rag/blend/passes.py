@@ -20,7 +20,6 @@ from cacheblend_rag.blend.choice_log import log_choice
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.graphed import Graphed
-from cacheblend_rag.blend.narrowing import QuestionAttention
 from cacheblend_rag.blend.observer import Observer, Selection
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Mask, Positions, Rows
@@ -111,11 +110,9 @@ class BlendPass:
     all tokens; more rows are run in even blocks; None is the stack's default. needs_hidden: whether
     the last tokens' hidden states are needed, or only KV. last: how many of them. attention: how
     rows attend; by default exactly, over the fused KV, as RowAttention chooses. graphed: gives CUDA
-    graphs for layers in which nothing else is asked for. question_start:
-    position of the question's first token, which narrowings need; without it, or if no token of the
-    question is computed, they go by the scores of the last choice. layers: run only so many of the
-    first layers, for their KV; None is all. positions: (tokens,) int64 in the prompt, on the
-    model's device, if the tokens are only some of it. before_layer: steps that copy a layer's
+    graphs for layers in which nothing else is asked for. layers: run only so many of the first
+    layers, for their KV; None is all. positions: (tokens,) int64 in the prompt, on the model's
+    device, if the tokens are only some of it. before_layer: steps that copy a layer's
     cached KV into the buffer, run before the layer. observers: watch the pass; without any, nothing
     is computed or read back for them. on_layer: called with each layer whose KV is final. on_check:
     called as each check begins, once the device has finished the layers before it. request_id:
@@ -140,7 +137,6 @@ class BlendPass:
     last: int = 1
     attention: Attention | None = None
     graphed: Graphed | None = None
-    question_start: int | None = None
     layers: int | None = None
     positions: Tensor | None = None
     before_layer: Callable[[int], Steps[None]] | None = None
@@ -159,12 +155,6 @@ class BlendPass:
         self._device = self.stack.geometry.device
         self._attend: Attention = self.attention or RowAttention()
         self.stats = PassStats(recomputed=np.zeros_like(self._cached))
-        self._scores = torch.full(self._cached.shape, -torch.inf)  # of the last choice
-        self._question: QuestionAttention | None = None
-        if self.schedule.narrowings and self.question_start is not None:
-            self._question = QuestionAttention(
-                self.stack, self.question_start, self.schedule.narrowings
-            )
 
     @property
     def compute_share(self) -> float:
@@ -179,8 +169,6 @@ class BlendPass:
         for layer in range(last + 1):
             if self.before_layer is not None:
                 yield from self.before_layer(layer)
-            if layer in self.schedule.narrowings:
-                self._narrow(layer, self.schedule.narrowings[layer])
             computed = self._rows  # also where a check lets only some of them go on
             if layer in self.schedule.checks:
                 self._check(layer, self.schedule.checks[layer])
@@ -190,8 +178,6 @@ class BlendPass:
             if self.on_layer is not None:
                 self.on_layer(layer, self.fused)
             yield
-        if self._question is not None:
-            self.stats.work += self._question.work
         recomputed = np.zeros_like(self._cached)
         recomputed[self._computed.host] = True
         self.stats.recomputed = recomputed & self._cached
@@ -226,12 +212,10 @@ class BlendPass:
         """Rows to carry on: those always computed and the best candidates."""
         count = row_count(ratio, int(self._eligible.sum()))
         scores = self.stack.broadcast(scores).cpu()
-        self._scores.numpy()[candidates] = scores.numpy()
         chunks = self.candidates.chunks
         own = None if chunks is None else _at(chunks, candidates)
         best = candidates[self.schedule.budget.rows(scores, own, count).numpy()]
-        ranks_by = None if layer in self.schedule.narrowings else self.schedule.selector
-        log_choice(self.request_id, layer, ranks_by, candidates, scores, chosen=best)
+        log_choice(self.request_id, layer, self.schedule.selector, candidates, scores, chosen=best)
         if self.observers:
             deviations = () if evidence is None else deviations_of(evidence)
             selection = Selection(layer, candidates, scores, best, *deviations)
@@ -249,29 +233,13 @@ class BlendPass:
             for start, part in rows.blocks(self.row_block or self.stack.row_block)
         ]
         # Graphs attend as RowAttention does, and change nothing else.
-        is_plain = len(self._blocks) == 1 and not (self.attention or self._question)
+        is_plain = len(self._blocks) == 1 and self.attention is None
         self._graphs = None
         if self.graphed is not None and is_plain:
             self._graphs = self.graphed(rows, self.fused, self.positions)
         if self._graphs is None:
             for block in self._blocks:
                 block.prepare()
-
-    def _go_on(self, kept: Rows) -> None:
-        """Carry on only some of the rows."""
-        still = self._rows_where(np.isin(self._rows.host, kept.host, assume_unique=True))
-        self.hidden = self.hidden.index_select(1, still.device)
-        self._carry(kept)
-
-    def _narrow(self, layer: int, ratio: float) -> None:
-        """Carry on only those of the rows that the question has attended to most."""
-        with _Timer(self.stats, self._device):
-            mask = np.zeros_like(self._cached)
-            mask[self._rows.host] = True
-            among = np.flatnonzero(mask & self._eligible & ~self._always)
-            mass = None if self._question is None else self._question.take()
-            scores = self._scores[among] if mass is None else mass.cpu()[among]
-            self._go_on(self._kept(layer, among, scores, ratio))
 
     def _run(self, layer: int) -> Steps[None]:
         for block in self._blocks:
@@ -304,8 +272,7 @@ class BlendPass:
             observer.replacing(layer, rows, keys, values, self.fused)
 
     def _attended(self, call: AttentionCall, block: _Block) -> None:
-        watching = self.observers if self._question is None else (*self.observers, self._question)
-        for observer in watching:
+        for observer in self.observers:
             observer.attended(call, block.rows, self.fused.layer(call.layer)[0])
 
     def _check(self, layer: int, ratio: float) -> None:
@@ -331,7 +298,9 @@ class BlendPass:
             kept = self._kept(layer, rows.host, scores, ratio, evidence)
             self._replacing(layer, self._rows, keys, values)
             self.fused.write(layer, self._rows, keys, values)
-            self._go_on(kept)
+            still = self._rows_where(np.isin(self._rows.host, kept.host, assume_unique=True))
+            self.hidden = self.hidden.index_select(1, still.device)
+            self._carry(kept)
 
     def _fresh(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of all rows, each (1, kv_heads, rows, head_dim); their queries are not kept."""

@@ -20,21 +20,19 @@ class Schedule:
 
     before: ratio applied before layer 0, or None when rows are chosen at check layers.
     checks: check layer -> ratio; empty when ``before`` is set or everything is recomputed.
-    budget: rules for spending the rows that a ratio allows. narrowings: layer before which the
-    question's attention narrows the rows -> ratio.
+    budget: rules for spending the rows that a ratio allows.
     """
 
     selector: Selector
     before: float | None
     checks: dict[int, float]
     budget: Budget = field(default_factory=Budget)
-    narrowings: dict[int, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
         """Share of chunk tokens recomputed in the end, at most."""
         last = [1.0 if self.before is None else self.before]
-        return min([*last, *self.checks.values(), *self.narrowings.values()])
+        return min([*last, *self.checks.values()])
 
     @property
     def recomputes_all(self) -> bool:
@@ -50,8 +48,7 @@ def plan_schedule(config: BlendConfig, layers: int) -> Schedule:
     """Return a config's schedule for a model of ``layers`` layers.
 
     Ratio 0 and 1 need no check layer: nothing, or everything, is recomputed from layer 0 on.
-    Raises ConfigError when a check layer, or one that a probe observes, is not below ``layers``, or
-    a narrowing not after the check layers.
+    Raises ConfigError when a check layer, or one that a probe observes, is not below ``layers``.
     """
     selector = make_selector(config.selector, config.selector_options)
     ratio = selector.fixed_ratio if selector.fixed_ratio is not None else config.ratio
@@ -70,27 +67,7 @@ def plan_schedule(config: BlendConfig, layers: int) -> Schedule:
         raise ConfigError(
             f"check_layers={config.check_layers} must be below the model's {layers} layers"
         )
-    return Schedule(
-        selector,
-        None if ratios else ratio,
-        ratios,
-        Budget.of(config),
-        _narrowings(config, layers, max(ratios, default=0)),
-    )
-
-
-def _narrowings(config: BlendConfig, layers: int, last_check: int) -> dict[int, float]:
-    """Return the layers to narrow at; of two depths at the same layer the deeper one counts."""
-    found = {
-        min(max(1, math.ceil(depth * layers - 1e-9)), layers - 1): ratio
-        for depth, ratio in zip(config.narrow_at, config.narrow_to, strict=True)
-    }
-    if found and min(found) <= last_check:
-        raise ConfigError(
-            f"narrow_at={config.narrow_at} begins at layer {min(found)} of {layers}: it must be "
-            f"after check layer {last_check}"
-        )
-    return found
+    return Schedule(selector, None if ratios else ratio, ratios, Budget.of(config))
 
 
 def row_count(ratio: float, tokens: int) -> int:

@@ -279,7 +279,6 @@ class PromptPass:
             needs_hidden=self.needs_hidden,
             attention=self.attention,
             graphed=self.graphed,
-            question_start=self._question_start,
             before_layer=partial(self._load, loader),
             on_layer=followed(self.stack, self.token_ids, self.until, recorder, self.on_layer),
             on_check=times.check,

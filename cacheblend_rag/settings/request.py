@@ -30,18 +30,6 @@ def _falling(ratios: tuple[float, ...] | None) -> tuple[float, ...] | None:
     return ratios
 
 
-def _narrowing(ratios: tuple[float, ...]) -> tuple[float, ...]:
-    if any(b > a for a, b in pairwise(ratios)):
-        raise ConfigError(f"narrow_to={ratios} must not rise: it only drops rows")
-    return ratios
-
-
-def _deepening(depths: tuple[float, ...]) -> tuple[float, ...]:
-    if any(b <= a for a, b in pairwise(depths)):
-        raise ConfigError(f"narrow_at={depths} must rise strictly")
-    return depths
-
-
 def _bounds(ratios: tuple[float, float]) -> tuple[float, float]:
     if ratios[0] > ratios[1]:
         raise ValueError("they fall")
@@ -87,23 +75,6 @@ class BlendConfig(Settings):
         dict[str, Any], Field(strict=False), Must("an object of named values")
     ] = Field(default_factory=dict)
     """The selector's own fields, such as ``{"deviation": "k"}`` for ``hkvd``."""
-    narrow_at: Annotated[
-        tuple[Ratio, ...],
-        BeforeValidator(as_tuple),
-        AfterValidator(_deepening),
-        Must("a list of depths, each a number from 0 to 1"),
-    ] = ()
-    """Depths, as shares of the layers, from which on only those of the chosen tokens are recomputed
-    that the question attends to most in the layers before; they must be after the check layers.
-    Unlike ``question``'s probe it needs nothing before layer 0. In vLLM, which computes the
-    question itself, those with the highest scores of the last choice are kept."""
-    narrow_to: Annotated[
-        tuple[Ratio, ...],
-        BeforeValidator(as_tuple),
-        AfterValidator(_narrowing),
-        Must("a list of numbers from 0 to 1"),
-    ] = ()
-    """One ratio per depth of narrow_at, never rising."""
     score_sigmas: Annotated[
         Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None,
         Must("a number of at least 0"),
@@ -150,11 +121,6 @@ class BlendConfig(Settings):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
-        if len(self.narrow_to) != len(self.narrow_at):
-            raise ConfigError(
-                f"narrow_to={self.narrow_to} must hold one ratio for each of "
-                f"narrow_at={self.narrow_at}"
-            )
         ratios, layers = self.recompute_ratios, self.check_layers
         if ratios is None:
             return self

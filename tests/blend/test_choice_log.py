@@ -23,7 +23,6 @@ HKVD, RANDOM = make_selector("hkvd", {}), make_selector("random", {})
     [
         (1, HKVD, [3, 5], "request r1: layer 1: 2 of 4 tokens chosen, deviation 0.5 - 4"),
         (None, RANDOM, [9], "request r1: before layer 0: 1 of 4 tokens chosen, score 0.25 - 0.25"),
-        (3, None, [3, 9], "request r1: layer 3: 2 of 4 tokens chosen, score 0.25 - 0.5"),
         (1, HKVD, [], "request r1: layer 1: 0 of 4 tokens chosen"),
     ],
 )

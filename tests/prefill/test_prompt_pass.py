@@ -69,7 +69,6 @@ def by_hand(
     known = Candidates.none(TOKENS)
     known.eligible, known.prior = known.cached.clone(), torch.zeros(TOKENS)
     known.chunks = torch.full((TOKENS,), -1)
-    options = {"question_start": QUESTION, **options}
     for index, (chunk, name) in enumerate(zip(placed(), SPANS, strict=True)):
         if name in hits:
             kv, here = chunk_kv(stack, chunk), slice(chunk.start + lost[0], chunk.end - lost[1])
@@ -132,8 +131,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"selector": "question", "chunk_budget": "mass", "chunk_min_rows": 1},
     {"selector": "hkvd", "score_sigmas": 0.5},
     {"selector": "question", "score_mass": 0.3},
-    {"selector": "random", "narrow_at": (0.3, 0.75), "narrow_to": (0.3, 0.1)},
-    {"selector": "hkvd", "narrow_at": (0.75,), "narrow_to": (0.1,)},
     {"selector": "union", "selector_options": {"members": {"hkvd": 0.5, "question": 0.5}}},
 )
 

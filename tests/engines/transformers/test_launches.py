@@ -58,11 +58,11 @@ def placing(stack: TransformersStack, fused: FusedKV, chunks: int) -> Callable[[
 
 
 def launches(
-    family: str, ratio: float, row_block: int, until: int = 99, chunks: int = 0, **settings: Any
+    family: str, ratio: float, row_block: int, chunks: int = 0, **settings: Any
 ) -> list[tuple[list[int], Operations]]:
     """Run a pass whose rows are chosen before layer 0; each step's finished layers and launches.
 
-    until: stop after this layer. chunks: into how many the cached tokens are placed.
+    chunks: into how many the cached tokens are placed.
     """
     stack = on_meta(family)
     fused = FusedKV(stack.geometry, TOKENS)
@@ -78,7 +78,6 @@ def launches(
         known,
         plan_schedule(config, stack.geometry.layers),
         row_block=row_block,
-        question_start=CHUNK,
         on_layer=lambda layer, _: finished.append(layer),
         before_layer=placing(stack, fused, chunks) if chunks else None,
     )
@@ -91,8 +90,6 @@ def launches(
             except StopIteration:
                 return steps
         steps.append((finished.copy(), seen))
-        if until in finished:
-            return steps
         finished.clear()
 
 
@@ -104,16 +101,6 @@ def test_no_layer_asks_the_device_for_anything(family: str, ratio: float) -> Non
     assert [layer for layers, _ in steps for layer in layers] == [0, 1, 2, 3]
     assert [seen.reads for _, seen in steps] == [[]] * len(steps)
     assert all(seen.launched for _, seen in steps)
-
-
-def test_the_questions_attention_is_read_only_where_rows_are_narrowed() -> None:
-    narrow = {"narrow_at": (0.75,), "narrow_to": (0.1,)}
-    with torch.inference_mode():
-        steps = launches("llama", 0.3, 64, until=2, **narrow)
-        assert [layer for layers, _ in steps for layer in layers] == [0, 1, 2]
-        assert [seen.reads for _, seen in steps] == [[]] * len(steps)
-        with pytest.raises(NotImplementedError, match="meta"):
-            launches("llama", 0.3, 64, until=3, **narrow)
 
 
 @pytest.mark.parametrize("family", MOST_A_BLOCK)

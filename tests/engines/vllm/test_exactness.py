@@ -389,19 +389,6 @@ def test_both_engines_choose_the_same_rows_and_tokens(
     assert answers[0].report.recomputed_tokens == len(here)
 
 
-def test_without_the_question_in_the_pass_the_first_scores_narrow(llama: InProcessEngine) -> None:
-    """A pass ends with the last chunk here: vLLM itself computes the question."""
-    llama.precompute(DOCUMENTS, progress=False)
-    config = llama.config.with_changes(selector="prior", recompute_ratio=SOME)
-    narrow = config.with_changes(narrow_at=(0.5,), narrow_to=(0.1,))
-    least = config.with_ratio(0.1)
-    counts = [
-        llama.generate(retrieved(seed=seed), SHORT, config=one).report.recomputed_tokens
-        for seed, one in ((31, narrow), (32, least))
-    ]
-    assert counts[0] == counts[1] > 0
-
-
 def test_a_plain_request_is_not_served_from_blended_blocks(llama: InProcessEngine) -> None:
     llama.precompute(DOCUMENTS, progress=False)
     asked = request_of(llama, retrieved(), SHORT, llama.config.with_changes(recompute_ratio=0.0))
