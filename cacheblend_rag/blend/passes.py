@@ -23,7 +23,7 @@ from cacheblend_rag.blend.graphed import Graphed
 from cacheblend_rag.blend.observer import Observer, Selection
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Mask, Positions, Rows
-from cacheblend_rag.blend.schedule import Schedule, row_count
+from cacheblend_rag.blend.schedule import Schedule, row_count, top_rows
 from cacheblend_rag.blend.selectors import Evidence
 from cacheblend_rag.blend.selectors.hkvd import deviations_of
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack, probe_layer
@@ -212,9 +212,7 @@ class BlendPass:
         """Rows to carry on: those always computed and the best candidates."""
         count = row_count(ratio, int(self._eligible.sum()))
         scores = self.stack.broadcast(scores).cpu()
-        chunks = self.candidates.chunks
-        own = None if chunks is None else _at(chunks, candidates)
-        best = candidates[self.schedule.budget.rows(scores, own, count).numpy()]
+        best = candidates[top_rows(scores, count).numpy()]
         log_choice(self.request_id, layer, self.schedule.selector, candidates, scores, chosen=best)
         if self.observers:
             deviations = () if evidence is None else deviations_of(evidence)
@@ -378,7 +376,7 @@ class _Timer:
 
 
 def _at(whole: Tensor, positions: Positions) -> Tensor:
-    """Return a host tensor's elements, read by NumPy: on one thread (see ``budget``)."""
+    """Return a host tensor's elements, read by NumPy: on one thread (see ``top_rows``)."""
     return torch.from_numpy(whole.numpy()[positions])
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend.budget import Budget, best
 from cacheblend_rag.blend.selectors import Selector, make_selector
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings import BlendConfig
@@ -20,13 +20,11 @@ class Schedule:
 
     before: ratio applied before layer 0, or None when rows are chosen at check layers.
     checks: check layer -> ratio; empty when ``before`` is set or everything is recomputed.
-    budget: rules for spending the rows that a ratio allows.
     """
 
     selector: Selector
     before: float | None
     checks: dict[int, float]
-    budget: Budget = field(default_factory=Budget)
 
     @property
     def ratio(self) -> float:
@@ -67,7 +65,7 @@ def plan_schedule(config: BlendConfig, layers: int) -> Schedule:
         raise ConfigError(
             f"check_layers={config.check_layers} must be below the model's {layers} layers"
         )
-    return Schedule(selector, None if ratios else ratio, ratios, Budget.of(config))
+    return Schedule(selector, None if ratios else ratio, ratios)
 
 
 def row_count(ratio: float, tokens: int) -> int:
@@ -78,6 +76,18 @@ def row_count(ratio: float, tokens: int) -> int:
 def top_rows(scores: Tensor, count: int) -> Tensor:
     """Return the indices (at most count, increasing) of the highest scores; -inf never counts.
 
-    Of equal scores the first ones win, so the choice is the same on every device.
+    Of equal scores the first ones win, so the choice is the same on every device. The arithmetic is
+    NumPy's, on one thread: PyTorch spreads indexing from some thousand elements on over all threads
+    of the CPU, and waking them takes longer than the work.
     """
-    return torch.from_numpy(best(scores.numpy(), count))
+    of = scores.numpy()
+    usable = np.flatnonzero(of > -np.inf)
+    if count >= usable.size:
+        return torch.from_numpy(usable)
+    if count <= 0:
+        return torch.from_numpy(usable[:0])
+    values = of[usable]
+    lowest = np.partition(values, -count)[-count]
+    taken = values > lowest
+    taken[np.flatnonzero(values == lowest)[: count - np.count_nonzero(taken)]] = True
+    return torch.from_numpy(usable[taken])

@@ -7,10 +7,10 @@ document hardly changed any key. Source: this project.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend.budget import fewest_with
 from cacheblend_rag.blend.rows import Mask
 
 LEAST_CHANGE = 0.25
@@ -33,6 +33,20 @@ def protected_tokens(prior: Tensor, share: float) -> Tensor:
     if share >= 1:
         return torch.ones_like(prior, dtype=torch.bool)
     return fewest_with(prior, share) & (prior >= LEAST_CHANGE)
+
+
+def fewest_with(weights: Tensor, share: float) -> Tensor:
+    """Return (tokens,) bool: the fewest tokens whose weights add up to ``share`` of all.
+
+    weights: (tokens,), at least 0, on the host. Of equal weights the first ones are taken.
+    """
+    of = weights.numpy().astype(np.float64)
+    order = np.argsort(-of, kind="stable")
+    ordered = of[order]
+    before = ordered.cumsum() - ordered
+    taken = np.zeros(of.shape, dtype=np.bool_)
+    taken[order] = before < share * ordered.sum()
+    return torch.from_numpy(taken)
 
 
 def free_tokens(tokens: int, prior: Tensor | None, share: float) -> Mask:

@@ -16,7 +16,6 @@ from cacheblend_rag.settings.choices import (
     PROFILES,
     RATIO_BOUNDS,
     VLLM,
-    ChunkBudget,
     LeadInKind,
     Precision,
 )
@@ -50,7 +49,6 @@ __all__ = [
     "RATIO_BOUNDS",
     "VLLM",
     "BlendConfig",
-    "ChunkBudget",
     "EngineConfig",
     "GuardConfig",
     "LeadInConfig",

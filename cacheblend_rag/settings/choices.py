@@ -6,7 +6,6 @@ from typing import Literal
 
 LeadInKind = Literal["none", "bos", "instruction", "document"]
 Precision = Literal["native", "fp8", "int8"]
-ChunkBudget = Literal["none", "equal", "mass"]
 
 DEFAULT_RATIO = 0.08
 RATIO_BOUNDS = (0.05, 0.30)

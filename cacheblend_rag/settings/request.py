@@ -14,7 +14,6 @@ from cacheblend_rag.settings.choices import (
     DEFAULT_RATIO,
     PROTECTED_SHARE,
     RATIO_BOUNDS,
-    ChunkBudget,
 )
 
 
@@ -75,21 +74,6 @@ class BlendConfig(Settings):
         dict[str, Any], Field(strict=False), Must("an object of named values")
     ] = Field(default_factory=dict)
     """The selector's own fields, such as ``{"deviation": "k"}`` for ``hkvd``."""
-    score_sigmas: Annotated[
-        Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None,
-        Must("a number of at least 0"),
-    ] = None
-    """Recompute only tokens whose score exceeds the mean by so many standard deviations;
-    recompute_ratio is the most. None: as many as recompute_ratio says."""
-    score_mass: Annotated[Ratio | None, Must("a number from 0 to 1")] = None
-    """Recompute no more than the fewest tokens that hold this share of all scores; recompute_ratio
-    is the most."""
-    chunk_budget: Annotated[ChunkBudget, Must.choose(ChunkBudget)] = "none"
-    """How recomputed tokens are shared among chunks: ``none`` takes the best of the whole prompt,
-    ``equal`` as many of each chunk, ``mass`` in proportion to the sum of a chunk's scores. What a
-    chunk cannot use goes to the best of the others."""
-    chunk_min_rows: Count = 0
-    """Tokens recomputed in each chunk whatever their scores, as far as recompute_ratio allows."""
     min_tokens: Count = 256
     """Prompts with fewer reusable chunk tokens are served by ordinary prefill."""
     protect_context: Annotated[Ratio, Must("a number from 0 to 1")] = PROTECTED_SHARE

@@ -127,11 +127,8 @@ def test_a_prompt_is_its_chunks_laid_down_and_one_pass(selector: str, hits: str)
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (
-    {"selector": "prior", "chunk_budget": "equal"},
-    {"selector": "question", "chunk_budget": "mass", "chunk_min_rows": 1},
-    {"selector": "hkvd", "score_sigmas": 0.5},
-    {"selector": "question", "score_mass": 0.3},
-    {"selector": "union", "selector_options": {"members": {"hkvd": 0.5, "question": 0.5}}},
+    {"selector": "hkvd", "check_layers": (1, 2)},
+    {"selector": "question_mid", "selector_options": {"layers": [2], "heads": "max"}},
 )
 
 

@@ -158,22 +158,6 @@ def test_re_rotated_keys_equal_keys_computed_in_place(model: PreTrainedModel, of
         assert (moved - far).abs().max() <= 1e-3
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"selector": "prior", "chunk_budget": "equal", "score_sigmas": 0.0},
-    ],
-    ids=["budget"],
-)
-def test_ratio_one_is_exact_with_every_option(model: PreTrainedModel, settings: dict) -> None:
-    case = Case(model)
-    exact = case.run(1.0, **settings)
-    assert (case.logits(exact) - ordinary_logits(case.model, case.ids)).abs().max() <= 1e-4
-    some = case.run(0.4, **settings)
-    assert 0 < int(some.stats.recomputed.sum()) <= 48
-    assert case.logits(some).isfinite().all()
-
-
 def test_a_step_runs_one_block_of_rows_through_one_layer() -> None:
     """So a neighbour's next token waits for a block, not for a layer of a long prompt."""
     case = Case(make_model())

@@ -358,7 +358,7 @@ def test_every_attention_gives_scattered_rows_the_same(llama: InProcessEngine) -
     "settings",
     [
         *({"selector": name} for name in sorted(SELECTORS)),
-        {"selector": "random", "chunk_budget": "equal", "protect_context": 0.0},
+        {"selector": "random", "protect_context": 0.0},
     ],
     ids=str,
 )
