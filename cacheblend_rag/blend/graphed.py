@@ -22,6 +22,5 @@ class GraphedRows(Protocol):
         """
 
 
-Graphed = Callable[[Rows, FusedKV, Tensor | None], GraphedRows | None]
-"""Returns what runs layers on rows of a prompt by graphs; None if they are to be run without. The
-third argument: the positions of all tokens of the buffer, (tokens,), if those are no indices."""
+Graphed = Callable[[Rows, FusedKV], GraphedRows | None]
+"""Returns what runs layers on rows of a prompt by graphs; None if they are to be run without."""

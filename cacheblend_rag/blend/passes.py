@@ -55,8 +55,7 @@ class Candidates:
     cached: (tokens,) bool, tokens whose KV comes from stored chunks.
     eligible: (tokens,) bool, those of them that may be chosen for recomputation.
     offsets: (tokens,) int64, index in the token's own chunk. prior, question_attention: (tokens,)
-    float32 or None. chunks: (tokens,) int64, which chunk the token belongs to, from 0, -1 outside;
-    None if that is not known.
+    float32 or None.
     """
 
     cached: Tensor
@@ -64,7 +63,6 @@ class Candidates:
     offsets: Tensor
     prior: Tensor | None = None
     question_attention: Tensor | None = None
-    chunks: Tensor | None = None
 
     @classmethod
     def none(cls, tokens: int) -> Candidates:
@@ -84,7 +82,6 @@ class Candidates:
             self.offsets[:count],
             part(self.prior),
             part(self.question_attention),
-            part(self.chunks),
         )
 
     def evidence(self, positions: Positions, **fresh: Any) -> Evidence:
@@ -111,12 +108,11 @@ class BlendPass:
     the last tokens' hidden states are needed, or only KV. last: how many of them. attention: how
     rows attend; by default exactly, over the fused KV, as RowAttention chooses. graphed: gives CUDA
     graphs for layers in which nothing else is asked for. layers: run only so many of the first
-    layers, for their KV; None is all. positions: (tokens,) int64 in the prompt, on the model's
-    device, if the tokens are only some of it. before_layer: steps that copy a layer's
-    cached KV into the buffer, run before the layer. observers: watch the pass; without any, nothing
-    is computed or read back for them. on_layer: called with each layer whose KV is final. on_check:
-    called as each check begins, once the device has finished the layers before it. request_id:
-    names the pass in logs.
+    layers, for their KV; None is all. before_layer: steps that copy a layer's cached KV into
+    the buffer, run before the layer. observers: watch the pass; without any, nothing is computed or
+    read back for them. on_layer: called with each layer whose KV is final. on_check: called as each
+    check begins, once the device has finished the layers before it. request_id: names the pass in
+    logs.
 
     Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
     in between. Afterwards ``stats`` is complete and, if needed, ``hidden`` are the last tokens'
@@ -138,7 +134,6 @@ class BlendPass:
     attention: Attention | None = None
     graphed: Graphed | None = None
     layers: int | None = None
-    positions: Tensor | None = None
     before_layer: Callable[[int], Steps[None]] | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
     on_check: Callable[[], None] | None = None
@@ -227,14 +222,14 @@ class BlendPass:
         """Let later layers run on ``rows``."""
         self._rows = self._computed = rows
         self._blocks = [
-            _Block(self.stack, slice(start, start + len(part)), part, self.positions)
+            _Block(self.stack, slice(start, start + len(part)), part)
             for start, part in rows.blocks(self.row_block or self.stack.row_block)
         ]
         # Graphs attend as RowAttention does, and change nothing else.
         is_plain = len(self._blocks) == 1 and self.attention is None
         self._graphs = None
         if self.graphed is not None and is_plain:
-            self._graphs = self.graphed(rows, self.fused, self.positions)
+            self._graphs = self.graphed(rows, self.fused)
         if self._graphs is None:
             for block in self._blocks:
                 block.prepare()
@@ -337,22 +332,16 @@ class BlendPass:
 
 @dataclass
 class _Block:
-    """A block of rows run through a layer at once. here: its slice of the pass's hidden states.
-
-    positions: of all tokens in the prompt, if those are not their indices.
-    """
+    """A block of rows run through a layer at once. here: its slice of the pass's hidden states."""
 
     stack: DecoderStack
     here: slice
     rows: Rows
-    positions: Tensor | None
 
     @cached_property
     def position_inputs(self) -> Any:
         """Of the rows; graphs have their own."""
-        rows = self.rows.device
-        at = rows if self.positions is None else self.positions[rows]
-        return self.stack.position_inputs(at[None])
+        return self.stack.position_inputs(self.rows.device[None])
 
     def prepare(self) -> None:
         """Make the position inputs now, and not within a layer."""

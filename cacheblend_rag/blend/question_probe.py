@@ -10,25 +10,17 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.attention import attention_mass
-from cacheblend_rag.blend.fused import FusedKV, RingKV
+from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.graphed import Graphed
 from cacheblend_rag.blend.matmul_attention import attend_by_mass, prefers_matmul
 from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import BlendPass, Candidates
 from cacheblend_rag.blend.row_attention import RowAttention
-from cacheblend_rag.blend.rows import Mask, Rows
+from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.schedule import Schedule
 from cacheblend_rag.blend.selectors import Probe, make_selector
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 from cacheblend_rag.blend.steps import Steps
-
-FIRST_TOKENS = 256
-"""So many of a prompt's first tokens are computed for a question asked alone even if their exact KV
-is held, so that the choice does not depend on whether it is held. Behind a longer instruction no
-question is asked alone."""
-
-FEW_TOKENS = 256
-"""Up to so many tokens are computed alone in a buffer of all layers, if there are CUDA graphs."""
 
 REUSE_ONLY = Schedule(make_selector("none"), 0.0, {})
 
@@ -47,42 +39,22 @@ def probe_question(
     """Return the attention each token gets from the question, and the work spent.
 
     The pass is plain reuse, so only text and missing chunks are computed; it ends after the last
-    layer that ``probe`` observes. If the question is asked alone, the pass is over these tokens
-    only, and then chunk KV of the observed layers only is taken. Attention is reduced over the
-    question's tokens and over heads, and summed over the observed layers. Result: (tokens,)
-    float32, on the host.
+    layer that ``probe`` observes. Attention is reduced over the question's tokens and over heads,
+    and summed over the observed layers. Result: (tokens,) float32, on the host.
 
     question_start: position of the question's first token; the question ends the prompt.
     before_layer, graphed: see BlendPass.
     """
     observed = probe.observed(stack.geometry.layers)
     observer = _QuestionAttention(stack, probe, observed, question_start)
-    candidates, depth = _with_last_token(candidates), observed[-1] + 1
-    if probe.alone:
-        text = Rows.where(_text(candidates), stack.geometry.device)
-        asked = _Asked(text, observed)
-        # Graphs need a place for each layer.
-        buffer = FusedKV if graphed and len(text) <= FEW_TOKENS else RingKV
-        run = BlendPass(
-            stack, token_ids[text.device], buffer(stack.geometry, len(text)),
-            Candidates.none(len(text)), REUSE_ONLY, observers=[asked], graphed=graphed,
-            layers=depth, positions=text.device, needs_hidden=False,
-        )  # fmt: skip
-        yield from run.steps()
-        for layer in observed:
-            if before_layer is not None:
-                yield from before_layer(layer)
-            asked.show(layer, fused, observer)
-            yield
-    else:
-        on_cpu = stack.geometry.device.type == "cpu"  # passes with such an attention have no graphs
-        run = BlendPass(
-            stack, token_ids, fused, candidates, REUSE_ONLY,
-            observers=[observer], before_layer=before_layer, graphed=graphed,
-            attention=_ObservedAttention(observer) if on_cpu else None,
-            layers=depth, needs_hidden=False,
-        )  # fmt: skip
-        yield from run.steps()
+    on_cpu = stack.geometry.device.type == "cpu"  # passes with such an attention have no graphs
+    run = BlendPass(
+        stack, token_ids, fused, _with_last_token(candidates), REUSE_ONLY,
+        observers=[observer], before_layer=before_layer, graphed=graphed,
+        attention=_ObservedAttention(observer) if on_cpu else None,
+        layers=observed[-1] + 1, needs_hidden=False,
+    )  # fmt: skip
+    yield from run.steps()
     work = observer.work + run.stats.work
     if not observer.layers:
         return torch.zeros(token_ids.numel()), work
@@ -96,14 +68,6 @@ def _with_last_token(candidates: Candidates) -> Candidates:
     return replace(candidates, cached=cached)
 
 
-def _text(candidates: Candidates) -> Mask:
-    """Return (tokens,) bool: the tokens that are computed if the question is asked alone."""
-    text: Mask = ~candidates.cached.numpy()
-    if candidates.chunks is not None:
-        text[:FIRST_TOKENS] |= candidates.chunks[:FIRST_TOKENS].numpy() < 0
-    return text
-
-
 def _of_all_layers(stack: DecoderStack, probe: Probe, layers: Tensor) -> Tensor:
     """Combine the ranks' heads, and sum over layers: (tokens,) float32.
 
@@ -112,34 +76,6 @@ def _of_all_layers(stack: DecoderStack, probe: Probe, layers: Tensor) -> Tensor:
     """
     whole = stack.all_reduce(layers, probe.heads)
     return (whole.norm(dim=1) if whole.dim() == 3 else whole).sum(0)
-
-
-class _Asked(Observer):
-    """Keeps queries, keys and values of the observed layers, to attend to the whole prompt later.
-
-    text: the tokens of the pass that it observes, at their positions in the prompt.
-    """
-
-    def __init__(self, text: Rows, observed: Collection[int]) -> None:
-        self._text, self._observed = text, observed
-        self._calls: dict[int, list[tuple[AttentionCall, Rows]]] = {}
-
-    def watches(self, layer: int) -> bool:
-        return layer in self._observed
-
-    def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
-        if call.layer in self._observed:
-            first = int(rows.host[0])  # of the pass's own tokens, so an index of the text
-            own = self._text.part(first, first + len(rows))
-            self._calls.setdefault(call.layer, []).append((call, own))
-
-    def show(self, layer: int, fused: FusedKV, observer: Observer) -> None:
-        """Show a layer's queries the keys of the whole prompt: those of the chunks are in fused."""
-        calls = self._calls.pop(layer, [])
-        for call, rows in calls:
-            fused.write(layer, rows, call.key, call.value)
-        for call, rows in calls:
-            observer.attended(call, rows, fused.layer(layer)[0])
 
 
 class _ObservedAttention:

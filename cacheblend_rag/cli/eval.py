@@ -190,7 +190,7 @@ def _told_options(told: str, selectors: str | None) -> dict[str, dict[str, Any]]
     selectors: the value of ``--selectors``. Raises ConfigError for an unknown selector or option,
     and for a selector that is not among them.
     """
-    example = '{"question_mid": {"alone": true}}'
+    example = '{"question_mid": {"layers": [9, 12]}}'
     given = read_object("--selector-options", told, example)
     named = options.names(selectors or "")
     for name, values in given.items():

@@ -89,7 +89,6 @@ class LayerSource:
         self._begun = self._given = 0
         self._reads, self._unpacks = _Ahead(), _Ahead()
         self._wanted = self._handed = -1
-        self._early: int | None = None
         self._closed = False
         self.busy = BusySeconds()
         self._read_from: dict[str, tuple[BusySeconds, int]] = {}
@@ -102,8 +101,6 @@ class LayerSource:
     def wait(self, seconds: float) -> bool:
         """Wait at most so long for the next item: a head, or the wanted layer of all chunks.
 
-        A layer that ``early`` waits for comes before the wanted one.
-
         Returns:
             Whether it has been read, or nothing is left.
         """
@@ -113,10 +110,9 @@ class LayerSource:
             self._open_next()
             return bool(wait([self._opened(self._given)], seconds).done)
         with self._lock:
-            layer = self._wanted if self._early is None else self._early
-            if self._early is None and self._handed >= self._wanted:
+            if self._handed >= self._wanted:
                 return True
-            asked = [place.parts[first] for place, _, first in self._asked(layer)]
+            asked = [place.parts[first] for place, _, first in self._asked(self._wanted)]
         return not wait(asked, seconds).not_done
 
     def take(self) -> Found:
@@ -151,13 +147,10 @@ class LayerSource:
                 self._begin(place, chunk, first, anyway=True)
             self._read_ahead()
 
-    def waiting(self, layer: int, *, early: bool = False) -> LayerWait:
-        """Begin to read a layer; returns the measurement of the wait. early: taken by ``early``."""
+    def waiting(self, layer: int) -> LayerWait:
+        """Begin to read a layer; returns the measurement of the wait."""
         with self._lock:
-            if early:
-                self._begin_early(layer)
-            else:
-                self.want(layer)
+            self.want(layer)
             return LayerWait((c.tier, place.parts[first]) for place, c, first in self._asked(layer))
 
     def layer(self, layer: int) -> list[LayerKV | StoreError]:
@@ -187,24 +180,6 @@ class LayerSource:
         found = [chunk.in_memory for chunk in used]
         whole = [kv for kv in found if kv is not None]
         return None if self._closed or len(whole) < len(found) else whole
-
-    def early(self, layer: int, seconds: float) -> list[LayerKV | StoreError] | None:
-        """Return a layer as ``layer`` does, but out of turn; None if it takes longer than that.
-
-        It can be taken again in its turn, without reading it again.
-        """
-        with self._lock:
-            self._begin_early(layer)
-            asked = [(chunk, place.parts[first]) for place, chunk, first in self._asked(layer)]
-        if wait([future for _, future in asked], seconds).not_done:
-            return None
-        self._early = None
-        return [_part(chunk, future, layer) for chunk, future in asked]
-
-    def _begin_early(self, layer: int) -> None:
-        self._early = layer
-        for place, chunk, first in self._asked(layer):
-            self._begin(place, chunk, first, anyway=True)
 
     def is_read(self, layer: int) -> bool:
         """Return whether one layer of all used chunks has been read."""
@@ -243,7 +218,6 @@ class LayerSource:
         """Start again with the first layer."""
         with self._lock:
             self._wanted = self._handed = -1
-            self._early = None
             for index, place in enumerate(self._places):
                 for first in list(place.parts):
                     self._give_back(place, first)

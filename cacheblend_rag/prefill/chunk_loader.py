@@ -206,35 +206,15 @@ class ChunkLoader:
             self._look_ahead(self._buffers, layer + 1, used)
         self._laid.add(layer)
 
-    def load_early(self, layer: int) -> Steps[None]:
-        """Copy a layer's KV early, before the pass reaches it; ``load`` copies it again then."""
-        used = self._used
-        if layer in self._laid or not used:
-            return
-        if (laying := self._laying()) is not None:
-            yield from self._lay(laying, layer, last=True)
-            laying.restart()
-            return
-        parts = yield from self._layer(layer, used, early=True)
-        if self._buffers is None:
-            with self.times.laying():
-                place_parts(self.fused, layer, _placed(layer, used, parts))
-        else:
-            self._arrive()
-
-    def _layer(
-        self, layer: int, used: Sequence[LoadedChunk], *, early: bool = False
-    ) -> Steps[list[LayerKV]]:
+    def _layer(self, layer: int, used: Sequence[LoadedChunk]) -> Steps[list[LayerKV]]:
         """Wait until all ranks have one layer of all chunks."""
         laid = self.times.laid
         if self._parts is None:
-            wait = self.source.waiting(layer, early=early)
+            wait = self.source.waiting(layer)
         else:
             wait = LayerWait((chunk.tier or "", None) for chunk in used)
         while True:
-            if self._parts is None and early:
-                self._parts = self.source.early(layer, WAIT_SECONDS)
-            elif self._parts is None and self.source.wait(WAIT_SECONDS):
+            if self._parts is None and self.source.wait(WAIT_SECONDS):
                 self._parts = self.source.layer(layer)
             parts = self._parts
             is_there = parts is not None and self._is_sent(layer, used, parts)
@@ -270,10 +250,10 @@ class ChunkLoader:
                 self._planned = Laying.of(self._buffers, self.fused, parts)
         return self._planned
 
-    def _lay(self, laying: Laying, layer: int, *, last: bool = False) -> Steps[None]:
+    def _lay(self, laying: Laying, layer: int) -> Steps[None]:
         """Make the compute stream wait for one layer of all chunks, and queue the next one.
 
-        Unless it is the last for now, or laid already: rows may have been computed there.
+        Unless that is laid already: rows may have been computed there.
         """
         wait = LayerWait((tier, None) for tier in self._tiers)
         laid = self.times.laid
@@ -288,7 +268,7 @@ class ChunkLoader:
             yield
         self.times.waited(wait.began, wait.seconds(without=self.times.laid - laid))
         self._arrive()
-        if not last and layer + 1 < self.stack.geometry.layers and layer + 1 not in self._laid:
+        if layer + 1 < self.stack.geometry.layers and layer + 1 not in self._laid:
             self._queue(laying, layer + 1)
 
     def _queue(self, laying: Laying, layer: int) -> None:

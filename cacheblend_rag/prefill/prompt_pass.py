@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from cacheblend_rag.blend import BlendPass, FusedKV, RingKV, Schedule, plan_sche
 from cacheblend_rag.blend.graphed import Graphed
 from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import Attention, Candidates
-from cacheblend_rag.blend.question_probe import FIRST_TOKENS, REUSE_ONLY, probe_question
+from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
@@ -269,7 +270,9 @@ class PromptPass:
             times.end()
         recorder = None
         if self.config.trace:
-            recorder = TraceRecorder(self.stack, candidates, schedule, self._question_start)
+            recorder = TraceRecorder(
+                self.stack, candidates, schedule, self._in_chunks(loader), self._question_start
+            )
         run = BlendPass(
             self.stack,
             self.token_ids[: self.until],
@@ -311,12 +314,9 @@ class PromptPass:
     def _held_tokens(self) -> int:
         return 0 if self.held is None else self.held.tokens
 
-    def _load(self, loader: ChunkLoader, layer: int, *, early: bool = False) -> Steps[None]:
-        """Copy one layer of all cached KV into the buffer; raises LostChunkError.
-
-        early: out of turn, see ChunkLoader.load_early.
-        """
-        yield from loader.load_early(layer) if early else loader.load(layer)
+    def _load(self, loader: ChunkLoader, layer: int) -> Steps[None]:
+        """Copy one layer of all cached KV into the buffer; raises LostChunkError."""
+        yield from loader.load(layer)
         if self.held is not None:
             with loader.times.laying():
                 self.held.place(layer, loader.fused)
@@ -332,17 +332,16 @@ class PromptPass:
         ranked = on_all_ranks(self.stack, [prior is not None for prior in priors])
         known = Candidates.none(self.token_ids.numel())
         known.eligible, scores = known.cached.clone(), torch.zeros(self.token_ids.numel())
-        known.prior, known.chunks = scores, torch.full_like(known.offsets, -1)
-        has_prior = False
+        known.prior, has_prior = scores, False
         known.cached[: self._held_tokens] = True
         for block in self._blocks(loader):
             known.cached[block.start : block.end] = True
         found = zip(self.placed, chunks, priors, ranked, strict=True)
-        for index, (placed, chunk, prior, is_ranked) in enumerate(found):
+        for placed, chunk, prior, is_ranked in found:
             if not chunk.is_used:
                 continue
             here = slice(chunk.start, chunk.end)
-            known.cached[here], known.chunks[here] = True, index
+            known.cached[here] = True
             known.offsets[here] = torch.arange(chunk.own.start, chunk.own.stop)
             usable = prior[chunk.own] if prior is not None and is_ranked else None
             if usable is not None:
@@ -354,6 +353,14 @@ class PromptPass:
                 free = free_tokens(chunk.end - chunk.start, usable, self.config.protect_context)
                 known.eligible[here] = torch.from_numpy(free)
         return known, has_prior
+
+    def _in_chunks(self, loader: ChunkLoader) -> Mask:
+        """Return (tokens,) bool: the tokens of chunks that are used."""
+        found = np.zeros(self.token_ids.numel(), dtype=np.bool_)
+        for chunk in self._chunks(loader):
+            if chunk.is_used:
+                found[chunk.start : chunk.end] = True
+        return found
 
     def _workable(
         self, schedule: Schedule, candidates: Candidates, has_prior: bool
@@ -381,36 +388,21 @@ class PromptPass:
         after = max((chunk.end + len(chunk.after) for chunk in self.placed), default=0)
         return min(after, self.token_ids.numel() - 1)
 
-    @property
-    def _can_ask_alone(self) -> bool:
-        """Whether a probe without cached KV would still compute all tokens outside of chunks.
-
-        Such a probe computes no cached tokens, so it would lack earlier turns of a conversation and
-        a long instruction. The answer is the same whether these are cached or not, so that the same
-        tokens are recomputed.
-        """
-        has_turns = any(placed.is_turn for placed in self.placed)
-        first = min((placed.start for placed in self.placed), default=0)
-        return not has_turns and first <= FIRST_TOKENS
-
     def _probe(
         self, loader: ChunkLoader, candidates: Candidates, schedule: Schedule
     ) -> Steps[Tensor]:
-        probe = schedule.selector.probe
-        if probe.alone and not self._can_ask_alone:
-            probe = replace(probe, alone=False)
         attention, work = yield from probe_question(
             self.stack,
             self.token_ids,
             loader.fused,
             candidates,
             self._question_start,
-            probe=probe,
-            before_layer=partial(self._load, loader, early=probe.alone),
+            probe=schedule.selector.probe,
+            before_layer=partial(self._load, loader),
             graphed=self.graphed,
         )
         self._work += work
-        if not probe.alone and not loader.fused.keeps_layers:
+        if not loader.fused.keeps_layers:
             loader.rewind()
         return attention
 

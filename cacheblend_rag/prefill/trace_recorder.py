@@ -45,18 +45,23 @@ Measured = NDArray[np.float32]
 class TraceRecorder(Observer):
     """Records one pass over one prompt.
 
-    candidates: of the pass, for the whole prompt. schedule: of the pass. question_start: position
-    of the question's first token. Scores are read back from the device at each choice, all else by
-    ``trace()``, which all ranks of a finished pass must call.
+    candidates: of the pass, for the whole prompt. schedule: of the pass. in_chunks: (tokens,) bool,
+    the tokens of used chunks. question_start: position of the question's first token. Scores are
+    read back from the device at each choice, all else by ``trace()``, which all ranks of a finished
+    pass must call.
     """
 
     def __init__(
-        self, stack: DecoderStack, candidates: Candidates, schedule: Schedule, question_start: int
+        self,
+        stack: DecoderStack,
+        candidates: Candidates,
+        schedule: Schedule,
+        in_chunks: Mask,
+        question_start: int,
     ) -> None:
         self._stack, self._question_start = stack, question_start
         self._held: Mask = candidates.cached.numpy()  # a cached prefix included
-        chunks = candidates.chunks
-        self._cached: Mask = self._held if chunks is None else self._held & (chunks.numpy() >= 0)
+        self._cached = in_chunks
         self._protected = np.flatnonzero(self._cached & ~candidates.eligible.numpy())
         layers = stack.geometry.layers
         self._reference = min(schedule.checks, default=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,11 +12,10 @@ from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, FusedKV, RingKV, question_probe
 from cacheblend_rag.blend.onednn import has_onednn
 from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
-from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.selectors import Probe
 from cacheblend_rag.errors import ConfigError
-from tests.blend.fake_stack import HEAD_DIM, KV_HEADS, LAYERS, FakeStack, Reference, WatchedKV
-from tests.blend.test_passes import PROMPTS, SPANS, TOKENS, Case, Prompt, Slow
+from tests.blend.fake_stack import LAYERS, FakeStack, Reference, WatchedKV
+from tests.blend.test_passes import PROMPTS, TOKENS, Case, Prompt, Slow
 from tests.prefill.prompts import Ranks, run
 
 REUSE = BlendConfig(selector="none")
@@ -47,24 +45,6 @@ def attention(prompt: Prompt, start: int, stack: FakeStack) -> dict[int, Tensor]
         reference.write(layer, rows)
         found[layer] = reference.shares(layer)[:, asking]
         reference.advance(layer, rows)
-    return found
-
-
-def attention_alone(prompt: Prompt, start: int, stack: FakeStack) -> dict[int, Tensor]:
-    """As ``attention``, of text that was computed as if there were no chunks between it."""
-    fused = prompt.laid(WatchedKV(stack, prompt.tokens))
-    whole = Reference(stack, prompt.ids, fused.keys.nan_to_num(), fused.values.nan_to_num())
-    rows, found = text_of(prompt), {}
-    empty = torch.zeros(len(stack.windows), KV_HEADS, len(rows), HEAD_DIM)
-    alone = Reference(stack, prompt.ids[rows], empty, empty)
-    alone._turns = whole._turns[rows]
-    every = list(range(len(rows)))
-    for layer in range(len(stack.windows)):
-        whole.hidden[rows] = alone.hidden
-        whole.write(layer, rows)
-        found[layer] = whole.shares(layer)[:, [row for row in rows if row >= start]]
-        alone.write(layer, every)
-        alone.advance(layer, every)
     return found
 
 
@@ -151,67 +131,8 @@ def test_a_probe_observes_what_it_says(
     assert max(event.layer for event in stack.log) == layers[-1], "no layer after the last observed"
 
 
-@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-@pytest.mark.parametrize("row_block", [1000, 3])
-def test_a_question_asked_alone_sees_chunks_only_where_it_is_observed(
-    prompt: Prompt, row_block: int
-) -> None:
-    start, probe = prompt.tokens - 4, Probe(layers=[1, 2], heads="sum", alone=True)
-    shares = attention_alone(prompt, start, FakeStack())
-    stack = FakeStack(row_block=row_block)
-    mass, work = probed(prompt, start, stack, probe)
-    torch.testing.assert_close(mass, (shares[1] + shares[2]).sum((0, 1)), atol=1e-5, rtol=0)
-
-    rows = len(text_of(prompt))
-    costs, alone = stack.costs, Rows.at(np.arange(rows), stack.device)
-    own = costs[0].run(alone) + costs[1].run(alone) + costs[2].probe(rows)
-    seen = sum(costs[layer].per_pair / 2 * shares[layer].shape[1] for layer in (1, 2))
-    assert work == own + seen * prompt.tokens
-
-    used = [(event.kind, event.layer) for event in stack.log if event.kind in {"read", "write"}]
-    assert {layer for _, layer in used} == {1, 2}, "the layers before need no chunk KV"
-    computed = [event for event in stack.log if event.kind in {"run", "probe"}]
-    assert {event.layer for event in computed} == {0, 1, 2}, "none after the last observed"
-    for layer in range(3):
-        mine = [row for event in computed if event.layer == layer for row in event.rows]
-        assert mine == text_of(prompt), "each token of the text once"
-
-
-def test_a_question_asked_alone_sees_the_first_tokens_though_their_kv_is_held() -> None:
-    prompt, probe = Prompt(), Probe(layers=[1], heads="sum", alone=True)
-    wanted, _ = probed(prompt, TOKENS - 4, probe=probe)
-    held, stack = prompt.candidates, FakeStack()
-    first = SPANS["a"][0]
-    held.chunks = torch.where(held.cached, 0, -1)
-    held.cached[:first] = True
-    fused = prompt.laid(WatchedKV(stack, TOKENS))
-    mass, _ = run(probe_question(stack, prompt.ids, fused, held, TOKENS - 4, probe=probe))
-    assert first > 0
-    assert torch.equal(mass, wanted)
-    assert held.cached[:first].all(), "the pass itself still reuses them"
-
-
-def test_a_question_asked_alone_takes_chunk_kv_of_observed_layers_only() -> None:
-    prompt, stack = Prompt(), FakeStack()
-    laid: list[tuple[int, int]] = []
-
-    def lay(layer: int) -> Any:
-        laid.append((layer, sum(event.kind == "run" for event in stack.log)))
-        yield
-
-    fused = prompt.laid(FusedKV(stack.geometry, TOKENS))
-    probe = Probe(layers=[2], alone=True)
-    run(
-        probe_question(
-            stack, prompt.ids, fused, prompt.candidates, TOKENS - 4, probe=probe, before_layer=lay
-        )
-    )
-    assert laid == [(2, 2)], "no other layer, and the question is computed while it is read"
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_a_ring_buffer_gives_what_a_whole_one_gives(alone: bool) -> None:
-    prompt, probe = Prompt(), Probe(layers=[0, 2], alone=alone)
+def test_a_ring_buffer_gives_what_a_whole_one_gives() -> None:
+    prompt, probe = Prompt(), Probe(layers=[0, 2])
     whole, work = probed(prompt, TOKENS - 4, probe=probe)
     stack, source = FakeStack(), prompt.laid(FusedKV(FakeStack().geometry, TOKENS))
     ring, cached = RingKV(stack.geometry, TOKENS), prompt.candidates.cached
@@ -324,7 +245,6 @@ def test_a_layer_that_the_model_lacks_is_named() -> None:
         ({"draft": 1.5}, "draft=1.5 must be a number from 0 to 1"),
         ({"draft": True}, "draft=True must be a number"),
         ({"draft": "1"}, "draft='1' must be a number"),
-        ({"alone": 1}, "alone=1 must be true or false"),
     ],
 )
 def test_an_option_out_of_range_is_named(options: dict[str, Any], message: str) -> None:

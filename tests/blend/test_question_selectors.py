@@ -58,9 +58,6 @@ def test_a_probe_is_set_by_options_and_needs_kv_up_to_its_last_layer(name: str) 
     assert selector.needs_question
     assert selector.probe == Probe(selector.probe.span, [1, 4], "sum", "norm", 0.25)
     assert selector.kv_before(20) == 0.25
-    alone = make_selector(name, options | {"alone": True})
-    assert alone.probe == Probe(selector.probe.span, [1, 4], "sum", "norm", 0.25, alone=True)
-    assert alone.kv_before(20) == 0.1, "of the observed layers only"
     with pytest.raises(ConfigError, match="heads='mean'"):
         make_selector(name, {"heads": "mean"})
 

@@ -57,10 +57,10 @@ WRONG = {
     ("store", "verify", "{store}"): "got unexpected extra argument",
     ("bench", "ttft", "--repeat", "0"): "'--repeat'",
     ("bench", "ttft", "--check-layers", "one"): "--check-layers",
-    ("bench", "ttft", "--selector-options", "alone"): (
-        "selector_options='alone' must be a JSON object, such as {\"layers\": [9, 12]}"
+    ("bench", "ttft", "--selector-options", "layers"): (
+        "selector_options='layers' must be a JSON object, such as {\"layers\": [9, 12]}"
     ),
-    ("bench", "ttft", "--selector-options", '{{"alone": true}}'): "hkvd has no 'alone'",
+    ("bench", "ttft", "--selector-options", '{{"layers": [9]}}'): "hkvd has no 'layers'",
     ("eval", "--selector-options", "[1]"): "--selector-options='[1]' must be a JSON object",
     ("eval", "--selectors", "hkvd", "--selector-options", '{{"prior": {{}}}}'): (
         "'prior' is not in --selectors: add it"
@@ -113,7 +113,7 @@ WRONG = {
     (*ANALYZE, "--question", " "): "the question is empty",
     (*ANALYZE, "--window", "0"): "'--window'",
     (*ANALYZE, "--chunk-tokens", "9"): "chunk_tokens=9 must be a whole number of at least 16",
-    (*ANALYZE, "--chunk-tokens", "4096"): "toy' hold 4,096",
+    (*ANALYZE, "--chunk-tokens", "4096"): "--chunk-tokens 4096: toy' hold 4,096",
     (*ANALYZE, "--overlap", "1025"): "overlap=1025 must be at most half of chunk_tokens=2048",
     (*ANALYZE, "--combine", "vote"): "'--combine'",
     (*ANALYZE, "--resume", "{file}"): "is not a result of this analysis",
@@ -121,8 +121,8 @@ WRONG = {
     (*ANALYZE, "--kv-path", "{collection}"): "is a collection",
     (*ANALYZE, "--store", "host_byte=1"): "(did you mean 'host_bytes'?)",
     # what is to be explained
-    ("explain",): "give one of QUESTION and --prompt FILE",
-    ("explain", "Who?", "--prompt", "{file}"): "give one of QUESTION and --prompt FILE",
+    ("explain",): "give one of QUESTION, --prompt FILE or --report FILE",
+    ("explain", "Who?", "--report", "{file}"): "give one of QUESTION, --prompt FILE or --report",
     ("explain", " ", "--from", "{collection}"): "the question is empty",
     ("explain", "Who?", "--from", "{nothing}"): "holds no collection",
     ("explain", "Who?", "--url", "http://host:1"): "--url is for --prompt FILE",
@@ -133,6 +133,9 @@ WRONG = {
     ("explain", "--prompt", "{file}", "--selector", "guess"): "selector='guess' must be one of",
     ("explain", "--prompt", "{file}", "--kv-path", "{collection}"): "is a collection",
     ("explain", "--prompt", "{file}", "--namespace", "\udcff"): "holds a lone surrogate",
+    ("explain", "--report", "{nothing}"): "cannot be read",
+    ("explain", "--report", "{file}"): "is not a JSON file",
+    ("explain", "--report", "{file}", "--compare"): "--compare asks the engine",
     ("explain", "Who?", "--html", "{nothing}/page.html"): "name a file in an existing folder",
     # selectors
     (*ASK, "--selector", "guess"): "selector='guess' must be one of",
@@ -140,10 +143,13 @@ WRONG = {
     (*CHAT, "--selector", "guess"): "selector='guess' must be one of",
     ("eval", "--selectors", "guess"): "selector='guess' must be one of",
     ("bench", "ttft", "--selector", "guess"): "selector='guess' must be one of",
+    ("bench", "throughput", "--selector", "guess"): "selector='guess' must be one of",
+    ("bench", "steady", "--selector", "guess"): "selector='guess' must be one of",
+    ("eval", "--deviation", "w"): "deviation='w' must be one of",
     ("eval", "--ratios", "0.1,2"): "recompute_ratio=2.0",
     ("eval", "--ratios", "some"): "--ratios",
     ("eval", "--lead-ins", "preface"): "lead_in='preface'",
-    ("eval", "--settings", "upright"): "setting 'upright' must be one of",
+    ("eval", "--settings", "upright"): "setting='upright'",
     ("eval", "--check-layers", "0"): "check_layers=(0,) must be a list of one layer index or more",
     ("eval", "--check-layers", "99"): "check_layers=(99,) must be below",
     ("bench", "ttft", "--check-layers", "99"): "check_layers=(99,) must be below",
@@ -183,12 +189,26 @@ WRONG = {
     ("bench", "ttft", "--device", "gpu"): "device='gpu' is not available here",
     (*INDEX, "--dtype", "int8"): "dtype='int8' must be one of",
     ("eval", "--dtype", "float64"): "dtype='float64' must be one of",
+    ("bench", "steady", "--dtype", "int8"): "dtype='int8' must be one of",
     ("bench", "ttft", "--shape", "tiny"): "shape='tiny' must be one of",
+    ("bench", "throughput", "--shape", "tiny"): "shape='tiny' must be one of",
     ("bench", "ttft", "--tier", "cloud"): "tier='cloud' must be host, disk or a tier's URL",
     ("bench", "store", "--tier", "ftp://cloud"): "ftp://... must begin with one of",
     ("bench", "ttft", "--precision", "fp4"): "precision='fp4' must be one of native, fp8, int8",
     ("bench", "ttft", "--ratio", "2"): "recompute_ratio=2.0",
     ("bench", "ttft", "--chunks", "100"): "prompt_tokens=51232 must be below 8192",
+    ("bench", "steady", "--held", "1"): "held=1.0 must be between 0 and 1",
+    ("bench", "gpu"): "missing option '--out'",
+    (
+        "bench",
+        "gpu",
+        "--out",
+        "{new}",
+        "--step",
+        "guess",
+    ): "step='guess' must be one of facts, link",
+    ("bench", "gpu", "--out", "{new}", "--shape", "tiny"): "shape='tiny' must be one of",
+    ("bench", "gpu", "--toy", "--out", "{nothing}/gpu.json"): "give a file in a folder that exists",
     # servers and stores
     ("serve", TOY, "--disk-gib", "1"): "give --kv-path too",
     ("serve", TOY, "--host-gib", "0"): "--host-gib 0",
@@ -296,6 +316,7 @@ def test_a_hub_model_that_is_on_this_machine_is_not_asked_for(tmp_path, monkeypa
         (*ASK, "--engine", "vllm"),
         ("eval", "--engine", "vllm"),
         ("bench", "ttft", "--engine", "vllm"),
+        ("bench", "throughput"),
     ],
     ids=" ".join,
 )

@@ -59,16 +59,13 @@ def test_the_default_is_as_right_as_full_prefill_and_as_reuse_where_documents_ar
     assert right["adjacent"]["none", "instruction", False] < RIGHT[toy]
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_follow_up_questions_of_a_kept_conversation_find_whom_they_mean(alone: bool) -> None:
+def test_follow_up_questions_of_a_kept_conversation_find_whom_they_mean() -> None:
     """The passages' KV knows nothing of each other, so the rows must be chosen by the question.
 
-    Full prefill answers all 12, plain reuse 2; asked without seeing the earlier turn, 9.
+    Full prefill answers all 12, plain reuse 2.
     """
     engine = open_engine("transformers", model=str(TOYS / "qknorm"))
-    config = BlendConfig(
-        min_tokens=0, cost_model=False, recompute_ratio=0.16, selector_options={"alone": alone}
-    )
+    config = BlendConfig(min_tokens=0, cost_model=False, recompute_ratio=0.16)
     sampling, right = SamplingParams.greedy(max_tokens=8), 0
     for prompt in generate_prompts("turns", QUESTIONS, seed=5):
         passages = [Chunk(text) for text in prompt.chunk_texts]

@@ -361,34 +361,6 @@ def test_layers_can_be_read_twice(slow, promote):
         assert len(slow.ranges) == LAYERS * len(KEYS)
 
 
-def test_a_layer_can_be_taken_early_and_is_read_once(monkeypatch, slow, gate):
-    monkeypatch.setattr(reading, "ROOM_AHEAD_BYTES", 2 * LAYER_BYTES)
-    slow.gate = lambda key, at: (key, at) != part(slow, 4, key) or gate.wait(10)
-    store = TieredKVStore([slow])
-    with store, store.fetch(KEYS[:2]) as source:
-        heads(source)
-        assert source.early(4, 0.01) is None, (
-            "others took all the room, and it is read all the same"
-        )
-        assert not source.wait(0.01), "a request waits without holding the model"
-        gate.set()
-        assert source.wait(10)
-        late = source.early(4, 10)
-        assert holds([late], KEYS[:2], {key: _from(kv, 4) for key, kv in KVS.items()})
-        assert holds(layers_of(source), KEYS[:2])
-        assert sorted(Counter(slow.ranges).values()) == [1] * (2 * LAYERS)
-    assert store.reads.room.left == 2 * LAYER_BYTES
-
-
-def test_a_layer_that_is_damaged_is_an_error_if_taken_early_too(slow):
-    slow.objects[KEYS[1]][part(slow, 3, KEYS[1])[1]] ^= 1
-    with TieredKVStore([slow]) as store, store.fetch(KEYS[:2]) as source:
-        heads(source)
-        sound, error = source.early(3, 10)
-        assert isinstance(error, DamagedChunkError)
-        assert torch.equal(sound[0], KVS[KEYS[0]].keys[3])
-
-
 def test_a_layer_that_is_damaged_is_an_error_and_its_chunk_is_set_aside(slow):
     slow.objects[KEYS[1]][-5] ^= 1
     with TieredKVStore([HostTier(None), slow]) as store:

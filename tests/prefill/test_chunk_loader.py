@@ -16,8 +16,7 @@ from torch import Tensor
 
 from cacheblend_rag import BlendConfig, TieredKVStore
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.blend.selectors import SELECTORS, Evidence
-from cacheblend_rag.blend.selectors.question_mid import QuestionMid
+from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.kv import HostTier, KVKey, codec
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.tiers import StoredChunk, Tier
@@ -185,31 +184,6 @@ def test_a_chunk_that_is_damaged_midway_is_a_miss_and_the_answer_is_right(
     assert tier.stats()["quarantined"] == 1
     # What was done in vain is told as work, too.
     assert found[0].compute_share >= wanted[0].compute_share
-
-
-@pytest.mark.parametrize("ring", [False, True])
-def test_the_question_waits_for_observed_layers_only_and_nothing_is_read_twice(
-    monkeypatch: pytest.MonkeyPatch, ring: bool
-) -> None:
-    tier, chosen, too_early, score = slow_tier(), threading.Event(), list[int](), QuestionMid.score
-
-    def gate(key: KVKey, start: int) -> None:
-        name = next(name for name in NAMES if NAMES[name].key == key)
-        if (layer := layer_at(tier, name, start)) != 2 and not chosen.wait(10):
-            too_early.append(layer)
-
-    def scored(selector: QuestionMid, evidence: Evidence) -> Tensor:
-        chosen.set()
-        return score(selector, evidence)
-
-    monkeypatch.setattr(QuestionMid, "score", scored)
-    tier.gate = gate
-    config = {"selector_options": {"layers": [2], "alone": True}, "recompute_ratio": 0.3}
-    found = over([tier], ring=ring, **config)
-    assert_same(found, expected(**config))
-    assert found[0].selector == "question_mid"
-    assert not too_early, "rows are chosen before any other layer has been read"
-    assert len(set(tier.ranges)) == len(tier.ranges) == 3 * LAYERS
 
 
 def test_all_chunks_may_be_lost_one_after_the_other() -> None:

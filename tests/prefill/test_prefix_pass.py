@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, TieredKVStore
-from cacheblend_rag.blend import FusedKV, question_probe
+from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.kv.speed import Speeds
 from cacheblend_rag.prefill import prefix, prompt_pass
 from cacheblend_rag.prefill.controller import Decision, Rates, StoredPart
@@ -83,16 +83,6 @@ def test_stored_blocks_replace_computing_and_change_nothing(
     same(found, alone)
     assert (alone.prefix_tokens, found.prefix_tokens) == (0, len(there))
     assert (found.compute_share < alone.compute_share) == bool(there)
-
-
-@pytest.mark.parametrize("first_tokens", [0, BEFORE, TOKENS])
-def test_a_stored_prefix_makes_no_difference_to_a_question_asked_alone(
-    first_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (prompt_pass, question_probe):
-        monkeypatch.setattr(module, "FIRST_TOKENS", first_tokens)
-    asked: dict[str, Any] = {"selector": "question_mid", "selector_options": {"alone": True}}
-    same(finished(over(stored([0, 1, 2]), **asked)), finished(over(stored([]), count=0, **asked)))
 
 
 def test_a_prefix_alone_is_continued() -> None:

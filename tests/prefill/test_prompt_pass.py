@@ -68,8 +68,7 @@ def by_hand(
     stack, fused = FakeStack(), FusedKV(FakeStack().geometry, TOKENS)
     known = Candidates.none(TOKENS)
     known.eligible, known.prior = known.cached.clone(), torch.zeros(TOKENS)
-    known.chunks = torch.full((TOKENS,), -1)
-    for index, (chunk, name) in enumerate(zip(placed(), SPANS, strict=True)):
+    for chunk, name in zip(placed(), SPANS, strict=True):
         if name in hits:
             kv, here = chunk_kv(stack, chunk), slice(chunk.start + lost[0], chunk.end - lost[1])
             own = slice(lost[0], kv.tokens - lost[1])
@@ -78,7 +77,6 @@ def by_hand(
             fused.values[:, :, here] = kv.values[:, :, own]
             assert kv.prior is not None
             known.cached[here] = known.eligible[here] = True
-            known.chunks[here] = index
             if name in protected and config.recompute_ratio != 1:
                 known.eligible[here] = free_by_hand(kv.prior[own].tolist(), config.protect_context)
             known.offsets[here], known.prior[here] = torch.arange(kv.tokens)[own], kv.prior[own]
@@ -324,22 +322,11 @@ def test_a_question_is_what_follows_the_last_chunk_or_the_last_token() -> None:
     assert found.chunks[2].reason == "not stored"
 
 
-@pytest.mark.parametrize(
-    ("reserve", "alone", "placings"),
-    [
-        (0, False, [3, 3, 3, 3]),
-        (None, False, [6, 6, 6, 3]),
-        (0, True, [3, 3, 6, 3]),
-        (None, True, [3, 3, 6, 3]),
-    ],
-)
+@pytest.mark.parametrize(("reserve", "placings"), [(0, [3, 3, 3, 3]), (None, [6, 6, 6, 3])])
 def test_a_probe_that_ends_midway_loads_no_more(
-    reserve: int | None, alone: bool, placings: list[int], monkeypatch: pytest.MonkeyPatch
+    reserve: int | None, placings: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ring is loaded again from layer 0 on, a whole buffer goes on where the probe ended.
-
-    A question that is asked alone loads the observed layer, and both begin with layer 0.
-    """
+    """A ring is loaded again from layer 0 on, a whole buffer goes on where the probe ended."""
     placed_at: list[tuple[int, int]] = []
     place = chunk_loader.place_parts
     stack = FakeStack()
@@ -353,7 +340,7 @@ def test_a_probe_that_ends_midway_loads_no_more(
     found = finished(
         prompt_pass(
             filled(placed()), placed(), stack, options,
-            selector="question_mid", selector_options={"layers": [2], "alone": alone},
+            selector="question_mid", selector_options={"layers": [2]},
         )
     )  # fmt: skip
     ran = [layer for layer, _ in groupby(event.layer for event in stack.log)]
@@ -362,35 +349,6 @@ def test_a_probe_that_ends_midway_loads_no_more(
     last = [ran_before for layer, ran_before in placed_at if layer == LAYERS - 1]
     assert last == [6] * len(SPANS), "after three layers of the probe and three of the pass"
     assert found.selector == "question_mid"
-
-
-@pytest.mark.parametrize("reserve", [0, None])
-@pytest.mark.parametrize(
-    ("is_turn", "first_tokens", "alone"),
-    [(False, SPANS["a"][0], True), (True, TOKENS, False), (False, SPANS["a"][0] - 1, False)],
-)
-def test_a_question_is_asked_alone_only_if_it_sees_all_but_the_passages(
-    is_turn: bool,
-    first_tokens: int,
-    alone: bool,
-    reserve: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Not with earlier turns in the prompt, nor behind a long instruction; a ring is read again."""
-    monkeypatch.setattr(prompt_pass_module, "FIRST_TOKENS", first_tokens)
-    chunks = [placed()[0], replace(placed()[1], is_turn=is_turn), placed()[2]]
-    found, seeing = (
-        finished(
-            prompt_pass(
-                filled(placed()), chunks, FakeStack(), {"reserve": reserve},
-                selector="question_mid", selector_options=options, recompute_ratio=0.3,
-            )
-        )
-        for options in ({"alone": True}, {"alone": False})
-    )  # fmt: skip
-    assert found.selector == seeing.selector == "question_mid"
-    assert (found.compute_share != seeing.compute_share) == alone
-    assert alone or torch.equal(found.hidden, seeing.hidden)
 
 
 # Steps

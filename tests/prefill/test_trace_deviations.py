@@ -53,7 +53,9 @@ def traced(
 ) -> tuple[Trace, Case, Slow]:
     config = BlendConfig(**{"recompute_ratio": 0.3, **settings})
     schedule = plan_schedule(config, LAYERS)
-    recorder = TraceRecorder(FakeStack(), prompt.candidates, schedule, ENDS["c"])
+    recorder = TraceRecorder(
+        FakeStack(), prompt.candidates, schedule, prompt.candidates.cached.numpy(), ENDS["c"]
+    )
     case = Case.of(prompt, config, observers=[recorder], **options)
     monkeypatch.setattr(test_passes, "Reference", Noted)
     return recorder.trace(), case, Slow(case)

@@ -48,7 +48,7 @@ def traced(prompt: Prompt, config: BlendConfig, **options: Any) -> tuple[Trace, 
 
 def recorder_of(known: Candidates, config: BlendConfig | None = None) -> TraceRecorder:
     schedule = plan_schedule(config or BlendConfig(), LAYERS)
-    return TraceRecorder(FakeStack(), known, schedule, ENDS["c"])
+    return TraceRecorder(FakeStack(), known, schedule, known.cached.numpy(), ENDS["c"])
 
 
 def all_cached(tokens: int) -> Candidates:

@@ -29,10 +29,6 @@ class Probe:
             their squares.
         draft: weight, 0 to 1, of the prompt's last token, which predicts the answer's first; all
             tokens share the rest.
-        alone: whether the question's tokens see only the text of the prompt in the layers before
-            they are observed, as if it had no chunks: these layers then cost little, and need no
-            chunk KV. Without effect in a prompt with kept turns of a conversation, to which the
-            question may refer, and where more than 256 tokens stand before the first chunk.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -43,7 +39,6 @@ class Probe:
     heads: Heads = "max"
     tokens: Tokens = "sum"
     draft: float = 0.0
-    alone: bool = False
 
     def __post_init__(self) -> None:
         if not _is_span(self.span):
@@ -58,8 +53,6 @@ class Probe:
             )
         if not _is_number(self.draft) or not 0 <= self.draft <= 1:
             raise ConfigError(f"draft={self.draft!r} must be a number from 0 to 1")
-        if not isinstance(self.alone, bool):
-            raise ConfigError(f"alone={self.alone!r} must be true or false")
 
     def observed(self, layers: int) -> tuple[int, ...]:
         """Return the observed layers of a model of ``layers`` layers, rising, at least one.
@@ -77,13 +70,6 @@ class Probe:
     def depth(self, layers: int) -> int:
         """Return how many of a model's first layers the probe pass needs."""
         return self.observed(layers)[-1] + 1
-
-    def kv_layers(self, layers: int) -> int:
-        """Return the number of layers whose stored chunk KV the probe pass reads.
-
-        For prompts on which ``alone`` has no effect that number is ``depth``.
-        """
-        return len(self.observed(layers)) if self.alone else self.depth(layers)
 
 
 def _is_number(value: Any) -> bool:

@@ -16,7 +16,7 @@ from cacheblend_rag.blend.selectors.probe import Heads, Probe, Tokens
 class Question(Selector):
     """Attention mass of the question; by default the most attentive head's, in the upper layers.
 
-    span, layers, heads, tokens, draft, alone: see Probe. Related: ProphetKV (arXiv 2602.02579);
+    span, layers, heads, tokens, draft: see Probe. Related: ProphetKV (arXiv 2602.02579);
     ``draft`` follows BCR (arXiv 2610.02233), which ranks by the attention of the answer's first
     tokens.
     """
@@ -27,14 +27,13 @@ class Question(Selector):
     heads: Heads = "max"
     tokens: Tokens = "sum"
     draft: float = 0.0
-    alone: bool = False
 
     def __post_init__(self) -> None:
         _ = self.probe  # which checks the fields
 
     @property
     def probe(self) -> Probe:
-        return Probe(self.span, self.layers, self.heads, self.tokens, self.draft, self.alone)
+        return Probe(self.span, self.layers, self.heads, self.tokens, self.draft)
 
     def score(self, evidence: Evidence) -> Tensor:
         return given(evidence.question_attention, "question_attention")

@@ -48,7 +48,7 @@ class Union(Selector):
         if any(probe != self.probe for probe in self._probes):
             raise ConfigError(
                 f"members={dict(self.members)} observe different attention of the question: give "
-                "them the same span, layers, heads, tokens, draft and alone in options"
+                "them the same span, layers, heads, tokens and draft in options"
             )
 
     @property

@@ -59,12 +59,8 @@ class LayerGraphs:
         self._seen: OrderedDict[int, _Inputs | None] = OrderedDict()
         self.is_on = True
 
-    def of(
-        self, rows: Rows, fused: FusedKV, positions: Tensor | None = None
-    ) -> PromptGraphs | None:
+    def of(self, rows: Rows, fused: FusedKV) -> PromptGraphs | None:
         """Return the graphs for rows of a prompt; None if layers are to be run without.
-
-        positions: of all tokens of ``fused``, (tokens,), if those are not their indices.
 
         Hooks may do anything, so a model that has some on its layers gets no graphs.
         """
@@ -82,8 +78,7 @@ class LayerGraphs:
         inputs = self._seen[size]
         if inputs is None:
             inputs = self._seen[size] = _Inputs.of(self._stack, size)
-        at = rows.device if positions is None else positions[rows.device]
-        return PromptGraphs(self, inputs, rows, fused, at)
+        return PromptGraphs(self, inputs, rows, fused)
 
     def give_up(self, why: str) -> None:
         """Run all layers without graphs from now on."""
@@ -134,14 +129,12 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 
 class PromptGraphs:
-    """Runs layers on the rows of one prompt by graphs; at: their positions, (rows,)."""
+    """Runs layers on the rows of one prompt by graphs."""
 
-    def __init__(
-        self, graphs: LayerGraphs, inputs: _Inputs, rows: Rows, fused: FusedKV, at: Tensor
-    ) -> None:
+    def __init__(self, graphs: LayerGraphs, inputs: _Inputs, rows: Rows, fused: FusedKV) -> None:
         self._graphs, self._inputs, self._rows, self._fused = graphs, inputs, rows, fused
-        self._at, self._token = at, object()
         self._stack, self._may_capture = graphs._stack, CAPTURED_AT_ONCE
+        self._token = object()
 
     def run(self, layer: int, hidden: Tensor) -> Tensor | None:
         """Return the hidden states, (1, rows, hidden), after a layer; valid until its next run.
@@ -166,7 +159,7 @@ class PromptGraphs:
         inputs, rows, keys = self._inputs, self._rows.device, self._fused.keys
         missing = len(inputs.positions) - len(rows)
         inputs.positions[: len(rows)] = rows
-        padded = torch.cat((self._at, self._at[-1:].expand(missing)))
+        padded = torch.cat((rows, rows[-1:].expand(missing)))
         inputs.positions[len(rows) :] = -1
         inputs.hidden[:, len(rows) :] = 0
         new = _tensors(self._stack.position_inputs(padded[None]))

@@ -325,18 +325,17 @@ def test_a_pass_that_loses_what_is_read_is_planned_anew(passes: Passes, layer: i
     assert passes.planned == 1
 
 
-ALONE = {"selector": "question_mid", "selector_options": {"layers": [2], "alone": True}}
+ASKED = {"selector": "question_mid", "selector_options": {"layers": [2]}}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize(
-    "asked", [{"selector": "prior", "ring": True}, ALONE, {**ALONE, "ring": True}]
+    "asked", [{"selector": "prior", "ring": True}, ASKED, {**ASKED, "ring": True}]
 )
 def test_ranks_agree_where_one_alone_has_all_in_memory(
     passes: Passes, lost: bool, rank: int, asked: dict[str, Any]
 ) -> None:
-    """Also if a layer is taken early for a question that is asked alone."""
     tiers: list[Tier] = [host_tier(), host_tier()]
     slow = slow_tier()
     if lost:
@@ -354,30 +353,6 @@ def test_ranks_agree_where_one_alone_has_all_in_memory(
         assert_same(found, wanted)
         assert found[1].restarts == int(lost)
     assert passes.planned == 1 + int(lost), "anew, once a chunk is lost"
-
-
-def test_a_layer_that_was_taken_early_is_laid_again_in_its_turn(passes: Passes) -> None:
-    """Rows may have been computed there, of tokens whose stored KV is used."""
-    stack = FakeStack()
-    with TieredKVStore([host_tier()]) as store:
-        source = begin_reading(store, (chunk.key for chunk in placed()), stack)
-        loader = ChunkLoader(stack, [Place(chunk.start, chunk.end) for chunk in placed()], source)
-        run(loader.heads())
-        fused = FusedKV(stack.geometry, TOKENS)
-        loader.into(fused)
-        run(loader.load_early(2))
-        early = [part.clone() for part in fused.layer(2)]
-        for part in fused.layer(2):
-            part.zero_()
-        for layer in range(LAYERS):
-            run(loader.load(layer))
-        assert passes.planned == 1
-        for chunk in placed():
-            own = slice(chunk.start, chunk.end)
-            for part, found in zip(early, fused.layer(2), strict=True):
-                assert torch.equal(found[:, :, own], part[:, :, own])
-                assert found[:, :, own].any()
-        source.close()
 
 
 @pytest.mark.parametrize("ring", [False, True])

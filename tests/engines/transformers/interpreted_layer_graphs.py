@@ -99,9 +99,7 @@ class Prompt:
         self.cached[-1] = False
 
     @torch.inference_mode()
-    def blended(
-        self, graphs: LayerGraphs | None, positions: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, FusedKV]:
+    def blended(self, graphs: LayerGraphs | None) -> tuple[torch.Tensor, FusedKV]:
         """Return the last hidden state, and the prompt's KV."""
         fused = FusedKV(self.stack.geometry, len(self.ids), reserve=5)
         fused.keys[:, :, : len(self.ids)] = self.stored.keys
@@ -110,15 +108,15 @@ class Prompt:
         candidates = Candidates(self.cached, nothing, torch.zeros(len(self.ids), dtype=torch.long))
         run = BlendPass(
             self.stack, self.ids, fused, candidates, Schedule(make_selector("none"), 0.0, {}),
-            graphed=None if graphs is None else graphs.of, positions=positions,
+            graphed=None if graphs is None else graphs.of,
         )  # fmt: skip
         run.run()
         return run.hidden, fused
 
-    def check(self, graphs: LayerGraphs, positions: torch.Tensor | None = None) -> None:
+    def check(self, graphs: LayerGraphs) -> None:
         """Compare a pass with graphs to one without."""
-        wanted, plain = self.blended(None, positions)
-        found, fused = self.blended(graphs, positions)
+        wanted, plain = self.blended(None)
+        found, fused = self.blended(graphs)
         seen = slice(0, len(self.ids))
         assert apart(found, wanted) < 5e-3
         assert apart(fused.keys[:, :, seen], plain.keys[:, :, seen]) < 5e-3
@@ -166,17 +164,6 @@ def test_only_models_that_the_kernel_suits_get_graphs(monkeypatch: pytest.Monkey
     assert stack_of(llama)._graphs is None
 
 
-def test_tokens_may_be_some_of_a_prompt() -> None:
-    """Then they have other positions than places in the buffer."""
-    stack, captured = stack_of(llama), Captured()
-    graphs = LayerGraphs(stack, stack.layers, captured)
-    for seed in range(4):
-        prompt = Prompt(stack, 60, 11, seed=seed)
-        prompt.check(graphs, torch.arange(60) * 3 + 50 * seed)
-    assert captured.count == 2
-    assert captured.replayed > 2
-
-
 def test_passes_may_take_turns() -> None:
     stack = stack_of(llama)
     graphs = LayerGraphs(stack, stack.layers, Captured())
@@ -202,9 +189,9 @@ def test_a_graph_with_another_result_is_not_used(
     prompt, buffers = Prompt(stack, 90, 13, seed=1), list[FusedKV]()
     of = graphs.of
 
-    def noted(rows: Rows, fused: FusedKV, positions: torch.Tensor | None) -> PromptGraphs | None:
+    def noted(rows: Rows, fused: FusedKV) -> PromptGraphs | None:
         buffers.append(fused)
-        return of(rows, fused, positions)
+        return of(rows, fused)
 
     def spoil() -> None:
         for inputs in graphs._seen.values():

@@ -75,10 +75,7 @@ class Case:
         schedule = plan_schedule(config, self.stack.geometry.layers)
         eligible = cached & (torch.arange(self.ids.numel()) < (eligible_before or self.ids.numel()))
         prior = torch.rand(self.ids.shape, generator=torch.Generator().manual_seed(5))
-        chunks = torch.full_like(self.ids, -1)
-        for index, (start, end) in enumerate(self.spans):
-            chunks[start:end] = index
-        candidates = Candidates(cached, eligible, offsets, prior, chunks=chunks)
+        candidates = Candidates(cached, eligible, offsets, prior)
         run = BlendPass(
             self.stack, self.ids, fused, candidates, schedule,
             row_block=37,

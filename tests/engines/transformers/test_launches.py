@@ -68,7 +68,6 @@ def launches(
     fused = FusedKV(stack.geometry, TOKENS)
     known = Candidates.none(TOKENS)
     known.cached[:CHUNK] = known.eligible[:CHUNK] = True
-    known.chunks = torch.where(known.cached, 0, -1)
     config = PLAIN.with_changes(recompute_ratio=ratio, **settings)
     finished: list[int] = []
     run = BlendPass(
