@@ -92,7 +92,6 @@ class Candidates:
             question_attention=(
                 None if self.question_attention is None else _at(self.question_attention, positions)
             ),
-            positions=torch.from_numpy(positions),
             **fresh,
         )
 

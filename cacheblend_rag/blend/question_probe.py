@@ -58,7 +58,8 @@ def probe_question(
     work = observer.work + run.stats.work
     if not observer.layers:
         return torch.zeros(token_ids.numel()), work
-    return _of_all_layers(stack, probe, torch.stack(observer.layers)).cpu(), work
+    whole = stack.all_reduce(torch.stack(observer.layers), probe.heads)
+    return whole.sum(0).cpu(), work
 
 
 def _with_last_token(candidates: Candidates) -> Candidates:
@@ -66,16 +67,6 @@ def _with_last_token(candidates: Candidates) -> Candidates:
     cached = candidates.cached.clone()
     cached[-1:] = False
     return replace(candidates, cached=cached)
-
-
-def _of_all_layers(stack: DecoderStack, probe: Probe, layers: Tensor) -> Tensor:
-    """Combine the ranks' heads, and sum over layers: (tokens,) float32.
-
-    layers: (layers, tokens), or (layers, question tokens, tokens) if only a sum over all heads can
-    be reduced further.
-    """
-    whole = stack.all_reduce(layers, probe.heads)
-    return (whole.norm(dim=1) if whole.dim() == 3 else whole).sum(0)
 
 
 class _ObservedAttention:
@@ -107,11 +98,10 @@ class _ObservedAttention:
 class _QuestionAttention(Observer):
     """Collects what the question's tokens attend to in the observed layers.
 
-    layers: (tokens,) of each, or (question tokens, tokens), see _of_all_layers; of this rank's
-    heads. work: floating-point operations that took, beyond those of the pass. keeps_shares:
-    whether the pass takes the question's attention weights from here where `attend_by_matmul`
-    would compute the same, which it does not within a window. The last layer's are not kept: the
-    pass ends before its attention.
+    layers: (tokens,) of each, of this rank's heads. work: floating-point operations that took,
+    beyond those of the pass. keeps_shares: whether the pass takes the question's attention weights
+    from here where `attend_by_matmul` would compute the same, which it does not within a window.
+    The last layer's are not kept: the pass ends before its attention.
     """
 
     def __init__(
@@ -134,7 +124,8 @@ class _QuestionAttention(Observer):
             call.query[:, :, first:], keys, rows.part(first, len(rows)),
             scaling=call.scaling, window=call.window, softcap=call.softcap, sinks=call.sinks,
         )  # fmt: skip
-        self.layers.append(self._reduced(shares))
+        asked = shares.sum(1)
+        self.layers.append(asked.amax(0) if self._probe.heads == "max" else asked.sum(0))
         if self.keeps_shares and self._are_wanted(call, rows, keys):
             self._shares = shares
             return
@@ -150,20 +141,3 @@ class _QuestionAttention(Observer):
         """Return the kept weights (heads, question tokens, tokens), or None, and forget them."""
         shares, self._shares = self._shares, None
         return shares
-
-    def _reduced(self, shares: Tensor) -> Tensor:
-        """Reduce attention, (heads, question tokens, tokens), as far as one rank can."""
-        probe = self._probe
-        if probe.draft:
-            shares = shares * _weights(shares.shape[1], probe.draft).to(shares.device)[:, None]
-        if probe.heads == "sum" and probe.tokens == "norm":
-            return shares.sum(0)
-        asked = shares.sum(1) if probe.tokens == "sum" else shares.norm(dim=1)
-        return asked.amax(0) if probe.heads == "max" else asked.sum(0)
-
-
-def _weights(tokens: int, draft: float) -> Tensor:
-    """Return the question tokens' weights, which sum to their number."""
-    weights = torch.full((tokens,), 1 - draft)
-    weights[-1] += draft * tokens
-    return weights

@@ -19,8 +19,7 @@ Cell = tuple[LeadInKind, str, tuple[float, ...]]
 _WHOLE_DOCUMENTS: tuple[Cell, ...] = (
     ("instruction", "hkvd", (0.15,)),
     ("instruction", "prior", (0.05, 0.1, 0.15, 0.2, 0.25)),
-    ("instruction", "question", (0.2,)),
-    ("instruction", "question_prior", (0.1, 0.2)),
+    ("instruction", "question_mid", (0.2,)),
     ("instruction", "chunk_head", (0.15,)),
     ("instruction", "random", (0.05, 0.1, 0.15, 0.2, 0.25)),
     ("document", "hkvd", (0.15,)),
@@ -35,7 +34,7 @@ _BROKEN_DOCUMENTS: tuple[Cell, ...] = (
 )
 _SINGLE_PASSAGES: tuple[Cell, ...] = (
     ("instruction", "hkvd", (0.05, 0.1, 0.15)),
-    ("instruction", "question", (0.15,)),
+    ("instruction", "question_mid", (0.15,)),
     ("instruction", "chunk_head", (0.15,)),
     ("instruction", "random", (0.15,)),
 )

@@ -195,7 +195,7 @@ class Slow:
         if ratio == 0 or not order:
             return sorted(self.always)
         seen = (self.known.offsets, self.known.prior, self.known.question_attention)
-        evidence = Evidence(*(part[order] for part in seen), positions=torch.tensor(order), **fresh)  # type: ignore[index,arg-type]
+        evidence = Evidence(*(part[order] for part in seen), **fresh)  # type: ignore[index,arg-type]
         scores = self.selector.score(evidence).tolist()
         best = sorted(zip(scores, order, strict=True), key=lambda pair: (-pair[0], pair[1]))
         count = math.ceil(Fraction(str(ratio)) * len(self.eligible))

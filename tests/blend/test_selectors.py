@@ -16,8 +16,6 @@ from cacheblend_rag.blend.schedule import row_count, top_rows
 from cacheblend_rag.blend.selectors import SELECTORS, Evidence, make_selector
 
 TOKENS = 12
-POSITIONS = torch.tensor([2, 3, 4, 5, 6, 9, 10, 11, 12, 13, 15, 16])
-"""Of five tokens of a chunk, five of another and the first two of a third."""
 
 
 def evidence() -> Evidence:
@@ -34,7 +32,6 @@ def evidence() -> Evidence:
         fresh_values=kv(),
         cached_keys=kv(),
         cached_values=kv(),
-        positions=POSITIONS,
     )
 
 
@@ -90,14 +87,6 @@ def test_hkvd_ranks_by_the_deviation_asked_for(deviation: str, winner: int) -> N
     assert both[3] == both[7] == TOKENS
 
 
-def test_question_prior_is_the_product() -> None:
-    seen = evidence()
-    assert seen.prior is not None
-    assert seen.question_attention is not None
-    scores = make_selector("question_prior").score(seen)
-    assert torch.equal(scores, seen.prior * seen.question_attention)
-
-
 @given(st.lists(st.sampled_from([-torch.inf, 0.0, 0.5, 1.0]), max_size=30), st.integers(0, 30))
 @settings(max_examples=60, deadline=None)
 def test_top_rows_are_the_best_in_order(values: list[float], count: int) -> None:
@@ -125,9 +114,7 @@ def test_row_count_rounds_up_without_rounding_noise(ratio: float, tokens: int, r
         ("hkvd", {"deviation": "k"}, "fresh_keys"),
         ("hkvd", {"deviation": "k"}, "cached_keys"),
         ("prior", {}, "prior"),
-        ("question", {}, "question_attention"),
-        ("question_prior", {}, "question_attention"),
-        ("question_prior", {}, "prior"),
+        ("question_mid", {}, "question_attention"),
     ],
 )
 def test_evidence_that_is_missing_is_named(name: str, options: dict, missing: str) -> None:

@@ -94,7 +94,7 @@ def test_files_that_are_not_dropped_end_the_measurement(monkeypatch, tmp_path):
         drop_from_page_cache(tmp_path)
 
 
-@pytest.mark.parametrize("selector", ["hkvd", "prior", "question_prior"])
+@pytest.mark.parametrize("selector", ["hkvd", "prior", "question_mid"])
 def test_one_row_stands_alone(cli, slow_blends, selector):
     outcome = cli(
         "bench",
@@ -242,17 +242,17 @@ def test_bound_counts_whole_layers_up_to_the_check_layer():
 
 def test_bound_of_rows_chosen_before_layer_0_counts_those_rows():
     assert 1 / plan(selector="prior").bound(0.25) == pytest.approx(200 / 500)
-    assert 1 / plan(selector="question").bound(0.25) == pytest.approx((200 + 100) / 500)
+    assert 1 / plan(selector="question_mid").bound(0.25) == pytest.approx((200 + 75) / 500)
 
 
 def test_bound_of_a_measured_prompt_counts_its_own_tokens():
     # 600 tokens, 400 of chunks, 100 behind them: 100 more are computed between chunks
     tokens = PromptTokens(prompt=600, chunks=400, question=100)
     assert 1 / plan().bound(0.25, tokens) == pytest.approx((2 + 2 * 300 / 600) / 4)
-    assert 1 / plan(selector="question").bound(0.25, tokens) == pytest.approx((300 + 100) / 600)
+    assert 1 / plan(selector="question_mid").bound(0.25, tokens) == pytest.approx((300 + 75) / 600)
 
 
-@pytest.mark.parametrize("selector", ["hkvd", "prior", "question"])
+@pytest.mark.parametrize("selector", ["hkvd", "prior", "question_mid"])
 def test_bound_of_plain_reuse_and_of_everything(selector):
     assert plan(selector=selector).bound(0.0) == pytest.approx(5.0)
     assert plan(selector=selector).bound(1.0) == pytest.approx(1.0)

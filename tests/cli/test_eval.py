@@ -145,11 +145,11 @@ def test_setting_that_the_file_does_not_have_is_one_line(evaluate, questions_fil
 def test_table_without_json(cli, small_model, questions_file):
     outcome = cli(
         "eval", "--model", small_model, "--dataset", questions_file, "--max-tokens", 1,
-        "--selectors", "question_prior", "--ratios", "0.1",
+        "--selectors", "question_mid", "--ratios", "0.1",
     )  # fmt: skip
     assert outcome.code == 0
     assert "notes, fragments: 2 questions" in outcome.stdout
-    assert "question_prior" in outcome.stdout
+    assert "question_mid" in outcome.stdout
 
 
 def test_eval_refuses_an_unknown_engine(cli):

@@ -119,7 +119,7 @@ def both(beside: Beside, tiers: Callable[[], list[Tier]], **options: Any) -> tup
 
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("make_tier", [host_tier, slow_tier])
-@pytest.mark.parametrize("selector", ["none", "prior", "hkvd", "question", "all"])
+@pytest.mark.parametrize("selector", ["none", "prior", "hkvd", "question_mid", "all"])
 def test_a_pass_is_the_same(
     beside: Beside, selector: str, make_tier: Callable[[], Tier], ring: bool
 ) -> None:
@@ -216,7 +216,7 @@ def test_chunks_of_a_device_are_laid_from_there(beside: Beside) -> None:
 
 
 @pytest.mark.parametrize("ring", [False, True])
-@pytest.mark.parametrize("selector", ["question", "prior"])
+@pytest.mark.parametrize("selector", ["question_mid", "prior"])
 @pytest.mark.parametrize("layer", range(1, LAYERS))
 def test_a_chunk_that_is_lost_midway_leaves_nothing_behind(
     beside: Beside, layer: int, selector: str, ring: bool

@@ -245,7 +245,7 @@ def test_only_the_first_tokens_are_computed_until_as_many_as_are_wanted() -> Non
 # What is known of chunks
 
 
-@pytest.mark.parametrize("selector", ["random", "hkvd", "prior", "question"])
+@pytest.mark.parametrize("selector", ["random", "hkvd", "prior", "question_mid"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
 def test_of_a_protected_chunk_only_what_hardly_depends_on_its_document_is_recomputed(
     selector: str, share: float
@@ -287,8 +287,8 @@ def test_where_every_token_is_protected_nothing_is_recomputed() -> None:
     assert found.ratio == 0.0
 
 
-@pytest.mark.parametrize("selector", ["prior", "question_prior"])
-def test_without_a_prior_the_heads_of_chunks_are_taken(selector: str) -> None:
+def test_without_a_prior_the_heads_of_chunks_are_taken() -> None:
+    selector = "prior"
     store, chunks = filled(placed(), prior=False), placed()
     found = finished(prompt_pass(store, chunks, selector=selector, recompute_ratio=0.3))
     wanted = by_hand(BlendConfig(selector="chunk_head", recompute_ratio=0.3))
@@ -317,8 +317,10 @@ def test_kv_of_another_shape_is_damage_and_that_of_another_model_is_named() -> N
 def test_a_question_is_what_follows_the_last_chunk_or_the_last_token() -> None:
     stack = FakeStack()
     chunks = [*placed(names="ab"), replace(placed()[2], end=TOKENS)]
-    found = finished(prompt_pass(filled(placed(names="ab")), chunks, stack, selector="question"))
-    assert found.selector == "question"
+    found = finished(
+        prompt_pass(filled(placed(names="ab")), chunks, stack, selector="question_mid")
+    )
+    assert found.selector == "question_mid"
     assert found.chunks[2].reason == "not stored"
 
 
@@ -359,7 +361,7 @@ def test_a_step_is_the_buffer_or_a_chunk_or_a_block() -> None:
     work = prompt_pass(
         filled(placed()), placed(), stack,
         {"on_layer": lambda layer, fused: told.append((layer, fused.keys[layer].clone()))},
-        selector="question", recompute_ratio=0.0001,
+        selector="question_mid", recompute_ratio=0.0001,
     )  # fmt: skip
     steps, before = work.steps(), 0
     while not stack.log:
@@ -436,7 +438,7 @@ def test_slow_layers_count_for_the_phase_that_runs_them(monkeypatch: pytest.Monk
     [
         ({"selector": "none"}, 2),
         ({"selector": "prior"}, 3),
-        ({"selector": "question"}, 4),
+        ({"selector": "question_mid"}, 4),
         ({"selector": "hkvd", "check_layers": (2,)}, 3),
         ({"selector": "hkvd", "check_layers": (1, 2)}, 4),
     ],

@@ -25,7 +25,6 @@ class Evidence:
     fresh_keys, fresh_values, cached_keys, cached_values: (kv_heads, tokens, head_dim) at a check
         layer, keys at prompt positions; None before layer 0.
     total: sums a tensor over tensor-parallel ranks; a rule that sums over heads must call it.
-    positions: (tokens,) int64, each token's position in the prompt, rising, or None.
     """
 
     offsets: Tensor
@@ -36,7 +35,6 @@ class Evidence:
     cached_keys: Tensor | None = None
     cached_values: Tensor | None = None
     total: Callable[[Tensor], Tensor] = _alone
-    positions: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 from cacheblend_rag.errors import ConfigError
 
 Heads = Literal["sum", "max"]
-Tokens = Literal["sum", "norm"]
 
 
 @dataclass(frozen=True)
@@ -25,20 +24,14 @@ class Probe:
             fraction is included, the one at the second is not.
         layers: indices of the observed layers, instead of ``span``; None is the span.
         heads: ``sum`` adds up heads; ``max`` takes the largest, after the question's tokens.
-        tokens: ``sum`` adds up the question's tokens; ``norm`` is the square root of the sum of
-            their squares.
-        draft: weight, 0 to 1, of the prompt's last token, which predicts the answer's first; all
-            tokens share the rest.
 
     Raises:
         ConfigError: when a field is out of range.
     """
 
-    span: Sequence[float] = (0.5, 1.0)
+    span: Sequence[float] = (0.4, 0.75)
     layers: Sequence[int] | None = None
-    heads: Heads = "max"
-    tokens: Tokens = "sum"
-    draft: float = 0.0
+    heads: Heads = "sum"
 
     def __post_init__(self) -> None:
         if not _is_span(self.span):
@@ -47,12 +40,6 @@ class Probe:
             raise ConfigError(f"layers={self.layers!r} must be rising layer indices, at least one")
         if self.heads not in get_args(Heads):
             raise ConfigError(f"heads={self.heads!r} must be one of {', '.join(get_args(Heads))}")
-        if self.tokens not in get_args(Tokens):
-            raise ConfigError(
-                f"tokens={self.tokens!r} must be one of {', '.join(get_args(Tokens))}"
-            )
-        if not _is_number(self.draft) or not 0 <= self.draft <= 1:
-            raise ConfigError(f"draft={self.draft!r} must be a number from 0 to 1")
 
     def observed(self, layers: int) -> tuple[int, ...]:
         """Return the observed layers of a model of ``layers`` layers, rising, at least one.

@@ -314,7 +314,10 @@ def test_chunks_that_are_read_are_not_planned(passes: Passes, ring: bool) -> Non
 @pytest.mark.parametrize("layer", range(1, LAYERS))
 def test_a_pass_that_loses_what_is_read_is_planned_anew(passes: Passes, layer: int) -> None:
     """Once chunks in memory alone are left."""
-    tier, options = slow_tier("b"), {"selector": "question", "recompute_ratio": 0.3, "ring": True}
+    tier, options = (
+        slow_tier("b"),
+        {"selector": "question_mid", "recompute_ratio": 0.3, "ring": True},
+    )
     data = tier.objects[NAMES["b"].key]
     data[spans_of(data, "b").span(layer, layer + 1)[0] + 3] ^= 1
     wanted = passes.layer_by_layer(lambda: over([host_tier("ac")], unpack=False, **options))

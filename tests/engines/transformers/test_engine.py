@@ -228,7 +228,7 @@ def test_a_selector_without_its_prior_falls_back_and_says_so(make_engine: Engine
     assert report.recomputed_tokens == 20
 
 
-@pytest.mark.parametrize("selector", ["question", "question_prior", "hkvd", "chunk_head"])
+@pytest.mark.parametrize("selector", ["question_mid", "hkvd", "chunk_head"])
 def test_each_selector_recomputes_its_share(make_engine: EngineFactory, selector: str) -> None:
     from cacheblend_rag import Document
 

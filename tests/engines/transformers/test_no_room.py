@@ -93,7 +93,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefiller_module, "blended_prefill", blended_prefill)
 
 
-@pytest.mark.parametrize(("selector", "step"), [("hkvd", 1), ("question", 9)])
+@pytest.mark.parametrize(("selector", "step"), [("hkvd", 1), ("question_mid", 9)])
 def test_wherever_a_pass_finds_no_memory_ordinary_prefill_answers(
     engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch, selector: str, step: int
 ) -> None:

@@ -27,10 +27,7 @@ from tests.local_servers import Server
 from tests.models import words
 from tests.servers import redis_place, tier_at
 
-SELECTORS = (
-    "hkvd", "prior", "question", "question_mid", "question_prior", "infoflow", "chunk_head",
-    "random",
-)  # fmt: skip
+SELECTORS = ("hkvd", "prior", "question_mid", "chunk_head", "random")
 ENDS_WITHIN_SECONDS = 120.0
 """vLLM would wait 300 seconds for a rank; on two busy cores ending the engine alone takes 20."""
 BY_SHARE = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)

@@ -114,7 +114,7 @@ def test_equal_work_has_one_salt_and_any_change_another() -> None:
 def test_another_question_is_other_work_where_it_decides_about_rows() -> None:
     chosen = replace(BLEND, config=BLEND.config.with_changes(selector="hkvd"))
     assert chosen.salt(PROMPT) == chosen.salt(OTHER_PROMPT)
-    asking = replace(BLEND, config=BLEND.config.with_changes(selector="question"))
+    asking = replace(BLEND, config=BLEND.config.with_changes(selector="question_mid"))
     assert asking.salt(PROMPT) != asking.salt(OTHER_PROMPT)
 
 
