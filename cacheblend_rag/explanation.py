@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from cacheblend_rag.report import PREFILL_PHASES, BlendReport, ChunkReport
-from cacheblend_rag.trace import Trace, TracedAttention, TracedLayer, TracedSelection
+from cacheblend_rag.trace import Trace, TracedLayer, TracedSelection
 
 BINS = 24
 ROUNDING = 1e-9
@@ -120,9 +120,7 @@ class Explanation:
         compute_share: floating-point work, as a share of full prefill's.
         histogram: of deviations at the check layer, or the first layer whose values depend on
             other tokens; None without a trace of them.
-        layers: deviations and rank correlations, by layer.
-        reference: the layer that the correlations ``by_check`` compare with, None for none.
-        attention: what the question attends to, by layer.
+        layers: deviations by layer.
         notes: what is missing, and why.
     """
 
@@ -135,8 +133,6 @@ class Explanation:
     compute_share: float
     histogram: Histogram | None = None
     layers: tuple[TracedLayer, ...] = ()
-    reference: int | None = None
-    attention: tuple[TracedAttention, ...] = ()
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,8 +155,6 @@ def explain(report: BlendReport) -> Explanation:
         compute_share=report.compute_share,
         histogram=_histogram(trace),
         layers=trace.layers,
-        reference=trace.reference,
-        attention=trace.attention,
         notes=tuple(_notes(report)),
     )
 
@@ -191,8 +185,6 @@ def _notes(report: BlendReport) -> Iterable[str]:
     if report.trace is None:
         yield NO_TRACE
         return
-    if report.trace.no_attention is not None:
-        yield f"the question's attention is not known: {report.trace.no_attention}"
     if report.trace.truncated:
         yield "the trace is cut: it holds the tokens with the highest scores only"
     if not report.trace.selections and report.recomputed_tokens:

@@ -1,4 +1,4 @@
-"""The trace of a blend pass: chosen tokens, deviations, the question's attention; bounded."""
+"""The trace of a blend pass: chosen tokens, deviations; bounded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ MOST_TOKENS = 4096
 MOST_SELECTIONS = 8
 MOST_LAYERS = 1024
 MOST_SAMPLED = 8
-"""Most layers of which single tokens, or the question's attention, are traced."""
-MOST_CHARACTERS = 300
-"""Most characters of a sentence in a trace."""
+"""Most layers of which single tokens are traced."""
 
 
 @dataclass(frozen=True)
@@ -69,27 +67,18 @@ class Deviations:
         median: over tokens; of two in the middle their mean.
         most: the largest.
         size: mean squared length of the tokens' fresh keys or values, to compare layers by.
-        by_check: Spearman's rank correlation over the tokens known at both, with the deviations
-            at the layer that ``Trace.reference`` names; None for that layer and those before it, or
-            if all are alike.
-        by_score: the same with the scores of the first choice of tokens.
 
     Raises:
-        ValueError: when a number is not finite, or a correlation is above 1.
+        ValueError: when a number is not finite, or below 0.
     """
 
     mean: float
     median: float
     most: float
     size: float
-    by_check: float | None = None
-    by_score: float | None = None
 
     def __post_init__(self) -> None:
         _check_finite((self.mean, self.median, self.most, self.size), "a layer", least=0.0)
-        for found in (self.by_check, self.by_score):
-            if found is not None and not abs(found) <= 1:
-                raise ValueError(f"a rank correlation of {found}")
 
 
 @dataclass(frozen=True)
@@ -149,38 +138,6 @@ class TracedTokens:
 
 
 @dataclass(frozen=True)
-class TracedAttention:
-    """Where the question's attention probability goes in one layer, as shares of it.
-
-    The mean over heads, and over the question's last 64 rows: the tokens after the last chunk. The
-    three shares sum to 1, less what an attention sink takes.
-
-    Args:
-        layer: its index.
-        rows: how many rows of the question were measured.
-        recomputed: the share of tokens with cached KV that this layer recomputed.
-        reused: the share of tokens that kept their cached KV.
-        computed: the share of all other tokens: text, missed chunks, the question itself.
-
-    Raises:
-        ValueError: when these are no shares.
-    """
-
-    layer: int
-    rows: int
-    recomputed: float
-    reused: float
-    computed: float
-
-    def __post_init__(self) -> None:
-        _check_layer(self.layer, "attention")
-        shares = (self.recomputed, self.reused, self.computed)
-        _check_finite(shares, "attention", least=0.0)
-        if self.rows < 1 or sum(shares) > 1.01:
-            raise ValueError(f"attention of {self.rows} rows sums to {sum(shares):.3f}")
-
-
-@dataclass(frozen=True)
 class Trace:
     """What a blend pass chose, how much it recomputed, and what that changed.
 
@@ -192,13 +149,8 @@ class Trace:
             MOST_SELECTIONS, layers beyond MOST_LAYERS.
         layers: the layers that recomputed tokens with cached KV, in order.
         tokens: deviations of single tokens in a few layers, spread evenly, in order.
-        reference: the layer that ``Deviations.by_check`` compares with: the first check layer or,
-            if tokens were chosen before layer 0, layer 1, the first whose values depend on other
-            tokens. None without recomputed tokens there.
         protected: positions of tokens with cached KV that may not be recomputed, rising; at most
             MOST_TOKENS.
-        attention: what the question attends to, in a few layers, spread evenly, in order.
-        no_attention: why ``attention`` is empty, None if it is not.
 
     Raises:
         ValueError: when it is longer than that, or out of order.
@@ -209,29 +161,21 @@ class Trace:
     truncated: bool = False
     layers: tuple[TracedLayer, ...] = ()
     tokens: tuple[TracedTokens, ...] = ()
-    reference: int | None = None
     protected: tuple[int, ...] = ()
-    attention: tuple[TracedAttention, ...] = ()
-    no_attention: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.selections) > MOST_SELECTIONS or len(self.rows) > MOST_LAYERS:
             raise ValueError(f"a trace of {len(self.selections)} selections, {len(self.rows)} rows")
         if any(count < 0 for count in self.rows):
             raise ValueError("a trace has a negative number of rows")
-        for name, most in (("layers", MOST_LAYERS), ("tokens", MOST_SAMPLED),
-                           ("attention", MOST_SAMPLED)):  # fmt: skip
-            parts: Sequence[TracedLayer | TracedTokens | TracedAttention] = getattr(self, name)
+        for name, most in (("layers", MOST_LAYERS), ("tokens", MOST_SAMPLED)):
+            parts: Sequence[TracedLayer | TracedTokens] = getattr(self, name)
             if len(parts) > most:
                 raise ValueError(f"a trace of {len(parts)} {name}")
             _check_rising([part.layer for part in parts], f"layers of {name}")
-        if self.reference is not None:
-            _check_layer(self.reference, "the reference")
         if len(self.protected) > MOST_TOKENS:
             raise ValueError(f"{len(self.protected)} protected tokens are more than {MOST_TOKENS}")
         _check_rising(self.protected, "protected tokens")
-        if self.no_attention is not None and len(self.no_attention) > MOST_CHARACTERS:
-            raise ValueError(f"no_attention is longer than {MOST_CHARACTERS} characters")
 
     def fits(self, tokens: int) -> bool:
         """Whether it is possible for a prompt of so many tokens."""
@@ -241,7 +185,7 @@ class Trace:
             self.protected,
         )
         ends = (positions[-1] for positions in listed if positions)
-        counts = (*(one.tokens for one in self.layers), *(one.rows for one in self.attention))
+        counts = (one.tokens for one in self.layers)
         return max((*ends, -1)) < tokens and max((*self.rows, *counts, 0)) <= tokens
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.explanation import Explanation, Histogram
     from cacheblend_rag.observe.explain_page import Passage
     from cacheblend_rag.observe.explained import Cost, Explained
-    from cacheblend_rag.trace import TracedAttention, TracedLayer
+    from cacheblend_rag.trace import TracedLayer
 
 BAR = 36
 SHOWN_RUNS = 400
@@ -54,11 +54,8 @@ def print_explained(found: Explained) -> None:
         _section(f"KV deviation: squared difference of values at layer {told.histogram.layer}")
         console.print(Text("\n".join(_bars(told.histogram))))
     if told.layers:
-        _section("deviation by layer, as a share of the values' squared length; rank correlations")
+        _section("deviation by layer, as a share of the values' squared length")
         console.print(_layers(told))
-    if told.attention:
-        _section(f"attention of the question's last {told.attention[0].rows} tokens")
-        console.print(_attention(told.attention))
 
 
 def _section(title: str) -> None:
@@ -150,8 +147,6 @@ def _layers(told: Explanation) -> Table:
     table.add_column("tokens", justify="right")
     table.add_column("share of length", no_wrap=True)
     table.add_column("", justify="right")
-    table.add_column(f"with layer {told.reference}", justify="right")
-    table.add_column("with scores", justify="right")
     every = max(1, -(-len(told.layers) // SHOWN_LAYERS))
     shown = [one for index, one in enumerate(told.layers) if index % every == 0]
     most = max(map(_share, shown)) or 1.0
@@ -162,26 +157,9 @@ def _layers(told: Explanation) -> Table:
             f"{one.tokens:,}",
             Text("█" * round(share / most * BAR), style="blue"),
             f"{share:.3f}",
-            _number(one.values.by_check),
-            _number(one.values.by_score),
         )
     return table
 
 
 def _share(one: TracedLayer) -> float:
     return one.values.mean / one.values.size if one.values.size > 0 else 0.0
-
-
-def _number(found: float | None) -> str:
-    return "" if found is None else f"{found:.2f}"
-
-
-def _attention(found: Sequence[TracedAttention]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("  layer", justify="right")
-    for name in ("recomputed", "reused", "computed"):
-        table.add_column(name, justify="right")
-    for one in found:
-        shares = (one.recomputed, one.reused, one.computed)
-        table.add_row(str(one.layer), *map(output.percent, shares))
-    return table

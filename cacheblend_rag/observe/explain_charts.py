@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from cacheblend_rag.explanation import Histogram
-from cacheblend_rag.trace import TracedAttention, TracedLayer
+from cacheblend_rag.trace import TracedLayer
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 60, 16, 12, 38
@@ -48,44 +48,6 @@ def curve_svg(layers: Sequence[TracedLayer]) -> str:
     }
     most = max((y for line in lines.values() for _, y in line), default=0)
     return _lines(lines, 0, _round_above(most), "share of squared length")
-
-
-def correlation_svg(layers: Sequence[TracedLayer]) -> str:
-    """Return rank correlations by layer, of values: with the check layer, and with the scores."""
-    lines = {
-        "with the check layer": [
-            (one.layer, one.values.by_check) for one in layers if one.values.by_check is not None
-        ],
-        "with the scores": [
-            (one.layer, one.values.by_score) for one in layers if one.values.by_score is not None
-        ],
-    }
-    low = min((y for line in lines.values() for _, y in line), default=0)
-    return _lines(lines, -1 if low < 0 else 0, 1, "rank correlation")
-
-
-def attention_svg(found: Sequence[TracedAttention]) -> str:
-    """Return a bar per layer: the question's attention, by what became of the tokens."""
-    row, width = 30, WIDTH - LEFT - RIGHT
-    parts = []
-    for index, one in enumerate(found):
-        y, x = 4 + index * row, float(LEFT)
-        parts.append(f'<text class="end" x="{LEFT - 8}" y="{y + 15}">layer {one.layer}</text>')
-        for kind in ("recomputed", "reused", "computed"):
-            share = getattr(one, kind)
-            length = share * width
-            parts.append(
-                f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{max(0, length - 1):.1f}" '
-                f'height="22"><title>{kind}: {100 * share:.1f} %</title></rect>'
-            )
-            if share > 0.07:
-                parts.append(
-                    f'<text class="on" x="{x + length / 2:.1f}" y="{y + 15}">'
-                    f"{100 * share:.0f} %</text>"
-                )
-            x += length
-    height = 8 + row * len(found)
-    return _svg(height, parts, "attention of the question")
 
 
 def _relative(change: float, size: float) -> float:

@@ -63,8 +63,6 @@ def explain_page(explained: Explained, title: str = "cacheblend-rag explain") ->
         passages=passages(explained),
         histogram=charts.histogram_svg(found.histogram) if found.histogram else "",
         curve=charts.curve_svg(found.layers) if found.layers else "",
-        correlation=charts.correlation_svg(found.layers) if found.layers else "",
-        attention=charts.attention_svg(found.attention) if found.attention else "",
     )
     return page
 

@@ -28,7 +28,6 @@ from cacheblend_rag.prefill.pass_times import PassTimes
 from cacheblend_rag.prefill.policy import NOT_STORED, refusal
 from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from cacheblend_rag.prefill.protection import free_tokens
-from cacheblend_rag.prefill.question_follower import OnLayer, followed
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.reason import Reason, ReasonCode
@@ -135,7 +134,7 @@ class PromptPass:
     until: int | None = None
     attention: Attention | None = None
     graphed: Graphed | None = None
-    on_layer: OnLayer | None = None
+    on_layer: Callable[[int, FusedKV], None] | None = None
     on_restart: Callable[[], None] | None = None
     controller: Controller | None = None
     own_seconds: Callable[[], float] = time.perf_counter
@@ -270,9 +269,8 @@ class PromptPass:
             times.end()
         recorder = None
         if self.config.trace:
-            recorder = TraceRecorder(
-                self.stack, candidates, schedule, self._in_chunks(loader), self._question_start
-            )
+            in_chunks = self._in_chunks(loader)
+            recorder = TraceRecorder(self.stack, candidates, schedule, in_chunks)
         run = BlendPass(
             self.stack,
             self.token_ids[: self.until],
@@ -283,7 +281,7 @@ class PromptPass:
             attention=self.attention,
             graphed=self.graphed,
             before_layer=partial(self._load, loader),
-            on_layer=followed(self.stack, self.token_ids, self.until, recorder, self.on_layer),
+            on_layer=self.on_layer,
             on_check=times.check,
             request_id=self.request_id,
             observers=[one for one in (recorder, self.observer) if one is not None],

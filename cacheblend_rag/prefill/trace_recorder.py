@@ -10,34 +10,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cacheblend_rag.blend.attention import attention_mass
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.observer import Observer, Selection
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.rows import Mask, Positions, Rows
 from cacheblend_rag.blend.schedule import Schedule, top_rows
 from cacheblend_rag.blend.selectors.hkvd import squared_deviation
-from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
-from cacheblend_rag.prefill.rank_correlation import rank_correlation
+from cacheblend_rag.blend.stack import DecoderStack
 from cacheblend_rag.trace import (
     MOST_LAYERS,
     MOST_SELECTIONS,
     MOST_TOKENS,
     Deviations,
     Trace,
-    TracedAttention,
     TracedLayer,
     TracedSelection,
     TracedTokens,
 )
 
 SAMPLED_LAYERS = 4
-"""Layers of which single tokens, and the question's attention, are recorded."""
-QUESTION_ROWS = 64
-"""The question's last rows, whose attention is recorded: bounds the time and memory it takes."""
+"""Layers of which single tokens are recorded."""
 ROWS_AT_ONCE = 4096
 """Rows whose KV is compared in one operation: bounds the size of temporary tensors."""
-NOT_COMPUTED = "no row of the question was computed beside the chunks"
 
 Measured = NDArray[np.float32]
 
@@ -46,35 +40,23 @@ class TraceRecorder(Observer):
     """Records one pass over one prompt.
 
     candidates: of the pass, for the whole prompt. schedule: of the pass. in_chunks: (tokens,) bool,
-    the tokens of used chunks. question_start: position of the question's first token. Scores are
-    read back from the device at each choice, all else by ``trace()``, which all ranks of a finished
-    pass must call.
+    the tokens of used chunks. Scores are read back from the device at each choice, all else by
+    ``trace()``, which all ranks of a finished pass must call.
     """
 
     def __init__(
-        self,
-        stack: DecoderStack,
-        candidates: Candidates,
-        schedule: Schedule,
-        in_chunks: Mask,
-        question_start: int,
+        self, stack: DecoderStack, candidates: Candidates, schedule: Schedule, in_chunks: Mask
     ) -> None:
-        self._stack, self._question_start = stack, question_start
-        self._held: Mask = candidates.cached.numpy()  # a cached prefix included
-        self._cached = in_chunks
+        self._stack, self._cached = stack, in_chunks
         self._protected = np.flatnonzero(self._cached & ~candidates.eligible.numpy())
         layers = stack.geometry.layers
-        self._reference = min(schedule.checks, default=1)
-        self._sampled = frozenset(_spread(self._reference, layers - 1))
-        self._attended_layers = frozenset(_spread(layers // SAMPLED_LAYERS, layers - 1))
+        # Without a check layer from layer 1 on, the first whose values depend on other tokens.
+        self._sampled = frozenset(_spread(min(schedule.checks, default=1), layers - 1))
         self._selections: list[TracedSelection] = []
         self._rows: dict[int, Positions] = {}
         self._truncated = False
         self._index: dict[int, tuple[Rows, Tensor, Rows]] = {}
         self._changed: dict[int, list[tuple[Positions, Tensor]]] = defaultdict(list)
-        self._mass: dict[int, Tensor] = {}
-        self._asking: dict[int, int] = defaultdict(int)
-        self.no_attention = NOT_COMPUTED
 
     def replacing(
         self, layer: int, rows: Rows, keys: Tensor, values: Tensor, fused: FusedKV
@@ -92,21 +74,6 @@ class TraceRecorder(Observer):
             changes = [squared_deviation(now, then.index_select(1, here)) for now, then in pairs]
             sizes = [kv.float().square_().sum((0, 2)) for kv in fresh]
             self._changed[layer].append((cached.host[part], torch.stack((*changes, *sizes))))
-
-    def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
-        """Add up what the question's last rows attend to, in some layers."""
-        if call.layer not in self._attended_layers:
-            return
-        asked = max(self._question_start, keys.shape[2] - QUESTION_ROWS)
-        begin = int(np.searchsorted(rows.host, asked))
-        if begin == len(rows):
-            return
-        shares = attention_mass(
-            call.query[:, :, begin:], keys, rows.part(begin, len(rows)),
-            scaling=call.scaling, window=call.window, softcap=call.softcap, sinks=call.sinks,
-        ).sum((0, 1))  # fmt: skip
-        self._mass[call.layer] = self._mass.get(call.layer, 0) + shares
-        self._asking[call.layer] += len(rows) - begin
 
     def computed(self, layer: int, rows: Rows) -> None:
         """Note the rows of a layer."""
@@ -140,7 +107,6 @@ class TraceRecorder(Observer):
     def trace(self) -> Trace:
         """Return the trace of a finished pass; collective."""
         changed = self._all_changed()
-        attention = self._all_attention()
         protected = self._protected.tolist()
         samples = [self._sample(layer, changed[layer]) for layer in sorted(changed)]
         self._truncated |= len(protected) > MOST_TOKENS
@@ -148,12 +114,9 @@ class TraceRecorder(Observer):
             selections=tuple(self._selections),
             rows=tuple(int(self._cached[rows].sum()) for rows in self._rows.values()),
             truncated=self._truncated,
-            layers=tuple(_Layers(changed, self._reference, self._selections).traced()),
+            layers=tuple(_layer(layer, *found) for layer, found in changed.items()),
             tokens=tuple(one for one in samples if one is not None),
-            reference=self._reference if self._reference in changed else None,
             protected=tuple(protected[:MOST_TOKENS]),
-            attention=attention,
-            no_attention=None if attention else self.no_attention,
         )
 
     def _with_cached_kv(self, rows: Rows) -> tuple[Tensor, Rows]:
@@ -181,31 +144,6 @@ class TraceRecorder(Observer):
             found[layer].append((positions, numbers.numpy()))
         return {layer: _joined(blocks) for layer, blocks in sorted(found.items())}
 
-    def _all_attention(self) -> tuple[TracedAttention, ...]:
-        """Return the shares of tokens by what became of them, over all ranks' heads, by layer."""
-        layers = sorted(layer for layer in self._mass if layer in self._rows)
-        if not layers:
-            return ()
-        device, heads = self._stack.geometry.device, self._stack.geometry.heads
-        kinds = torch.from_numpy(np.stack([self._kinds(layer) for layer in layers])).to(device)
-        mass = torch.stack([self._mass[layer] for layer in layers])
-        sums = torch.einsum("lkt,lt->lk", kinds.float(), mass)
-        count = torch.tensor(float(heads), device=device).expand(len(layers), 1)
-        *found, total = self._stack.all_reduce(torch.cat((sums, count), 1), "sum").cpu().T.tolist()
-        shares = zip(layers, total, *found, strict=True)
-        return tuple(
-            TracedAttention(layer, self._asking[layer], *(
-                max(0.0, one) / (every * self._asking[layer]) for one in sums
-            ))
-            for layer, every, *sums in shares
-        )  # fmt: skip
-
-    def _kinds(self, layer: int) -> Mask:
-        """(3, tokens) bool: which tokens are recomputed in a layer, reused, computed."""
-        fresh = np.zeros_like(self._held)
-        fresh[self._rows[layer]] = True
-        return np.stack((self._held & fresh, self._held & ~fresh, ~self._held))
-
     def _sample(self, layer: int, found: tuple[Positions, Measured]) -> TracedTokens | None:
         if layer not in self._sampled:
             return None
@@ -220,58 +158,26 @@ class TraceRecorder(Observer):
         )
 
 
-class _Layers:
-    """Sums up the deviations of each layer.
+def _layer(layer: int, positions: Positions, numbers: Measured) -> TracedLayer:
+    """numbers: (4, tokens), deviations of keys and of values, and sizes of both."""
+    keys, values, key_sizes, value_sizes = numbers.astype(np.float64)
+    return TracedLayer(
+        layer, len(positions), _deviations(keys, key_sizes), _deviations(values, value_sizes)
+    )
 
-    changed: positions and (4, tokens) of keys' and values' deviations and sizes, by layer.
-    reference: see Trace. selections: the choices, in order.
-    """
 
-    def __init__(
-        self,
-        changed: dict[int, tuple[Positions, Measured]],
-        reference: int,
-        selections: Sequence[TracedSelection],
-    ) -> None:
-        self._changed, self._reference = changed, reference
-        first = selections[0] if selections else TracedSelection(None, (), (), ())
-        self._scores = np.array(first.positions, np.int64), np.array(first.scores)
-
-    def traced(self) -> list[TracedLayer]:
-        return [
-            TracedLayer(layer, len(positions), self._of(layer, 0), self._of(layer, 1))
-            for layer, (positions, _) in self._changed.items()
-            if len(positions)
-        ]
-
-    def _of(self, layer: int, kind: int) -> Deviations:
-        """kind: 0 for keys, 1 for values."""
-        positions, numbers = self._changed[layer]
-        found = numbers[kind].astype(np.float64)
-        known, by_check = self._changed.get(self._reference), None
-        if known is not None and layer > self._reference:
-            by_check = _common(positions, found, known[0], known[1][kind])
-        return Deviations(
-            mean=float(found.mean()),
-            median=float(np.median(found)),
-            most=float(found.max()),
-            size=float(numbers[kind + 2].astype(np.float64).mean()),
-            by_check=by_check,
-            by_score=_common(positions, found, *self._scores),
-        )
+def _deviations(found: NDArray[np.float64], sizes: NDArray[np.float64]) -> Deviations:
+    return Deviations(
+        mean=float(found.mean()),
+        median=float(np.median(found)),
+        most=float(found.max()),
+        size=float(sizes.mean()),
+    )
 
 
 def _joined(blocks: Sequence[tuple[Positions, Measured]]) -> tuple[Positions, Measured]:
     positions, numbers = zip(*blocks, strict=True)
     return np.concatenate(positions), np.concatenate(numbers, 1)
-
-
-def _common(
-    positions: Positions, numbers: Measured, others: Positions, theirs: Measured
-) -> float | None:
-    """Return the rank correlation over the positions that both have."""
-    _, here, there = np.intersect1d(positions, others, assume_unique=True, return_indices=True)
-    return rank_correlation(numbers[here], theirs[there])
 
 
 def _spread(first: int, last: int) -> list[int]:

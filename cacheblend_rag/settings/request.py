@@ -92,9 +92,9 @@ class BlendConfig(Settings):
     answer. In vLLM its own prefix cache does so, block by block. Off: measurements do not depend on
     earlier requests, and no KV of prompts is stored; in vLLM the request shares no cached block."""
     trace: Flag = False
-    """Put the chosen tokens and their scores, how far fresh KV is from stored KV, and what the
-    question attends to into the report. It costs a little: fresh KV is compared in each layer,
-    scores are copied back from the accelerator, and vLLM computes such a request anew each time."""
+    """Put the chosen tokens and their scores, and how far fresh KV is from stored KV, into the
+    report. It costs a little: fresh KV is compared in each layer, scores are copied back from the
+    accelerator, and vLLM computes such a request anew each time."""
     ratio_bounds: Annotated[
         tuple[Ratio, Ratio],
         BeforeValidator(as_tuple),

@@ -27,7 +27,7 @@ def test_a_question_to_a_collection_is_explained(explain, indexed, tmp_path, wid
     for shown in (
         "were reused as stored", "full prefill: first token after", "nats per token",
         "time to the first token", "recompute", "reused from disk", "KV deviation",
-        "deviation by layer", "attention of the question's last", "with scores",
+        "deviation by layer",
     ):  # fmt: skip
         assert shown in outcome.stdout, shown
     assert f"page: {page}" in outcome.stderr
@@ -72,7 +72,7 @@ def test_the_folder_of_chunk_kv_knows_the_chunks(cli, tmp_path, wide):
     found = cli("explain", "--prompt", tmp_path / "prompt.txt", *given).json
     (chunk,) = found["explanation"]["chunks"]
     assert (chunk["hit"], chunk["tier"]) == (True, "disk")
-    assert found["report"]["trace"]["attention"]
+    assert found["report"]["trace"]["layers"]
 
 
 def test_hostile_text_reaches_no_terminal(cli, capsys, wide):

@@ -11,7 +11,6 @@ from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds, PhaseS
 from cacheblend_rag.trace import (
     Deviations,
     Trace,
-    TracedAttention,
     TracedLayer,
     TracedSelection,
     TracedTokens,
@@ -32,15 +31,14 @@ def explained(text: str = "word", document: str = "notes.txt") -> Explained:
         TracedLayer(
             layer,
             2,
-            Deviations(layer + 0.5, 1.0, 9.0, 10.0, None if layer < 2 else 0.5, 0.25),
-            Deviations(layer + 1.0, 1.0, 9.0, 10.0, None if layer < 2 else 0.9, 0.25),
+            Deviations(layer + 0.5, 1.0, 9.0, 10.0),
+            Deviations(layer + 1.0, 1.0, 9.0, 10.0),
         )
         for layer in range(4)
     )
     trace = Trace(
-        (choice,), (4, 4, 2, 2), layers=layers, reference=1, protected=(4,),
+        (choice,), (4, 4, 2, 2), layers=layers, protected=(4,),
         tokens=(TracedTokens(3, (3, 5), (1.0, 2.0), (3.0, 4.0)),),
-        attention=(TracedAttention(1, 2, 0.5, 0.25, 0.25), TracedAttention(3, 2, 0.2, 0.1, 0.7)),
     )  # fmt: skip
     report = BlendReport(
         "transformers", True, None, 12, 2, 2, 8, 0.5, "hkvd", "none", 0.75,

@@ -98,32 +98,3 @@ def test_a_check_layer_sees_full_prefills_deviations_and_so_does_the_histogram(
     ):  # fmt: skip
         inside = values[1, list(choice.positions)]
         assert count == pytest.approx(int(((inside >= low) & (inside < high)).sum()), abs=1)
-
-
-def test_attention_is_that_of_the_model_itself(engine: TransformersEngine) -> None:
-    report, trace = asked(engine, recompute_ratio=1.0)
-    model = make_model()
-    model.set_attn_implementation("eager")
-    ids = torch.tensor([engine.prepare(PROMPT).token_ids])
-    with torch.no_grad():
-        shares = model(ids, output_attentions=True).attentions
-    of_chunks = torch.zeros(ids.shape[1], dtype=torch.bool)
-    for chunk in report.chunks:
-        of_chunks[chunk.start : chunk.start + chunk.tokens] = True
-    question = report.chunks[-1].start + report.chunks[-1].tokens
-    assert trace.attention
-    for one in trace.attention:
-        mass = shares[one.layer][0, :, question:].mean((0, 1))
-        assert one.rows == ids.shape[1] - question
-        assert one.reused == 0
-        assert one.recomputed == pytest.approx(float(mass[of_chunks].sum()), abs=1e-4)
-        assert one.computed == pytest.approx(float(mass[~of_chunks].sum()), abs=1e-4)
-
-
-@pytest.mark.parametrize("selector", ["question_mid", "hkvd", "none"])
-def test_the_shares_of_attention_sum_to_one(engine: TransformersEngine, selector: str) -> None:
-    _, trace = asked(engine, selector=selector, recompute_ratio=0.2)
-    assert trace.attention
-    for one in trace.attention:
-        assert one.recomputed + one.reused + one.computed == pytest.approx(1, abs=1e-4)
-        assert (one.recomputed > 0) == (selector != "none")

@@ -20,7 +20,7 @@ from cacheblend_rag.prefill.prompt_pass import FusedPrompt
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.trace import Trace
 from tests.blend.fake_stack import LAYERS, FakeStack
-from tests.blend.test_passes import ENDS, Case, Prompt, Slow
+from tests.blend.test_passes import Case, Prompt, Slow
 from tests.prefill.prompts import (
     filled,
     finished,
@@ -48,7 +48,7 @@ def traced(prompt: Prompt, config: BlendConfig, **options: Any) -> tuple[Trace, 
 
 def recorder_of(known: Candidates, config: BlendConfig | None = None) -> TraceRecorder:
     schedule = plan_schedule(config or BlendConfig(), LAYERS)
-    return TraceRecorder(FakeStack(), known, schedule, known.cached.numpy(), ENDS["c"])
+    return TraceRecorder(FakeStack(), known, schedule, known.cached.numpy())
 
 
 def all_cached(tokens: int) -> Candidates:

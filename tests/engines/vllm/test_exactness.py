@@ -322,20 +322,13 @@ def test_both_engines_trace_the_same(
         for part in ("scores", "key_deviations", "value_deviations"):
             wanted, found = getattr(one, part), getattr(other, part)
             assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6)
-    assert (ours.reference, ours.protected) == (theirs.reference, theirs.protected)
+    assert ours.protected == theirs.protected
     assert len(ours.layers) == len(theirs.layers) > 0
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
         assert (mine.layer, mine.tokens) == (other.layer, other.tokens)
         for part in ("mean", "median", "most", "size"):
             wanted, found = getattr(mine.values, part), getattr(other.values, part)
             assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6)
-    # vLLM computes the question after the pass; the worker has followed it for the trace.
-    assert ours.no_attention is theirs.no_attention is None
-    assert len(ours.attention) == len(theirs.attention) > 0
-    for asked, other in zip(ours.attention, theirs.attention, strict=True):
-        assert (asked.layer, asked.rows) == (other.layer, other.rows)
-        for part in ("recomputed", "reused", "computed"):
-            assert getattr(other, part) == pytest.approx(getattr(asked, part), abs=1e-3)
 
 
 def test_every_attention_gives_scattered_rows_the_same(llama: InProcessEngine) -> None:

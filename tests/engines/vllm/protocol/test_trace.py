@@ -23,14 +23,12 @@ from cacheblend_rag.engines.vllm.protocol import (
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.trace import (
-    MOST_CHARACTERS,
     MOST_LAYERS,
     MOST_SAMPLED,
     MOST_SELECTIONS,
     MOST_TOKENS,
     Deviations,
     Trace,
-    TracedAttention,
     TracedLayer,
     TracedSelection,
     TracedTokens,
@@ -39,14 +37,11 @@ from tests.engines.vllm.hostile import HOSTILE, mutated
 
 EARLY = TracedSelection(None, (3, 5, 9), (0.5, -1.0, 0.25), (True, False, True))
 AT_LAYER = TracedSelection(1, (3, 9), (1e-9, 3e38), (False, True), (0.0, 1.5), (1e-9, 3e38))
-LAYER = TracedLayer(
-    1, 3, Deviations(1.5, 1.0, 3e38, 9.0), Deviations(0.5, 0.25, 1.0, 4.0, 0.5, -1.0)
-)
+LAYER = TracedLayer(1, 3, Deviations(1.5, 1.0, 3e38, 9.0), Deviations(0.5, 0.25, 1.0, 4.0))
 TOKENS = TracedTokens(1, (3, 9), (0.5, 1.5), (0.25, 1e-9))
-ATTENTION = TracedAttention(2, 4, 0.25, 0.5, 0.125)
 TRACE = Trace(
-    (EARLY, AT_LAYER), (3, 3, 1), truncated=True, layers=(LAYER,), tokens=(TOKENS,), reference=1,
-    protected=(4, 7), attention=(ATTENTION,),
+    (EARLY, AT_LAYER), (3, 3, 1), truncated=True, layers=(LAYER,), tokens=(TOKENS,),
+    protected=(4, 7),
 )  # fmt: skip
 RESULT = BlendResult(
     (ChunkReport("0" * 32, 3, 9, True, tier="host"),), starts={"load": 0.25}, trace=TRACE
@@ -93,14 +88,8 @@ def test_a_trace_survives_json() -> None:
             {
                 "layer": 1,
                 "tokens": 3,
-                "keys": {
-                    "mean": 1.5, "median": 1.0, "most": 3e38, "size": 9.0,
-                    "by_check": None, "by_score": None,
-                },
-                "values": {
-                    "mean": 0.5, "median": 0.25, "most": 1.0, "size": 4.0,
-                    "by_check": 0.5, "by_score": -1.0,
-                },
+                "keys": {"mean": 1.5, "median": 1.0, "most": 3e38, "size": 9.0},
+                "values": {"mean": 0.5, "median": 0.25, "most": 1.0, "size": 4.0},
             }
         ],
         "tokens": [
@@ -111,12 +100,7 @@ def test_a_trace_survives_json() -> None:
                 "value_deviations": [0.25, 1e-9],
             }
         ],
-        "reference": 1,
         "protected": [4, 7],
-        "attention": [
-            {"layer": 2, "rows": 4, "recomputed": 0.25, "reused": 0.5, "computed": 0.125}
-        ],
-        "no_attention": None,
     }  # fmt: skip
 
 
@@ -183,10 +167,7 @@ def many(name: str, count: int) -> dict[str, Any]:
         (plain_layer(mean=-1.0), "below 0"),
         (plain_layer(most=math.inf), "most is no number"),
         (plain_layer(median="1"), "median is a str"),
-        (plain_layer(by_check=1.5), "a rank correlation of 1.5"),
-        (plain_layer(by_score=math.nan), "by_score is no number"),
         (many("tokens", MOST_SAMPLED + 1), f"a trace of {MOST_SAMPLED + 1} tokens"),
-        (many("attention", MOST_SAMPLED + 1), f"a trace of {MOST_SAMPLED + 1} attention"),
         (plain_part("tokens", positions=[9, 3]), "must rise"),
         (plain_part("tokens", key_deviations=[1.0]), "two deviations each"),
         (plain_part("tokens", value_deviations=[1.0, -1.0]), "below 0"),
@@ -194,13 +175,8 @@ def many(name: str, count: int) -> dict[str, Any]:
             plain_part("tokens", positions=LONG, key_deviations=LONG, value_deviations=LONG),
             "more than",
         ),
-        (plain_part("attention", recomputed=0.9), "sums to"),
-        (plain_part("attention", reused=-0.1), "below 0"),
-        (plain_part("attention", rows=0), "attention of 0 rows"),
-        (plain_trace(reference=-1), "layer=-1"),
         (plain_trace(protected=[4, 4]), "must rise"),
         (plain_trace(protected=LONG), "more than"),
-        (plain_trace(no_attention="x" * (MOST_CHARACTERS + 1)), "longer than"),
     ],
 )
 def test_a_hostile_trace_is_a_failure_that_says_why(trace: Any, said: str) -> None:
@@ -227,7 +203,6 @@ def test_a_trace_of_another_prompt_does_not_fit() -> None:
     assert not Trace(protected=(10,)).fits(10)
     assert not Trace(tokens=(TOKENS,)).fits(9)
     assert not Trace(layers=(LAYER,)).fits(2)
-    assert not Trace(attention=(ATTENTION,)).fits(3)
     assert Trace().fits(0)
 
 
