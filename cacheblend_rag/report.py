@@ -447,9 +447,6 @@ class GuardReport:
         prefill_divergence: the same of ordinary prefill; 0 if it is always the reference.
         excess: how much nearer to the reference ordinary prefill is than the blend, mean of the
             latest samples since the last step; of 1 - exp(-divergence), so from -0.25 to 1.
-        excess_bounds: its mean has surely been above the first, and below the second.
-        reacts_within: samples within which an excess of 1.5 limits is noticed, as long as it
-            spreads no wider than its mean.
         ratio: the least recompute ratio now; 0 if it was not raised, 1 if blending has stopped.
         stopped: whether blending has stopped.
         raised: how often the ratio was raised.
@@ -464,8 +461,6 @@ class GuardReport:
     divergence: float = 0.0
     prefill_divergence: float = 0.0
     excess: float = 0.0
-    excess_bounds: tuple[float, float] = (-0.25, 1.0)
-    reacts_within: int = 0
     ratio: float = 0.0
     stopped: bool = False
     raised: int = 0

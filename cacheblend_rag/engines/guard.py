@@ -128,7 +128,6 @@ class Guard:
             if state is None:
                 return GuardReport()
             compared = max(1, counts["compared"])
-            lower, upper = state.bounds
             return GuardReport(
                 compared=counts["compared"],
                 unknown=counts["unknown"],
@@ -138,8 +137,6 @@ class Guard:
                 divergence=self._sums.blend / compared,
                 prefill_divergence=self._sums.prefill / compared,
                 excess=state.mean,
-                excess_bounds=(lower, upper),
-                reacts_within=state.reacts_within,
                 ratio=state.ratio,
                 stopped=state.is_stopped,
                 raised=self._steps["up"],

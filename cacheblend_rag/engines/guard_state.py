@@ -6,20 +6,22 @@ Knows no engine and no model: see ``GuardState``.
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Literal
 
-from cacheblend_rag.engines.guard_bound import DriftingMean, samples_to_notice
 from cacheblend_rag.settings.guard import GuardConfig
 
 Step = Literal["up", "down", "stop"]
 
+WINDOW = 512
+"""Samples after which older ones are forgotten, and least samples between a step and one down."""
+FEWEST = WINDOW // 4
+"""While there are fewer samples since a step, the missing ones count as without an excess."""
+ENOUGH = 0.5
+"""Below this share of the limit the ratio steps down again."""
 LEAST_EXCESS = -0.25
 """A sample whose blend is nearer than ordinary prefill counts at most so much; it bounds what one
 sample can hide."""
-DRIFT = 1.5
-"""The divergence, in limits, for which ``reacts_within`` is stated."""
-GRID = 100
-"""Parts of the range of excesses between which bounds are reported."""
 MOST_PATIENCE = 64
 """Most windows between a step and a step down."""
 
@@ -37,8 +39,10 @@ class GuardState:
     ordinary prefill itself, that is the blend's divergence. If it is nearly never positive, as
     where contextual KV knows documents that the prompt lacks, the ratio is never raised.
 
-    level: how many ratios were tried so far, 0 at first. After the k-th step, the error is divided
-    by (k + 1)(k + 2), so that ``error`` holds for all of them together.
+    The mean of the latest samples since a step decides: above the limit the ratio steps up, well
+    below it, a window after the step at the earliest, down again.
+
+    level: how many ratios were tried so far, 0 at first.
     """
 
     def __init__(self, config: GuardConfig, own_ratio: float) -> None:
@@ -46,9 +50,10 @@ class GuardState:
         self.config = config
         self.ratios = tuple(ratio for ratio in config.ratios if ratio > own_ratio)
         self.limit = bounded(config.limit)
-        self._enough = bounded(config.limit * config.keep)
+        self._enough = bounded(config.limit * ENOUGH)
         self.level, self.steps, self._patience = 0, 0, 1
-        self._excess = self._anew()
+        self._excess: deque[float] = deque(maxlen=WINDOW)
+        self._seen = 0
 
     @property
     def is_stopped(self) -> bool:
@@ -63,26 +68,8 @@ class GuardState:
 
     @property
     def mean(self) -> float:
-        """Mean excess of the latest samples, from -1 to 1."""
-        return self._excess.mean
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Bounds of the mean excess since the last step, from -0.25 to 1."""
-        return self._excess.bounds
-
-    @property
-    def reacts_within(self) -> int:
-        """Samples within which an excess of 1.5 limits, and a spread as large, is noticed."""
-        mean = bounded(DRIFT * self.config.limit)
-        return samples_to_notice(
-            mean,
-            self.limit,
-            spread=mean,
-            error=self._error,
-            window=self.config.window,
-            seen=self._excess.count,
-        )
+        """Mean excess of the latest samples since the last step, from -0.25 to 1."""
+        return sum(self._excess) / max(1, len(self._excess))
 
     def observe(self, blend: float, prefill: float = 0.0) -> Step | None:
         """Take a sample into account; returns the step that follows from it.
@@ -92,11 +79,12 @@ class GuardState:
         """
         if self.is_stopped:
             return None
-        self._excess.observe(max(LEAST_EXCESS, bounded(blend) - bounded(prefill)))
-        if bool(self._excess.is_above(self.limit)):
+        self._excess.append(max(LEAST_EXCESS, bounded(blend) - bounded(prefill)))
+        self._seen += 1
+        if sum(self._excess) > self.limit * max(len(self._excess), FEWEST):
             return self._up()
-        waited = self._excess.count >= self._patience * self.config.window
-        if self.level and waited and bool(self._excess.is_below(self._enough)):
+        waited = self._seen >= self._patience * WINDOW
+        if self.level and waited and self.mean < self._enough:
             return self._to(self.level - 1, "down")
         return None
 
@@ -107,19 +95,6 @@ class GuardState:
 
     def _to(self, level: int, step: Step) -> Step:
         self.level, self.steps = level, self.steps + 1
-        self._excess = self._anew()
+        self._excess.clear()
+        self._seen = 0
         return step
-
-    @property
-    def _error(self) -> float:
-        return self.config.error / ((self.steps + 1) * (self.steps + 2))
-
-    def _anew(self) -> DriftingMean:
-        return DriftingMean(
-            error=self._error,
-            window=self.config.window,
-            told=(self.limit, self._enough),
-            low=LEAST_EXCESS,
-            high=1.0,
-            grid=GRID,
-        )

@@ -33,8 +33,6 @@ class GuardConfig(Settings):
     """Share of blended answers that are compared with full prefill, in idle time."""
     limit: Annotated[float, Field(strict=True, gt=0, le=3), Must("a number above 0, up to 3")] = 0.1
     """Divergence from full prefill that is too much, in nats per token of the answer."""
-    keep: Annotated[Share, Must("a number above 0, up to 1")] = 0.5
-    """The ratio steps down again once the divergence is surely below this share of the limit."""
     ratios: Annotated[
         tuple[Ratio, ...],
         BeforeValidator(as_tuple),
@@ -43,16 +41,6 @@ class GuardConfig(Settings):
     ] = (0.3, 0.5)
     """Least recompute ratios, tried one after another while the divergence is above the limit;
     after the last one blending stops."""
-    error: Annotated[
-        float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False), Must("a number from 0 to 1")
-    ] = 0.01
-    """Probability that the guard ever steps up although the divergence was never above the
-    limit."""
-    window: Annotated[
-        int, Field(strict=True, ge=256, le=1 << 16), Must("an integer from 256 to 65,536")
-    ] = 512
-    """Samples after which older ones are forgotten, and least samples between a step and a step
-    down."""
     answer_tokens: Positive = 16
     """How many of an answer's first tokens are compared."""
     most_waiting: Positive = 8

@@ -5,17 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cacheblend_rag.engines import guard_state
-from cacheblend_rag.engines.guard_state import GuardState, Step, bounded
+from cacheblend_rag.engines.guard_state import FEWEST, WINDOW, GuardState, Step, bounded
 from cacheblend_rag.settings import GuardConfig
 
-CONFIG = GuardConfig(window=256, ratios=(0.1, 0.3, 0.5))
+CONFIG = GuardConfig(ratios=(0.1, 0.3, 0.5))
 OWN = 0.16
-
-
-@pytest.fixture(autouse=True)
-def few_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_state, "GRID", 1)
 
 
 def taken(state: GuardState, blend: float, prefill: float = 0.0, most: int = 2000) -> Step | None:
@@ -43,7 +37,7 @@ def test_it_falls_only_well_below_the_limit_and_not_at_once() -> None:
     assert taken(state, 0.7 * CONFIG.limit) is None, "between: it stays"
     state = GuardState(CONFIG, OWN)
     assert taken(state, 0.4) == "up"
-    assert taken(state, 0.01, most=CONFIG.window - 1) is None
+    assert taken(state, 0.01, most=WINDOW - 1) is None
     assert taken(state, 0.01) == "down"
     assert state.ratio == 0.0
 
@@ -52,11 +46,11 @@ def test_a_fall_that_failed_is_not_tried_again_soon() -> None:
     state, waits = GuardState(CONFIG, OWN), []
     for _ in range(3):
         assert taken(state, 0.4) == "up"
-        found = (state.observe(0.001) for _ in range(8 * CONFIG.window))
+        found = (state.observe(0.001) for _ in range(8 * WINDOW))
         waits.append(next(count for count, step in enumerate(found, start=1) if step == "down"))
-    assert waits[0] >= CONFIG.window
-    assert waits[1] >= 2 * CONFIG.window
-    assert waits[2] >= 4 * CONFIG.window
+    assert waits[0] >= WINDOW
+    assert waits[1] >= 2 * WINDOW
+    assert waits[2] >= 4 * WINDOW
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -75,13 +69,32 @@ def test_contextual_kv_that_is_worse_than_prefill_is_not() -> None:
     assert taken(GuardState(CONFIG, OWN), 0.8, 0.2) == "up"
 
 
-def test_what_is_said_of_its_reaction_holds() -> None:
-    for seed in range(20):
-        state, draw = GuardState(GuardConfig(), OWN), np.random.default_rng(seed)
-        said = state.reacts_within
-        mean = bounded(0.15)
-        samples = draw.beta(1.0, (1 - mean) / mean, said)
-        assert "up" in {state.observe(float(-np.log1p(-one))) for one in samples}
+def test_a_gross_excess_is_noticed_soon_and_a_small_one_by_the_mean_of_many() -> None:
+    gross = GuardState(CONFIG, OWN)
+    steps = [gross.observe(2.0) for _ in range(30)]
+    assert steps.index("up") < 20
+    small = GuardState(CONFIG, OWN)
+    steps = [small.observe(1.1 * CONFIG.limit) for _ in range(FEWEST)]
+    assert "up" in steps
+    assert steps.index("up") > 0.8 * FEWEST
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_divergence_below_the_limit_raises_nothing_and_one_above_is_noticed(seed: int) -> None:
+    state, draw = GuardState(GuardConfig(), OWN), np.random.default_rng(seed)
+
+    def observed(mean: float, samples: int) -> set[Step | None]:
+        found = draw.beta(1.0, (1 - mean) / mean, samples)
+        return {state.observe(float(-np.log1p(-one))) for one in found}
+
+    assert observed(0.5 * state.limit, 4 * WINDOW) == {None}
+    assert "up" in observed(1.5 * state.limit, WINDOW)
+
+
+def test_samples_that_were_long_ago_do_not_count() -> None:
+    state = GuardState(CONFIG, OWN)
+    assert taken(state, 0.0, most=4 * WINDOW) is None
+    assert "up" in [state.observe(0.4) for _ in range(WINDOW)]
 
 
 def test_no_sample_outweighs_the_others() -> None:
