@@ -1,15 +1,15 @@
 """Filling on miss: computes and stores registered chunks that requests missed, in idle time.
 
 A corpus too large to precompute is filled by its traffic. After an answer, the chunks that its
-prompt missed wait in a bounded queue, the most often missed first; an IdleJob computes them.
+prompt missed wait in a bounded queue; an IdleJob computes those that have waited longest first.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from threading import Lock
 
@@ -24,22 +24,12 @@ from cacheblend_rag.text.chunk import Chunk
 KIND = "fill"
 """Of the idle jobs."""
 MOST_WAITING = 256
-"""Length of the queue; if it is full, the least missed chunk is dropped."""
+"""Length of the queue; if it is full, chunks that are missed by then are not filled."""
 MOST_AT_ONCE = 16
 """Most chunks of one document that are computed together."""
-MOST_REFUSALS = 4096
-"""How many refused chunks are remembered."""
 FILLED: frozenset[MissReason | None] = frozenset({"not stored", "other model"})
 """Miss reasons of chunks that are filled."""
 BEING_FILLED: MissReason = "not stored, being filled"
-
-
-@dataclass
-class _Wanted:
-    """A waiting chunk, and how many requests missed it."""
-
-    chunk: Chunk
-    misses: int = 1
 
 
 class Filling:
@@ -52,10 +42,9 @@ class Filling:
         self.is_on = False
         self._index_time, self._idle = index_time, idle
         self._lock = Lock()
-        self._waiting: dict[KVKey, _Wanted] = {}
+        self._waiting: dict[KVKey, Chunk] = {}
         self._at_work: dict[KVKey, Chunk] = {}
         self._has_job = False
-        self._refusals = _Refusals()
         self._tally, self._seconds, self._dropped = Tally(), 0.0, 0
 
     def see(self, request: Request, answer: Generation) -> Generation | None:
@@ -96,17 +85,14 @@ class Filling:
         if not self._index_time.has(chunk):
             return False
         with self._lock:
-            if key in self._at_work:
+            if key in self._at_work or key in self._waiting:
                 return True
-            if wanted := self._waiting.pop(key, None):
-                wanted.misses += 1
-                self._waiting[key] = wanted
-                return True
-            if not self._idle.accepts(KIND) or self._refusals.bar(key):
+            if not self._idle.accepts(KIND):
                 return False
             if len(self._waiting) >= MOST_WAITING:
-                self._drop([min(self._waiting, key=self._misses)])
-            self._waiting[key] = _Wanted(chunk)
+                self._dropped += 1
+                return False
+            self._waiting[key] = chunk
             return self._queue()
 
     def _queue(self) -> bool:
@@ -120,27 +106,20 @@ class Filling:
         )
         self._has_job = self._has_job or self._idle.add(job)
         if not self._has_job:
-            self._drop(list(self._waiting))
+            self._dropped += len(self._waiting)
+            self._waiting.clear()
         return self._has_job
-
-    def _misses(self, key: KVKey) -> int:
-        return self._waiting[key].misses
-
-    def _drop(self, keys: Iterable[KVKey]) -> None:
-        for key in keys:
-            del self._waiting[key]
-            self._dropped += 1
 
     # In the idle queue's thread
 
     def _filled(self) -> Generator[None, None, None]:
-        """Fill the most often missed chunks."""
+        """Fill the chunks that have waited longest."""
         chunks, started = self._take(), time.perf_counter()
-        told = refused = 0
+        told = 0
         try:
             with closing(self._index_time.fill(chunks)) as steps:
                 for done in steps:
-                    told, refused = told + done.chunks, refused + len(done.refused)
+                    told += done.chunks
                     with self._lock:
                         self._tally.add(done)
                     yield
@@ -148,8 +127,6 @@ class Filling:
             with self._lock:
                 self._seconds += time.perf_counter() - started
                 self._dropped += max(0, len(chunks) - told)
-                if refused:
-                    self._refusals.note(self._at_work)
 
     def _ended(self) -> None:
         """Queue a job for chunks that wait by now; it is refused after a failure."""
@@ -159,42 +136,17 @@ class Filling:
                 self._queue()
 
     def _take(self) -> list[Chunk]:
-        """Take the most missed chunk, the latest of equals, and others of its document."""
+        """Take the chunk that has waited longest, and others of its document."""
         with self._lock:
-            first = max(reversed(self._waiting), key=self._misses)
+            first = next(iter(self._waiting))
             others = (key for key in self._waiting if self._is_related(key, first))
             keys = [first, *islice(others, MOST_AT_ONCE - 1)]
-            self._at_work = {key: self._waiting.pop(key).chunk for key in keys}
+            self._at_work = {key: self._waiting.pop(key) for key in keys}
             return sorted(self._at_work.values(), key=lambda chunk: len(chunk.context))
 
     def _is_related(self, key: KVKey, first: KVKey) -> bool:
         """Whether two different waiting chunks belong to one document."""
-        one, other = self._waiting[key].chunk, self._waiting[first].chunk
+        one, other = self._waiting[key], self._waiting[first]
         here, there = (chunk.document_id for chunk in (one, other))
         same = here is not None and here == there and one.collection == other.collection
         return key != first and same
-
-
-class _Refusals:
-    """Chunks that could not be stored: each retry needs twice as many misses as the one before.
-
-    Otherwise a full store, which keeps more popular chunks, would have them computed in vain.
-    """
-
-    def __init__(self) -> None:
-        self._barred: dict[KVKey, tuple[int, int]] = {}
-
-    def note(self, keys: Iterable[KVKey]) -> None:
-        """Record refused chunks."""
-        for key in keys:
-            after, _ = self._barred.pop(key, (1, 0))
-            self._barred[key] = (2 * after, after)
-        while len(self._barred) > MOST_REFUSALS:
-            del self._barred[next(iter(self._barred))]
-
-    def bar(self, key: KVKey) -> bool:
-        """Count a miss; returns whether it is too early to try again."""
-        after, left = self._barred.get(key, (0, 0))
-        if left:
-            self._barred[key] = (after, left - 1)
-        return bool(left)

@@ -132,21 +132,6 @@ def test_namespaces_fill_their_own(make_filling: EngineFactory) -> None:
     assert other.fill_report().computed == 0, "it is not registered there"
 
 
-def test_what_a_full_store_refuses_is_not_computed_at_each_miss(
-    make_filling: EngineFactory,
-) -> None:
-    engine, chunk = make_filling(store=TieredKVStore.open(host_bytes=100)), Chunk(words(40, 3))
-    engine.register([chunk])
-    reasons = []
-    for seed in range(16):
-        report = engine.generate(asking([chunk], seed), SHORT).report
-        reasons += [told.reason for told in report.chunks]
-        assert until(lambda: not engine.fill_report().waiting, PATIENCE)
-    tried = [index for index, told in enumerate(reasons) if told == "not stored, being filled"]
-    assert tried == [0, 2, 5, 10]
-    assert engine.fill_report().refused == {"store full": 4}
-
-
 def test_a_store_that_is_only_read_is_not_filled(
     make_filling: EngineFactory, tmp_path: Path
 ) -> None:
