@@ -10,20 +10,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend.choice_log import log_choice
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.graphed import Graphed
 from cacheblend_rag.blend.observer import Observer, Selection
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Mask, Positions, Rows
-from cacheblend_rag.blend.schedule import Schedule, row_count, top_rows
+from cacheblend_rag.blend.schedule import Schedule, log_choice, row_count, top_rows
 from cacheblend_rag.blend.selectors import Evidence
 from cacheblend_rag.blend.selectors.hkvd import deviations_of
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack, probe_layer
@@ -32,6 +30,21 @@ from cacheblend_rag.blend.steps import Steps
 Attention = Callable[[AttentionCall, FusedKV, Rows], Tensor]
 """Attention of rows over a layer's fused KV, which holds their fresh KV already; returns
 (1, rows, heads, head_dim)."""
+
+
+class GraphedRows(Protocol):
+    """Runs layers on the rows of one prompt as CUDA graphs, their attention included."""
+
+    def run(self, layer: int, hidden: Tensor) -> Tensor | None:
+        """Run one layer on ``hidden`` (1, rows, hidden), and write the rows' fresh KV.
+
+        Returns hidden states that are valid until the next run; None if the layer has to be run
+        without a graph.
+        """
+
+
+Graphed = Callable[[Rows, FusedKV], GraphedRows | None]
+"""Returns what runs layers on rows of a prompt by graphs; None if they are to be run without."""
 
 
 @dataclass

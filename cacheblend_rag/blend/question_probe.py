@@ -11,10 +11,9 @@ from torch import Tensor
 
 from cacheblend_rag.blend.attention import attention_mass
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.graphed import Graphed
 from cacheblend_rag.blend.matmul_attention import attend_by_mass, prefers_matmul
 from cacheblend_rag.blend.observer import Observer
-from cacheblend_rag.blend.passes import BlendPass, Candidates
+from cacheblend_rag.blend.passes import BlendPass, Candidates, Graphed
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.schedule import Schedule

@@ -30,7 +30,7 @@ from cacheblend_rag.kv.packed_kv import LayerKV
 from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.shared_chunk import Found
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.load_times import LoadTimes
+from cacheblend_rag.prefill.stopwatch import LoadTimes
 from cacheblend_rag.report import MissReason
 
 WAIT_SECONDS = 0.001

@@ -22,8 +22,7 @@ from typing import Literal
 
 import numpy as np
 
-from cacheblend_rag.blend.cost import LayerCost, prefill_cost
-from cacheblend_rag.blend.forecast import Forecast
+from cacheblend_rag.blend.cost import Forecast, LayerCost, prefill_cost
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.kv.speed import Speeds

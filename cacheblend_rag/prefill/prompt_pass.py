@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, RingKV, Schedule, plan_schedule
-from cacheblend_rag.blend.graphed import Graphed
 from cacheblend_rag.blend.observer import Observer
-from cacheblend_rag.blend.passes import Attention, Candidates
+from cacheblend_rag.blend.passes import Attention, Candidates, Graphed
 from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
@@ -24,11 +23,10 @@ from cacheblend_rag.memory import NO_ROOM, no_room
 from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LoadedChunk, LostChunkError, Place
 from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
-from cacheblend_rag.prefill.pass_times import PassTimes
 from cacheblend_rag.prefill.policy import NOT_STORED, refusal
 from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from cacheblend_rag.prefill.protection import free_tokens
-from cacheblend_rag.prefill.stopwatch import Stopwatch
+from cacheblend_rag.prefill.stopwatch import PassTimes, Stopwatch
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport

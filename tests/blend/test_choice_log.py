@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cacheblend_rag.blend.choice_log import log_choice, logger
+from cacheblend_rag.blend.schedule import log_choice, logger
 from cacheblend_rag.blend.selectors import make_selector
 from tests.prefill.prompts import filled, finished, placed, prompt_pass
 

@@ -8,8 +8,7 @@ import pytest
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, plan_schedule
-from cacheblend_rag.blend.cost import prefill_cost
-from cacheblend_rag.blend.forecast import Forecast
+from cacheblend_rag.blend.cost import Forecast, prefill_cost
 from cacheblend_rag.blend.selectors import SELECTORS
 from tests.blend.fake_stack import LAYERS, FakeStack, WatchedKV
 from tests.blend.test_passes import CHECKS, PROMPTS, Prompt

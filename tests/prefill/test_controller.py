@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.blend.cost import LayerCost, prefill_cost
-from cacheblend_rag.blend.forecast import Forecast
+from cacheblend_rag.blend.cost import Forecast, LayerCost, prefill_cost
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.speed import Speeds

@@ -17,10 +17,8 @@ from cacheblend_rag.prefill.precompute import (
     compute_chunks,
     compute_document,
     compute_one_by_one,
-    document_plans,
-)
-from cacheblend_rag.prefill.prior import (
     context_deviation,
+    document_plans,
     keys_of_prior_layer,
     prior_layer,
 )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cacheblend_rag.blend.cost import LayerCost
-from cacheblend_rag.blend.graphed import Graphed
+from cacheblend_rag.blend.passes import Graphed
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
 from cacheblend_rag.blend.row_attention import can_attend_by_positions
 from cacheblend_rag.blend.stack import (
