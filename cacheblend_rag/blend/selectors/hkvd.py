@@ -10,27 +10,22 @@ from torch import Tensor
 from cacheblend_rag.blend.selectors.base import Evidence, Selector, given
 from cacheblend_rag.errors import ConfigError
 
-Deviation = Literal["v", "k", "kv"]
+Deviation = Literal["v", "k"]
 
 
 @dataclass(frozen=True)
 class HKVD(Selector):
-    """Squared deviation of V, K, or both (each divided by its mean). Source: arXiv 2405.16444."""
+    """Squared deviation of V or K. Source: arXiv 2405.16444."""
 
     needs_fresh_kv: ClassVar[bool] = True
     deviation: Deviation = "v"
 
     def __post_init__(self) -> None:
-        if self.deviation not in ("v", "k", "kv"):
-            raise ConfigError(f"deviation={self.deviation!r} must be one of v, k, kv")
+        if self.deviation not in ("v", "k"):
+            raise ConfigError(f"deviation={self.deviation!r} must be one of v, k")
 
     def score(self, evidence: Evidence) -> Tensor:
-        if self.deviation == "v":
-            return _values(evidence)
-        if self.deviation == "k":
-            return _keys(evidence)
-        keys, values = _keys(evidence), _values(evidence)
-        return keys / keys.mean().clamp(min=1e-30) + values / values.mean().clamp(min=1e-30)
+        return _values(evidence) if self.deviation == "v" else _keys(evidence)
 
 
 def _keys(e: Evidence) -> Tensor:
