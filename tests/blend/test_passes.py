@@ -514,8 +514,6 @@ def test_what_is_known_of_the_first_tokens() -> None:
     evidence = bare.evidence(torch.tensor([3, 11]).numpy())
     assert (evidence.prior, evidence.question_attention) == (None, None)
     assert evidence.offsets.tolist() == [0, int(known.offsets[11])]
-    assert evidence.positions is not None
-    assert evidence.positions.tolist() == [3, 11]
 
 
 def test_nothing_is_known_of_a_prompt_at_first() -> None:
