@@ -58,7 +58,7 @@ def server(tmp_path_factory, passage):
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0, "told to end, it ends without an error"
     told = (folder / "log").read_text()
-    assert f"demo is served at {url}/v1" in told
+    assert f"toy is served at {url}/v1" in told
     assert "POST /v1/chat/completions:" in told
     assert KEY not in told
     assert "Traceback" not in told

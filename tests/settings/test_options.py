@@ -9,7 +9,6 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.options import Arguments, check_engine_name, describe_errors
-from tests.toy import TOY
 
 TAKEN = Arguments(
     "option of Model",
@@ -40,7 +39,7 @@ def test_a_known_name_is_no_alias() -> None:
 
 
 def test_none_by_another_name_says_nothing() -> None:
-    assert TAKEN.read({"model": TOY, "base_url": None, "device": None}) == {
+    assert TAKEN.read({"model": "toy", "base_url": None, "device": None}) == {
         "model": "toy",
         "device": None,
     }
