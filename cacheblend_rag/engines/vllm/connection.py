@@ -12,12 +12,7 @@ from cacheblend_rag.engines.logprobs import RawLogprob
 from cacheblend_rag.engines.structured import StructuredOutputs, form_refused
 from cacheblend_rag.engines.vllm.affinity import AFFINITY_HEADER
 from cacheblend_rag.engines.vllm.protocol import Late, params_of
-from cacheblend_rag.engines.vllm.transport import (
-    Piece,
-    RequestCounts,
-    StreamBrokenError,
-    VLLMRequest,
-)
+from cacheblend_rag.engines.vllm.transport import Piece, RequestCounts, VLLMRequest
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -36,6 +31,7 @@ NO_KEY = "none"
 CONNECT_SECONDS = 5.0
 CUT_OFF = ("RemoteProtocolError", "ReadError")
 """Errors of httpx after it has connected."""
+BROKE_OFF = "the server's answer broke off"
 TOLD_CHARACTERS = 200
 LATE = params_of(Late())
 """A placeholder for a result that does not come with a stream and must be fetched."""
@@ -154,7 +150,7 @@ class ServerConnection:
     async def stream(self, model: str, request: VLLMRequest) -> AsyncGenerator[Piece]:
         """Answer a request piece by piece; closing the iterator ends it at the server, too.
 
-        Raises StreamBrokenError when it ends before the answer does.
+        Raises EngineUnavailableError when it ends before the answer does.
         """
         finished, form = False, request.sampling.structured_outputs
         async with await self._create(form, **_body(model, request), stream=True) as events:
@@ -164,7 +160,7 @@ class ServerConnection:
                     params = None if request.job is None else LATE
                     yield _piece(choice, request.sampling.logprobs, params=params)
         if not finished:
-            raise StreamBrokenError(f"engine={self.url!r}: the server's answer broke off")
+            raise EngineUnavailableError(f"engine={self.url!r}: {BROKE_OFF}: ask again")
 
     async def close(self) -> None:
         """Close its connections."""
@@ -186,20 +182,7 @@ class ServerConnection:
             async for event in events:
                 yield event
         except Exception as error:
-            # without its cause, whose frames hold the key
-            raise (self._break(error) or self._failure(error)) from None
-
-    def _break(self, error: Exception) -> StreamBrokenError | None:
-        """Return an error in a stream that says that the server, or its engine, is no more."""
-        known, broke = self._openai, f"engine={self.url!r}: the server's answer broke off"
-        cause = error.__cause__ if isinstance(error, known.APIConnectionError) else error
-        if type(cause).__name__ in CUT_OFF:
-            return StreamBrokenError(f"{broke} ({type(cause).__name__})")
-        if isinstance(error, known.APIConnectionError | known.APIStatusError):
-            return None
-        if isinstance(error, known.APIError):  # an event that tells of an error
-            return StreamBrokenError(f"{broke}: {_first_line(error.message)}")
-        return None
+            raise self._failure(error) from None  # whose frames hold the key
 
     def _no_vllm(self, why: str) -> EngineUnavailableError:
         return EngineUnavailableError(f"engine={self.url!r} is not a vLLM server: {why}")
@@ -224,7 +207,7 @@ class ServerConnection:
         elif isinstance(error, known.APIError):
             said = f"the server failed: {_first_line(error.message)}"
         else:
-            said = f"the server's answer broke off ({type(error).__name__})"
+            said = f"{BROKE_OFF} ({type(error).__name__}): ask again"
         return EngineUnavailableError(f"{where}: {said}")
 
 

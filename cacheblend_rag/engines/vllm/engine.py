@@ -50,7 +50,6 @@ from cacheblend_rag.engines.vllm.protocol import (
     result_of,
 )
 from cacheblend_rag.engines.vllm.reporting import Sent, Times, prefill_report
-from cacheblend_rag.engines.vllm.resuming import resumed_stream
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.engines.vllm.turn_keeper import TurnKeeper
 from cacheblend_rag.engines.vllm.waiting import CANCEL_SECONDS, next_piece, until_over
@@ -78,7 +77,6 @@ T = TypeVar("T")
 
 DEFAULT_NAMESPACE = "default"
 JOBS_AT_ONCE = 8
-PLAIN_TEXT = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
 
 class VLLMEngine(Engine):
@@ -274,7 +272,7 @@ class VLLMEngine(Engine):
         text, last = "", Piece("", (), "abort")
         ids: list[int] = []
         told: list[TokenLogprob] = []
-        pieces = self._pieces(sent.request, request.streamed)
+        pieces = self.transport.send(sent.request, stream=request.streamed)
         async with aclosing(cast("AsyncGenerator[Piece]", pieces)):
             while piece := await next_piece(pieces, request.cancel):
                 ended = time.perf_counter() - started
@@ -299,14 +297,6 @@ class VLLMEngine(Engine):
         yield self._answered(
             request, text, ids, reason, prefill, logprobs=tuple(told) if asked else None
         )
-
-    def _pieces(self, request: VLLMRequest, streamed: bool) -> AsyncIterator[Piece]:
-        def decode(ids: Sequence[int]) -> str:
-            return str(self.tokenizer.decode(list(ids), **PLAIN_TEXT))
-
-        if streamed:
-            return resumed_stream(self.transport, request, decode)
-        return self.transport.send(request, stream=False)
 
     async def _result(self, sent: Sent, last: Piece) -> Result | None:
         """Return the connector's result, which may have to be fetched.

@@ -43,8 +43,7 @@ class VLLMServer(Transport):
             api_key: the server's key, the environment's CACHEBLEND_API_KEY by default; it
                 is never logged.
             timeout_seconds: for each attempt to get an answer, and between two pieces of a stream.
-            max_retries: of requests that were not answered, and of streams that broke off (see
-                ``resumed_stream``).
+            max_retries: of requests that were not answered.
 
         Raises:
             MissingExtraError: without ``openai``.
@@ -59,7 +58,6 @@ class VLLMServer(Transport):
             max_retries=max_retries,
             counts=self.counts,
         )
-        self.max_resumes = max_retries
         self.address = self._connection.url
         self.background = BackgroundLoop("cacheblend-vllm-server")
         self._model = model

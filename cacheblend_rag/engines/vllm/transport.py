@@ -11,13 +11,8 @@ from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.logprobs import RawLogprob
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.protocol import OFF_PARAMS, BlendJob
-from cacheblend_rag.errors import EngineUnavailableError
 
 T = TypeVar("T")
-
-
-class StreamBrokenError(EngineUnavailableError):
-    """A stream broke off before the answer was complete: the server or its engine core died."""
 
 
 @dataclass
@@ -25,14 +20,11 @@ class RequestCounts:
     """What became of requests, jobs included, since the transport was made.
 
     sent: how many were sent, each counted once. retried: how often one was sent again that was not
-    answered. resumed: how often a stream that broke off was continued. broken: streams that broke
-    off and ended with an error.
+    answered.
     """
 
     sent: int = 0
     retried: int = 0
-    resumed: int = 0
-    broken: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,8 +79,7 @@ class Transport(ABC):
             engine.
         model_name: the model's name in vLLM. context_window: tokens of a prompt and its answer.
         background: the loop that all requests are made in.
-        max_resumes: how often a stream that broke off is continued. counts: of requests; of a
-            server's only.
+        counts: of requests; of a server's only.
     """
 
     name: str
@@ -96,7 +87,6 @@ class Transport(ABC):
     model_name: str
     context_window: int
     background: BackgroundLoop
-    max_resumes = 0
 
     def __init__(self) -> None:
         self.counts = RequestCounts()
