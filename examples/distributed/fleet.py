@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 from services import (
     Program,
@@ -33,7 +33,6 @@ from services import (
 
 from cacheblend_rag import BlendConfig, Document, SamplingParams, open_engine
 from cacheblend_rag.demo.passages import load_passages
-from cacheblend_rag.engines.vllm.affinity import AFFINITY_HEADER, affinity_of
 from cacheblend_rag.errors import EngineUnavailableError
 
 IN_A_PROMPT, LATE = 4, 12
@@ -137,12 +136,9 @@ class Fleet:
         for program in programs:
             program.wait()
 
-    def is_at_one(self, client: Client, prompt: str) -> bool:
-        """Whether nginx sends a prompt to the first replica: it says so of any path."""
-        placed = client.engine.prepare(prompt).placed
-        value = affinity_of(chunk.key for chunk in placed)
-        asked = Request(f"{self.proxy.url}/health", headers={AFFINITY_HEADER: value})  # noqa: S310
-        with urlopen(asked, timeout=30) as answer:  # noqa: S310
+    def is_at_one(self) -> bool:
+        """Whether nginx sends clients of this address to the first replica."""
+        with urlopen(f"{self.proxy.url}/health", timeout=30) as answer:  # noqa: S310
             return str(answer.headers["X-Served-By"]).endswith(f":{self.one.port}")
 
     def served(self) -> dict[str, int]:
@@ -150,7 +146,7 @@ class Fleet:
         names = {str(self.one.port): "one", str(self.other.port): "other"}
         found = Counter[str]()
         for line in self.log.read_text().splitlines():
-            method, addresses, statuses, _ = line.split("|")
+            method, addresses, statuses = line.split("|")
             if method == "POST" and statuses.endswith("200"):
                 found[names[addresses.rpartition(":")[2]]] += 1
         return dict(found)
@@ -208,13 +204,11 @@ def load(client: Client, prompts: Sequence[str], threads: int) -> Iterator[None]
 def kill_under_load(fleet: Fleet, client: Client, prompts: Sequence[str], tokens: int) -> None:
     """Kill the first replica while whole requests and streams are at work on it."""
     begun: list[Event] = [Event() for _ in range(2)]
-    mine = [prompt for prompt in prompts if fleet.is_at_one(client, prompt)]
     with ThreadPoolExecutor() as pool:
-        whole = [pool.submit(client.ask, prompt, tokens) for prompt in (mine * 2)[:2]]
-        asked = (mine * 2)[:2]
+        whole = [pool.submit(client.ask, prompt, tokens) for prompt in prompts[:2]]
         streams = [
             pool.submit(client.ask, prompt, tokens, streamed=True, begun=one.set)
-            for prompt, one in zip(asked, begun, strict=True)
+            for prompt, one in zip(prompts[:2], begun, strict=True)
         ]
         # At once: streams may end while it is asked how many requests it runs.
         until(lambda: all(one.is_set() for one in begun), "the first token of streams")
@@ -233,7 +227,7 @@ def run(
         tell("starting redis-server, an S3 endpoint, two replicas and nginx")
         fleet = Fleet(Path(name), model, stack)
         client = Client(fleet.proxy.url, model, documents)
-        if not fleet.is_at_one(client, early[0]):  # ports decide
+        if not fleet.is_at_one():  # nginx decides
             fleet.one, fleet.other = fleet.other, fleet.one
 
         indexer = Client(fleet.one.url, model, documents)
@@ -258,7 +252,7 @@ def run(
         for prompt in early[:3]:
             back.ask(prompt)
         steps["asked of replica one"] = back.take()
-        until(lambda: fleet.is_at_one(client, early[0]), "nginx's next trial of replica one")
+        until(fleet.is_at_one, "nginx's next trial of replica one")
         before = fleet.served()
         tell(f"replica one is back: {again.skipped} chunks stored, {again.computed} to compute")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from cacheblend_rag.engines.vllm.affinity import AFFINITY_HEADER
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.middleware.access import MIDDLEWARE
 
@@ -24,9 +23,8 @@ def check(transfer: dict[str, Any]) -> None:
     assert transfer == ours
 
 
-def test_the_router_uses_our_header_and_vllm_our_connector() -> None:
+def test_vllm_uses_our_connector() -> None:
     told = yaml.safe_load((FOLDER / "production-stack.yaml").read_text())
-    assert told["routerSpec"]["sessionKey"] == AFFINITY_HEADER
     (model,) = told["servingEngineSpec"]["modelSpec"]
     given = model["vllmConfig"]["extraArgs"]
     assert given[given.index("--middleware") + 1] == MIDDLEWARE

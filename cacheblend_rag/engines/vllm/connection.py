@@ -10,7 +10,6 @@ from typing import Any
 
 from cacheblend_rag.engines.logprobs import RawLogprob
 from cacheblend_rag.engines.structured import StructuredOutputs, form_refused
-from cacheblend_rag.engines.vllm.affinity import AFFINITY_HEADER
 from cacheblend_rag.engines.vllm.protocol import Late, params_of
 from cacheblend_rag.engines.vllm.transport import Piece, RequestCounts, VLLMRequest
 from cacheblend_rag.errors import (
@@ -258,7 +257,6 @@ def _headers(request: VLLMRequest) -> dict[str, str]:
         **request.headers,
         REPLICA_HEADER: "" if request.replica is None else str(request.replica),
         REQUEST_ID_HEADER: request.request_id,
-        AFFINITY_HEADER: request.affinity,
     }
     return {name: value for name, value in told.items() if value}
 

@@ -39,7 +39,6 @@ from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
 from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.turns import config_for, parts_of
-from cacheblend_rag.engines.vllm.affinity import affinity_of
 from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, sent_chunk, stored_by
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
@@ -227,7 +226,6 @@ class VLLMEngine(Engine):
             request.sampling,
             self._salt(request),
             request_id=request.request_id,
-            affinity=affinity_of(chunk.key for chunk in request.prepared.placed),
             headers=request.headers,
         )
         if request.full:
@@ -307,8 +305,7 @@ class VLLMEngine(Engine):
         if sent.request.job is not None and (
             isinstance(last.ended_by, str) or isinstance(result, Late)
         ):
-            report_id = sent.request.job.report_id
-            return await self._jobs.late_result(report_id, sent.request.affinity)
+            return await self._jobs.late_result(sent.request.job.report_id)
         return result
 
     def _compare(
@@ -318,8 +315,7 @@ class VLLMEngine(Engine):
         tokens = len(compared.prompt)
         chunks = tuple(sent_chunk(one) for one in parts_of(request) if one.end < tokens)
         cancel = Cancellation(is_over=lambda: not self.is_open)
-        affinity = affinity_of(one.key for one in request.prepared.placed)
-        asked = until_over(self._jobs.compare(chunks, compared, request.config, affinity), cancel)
+        asked = until_over(self._jobs.compare(chunks, compared, request.config), cancel)
         found: Comparison | None = None
         for result in PushedStream(asked, cancel, self.transport.background):
             if isinstance(result, CompareResult):

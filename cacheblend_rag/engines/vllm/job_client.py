@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.tally import Stored
-from cacheblend_rag.engines.vllm.affinity import affinity_of
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     ConnectorStatus,
@@ -75,15 +74,10 @@ class JobClient:
             idle=idle,
             form_of=forms if any(forms) else (),
         )
-        request = carrier(job, affinity_of(plan.key for plan, _ in work.members))
-        return await self._carry_out(request, everywhere=not self.status.shared)
+        return await self._carry_out(carrier(job), everywhere=not self.status.shared)
 
     async def compare(
-        self,
-        chunks: tuple[SentChunk, ...],
-        compared: Compared,
-        config: BlendConfig,
-        affinity: str = "",
+        self, chunks: tuple[SentChunk, ...], compared: Compared, config: BlendConfig
     ) -> Result:
         """Compare a prompt with full prefill while vLLM does nothing else."""
         job = BlendJob(
@@ -96,7 +90,7 @@ class JobClient:
             answer=tuple(compared.answer),
             reference=tuple(compared.reference or ()),
         )
-        return await self._carry_out(carrier(job, affinity), everywhere=False)
+        return await self._carry_out(carrier(job), everywhere=False)
 
     async def verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
         """Check stored KV on all replicas; returns unreadable keys with reasons.
@@ -182,7 +176,7 @@ class JobClient:
             idle=True,
             kept=tuple(kept[:MOST_KEYS]),
         )
-        request = carrier(job, affinity_of(part.key for part in parts if not part.is_turn))
+        request = carrier(job)
         asked = [request] if self.status.shared else self._to_replicas(request)
         results = [_outcome(one) for one in await all_of(self._params(one) for one in asked)]
         done = [result for result in results if isinstance(result, KeepResult)]
@@ -206,13 +200,9 @@ class JobClient:
         params = await all_of(self._params(one) for one in self._to_replicas(job))
         return released_by(map(_outcome, params))
 
-    async def late_result(self, report_id: str, affinity: str) -> Result | None:
-        """Fetch the result of a finished request, from the replica that served it.
-
-        affinity: the request's own, by which a proxy finds that replica again.
-        """
-        job = BlendJob("report", self._lead_in, report_id=report_id)
-        request = carrier(job, affinity)
+    async def late_result(self, report_id: str) -> Result | None:
+        """Fetch the result of a finished request, from the replica that served it."""
+        request = carrier(BlendJob("report", self._lead_in, report_id=report_id))
         params = await all_of(self._params(one) for one in self._to_replicas(request))
         answers = [result_of(answer) for answer in params]
         told = [answer for answer in answers if answer != NO_REPORT]
@@ -224,8 +214,7 @@ class JobClient:
         named = [(key.chunk_id, key.context_id) for key in keys]
         for start in range(0, len(named), MOST_KEYS):
             some = tuple(named[start : start + MOST_KEYS])
-            affinity = affinity_of(keys[start : start + MOST_KEYS])
-            yield carrier(BlendJob(kind, self._lead_in, keys=some, turns=turns), affinity)
+            yield carrier(BlendJob(kind, self._lead_in, keys=some, turns=turns))
 
     async def _carry_out(self, request: VLLMRequest, *, everywhere: bool) -> Result:
         """Send a request that only carries a job; returns the connector's result.
@@ -280,11 +269,11 @@ async def params_of_last(transport: Transport, request: VLLMRequest) -> Mapping[
     return params
 
 
-def carrier(job: BlendJob, affinity: str = "") -> VLLMRequest:
+def carrier(job: BlendJob) -> VLLMRequest:
     """Return a request that carries a job; its prompt is any two tokens."""
     sampling = ResolvedSampling(max_tokens=2, ignore_eos=True)
     salt = f"{SALT_PREFIX}{uuid.uuid4().hex}"
-    return VLLMRequest((0, 0), sampling, salt, job, affinity=affinity)
+    return VLLMRequest((0, 0), sampling, salt, job)
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

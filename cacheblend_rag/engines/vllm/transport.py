@@ -52,8 +52,8 @@ class VLLMRequest:
 
     salt: requests with the same one, or none, share vLLM's prefix cache. replica: the engine
     behind the address that serves it; None is any. request_id: the id that vLLM uses for it; with
-    "" the transport chooses one. affinity: what a proxy chooses a replica by, see affinity_of; ""
-    leaves it the choice. headers: further ones of HTTP; vLLM in process reads those of a trace.
+    "" the transport chooses one. headers: further ones of HTTP; vLLM in process reads those of a
+    trace.
     """
 
     token_ids: tuple[int, ...]
@@ -62,7 +62,6 @@ class VLLMRequest:
     job: BlendJob | None = None
     replica: int | None = None
     request_id: str = ""
-    affinity: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -58,7 +58,7 @@ class CannedServer:
     """Answers ``/v1/models`` and completions; ``orders`` notes the kinds of orders that came.
 
     said: what blend orders bring. fail: a status for completions that are no status orders.
-    breaks: how many streams break off after their first token. names, affinities, traces: headers.
+    breaks: how many streams break off after their first token. names, traces: headers.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,6 @@ class CannedServer:
         self.orders: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.names: list[str | None] = []
-        self.affinities: list[str | None] = []
         self.traces: list[str | None] = []
         self.url = ""
 
@@ -96,7 +95,6 @@ def listening(canned: CannedServer) -> Iterator[CannedServer]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             canned.bodies.append(body)
             canned.names.append(self.headers["X-Request-Id"])
-            canned.affinities.append(self.headers["X-CacheBlend-Affinity"])
             canned.traces.append(self.headers["traceparent"])
             if isinstance(body["prompt"], str):
                 count = len(body["prompt"].split())
@@ -567,23 +565,6 @@ def test_a_stream_that_breaks_off_is_an_error(canned: CannedServer, connect: Ope
         list(stream)
     assert canned.url in one_line(caught.value)
     assert engine.transport.counts.retried == 0
-
-
-def test_requests_and_jobs_on_the_same_chunks_have_the_same_affinity(
-    canned: CannedServer, connect: Open
-) -> None:
-    engine = connect()
-    canned.reports = canned.said
-    canned.affinities.clear()
-    engine.generate(PROMPT, FOUR)
-    engine.generate_full(PROMPT, FOUR)
-    list(engine.stream(PROMPT, FOUR))
-    engine.precompute([CHUNK], progress=False)
-    assert canned.orders[-5:] == ["blend", "off", "blend", "report", "precompute"]
-    assert len(set(canned.affinities)) == 1
-    assert canned.affinities[0]
-    engine.generate(words(9, 2), FOUR)
-    assert canned.affinities[-1] is None
 
 
 @pytest.mark.parametrize(
