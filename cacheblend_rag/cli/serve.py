@@ -113,7 +113,7 @@ def serve_command(
     attention: Annotated[
         str | None,
         typer.Option(
-            help="Of recomputed rows: auto, native (vLLM's own), sdpa or flex (FlexAttention).",
+            help="Of recomputed rows: auto, native (vLLM's own) or sdpa.",
             show_default="auto",
         ),
     ] = None,

@@ -31,7 +31,7 @@ from cacheblend_rag.engines.vllm.connector.kv_groups import (
 from cacheblend_rag.engines.vllm.connector.metadata import StepJobs, StepResults
 from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.connector.scheduler import ConnectorScheduler
-from cacheblend_rag.engines.vllm.connector.settings import PLAIN, ConnectorSettings
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.worker import ConnectorWorker
 from cacheblend_rag.engines.vllm.versions import check_version
 
@@ -74,7 +74,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
                 asynchronous=asynchronous,
                 step_tokens=settings.step_tokens,
                 block_size=block_size,
-                shares_prefix=settings.attention not in PLAIN,
+                shares_prefix=settings.attention != "sdpa",
                 kept_tokens=kept_tokens(kv_cache_config, block_size),
                 finding=Finding.of(vllm_config, settings),
             )

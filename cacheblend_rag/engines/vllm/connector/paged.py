@@ -24,15 +24,13 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from cacheblend_rag.blend.flex import FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.passes import Attention
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.stack import AttentionCall
 from cacheblend_rag.engines.vllm.connector.block_table import BlockTable
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
-from cacheblend_rag.engines.vllm.connector.settings import PLAIN, AttentionMode
+from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import WRITTEN_AT_ONCE
 from cacheblend_rag.prefill.prompt_pass import HeldPrefix
 
@@ -61,7 +59,7 @@ class PagedKV:
     mode: AttentionMode = "auto"
     shared: int = 0
     tables: list[BlockTable] = field(init=False)
-    _plain: Attention = field(init=False)
+    _plain: RowAttention = field(init=False)
     _runs: dict[tuple[int, int], tuple[Rows, list[tuple[slice, CommonAttentionMetadata]]]] = field(
         init=False, default_factory=dict
     )
@@ -71,11 +69,10 @@ class PagedKV:
     _splits: dict[int, tuple[Rows, Rows, Rows]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        is_flex, kernels = self.mode == "flex", self.mode != "sdpa"
-        self._plain = FlexAttention() if is_flex else RowAttention(kernels=kernels)
-        is_native = self.mode not in PLAIN
+        may_be_native = self.mode != "sdpa"
+        self._plain = RowAttention(kernels=may_be_native)
         self.tables = [
-            BlockTable.of(self.cache, blocks, self.first, self.tokens, attends=is_native)
+            BlockTable.of(self.cache, blocks, self.first, self.tokens, attends=may_be_native)
             for blocks in self.block_ids
         ]
 
@@ -131,7 +128,7 @@ class PagedKV:
     def _split(self, rows: Rows) -> tuple[Rows, Rows]:
         """Return the rows whose blocks are shared, and the others."""
         if id(rows) not in self._splits:
-            count = 0 if self.mode in PLAIN else int(np.searchsorted(rows.host, self.shared))
+            count = 0 if self.mode == "sdpa" else int(np.searchsorted(rows.host, self.shared))
             parts = rows.part(0, count), rows.part(count, len(rows))
             self._splits[id(rows)] = (rows, *parts)  # kept, as in ``common``
         return self._splits[id(rows)][1:]
@@ -181,7 +178,7 @@ class PagedKV:
     def is_native(self, rows: Rows) -> bool:
         """Whether these rows attend by vLLM's own kernel."""
         if self.mode != "auto":
-            return self.mode not in PLAIN
+            return self.mode == "native"
         if rows.is_run:
             return True
         runs = len(_edges(rows.host)) - 1

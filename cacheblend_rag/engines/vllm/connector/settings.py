@@ -17,10 +17,8 @@ from cacheblend_rag.settings.profile import Profile, ProfileOption
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-AttentionMode = Literal["auto", "native", "sdpa", "flex"]
-"""How recomputed rows attend; see PagedKV."""
-PLAIN: tuple[AttentionMode, ...] = ("sdpa", "flex")
-"""Over the fused KV always, by PyTorch."""
+AttentionMode = Literal["auto", "native", "sdpa"]
+"""How recomputed rows attend; see PagedKV. ``sdpa`` is over the fused KV always, by PyTorch."""
 
 FindMode = Literal["on", "asked", "off"]
 """In which requests chunks are searched for."""
@@ -62,7 +60,7 @@ class ConnectorSettings(Settings):
     """Most tokens provided in one step of synchronous work; a request that would exceed them waits
     for the next step."""
     attention: Annotated[AttentionMode, Must.choose(AttentionMode)] = "auto"
-    """Attention of recomputed rows: ``auto``, ``native`` (vLLM's own), ``sdpa`` or ``flex``."""
+    """Attention of recomputed rows: ``auto``, ``native`` (vLLM's own) or ``sdpa``."""
     profile: Annotated[ProfileOption, BeforeValidator(_profile)] = None
     """What clients use where they give no settings of their own."""
     guard: Annotated[Ratio, Must("a number from 0 to 1")] = 0.0
