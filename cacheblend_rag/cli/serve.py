@@ -117,9 +117,6 @@ def serve_command(
             show_default="auto",
         ),
     ] = None,
-    synchronous: Annotated[
-        bool, typer.Option("--synchronous", help="Blend while other requests wait.")
-    ] = False,
     slice_seconds: Annotated[
         float | None,
         typer.Option(
@@ -127,12 +124,6 @@ def serve_command(
             callback=options.finite,
             help="Blending between two steps, while others decode.",
             show_default="0.03",
-        ),
-    ] = None,
-    step_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="With --synchronous: tokens blended in one step.", show_default="8192"
         ),
     ] = None,
     guard: Annotated[
@@ -199,8 +190,6 @@ def serve_command(
     of_vllm = {
         "attention": attention,
         "slice_seconds": slice_seconds,
-        "step_tokens": step_tokens,
-        "asynchronous": False if synchronous else None,
         "tenants": True if tenants else None,
         "find": find,
     }
@@ -314,9 +303,7 @@ def _become_vllm(
 
 def _only_vllm(flags: Sequence[str], of_vllm: Mapping[str, Any]) -> str | None:
     """Return an option that only vLLM has, if one is given."""
-    given = [name for name, value in of_vllm.items() if value is not None]
-    names = {"asynchronous": "synchronous"}
-    own = [f"--{names.get(name, name).replace('_', '-')}" for name in given]
+    own = [f"--{name.replace('_', '-')}" for name, value in of_vllm.items() if value is not None]
     return next(iter([*own, *(flag.partition("=")[0] for flag in flags)]), None)
 
 

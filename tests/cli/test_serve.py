@@ -132,8 +132,8 @@ def test_the_readmes_server_is_one(cli, executed, tmp_path, monkeypatch):
 
 
 def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
-    options = ("--kv-path", tmp_path / "kv", "--disk-gib", 0.5, "--synchronous", "--port", 9001)
-    steps = ("--slice-seconds", 0.05, "--step-tokens", 1024, "--guard", 0.02, "--find", "asked")
+    options = ("--kv-path", tmp_path / "kv", "--disk-gib", 0.5, "--port", 9001)
+    steps = ("--slice-seconds", 0.05, "--guard", 0.02, "--find", "asked")
     flags = ("--dtype", "float32", "--enforce-eager", "-tp", "2")
     outcome = cli("serve", TOY, *ON_VLLM, *options, *steps, *flags)
     assert outcome.code == 0, outcome.stderr
@@ -145,8 +145,8 @@ def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
     told = json.loads(command[command.index("--kv-transfer-config") + 1])
     told = told["kv_connector_extra_config"]
     assert told["kv_path"] == str(tmp_path / "kv")
-    assert (told["disk_bytes"], told["asynchronous"], told["guard"]) == (1 << 29, False, 0.02)
-    assert (told["slice_seconds"], told["step_tokens"], told["find"]) == (0.05, 1024, "asked")
+    assert (told["disk_bytes"], told["guard"]) == (1 << 29, 0.02)
+    assert (told["slice_seconds"], told["find"]) == (0.05, "asked")
     assert "memory only" not in outcome.stderr
 
 
@@ -166,7 +166,7 @@ def test_serve_settles_what_is_not_given_as_the_connector_does_and_shows_it(cli,
     settled = told["kv_connector_extra_config"]
     assert settled == ConnectorSettings().to_extra_config()
     shown = " ".join(cli("serve", "--help").stdout.replace("│", " ").split())
-    for name in ("namespace", "attention", "step_tokens", "find"):
+    for name in ("namespace", "attention", "find"):
         assert f"[default: ({settled[name]})]" in shown
 
 

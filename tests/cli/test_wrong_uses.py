@@ -200,7 +200,7 @@ WRONG = {
     ("ask", "Who?", "--from", "{collection}", "--store", "disk_bytes=-1"): "disk_bytes='-1'",
     ("serve", "--enforce-eager", TOY): "comes before the model",
     (*HERE, "--max-num-seqs", "4"): "--max-num-seqs is an option of vLLM, and this is served by",
-    (*HERE, "--synchronous"): "--synchronous is an option of vLLM",
+    (*HERE, "--slice-seconds", "1"): "--slice-seconds is an option of vLLM",
     (*HERE, "--api-key", "sesame"): "--api-key is an option of vLLM: set VLLM_API_KEY instead",
     (*HERE, "--host", "10.0.0.1"): "set VLLM_API_KEY to a key that clients must send",
     (*HERE, "--device", "gpu"): "device='gpu' is not available here",

@@ -16,15 +16,12 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 
 from cacheblend_rag.kv.tiers.object_client import ObjectClient
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 GPU_DEFAULTS = os.environ.get("TRITON_INTERPRET") == "1"
-SYNCHRONOUS = pytest.mark.skipif(GPU_DEFAULTS, reason="blends are always asynchronous then")
-"""Of tests of synchronous blends."""
 
 
 class _Driver:

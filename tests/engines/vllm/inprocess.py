@@ -193,14 +193,10 @@ class InProcessEngine(VLLMEngine):
             self.vllm.run(step_once())
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def begin_anew(self, *, asynchronous: bool) -> None:
-        """Keep nothing of what was stored and computed so far; a new start would take seconds.
-
-        asynchronous: whether blending takes several steps from now on.
-        """
+    def begin_anew(self) -> None:
+        """Keep nothing of what was stored and computed so far; a new start would take seconds."""
         store = self.worker_connector.blender.store
         for key in list(store.entries()):
             store.evict(key)
         self.free_blocks()
         assert self.core.reset_prefix_cache()
-        self.scheduler_connector.asynchronous = asynchronous

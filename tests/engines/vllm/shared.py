@@ -29,7 +29,7 @@ def shared_engine(name: str, folder: Path, config: BlendConfig) -> Iterator[InPr
     with closing(
         InProcessEngine(LockstepVLLM.shared(name, lambda: _start(name, folder)), config)
     ) as engine:
-        engine.begin_anew(asynchronous=True)
+        engine.begin_anew()
         yield engine
 
 

@@ -80,7 +80,6 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "kv_transfer_config",
                 "lora_config",
                 "speculative_config",
-                "use_v2_model_runner",
             )
         ),
         "KVTransferConfig": Name(
@@ -119,9 +118,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
             )
         ),
         "CacheConfig": Name(members=fields("cache_dtype", "block_size")),
-        "SchedulerConfig": Name(
-            members=fields("async_scheduling", "max_num_batched_tokens", "max_num_seqs")
-        ),
+        "SchedulerConfig": Name(members=fields("max_num_batched_tokens", "max_num_seqs")),
         "DeviceConfig": Name(members=fields("device", "device_type")),
         "CompilationConfig": Name(members=fields("static_forward_context")),
         "set_current_vllm_config": Name(("vllm_config",)),

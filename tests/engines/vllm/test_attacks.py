@@ -22,7 +22,6 @@ from cacheblend_rag.engines.vllm.protocol.job import (
 )
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv import KVKey, TieredKVStore
-from tests.engines.vllm.forking import SYNCHRONOUS
 from tests.engines.vllm.hostile import HOSTILE, mutated
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
@@ -37,9 +36,8 @@ def blend_config() -> BlendConfig:
     return CONFIG
 
 
-@pytest.fixture(params=["asynchronous", pytest.param("synchronous", marks=SYNCHRONOUS)])
-def engine(request: pytest.FixtureRequest, few_blocks: InProcessEngine) -> InProcessEngine:
-    few_blocks.scheduler_connector.asynchronous = request.param == "asynchronous"
+@pytest.fixture
+def engine(few_blocks: InProcessEngine) -> InProcessEngine:
     return few_blocks
 
 

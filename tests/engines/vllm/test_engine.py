@@ -19,7 +19,7 @@ from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import share_cores, vllm_in_process
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
-from tests.engines.vllm.test_protocol import mixed_prompts, same_tokens
+from tests.engines.vllm.test_protocol import same_tokens
 from tests.models import prompt_of, words
 
 REUSE = BlendConfig(min_tokens=0, recompute_ratio=0.0)
@@ -102,16 +102,6 @@ def test_an_error_of_the_transport_is_told() -> None:
         assert await next_piece(pieces, Cancellation()) is None
 
     asyncio.run(main())
-
-
-def test_synchronous_blending_gives_the_same_answers(llama: InProcessEngine) -> None:
-    prompts, answers = mixed_prompts(8), []
-    for asynchronous in (True, False):
-        llama.begin_anew(asynchronous=asynchronous)
-        llama.precompute(DOCUMENTS, progress=False)
-        answers.append(llama.generate_batch(prompts, SHORT))
-        assert answers[-1][1].report.blended
-    assert same_tokens(*answers)
 
 
 def test_a_batch_is_sent_in_groups_that_share_chunks(

@@ -156,32 +156,19 @@ def check_exact(engine: InProcessEngine, seed: int = 9, rounding: float = 0.0) -
     assert some.report.recomputed_tokens > 0
 
 
-def check_exact_both_ways(engine: InProcessEngine, rounding: float = 0.0) -> None:
-    """One vLLM does for both, since starting one is what takes time.
-
-    With several KV cache groups, and with a GPU's defaults, there is one way only.
-    """
-    is_mixed = len(engine.scheduler.kv_cache_config.kv_cache_groups) > 1
-    for seed, asynchronous in ((9, True), (10, is_mixed or GPU_DEFAULTS)):
-        engine.scheduler_connector.asynchronous = asynchronous
-        check_exact(engine, seed, rounding)
-
-
 def test_ratio_1_equals_ordinary_prefill(llama: InProcessEngine) -> None:
     index(llama)
-    check_exact_both_ways(llama)
+    check_exact(llama)
 
 
 @pytest.mark.skipif(not GPU_DEFAULTS, reason="set TRITON_INTERPRET=1")
 def test_with_a_gpus_defaults_what_is_not_blended_is_computed_by_vllm(
     open_family: OpenFamily,
 ) -> None:
-    """vLLM could not compute what a synchronous load had failed to load."""
-    engine = open_family("llama", settings={"asynchronous": False})
+    engine = open_family("llama")
     config = engine.core.vllm_config
     assert config.use_v2_model_runner
     assert config.scheduler_config.async_scheduling
-    assert engine.status.asynchronous
     asked = request_of(engine, retrieved(), SHORT, engine.config.with_changes(min_tokens=10_000))
     plain = VLLMRequest(asked.token_ids, SHORT, "plain")
     assert logprobs(engine, asked) == logprobs(engine, plain)
@@ -196,14 +183,12 @@ def test_ratio_1_equals_ordinary_prefill_in_other_families(
     # Experts are given all rows of a step at once, here in other blocks than there.
     rounding = OTHER_BLOCKS if family == "qwen2_moe" else 0.0
     folder = family if family in FAMILIES else save_family(family, tmp_path)
-    check_exact_both_ways(open_family(folder), rounding)
+    check_exact(open_family(folder), rounding=rounding)
 
 
-def test_a_window_in_all_layers_is_always_blended_asynchronously(open_family: OpenFamily) -> None:
-    engine = open_family("mistral-sliding", settings={"asynchronous": False})
-    assert engine.scheduler_connector.asynchronous
+def test_a_window_in_all_layers_is_blended(open_family: OpenFamily) -> None:
+    engine = open_family("mistral-sliding")
     check_exact(engine)
-    check_exact(engine, seed=10)
     unstored = engine.config.with_changes(min_tokens=10_000)
     asked = request_of(engine, retrieved(seed=11), SHORT, engine.config)
     assert asked.job is not None
@@ -217,13 +202,13 @@ def test_ratio_1_equals_ordinary_prefill_with_an_fp8_cache(open_family: OpenFami
     """Of vLLM's own backend; of others in connector/test_fp8.py and test_on_gpus.py."""
     engine = open_family("llama", kv_cache_dtype="fp8", settings={"attention": "native"})
     assert {a.kv_cache.itemsize for a in engine.worker_connector.blender.stack.attention} == {1}
-    check_exact_both_ways(engine)
+    check_exact(engine)
 
 
 @pytest.mark.parametrize("family", COMPILED)
 def test_a_compiled_model_is_exact_too(open_family: OpenFamily, family: str) -> None:
     engine = open_family(family, enforce_eager=False)
-    check_exact_both_ways(engine)
+    check_exact(engine)
     assert ask_status(engine.transport).compilations == 0, "all kernels are compiled at start"
     check_single_rows(engine)
 

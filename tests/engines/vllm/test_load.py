@@ -20,7 +20,7 @@ from cacheblend_rag.engines.vllm.connector.pace import Slices
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv.reading import FETCHED_AHEAD
-from tests.engines.vllm.forking import GPU_DEFAULTS, SYNCHRONOUS
+from tests.engines.vllm.forking import GPU_DEFAULTS
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.test_exactness import DOCUMENTS
@@ -97,12 +97,8 @@ def blend_config() -> BlendConfig:
     return BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.2)
 
 
-@pytest.fixture(params=[True, pytest.param(False, marks=SYNCHRONOUS)], ids=["async", "sync"])
-def engine(
-    request: pytest.FixtureRequest, few_blocks: InProcessEngine, monkeypatch: pytest.MonkeyPatch
-) -> InProcessEngine:
-    few_blocks.scheduler_connector.asynchronous = request.param
-    monkeypatch.setattr(few_blocks.scheduler_connector, "step_tokens", 500)
+@pytest.fixture
+def engine(few_blocks: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> InProcessEngine:
     # The shortest slice there is: each job is spread over many steps.
     blender = few_blocks.worker_connector.blender
     monkeypatch.setattr(blender, "slices", Slices.of(torch.device("cpu"), 1e-9))
@@ -124,7 +120,6 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(
         return preempt(request, *args, **kwargs)
 
     monkeypatch.setattr(engine.scheduler, "_preempt_request", counted)
-    loads = engine.scheduler_connector.asynchronous
     draw = random.Random(1)
     fates: Counter[Fate] = Counter()
 
@@ -138,7 +133,7 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(
                 fate: Fate = "done"
                 if index % 5 == 0:
                     fate = "aborted while decoding"
-                elif loads and index % 5 == 1 and request.job is not None:
+                elif index % 5 == 1 and request.job is not None:
                     request = unseen(request)
                     fate = "aborted while loading"
                 if fate != "done":
@@ -152,7 +147,7 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(
     engine.transport.run(run())
     assert sum(fates.values()) == REQUESTS
     assert fates["aborted while decoding"] > REQUESTS // 10
-    assert not loads or fates["aborted while loading"] >= REQUESTS // 20
+    assert fates["aborted while loading"] >= REQUESTS // 20
     assert preempted["times"] > 0
     assert engine.free_blocks() == free
     connector, worker = engine.scheduler_connector, engine.worker_connector

@@ -52,7 +52,7 @@ def of_one_rank(model_folder: Callable[[str], Path]) -> Answers:
         return {selector: answered(engine, selector) for selector in SELECTORS}
 
 
-@pytest.fixture(scope="module", params=["async", "sync", "compiled"])
+@pytest.fixture(scope="module", params=["disk", "redis", "compiled"])
 def two_ranks(
     request: pytest.FixtureRequest,
     open_vllm: EngineFactory,
@@ -60,12 +60,10 @@ def two_ranks(
     redis: Server,
     of_one_rank: Answers,
 ) -> Iterator[TwoRanks]:
-    """The synchronous ones share a Redis, the others a folder."""
+    """Ranks that share a Redis, or a folder."""
     way, folder = request.param, tmp_path_factory.mktemp("ranks")
-    place = redis_place(redis) if way == "sync" else f"disk://{folder / 'kv'}"
-    transfer = ConnectorSettings(
-        store=StoreConfig(tiers=[place]), asynchronous=way != "sync"
-    ).to_transfer_config()
+    place = redis_place(redis) if way == "redis" else f"disk://{folder / 'kv'}"
+    transfer = ConnectorSettings(store=StoreConfig(tiers=[place])).to_transfer_config()
     transfer["kv_connector"] = FailingConnector.__name__
     transfer["kv_connector_module_path"] = FailingConnector.__module__
     with pytest.MonkeyPatch.context() as patch:
@@ -151,7 +149,7 @@ def test_the_first_rank_weighs_for_all(two_ranks: TwoRanks) -> None:
     assert second.report.blended
 
 
-@pytest.mark.parametrize("two_ranks", ["async"], indirect=True)
+@pytest.mark.parametrize("two_ranks", ["disk"], indirect=True)
 def test_a_rank_that_fails_in_a_layer_does_not_leave_the_others_waiting(
     two_ranks: TwoRanks,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -156,22 +155,17 @@ class Blender:
         return self.at_work.keys() <= self._idle
 
     def advance(
-        self,
-        seconds: float | None,
-        only: str | None = None,
-        resting: Collection[str] = (),
+        self, seconds: float, resting: Collection[str] = ()
     ) -> Iterator[tuple[str, WorkResult]]:
         """Work for so many seconds, oldest job first; yields finished jobs with their results.
 
         Jobs for idle time run when no other job is left, which all ranks see alike. resting: jobs
         that must not go on yet.
         """
-        until = math.inf if seconds is None else time.perf_counter() + seconds
+        until = time.perf_counter() + seconds
         idle = self.is_idle
         for request_id, work in list(self.at_work.items()):
-            if request_id in resting:
-                continue
-            if request_id != only if only is not None else (request_id in self._idle) != idle:
+            if request_id in resting or (request_id in self._idle) != idle:
                 continue
             started = time.perf_counter()
             result = self._step(request_id, work, until)

@@ -23,11 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from cacheblend_rag.engines.vllm.connector.compatibility import refusal_of
 from cacheblend_rag.engines.vllm.connector.finding import Finding
-from cacheblend_rag.engines.vllm.connector.kv_groups import (
-    FAILS_REQUESTS,
-    kept_tokens,
-    recomputes_failed_loads,
-)
+from cacheblend_rag.engines.vllm.connector.kv_groups import FAILS_REQUESTS, kept_tokens
 from cacheblend_rag.engines.vllm.connector.metadata import StepJobs, StepResults
 from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.connector.scheduler import ConnectorScheduler
@@ -62,8 +58,6 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of_vllm(vllm_config)
         refusal = refusal_of(vllm_config, kv_cache_config)
-        recovers = recomputes_failed_loads(vllm_config, kv_cache_config)
-        asynchronous = settings.asynchronous or not recovers
         block_size = vllm_config.cache_config.block_size
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
@@ -71,17 +65,13 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = ConnectorScheduler(
                 vllm_config.model_config,
                 refusal,
-                asynchronous=asynchronous,
-                step_tokens=settings.step_tokens,
                 block_size=block_size,
                 shares_prefix=settings.attention != "sdpa",
                 kept_tokens=kept_tokens(kv_cache_config, block_size),
                 finding=Finding.of(vllm_config, settings),
             )
         else:
-            self._worker = ConnectorWorker(
-                vllm_config, kv_cache_config, settings, refusal, asynchronous=asynchronous
-            )
+            self._worker = ConnectorWorker(vllm_config, kv_cache_config, settings, refusal)
 
     @property
     def scheduler(self) -> ConnectorScheduler:
@@ -113,7 +103,7 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Run jobs: before the model if the step needs them, else after the model was started."""
+        """Run jobs for a slice of time."""
         step = self._get_connector_metadata()
         if isinstance(step, StepJobs):
             self.worker.work(step)

@@ -70,18 +70,6 @@ def smallest_window(kv_cache_config: Any) -> int | None:
     return min(windows, default=None)
 
 
-def recomputes_failed_loads(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether vLLM can compute what a synchronous load has failed to load.
-
-    Only with a single KV cache group that has blocks for all tokens, and not with its defaults on a
-    GPU: with asynchronous scheduling the next step has begun already, and model runner V2 goes on
-    after the tokens that were not loaded. Otherwise loads must be asynchronous.
-    """
-    is_only = len(kv_cache_config.kv_cache_groups) <= 1
-    runs_on = vllm_config.use_v2_model_runner or vllm_config.scheduler_config.async_scheduling
-    return is_only and not runs_on and smallest_window(kv_cache_config) is None
-
-
 def kept_tokens(kv_cache_config: Any, block_size: int) -> int | None:
     """Return the length of the longest prompt part that has all blocks in all groups; None is any.
 

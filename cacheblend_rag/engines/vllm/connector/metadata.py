@@ -30,10 +30,9 @@ class Allotted:
     """One request's job with the blocks that the scheduler allocated.
 
     tokens: the whole prompt. first, until: tokens [first, until) must be provided; those before are
-    in the cache already. block_ids: the request's blocks in each KV cache group. wait: whether it
-    is needed in this step. arrived: when vLLM received the request, in seconds of ``time.time``.
-    shared: tokens in the blocks before the first chunk, which ordinary requests may share.
-    namespace: of its KV; None is the server's.
+    in the cache already. block_ids: the request's blocks in each KV cache group. arrived: when vLLM
+    received the request, in seconds of ``time.time``. shared: tokens in the blocks before the first
+    chunk, which ordinary requests may share. namespace: of its KV; None is the server's.
     """
 
     request_id: str
@@ -42,7 +41,6 @@ class Allotted:
     first: int
     until: int
     block_ids: tuple[tuple[int, ...], ...]
-    wait: bool = False
     arrived: float = 0.0
     shared: int = 0
     namespace: str | None = None

@@ -68,13 +68,11 @@ CACHED = Reason(
 class ConnectorScheduler:
     """Reads the jobs in requests, reserves their tokens, and returns their results.
 
-    refusal: why nothing is blended here, or None. asynchronous: whether blending takes several
-    steps. step_tokens: see ConnectorSettings. block_size: tokens a block of vLLM's cache.
+    refusal: why nothing is blended here, or None. block_size: tokens a block of vLLM's cache.
     shares_prefix: whether the blocks before a prompt's first chunk may be shared with ordinary
-    requests. Synchronous blends share none: vLLM hands out blocks that it computes in the same
-    step, after the blend. kept_tokens: how long a prompt may be, up to its last chunk, to have
-    blocks for all of its tokens; longer ones share none, since the pass could not read them. None
-    is without limit. finding: makes jobs of requests that bring none.
+    requests. kept_tokens: how long a prompt may be, up to its last chunk, to have blocks for all of
+    its tokens; longer ones share none, since the pass could not read them. None is without limit.
+    finding: makes jobs of requests that bring none.
     """
 
     def __init__(
@@ -82,14 +80,11 @@ class ConnectorScheduler:
         model: ModelConfig,
         refusal: Reason | None,
         *,
-        asynchronous: bool,
-        step_tokens: int,
         block_size: int,
         shares_prefix: bool,
         kept_tokens: int | None = None,
         finding: Finding,
     ) -> None:
-        self.asynchronous, self.step_tokens = asynchronous, step_tokens
         self.finding = finding
         self._block_size, self._shares_prefix = block_size, shares_prefix
         self._kept_tokens = math.inf if kept_tokens is None else kept_tokens
@@ -100,7 +95,6 @@ class ConnectorScheduler:
         self._blended: OrderedDict[str, BlendResult] = OrderedDict()
         self._traced: deque[str] = deque()
         self._stats = BlendStats()
-        self._promised = 0
         self._at_work: dict[str, Request] = {}
         self._new: list[Allotted] = []
         self._gone: list[str] = []
@@ -148,7 +142,7 @@ class ConnectorScheduler:
         pending.split(ends[-1])
 
     def promise(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens after the computed ones will be provided, and whether async.
+        """Return how many tokens after the computed ones will be provided, between steps if any.
 
         They end at the prompt's last chunk, or there are none; None makes a request wait a step.
         """
@@ -173,13 +167,13 @@ class ConnectorScheduler:
         if why is not None:
             self._note_repeat(pending, work, why)
             return 0, False
-        if self._is_step_full(tokens - computed) or self._is_under_way(work, request):
+        if self._is_under_way(work, request):
             return None, False
         if pending.lacks_earlier:
             self._begin_anew(request, pending)
             return None, False
         pending.tokens, pending.work = tokens, work
-        return tokens - computed, self._may_wait(pending.job)
+        return tokens - computed, True
 
     def _is_under_way(self, work: str, request: Request) -> bool:
         """Whether a prompt with found chunks is being blended for another request already."""
@@ -187,10 +181,6 @@ class ConnectorScheduler:
         if other is None or other is request or not self.pending[request.request_id].found:
             return False
         return bool(other.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
-
-    def _may_wait(self, job: BlendJob) -> bool:
-        """Whether a job runs between steps: all jobs do but synchronous blends."""
-        return self.asynchronous or job.kind != "blend"
 
     def _begin_anew(self, request: Request, pending: Pending) -> None:
         """Set a prompt's blocks apart as its own: those of the one that it continues are gone.
@@ -210,19 +200,13 @@ class ConnectorScheduler:
 
     def _may_share(self, job: BlendJob) -> bool:
         """Whether a prompt of any length may use vLLM's own blocks."""
-        return self._shares_prefix and self.asynchronous and job.config.reuse_prefix
+        return self._shares_prefix and job.config.reuse_prefix
 
     def _note_repeat(self, pending: Pending, work: str, why: Reason) -> None:
         """Record why nothing is blended: vLLM's prefix cache has enough, perhaps from a blend."""
         if pending.result is None and work in self._blended:
             pending.result = _repeated(self._blended[work], pending.shared)
         pending.reason = why
-
-    def _is_step_full(self, tokens: int) -> bool:
-        """Whether so many more tokens are too much synchronous work for this step."""
-        if self.asynchronous or not self._promised:
-            return False
-        return self._promised + tokens > self.step_tokens
 
     def allot(self, request: Request, blocks: KVCacheBlocks, promised: int) -> None:
         """Queue the job of a request whose blocks were allocated."""
@@ -233,7 +217,6 @@ class ConnectorScheduler:
         if pending.blends:
             self._at_work[pending.work] = request
             tell_reused(request, None, pending.first)
-        self._promised += promised
         self._new.append(
             Allotted(
                 request_id=request.request_id,
@@ -242,7 +225,6 @@ class ConnectorScheduler:
                 first=pending.first,
                 until=pending.tokens,
                 block_ids=tuple(map(tuple, blocks.get_block_ids())),
-                wait=not self._may_wait(pending.job),
                 arrived=request.arrival_time,
                 shared=pending.shared,
                 namespace=pending.namespace,
@@ -255,7 +237,7 @@ class ConnectorScheduler:
         jobs = StepJobs(self._new, self._gone, busy, computed_spans(step), self._is_reset)
         for allotted in self._new:
             self.pending[allotted.request_id].sent = True
-        self._new, self._gone, self._promised, self._is_reset = [], [], 0, False
+        self._new, self._gone, self._is_reset = [], [], False
         return jobs
 
     def reset(self) -> None:

@@ -49,16 +49,10 @@ class ConnectorSettings(Settings):
     tenants: Flag = False
     """Whether clients' keys decide the namespace of each request (``serve --tenants``); requests
     that came past the access middleware then reuse nothing."""
-    asynchronous: Flag = True
-    """Blend between scheduler steps, so that other requests keep decoding; always so if layers have
-    a sliding window that vLLM keeps no KV before."""
     slice_seconds: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, Must("a number above 0")
     ] = None
     """Seconds of work per step while other requests are decoding; None chooses by the device."""
-    step_tokens: Positive = 8192
-    """Most tokens provided in one step of synchronous work; a request that would exceed them waits
-    for the next step."""
     attention: Annotated[AttentionMode, Must.choose(AttentionMode)] = "auto"
     """Attention of recomputed rows: ``auto``, ``native`` (vLLM's own) or ``sdpa``."""
     profile: Annotated[ProfileOption, BeforeValidator(_profile)] = None

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 def tell_reused(request: Request, result: Result | None, first: int) -> None:
     """Have vLLM count those tokens as cached that a blend reuses.
 
-    It takes all tokens that a connector provides for cached, those that the blend computes too. A
-    response whose first token comes before the result counts none of them. As vLLM does, only a
-    request's first prefill is counted: what is blended again after a preemption stands where the
-    first one had cached tokens already.
+    It takes all tokens that a connector provides for cached, those that the blend computes too. As
+    vLLM does, only a request's first prefill is counted: what is blended again after a preemption
+    stands where the first one had cached tokens already.
 
     Args:
         request: vLLM's.

@@ -59,8 +59,7 @@ OTHER_RANK = Reason(ReasonCode.UNSUPPORTED_MODEL, "another rank cannot blend")
 class ConnectorWorker:
     """Runs jobs one slice between two steps, and reports their results.
 
-    refusal: why nothing is blended here, or None. asynchronous: whether blending takes several
-    steps.
+    refusal: why nothing is blended here, or None.
     """
 
     def __init__(
@@ -69,13 +68,11 @@ class ConnectorWorker:
         kv_cache_config: KVCacheConfig,
         settings: ConnectorSettings,
         refusal: Reason | None,
-        *,
-        asynchronous: bool,
     ) -> None:
         self.blender: Blender | None = None
         self.at_work: dict[str, Allotted] = {}
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
-        self._settings, self._refusal, self._asynchronous = settings, refusal, asynchronous
+        self._settings, self._refusal = settings, refusal
         self._done: set[str] = set()
         self._results: dict[str, Result] = {}
         self._failed_blocks: set[int] = set()
@@ -160,7 +157,7 @@ class ConnectorWorker:
         self._timer.mark()
 
     def _work(self, step: StepJobs) -> None:
-        """Begin new jobs, finish those needed in this step, run the others for a slice."""
+        """Begin new jobs, and run all for a slice."""
         self.at_work |= {new.request_id: new for new in step.jobs}
         if self.blender is None:
             for new in step.jobs:
@@ -191,32 +188,23 @@ class ConnectorWorker:
             self._advance(self.blender, slices.busy)
 
     def _begin(self, blender: Blender, new: Allotted) -> None:
-        """Begin a job; one that is needed in this step is finished at once."""
+        """Begin a job; the status is told at once."""
         if new.job.kind == "status":
             self._finish(new.request_id, self.status(new.namespace))
-            return
-        blender.start(new)
-        if new.wait:
-            self._advance(blender, None, only=new.request_id)
+        else:
+            blender.start(new)
 
-    def _advance(
-        self,
-        blender: Blender,
-        seconds: float | None,
-        only: str | None = None,
-        resting: Collection[str] = (),
-    ) -> None:
-        for request_id, result in blender.advance(seconds, only=only, resting=resting):
+    def _advance(self, blender: Blender, seconds: float, resting: Collection[str] = ()) -> None:
+        for request_id, result in blender.advance(seconds, resting=resting):
             self._finish(request_id, result)
 
     def _finish(self, request_id: str, result: Result) -> None:
         """Record a result; vLLM computes blocks that were promised but not filled."""
         done = self.at_work.pop(request_id)
         self._results[request_id] = result
-        if not done.wait:
-            self._done.add(request_id)
+        self._done.add(request_id)
         if leaves_blocks_empty(result, blends=done.job.kind == "blend"):
-            if FAILS_REQUESTS and not done.wait:
+            if FAILS_REQUESTS:
                 self._failed_requests.add(request_id)
             else:
                 size = self._vllm_config.cache_config.block_size
@@ -241,7 +229,6 @@ class ConnectorWorker:
             replicas=settings.replicas,
             shared=settings.store.outlives,
             tensor_parallel=self._vllm_config.parallel_config.tensor_parallel_size,
-            asynchronous=self._asynchronous,
             attention=settings.attention,
             namespace=namespace_id(namespace),
             read_only=settings.store.read_only,
@@ -267,7 +254,7 @@ class ConnectorWorker:
         return str(self._vllm_config.cache_config.cache_dtype).startswith("fp8")
 
     def take_done(self) -> set[str] | None:
-        """Return requests whose asynchronous work is done since the last call."""
+        """Return requests whose jobs are done since the last call."""
         done, self._done = self._done, set()
         return done or None
 

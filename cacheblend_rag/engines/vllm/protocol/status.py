@@ -50,7 +50,6 @@ class ConnectorStatus:
     replicas: int = 1
     shared: bool = False
     tensor_parallel: int = 1
-    asynchronous: bool = True
     attention: str = ""
     namespace: str = ""
     read_only: bool = False

@@ -70,11 +70,9 @@ def asked(engine: InProcessEngine, salt: str = "", **changes: Any) -> VLLMReques
     return replace(request, job=replace(request.job, **changes))
 
 
-@pytest.mark.parametrize("blends", ["asynchronous", "synchronous"])
 def test_requests_that_carry_a_job_end_without_a_warning(
-    llama: InProcessEngine, caplog: pytest.LogCaptureFixture, blends: str
+    llama: InProcessEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llama.scheduler_connector.asynchronous = blends == "asynchronous"
     vllm = logging.getLogger("vllm.v1.core.sched.scheduler")
     vllm.addHandler(caplog.handler)
     with caplog.at_level(logging.WARNING, vllm.name):
@@ -145,10 +143,7 @@ def test_a_refused_model_is_served_by_ordinary_prefill(
     model_folder: Callable[[str], Path],
 ) -> None:
     with closing(InProcessEngine.open(model_folder("gpt2"), CONFIG)) as engine:
-        for asynchronous in (True, False):
-            engine.scheduler_connector.asynchronous = asynchronous
-            assert engine.core.reset_prefix_cache()
-            check_refused(engine, "learned positions")
+        check_refused(engine, "learned positions")
 
 
 class Offloader(NoopOffloader):
@@ -230,41 +225,6 @@ def test_chunks_of_other_weights_are_not_found_and_those_of_the_same_are(
         load(partly)
         assert engine.core.reset_prefix_cache(reset_connector=True)
         assert hits(engine, 55) == {False}
-
-
-# How much is promised
-
-
-@pytest.mark.parametrize(("step_tokens", "most"), [(400, {1}), (100_000, {2, 3, 4})])
-def test_synchronous_work_is_capped_in_each_step(
-    core: InProcessEngine, monkeypatch: pytest.MonkeyPatch, step_tokens: int, most: set[int]
-) -> None:
-    core.scheduler_connector.asynchronous = False
-    monkeypatch.setattr(core.scheduler_connector, "step_tokens", step_tokens)
-    jobs: list[int] = []
-    build = core.scheduler.connector.build_connector_meta
-
-    def counted(output: Any) -> Any:
-        meta = build(output)
-        jobs.append(len(meta.jobs))
-        return meta
-
-    monkeypatch.setattr(core.scheduler.connector, "build_connector_meta", counted)
-    # They differ from the start, else the second would find the first in vLLM's prefix cache.
-    prompts = [f"{words(3, i)} {retrieved().text}" for i in range(4)]
-    answers = core.generate_batch(prompts, SHORT)
-    assert sum(jobs) == 4
-    assert max(jobs) in most, "the first may have begun before the others were sent"
-    assert all(answer.report.blended for answer in answers)
-
-
-def test_a_report_too_late_for_its_answer_is_kept(core: InProcessEngine) -> None:
-    core.scheduler_connector.asynchronous = False
-    request = asked(core, report_id=REPORT_ID)
-    one = replace(request, sampling=replace(request.sampling, max_tokens=1))
-    assert params_of(core, one) == {"late": True}
-    told = params_of(core, report_order(REPORT_ID))
-    assert [chunk["hit"] for chunk in told["chunks"]] == [True] * 3
 
 
 # Reports and counts

@@ -27,9 +27,8 @@ def blend_config() -> BlendConfig:
     return CONFIG
 
 
-@pytest.fixture(params=[True, False], ids=["asynchronous", "synchronous"])
-def core(request: pytest.FixtureRequest, llama: InProcessEngine) -> InProcessEngine:
-    llama.scheduler_connector.asynchronous = request.param
+@pytest.fixture
+def core(llama: InProcessEngine) -> InProcessEngine:
     return llama
 
 

@@ -31,7 +31,6 @@ from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner
 from cacheblend_rag.engines.vllm.connector.kv_groups import (
     kept_tokens,
     obstacle,
-    recomputes_failed_loads,
     smallest_window,
 )
 from cacheblend_rag.engines.vllm.connector.paged import PagedKV
@@ -63,10 +62,7 @@ def engine(
     request: pytest.FixtureRequest, model_folder: Callable[[str], Path]
 ) -> Iterator[InProcessEngine]:
     """An engine over a mixed model; a blend's blocks are in several groups."""
-    opened = InProcessEngine.open(
-        model_folder(request.param), CONFIG, settings={"asynchronous": False}
-    )
-    with closing(opened) as engine:
+    with closing(InProcessEngine.open(model_folder(request.param), CONFIG)) as engine:
         index(engine)
         engine.precompute([SMALL], progress=False)
         groups = engine.scheduler.kv_cache_config.kv_cache_groups
@@ -95,11 +91,6 @@ def test_vllm_keeps_its_hybrid_manager_on(engine: InProcessEngine) -> None:
     assert not config.scheduler_config.disable_hybrid_kv_cache_manager
     addresses = [cache.data_ptr() for cache in caches(engine)]
     assert len(set(addresses)) < len(addresses), "layers of different groups share memory"
-
-
-def test_blends_are_always_asynchronous(engine: InProcessEngine) -> None:
-    """vLLM could not compute what a synchronous load had failed to load."""
-    assert engine.scheduler_connector.asynchronous
 
 
 def test_ratio_1_equals_ordinary_prefill_and_less_is_blended(engine: InProcessEngine) -> None:
@@ -393,21 +384,3 @@ def test_the_smallest_window_decides_what_is_dropped() -> None:
     assert kept_tokens(config(FULL), 16) is None
     # Of 46 tokens the next one sees the last 31: the first 15 fill no block of 16.
     assert kept_tokens(config(FULL, WIDE, NARROW), 16) == 46
-
-
-@pytest.mark.parametrize(
-    ("specs", "v2", "async_scheduling", "recovers"),
-    [
-        ([FULL], False, False, True),
-        ([WIDE], False, False, False),
-        ([FULL, FULL], False, False, False),
-        ([FULL], True, False, False),
-        ([FULL], False, True, False),
-    ],
-)
-def test_where_vllm_recovers_from_failed_synchronous_loads(
-    specs: list[Any], v2: bool, async_scheduling: bool, recovers: bool
-) -> None:
-    scheduling = SimpleNamespace(async_scheduling=async_scheduling)
-    vllm = SimpleNamespace(use_v2_model_runner=v2, scheduler_config=scheduling)
-    assert recomputes_failed_loads(vllm, config(*specs)) == recovers

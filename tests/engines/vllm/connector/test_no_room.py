@@ -34,9 +34,8 @@ def blend_config() -> BlendConfig:
     return CONFIG
 
 
-@pytest.fixture(params=[True, False], ids=["asynchronous", "synchronous"])
-def engine(request: pytest.FixtureRequest, llama: InProcessEngine) -> InProcessEngine:
-    llama.scheduler_connector.asynchronous = request.param
+@pytest.fixture
+def engine(llama: InProcessEngine) -> InProcessEngine:
     assert llama.precompute(DOCUMENTS, progress=False).computed == 4
     return llama
 

@@ -89,18 +89,14 @@ def blend_config() -> BlendConfig:
     return BlendConfig(min_tokens=0, selector="random", recompute_ratio=0.2)
 
 
-@pytest.fixture(params=[True, False], ids=["asynchronous", "synchronous"])
+@pytest.fixture
 def engine(
-    request: pytest.FixtureRequest,
-    short_steps: InProcessEngine,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    short_steps: InProcessEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[InProcessEngine]:
     # So small a chunk would be read at once, and the passes of so small a model are slow.
     monkeypatch.setattr(DiskTier, "whole_bytes", 0)
     monkeypatch.setattr(codec, "HEAD_BYTES", 1024)
     monkeypatch.setattr(controller, "MARGIN", 1000.0)
-    short_steps.scheduler_connector.asynchronous = request.param
     jobs = short_steps.worker_connector.blender.jobs
     with TieredKVStore.open(host_bytes=0, kv_path=tmp_path) as store:
         monkeypatch.setattr(jobs, "store", store)
@@ -145,10 +141,7 @@ def test_what_others_do_between_slices_is_no_time_of_a_pass(
     ((kind, _, seconds),) = rates.told
     assert kind == "blend"
     assert seconds > 0
-    if engine.scheduler_connector.asynchronous:
-        assert seconds < report.seconds.recompute / 2, "it took several steps"
-    else:
-        assert seconds > report.seconds.recompute / 2
+    assert seconds < report.seconds.recompute / 2, "it took several steps"
 
 
 def test_a_tier_that_is_slower_than_prefill_is_not_waited_for(engine: InProcessEngine) -> None:

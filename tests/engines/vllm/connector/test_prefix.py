@@ -292,17 +292,6 @@ def test_a_repeat_tells_its_prefix(engine: InProcessEngine) -> None:
     assert again.compute_share == 0.0
 
 
-def test_synchronous_blends_share_nothing(engine: InProcessEngine) -> None:
-    engine.scheduler_connector.asynchronous = False
-    asked = sent(engine, prompt(1), 1.0)
-    told(engine, plain_of(asked))
-    report = generate(engine, prompt(2), recompute_ratio=1.0).report
-    assert report.blended
-    assert report.prefix_tokens == 0
-    fresh = told(engine, plain_of(asked, "fresh"))[0][0]
-    assert told(engine, asked)[0][0] == pytest.approx(fresh, abs=1e-5)
-
-
 def test_a_chunk_right_after_the_prefix_leaves_nothing_to_compute(
     engine: InProcessEngine,
 ) -> None:

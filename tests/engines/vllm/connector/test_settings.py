@@ -21,7 +21,7 @@ from cacheblend_rag.errors import ConfigError
         ({"colour": "red"}, "unknown setting 'colour'"),
         ({"attention": "magic"}, "attention='magic'"),
         ({"slice_seconds": 0}, "slice_seconds=0"),
-        ({"step_tokens": "many"}, "step_tokens='many'"),
+        ({"replicas": "many"}, "replicas='many'"),
         ({"store": {}}, "unknown setting 'store'"),
         ({"host_bytes": -1}, "host_bytes=-1"),
     ],
@@ -35,9 +35,7 @@ def test_settings_are_checked(given: dict[str, Any], said: str) -> None:
 ALL = ConnectorSettings(
     store=StoreConfig(kv_path="kv", host_bytes=1 << 20, disk_bytes=1 << 30),
     namespace="tenant",
-    asynchronous=False,
     slice_seconds=0.5,
-    step_tokens=7,
     attention="sdpa",
     replicas=3,
 )

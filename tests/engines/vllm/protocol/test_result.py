@@ -174,7 +174,6 @@ def test_a_statuss_names_on_the_wire_are_settled() -> None:
         "replicas": 2,
         "shared": True,
         "tensor_parallel": 1,
-        "asynchronous": True,
         "attention": "auto",
         "namespace": "b" * 32,
         "read_only": False,
