@@ -14,7 +14,6 @@ from typing import Any
 
 from cacheblend_rag.demo.passages import SINGLE_HOP_FILE, load_passages
 from cacheblend_rag.quality.data import load_dataset
-from cacheblend_rag.text.behind_space import behind_space
 from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.token_index import TokenIndex
 
@@ -40,10 +39,7 @@ FORMS: tuple[Form, ...] = (
     lambda text: json.dumps(text)[1:-1],
     lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
 )
-"""The forms of a passage that are indexed: as it is, and as JSON writes it.
-
-Each is indexed behind a space, too, where a chunk is stored so.
-"""
+"""The forms of a passage that are indexed: as it is, and as JSON writes it."""
 IN_PROMPT = 4
 
 
@@ -89,7 +85,7 @@ def passages_of(texts: Iterable[str], encoder: PromptEncoder, tokens: int) -> It
 class PassageIndex:
     """Passages of one length, indexed in the tokens of one tokenizer.
 
-    passages: their texts. behind_space: how many are indexed in the form behind a space, too.
+    passages: their texts.
     """
 
     def __init__(
@@ -103,16 +99,12 @@ class PassageIndex:
         """Index ``most`` passages of so many tokens, which share no text, in several forms."""
         self._tokenizer, encoder = tokenizer, PromptEncoder(tokenizer)
         self.passages: list[str] = []
-        self.behind_space = 0
         self._index = TokenIndex[tuple[int, int]]()
         self._sizes: list[list[int]] = []
         for passage in passages_of(texts, encoder, tokens):
             if self._index.find(encoder.chunk(passage)):
                 continue  # its text is another passage's in part: that one might be found instead
-            self.behind_space += behind_space(passage, encoder) is not None
-            one = [form(passage) for form in forms]
-            spaced = [behind_space(text, encoder) for text in one]
-            written = [encoder.chunk(text) for text in [*one, *filter(None, spaced)]]
+            written = [encoder.chunk(form(passage)) for form in forms]
             for form, ids in enumerate(written):
                 self._index.add(ids, (len(self.passages), form))
             self.passages.append(passage)

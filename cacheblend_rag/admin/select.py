@@ -130,14 +130,10 @@ class Choice:
         self, registry: SharedChunkRegistry, lead_in: LeadIn, document: str
     ) -> set[tuple[str, str]]:
         chunks = set(registry.document(document))
-        stored = _with_forms(lead_in, chunks)
-        names = {_name(lead_in, one) for one in stored}
+        names = {_name(lead_in, one) for one in chunks}
         if self.spare:  # chunks of other documents with the same texts
-            texts = {chunk.text for chunk in stored}
-            texts |= {text[1:] for text in texts if text.startswith(" ")}  # whose form it may be
-            variants = (one for text in texts for one in registry.variants(text))
-            others = {one for one in variants if one not in chunks}
-            names -= {_name(lead_in, one) for one in _with_forms(lead_in, others)}
+            variants = (one for chunk in chunks for one in registry.variants(chunk.text))
+            names -= {_name(lead_in, one) for one in variants if one not in chunks}
         return names
 
 
@@ -181,11 +177,6 @@ def _lead_in(tokenizer: Tokenizer, config: LeadInConfig) -> LeadIn:
     """Return a lead-in that computes chunk ids as engines do, without a fingerprint."""
     encoder = PromptEncoder(tokenizer, split_special_tokens=config.split_special_tokens)
     return LeadIn(encoder, config, instruction="", identity={}, namespace="")
-
-
-def _with_forms(lead_in: LeadIn, chunks: set[Chunk]) -> set[Chunk]:
-    """Return chunks, and the forms behind a space that engines may have stored beside some."""
-    return chunks | {form for chunk in chunks if (form := lead_in.behind_space(chunk))}
 
 
 def _name(lead_in: LeadIn, chunk: Chunk) -> tuple[str, str]:

@@ -186,8 +186,7 @@ class Stats(BaseModel):
     documents: int
     chunks: int
     stored_chunks: int | None = Field(
-        description="With KV; None if the engine cannot tell. In vLLM, those of all documents, and "
-        "forms that chunks have behind a space."
+        description="With KV; None if the engine cannot tell. In vLLM, those of all documents."
     )
     reuses: bool = Field(description="Whether requests reuse chunks.")
     reason: str | None = Field(description="Why they do not.")

@@ -38,8 +38,6 @@ class Backend(ABC):
         fills_last: whether ``_fill`` and ``_compare`` themselves wait until no request needs the
             model.
         compares: whether it implements ``_compare``.
-        finds_by_tokens: whether chunks are also found by their tokens in prompts of others than
-            this engine, so that some are stored in the form that they have behind a space, too.
         config: the default for requests without one.
     """
 
@@ -47,7 +45,6 @@ class Backend(ABC):
     part_chunks: ClassVar[int] = 64
     fills_last: ClassVar[bool] = False
     compares: ClassVar[bool] = False
-    finds_by_tokens: ClassVar[bool] = False
     config: BlendConfig
 
     # Facts

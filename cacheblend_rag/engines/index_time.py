@@ -104,7 +104,7 @@ class IndexTime:
             plans, done = self._admitted(known, refusal)
         yield done
         if plans:
-            yield from self._stored_with_forms(known, plans, self._backend._fill)
+            yield from self._stored_with_bare(known, plans, self._backend._fill)
         lost = len(chunks) - len(known) + self._known.drop_forgotten(known)
         yield Stored(refused={FORGOTTEN: lost} if lost else {})
 
@@ -160,9 +160,9 @@ class IndexTime:
                 yield Stored.failure(reason)
         if plans:
             store = self._backend._store
-            yield from self._stored_with_forms(chunks, plans, store, verify=verify)
+            yield from self._stored_with_bare(chunks, plans, store, verify=verify)
 
-    def _stored_with_forms(
+    def _stored_with_bare(
         self,
         chunks: Sequence[Chunk],
         plans: Sequence[ChunkPlan],
@@ -170,7 +170,7 @@ class IndexTime:
         *,
         verify: bool = False,
     ) -> Generator[Stored, None, None]:
-        """Store planned chunks, then their forms behind a space, and the bare chunks they need.
+        """Store planned chunks, then the bare chunks they need.
 
         Yields the results; those others count nothing. None are stored after a chunk could not be:
         they would take the room or the time that it needs when it is tried again.
@@ -196,13 +196,11 @@ class IndexTime:
     def _plans_of_others(
         self, chunks: Sequence[Chunk], plans: Sequence[ChunkPlan]
     ) -> tuple[list[ChunkPlan], Mapping[Reason, int]]:
-        """Return plans of the forms and bare chunks of chunks, and why others are refused."""
-        key, planned = self._lead_in.key, {plan.key for plan in plans}
-        chosen = [chunk for chunk in chunks if key(chunk) in planned]
-        forms = self._known.forms(chosen)
-        admitted, done = self._admitted([*forms, *self._known.bare(chosen)], None)
-        ids = {key(form): key(chunk).chunk_id for form, chunk in forms.items()}
-        return [replace(plan, form_of=ids.get(plan.key, "")) for plan in admitted], done.refused
+        """Return plans of the bare chunks of chunks, and why others are refused."""
+        planned = {plan.key for plan in plans}
+        chosen = [chunk for chunk in chunks if self._lead_in.key(chunk) in planned]
+        admitted, done = self._admitted(self._known.bare(chosen), None)
+        return admitted, done.refused
 
     def _verified(self, plans: Sequence[ChunkPlan]) -> tuple[list[ChunkPlan], list[Reason]]:
         """Check stored KV; returns the plans but for those whose KV is unreadable, and why."""
@@ -235,4 +233,4 @@ class IndexTime:
 
 def _log_refused(refused: Mapping[Reason, int]) -> None:
     for reason, count in refused.items():
-        logger.debug("%d forms of chunks, or bare chunks, are not stored: %s", count, reason)
+        logger.debug("%d bare chunks are not stored: %s", count, reason)

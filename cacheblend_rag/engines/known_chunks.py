@@ -26,8 +26,6 @@ COMPARED = 8
 class KnownChunks:
     """Registered chunks; their KV is dropped once no registered chunk shares it.
 
-    The KV of a chunk's form behind a space is dropped with the chunk's, and counts nowhere.
-
     backend: drops KV; may be a weak proxy.
     """
 
@@ -81,13 +79,6 @@ class KnownChunks:
         self.registry.discard_many(chunks)
         return dropped + self._drop(chunks)  # KV that others stored in between
 
-    def forms(self, chunks: Iterable[Chunk]) -> dict[Chunk, Chunk]:
-        """Return chunks by their forms behind a space; empty unless chunks are found by tokens."""
-        if not self._backend.finds_by_tokens:
-            return {}
-        made = ((self._lead_in.behind_space(chunk), chunk) for chunk in chunks)
-        return {form: chunk for form, chunk in made if form is not None}
-
     def bare(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """Return chunks without their context, as far as prompts need that KV too.
 
@@ -121,14 +112,11 @@ class KnownChunks:
         """Return those keys that no registered chunk has."""
         self.registry.refresh()
         chunks = self.registry.chunks()
-        known = {*self._keys([*chunks, *self.forms(chunks), *self.bare(chunks)])}
+        known = set(self._keys([*chunks, *self.bare(chunks)]))
         return [key for key in keys if key not in known]
 
     def hinted(self, hints: Iterable[Chunk | str]) -> list[KVKey]:
-        """Return the keys of hinted chunks, and of all chunks of hinted documents.
-
-        The engine's own prompts never use the forms of chunks.
-        """
+        """Return the keys of hinted chunks, and of all chunks of hinted documents."""
         chunks = [
             chunk
             for hint in hints
@@ -148,8 +136,7 @@ class KnownChunks:
         """
         if self._lead_in.name == "document":
             return Evicted()
-        given = list(chunks)
-        return self._evict(given, self.forms(given))
+        return self._evict(chunks, ())
 
     def _evict(self, chunks: Iterable[Chunk], others: Iterable[Chunk]) -> Evicted:
         """Drop the KV of chunks and of others; returns how many of the chunks were stored."""
@@ -162,19 +149,16 @@ class KnownChunks:
         return [self._lead_in.key(chunk) for chunk in chunks]
 
     def _others_alone(self, chunks: Sequence[Chunk], besides: Collection[Chunk]) -> list[Chunk]:
-        """Return chunks' forms behind a space, and bare chunks, whose KV no registered chunk needs.
+        """Return chunks without their context, whose KV no registered chunk needs.
 
         besides: chunks that do not count.
         """
-        others = [*self.forms(chunks), *(Chunk(chunk.text) for chunk in chunks if chunk.context)]
+        others = [Chunk(chunk.text) for chunk in chunks if chunk.context]
         return [one for one in others if not self._is_shared(one, besides)]
 
     def _is_shared(self, chunk: Chunk, besides: Collection[Chunk]) -> bool:
         key = self._lead_in.key(chunk)
         others = [one for one in self.registry.variants(chunk.text) if one not in besides]
-        if self._backend.finds_by_tokens and chunk.text.startswith(" "):
-            plain = self.registry.variants(chunk.text[1:])
-            others += self.forms(one for one in plain if one not in besides)
         return self._needs_bare(chunk, others) or any(
             self._lead_in.key(one) == key for one in others
         )

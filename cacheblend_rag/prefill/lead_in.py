@@ -10,7 +10,6 @@ from typing import Any
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.settings import LeadInConfig
-from cacheblend_rag.text.behind_space import LEAST_RUN, behind_space
 from cacheblend_rag.text.chat import begins_as_rendered
 from cacheblend_rag.text.chunk import Chunk, Context, stands_before
 from cacheblend_rag.text.encoder import PromptEncoder, TokenIds
@@ -30,15 +29,13 @@ class ChunkPlan:
 
     token_ids: the chunk's own tokens. lead: tokens of BOS and instruction; without BOS if a chat
     template rendered the instruction without one. context: tokens of its own document within the
-    window, whatever the lead-in. key: of its KV. form_of: the id of the chunk whose form behind a
-    space it is, or "".
+    window, whatever the lead-in. key: of its KV.
     """
 
     token_ids: tuple[int, ...]
     lead: tuple[int, ...]
     context: tuple[int, ...]
     key: KVKey
-    form_of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +119,6 @@ class LeadIn:
         return ChunkPlan(
             self.encoder.chunk(chunk.text), self.tokens, self._context(chunk), self.key(chunk)
         )
-
-    def behind_space(self, chunk: Chunk) -> Chunk | None:
-        """Return the form that a chunk has behind a space, None if its own tokens are found there.
-
-        It has the same document and context. A chunk that is too short to be found has none.
-        """
-        text = behind_space(chunk.text, self.encoder)
-        if text is None or len(self.encoder.chunk(chunk.text)) < LEAST_RUN:
-            return None
-        return replace(chunk, text=text)
 
     def window_of(self, chunk: Chunk) -> list[tuple[Context, TokenIds]]:
         """Return the pieces of its document that a chunk's KV was computed after, in order.

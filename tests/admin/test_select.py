@@ -74,22 +74,6 @@ def test_what_other_documents_share_is_spared(folder: Path, engines: dict[str, E
     assert keys(alone, TWO) - found == {alone.key(TWO.to_chunks()[0])}
 
 
-def test_a_documents_chunks_are_chosen_in_their_forms_behind_a_space(tmp_path: Path) -> None:
-    """A vLLM stores them; here they are stored as chunks of other documents."""
-    named = "rene wenzel was born in 1921, and lived by the sea for forty years or more."
-    one, other = Document("one", (named,)), Document("other", (f" {named}",))
-    engine = indexed(tmp_path, one, other)
-    choice = Choice(document="one", model=TOY)
-    assert chosen(tmp_path, choice) == keys(engine, one, other)
-    assert chosen(tmp_path, choice.sparing()) == keys(engine, one)
-    spaced = Choice(document="other", model=TOY)
-    assert chosen(tmp_path, spaced) == keys(engine, other)
-    assert chosen(tmp_path, spaced.sparing()) == set(), "it is also the form of one's chunk"
-    engine.registry.remove_document("other")
-    assert chosen(tmp_path, choice.sparing()) == keys(engine, one, other)
-    engine.close()
-
-
 def test_a_models_chunks_are_chosen_by_its_name(folder: Path, engines: dict[str, Engine]) -> None:
     with inspect.opened(folder) as found:
         count = found.count()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from cacheblend_rag.engines.tokenizer import load_tokenizer
-from tests import passage_edges
 from tests.passage_edges import FORMS, JOINS, PassageIndex, texts_of
 from tests.tokenizer_kinds import KINDS, tokenizer_of
 from tests.toy import TOY
@@ -46,23 +43,6 @@ def test_escaped_text_is_found_as_a_whole_only_if_its_escaped_form_is_indexed() 
     both = PassageIndex(load_tokenizer(TOY), texts, 100, 24, FORMS)
     for join in ("JSON", "JSON, UTF-8"):
         assert plain.edges(join).found < 0.97 <= both.edges(join).found
-
-
-@pytest.mark.parametrize(("stores_forms", "lost"), [(True, 0), (False, 3)])
-def test_passages_that_begin_with_a_rare_name_are_found_behind_a_space(
-    smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch, stores_forms: bool, lost: int
-) -> None:
-    names = ("raymond", "merrill", "snyder", "birmingham")
-    texts = [f"{name} {text[:400]}" for name, text in zip(names, texts_of()[::9], strict=False)]
-    monkeypatch.setattr(passage_edges, "passages_of", lambda *_: texts)
-    if not stores_forms:
-        monkeypatch.setattr(passage_edges, "behind_space", lambda *_: None)
-    index = PassageIndex(load_tokenizer("smollm2"), texts, 100, len(names))
-    assert index.behind_space == (len(names) if stores_forms else 0)
-    for join in ("spaces", "numbers", "bullets -", "bullets *", "labels"):
-        assert set(index.edges(join).lost[2::2]) == {lost}, "but for the first, on a line"
-    for join in ("blank lines", "lines", "tags on lines"):
-        assert index.edges(join).found == 1
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "word level"])

@@ -87,7 +87,7 @@ class VLLMEngine(Engine):
     """
 
     part_chunks = 512
-    fills_last = compares = finds_by_tokens = True
+    fills_last = compares = True
 
     def __init__(
         self,

@@ -65,14 +65,12 @@ class JobClient:
             for plan, start in work.members
         )
         tokens = tuple(work.tokens)
-        forms = tuple(plan.form_of for plan, _ in work.members)
         job = BlendJob(
             "precompute",
             self._lead_in,
             chunks,
             tokens=tokens,
             idle=idle,
-            form_of=forms if any(forms) else (),
         )
         return await self._carry_out(carrier(job), everywhere=not self.status.shared)
 

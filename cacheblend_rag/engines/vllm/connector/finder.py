@@ -10,7 +10,7 @@ import logging
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count, islice
 from pathlib import Path
@@ -29,7 +29,6 @@ from cacheblend_rag.engines.vllm.connector.found_chunk import (
     Vocabulary,
     chain,
 )
-from cacheblend_rag.engines.vllm.connector.known_tokens import KnownTokens
 from cacheblend_rag.engines.vllm.connector.shared_log import SharedLog
 from cacheblend_rag.engines.vllm.connector.stored_tokens import (
     Name,
@@ -43,11 +42,12 @@ from cacheblend_rag.engines.vllm.protocol import BlendJob, PrecomputeResult, Sen
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id, prefix_ids
 from cacheblend_rag.settings.tier_url import TierUrl
-from cacheblend_rag.text.behind_space import LEAST_RUN
-from cacheblend_rag.text.token_index import TokenRun
+from cacheblend_rag.text.token_index import TokenIndex, TokenRun
 
 logger = logging.getLogger(__name__)
 
+LEAST_RUN = 32
+"""Tokens of the shortest chunk, or part of one, that is found."""
 LONGEST_CHAIN = 64
 """Most chunks before another that are compared with its document context."""
 LONGEST_LEAD = 8192
@@ -64,6 +64,14 @@ for ever; 5 GB if each has 512 tokens."""
 MANY = 256
 """Chunks from which on they are added to the index together."""
 REFRESH_SECONDS, CLOSE_SECONDS = 0.5, 10.0
+
+
+@dataclass(slots=True)
+class KnownTokens:
+    """The stored chunks of a namespace: an index from tokens to ids, and each chunk's variants."""
+
+    index: TokenIndex[str] = field(default_factory=lambda: TokenIndex(LEAST_RUN))
+    variants: dict[str, tuple[Variant, ...]] = field(default_factory=dict)
 
 
 class Finder:
@@ -130,9 +138,8 @@ class Finder:
             if run.end - run.start < LEAST_RUN or absent > left:
                 continue
             if absent <= EDGES:
-                own = next(filter(None, map(known.form_of, variants)), run.name)
-                chains = [chain(one, own) for one in (*before[1 - LONGEST_CHAIN :], "")]
-            chosen = self._chosen(known, variants, before, leads)
+                chains = [chain(one, run.name) for one in (*before[1 - LONGEST_CHAIN :], "")]
+            chosen = self._chosen(variants, before, leads)
             if chosen is None:
                 continue
             left -= absent
@@ -140,18 +147,16 @@ class Finder:
                 run.start,
                 run.end,
                 chosen.name.context_id,
-                protected=chosen.is_contextual and known.context_of(chosen) not in before,
+                protected=chosen.is_contextual and chosen.follows not in before,
                 before=tuple(tokens[: run.skip].tolist()),
                 after=tuple(tokens[run.skip + run.end - run.start :].tolist()),
                 lead_in=chosen.name.lead_in,
             )
-            form_of = known.form_of(chosen)
-            found.append(FoundChunk(sent, chosen.name, chosen.generation, form_of))
+            found.append(FoundChunk(sent, chosen.name, chosen.generation))
         return found
 
     def _chosen(
         self,
-        known: KnownTokens,
         variants: Sequence[Variant],
         chains: Sequence[str],
         leads: Callable[[], Collection[str]],
@@ -163,7 +168,6 @@ class Finder:
         prompt's beginning is context, too.
 
         Args:
-            known: the chunks of the namespace.
             variants: the chunk's.
             chains: of the chunks right before it, the longest first.
             leads: returns the lead-ins that the prompt confirms.
@@ -172,7 +176,7 @@ class Finder:
         if len({lead for lead, _ in behind}) > 1 or not self._unconfirmed_context:
             variants = [one for one in variants if one.name.lead_in.tokens in leads()]
         ranked = sorted(variants, key=lambda one: one.rank)
-        contexts = [known.context_of(one) if one.is_contextual else None for one in ranked]
+        contexts = [one.follows if one.is_contextual else None for one in ranked]
         for context in (*chains, None):
             if context in contexts:
                 return ranked[contexts.index(context)]
@@ -323,8 +327,6 @@ class Finder:
                 log.add([StoredTokens(one.name, own, one.follows) for one, own in told])
 
     def _learn(self, namespace: str, job: BlendJob, result: PrecomputeResult) -> None:
-        if job.form_of:  # another replica may have stored the chunks
-            self._read_news()
         placed = list(self._stored(namespace, job, result))
         fresh = {one.name for place, one in placed if place in result.fresh}
         stored = [one for _, one in placed]
@@ -345,8 +347,7 @@ class Finder:
         self, namespace: str, job: BlendJob, result: PrecomputeResult
     ) -> Iterable[tuple[int, StoredTokens]]:
         """Yield a job's chunks that are stored and long enough to be found, with their places."""
-        lead, forms = job.lead_in, dict(enumerate(job.form_of))
-        known = self._known[namespace]
+        lead, known = job.lead_in, self._known[namespace]
         first = job.chunks[0]
         behind = [
             (run.start, run.end, run.name)
@@ -360,9 +361,7 @@ class Finder:
             if not self._vocabulary.is_blank(job.tokens[end : sent.start]):
                 context = None
             if place not in result.lost and sent.end - sent.start >= LEAST_RUN:
-                follows = forms.get(place, "")
-                if not known.is_form(tokens, follows):
-                    follows = (context or "") if sent.context_id else ""
+                follows = (context or "") if sent.context_id else ""
                 name = Name(namespace, own, sent.context_id, self._leads.setdefault(lead, lead))
                 yield place, StoredTokens(name, tokens, follows)
             context, end = None if context is None else chain(context, own), sent.end

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +151,6 @@ class Finding:
             BlendJob("blend", lead_in, sent, config=config),
             mark=stretches[-1].mark,
             found=tuple((one.name, one.generation) for one in found),
-            forms={one.name.chunk_id: one.form_of for one in found if one.form_of},
             stretches=stretches,
             held=held,
             alone=alone,
@@ -185,15 +184,6 @@ class Finding:
                 self.finder.forget_lost([one for one, chunk in told if chunk.reason == MISSING])
             case Failed(error=why) if pending.found and why.code.startswith("unsupported_"):
                 self._gives_up = True  # the worker blends nothing, ever
-
-
-def with_chunks_named(pending: Pending, result: Result) -> Result:
-    """Return a result whose reports name chunks where their forms behind a space were found."""
-    if not pending.forms or not isinstance(result, BlendResult | Declined) or not result.chunks:
-        return result
-    ids = pending.forms
-    told = (replace(one, chunk_id=ids.get(one.chunk_id, one.chunk_id)) for one in result.chunks)
-    return replace(result, chunks=tuple(told))
 
 
 def place_of(store: StoreConfig) -> Path | TierUrl | None:

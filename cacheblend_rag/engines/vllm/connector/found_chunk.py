@@ -48,19 +48,12 @@ class Variant:
 class FoundChunk:
     """A stored chunk, or a part of one, in a prompt.
 
-    sent: as jobs name it, with its own lead-in. name, generation: to forget it by. form_of: the id
-    of the chunk whose form behind a space it is, or "".
+    sent: as jobs name it, with its own lead-in. name, generation: to forget it by.
     """
 
     sent: SentChunk
     name: Name
     generation: int
-    form_of: str = ""
-
-    @property
-    def chunk_id(self) -> str:
-        """The chunk's id, also where its form behind a space was found."""
-        return self.form_of or self.name.chunk_id
 
     @property
     def at(self) -> FoundAt:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.vllm.protocol import BlendJob, Result
@@ -26,8 +25,7 @@ class Pending:
     ``_work_of``. shared: tokens in the blocks that it shares with ordinary requests. may_go_on:
     whether it is a blend of exact KV only, looked up as an ordinary request until it is begun.
     first: tokens that vLLM's prefix cache has. found: the chunks that were found here, if the
-    request brought none. forms: the ids of those that are a chunk's form behind a space, with the
-    ids of those chunks. answers: whether the client, which knows of jobs, gets the result.
+    request brought none. answers: whether the client, which knows of jobs, gets the result.
     request: vLLM's. namespace: of the KV that it may use; None is of none. stretches: how the
     blocks of found chunks are set apart. held: how many of the job's first chunks an earlier prompt
     may have left in vLLM's prefix cache. alone: how blocks are set apart if it has not. salt: the
@@ -48,7 +46,6 @@ class Pending:
     result: Result | None = None
     first: int = 0
     found: tuple[Generation, ...] = ()
-    forms: Mapping[str, str] = field(default_factory=dict)
     answers: bool = True
     request: Request | None = None
     namespace: str | None = None

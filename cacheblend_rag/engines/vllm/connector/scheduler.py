@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from cacheblend_rag.engines.vllm.connector.continued import Stretch
-from cacheblend_rag.engines.vllm.connector.finding import (
-    LONGEST_REASON,
-    Finding,
-    with_chunks_named,
-)
+from cacheblend_rag.engines.vllm.connector.finding import LONGEST_REASON, Finding
 from cacheblend_rag.engines.vllm.connector.going_on import goes_on, gone_on, is_held
 from cacheblend_rag.engines.vllm.connector.metadata import (
     Allotted,
@@ -250,11 +246,11 @@ class ConnectorScheduler:
             late = self.late.pop(request_id, None)
             if late is not None:
                 self.finding.note_result(late, result)
-                self._conclude(late, with_chunks_named(late, result))
+                self._conclude(late, result)
             pending = self.pending.get(request_id)
             if pending is None:
                 continue
-            pending.result = with_chunks_named(pending, result)
+            pending.result = result
             self.finding.note_result(pending, result)
             if pending.blends and pending.request is not None:
                 tell_reused(pending.request, result, pending.first)

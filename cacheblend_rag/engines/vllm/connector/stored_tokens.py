@@ -47,7 +47,7 @@ class StoredTokens:
     """A stored chunk: tokens (tokens,) uint32.
 
     follows: the ``chain`` of the chunks that it was computed behind, "" if it was computed behind
-    none, or behind other text too; of a chunk's form behind a space, the id of that chunk.
+    none, or behind other text too.
     """
 
     name: Name

@@ -129,9 +129,7 @@ class BlendJob:
     keys: (chunk id, context id) of chunks to look up, verify, evict or prefetch. turns: whether
     they are of conversations' turns (evict only). report_id: 32 hex digits under which the
     result is kept for a later ``report``, or "". idle: only to be worked on while nothing else is
-    (precompute; compare and keep always are). kept: what to store, in order (keep only). form_of:
-    for each chunk the id of the one whose form behind a space it is, "" for others; empty if there
-    are none (precompute only).
+    (precompute; compare and keep always are). kept: what to store, in order (keep only).
     """
 
     kind: Kind
@@ -146,7 +144,6 @@ class BlendJob:
     reference: tuple[int, ...] = ()
     kept: tuple[SentSegment, ...] = ()
     turns: bool = False
-    form_of: tuple[str, ...] = ()
 
     def to_params(self) -> dict[str, Any]:
         """Return plain JSON values for ``kv_transfer_params``."""
@@ -165,7 +162,6 @@ class BlendJob:
                 "reference": list(self.reference),
                 "kept": [[one.start, one.end, one.context_id] for one in self.kept],
                 "turns": self.turns,
-                "form_of": list(self.form_of),
             }
         }
 
@@ -258,7 +254,6 @@ class BlendJob:
             _tokens(sent.get("reference"), needed=kind == "compare" and has_reference),
             _kept(sent.get("kept"), len(own), needed=kind == "keep"),
             kind == "evict" and _flag(sent.get("turns", False), "turns"),
-            _form_of(sent.get("form_of", ())) if kind == "precompute" else (),
         )
 
 
@@ -314,16 +309,6 @@ def _keys(sent: Any) -> tuple[tuple[str, str], ...]:
     if not all(chunk and all(map(_HASH.fullmatch, (chunk, context))) for chunk, context in keys):
         raise ConfigError(f"{PARAMETER}.keys must hold 32 hex digits each")
     return tuple((chunk, context) for chunk, context in keys)
-
-
-def _form_of(sent: Any) -> tuple[str, ...]:
-    if not isinstance(sent, list | tuple) or len(sent) > MOST_KEYS:
-        raise ConfigError(f"{PARAMETER}.form_of must be a list of at most {MOST_KEYS} ids")
-    if not all(isinstance(one, str) and _HASH.fullmatch(one) for one in sent):
-        raise ConfigError(
-            f"{PARAMETER}.form_of must hold 32 hex digits, or nothing, for each chunk"
-        )
-    return tuple(sent)
 
 
 def _chunk(row: Any, tokens: int) -> SentChunk:

@@ -7,7 +7,6 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -292,75 +291,6 @@ def test_unconfirmed_contexts_can_be_left_out() -> None:
         assert used(finder, THIRD) == []
         learn(finder, job(SECOND, lead_in=DOCUMENT))
         assert used(finder, SECOND) == [""]
-
-
-# Forms behind a space
-
-
-FORM = (11, 12, 13, *SECOND[2:])
-"""Of SECOND: its first two tokens are three others."""
-
-
-def learn_form(finder: Finder, lead_in: SentLeadIn = DOCUMENT, of: Sequence[int] = SECOND) -> Any:
-    """Learn a document, then the form of its second chunk, as our client sends both."""
-    learn(finder, job(FIRST, SECOND, THIRD, lead_in=lead_in))
-    work = job(FIRST, FORM, lead_in=lead_in)
-    learn(finder, replace(work, chunks=work.chunks[1:], form_of=(chunk_id(of),)))
-    return work.chunks[1]
-
-
-@pytest.mark.parametrize("lead_in", [DOCUMENT, BARE])
-def test_a_form_is_found_whole_and_named_as_its_chunk(finder: Finder, lead_in: SentLeadIn) -> None:
-    learn_form(finder, lead_in)
-    for standing in ((FIRST, FORM, THIRD), (FIRST, SECOND, THIRD)):
-        told = found(finder, *standing)
-        assert [one.chunk_id for one in told] == [chunk_id(one) for one in (FIRST, SECOND, THIRD)]
-        assert ids(told) == [chunk_id(one) for one in standing]
-        assert not any(one.sent.before or one.sent.after for one in told)
-        assert [one.sent.protected for one in told] == [False] * 3, "one document, in order"
-
-
-def test_a_form_whose_document_is_absent_is_protected(finder: Finder) -> None:
-    learn_form(finder)
-    assert [one.sent.protected for one in found(finder, FORM, THIRD)] == [True, True]
-    assert [one.sent.protected for one in found(finder, OTHER, FORM)] == [True]
-
-
-def test_a_restart_knows_what_a_form_is_of(opened: Any) -> None:
-    learn_form(opened())
-    told = found(opened(), FIRST, FORM, THIRD)
-    assert [one.chunk_id for one in told] == [chunk_id(one) for one in (FIRST, SECOND, THIRD)]
-    assert [one.sent.protected for one in told] == [False] * 3
-
-
-def test_without_its_chunk_a_form_has_its_own_name(finder: Finder) -> None:
-    sent = learn_form(finder)
-    chunk = job(FIRST, SECOND, lead_in=DOCUMENT).chunks[1]
-    finder.forget("default", DOCUMENT, [(chunk_id(SECOND), chunk.context_id)])
-    assert finder.settle()
-    [_, form] = found(finder, FIRST, FORM)
-    assert (form.chunk_id, form.sent.protected) == (chunk_id(FORM), True)
-    finder.forget("default", DOCUMENT, [(chunk_id(FORM), sent.context_id)])
-    assert ids(found(finder, FIRST, FORM)) == [chunk_id(FIRST)]
-
-
-@pytest.mark.parametrize("of", [FIRST, OTHER, SECOND[:20]])
-def test_what_is_no_form_of_a_chunk_is_not_named_as_it(finder: Finder, of: Sequence[int]) -> None:
-    """Whatever a client says: it may be wrong."""
-    learn_form(finder, of=of)
-    assert [one.chunk_id for one in found(finder, FORM)] == [chunk_id(FORM)]
-    told = found(finder, FIRST, FORM)
-    assert [one.sent.protected for one in told] == [False] * 2, "it follows what it was sent after"
-
-
-@pytest.mark.parametrize("lead_in", [DOCUMENT, BARE])
-def test_chunks_that_are_nearly_alike_are_no_forms(finder: Finder, lead_in: SentLeadIn) -> None:
-    """Such as "SKU 1: ..." and "SKU 2: ...", one after another in a document."""
-    one, other, last = ((*SECOND[:3], number, *SECOND[4:]) for number in (1, 2, 3))
-    learn(finder, job(one, other, last, lead_in=lead_in))
-    told = found(finder, one, other, last)
-    assert [one.chunk_id for one in told] == [chunk_id(one) for one in (one, other, last)]
-    assert [one.sent.protected for one in told] == [False] * 3
 
 
 # Forgetting

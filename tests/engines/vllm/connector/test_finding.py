@@ -14,13 +14,12 @@ import pytest
 from prometheus_client import REGISTRY
 from vllm import SamplingParams
 
-from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, Document
+from cacheblend_rag import BlendConfig, BlendPrompt, Document
 from cacheblend_rag.engines.vllm.connector import finding
 from cacheblend_rag.engines.vllm.connector.metrics import PREFIX
 from cacheblend_rag.engines.vllm.protocol import OFF_PARAMS
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, VERSION
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
-from cacheblend_rag.prefill import lead_in
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, index, retrieved
@@ -432,40 +431,6 @@ def test_chunks_of_several_lead_ins_are_reused_in_one_prompt(engine: InProcessEn
     assert [chunk["hit"] for chunk in chunks] == [True] * 4
     assert told.cached == 301 + 80
     other.evict_document("d")
-
-
-def test_a_form_behind_a_space_is_found_whole_and_reported_as_its_chunk(
-    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model's tokenizer has none, so that words stand for a rare name's other tokens."""
-    first, second = words(60, 191), words(80, 192)
-    others = words(4, 193)
-    monkeypatch.setattr(
-        lead_in, "behind_space", lambda text, _: f"{others} {text}" if text == second else None
-    )
-    document = Document("f", (first, second, words(50, 194)))
-    report = engine.precompute([document], progress=False)
-    assert (report.computed, report.skipped, report.refused) == (3, 0, {})
-    again = engine.precompute([document], progress=False)
-    assert (again.computed, again.skipped) == (0, 3)
-    finder = engine.scheduler_connector.finding.finder
-    assert finder.settle()
-    chunks = document.to_chunks()
-    text = f"{words(9, 195)} {first} {others} {second} {document.chunks[2]} {words(9, 196)}"
-    prompt = tokens_of(engine, text)
-    assert [one.sent.protected for one in finder.find("default", prompt)] == [False] * 3
-    [told] = ask(engine, prompt, params=find(recompute_ratio=0.0))
-    reports = told.params[PARAMETER]["chunks"]
-    assert [one["hit"] for one in reports] == [True] * 3
-    assert [one["chunk_id"] for one in reports] == [engine.key(one).chunk_id for one in chunks]
-    assert [one["tokens"] for one in reports] == [60, 84, 50]
-    assert told.cached == 60 + 84 + 50
-    assert engine.evict_document("f") == 3
-    assert finder.settle()
-    assert finder.find("default", prompt) == []
-    assert engine.stored([engine.key(Chunk(f"{others} {second}", "f", chunks[1].context))]) == [
-        False
-    ]
 
 
 def test_context_that_a_prompt_lacks_is_protected_as_our_client_does(

@@ -47,7 +47,6 @@ def sent(job: BlendJob) -> dict[str, Any]:
             "precompute", LEAD_IN, (SentChunk(3, 10, HASH, False, 2),), tokens=tuple(range(10))
         ),
         BlendJob("precompute", LEAD_IN, (SentChunk(3, 9),), tokens=TEN, idle=True),
-        BlendJob("precompute", LEAD_IN, (SentChunk(3, 9),), tokens=TEN, form_of=(HASH,)),
         BlendJob("evict", LEAD_IN, keys=((HASH, ""), (HASH, HASH))),
         BlendJob("prefetch", LEAD_IN, keys=((HASH, ""),)),
         BlendJob("evict", LEAD_IN, keys=((HASH, HASH),), turns=True),
@@ -143,8 +142,6 @@ def test_another_question_is_other_work_where_it_decides_about_rows() -> None:
         ({"chunks": [[0, 5, HASH, 0, 0, [], [], 0, 1]]}, "only a turn's KV may be exact"),
         ({"chunks": [[0, 5, HASH, 0, 0, [], [], True, 0]]}, "chunks must hold 9 values"),
         ({"kind": "evict", "turns": 1}, "turns must be true or false"),
-        ({"kind": "precompute", "tokens": [1] * 100, "form_of": HASH}, "form_of must be a list"),
-        ({"kind": "precompute", "tokens": [1] * 100, "form_of": ["x"]}, "form_of must hold 32"),
         ({"keys": [["short", ""]]}, "keys"),
         ({"keys": [["", ""]]}, "keys"),
         ({"config": {"recompute_ratio": 7}}, "recompute_ratio"),
