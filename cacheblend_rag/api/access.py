@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
@@ -16,16 +16,6 @@ from starlette.middleware.cors import CORSMiddleware
 from cacheblend_rag.api.errors import TOLD, of_engine
 from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
 from cacheblend_rag.engines.vllm.middleware.bodies import LARGE_BYTES
-
-if TYPE_CHECKING:
-    from cacheblend_rag.engines.vllm.middleware.release import Scope
-
-
-class ServerAccess(AccessMiddleware):
-    """The access middleware of a vLLM server, in front of an engine in this process."""
-
-    async def _freed(self, scope: Scope) -> int:
-        return await asyncio.to_thread(scope["app"].state.serving.engine.release)
 
 
 class BodyRoute(APIRoute):
@@ -65,4 +55,4 @@ def guard(app: FastAPI, api_key: str | None) -> None:
     app.add_middleware(
         CORSMiddleware, allow_origins=anything, allow_methods=anything, allow_headers=anything
     )
-    app.add_middleware(ServerAccess)
+    app.add_middleware(AccessMiddleware)

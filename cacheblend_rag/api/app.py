@@ -11,10 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cacheblend_rag.api import access, chat, completions, errors, responses
+from cacheblend_rag.api.document_models import Released
+from cacheblend_rag.api.document_store import release_memory
 from cacheblend_rag.api.documents import documents_router
 from cacheblend_rag.api.gate import RUNNING, WAITING, Gate
 from cacheblend_rag.api.serving import Serving
 from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE
+from cacheblend_rag.engines.vllm.middleware.tenants import RELEASES
 
 if TYPE_CHECKING:
     from cacheblend_rag.api.collection import Retriever
@@ -55,9 +58,11 @@ def create_app(
     access.guard(app, api_key)
     _add_facts(app, serving)
     _add_answers(app, serving)
+    setattr(app.state, DOCUMENTS_STATE, engine)
     if documents:
-        setattr(app.state, DOCUMENTS_STATE, engine)
         app.include_router(documents_router(engine_of))
+    else:
+        _add_release(app, engine)
     if find_spec("prometheus_client") is not None:
         _add_metrics(app, engine)
     return app
@@ -109,6 +114,13 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/responses")
     async def create_response(request: Request, body: responses.ResponseRequest) -> Response:
         return await responses.respond(serving, request, body)
+
+
+def _add_release(app: FastAPI, engine: Engine) -> None:
+    @app.post(RELEASES)
+    def release() -> Released:
+        """Free the memory of chunk KV; what is stored elsewhere too is read again when needed."""
+        return release_memory(engine)
 
 
 def _add_metrics(app: FastAPI, engine: Engine) -> None:

@@ -33,7 +33,7 @@ async def test_releasing_needs_the_store_key(engine, monkeypatch):
     monkeypatch.setenv("CACHEBLEND_STORE_KEY", "open")
     http = http_client(create_app(engine))
     engine.precompute(["w3 w4"], progress=False)
-    path = "/cacheblend/release"
+    path = "/v1/cacheblend/release"
     assert (await http.post(path, headers=bearer("sesame"))).status_code == 403
     answer = await http.post(path, headers=bearer("open"))
     assert (answer.status_code, answer.json()) == (200, {"released_bytes": 16})
@@ -43,6 +43,7 @@ async def test_a_server_of_a_collection_takes_no_documents(engine):
     http = http_client(create_app(engine, documents=False))
     answer = await http.put("/v1/cacheblend/documents/a", json={"chunks": ["w3"]})
     assert answer.status_code in {404, 501}
+    assert (await http.post("/v1/cacheblend/release")).json() == {"released_bytes": 0}
 
 
 async def test_headers_without_an_end_are_given_up(engine, script, monkeypatch):

@@ -195,8 +195,14 @@ class JobClient:
         Raises EngineUnavailableError when one fails.
         """
         job = carrier(BlendJob("release", self._lead_in))
-        params = await all_of(self._params(one) for one in self._to_replicas(job))
-        return released_by(map(_outcome, params))
+        freed = 0
+        for params in await all_of(self._params(one) for one in self._to_replicas(job)):
+            result = _outcome(params)
+            if not isinstance(result, ReleaseResult):
+                why: str = result.error if isinstance(result, Failed) else "no result came"
+                raise EngineUnavailableError(f"vLLM's memory for chunk KV was not released: {why}")
+            freed += result.released
+        return freed
 
     async def late_result(self, report_id: str) -> Result | None:
         """Fetch the result of a finished request, from the replica that served it."""
@@ -299,22 +305,6 @@ def stored_by(result: Result, run: DocumentPlan) -> Stored:
             return Stored.failure(why, len(run.members))
         case _:
             return Stored()
-
-
-def released_by(results: Iterable[Result]) -> int:
-    """Return the total of bytes that replicas have freed.
-
-    Raises EngineUnavailableError when one of them failed.
-    """
-    freed = 0
-    for result in results:
-        if not isinstance(result, ReleaseResult):
-            why: str = (
-                result.error if isinstance(result, Failed) else "it did not say that it was done"
-            )
-            raise EngineUnavailableError(f"vLLM's memory for chunk KV was not released: {why}")
-        freed += result.released
-    return freed
 
 
 def _outcome(params: Mapping[str, Any] | None) -> Result:

@@ -276,7 +276,7 @@ def test_memory_is_released_by_a_route_and_by_an_engine(
 
     def post(key: str) -> tuple[int, Any]:
         headers = {"authorization": f"Bearer {key}"}
-        answer = httpx.post(f"{server.url}/cacheblend/release", headers=headers, timeout=60)
+        answer = httpx.post(f"{server.url}/v1/cacheblend/release", headers=headers, timeout=60)
         return answer.status_code, answer.json()
 
     status, told = post(KEY)

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from contextvars import Token
 from http import HTTPStatus
@@ -28,17 +28,9 @@ from cacheblend_rag.engines.vllm.middleware.bodies import (
 )
 from cacheblend_rag.engines.vllm.middleware.error_body import error_body
 from cacheblend_rag.engines.vllm.middleware.hosts import refusal
-from cacheblend_rag.engines.vllm.middleware.release import (
-    RELEASE_PATH,
-    Application,
-    Event,
-    Receive,
-    Scope,
-    Send,
-    release_memory,
-)
 from cacheblend_rag.engines.vllm.middleware.tenants import (
     DEFAULT_NAMESPACE,
+    RELEASES,
     TENANTS_VARIABLE,
     Grant,
     Tenants,
@@ -51,6 +43,12 @@ from cacheblend_rag.engines.vllm.namespaces import (
     known_secret,
 )
 from cacheblend_rag.errors import CacheBlendError, ConfigError
+
+Scope = MutableMapping[str, Any]
+Event = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MIDDLEWARE = f"{__name__}.AccessMiddleware"
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -86,10 +84,9 @@ class AccessMiddleware:
     The keys of vLLM (``--api-key``, or VLLM_API_KEY) and CACHEBLEND_STORE_KEY give access to every
     path; if vLLM has no key, none is needed, but only requests to this machine's loopback, to the
     host where vLLM listens and to those in CACHEBLEND_ALLOWED_HOSTS are passed, and only of their
-    own pages (see ``hosts``). If CACHEBLEND_STORE_KEY is set, jobs that change the
-    store (see CHANGES) need it, and so do the paths of documents, and /cacheblend/release, which is
-    answered here. The path /health is always open, and so are OPTIONS requests, which browsers send
-    first.
+    own pages (see ``hosts``). If CACHEBLEND_STORE_KEY is set, jobs that change the store (see
+    CHANGES) need it, and so do the paths of documents. The path /health is always open, and so are
+    OPTIONS requests, which browsers send first.
 
     With CACHEBLEND_TENANTS, a file (see ``tenants``), a key decides the namespace of its requests:
     those above are the namespace ``default``. Then a key is always needed.
@@ -121,9 +118,6 @@ class AccessMiddleware:
             if self._tenants is not None:
                 marked = _mark(scope, granted.namespace)
             scope = {**scope, GRANT: granted}
-            if kind == "http" and _path(scope) == RELEASE_PATH:
-                await self._release(scope, granted.may_change, send)
-                return
             if _path(scope).startswith(DOCUMENTS_PATH):
                 _check_documents(scope, granted)
             if kind == "http" and not _is_open(scope):  # nobody reads a body there
@@ -136,22 +130,6 @@ class AccessMiddleware:
             held.close()
             if marked is not None:
                 current.reset(marked)
-
-    async def _release(self, scope: Scope, may_change: bool, send: Send) -> None:
-        """Answer a request to release memory; see release_memory."""
-        if scope["method"] != "POST":
-            raise RefusedRequestError(HTTPStatus.METHOD_NOT_ALLOWED, f"POST {RELEASE_PATH}")
-        if not may_change:
-            raise _lacks_store_key("release")
-        try:
-            freed = await self._freed(scope)
-        except CacheBlendError as error:
-            raise RefusedRequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
-        await _answer(HTTPStatus.OK, {"released_bytes": freed}, send)
-
-    async def _freed(self, scope: Scope) -> int:
-        """Release memory; returns the freed bytes."""
-        return await release_memory(self._app, scope)
 
     def _checked_key(self, scope: Scope) -> tuple[Scope, Grant]:
         """Return the request for vLLM, and what its key allows."""
@@ -286,7 +264,8 @@ def _mark(scope: Scope, namespace: str) -> Token[str | None]:
 def _check_documents(scope: Scope, granted: Grant) -> None:
     """Refuse a request about documents without the right key, or where nobody answers it."""
     if not granted.may_change and scope.get("method") != "OPTIONS":
-        raise _lacks_store_key("see or change documents")
+        releases = _path(scope) == RELEASES
+        raise _lacks_store_key("release" if releases else "see or change documents")
     if getattr(scope["app"].state, DOCUMENTS_STATE, None) is None:
         raise RefusedRequestError(
             HTTPStatus.NOT_IMPLEMENTED,
