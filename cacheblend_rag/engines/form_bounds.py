@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
+from cacheblend_rag.engines.structured import StructuredOutputs, nodes_in
 from cacheblend_rag.errors import ConfigError
 
-if TYPE_CHECKING:
-    from cacheblend_rag.engines.structured import StructuredOutputs
-
-MOST_DEPTH = 64
-"""Mappings and lists within one another, as in a body of the server."""
 LONGEST_FORM = 1 << 18
 """Characters of a schema or of all choices."""
 LONGEST_GRAMMAR = 1 << 15
@@ -31,11 +27,6 @@ MOST_ITEMS_TOGETHER = 50_000
 COUNTS = ("minItems", "maxItems")
 _OTHER_GRAMMARS = re.compile(r"%\s*(?:json|llguidance)\b")
 """What embeds a schema or another grammar in a Lark grammar, in llguidance only."""
-
-
-def is_deep(value: Any) -> bool:
-    """Whether a JSON value has more levels than MOST_DEPTH."""
-    return any(depth > MOST_DEPTH for _, depth in _nodes(value))
 
 
 def check_bounds(form: StructuredOutputs) -> None:
@@ -55,7 +46,7 @@ def check_bounds(form: StructuredOutputs) -> None:
 
 def _check_schema(form: StructuredOutputs, schema: Any) -> None:
     together = 0.0
-    for node, _ in _nodes(schema):
+    for node, _ in nodes_in(schema):
         if not isinstance(node, Mapping):
             continue
         for name in COUNTS:
@@ -83,14 +74,3 @@ def _check_length(form: StructuredOutputs, text: str, most: int) -> None:
 
 def _refused(form: StructuredOutputs, why: str) -> ConfigError:
     return ConfigError(f"{form.written_as} is refused: {why}")
-
-
-def _nodes(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield all mappings and lists in a JSON value with their depths, without recursion."""
-    waiting = [(value, 1)]
-    while waiting:
-        node, depth = waiting.pop()
-        if isinstance(node, Mapping | list):
-            yield node, depth
-            inner = node.values() if isinstance(node, Mapping) else node
-            waiting += [(one, depth + 1) for one in inner if isinstance(one, Mapping | list)]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self, cast
 
-from cacheblend_rag.engines.form_bounds import MOST_DEPTH, is_deep
 from cacheblend_rag.errors import ConfigError
 
 ONE_LINE = {"backend": "xgrammar", "disable_any_whitespace": True}
 """vLLM's ``structured_outputs_config`` for JSON without blanks. It must name a backend: vLLM keeps
 to the one that it used first, and only xgrammar compiles what its own tool parsers ask for."""
 TOLD_CHARACTERS = 200
+MOST_DEPTH = 64
+"""Mappings and lists within one another, as in a body of the server."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,22 @@ class StructuredOutputs:
 def form_refused(form: StructuredOutputs, why: str) -> ConfigError:
     """Return the error of a form that llguidance, or vLLM, refuses."""
     return ConfigError(f"{form.written_as} is refused: {' '.join(why.split())[:TOLD_CHARACTERS]}")
+
+
+def is_deep(value: Any) -> bool:
+    """Whether a JSON value has more levels than MOST_DEPTH."""
+    return any(depth > MOST_DEPTH for _, depth in nodes_in(value))
+
+
+def nodes_in(value: Any) -> Iterator[tuple[Any, int]]:
+    """Yield all mappings and lists in a JSON value with their depths, without recursion."""
+    waiting = [(value, 1)]
+    while waiting:
+        node, depth = waiting.pop()
+        if isinstance(node, Mapping | list):
+            yield node, depth
+            inner = node.values() if isinstance(node, Mapping) else node
+            waiting += [(one, depth + 1) for one in inner if isinstance(one, Mapping | list)]
 
 
 MAPS = ("properties", "patternProperties", "$defs", "definitions")

@@ -7,10 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from cacheblend_rag.engines.form_bounds import MOST_DEPTH, is_deep
 from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.structured import StructuredOutputs, bounded_schema
+from cacheblend_rag.engines.structured import (
+    MOST_DEPTH,
+    StructuredOutputs,
+    bounded_schema,
+    is_deep,
+)
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chat import ChatPrompt
 from cacheblend_rag.text.tool_calls import OPENINGS, ContentStream, as_call, find_calls, new_id

@@ -22,9 +22,10 @@ from cacheblend_rag.blend.trial import (
     trial_tokens,
 )
 from cacheblend_rag.engines.compatibility import explained
+from cacheblend_rag.engines.model_config import context_window_in
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.float32 import NARROW
-from cacheblend_rag.engines.transformers.loading import context_window, is_quantized
+from cacheblend_rag.engines.transformers.loading import is_quantized
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.reason import Reason, ReasonCode
@@ -79,7 +80,8 @@ def _try(model: PreTrainedModel, stack: TransformersStack, *, wide: bool) -> Non
     wide: whether its layers are run in float32, one at a time.
     """
     ids = trial_tokens(int(model.config.get_text_config().vocab_size), stack.geometry.device)
-    window, dtype = context_window(model), stack.geometry.dtype
+    window = context_window_in(model.config.get_text_config())
+    dtype = stack.geometry.dtype
     behind = tokens_behind(stack.windows, window)
     fused = made_up(stack, ids, behind, torch.float32 if wide else dtype)
     reference, logits = _reference(model, stack, ids, fused, wide=wide)

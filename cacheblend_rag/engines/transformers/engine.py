@@ -21,6 +21,7 @@ from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import CANCELLED, Delta, Generation, Request
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.checked_config import engine_settings
+from cacheblend_rag.engines.model_config import context_window_in
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.prepare import PromptLike
@@ -191,7 +192,7 @@ class TransformersEngine(Engine, ScoringEngine):
     @property
     def context_window(self) -> int:
         """Most tokens a prompt and its answer may hold together."""
-        return loading.context_window(self.model)
+        return context_window_in(self.model.config.get_text_config())
 
     @property
     def dtype(self) -> str:

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from cacheblend_rag.blend.onednn import bound_caches
 from cacheblend_rag.engines.generation_file import REFUSED, repaired_generation_config
 from cacheblend_rag.engines.identity import weights_in_files
-from cacheblend_rag.engines.model_config import context_window_in
 from cacheblend_rag.engines.quiet_import import without_unused
 from cacheblend_rag.engines.tokenizer import unloaded
 from cacheblend_rag.engines.transformers.adapters import base_weights_hash
@@ -127,11 +126,6 @@ def weights_identity(model: PreTrainedModel, name: str | Path | None) -> str:
         except ModelLoadError as reason:
             logger.debug("weights are told apart in memory: %s", reason)
     return base_weights_hash(model, model.dtype)
-
-
-def context_window(model: PreTrainedModel) -> int:
-    """Return the model's context window in tokens."""
-    return context_window_in(model.config.get_text_config())
 
 
 def vocabulary_size(model: PreTrainedModel, tokenizer: Any) -> int:
