@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
 from importlib.metadata import version
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
-from cacheblend_rag.api import access, chat, completions, errors, responses
+from cacheblend_rag.api import chat, completions, errors, responses
 from cacheblend_rag.api.document_models import Released
 from cacheblend_rag.api.document_store import release_memory
 from cacheblend_rag.api.documents import documents_router
+from cacheblend_rag.api.errors import TOLD, of_engine
 from cacheblend_rag.api.gate import RUNNING, WAITING, Gate
 from cacheblend_rag.api.serving import Serving
-from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE
+from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE, AccessMiddleware
+from cacheblend_rag.engines.vllm.middleware.bodies import LARGE_BYTES
 from cacheblend_rag.engines.vllm.middleware.tenants import RELEASES
 
 if TYPE_CHECKING:
@@ -55,7 +62,7 @@ def create_app(
     serving = Serving(engine, name or engine.model_name, Gate(running, waiting), retriever)
     app.state.serving = serving
     errors.install(app)
-    access.guard(app, api_key)
+    _guard(app, api_key)
     _add_facts(app, serving)
     _add_answers(app, serving)
     setattr(app.state, DOCUMENTS_STATE, engine)
@@ -131,3 +138,43 @@ def _add_metrics(app: FastAPI, engine: Engine) -> None:
     @app.get("/metrics")
     def metrics() -> Response:
         return Response(counted.text(), media_type=METRICS_TYPE)
+
+
+class BodyRoute(APIRoute):
+    """Reads large bodies off the event loop, and answers whatever fails unexpectedly."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the route's handler."""
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(_BodyRequest(request.scope, request.receive))
+            except (HTTPException, *TOLD):  # the application answers them
+                raise
+            except Exception as error:
+                return of_engine(error, None).response()
+
+        return answer
+
+
+class _BodyRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        if len(body) <= LARGE_BYTES:
+            return await super().json()
+        return await asyncio.to_thread(json.loads, body)
+
+
+def _guard(app: FastAPI, api_key: str | None) -> None:
+    """Let an application ask for keys, and refuse bodies that are long, deep, or of many values.
+
+    api_key: what clients must send; by default the environment's VLLM_API_KEY.
+    """
+    app.router.route_class = BodyRoute
+    app.state.args = SimpleNamespace(api_key=[api_key] if api_key else None)
+    anything: Any = ["*"]  # as by vLLM: who may ask is checked before
+    app.add_middleware(
+        CORSMiddleware, allow_origins=anything, allow_methods=anything, allow_headers=anything
+    )
+    app.add_middleware(AccessMiddleware)

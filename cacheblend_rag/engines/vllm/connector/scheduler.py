@@ -16,7 +16,6 @@ from vllm.v1.request import RequestStatus
 
 from cacheblend_rag.engines.vllm.connector.continued import Stretch
 from cacheblend_rag.engines.vllm.connector.finding import LONGEST_REASON, Finding
-from cacheblend_rag.engines.vllm.connector.going_on import goes_on, gone_on, is_held
 from cacheblend_rag.engines.vllm.connector.metadata import (
     Allotted,
     StepJobs,
@@ -25,9 +24,8 @@ from cacheblend_rag.engines.vllm.connector.metadata import (
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
 from cacheblend_rag.engines.vllm.connector.pending import Pending
 from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
-from cacheblend_rag.engines.vllm.connector.prefix import set_apart, undo
+from cacheblend_rag.engines.vllm.connector.prefix import goes_on, gone_on, is_held, set_apart, undo
 from cacheblend_rag.engines.vllm.connector.tenants import NO_NAMESPACE
-from cacheblend_rag.engines.vllm.connector.usage import tell_reused
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     BlendResult,
@@ -367,3 +365,36 @@ def _decline(request: Request, job: BlendJob, refusal: Reason | None) -> Reason 
         why = "prompts that are not text only are not blended"
         return Reason(ReasonCode.UNSUPPORTED_REQUEST, why)
     return None
+
+
+def tell_reused(request: Request, result: Result | None, first: int) -> None:
+    """Have vLLM count those tokens as cached that a blend reuses.
+
+    It takes all tokens that a connector provides for cached, those that the blend computes too. As
+    vLLM does, only a request's first prefill is counted: what is blended again after a preemption
+    stands where the first one had cached tokens already.
+
+    Args:
+        request: vLLM's.
+        result: of the blend; None before there is one.
+        first: tokens that vLLM's own prefix cache had.
+    """
+    stats = request.prefill_stats
+    if stats is None or request.num_preemptions:  # None: the first token was sent
+        return
+    prompt, local = stats.num_prompt_tokens, stats.num_local_cached_tokens
+    reused = reused_after(result, first) if isinstance(result, BlendResult) else 0
+    stats.set(prompt, local, min(reused, prompt - local))
+
+
+def reused_after(result: BlendResult, first: int) -> int:
+    """Return how many tokens from ``first`` on kept their stored KV.
+
+    Which tokens of a chunk were recomputed is not known: of a part of one, its share is counted.
+    """
+    reused = 0.0
+    for chunk in result.chunks:
+        if chunk.hit:
+            behind = chunk.start + chunk.tokens - max(first, chunk.start)
+            reused += (chunk.tokens - chunk.recomputed) * max(0, behind) / chunk.tokens
+    return int(reused)

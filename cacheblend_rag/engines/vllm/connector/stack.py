@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from inspect import isfunction
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.custom_op import CustomOp
 
 from cacheblend_rag.blend.attention import attention_bytes
 from cacheblend_rag.blend.copy_stream import COPY_STREAM_BYTES
@@ -19,11 +22,9 @@ from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.fused import FusedKV, RingKV
 from cacheblend_rag.blend.rectangles import LEAF_KEYS, rectangles_bytes
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
-from cacheblend_rag.blend.stack import Attend, Geometry, Reduction
+from cacheblend_rag.blend.stack import Attend, Geometry, Reduction, replaced
 from cacheblend_rag.engines.vllm.connector.compatibility import check_attention, check_weights
-from cacheblend_rag.engines.vllm.connector.compiled import CompiledOps
 from cacheblend_rag.engines.vllm.connector.layer_calls import LayerCalls, PositionInputs
-from cacheblend_rag.engines.vllm.connector.model_lookup import decoder_layers, model_with
 from cacheblend_rag.engines.vllm.connector.stand_in import (
     StandIns,
     on_first_row,
@@ -256,3 +257,93 @@ def _weights(module: Any) -> float:
     if hasattr(module, "input_size") and hasattr(module, "output_size"):
         return float(module.input_size * module.output_size)
     return 0.0
+
+
+COMPILED = ("layernorm", "activation", "rotary_embedding")
+
+
+class CompiledOps:
+    """Operations of some layers, compiled as vLLM's compiler would.
+
+    They are norms, activations and rotary embeddings and, on a CPU, experts. In a compiled model
+    vLLM leaves these to the compiler, which generates kernels. A layer that is run alone would
+    execute them eagerly, which is slower and rounds differently. If vLLM does not compile, neither
+    does this class.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], vllm_config: VllmConfig) -> None:
+        self._made: list[list[tuple[Any, str, Callable[..., Any]]]] = []
+        with set_current_vllm_config(vllm_config):
+            for layer in layers:
+                left = [(module, *found) for module in layer.modules() if (found := _left(module))]
+                # vLLM's own hook, which also serves modules that are no CustomOp.
+                self._made.append(
+                    [
+                        (module, name, CustomOp.maybe_compile(module, method))
+                        for module, name, method in left
+                    ]
+                )
+
+    @contextmanager
+    def within(self, layer: int) -> Iterator[None]:
+        """Let a layer use them inside the block."""
+        with ExitStack() as restore:
+            for module, name, compiled in self._made[layer]:
+                restore.enter_context(replaced(module, name, compiled))
+            yield
+
+
+def _left(module: Any) -> tuple[str, Callable[..., Any]] | None:
+    """Return a module's method that vLLM leaves to the compiler, and its attribute name."""
+    if isinstance(module, CustomOp):
+        kind = type(module)
+        is_small = any(f".layers.{name}" in kind.__module__ for name in COMPILED)
+        if is_small and not kind.enabled():
+            return "_forward_method", module.forward_native
+    elif isfunction(getattr(module, "_forward_entry", None)):  # else experts are one opaque op
+        return "_forward_impl", module._forward_impl
+    return None
+
+
+def model_with(attention: Mapping[str, nn.Module]) -> tuple[Any, list[str]]:
+    """Find the model of attention layers: vLLM gives a connector the layers, not the model.
+
+    Returns:
+        The model, and the layers' places in it. These are their names, except in vLLM 0.31's
+        Transformers backend, which names layers by their number.
+    """
+    # Asked of the type: lazy modules import themselves when an instance is asked.
+    models = [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), nn.Module) and hasattr(found, "embed_input_ids")
+    ]
+    name, first = next(iter(attention.items()))
+    for model in models:
+        try:
+            if model.get_submodule(name) is first:
+                return model, list(attention)
+        except AttributeError:
+            continue
+    for model in models:
+        places = {id(module): place for place, module in model.named_modules()}
+        if all(id(layer) in places for layer in attention.values()):
+            return model, [places[id(layer)] for layer in attention.values()]
+    raise UnsupportedModelError("the model around the attention layers was not found")
+
+
+def decoder_layers(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return the decoder layers that attention layers of these names belong to, in order."""
+    parts = names[0].split(".")
+    for count in range(1, len(parts)):
+        listed = ".".join(parts[:count])
+        if isinstance(layers := model.get_submodule(listed), nn.ModuleList):
+            break
+    else:
+        raise UnsupportedModelError(f"{names[0]} is in no list of decoder layers")
+    found = [name.removeprefix(f"{listed}.").partition(".")[0] for name in names]
+    if len(set(found)) != len(found):
+        raise UnsupportedModelError("a decoder layer holds several attention layers")
+    if len(found) != len(layers):
+        raise UnsupportedModelError("some decoder layers have no attention")
+    return [model.get_submodule(f"{listed}.{index}") for index in found]
