@@ -187,10 +187,6 @@ class PromptEncoder:
         """
         return tuple(self._known(text, is_data=True).ids)
 
-    def uncached_chunk(self, text: str) -> TokenIds:
-        """Return the same tokens as ``chunk``, of a text that is hardly asked for again."""
-        return tuple(self._look_at(text, is_data=True).ids)
-
     def count(self, text: str) -> int:
         """Return how many tokens a text has by itself; raises PromptError as ``chunk``."""
         _check_surrogates(text)
