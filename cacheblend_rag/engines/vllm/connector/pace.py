@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,10 +38,8 @@ MOST_STEPS_AHEAD = 16
 def steps_ahead(left: float, seconds: float, steps: int) -> int:
     """Return how many steps fit into the time left, at least one.
 
-    left: seconds, infinite without a limit. seconds: of the ``steps`` done before.
+    left: seconds. seconds: of the ``steps`` done before.
     """
-    if math.isinf(left):
-        return MOST_STEPS_AHEAD
     fit = left * steps / seconds if seconds > 0 else 1.0
     return max(1, min(MOST_STEPS_AHEAD, int(fit)))
 

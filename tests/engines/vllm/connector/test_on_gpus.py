@@ -383,7 +383,6 @@ def test_the_host_stays_one_step_ahead_of_an_accelerator(monkeypatch: pytest.Mon
         (-1.0, 0.5, 5, 1),
         (0.29, 0.3, 3, 2),
         (9.0, 0.1, 4, MOST_STEPS_AHEAD),
-        (math.inf, 0.5, 5, MOST_STEPS_AHEAD),
         (1.0, 0.0, 1, 1),
     ],
 )
