@@ -191,8 +191,7 @@ class JobRunner:
         ]
 
     def _blend(self, allotted: Allotted, source: LayerSource) -> Work:
-        started = time.perf_counter()
-        handed_over = started - max(0.0, time.time() - allotted.arrived)
+        handed_over = time.perf_counter() - max(0.0, time.time() - allotted.arrived)
         work = self._pass(allotted, source)
         done = yield from work.steps()
         starts = {phase: max(0.0, at - handed_over) for phase, at in work.watch.starts.items()}
@@ -206,7 +205,6 @@ class JobRunner:
             ratio=done.ratio,
             compute_share=done.compute_share,
             seconds=done.seconds,
-            wall_seconds=time.perf_counter() - started,
             selector_reason=done.selector_reason,
             ratio_reason=done.ratio_reason,
             starts=starts,

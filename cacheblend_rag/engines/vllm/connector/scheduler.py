@@ -325,7 +325,6 @@ def _repeated(result: BlendResult, prefix: int) -> BlendResult:
         starts={},
         load_by_tier={},
         work_seconds=0.0,
-        wall_seconds=0.0,
         chunks=tuple(
             replace(chunk, recomputed=0, tier=PREFIX_CACHE) if chunk.hit else chunk
             for chunk in result.chunks

@@ -33,9 +33,8 @@ class BlendResult:
 
     seconds: of the pass, by phase. starts: when phases began, in seconds since vLLM received the
     request. load_by_tier: the seconds of ``load``, by the tier that was waited for. trace: of the
-    choices, if the job requests it. work_seconds: spent by the worker on the job. wall_seconds:
-    from the job's begin to its end, other requests' steps included. prefix_tokens: those before the
-    first chunk that were read from vLLM's prefix cache.
+    choices, if the job requests it. work_seconds: spent by the worker on the job.
+    prefix_tokens: those before the first chunk that were read from vLLM's prefix cache.
     """
 
     chunks: tuple[ChunkReport, ...]
@@ -43,7 +42,6 @@ class BlendResult:
     ratio: float = 1.0
     compute_share: float = 1.0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    wall_seconds: float = 0.0
     selector_reason: Reason | None = None
     work_seconds: float | None = None
     ratio_reason: Reason | None = None

@@ -148,7 +148,7 @@ def test_names_on_the_wire_are_settled(result: Result, plain: dict[str, Any]) ->
 def test_a_blends_names_on_the_wire_are_settled() -> None:
     plain = sent(BLEND)["cacheblend"]
     assert set(plain) == {
-        "selector", "ratio", "compute_share", "seconds", "wall_seconds", "work_seconds", "chunks",
+        "selector", "ratio", "compute_share", "seconds", "work_seconds", "chunks",
         "starts", "prefix_tokens", "load_by_tier",
     }  # fmt: skip
     assert plain["chunks"][1] == {
