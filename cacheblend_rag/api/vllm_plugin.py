@@ -17,18 +17,15 @@ from fastapi import APIRouter, FastAPI, Request
 
 from cacheblend_rag.api.documents import documents_router
 from cacheblend_rag.api.run import bound_headers
-from cacheblend_rag.engines.background import GivenLoop
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.factory import open_registry
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.in_process import InProcessVLLM
+from cacheblend_rag.engines.vllm.in_process import OwnClient
 from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE, GRANT
 from cacheblend_rag.engines.vllm.middleware.tenants import Grant
-from cacheblend_rag.engines.vllm.namespaces import are_told_apart, with_namespace
-from cacheblend_rag.engines.vllm.transport import Transport, VLLMRequest
+from cacheblend_rag.engines.vllm.namespaces import are_told_apart
 from cacheblend_rag.errors import EngineUnavailableError
-from cacheblend_rag.models import public_name
 from cacheblend_rag.settings import LeadInConfig
 
 ENGINE_SECONDS = 60.0
@@ -135,33 +132,3 @@ def _engine_of(request: Request) -> Engine:
             "documents need the access middleware and the connector: use cacheblend-rag serve"
         )
     return engines.of(granted)
-
-
-class OwnClient(InProcessVLLM):
-    """Sends requests to the vLLM of the server that this process is; closing it ends nothing else.
-
-    Make it in the server's event loop.
-    """
-
-    def __init__(self, client: Any, model: str, namespace: str | None) -> None:
-        """Use a server's engine client.
-
-        Args:
-            client: vLLM's EngineClient, as endpoint plugins and ``app.state`` have it.
-            model: the name or the folder that vLLM was started with.
-            namespace: of all requests from here, where keys decide it; else None.
-        """
-        Transport.__init__(self)
-        self.vllm, self._model, self.model_name = client, model, public_name(model)
-        self._namespace = namespace
-        self.background = GivenLoop()
-        self.context_window = int(client.model_config.max_model_len)
-
-    def _parameters(self, request: VLLMRequest) -> Any:
-        parameters = super()._parameters(request)
-        if self._namespace is None:
-            return parameters
-        return with_namespace(parameters, self._namespace)
-
-    async def _stop(self) -> None:
-        """Leave the server as it is."""

@@ -1,4 +1,4 @@
-"""The transport to a vLLM that this process starts, with the connector in its workers."""
+"""The transports to a vLLM in this process: one that is started here, or the server's own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.engines.background import BackgroundLoop
+from cacheblend_rag.engines.background import BackgroundLoop, GivenLoop
 from cacheblend_rag.engines.logprobs import RawLogprob
 from cacheblend_rag.engines.structured import ONE_LINE, form_refused
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.generation import generation_values
+from cacheblend_rag.engines.vllm.namespaces import with_namespace
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.engines.vllm.versions import check_allocator, check_version, memory_share
 from cacheblend_rag.errors import (
@@ -142,6 +143,36 @@ class InProcessVLLM(Transport):
     async def _stop(self) -> None:
         self.vllm.shutdown()
         del self.vllm  # it cleans up after itself, which fails once the interpreter shuts down
+
+
+class OwnClient(InProcessVLLM):
+    """Sends requests to the vLLM of the server that this process is; closing it ends nothing else.
+
+    Make it in the server's event loop.
+    """
+
+    def __init__(self, client: Any, model: str, namespace: str | None) -> None:
+        """Use a server's engine client.
+
+        Args:
+            client: vLLM's EngineClient, as endpoint plugins and ``app.state`` have it.
+            model: the name or the folder that vLLM was started with.
+            namespace: of all requests from here, where keys decide it; else None.
+        """
+        Transport.__init__(self)
+        self.vllm, self._model, self.model_name = client, model, public_name(model)
+        self._namespace = namespace
+        self.background = GivenLoop()
+        self.context_window = int(client.model_config.max_model_len)
+
+    def _parameters(self, request: VLLMRequest) -> Any:
+        parameters = super()._parameters(request)
+        if self._namespace is None:
+            return parameters
+        return with_namespace(parameters, self._namespace)
+
+    async def _stop(self) -> None:
+        """Leave the server as it is."""
 
 
 def _piece(step: Any, most: int | None) -> Piece:
