@@ -36,11 +36,6 @@ def blend_config() -> BlendConfig:
     return CONFIG
 
 
-@pytest.fixture
-def engine(few_blocks: InProcessEngine) -> InProcessEngine:
-    return few_blocks
-
-
 # What strangers send
 
 MUTATIONS = 10_000
@@ -108,19 +103,19 @@ def orders_of_every_kind(engine: InProcessEngine) -> dict[str, BlendJob]:
 
 
 @pytest.mark.parametrize("kind", ["precompute", "evict", "keep", "prefetch", "status", "report"])
-def test_an_order_reads_nothing_of_others(engine: InProcessEngine, kind: str) -> None:
+def test_an_order_reads_nothing_of_others(few_blocks: InProcessEngine, kind: str) -> None:
     """Whatever goes with an order as prompt is computed, never decoded from what stood there."""
     for seed in range(4):  # others' prompts, in all blocks there are
-        engine.generate_full(words(700, 70 + seed), SHORT)
-    order = orders_of_every_kind(engine)[kind]
+        few_blocks.generate_full(words(700, 70 + seed), SHORT)
+    order = orders_of_every_kind(few_blocks)[kind]
     prompt = tuple(make_tokenizer().encode(words(400, 90)))
     many = ResolvedSampling(max_tokens=40)
     salt = f"{SALT_PREFIX}{kind}"
-    seen = logprobs(engine, VLLMRequest(prompt, many, salt, order))
+    seen = logprobs(few_blocks, VLLMRequest(prompt, many, salt, order))
     assert len(seen) == (40 if kind == "report" else 2), "it ends when its order is done"
-    plain = logprobs(engine, VLLMRequest(prompt, many, f"plain {kind}"))
+    plain = logprobs(few_blocks, VLLMRequest(prompt, many, f"plain {kind}"))
     assert seen == plain[: len(seen)]
-    after = logprobs(engine, VLLMRequest(prompt, many, salt))
+    after = logprobs(few_blocks, VLLMRequest(prompt, many, salt))
     assert after == pytest.approx(plain, abs=1e-4), (
         "what the prefix cache keeps is the prompt's own"
     )

@@ -27,11 +27,6 @@ def blend_config() -> BlendConfig:
     return CONFIG
 
 
-@pytest.fixture
-def core(llama: InProcessEngine) -> InProcessEngine:
-    return llama
-
-
 def finished(engine: InProcessEngine, *work: tuple[str, Coroutine[Any, Any, Any]]) -> list[str]:
     """Begin several things at once; return their names in the order of their ends."""
     ended: list[str] = []
@@ -56,35 +51,35 @@ async def asked(engine: InProcessEngine, tokens: int) -> None:
         pass
 
 
-def test_a_fill_is_done_when_nobody_decodes(core: InProcessEngine) -> None:
-    blend = request_of(core, prompt_of(Chunk(words(30, 5)), words(5, 6)), None, None).job
+def test_a_fill_is_done_when_nobody_decodes(llama: InProcessEngine) -> None:
+    blend = request_of(llama, prompt_of(Chunk(words(30, 5)), words(5, 6)), None, None).job
     assert blend is not None
-    jobs = JobClient(core.transport, blend.lead_in, core.status)
+    jobs = JobClient(llama.transport, blend.lead_in, llama.status)
 
     def stored(seed: int, *, idle: bool) -> Coroutine[Any, Any, Any]:
         texts = tuple(words(60 + i, seed + i) for i in range(3))
         chunks = Document(f"d{seed}", texts, separator=" w77 ").to_chunks()
-        (run,) = document_plans(core._led.resolve(chunk) for chunk in chunks)
+        (run,) = document_plans(llama._led.resolve(chunk) for chunk in chunks)
         return jobs.precompute(run, idle=idle)
 
-    ordinary = finished(core, ("fill", stored(1, idle=False)), ("answer", asked(core, 60)))
+    ordinary = finished(llama, ("fill", stored(1, idle=False)), ("answer", asked(llama, 60)))
     assert ordinary == ["fill", "answer"]
-    idle = finished(core, ("fill", stored(11, idle=True)), ("answer", asked(core, 61)))
+    idle = finished(llama, ("fill", stored(11, idle=True)), ("answer", asked(llama, 61)))
     assert idle == ["answer", "fill"]
-    both = finished(core, ("fill", stored(21, idle=True)), ("index", stored(31, idle=False)))
+    both = finished(llama, ("fill", stored(21, idle=True)), ("index", stored(31, idle=False)))
     assert both == ["index", "fill"], "whoever waits for what is stored comes first, too"
 
 
-def test_what_was_missed_is_filled(core: InProcessEngine) -> None:
+def test_what_was_missed_is_filled(llama: InProcessEngine) -> None:
     chunks, short = [Chunk(words(40, seed)) for seed in range(4)], SamplingParams(max_tokens=3)
 
     def told(seed: int) -> list[Any]:
         prompt = prompt_of(words(5, seed), *chunks, words(9, seed))
-        return [chunk.reason for chunk in core.generate(prompt, short).report.chunks]
+        return [chunk.reason for chunk in llama.generate(prompt, short).report.chunks]
 
-    core.precompute(chunks[:2], progress=False)
-    core.register(chunks[2:])
-    core.fill_on_miss, before = True, core.fill_report().computed
+    llama.precompute(chunks[:2], progress=False)
+    llama.register(chunks[2:])
+    llama.fill_on_miss, before = True, llama.fill_report().computed
     assert told(50) == [None, None, *["not stored, being filled"] * 2]
-    assert until(lambda: core.fill_report().computed == before + 2, 60)
+    assert until(lambda: llama.fill_report().computed == before + 2, 60)
     assert told(51) == [None] * 4
