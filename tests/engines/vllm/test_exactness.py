@@ -19,7 +19,6 @@ from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm.connector.settings import PLAIN
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.job_client import ask_status
@@ -265,17 +264,16 @@ def test_memory_that_nothing_has_written_is_not_read(
 
     monkeypatch.setattr(FusedKV, "__init__", unwritten)
     assert logprobs(short_steps, replace(asked, salt=f"{mode} after")) == expected
-    assert difference(short_steps, retrieved(), 1.0) <= (1e-4 if mode in PLAIN else OTHER_BLOCKS)
+    assert difference(short_steps, retrieved(), 1.0) <= (1e-4 if mode == "sdpa" else OTHER_BLOCKS)
 
 
-@pytest.mark.parametrize("attention", PLAIN)
 def test_pytorchs_attention_is_ordinary_prefill_but_for_rounding(
-    llama: InProcessEngine, monkeypatch: pytest.MonkeyPatch, attention: str
+    llama: InProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index(llama)
     blender = llama.worker_connector.blender
-    replace(blender.trial, mode=attention).run()  # as when vLLM starts with it
-    monkeypatch.setattr(blender.jobs, "mode", attention)
+    replace(blender.trial, mode="sdpa").run()  # as when vLLM starts with it
+    monkeypatch.setattr(blender.jobs, "mode", "sdpa")
     assert difference(llama, retrieved(), 1.0) < 1e-4
 
 
@@ -322,13 +320,12 @@ def test_every_attention_gives_scattered_rows_the_same(llama: InProcessEngine) -
     config = llama.config.with_changes(recompute_ratio=SOME)
     found = {}
     with pytest.MonkeyPatch.context() as settings:
-        for mode in ("native", *PLAIN):
+        for mode in ("native", "sdpa"):
             settings.setattr(jobs, "mode", mode)
             asked = request_of(llama, retrieved(), SHORT, config)
             fresh = replace(asked, salt=mode)
             found[mode] = logprobs(llama, fresh)
-    for mode in PLAIN:
-        assert found[mode] == pytest.approx(found["native"], abs=1e-4)
+    assert found["sdpa"] == pytest.approx(found["native"], abs=1e-4)
     assert found["sdpa"] != found["native"], "they round differently"
 
 
