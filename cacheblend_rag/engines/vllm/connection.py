@@ -181,13 +181,16 @@ class ServerConnection:
             async for event in events:
                 yield event
         except Exception as error:
-            raise self._failure(error) from None  # whose frames hold the key
+            raise self._failure(error, has_begun=True) from None  # whose frames hold the key
 
     def _no_vllm(self, why: str) -> EngineUnavailableError:
         return EngineUnavailableError(f"engine={self.url!r} is not a vLLM server: {why}")
 
-    def _failure(self, error: Exception) -> CacheBlendError:
-        """Return an error of one line with cause and fix, without the key."""
+    def _failure(self, error: Exception, *, has_begun: bool = False) -> CacheBlendError:
+        """Return an error of one line with cause and fix, without the key.
+
+        has_begun: whether an answer had begun.
+        """
         where, known = f"engine={self.url!r}", self._openai
         if isinstance(error, known.PermissionDeniedError):
             body = error.body if isinstance(error.body, Mapping) else {}
@@ -201,6 +204,7 @@ class ServerConnection:
             said = f"no server answers there ({cause}); start it or give another URL"
             if cause in CUT_OFF:
                 said = f"what answers there broke off or speaks no HTTP ({cause})"
+                said = f"{BROKE_OFF} ({cause}): ask again" if has_begun else said
         elif isinstance(error, known.APIStatusError):
             said = f"the server answers {error.status_code}: {_first_line(error.message)}"
         elif isinstance(error, known.APIError):

@@ -34,7 +34,7 @@ from tests.models import QWEN_SAMPLING
 
 HIT = ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=5)
 MISS = ChunkReport("1" * 32, 50, 7, False, "not stored", document_id="report")
-BLEND = BlendResult((HIT, MISS), "hkvd", 0.15, 0.3, {"load": 0.5}, 0.75, None, 0.25)
+BLEND = BlendResult((HIT, MISS), "hkvd", 0.15, 0.3, {"load": 0.5}, None, 0.25)
 FULL = Reason(ReasonCode.STORE_FULL, "store full")
 DISK = Reason(ReasonCode.STORE_ERROR, "disk tier: no space left")
 STATUS = ConnectorStatus(
