@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.toy import TOY
+
 HERE = Path(__file__).parent
 
 
@@ -29,7 +31,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_a_killed_replica_loses_nothing_and_comes_back(fleet: ModuleType) -> None:
-    told = fleet.run(30, 2, 200, lambda _: None)
+    told = fleet.run(TOY, 30, 2, 200, lambda _: None)
     steps = told["steps"]
     assert [counts["lost"] for counts in steps.values()] == [0] * 5, told
     killed = steps["replica one killed"]
