@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
@@ -26,8 +25,6 @@ _SIGNS = (
 )
 """Messages of allocators without an error class: CPU, MPS, pinned memory, cuBLAS."""
 _LONGEST = 200
-_LARGEST_HEAP_BLOCK = 31 << 20
-"""Size in bytes of a block just below 32 MiB, the upper limit of glibc's dynamic mmap threshold."""
 _ALIGNMENT = 64
 """Alignment of CPU tensors in bytes, the same as PyTorch's."""
 
@@ -102,20 +99,6 @@ class ReusedMemory:
 prompt_memory: Final = ReusedMemory(least_bytes=16 << 20, most_bytes=1 << 30)
 """Of prompts' KV on the CPU."""
 os.register_at_fork(after_in_child=prompt_memory.after_fork)
-
-
-@cache
-def raise_malloc_threshold() -> None:
-    """Raise the size up to which glibc's malloc reuses freed blocks to 31 MiB; done once.
-
-    By default it maps blocks of 128 KiB or more anew each time, and the system clears their pages:
-    attention that allocates 6 MB for logits in each step took 2.3 times as long. glibc raises this
-    threshold to the size of the largest block, up to 32 MiB, that was ever freed. Other allocators
-    ignore it.
-    """
-    import numpy as np
-
-    np.empty(_LARGEST_HEAP_BLOCK, dtype=np.uint8)  # freed at once, and never written to
 
 
 def give_back_unused() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from cacheblend_rag.blend import attention, matmul_attention
 from cacheblend_rag.prefill import controller
 from tests.model_names.fixtures import gguf_file, model_cache  # noqa: F401 - fixtures
 from tests.real.fixtures import gemma3_folder, smollm2_folder  # noqa: F401 - fixtures
@@ -18,10 +17,3 @@ def _noise_decides_nothing() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(controller, "MARGIN", 1e9)
         yield
-
-
-@pytest.fixture
-def pytorch_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows attend by PyTorch's own attention on every CPU."""
-    for module in (attention, matmul_attention):
-        monkeypatch.setattr(module, "onednn_is_faster", lambda: False)

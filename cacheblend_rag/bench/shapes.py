@@ -20,8 +20,6 @@ from transformers.initialization import no_init_weights
 from cacheblend_rag.engines.model_config import context_window_in, kv_shape, text_config
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.transformers.given_model import GivenModel
-from cacheblend_rag.engines.transformers.matmul_prefill import use_matmul_attention
-from cacheblend_rag.engines.transformers.packed_weights import pack_weights
 from cacheblend_rag.errors import ConfigError
 
 _WEIGHT_SCALE = 0.02
@@ -65,11 +63,8 @@ class ModelShape:
     def load(
         self, *, dtype: torch.dtype, device: torch.device
     ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-        """Return the model with random weights, packed as a loaded one's, and its tokenizer."""
-        model = self.build_model(dtype=dtype, device=device)
-        pack_weights(model)
-        use_matmul_attention(model)
-        return model, self.build_tokenizer()
+        """Return the model with random weights, and its tokenizer."""
+        return self.build_model(dtype=dtype, device=device), self.build_tokenizer()
 
     def build_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a tokenizer whose words are ``t0``, ``t1``, ...: one token each, no BOS."""

@@ -6,26 +6,32 @@ to its last row, so scattered rows cost the causal triangle, not the whole recta
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.backends import cuda
 from torch.nn import functional
 
-from cacheblend_rag.blend.masks import MOST_MASK_BYTES, MaskCache
-from cacheblend_rag.blend.onednn import LEAST_TOKENS, onednn_is_faster, onednn_linear
 from cacheblend_rag.blend.rows import Rows
-from cacheblend_rag.blend.sdpa_backends import without_cudnn
 
 BLOCK_ROWS = 64
 ACCELERATOR_BLOCK_ROWS = 1024
 DISTANCE = torch.int32
 MASK_STRIDE = 8
 """A mask's stride is a multiple of it, or fused kernels of GPUs would copy the mask first."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that the faster attention functions for CPUs support; `attend_rows` supports any."""
 LARGEST_LOGITS = 1 << 26
 """Most logits in memory at once, without a fused kernel."""
+MOST_MASK_BYTES = 32 << 20
+
+_lock = Lock()
+_users = 0
+_was_enabled = False
 
 
 def attend_rows(
@@ -166,34 +172,10 @@ def attention_mass(
     hidden = ~visible_keys(rows, masked, window)
     if sinks is not None:
         sinks = sinks.view(kv_heads, copies, 1).expand(-1, -1, count)
-    at_once, parts = _kv_heads_at_once(query.device, kv_heads), []
-    for first in range(0, kv_heads, at_once):
-        here = slice(first, first + at_once)
-        logits = _products(grouped[here], keys[0, here].float())
-        logits = capped(logits, softcap).view(-1, copies, count, tokens)
-        logits[..., masked].masked_fill_(hidden, float("-inf"))
-        parts.append(shares(logits, None if sinks is None else sinks[here]))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(0, 1)
-
-
-def _products(queries: Tensor, keys: Tensor) -> Tensor:
-    """(kv_heads, rows, tokens): each query, (kv_heads, rows, head_dim), times each of the keys.
-
-    keys: (kv_heads, tokens, head_dim). Both float32.
-    """
-    is_one = len(queries) == 1 and queries.device.type == "cpu"
-    if is_one and keys.shape[1] >= LEAST_TOKENS and onednn_is_faster():
-        return onednn_linear(queries[0], keys[0].contiguous())[None]
-    return queries @ keys.transpose(1, 2)
-
-
-def _kv_heads_at_once(device: torch.device, kv_heads: int) -> int:
-    """Return for how many KV heads `attention_mass` computes logits in one batch.
-
-    On a CPU one: the allocator returns larger buffers to the system, and in each layer they would
-    cost page faults again.
-    """
-    return 1 if device.type == "cpu" else kv_heads
+    logits = grouped @ keys[0].float().transpose(1, 2)
+    logits = capped(logits, softcap).view(-1, copies, count, tokens)
+    logits[..., masked].masked_fill_(hidden, float("-inf"))
+    return shares(logits, sinks).flatten(0, 1)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -244,3 +226,75 @@ def visible_keys(rows: Rows, keys: slice, window: int | None) -> Tensor:
     distance = rows.device.to(DISTANCE)[:, None] - positions[None]
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
+
+
+class MaskCache:
+    """Keeps masks as long as the rows that they are for, and at most ``most_bytes`` of them.
+
+    Masks beyond that are made anew in every layer: evicting others for them would only make those
+    anew in the next layer.
+    """
+
+    def __init__(self, most_bytes: int = MOST_MASK_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._kept: WeakKeyDictionary[Rows, _Kept] = WeakKeyDictionary()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all masks that are kept."""
+        return sum(kept.nbytes for kept in self._kept.values())
+
+    def get(self, rows: Rows, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """Return the mask of these rows that ``key`` names, made by ``make`` unless it is kept."""
+        kept = self._kept.setdefault(rows, _Kept())
+        if key in kept.masks:
+            return kept.masks[key]
+        made = make()
+        nbytes = made.untyped_storage().nbytes()
+        if self.nbytes + nbytes <= self._most_bytes:
+            kept.masks[key] = made
+            kept.nbytes += nbytes
+        return made
+
+
+@dataclass
+class _Kept:
+    """The masks of some rows."""
+
+    masks: dict[Hashable, Tensor] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Keep `scaled_dot_product_attention` off cuDNN; safe to nest and to use in several threads.
+
+    From PyTorch 2.11 on, attention with a mask uses cuDNN on Hopper and Blackwell GPUs. cuDNN
+    compiles a plan for each new shape (about 0.4 s), and with fewer than 8 KV heads it was reported
+    to compute wrong results (pytorch issue 193893). The backend switch is process-wide, and
+    PyTorch's own context manager for it is not thread-safe: the thread that leaves last may restore
+    another one's temporary setting. So users are counted: the first one switches cuDNN off, the
+    last one restores the original setting.
+    """
+    _enter()
+    try:
+        yield
+    finally:
+        _leave()
+
+
+def _enter() -> None:
+    global _users, _was_enabled  # noqa: PLW0603 - the setting is the process's, too
+    with _lock:
+        if not _users:
+            _was_enabled = bool(cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+            cuda.enable_cudnn_sdp(False)
+        _users += 1
+
+
+def _leave() -> None:
+    global _users  # noqa: PLW0603
+    with _lock:
+        _users -= 1
+        if not _users:
+            cuda.enable_cudnn_sdp(_was_enabled)

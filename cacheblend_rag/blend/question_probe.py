@@ -11,10 +11,8 @@ from torch import Tensor
 
 from cacheblend_rag.blend.attention import attention_mass
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.matmul_attention import attend_by_mass, prefers_matmul
 from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import BlendPass, Candidates, Graphed
-from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.schedule import Schedule
 from cacheblend_rag.blend.selectors import Probe, make_selector
@@ -46,11 +44,9 @@ def probe_question(
     """
     observed = probe.observed(stack.geometry.layers)
     observer = _QuestionAttention(stack, probe, observed, question_start)
-    on_cpu = stack.geometry.device.type == "cpu"  # passes with such an attention have no graphs
     run = BlendPass(
         stack, token_ids, fused, _with_last_token(candidates), REUSE_ONLY,
         observers=[observer], before_layer=before_layer, graphed=graphed,
-        attention=_ObservedAttention(observer) if on_cpu else None,
         layers=observed[-1] + 1, needs_hidden=False,
     )  # fmt: skip
     yield from run.steps()
@@ -68,49 +64,20 @@ def _with_last_token(candidates: Candidates) -> Candidates:
     return replace(candidates, cached=cached)
 
 
-class _ObservedAttention:
-    """An `Attention` that reuses the softmax weights that its observer has just computed.
-
-    Those of the question's tokens then only need to be multiplied by the values.
-    """
-
-    def __init__(self, observer: _QuestionAttention) -> None:
-        self._observer, self._others = observer, RowAttention()
-        self._before: dict[int, tuple[Rows, Rows]] = {}
-        observer.keeps_shares = True
-
-    def __call__(self, call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
-        shares = self._observer.take_shares()
-        if shares is None:
-            return self._others(call, fused, rows)
-        asked = attend_by_mass(shares, fused.layer(call.layer)[1], rows.last + 1)
-        first = len(rows) - shares.shape[1]
-        del shares  # before the others' attention takes memory
-        if first == 0:
-            return asked
-        # Kept, since masks are, and with the rows, so that Python does not reuse their id.
-        _, before = self._before.setdefault(id(rows), (rows, rows.part(0, first)))
-        others = self._others(call.part(0, first), fused, before)
-        return torch.cat((others, asked), 1)
-
-
 class _QuestionAttention(Observer):
     """Collects what the question's tokens attend to in the observed layers.
 
     layers: (tokens,) of each, of this rank's heads. work: floating-point operations that took,
-    beyond those of the pass. keeps_shares: whether the pass takes the question's attention weights
-    from here where `attend_by_matmul` would compute the same, which it does not within a window.
-    The last layer's are not kept: the pass ends before its attention.
+    beyond those of the pass.
     """
 
     def __init__(
         self, stack: DecoderStack, probe: Probe, observed: Collection[int], question_start: int
     ) -> None:
         self.layers: list[Tensor] = []
-        self.work, self.keeps_shares = 0.0, False
+        self.work = 0.0
         self._costs, self._question_start, self._probe = stack.costs, question_start, probe
-        self._observed, self._last = observed, max(observed)
-        self._shares: Tensor | None = None
+        self._observed = observed
 
     def watches(self, layer: int) -> bool:
         return layer in self._observed
@@ -125,18 +92,6 @@ class _QuestionAttention(Observer):
         )  # fmt: skip
         asked = shares.sum(1)
         self.layers.append(asked.amax(0) if self._probe.heads == "max" else asked.sum(0))
-        if self.keeps_shares and self._are_wanted(call, rows, keys):
-            self._shares = shares
-            return
         # Query by key once more, over all keys, and no values: half of what a pair costs.
         per_pair = self._costs[call.layer].per_pair / 2
         self.work += per_pair * shares.shape[1] * shares.shape[2]
-
-    def _are_wanted(self, call: AttentionCall, rows: Rows, keys: Tensor) -> bool:
-        sees_all = call.window is None or call.window > rows.last
-        return sees_all and call.layer != self._last and prefers_matmul(call.query, keys.shape[2])
-
-    def take_shares(self) -> Tensor | None:
-        """Return the kept weights (heads, question tokens, tokens), or None, and forget them."""
-        shares, self._shares = self._shares, None
-        return shares

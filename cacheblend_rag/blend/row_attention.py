@@ -2,8 +2,7 @@
 
 On NVIDIA GPUs a run of rows attends by FlashAttention, which PyTorch brings, and scattered rows by
 a Triton kernel (`kernels.scattered`). Each is compared with PyTorch's plain attention when it is
-first used for heads of some shape, and is not used if it fails or differs. On CPUs rows attend by
-`attend_by_matmul` where it is faster, else in long prompts by `attend_by_rectangles`; everything
+first used for heads of some shape, and is not used if it fails or differs. Everything
 else attends by `attend_rows`.
 """
 
@@ -21,13 +20,9 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn import functional
 
-from cacheblend_rag.blend.attention import attend_rows
+from cacheblend_rag.blend.attention import MaskCache, attend_rows, without_cudnn
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.masks import MaskCache
-from cacheblend_rag.blend.matmul_attention import attend_by_matmul, prefers_matmul
-from cacheblend_rag.blend.rectangles import attend_by_rectangles, prefers_rectangles
 from cacheblend_rag.blend.rows import Positions, Rows
-from cacheblend_rag.blend.sdpa_backends import without_cudnn
 from cacheblend_rag.blend.stack import AttentionCall, Geometry
 from cacheblend_rag.memory import lack_of_memory
 
@@ -64,18 +59,11 @@ class RowAttention:
                     call.query, keys, values, rows, scaling=call.scaling, window=window,
                     softcap=call.softcap, sinks=call.sinks,
                 )  # fmt: skip
-        # Runs are long, and indexing and probes may not hold their masks.
-        masks = None if rows.is_run else self._masks
-        attend = attend_rows
-        if prefers_matmul(call.query, fused.tokens):
-            attend = attend_by_matmul
-        elif case.is_plain and prefers_rectangles(call.query, keys, values, fused.tokens):
-            return attend_by_rectangles(
-                call.query, keys, values, rows, scaling=call.scaling, masks=masks
-            )
-        return attend(
+        return attend_rows(
             call.query, keys, values, rows, scaling=call.scaling, window=window,
-            softcap=call.softcap, sinks=call.sinks, masks=masks,
+            softcap=call.softcap, sinks=call.sinks,
+            # Runs are long, and indexing and probes may not hold their masks.
+            masks=None if rows.is_run else self._masks,
         )  # fmt: skip
 
 

@@ -190,10 +190,6 @@ def _model_line(model: Mapping[str, Any]) -> str:
     if "architecture" not in model:
         return str(model["problem"])
     what = f"{model['architecture']}, {model['dtype']} on {model['device']}"
-    if model["packed_weights"]:
-        what += f", {model['packed_weights']} weights packed for oneDNN"
-    if model["matmul_attention"]:
-        what += ", attention by matrix products"
     return f"{what}: " + ("can be blended" if not model["problem"] else f"not: {model['problem']}")
 
 

@@ -86,7 +86,7 @@ def weights_hash(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> s
     digests = {}
     for weight_name, whole in weights:
         for name, weight in stored_parts(weight_name, whole.detach()):
-            flat = (weight.to_dense() if weight.is_mkldnn else weight).reshape(-1)
+            flat = weight.reshape(-1)
             sample = flat[torch.tensor(_sampled(flat.numel()), device=flat.device)]
             digests[name] = _digest(name, list(weight.shape), sample, dtype)
     return _together(digests)

@@ -52,8 +52,6 @@ def examine_model(name: str, device: str | None) -> dict[str, Any]:
     name: as for open_engine. Raises ModelLoadError and other errors of loading.
     """
     from cacheblend_rag.engines.transformers import TransformersEngine
-    from cacheblend_rag.engines.transformers.matmul_prefill import uses_matmul_attention
-    from cacheblend_rag.engines.transformers.packed_weights import packed_count
 
     quiet_libraries()
     engine = TransformersEngine(name, device=device)
@@ -65,8 +63,6 @@ def examine_model(name: str, device: str | None) -> dict[str, Any]:
         "architecture": type(engine.model).__name__,
         "device": str(engine.model.device),
         "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "packed_weights": packed_count(engine.model),
-        "matmul_attention": uses_matmul_attention(engine.model),
         "context_window": engine.context_window,
         "tokenizer": {
             "adds_prefix_space": encoder.adds_prefix,

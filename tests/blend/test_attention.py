@@ -18,7 +18,6 @@ from cacheblend_rag.blend.attention import (
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 from cacheblend_rag.blend.flex import KEPT_MASKS, FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.onednn import has_onednn, onednn_linear
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, Geometry
@@ -163,34 +162,14 @@ def test_flex_attention_keeps_few_masks_and_the_last_ones() -> None:
 
 @CASES
 @ROWS
-@pytest.mark.parametrize(("at_once", "is_fast"), [(1, False), (1, True), (KV_HEADS, True)])
 def test_attention_mass_is_the_dense_shares(
-    at_once: int,
-    is_fast: bool,
-    rows: Rows,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    monkeypatch: pytest.MonkeyPatch,
+    rows: Rows, window: int | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> None:
-    products: list[torch.Tensor] = []
-
-    def counted(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        products.append(rows)
-        return onednn_linear(rows, weight)
-
-    if is_fast and not has_onednn():
-        pytest.skip("oneDNN is used on x86 only")
-    monkeypatch.setattr(attention, "_kv_heads_at_once", lambda *_: at_once)
-    monkeypatch.setattr(attention, "onednn_is_faster", lambda: is_fast)
-    monkeypatch.setattr(attention, "LEAST_TOKENS", TOKENS)
-    monkeypatch.setattr(attention, "onednn_linear", counted)
     query, keys, _ = inputs()
     options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
     found = attention_mass(query[:, :, rows.device], keys, rows, scaling=0.3, **options)
     wanted = dense(query, keys, window, softcap, sinks)[:, rows.device]
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
-    assert len(products) == (KV_HEADS if is_fast and at_once == 1 else 0)
 
 
 @pytest.mark.parametrize("window", [None, 7])

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from cacheblend_rag.blend import attention
-from cacheblend_rag.blend.attention import attend_rows
-from cacheblend_rag.blend.masks import MaskCache
+from cacheblend_rag.blend.attention import MaskCache, attend_rows
 from cacheblend_rag.blend.rows import Rows
 
 CPU = torch.device("cpu")

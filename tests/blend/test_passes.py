@@ -19,7 +19,6 @@ from torch import Tensor
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, FusedKV, passes, plan_schedule
 from cacheblend_rag.blend.attention import attend_rows
-from cacheblend_rag.blend.matmul_attention import attend_by_matmul, prefers_matmul
 from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.rows import Rows
@@ -309,8 +308,7 @@ def test_ratio_one_is_plain_computation(prompt: Prompt) -> None:
         keys.append(call.key[0])
         values.append(call.value[0])
         laid_out = call.key.contiguous(), call.value.contiguous()
-        attend_by = attend_by_matmul if prefers_matmul(call.query, prompt.tokens) else attend_rows
-        return attend_by(call.query, *laid_out, every, scaling=call.scaling, window=call.window)
+        return attend_rows(call.query, *laid_out, every, scaling=call.scaling, window=call.window)
 
     hidden, inputs = stack.embed(prompt.ids[None]), stack.position_inputs(every.device[None])
     for layer in range(LAYERS):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.blend import BlendPass, FusedKV, RingKV, question_probe
-from cacheblend_rag.blend.onednn import has_onednn
+from cacheblend_rag.blend import BlendPass, FusedKV, RingKV
 from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
 from cacheblend_rag.blend.selectors import Probe
 from cacheblend_rag.errors import ConfigError
@@ -64,27 +63,11 @@ def work_of(prompt: Prompt, stack: FakeStack, layers: int) -> float:
     return reuse.stats.work
 
 
-@pytest.fixture(params=["matrix products", "kernels"])
-def spent_twice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
-    """How often the question's attention is computed beside that of the pass: 0 or 1 times."""
-    by_matmul = request.param == "matrix products"
-    if by_matmul and not has_onednn():
-        pytest.skip("oneDNN is used on x86 only")
-    monkeypatch.setattr(question_probe, "prefers_matmul", lambda *_: by_matmul)
-    return float(not by_matmul)
-
-
-def times_spent(stack: FakeStack, layer: int, last: int, spent_twice: float) -> float:
-    """The last observed layer does not attend, and one with a window attends by other products."""
-    is_apart = layer == last or stack.windows[layer] is not None
-    return 1.0 if is_apart else spent_twice
-
-
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 @pytest.mark.parametrize("layers", [3, 4])
 @pytest.mark.parametrize("softcap", [None, 0.5])
 def test_attention_of_the_question_is_summed_over_its_tokens_and_the_upper_layers(
-    prompt: Prompt, layers: int, softcap: float | None, spent_twice: float
+    prompt: Prompt, layers: int, softcap: float | None
 ) -> None:
     stack = FakeStack(windows=(None, 9, None, 9)[:layers], softcap=softcap)
     start = prompt.tokens - 4
@@ -93,8 +76,7 @@ def test_attention_of_the_question_is_summed_over_its_tokens_and_the_upper_layer
     for layer, shares in attention(prompt, start, stack).items():
         if layer >= layers // 2:
             wanted += shares.sum(1).amax(0)
-            spent = times_spent(stack, layer, layers - 1, spent_twice)
-            twice += spent * stack.costs[layer].per_pair / 2 * shares.shape[1] * prompt.tokens
+            twice += stack.costs[layer].per_pair / 2 * shares.shape[1] * prompt.tokens
     torch.testing.assert_close(mass, wanted, atol=1e-5, rtol=0)
     assert mass.dtype == torch.float32
     assert work == work_of(prompt, stack, layers) + twice
@@ -110,18 +92,14 @@ def test_attention_of_the_question_is_summed_over_its_tokens_and_the_upper_layer
     ],
 )  # fmt: skip
 def test_a_probe_observes_what_it_says(
-    options: dict[str, Any], layers: tuple[int, ...], wanted: Any, spent_twice: float
+    options: dict[str, Any], layers: tuple[int, ...], wanted: Any
 ) -> None:
     prompt, stack = Prompt(), FakeStack()
     mass, work = probed(prompt, TOKENS - 4, stack, Probe(**options))
     shares = attention(prompt, TOKENS - 4, FakeStack())
     expected = torch.stack([wanted(shares[layer]) for layer in layers]).sum(0)
     torch.testing.assert_close(mass, expected, atol=1e-5, rtol=0)
-    twice = sum(
-        times_spent(stack, layer, layers[-1], spent_twice) * stack.costs[layer].per_pair / 2 * 4
-        for layer in layers
-    )
-    twice *= TOKENS
+    twice = sum(stack.costs[layer].per_pair / 2 * 4 * TOKENS for layer in layers)
     assert work == work_of(prompt, FakeStack(), layers[-1] + 1) + twice
     assert max(event.layer for event in stack.log) == layers[-1], "no layer after the last observed"
 

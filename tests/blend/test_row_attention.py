@@ -19,7 +19,6 @@ from cacheblend_rag.blend.row_attention import RowAttention, attend_run, has_ker
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, Geometry
 
-pytestmark = pytest.mark.usefixtures("pytorch_attention")
 TOKENS, HEADS, KV_HEADS, WIDTH = 90, 6, 2, 64
 CPU = torch.device("cpu")
 RUN = Rows.at(np.arange(20, TOKENS), CPU)

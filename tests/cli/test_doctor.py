@@ -3,14 +3,10 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from cacheblend_rag.blend.onednn import onednn_is_faster
-from cacheblend_rag.engines.transformers import loading, matmul_prefill
-from cacheblend_rag.engines.transformers.packed_weights import pack_weights
 from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.observe import diagnosis
 from tests.models import make_model
@@ -23,31 +19,9 @@ def test_a_usable_setup(cli, small_model):
     assert (outcome.code, found["usable"]) == (0, True)
     assert found["model"]["architecture"] == "LlamaForCausalLM"
     assert found["model"]["problem"] is None
-    # The others are small, and so is the output layer's where oneDNN is not much faster.
-    assert found["model"]["packed_weights"] == int(onednn_is_faster())
     assert found["devices"][0]["device"] == "cpu"
     assert found["versions"]["torch"]
     assert found["store"] is None
-
-
-def test_packed_weights_are_counted(cli, small_model, monkeypatch):
-    monkeypatch.setattr(loading, "pack_weights", partial(pack_weights, least=0))
-    count = cli("doctor", "--model", small_model, "--json").json["model"]["packed_weights"]
-    assert count > 0
-    monkeypatch.setenv("COLUMNS", "300")
-    told = " ".join(cli("doctor", "--model", small_model).stdout.split())
-    assert f"{count} weights packed for oneDNN" in told
-
-
-def test_attention_by_matrix_products_is_named(cli, small_model, monkeypatch):
-    assert cli("doctor", "--model", small_model, "--json").json["model"]["matmul_attention"] is (
-        onednn_is_faster()
-    )
-    monkeypatch.setenv("COLUMNS", "300")
-    for is_fast in (True, False):
-        monkeypatch.setattr(matmul_prefill, "onednn_is_faster", lambda is_fast=is_fast: is_fast)
-        told = " ".join(cli("doctor", "--model", small_model).stdout.split())
-        assert ("attention by matrix products" in told) is is_fast
 
 
 def test_a_missing_model_is_reported_not_raised(cli):

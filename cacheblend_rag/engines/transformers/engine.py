@@ -112,8 +112,7 @@ class TransformersEngine(Engine, ScoringEngine):
             model: a name (``smollm2``, a GGUF file, a folder in hub format, a hub name),
                 or a loaded causal language model, also one in a wrapper (PEFT's, or what
                 ``torch.compile`` gives). Adapters may be changed while the engine lives: KV is
-                stored separately for each. Compiled parts are run uncompiled. On x86 CPUs, but not
-                Intel's, large weights of a model given by name are packed for oneDNN.
+                stored separately for each. Compiled parts are run uncompiled.
             tokenizer: the model's own by default; must be given with a loaded model.
             config: the default for requests without one.
             store: where chunk KV is kept; by default 4 GiB of host memory.

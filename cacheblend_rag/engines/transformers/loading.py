@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from cacheblend_rag.blend.onednn import bound_caches
 from cacheblend_rag.engines.generation_file import REFUSED, repaired_generation_config
 from cacheblend_rag.engines.identity import weights_in_files
 from cacheblend_rag.engines.quiet_import import without_unused
 from cacheblend_rag.engines.tokenizer import unloaded
 from cacheblend_rag.engines.transformers.adapters import base_weights_hash
-from cacheblend_rag.engines.transformers.matmul_prefill import use_matmul_attention
-from cacheblend_rag.engines.transformers.packed_weights import pack_weights
 from cacheblend_rag.errors import ConfigError, ModelLoadError, first_line
 from cacheblend_rag.models import resolve
 
@@ -59,8 +56,6 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model from safetensors weights.
 
-    On x86 CPUs that Intel did not make its large weights are packed for oneDNN (`pack_weights`),
-    and with AVX-512 it attends by matrix products (`use_matmul_attention`).
     Raises ModelLoadError when there is no such model or it cannot be loaded, ConfigError for an
     unknown ``dtype``.
     """
@@ -76,12 +71,7 @@ def load_model(
             )
     except (OSError, KeyError, ImportError, RuntimeError, *REFUSED) as error:
         raise ModelLoadError(f"{unloaded('model', name)}: {first_line(error)}") from error
-    model = prepare(model.to(device))
-    packed, matmul = pack_weights(model), use_matmul_attention(model)
-    logger.debug(
-        "%s: %d weights packed for oneDNN, attention by matrix products: %s", name, packed, matmul
-    )
-    return model
+    return prepare(model.to(device))
 
 
 def checkpoint_dtype(name: str | Path) -> torch.dtype | None:
@@ -108,7 +98,6 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
             f"model={type(model).__name__} does not continue texts: give a causal language model "
             "(AutoModelForCausalLM loads one)"
         )
-    bound_caches()
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")
     return model.eval().requires_grad_(False)

@@ -71,9 +71,8 @@ def _parts(model: nn.Module) -> tuple[list[nn.Module], list[Tensor]]:
 
 
 def _stamps(tensors: list[Tensor]) -> list[Hashable]:
-    plain = [tensor for tensor in tensors if not tensor.is_mkldnn]  # packed ones have no address
     try:
-        return [*[tensor._version for tensor in tensors], *[one.data_ptr() for one in plain]]
+        return [*[tensor._version for tensor in tensors], *[one.data_ptr() for one in tensors]]
     except RuntimeError:  # one has no such number
         return [*map(_stamp, tensors)]
 

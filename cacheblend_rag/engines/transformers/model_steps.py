@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.blend.sdpa_backends import without_cudnn
+from cacheblend_rag.blend.attention import without_cudnn
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.stream import Cancellation

@@ -24,7 +24,6 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from cacheblend_rag.blend.onednn import has_slow_mkl, onednn_is_faster
 from cacheblend_rag.blend.rotary import LAYOUTS, Layout
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
@@ -141,7 +140,6 @@ def _state(model: PreTrainedModel, weights: str) -> str:
         torch.get_float32_matmul_precision(),
         platform.machine(),
         torch.backends.cpu.get_cpu_capability(),
-        (has_slow_mkl(), onednn_is_faster()),
         _sources(),
     ]
     text = json.dumps(told, sort_keys=True, default=str)

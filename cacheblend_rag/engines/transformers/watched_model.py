@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cacheblend_rag.blend.sdpa_backends import without_cudnn
+from cacheblend_rag.blend.attention import without_cudnn
 from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.engines.identity import model_identity
 from cacheblend_rag.engines.transformers import loading
@@ -23,7 +23,6 @@ from cacheblend_rag.engines.transformers.ordinary_prefill import (
     OrdinaryPrefill,
     find_ordinary_prefill,
 )
-from cacheblend_rag.engines.transformers.packed_weights import unpack_weights
 from cacheblend_rag.engines.transformers.passed_tests import PassedTests, TestRecord
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
@@ -97,7 +96,6 @@ class WatchedModel:
 
     def _look_again(self, now: ModelState) -> TriedModel:
         if not now.has_weights_of(self._state):
-            unpack_weights(self.model)  # whoever changes it may merge adapters next
             loading.prepare(self.model)
             self._state = ModelState.of(self.model)
             self._begin(None)

@@ -25,7 +25,6 @@ from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.engines.transformers.compatibility import open_stack
 from tests.models import VOCABULARY, make_model, make_tokenizer, prompt_of, words
 
-pytestmark = pytest.mark.usefixtures("pytorch_attention")  # which the counter counts
 aten = torch.ops.aten
 ONE = SamplingParams(max_tokens=1)
 QUESTION, HEAD, CHUNK = 9, 5, 40

@@ -39,7 +39,7 @@ NATIVE_RUN = 8
 NATIVE_RUN_AVX512 = 1
 """The same on CPUs with AVX-512, where vLLM's kernel is faster than `RowAttention` even for single
 rows: blends at 0.15 take 0.96 s, not 1.12 s, on AMD's and 1.73 s, not 1.90 s, on Intel's (``bench
-ttft --engine vllm --attention sdpa``, on Intel's before `attend_by_rectangles`)."""
+ttft --engine vllm --attention sdpa``)."""
 
 
 @dataclass

@@ -20,7 +20,6 @@ from cacheblend_rag.blend.attention import attention_bytes
 from cacheblend_rag.blend.copy_stream import COPY_STREAM_BYTES
 from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.fused import FusedKV, RingKV
-from cacheblend_rag.blend.rectangles import LEAF_KEYS, rectangles_bytes
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
 from cacheblend_rag.blend.stack import Attend, Geometry, Reduction, replaced
 from cacheblend_rag.engines.vllm.connector.compatibility import check_attention, check_weights
@@ -173,8 +172,6 @@ class VLLMStack:
         attention = attention_bytes(
             tokens, shape.heads, shape.kv_heads, shape.device, size, in_steps=in_steps
         )
-        if shape.device.type == "cpu" and tokens > LEAF_KEYS:
-            attention += rectangles_bytes(rows, shape.heads, shape.head_dim, size)
         hidden = (tokens + 3 * rows) * 2 * self._calls.hidden_size * size
         one = replace(shape, layers=1)
         copied = FusedKV.bytes_for(one, min(tokens, WRITTEN_AT_ONCE))

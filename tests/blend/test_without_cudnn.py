@@ -11,9 +11,8 @@ import torch
 from torch.backends import cuda
 from torch.nn import functional
 
-from cacheblend_rag.blend.attention import attend_rows
+from cacheblend_rag.blend.attention import attend_rows, without_cudnn
 from cacheblend_rag.blend.rows import Rows
-from cacheblend_rag.blend.sdpa_backends import without_cudnn
 
 CPU = torch.device("cpu")
 
