@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from time import monotonic
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -16,7 +16,6 @@ from cacheblend_rag.blend.attention import without_cudnn
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.stream import Cancellation
-from cacheblend_rag.engines.transformers.cpu_threads import cpu_threads
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.openmp import end_openmp_threads
@@ -41,16 +40,8 @@ def lock_of(model: PreTrainedModel) -> PriorityLock:
 
 @contextmanager
 def inference() -> Iterator[None]:
-    """Run the model without gradients, its attention without cuDNN, on all usual CPU threads."""
-    cpu_threads.usual()
+    """Run the model without gradients, and its attention without cuDNN."""
     with torch.no_grad(), without_cudnn():
-        yield
-
-
-@contextmanager
-def short_operations(device: torch.device) -> Iterator[None]:
-    """Like `inference`, for few tokens: on a CPU, with no more threads than idle CPUs."""
-    with inference(), cpu_threads.limited() if device.type == "cpu" else nullcontext():
         yield
 
 
@@ -61,16 +52,15 @@ def run_steps(
     *,
     source: LayerSource | None = None,
     stall: Callable[[], None] = lambda: None,
-    running: Callable[[], AbstractContextManager[None]] = inference,
 ) -> T | None:
     """Run a request's steps, and wait in between for the KV of the next one.
 
-    stall: called when that takes longer than ``STALLED_SECONDS``. running: around each step.
+    stall: called when that takes longer than ``STALLED_SECONDS``.
     Returns None if it is cancelled meanwhile.
     """
     try:
         while not cancel.is_set():
-            with working(), lock.taken(), running():
+            with working(), lock.taken(), inference():
                 try:
                     next(steps)
                 except StopIteration as done:

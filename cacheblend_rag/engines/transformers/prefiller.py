@@ -14,11 +14,7 @@ from cacheblend_rag.engines.answer import FULL_PREFILL, Request
 from cacheblend_rag.engines.backend import STOPPED, UNSUPPORTED
 from cacheblend_rag.engines.batch_order import chunks_of
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS, FusedCache
-from cacheblend_rag.engines.transformers.model_steps import (
-    run_steps,
-    run_when_idle,
-    short_operations,
-)
+from cacheblend_rag.engines.transformers.model_steps import run_steps, run_when_idle
 from cacheblend_rag.engines.transformers.prefill import (
     NOT_ASKED,
     Prefilled,
@@ -240,10 +236,7 @@ class Prefiller:
             steps = blended_prefill(
                 stack, chunks, source, config, reserve, controller=self.tried.controller
             )
-            running = partial(short_operations, stack.geometry.device)
-            return run_steps(
-                self.lock, steps, request.cancel, source=source, stall=turn.stall, running=running
-            )
+            return run_steps(self.lock, steps, request.cancel, source=source, stall=turn.stall)
 
     def _ordinarily(self, request: Request, reserve: int, told: PrefillReport) -> Prefilled | None:
         """Serve a prompt by the model's own prefill, and record its duration."""

@@ -18,7 +18,6 @@ from time import monotonic
 from typing import cast
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -27,7 +26,7 @@ from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.transformers.batched_decode import decode_batch
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.decoding import NextLogits
-from cacheblend_rag.engines.transformers.model_steps import lock_of, short_operations
+from cacheblend_rag.engines.transformers.model_steps import inference, lock_of
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
@@ -138,7 +137,7 @@ class DecodeScheduler:
     def _run_alone(
         self, ordinary: OrdinaryPrefill, cache: Cache | None, token_ids: Sequence[int]
     ) -> Tensor:
-        with working(), self._lock.taken(), short_operations(ordinary.model.device):
+        with working(), self._lock.taken(), inference():
             return ordinary.decode(cache, token_ids)
 
     def _next_logits(self, request: _Decoding, token_ids: Sequence[int]) -> Tensor:
@@ -147,7 +146,7 @@ class DecodeScheduler:
             self._enter(step)
             try:
                 while self._must_lead(step):
-                    self._lead(request.ordinary.model.device)
+                    self._lead()
             finally:
                 self._withdraw(step)
         return step.take()
@@ -189,13 +188,13 @@ class DecodeScheduler:
             self._is_led = True
             return True
 
-    def _lead(self, device: torch.device) -> None:
-        """Run all waiting decode steps as one forward pass; device: the model's."""
+    def _lead(self) -> None:
+        """Run all waiting decode steps as one forward pass."""
         batch: list[_Step] = []
         began = monotonic()
         try:
             self._gather()
-            with working(), self._lock.taken(), short_operations(device):
+            with working(), self._lock.taken(), inference():
                 batch, began = self._taken(), monotonic()
                 self._decode(batch)
         finally:
