@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.settings import StoreConfig
 
 CHUNK_SIZE = 256
-TESTS_NAME = "tests.json"
-"""The record that a collection's model passed its tests."""
 
 
 def _store() -> StoreConfig:
@@ -156,9 +154,4 @@ def _open(folder: Path, settings: CollectionSettings, placement: Placement) -> E
         device=placement.device,
         dtype=settings.dtype or None,
     )
-    if settings.engine != EMBEDDED:
-        return open_engine(config)
-    from cacheblend_rag.engines.transformers.passed_tests import recorded_in
-
-    with recorded_in(folder / TESTS_NAME):
-        return open_engine(config)
+    return open_engine(config)

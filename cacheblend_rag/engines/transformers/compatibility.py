@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.blend.rotary import Layout
 from cacheblend_rag.blend.rounding import close
 from cacheblend_rag.blend.trial import (
     Reference,
@@ -40,20 +38,13 @@ FAILURES = (
 
 
 @torch.no_grad()
-def open_stack(
-    model: PreTrainedModel, layouts: Sequence[Layout | None] | None = None
-) -> TransformersStack:
+def open_stack(model: PreTrainedModel) -> TransformersStack:
     """Return the model as a stack that can be blended on.
 
-    layouts: of a model that passed this test before, which is not repeated.
     Raises UnsupportedModelError with the test's finding and an explanation from the config.
     """
     try:
-        if layouts is None:
-            return _tried(model)
-        stack = TransformersStack(model)
-        stack.layouts = layouts
-        return stack
+        return _tried(model)
     except (UnsupportedModelError, *FAILURES) as error:
         is_recurrent = getattr(model, "_is_stateful", False)
         why = explained(model.config, error, RECURRENT if is_recurrent else None)

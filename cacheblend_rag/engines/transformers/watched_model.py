@@ -23,7 +23,6 @@ from cacheblend_rag.engines.transformers.ordinary_prefill import (
     OrdinaryPrefill,
     find_ordinary_prefill,
 )
-from cacheblend_rag.engines.transformers.passed_tests import PassedTests, TestRecord
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.wrappers import changes_result
@@ -113,8 +112,7 @@ class WatchedModel:
         """Forget all test results, since the weights have changed, and test the model."""
         self._weights = loading.weights_identity(self.model, name)
         self._trials: dict[Hashable, TriedModel] = {}
-        is_whole = name is not None and self._wrapper is None and not self._state.adapters
-        self._tried = self._try(TestRecord.of(self.model, self._weights) if is_whole else None)
+        self._tried = self._try()
         self._remember()
 
     def _remember(self) -> None:
@@ -122,14 +120,9 @@ class WatchedModel:
         while len(self._trials) > KEPT_TRIALS:
             del self._trials[next(iter(self._trials))]
 
-    def _try(self, record: TestRecord | None = None) -> TriedModel:
-        """Find out how the model is run, and whether it can be blended.
-
-        record: of tests that it passed before; they are recorded if it passes them now.
-        """
+    def _try(self) -> TriedModel:
+        """Find out how the model is run, and whether it can be blended."""
         runs = self.model
-        layers = getattr(runs.config.get_text_config(), "num_hidden_layers", 0)
-        passed = None if record is None else record.read(layers)
         with torch.no_grad(), without_cudnn():
             try:
                 if self._wrapper is not None and changes_result(self._wrapper, self.model):
@@ -139,14 +132,9 @@ class WatchedModel:
                         f"{type(self.model).__name__} in it",
                         ReasonCode.UNSUPPORTED_MODEL,
                     )
-                stack = open_stack(self.model, None if passed is None else passed.layouts)
+                stack = open_stack(self.model)
                 controller = Controller(stack.costs, self._rates, self._speeds)
-                if passed is None:
-                    ordinary = find_ordinary_prefill(self.model, stack)
-                else:
-                    ordinary = passed.ordinary(self.model, stack)
-                if record is not None and passed is None:
-                    record.write(PassedTests.of(stack, ordinary))
+                ordinary = find_ordinary_prefill(self.model, stack)
                 return TriedModel(self._identity(stack), ordinary, stack, controller, None)
             except UnsupportedModelError as error:
                 logger.warning("blending is off for this model: %s", error)
