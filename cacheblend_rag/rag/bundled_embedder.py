@@ -13,8 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import normalize
 
-from cacheblend_rag.engines.quiet_import import without_unused
-
 MAX_TOKENS = 256
 BATCH_TEXTS = 32
 
@@ -29,8 +27,7 @@ class BundledEmbedder:
         from transformers import AutoModel, AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        with without_unused():
-            self._model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,14 +14,6 @@ from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, PhaseSeconds
 from tests.toy import TOY
-
-UNNEEDED = (
-    "torch._dynamo", "torch._inductor", "torch.onnx", "torch.distributed.tensor",
-    "torch.distributed.fsdp", "sklearn", "scipy",
-    "sentence_transformers", "llama_index", "vllm",
-    "cacheblend_rag.cli.bench", "cacheblend_rag.cli.serve",
-)  # fmt: skip
-
 
 REPEATED = "This paragraph repeats itself in the same words every time it is read."
 
@@ -75,21 +65,6 @@ def test_a_document_that_repeats_itself_is_read_once(cli, tmp_path):
         ("notes/one.txt", REPEATED),
         ("notes/two.txt", REPEATED),
     ]
-
-
-def test_what_an_answer_does_not_need_is_not_imported(indexed):
-    code = f"""
-import atexit, sys
-from cacheblend_rag.__main__ import main
-from tests.toy import TOY
-atexit.register(lambda: print([name for name in {UNNEEDED} if name in sys.modules], flush=True))
-main()
-"""
-    command = [sys.executable, "-c", code, "ask", indexed[1][0].question]
-    command += ["--from", str(indexed[0]), "--max-tokens", "1"]
-    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    assert "blended" in found.stdout
-    assert found.stdout.endswith("\n[]\n")
 
 
 def test_the_answer_sources_and_report_are_printed(ask, indexed):

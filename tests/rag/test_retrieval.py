@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import builtins
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -36,18 +34,6 @@ def test_any_other_model_is_sentence_transformers(tmp_path):
 
     folder = export_model(tmp_path / "own")
     assert Embedder(str(folder)).embed(TEXTS) == pytest.approx(Embedder().embed(TEXTS), abs=1e-6)
-
-
-def test_questions_do_not_wait_for_libraries_that_they_do_not_need():
-    code = (
-        "import sys; from cacheblend_rag.engines import quiet_import; "
-        "quiet_import.quiet_libraries(); "
-        "from cacheblend_rag.rag.retrieval import Embedder; Embedder(); "
-        "print({'sklearn', 'scipy', 'sentence_transformers'} & set(sys.modules)); "
-        "import scipy, sklearn"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
 
 
 def test_retrieval_returns_whole_documents_best_first():

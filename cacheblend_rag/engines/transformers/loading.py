@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_rag.engines.generation_file import REFUSED, repaired_generation_config
 from cacheblend_rag.engines.identity import weights_in_files
-from cacheblend_rag.engines.quiet_import import without_unused
 from cacheblend_rag.engines.tokenizer import unloaded
 from cacheblend_rag.engines.transformers.adapters import base_weights_hash
 from cacheblend_rag.errors import ConfigError, ModelLoadError, first_line
@@ -62,13 +61,12 @@ def load_model(
     precision = pick_dtype(dtype, device)
     source = resolve(name)
     try:
-        with without_unused():
-            model = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=precision,
-                use_safetensors=True,
-                generation_config=repaired_generation_config(name),
-            )
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=precision,
+            use_safetensors=True,
+            generation_config=repaired_generation_config(name),
+        )
     except (OSError, KeyError, ImportError, RuntimeError, *REFUSED) as error:
         raise ModelLoadError(f"{unloaded('model', name)}: {first_line(error)}") from error
     return prepare(model.to(device))
