@@ -74,8 +74,11 @@ def attend_by_positions(call: AttentionCall, positions: Tensor, address: Tensor)
     Returns (1, rows, heads, head_dim). Raises UnsupportedAttentionError where the kernel cannot be
     used.
     """
-    from cacheblend_rag.blend.kernels.row_writes import write_rows  # Triton: only here
-    from cacheblend_rag.blend.kernels.scattered import KVAddress, attend_scattered
+    from cacheblend_rag.blend.kernels.scattered import (  # Triton: only here
+        KVAddress,
+        attend_scattered,
+        write_rows,
+    )
 
     if not works("scattered", _Case.of(call, call.key, call.window)):
         raise UnsupportedAttentionError(f"the Triton kernel cannot be used for layer {call.layer}")

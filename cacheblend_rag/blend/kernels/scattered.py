@@ -23,11 +23,7 @@ from torch import Tensor
 LEAST_WIDTH, MOST_WIDTH = 64, 256
 LOG2E = math.log2(math.e)
 """Softmax is computed in powers of two, which GPUs have an instruction for."""
-_FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _LOG2E = tl.constexpr(LOG2E)
-_E4M3_BIAS = tl.constexpr(256.0)
-"""The bits of an e4m3 number, moved to the places that they have in a float16, are a number that is
-smaller by this factor."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,8 @@ class Tile:
     stages: int
 
 
+ROWS_WRITTEN = 16
+"""Rows of one head that a program of `write_rows` writes."""
 INTERPRETED = Tile(32, 32, warps=4, stages=2)
 """The tile in Triton's interpreter."""
 
@@ -67,52 +65,40 @@ def attend_scattered(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
     tile: Tile | None = None,
     place: KVAddress | None = None,
 ) -> Tensor:
     """Return the rows' attention, (1, rows, heads, head_dim), of the query's dtype.
 
     query: (1, heads, rows, head_dim), float16 or bfloat16. keys, values: (1, kv_heads, tokens,
-    head_dim), index = position, of the same dtype or fp8; every position that a row may see must
-    hold finite values. positions: (rows,) integers on the device, increasing; padding, at the end,
-    has position -1 and gets zeros. key_scales, value_scales: what fp8 KV is multiplied by,
-    broadcastable to (kv_heads, tokens) float32. window, softcap, sinks: as for attend_rows. tile:
-    None chooses by the device. place: where keys and values are, read by the kernel when it runs;
-    ``keys`` and ``values`` are only the rows' own then, of the same heads and dtype.
+    head_dim), index = position, of the same dtype; every position that a row may see must hold
+    finite values. positions: (rows,) integers on the device, increasing; padding, at the end, has
+    position -1 and gets zeros. window, softcap, sinks: as for attend_rows. tile: None chooses by
+    the device. place: where keys and values are, read by the kernel when it runs; ``keys`` and
+    ``values`` are only the rows' own then, of the same heads and dtype.
     """
     _, heads, rows, width = query.shape
-    kv_heads, tokens = keys.shape[1:3]
+    kv_heads = keys.shape[1]
     query, keys, values = (_with_adjacent_numbers(one) for one in (query, keys, values))
     out = query.new_empty(1, rows, heads, width)
     constants = constants_of(
-        query.dtype, keys.dtype, heads // kv_heads, width,
+        query.dtype, heads // kv_heads, width,
         window=window is not None, softcap=softcap is not None, sinks=sinks is not None,
-        scales=key_scales is not None,
     )  # fmt: skip
-    is_plain = window is None and softcap is None and sinks is None and not constants["FP8"]
+    is_plain = window is None and softcap is None and sinks is None
     tile = tile or _tile_on(query.device, width, rows * heads, plain=is_plain)
-    if constants["FP8"]:
-        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-    scales = [
-        None if one is None else one.float().expand(kv_heads, tokens)
-        for one in (key_scales, value_scales)
-    ]
     programs = (triton.cdiv(rows * (heads // kv_heads), tile.rows), kv_heads)
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         _attend[programs](
             query, keys, values, positions, out,
             positions if place is None else place.numbers, 0 if place is None else place.layer,
             positions if sinks is None else sinks,
-            *(positions if one is None else one for one in scales),
             rows, window or 0, scaling * LOG2E if softcap is None else scaling / softcap,
             0.0 if softcap is None else softcap * LOG2E,
             query.stride(1), query.stride(2),
             keys.stride(1), keys.stride(2) if place is None else width,
             values.stride(1), values.stride(2) if place is None else width,
             out.stride(2), out.stride(1),
-            *(step for one in scales for step in ((0, 0) if one is None else one.stride())),
             **constants, PLACED=place is not None, M=tile.rows, N=tile.keys,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
         )  # fmt: skip
@@ -124,33 +110,23 @@ def takes(query: Tensor, keys: Tensor) -> bool:
     return (
         query.shape[0] == 1
         and query.dtype in {torch.float16, torch.bfloat16}
-        and (keys.dtype == query.dtype or keys.dtype in _FP8)
+        and keys.dtype == query.dtype
         and LEAST_WIDTH <= query.shape[3] <= MOST_WIDTH
     )
 
 
 @lru_cache(maxsize=256)
 def constants_of(
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    copies: int,
-    width: int,
-    *,
-    window: bool,
-    softcap: bool,
-    sinks: bool,
-    scales: bool,
+    dtype: torch.dtype, copies: int, width: int, *, window: bool, softcap: bool, sinks: bool
 ) -> dict[str, Any]:
     """Return what the kernel is compiled for, its tile aside.
 
-    copies: heads for each KV head. window, softcap, sinks, scales: whether there are any.
+    copies: heads for each KV head. window, softcap, sinks: whether there are any.
     """
     return {
-        "FP8": _FP8.get(kv_dtype, ""),
         "HAS_WINDOW": window,
         "HAS_SOFTCAP": softcap,
         "HAS_SINKS": sinks,
-        "HAS_SCALES": scales,
         "COPIES": copies,
         "D": width,
         "PADDED": triton.next_power_of_2(width),
@@ -173,7 +149,7 @@ def tiles_for(
     """Return a large and a small tile that fit a GPU's registers and shared memory.
 
     capability: the GPU's compute capability, such as (9, 0). plain: whether there is neither a
-    window, a softcap, nor sinks, nor fp8; otherwise they do whatever attention is like.
+    window, a softcap, nor sinks; otherwise they do whatever attention is like.
     """
     is_wide = head_dim > 128
     if capability == (9, 0):  # whose tensor cores want 64 rows or more
@@ -211,19 +187,16 @@ def _with_adjacent_numbers(part: Tensor) -> Tensor:
 
 @triton.jit(
     # or prompts of other lengths would have to wait for the compiler
-    do_not_specialize=["layer", "rows", "window", "ks_head", "ks_token", "vs_head", "vs_token"],
-    do_not_specialize_on_alignment=["positions", "sinks", "key_scales", "value_scales"],
+    do_not_specialize=["layer", "rows", "window"],
+    do_not_specialize_on_alignment=["positions", "sinks"],
 )
 def _attend(
     query: tl.tensor, keys: tl.tensor, values: tl.tensor, positions: tl.tensor, out: tl.tensor,
-    place: tl.tensor, layer: tl.tensor,
-    sinks: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor,
+    place: tl.tensor, layer: tl.tensor, sinks: tl.tensor,
     rows: tl.tensor, window: tl.tensor, scaling: tl.tensor, softcap: tl.tensor,
     q_head: tl.tensor, q_row: tl.tensor, k_head: tl.tensor, k_token: tl.tensor,
     v_head: tl.tensor, v_token: tl.tensor, o_head: tl.tensor, o_row: tl.tensor,
-    ks_head: tl.tensor, ks_token: tl.tensor, vs_head: tl.tensor, vs_token: tl.tensor,
-    FP8: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     COPIES: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
     PLACED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -255,9 +228,6 @@ def _attend(
         v = values + kv_head.to(tl.int64) * v_head
     if WIDE:
         q = q.to(tl.float32)
-    if HAS_SCALES:
-        key_scales += kv_head.to(tl.int64) * ks_head
-        value_scales += kv_head.to(tl.int64) * vs_head
 
     most = tl.full((M,), float("-inf"), tl.float32)
     total = tl.full((M,), 0.0, tl.float32)
@@ -271,14 +241,14 @@ def _attend(
     else:  # first the keys that all rows of the tile see
         start = (first + 1) // N * N
         acc, total, most = _attend_keys(
-            acc, total, most, q, k, v, key_scales, value_scales, position,
-            0, start, last, window, scaling, softcap, k_token, v_token, ks_token, vs_token,
-            False, FP8, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, D, PADDED, WIDE, N,
+            acc, total, most, q, k, v, position,
+            0, start, last, window, scaling, softcap, k_token, v_token,
+            False, HAS_WINDOW, HAS_SOFTCAP, D, PADDED, N,
         )  # fmt: skip
     acc, total, most = _attend_keys(
-        acc, total, most, q, k, v, key_scales, value_scales, position,
-        start, last + 1, last, window, scaling, softcap, k_token, v_token, ks_token, vs_token,
-        True, FP8, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, D, PADDED, WIDE, N,
+        acc, total, most, q, k, v, position,
+        start, last + 1, last, window, scaling, softcap, k_token, v_token,
+        True, HAS_WINDOW, HAS_SOFTCAP, D, PADDED, N,
     )  # fmt: skip
 
     # Padding may share a tile with rows, and has then seen their keys.
@@ -296,13 +266,11 @@ def _layer_of(place: tl.tensor, layer: tl.tensor) -> tl.tensor:
 @triton.jit
 def _attend_keys(
     acc: tl.tensor, total: tl.tensor, most: tl.tensor, q: tl.tensor,
-    keys: tl.tensor, values: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor,
-    position: tl.tensor, start: tl.tensor, stop: tl.tensor, last: tl.tensor, window: tl.tensor,
-    scaling: tl.tensor, softcap: tl.tensor,
-    k_token: tl.tensor, v_token: tl.tensor, ks_token: tl.tensor, vs_token: tl.tensor,
-    MASKED: tl.constexpr, FP8: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
-    D: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, N: tl.constexpr,
+    keys: tl.tensor, values: tl.tensor, position: tl.tensor,
+    start: tl.tensor, stop: tl.tensor, last: tl.tensor, window: tl.tensor,
+    scaling: tl.tensor, softcap: tl.tensor, k_token: tl.tensor, v_token: tl.tensor,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    D: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Add the keys from start to stop - 1 to the softmax: its sum, total and largest logit.
 
@@ -314,20 +282,9 @@ def _attend_keys(
         inside = n <= last
         k = _load(keys, k_token, first, inside, MASKED, D, PADDED, N)
         v = _load(values, v_token, first, inside, MASKED, D, PADDED, N)
-        k = _decoded(k, FP8)
-        v = _decoded(v, FP8)
-        if HAS_SCALES:
-            vs = tl.load(value_scales + n * vs_token, mask=inside, other=0.0)[:, None]
-            v = v.to(tl.float32) * vs
-        if FP8 == "e4m3":
-            v = v * _E4M3_BIAS
         k = k.to(q.dtype)
         v = v.to(q.dtype)
         logits = tl.dot(q, tl.trans(k)) * scaling
-        if HAS_SCALES:
-            logits = logits * tl.load(key_scales + n * ks_token, mask=inside, other=0.0)[None, :]
-        if FP8 == "e4m3":
-            logits = logits * _E4M3_BIAS
         if HAS_SOFTCAP:
             logits = softcap * _tanh(logits)
         if MASKED:
@@ -363,24 +320,48 @@ def _load(
 
 
 @triton.jit
-def _decoded(numbers: tl.tensor, FP8: tl.constexpr) -> tl.tensor:
-    """Numbers as they are, or float16 of the codes of fp8, bytes.
-
-    By bits, since Triton knows e4m3 only from compute capability 8.9 on. Those of e4m3 are 256
-    times too small.
-    """
-    if FP8 == "e4m3":
-        code = numbers.to(tl.uint16)
-        return (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    elif FP8 == "e5m2":
-        return (numbers.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    else:
-        return numbers
-
-
-@triton.jit
 def _tanh(x: tl.tensor) -> tl.tensor:
     """Hyperbolic tangent, of the exponential function that every version of Triton has."""
     small = tl.exp2(tl.abs(x) * (-2.0 * _LOG2E))
     size = (1.0 - small) / (1.0 + small)
     return tl.where(x < 0, -size, size)
+
+
+def write_rows(keys: Tensor, values: Tensor, positions: Tensor, place: KVAddress) -> None:
+    """Write rows' fresh KV, (1, kv_heads, rows, head_dim) each, to ``positions`` of a layer.
+
+    positions: (rows,) int64 on the device; a row at -1 is written nowhere. The layer holds as many
+    heads, of the same width and dtype.
+    """
+    _, heads, rows, width = keys.shape
+    keys, values = (one if one.stride(3) == 1 else one.contiguous() for one in (keys, values))
+    with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
+        _write[(triton.cdiv(rows, ROWS_WRITTEN), heads)](
+            keys, values, positions, place.numbers, place.layer, rows,
+            keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
+            D=width, PADDED=triton.next_power_of_2(width), N=ROWS_WRITTEN,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["layer", "rows"])
+def _write(
+    keys: tl.tensor, values: tl.tensor, positions: tl.tensor, place: tl.tensor, layer: tl.tensor,
+    rows: tl.tensor, k_head: tl.tensor, k_row: tl.tensor, v_head: tl.tensor, v_row: tl.tensor,
+    D: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the keys and values of N rows of one KV head."""
+    TYPE: tl.constexpr = keys.dtype.element_ty
+    row, head = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1).to(tl.int64)
+    d = tl.arange(0, PADDED)
+    position = tl.load(positions + row, mask=row < rows, other=-1).to(tl.int64)
+    wanted = (position >= 0)[:, None] & (d < D)[None, :]
+    row = row.to(tl.int64)
+    k = tl.load(keys + head * k_head + row[:, None] * k_row + d[None, :], mask=wanted)
+    v = tl.load(values + head * v_head + row[:, None] * v_row + d[None, :], mask=wanted)
+    start = tl.multiple_of(tl.load(place + 2), 16) * layer
+    start += tl.multiple_of(tl.load(place + 3), 16) * head
+    here = start + position[:, None] * D + d[None, :]
+    into_keys = tl.multiple_of(tl.load(place).to(tl.pointer_type(TYPE)), 16)
+    into_values = tl.multiple_of(tl.load(place + 1).to(tl.pointer_type(TYPE)), 16)
+    tl.store(into_keys + here, k, mask=wanted)
+    tl.store(into_values + here, v, mask=wanted)

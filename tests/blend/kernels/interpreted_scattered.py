@@ -1,7 +1,7 @@
 """The attention kernel, in Triton's interpreter, against PyTorch; run by test_scattered.py.
 
 The interpreter computes with float32 where a GPU has 16 bits: this tests which keys a row sees, the
-softmax, sinks, scales and where results go, not rounding or speed.
+softmax, sinks and where results go, not rounding or speed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,10 @@ CPU = torch.device("cpu")
 AFTER = 5
 """Tokens after the last row's, which hold no numbers."""
 KINDS = {
-    "float32": (torch.float32, None, 2e-5),
-    "float16": (torch.float16, None, 4e-3),
-    "bfloat16": (torch.bfloat16, None, 3e-2),
-    "e4m3": (torch.bfloat16, torch.float8_e4m3fn, 3e-2),
-    "e4m3 float16": (torch.float16, torch.float8_e4m3fn, 4e-3),
-    "e5m2": (torch.float16, torch.float8_e5m2, 4e-3),
+    "float32": (torch.float32, 2e-5),
+    "float16": (torch.float16, 4e-3),
+    "bfloat16": (torch.bfloat16, 3e-2),
 }
-SCALES = {"none": None, "one": (), "by head": (-1, 1), "by token": (1, -1), "all": (-1, -1)}
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,6 @@ class Case:
     window: int | None
     softcap: float | None
     has_sinks: bool
-    scales: str
     padding: int
     tile: Tile | None
     seed: int
@@ -74,7 +69,6 @@ def cases(draw: st.DrawFn) -> Case:
         window=draw(st.sampled_from([None, None, 1, 7, 48])),
         softcap=draw(st.sampled_from([None, None, 1.5, 50.0])),
         has_sinks=draw(st.booleans()),
-        scales=draw(st.sampled_from(list(SCALES))),
         padding=draw(st.sampled_from([0, 0, 1, 9])),
         tile=draw(st.sampled_from([None, *(Tile(m, n, 4, 2) for m, n in TILES)])),
         seed=seed,
@@ -85,7 +79,7 @@ TILES = ((16, 16), (32, 16), (64, 32), (16, 64))
 
 
 def check(case: Case) -> None:
-    dtype, fp8, tolerance = KINDS[case.kind]
+    dtype, tolerance = KINDS[case.kind]
     draw = torch.Generator().manual_seed(case.seed)
     heads, count = case.kv_heads * case.copies, len(case.places)
     # as a model's projection gives it: heads of a row side by side
@@ -94,14 +88,8 @@ def check(case: Case) -> None:
     shape = (2, 1, case.kv_heads, case.tokens + AFTER, case.head_dim)
     kv = torch.randn(shape, generator=draw)
     kv[:, :, :, case.places[-1] + 1 :] = torch.nan
-    kv = kv.to(fp8 or dtype)
+    kv = kv.to(dtype)
     known = kv.float()
-    scales: list[torch.Tensor | None] = [None, None]
-    if fp8 and (form := SCALES[case.scales]) is not None:
-        sizes = [case.kv_heads, case.tokens + AFTER]
-        shape = tuple(size if own == -1 else 1 for own, size in zip(form, sizes, strict=False))
-        scales = [torch.rand(shape, generator=draw) + 0.5 for _ in range(2)]
-        known = known * torch.stack([s.expand(sizes) for s in scales])[:, None, :, :, None]
     sinks = torch.randn(heads, generator=draw) if case.has_sinks else None
     rows = Rows.at(np.array(case.places), CPU)
     options: dict[str, Any] = {
@@ -111,10 +99,7 @@ def check(case: Case) -> None:
         "sinks": sinks,
     }
     places = torch.cat((rows.device, torch.full((case.padding,), -1)))
-    found = attend_scattered(
-        query, kv[0], kv[1], places,
-        key_scales=scales[0], value_scales=scales[1], tile=case.tile, **options,
-    )  # fmt: skip
+    found = attend_scattered(query, kv[0], kv[1], places, tile=case.tile, **options)
     wanted = attend_rows(query[:, :, :count].float(), known[0], known[1], rows, **options)
     assert found.dtype == dtype
     size = max(1.0, float(wanted.abs().max()))
@@ -130,7 +115,7 @@ def test_rows_get_what_attention_by_pytorch_gives_them(case: Case) -> None:
 
 PLAIN = Case(
     kind="bfloat16", kv_heads=2, copies=4, head_dim=64, tokens=150, places=tuple(range(3, 150, 7)),
-    window=None, softcap=None, has_sinks=False, scales="none", padding=0, tile=None, seed=1,
+    window=None, softcap=None, has_sinks=False, padding=0, tile=None, seed=1,
 )  # fmt: skip
 
 
@@ -139,30 +124,14 @@ PLAIN = Case(
     "given",
     [
         {},
-        {"window": 20, "softcap": 2.0, "has_sinks": True, "scales": "all", "padding": 3},
-        {"copies": 7, "places": tuple(range(150)), "scales": "by head"},
-        {"head_dim": 80, "scales": "one"},
+        {"window": 20, "softcap": 2.0, "has_sinks": True, "padding": 3},
+        {"copies": 7, "places": tuple(range(150))},
+        {"head_dim": 80},
     ],
     ids=["plain", "everything", "a run", "padded head"],
 )
 def test_every_kind_of_number_is_attended_to(kind: str, given: dict[str, Any]) -> None:
     check(replace(PLAIN, kind=kind, **given))
-
-
-def test_all_codes_of_fp8_are_decoded() -> None:
-    """A row that sees one key gets its value, so the value's code decoded."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    for fp8 in (torch.float8_e4m3fn, torch.float8_e5m2):
-        numbers = codes.view(fp8)
-        finite = codes[numbers.float().isfinite()].view(fp8)
-        finite = torch.cat((finite, finite[:64]))[: len(finite) // 64 * 64 + 64]
-        values = finite.view(1, 1, -1, 64)
-        rows = Rows.at(np.arange(values.shape[2]), CPU)
-        query = torch.zeros(1, 1, len(rows), 64, dtype=torch.float16)
-        found = attend_scattered(
-            query, values, values, rows.device, scaling=1.0, window=1, softcap=None
-        )
-        assert torch.equal(found[:, :, 0].float(), values[0].float())
 
 
 class Fused(FusedKV):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.blend.kernels import row_writes, scattered
+from cacheblend_rag.blend.kernels import scattered
 from cacheblend_rag.blend.kernels.scattered import constants_of, takes, tiles_for
 from tests.blend.kernels.gpus import ADA, AMPERE, GPUS, HOPPER, Compiled, Gpu, compiled
 from tests.blend.kernels.interpreter import run_interpreted
@@ -29,26 +29,21 @@ def compiled_for(
     *,
     size: int,
     dtype: torch.dtype = torch.bfloat16,
-    fp8: torch.dtype | None = None,
     placed: bool = False,
     **given: bool,
 ) -> Compiled:
-    options = {**PLAIN, "scales": fp8 is not None, **given}
-    constants = {**constants_of(dtype, fp8 or dtype, 4, head_dim, **options)}
-    plain = not (fp8 or any(given.values()))
-    tile = tiles_for(gpu.capability, head_dim, plain=plain)[size]
+    options = {**PLAIN, **given}
+    constants = {**constants_of(dtype, 4, head_dim, **options)}
+    tile = tiles_for(gpu.capability, head_dim, plain=not any(given.values()))[size]
     number = f"*{NAMES[dtype]}"
-    stored = "*u8" if fp8 else number
     steps = {f"{of}_{by}" for of in "qo" for by in ("head", "row")}
     steps |= {f"{of}_{by}" for of in "kv" for by in ("head", "token")}
-    of_scales = {f"{of}_{by}" for of in ("ks", "vs") for by in ("head", "token")}
     types = {
-        "query": number, "keys": stored, "values": stored, "out": number, "positions": "*i64",
+        "query": number, "keys": number, "values": number, "out": number, "positions": "*i64",
         "sinks": number if options["sinks"] else "*i64",
-        **dict.fromkeys(("key_scales", "value_scales"), "*fp32" if fp8 else "*i64"),
         **dict.fromkeys(("scaling", "softcap"), "fp32"),
         "place": "*i64",
-        **dict.fromkeys(steps | of_scales | {"layer", "rows", "window"}, "i32"),
+        **dict.fromkeys(steps | {"layer", "rows", "window"}, "i32"),
     }  # fmt: skip
     aligned = {"query", "keys", "values", "out"} | steps
     constants |= {"PLACED": placed, "M": tile.rows, "N": tile.keys}
@@ -65,8 +60,7 @@ def test_it_fits_the_registers_and_the_shared_memory_of_gpus(gpu: Gpu, head_dim:
     for options in (
         *(plain if gpu is HOPPER else ()),  # which has a tile of its own for them
         {"size": LARGE, "placed": True, **EVERYTHING},
-        {"size": SMALL, "fp8": torch.float8_e4m3fn, **EVERYTHING},
-        {"size": LARGE, "fp8": torch.float8_e4m3fn, **EVERYTHING},
+        {"size": SMALL, **EVERYTHING},
     ):
         made = compiled_for(gpu, head_dim, **options)
         assert made.spilled <= MOST_SPILLED[gpu], options
@@ -78,7 +72,7 @@ def test_it_fits_the_registers_and_the_shared_memory_of_gpus(gpu: Gpu, head_dim:
 def test_it_fits_with_other_numbers_and_with_heads_that_are_padded(gpu: Gpu) -> None:
     for made in (
         compiled_for(gpu, 80, size=LARGE),
-        compiled_for(gpu, 128, size=LARGE, dtype=torch.float16, fp8=torch.float8_e5m2),
+        compiled_for(gpu, 128, size=LARGE, dtype=torch.float16),
     ):
         assert made.spilled <= MOST_SPILLED[gpu]
         assert made.shared <= gpu.shared
@@ -91,7 +85,8 @@ def test_the_kernel_that_writes_rows_fits(gpu: Gpu, head_dim: int) -> None:
     types = dict.fromkeys(("layer", "rows", "k_head", "k_row", "v_head", "v_row"), "i32")
     types |= {"keys": "*bf16", "values": "*bf16", "positions": "*i64", "place": "*i64"}
     made = compiled(
-        row_writes._write, gpu, types, {"D": head_dim, "PADDED": padded, "N": row_writes.ROWS},
+        scattered._write, gpu, types,
+        {"D": head_dim, "PADDED": padded, "N": scattered.ROWS_WRITTEN},
         aligned={"keys", "values", "k_head", "k_row", "v_head", "v_row"}, num_warps=4,
     )  # fmt: skip
     assert not made.spilled
@@ -129,7 +124,7 @@ def numbers(dtype: torch.dtype, head_dim: int = 128, batch: int = 1) -> torch.Te
 def test_it_says_what_it_cannot_compute() -> None:
     half = numbers(torch.float16)
     assert takes(half, half)
-    assert takes(half, numbers(torch.float8_e4m3fn))
+    assert not takes(half, numbers(torch.float8_e4m3fn))
     assert takes(numbers(torch.bfloat16, 64), numbers(torch.bfloat16, 64))
     assert not takes(numbers(torch.float32), numbers(torch.float32))
     assert not takes(half, numbers(torch.bfloat16))
