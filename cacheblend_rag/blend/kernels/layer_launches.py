@@ -91,15 +91,12 @@ class LayerLaunches:
             row = first + launch.rows.start
             ready = self._ready.get((index, *aligned))
             if ready is not None:
-                launched, (table, rest, tail) = ready
-                launched(table, *into, *rest, row, *tail)
+                launched, (table, apart, tail) = ready
+                launched(table, *into, apart, row, *tail)
                 continue
             own = replace(launch, rows=slice(row, first + launch.rows.stop))
             given = arguments_of(own, keys, values, self._table)
             compiled = place_kernel[grid](*given)
             if compiled is not None:  # by Triton's interpreter nothing is compiled
-                # Neither PAGES nor SLOTS is read: any address will do.
-                rest = (into[0], self._table.data_ptr(), *given[5:10])
-                tail = given[11:]
-                ready = compiled[grid], (self._table.data_ptr(), rest, tail)
+                ready = compiled[grid], (self._table.data_ptr(), given[3], given[5:])
                 self._ready[index, *aligned] = ready

@@ -3,10 +3,10 @@
 ``LayerLaunches`` (`layer_launches.py`) does so for chunks of which all layers are in memory.
 
 A program unpacks some tokens of one head of one chunk, rotates the keys in float32, and writes both
-where the prompt has them: into the dense buffer of a pass, and into a paged cache. A table gives it
-the addresses of each chunk's tensors, which may be in page-locked memory of the host: few programs,
-which take one part after the other, read that as fast as the link allows, and leave the device to
-the layer that it computes meanwhile.
+where the prompt has them, into the buffer of a pass. A table gives it the addresses of each chunk's
+tensors, which may be in page-locked memory of the host: few programs, which take one part after the
+other, read that as fast as the link allows, and leave the device to the layer that it computes
+meanwhile.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ _FORMS = {"native": NATIVE, "fp8": FP8, "int8": INT8}
 COLUMNS = 12
 _NO_ALIGNMENT_BEYOND = 16
 CONSTANTS = (
-    "FORM", "INTERLEAVED", "PAIRS", "PP", "HEADS", "D", "DP", "ALIGN",
-    "DENSE", "PAGED", "PAGE", "TOKENS",
+    "FORM", "INTERLEAVED", "PAIRS", "PP", "HEADS", "D", "DP", "ALIGN", "TOKENS",
 )  # fmt: skip
 """The kernel's last arguments, for each combination of which it is compiled."""
 
@@ -101,20 +100,17 @@ def _rotated(
 
 @triton.jit(do_not_specialize=("first", "tiles", "total"))
 def place_kernel(
-    TABLE: tl.tensor, KEYS: tl.tensor, VALUES: tl.tensor, PAGES: tl.tensor, SLOTS: tl.tensor,
-    apart: tl.tensor, p_b: tl.tensor, p_h: tl.tensor, p_t: tl.tensor, p_v: tl.tensor,
+    TABLE: tl.tensor, KEYS: tl.tensor, VALUES: tl.tensor, apart: tl.tensor,
     first: tl.tensor, tiles: tl.tensor, total: tl.tensor,
     FORM: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, PP: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ALIGN: tl.constexpr,
-    DENSE: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Place ``total`` tiles: of each chunk from row ``first`` on ``tiles`` a head, some empty.
 
     TABLE: see ``table_of``. ALIGN: what the addresses of all heads of chunks divide by, in bytes.
-    KEYS, VALUES: of the dense buffer, whose heads are ``apart``, and each token's numbers behind
-    those of the one before. PAGES: a paged cache, SLOTS the slot of each position of the prompt,
-    negative where none is to be written; p_b, p_h, p_t: its strides by blocks, heads and tokens,
-    p_v how far behind its key a value is.
+    KEYS, VALUES: of the buffer, whose heads are ``apart``, and each token's numbers behind those of
+    the one before.
     """
     TYPE: tl.constexpr = KEYS.dtype.element_ty
     STORED: tl.constexpr = tl.uint8 if FORM else TYPE
@@ -147,37 +143,12 @@ def place_kernel(
                 v = (_number(v, FORM) * _value_scales(row, head, t, there, FORM)).to(TYPE)
             y1, y2 = _rotated(x1, x2, row, p, PAIRS, TYPE)
             position = tl.load(row + 10) + t
-            if DENSE:
-                into = KEYS + head * apart + position[:, None] * D
-                tl.store(into + one[None, :], y1, mask=both)
-                tl.store(into + other[None, :], y2, mask=both)
-                tl.store(into + d[None, :], r, mask=rest)
-                into = VALUES + head * apart + position[:, None] * D
-                tl.store(into + d[None, :], v, mask=whole)
-            if PAGED:
-                slot = tl.load(SLOTS + position, mask=there, other=-1)[:, None]
-                has = slot.to(tl.int32) >= 0
-                into = PAGES + slot // PAGE * p_b + slot % PAGE * p_t + head * p_h
-                tl.store(into + one[None, :], y1, mask=both & has)
-                tl.store(into + other[None, :], y2, mask=both & has)
-                tl.store(into + d[None, :], r, mask=rest & has)
-                tl.store(into + p_v + d[None, :], v, mask=whole & has)
-
-
-@dataclass(frozen=True)
-class Pages:
-    """A paged cache of one layer, into which chunks are placed, too.
-
-    cache: of the model's dtype. slots: (tokens,) int64 of the prompt's positions, negative where
-    none is to be written. block_size: tokens of a block. strides: in elements, by blocks, heads and
-    tokens. values: how many elements a value is behind its key.
-    """
-
-    cache: Tensor
-    slots: Tensor
-    block_size: int
-    strides: tuple[int, int, int]
-    values: int
+            into = KEYS + head * apart + position[:, None] * D
+            tl.store(into + one[None, :], y1, mask=both)
+            tl.store(into + other[None, :], y2, mask=both)
+            tl.store(into + d[None, :], r, mask=rest)
+            into = VALUES + head * apart + position[:, None] * D
+            tl.store(into + d[None, :], v, mask=whole)
 
 
 @dataclass(frozen=True)
@@ -239,19 +210,16 @@ def place_by_kernel(
     table: Tensor,
     launches: Sequence[Launch],
     *,
-    pages: Pages | None = None,
-    dense: bool = True,
     programs: int = PROGRAMS,
 ) -> None:
     """Place chunks into a layer, (kv_heads, capacity, head_dim), of keys and of values.
 
     The two are alike: each head's tokens follow one another, and heads are as far apart in both.
-    table: what ``table_of`` returned, (chunks, COLUMNS) int64, on the device. dense: whether to
-    write into ``keys`` and ``values``; otherwise only into ``pages``.
+    table: what ``table_of`` returned, (chunks, COLUMNS) int64, on the device.
     """
     for launch in launches:
         grid = grid_of(launch, keys.shape[0], programs)
-        place_kernel[grid](*arguments_of(launch, keys, values, table, pages=pages, dense=dense))
+        place_kernel[grid](*arguments_of(launch, keys, values, table))
 
 
 def grid_of(launch: Launch, heads: int, programs: int) -> tuple[int, int, int]:
@@ -259,32 +227,19 @@ def grid_of(launch: Launch, heads: int, programs: int) -> tuple[int, int, int]:
     return min(_tiles(launch) * heads * _count(launch), programs), 1, 1
 
 
-def arguments_of(
-    launch: Launch,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    *,
-    pages: Pages | None = None,
-    dense: bool = True,
-) -> tuple[Any, ...]:
+def arguments_of(launch: Launch, keys: Tensor, values: Tensor, table: Tensor) -> tuple[Any, ...]:
     """Return the kernel's arguments in order; see ``place_by_kernel``."""
     heads, _, width = keys.shape
     if keys.stride() != values.stride() or keys.stride()[1:] != (width, 1):
         raise ValueError("keys and values differ in strides, or tokens do not follow one another")
-    cache, slots = (keys, table) if pages is None else (pages.cache, pages.slots)
-    steps = (0, 0, 0, 0) if pages is None else (*pages.strides, pages.values)
     pairs, interleaved = launch.turn
     tiles = _tiles(launch)
     constants: dict[str, Any] = {
         **constants_of(launch.form, heads, width, pairs, launch.align),
         "INTERLEAVED": interleaved,
-        "DENSE": dense,
-        "PAGED": pages is not None,
-        "PAGE": 1 if pages is None else pages.block_size,
     }
     return (
-        table, keys, values, cache, slots, keys.stride(0), *steps,
+        table, keys, values, keys.stride(0),
         launch.rows.start, tiles, tiles * heads * _count(launch),
         *(constants[name] for name in CONSTANTS),
     )  # fmt: skip

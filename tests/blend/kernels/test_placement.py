@@ -36,9 +36,9 @@ from cacheblend_rag.blend.transfer import Upload  # noqa: E402
 from tests.blend.test_placement import part_of, turn_by  # noqa: E402
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-WIDE = {"apart", "p_b", "p_h", "p_v"}
+WIDE = {"apart"}
 HEADS = 8
-POINTERS = {"TABLE": "*i64", "SLOTS": "*i64"}
+POINTERS = {"TABLE": "*i64"}
 
 
 def test_it_places_what_its_twin_does() -> None:
@@ -54,12 +54,7 @@ def compiled(capability: int, dtype: str, form: int, width: int, **options: Any)
     """Compile the kernel for a GPU that need not be there."""
     pairs = options.get("pairs", width // 2)
     constants = constants_of(form, HEADS, width, pairs, options.get("align", 16))
-    constants |= {
-        "INTERLEAVED": options.get("interleaved", False),
-        "DENSE": True,
-        "PAGED": options.get("paged", False),
-        "PAGE": 16,
-    }
+    constants |= {"INTERLEAVED": options.get("interleaved", False)}
     names = list(place_kernel.arg_names)
     signature = {
         name: POINTERS.get(
@@ -102,10 +97,10 @@ def test_it_is_compiled_for_gpus_without_spilling(
 @pytest.mark.parametrize(
     ("dtype", "form", "width", "options"),
     [
-        ("fp32", NATIVE, 256, {"paged": True}),
-        ("fp16", INT8, 256, {"paged": True}),
+        ("fp32", NATIVE, 256, {}),
+        ("fp16", INT8, 256, {}),
         ("bf16", FP8, 80, {"interleaved": True, "align": 1}),
-        ("bf16", NATIVE, 96, {"pairs": 24, "paged": True}),
+        ("bf16", NATIVE, 96, {"pairs": 24}),
         ("fp16", NATIVE, 64, {"pairs": 0, "align": 2}),
     ],
 )
