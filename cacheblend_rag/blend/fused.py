@@ -14,7 +14,6 @@ from torch import Tensor
 from cacheblend_rag.blend.rotary import Rotation, rotate_into
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import Geometry
-from cacheblend_rag.memory import prompt_memory
 
 
 class FusedKV:
@@ -29,12 +28,8 @@ class FusedKV:
     def __init__(self, geometry: Geometry, tokens: int, reserve: int = 0) -> None:
         shape = (geometry.layers, geometry.kv_heads, tokens + reserve, geometry.head_dim)
         self.tokens, self._geometry = tokens, geometry
-        if geometry.device.type == "cpu":
-            room = prompt_memory.empty(FusedKV.bytes_for(geometry, tokens + reserve))
-            self.keys, self.values = room.view(geometry.dtype).view(2, *shape).unbind()
-        else:
-            self.keys = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
-            self.values = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
+        self.keys = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
+        self.values = torch.empty_like(self.keys)
 
     @staticmethod
     def bytes_for(geometry: Geometry, tokens: int) -> int:

@@ -33,7 +33,7 @@ def test_its_size() -> None:
     assert fused.keys.shape == fused.values.shape == (LAYERS, KV_HEADS, TOKENS + 3, HEAD_DIM)
     assert fused.tokens == TOKENS
     whole = FusedKV(FakeStack().geometry, TOKENS)
-    held = whole.keys.untyped_storage().nbytes()  # the values' too
+    held = whole.keys.nbytes + whole.values.nbytes
     assert FusedKV.bytes_for(FakeStack().geometry, TOKENS) == held
     keys, values = fused.layer(2)
     assert keys.shape == values.shape == (1, KV_HEADS, TOKENS, HEAD_DIM)
@@ -85,7 +85,7 @@ def test_a_ring_is_two_layers_of_which_the_later_takes_the_place_of_the_older() 
     whole, ring = numbered(), RingKV(FakeStack().geometry, TOKENS)
     assert ring.keys.shape == ring.values.shape == (2, KV_HEADS, TOKENS, HEAD_DIM)
     assert ring.tokens == TOKENS
-    held = ring.keys.untyped_storage().nbytes()  # the values' too
+    held = ring.keys.nbytes + ring.values.nbytes
     assert RingKV.bytes_for(FakeStack().geometry, TOKENS) == held
     assert not ring.keeps_layers
     for layer in range(LAYERS):

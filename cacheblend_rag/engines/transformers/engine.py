@@ -51,7 +51,7 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError, OutOfMemoryError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.verify import unreadable
-from cacheblend_rag.memory import give_back_unused, lack_of_memory, prompt_memory
+from cacheblend_rag.memory import give_back_unused, lack_of_memory
 from cacheblend_rag.models import public_name
 from cacheblend_rag.openmp import end_openmp_threads
 from cacheblend_rag.prefill.comparing import Compared, Comparison
@@ -453,4 +453,3 @@ class TransformersEngine(Engine, ScoringEngine):
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.prefixes.close()
         self.store.close()
-        prompt_memory.free()
