@@ -23,9 +23,9 @@ from cacheblend_rag.blend.copy_stream import pinned_buffers_of
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.rotary import rotated
+from cacheblend_rag.blend.rows import token_tensor
 from cacheblend_rag.blend.stack import DecoderStack, Geometry, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.blend.token_tensor import token_tensor
 from cacheblend_rag.blend.transfer import Download, to_host, until
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.fetch import LayerSource

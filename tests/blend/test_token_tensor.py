@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from cacheblend_rag.blend.token_tensor import token_tensor
+from cacheblend_rag.blend.rows import token_tensor
 
 
 @pytest.mark.parametrize("ids", [(), (3,), [5, 0, 128_255], range(9000)])

@@ -22,9 +22,8 @@ from cacheblend_rag.blend.trial import (
 from cacheblend_rag.engines.compatibility import explained
 from cacheblend_rag.engines.model_config import context_window_in
 from cacheblend_rag.engines.transformers.cache import FusedCache
-from cacheblend_rag.engines.transformers.float32 import NARROW
 from cacheblend_rag.engines.transformers.loading import is_quantized
-from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.engines.transformers.stack import NARROW, TransformersStack
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.reason import Reason, ReasonCode
 

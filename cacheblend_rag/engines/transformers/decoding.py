@@ -1,8 +1,8 @@
-"""Samples tokens and decodes them into text incrementally."""
+"""Samples tokens and decodes them into text, which is yielded as it becomes final."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -18,8 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cacheblend_rag.engines.answer import Request
-from cacheblend_rag.engines.logprobs import RawLogprob
+from cacheblend_rag.engines.answer import Delta, FinishReason, Request
+from cacheblend_rag.engines.logprobs import RawLogprob, with_texts
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.transformers.guiding import Guide
@@ -216,3 +216,46 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     named = getattr(model.generation_config, "eos_token_id", None)
     ids = list(named) if isinstance(named, list | tuple) else [named]
     return frozenset(i for i in [*ids, tokenizer.eos_token_id] if isinstance(i, int))
+
+
+def decoded(
+    request: Request,
+    prefilled: Prefilled,
+    next_logits: NextLogits,
+    *,
+    tokenizer: Any,
+    ends: Collection[int],
+    guide: Guide | None,
+    tell: Callable[..., Delta],
+) -> Iterator[Delta]:
+    """Yield text as soon as no later token can change it, and the whole answer at last.
+
+    ends: tokens that end an answer. guide: of the answer's form. tell: makes the last delta of the
+    answer's text, tokens, finish reason, prefill report and log-probabilities.
+    """
+    text = TextStream(tokenizer, request.sampling.stop)
+    ends = ends if guide is not None or not request.sampling.ignore_eos else ()
+    reason: FinishReason = "length"
+    piece, told = "", 0
+    raw: list[RawLogprob] = []
+    for token, logprob in sampled_tokens(request, prefilled, next_logits, guide):
+        if token in ends:
+            reason = "stop"
+            break
+        with working():
+            piece = text.feed(token)
+            if logprob is not None:
+                raw.append(logprob)
+        if text.stopped or (guide is not None and guide.is_over):
+            reason = "stop"
+            break
+        if request.cancel.is_set():
+            reason = "cancelled"
+            break
+        if piece:
+            yield Delta(piece, logprobs=with_texts(raw[told:], tokenizer))
+            piece, told = "", len(raw)
+    rest = piece + text.finish()
+    logprobs = None if request.sampling.logprobs is None else with_texts(raw, tokenizer)
+    last = tell(text.text, text.token_ids, reason, prefilled.report, logprobs=logprobs)
+    yield Delta(rest, last.generation, logprobs=(logprobs or ())[told:])

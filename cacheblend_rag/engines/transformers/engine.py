@@ -31,12 +31,10 @@ from cacheblend_rag.engines.scoring import ContinuationScore, ScoringEngine, che
 from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.transformers import loading
-from cacheblend_rag.engines.transformers.answering import decoded
-from cacheblend_rag.engines.transformers.batches import compute_batches
-from cacheblend_rag.engines.transformers.decoding import eos_token_ids
+from cacheblend_rag.engines.transformers.batches import compute_batches, store_computed
+from cacheblend_rag.engines.transformers.decoding import decoded, eos_token_ids
 from cacheblend_rag.engines.transformers.given_model import GivenModel
 from cacheblend_rag.engines.transformers.guiding import Guides
-from cacheblend_rag.engines.transformers.keeping import store_computed
 from cacheblend_rag.engines.transformers.model_steps import in_idle_turns, in_turns, lock_of
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import Prefilled

@@ -2,26 +2,34 @@
 
 An attention implementation is registered under our own name and activated, through the model's own
 configs, only while a layer or the model runs. No model class is named.
+
+Some families pass their sliding window to attention as a number, some only through the mask.
+PyTorch's attention uses the mask, so each layer's mask function is evaluated at large positions,
+without building a mask.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from cacheblend_rag.blend.stack import Attend, AttentionCall
-from cacheblend_rag.engines.transformers.attention_window import record_sight
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.reason import ReasonCode
 
 DRIVEN = "cacheblend_rag"
 """Active while layers are run or recorded; no masks are built."""
 SIGHT = "cacheblend_rag_sight"
 """Active while the layers' masks are recorded."""
+ASKED_ROWS = (5_003, 77_777, 1_048_573)
+"""No multiple of a usual block size, so that block-wise masks are detected."""
 ACTIVE = "_attn_implementation_internal"
 """The attribute of a config that names the attention implementation."""
 
@@ -111,6 +119,53 @@ def _intercepted(
     layer, window = next(_active.layers)
     call = AttentionCall(layer, query, key, value, scaling, window, softcap, s_aux)
     return _active.attend(call), None
+
+
+class AttentionWindow:
+    """Represents the mask of one layer.
+
+    sees: (batch, head, row, key) -> whether the row may see the key, all of them indices.
+    """
+
+    def __init__(self, sees: Callable[..., Any], device: torch.device) -> None:
+        self._sees, self._device = sees, device
+
+    def window(self, layer: int) -> int | None:
+        """Return how many keys a row sees at most, itself included; None is without limit.
+
+        Raises UnsupportedModelError when that is not all there is to it; ``layer`` names the layer.
+        """
+        counts = [self._count(layer, row) for row in ASKED_ROWS]
+        if counts == [row + 1 for row in ASKED_ROWS]:
+            return None
+        if all(
+            count == min(counts[-1], row + 1) for count, row in zip(counts, ASKED_ROWS, strict=True)
+        ):
+            return counts[-1]
+        raise _unsupported(f"layer {layer} attends in blocks, not causally in a window")
+
+    def _count(self, layer: int, row: int) -> int:
+        """Return how many keys a row sees, which must end with its own."""
+        keys = torch.arange(row + 2, device=self._device)
+        zero, asked = keys[:1], keys[row : row + 1]
+        seen = torch.as_tensor(self._sees(zero, zero, asked, keys)).expand(row + 2)
+        count = int(seen.sum())
+        if bool(seen[row + 1]):
+            raise _unsupported(f"layer {layer} attends to later tokens")
+        if not bool(seen[row + 1 - count : row + 1].all()):
+            raise _unsupported(f"layer {layer} does not attend to a run of tokens")
+        return count
+
+
+def _unsupported(why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(why, ReasonCode.UNSUPPORTED_ATTENTION)
+
+
+def record_sight(
+    *_: Any, mask_function: Callable[..., Any], device: torch.device, **__: Any
+) -> AttentionWindow:
+    """The registered mask function."""
+    return AttentionWindow(mask_function, device)
 
 
 AttentionInterface.register(DRIVEN, _intercepted)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.blend.token_tensor import token_tensor
+from cacheblend_rag.blend.rows import token_tensor
 from cacheblend_rag.blend.trial import trial_tokens
 from cacheblend_rag.engines.transformers.batched_decode import can_decode_batches
 from cacheblend_rag.engines.transformers.cache import FusedCache

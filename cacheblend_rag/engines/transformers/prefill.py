@@ -9,9 +9,9 @@ from typing import cast
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from cacheblend_rag.blend.rows import token_tensor
 from cacheblend_rag.blend.stack import DecoderStack
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.blend.token_tensor import token_tensor
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.offloading import run_device

@@ -28,14 +28,18 @@ from cacheblend_rag.blend.stack import (
     Reduction,
     probe_layer,
 )
-from cacheblend_rag.engines.transformers.attention_window import AttentionWindow
-from cacheblend_rag.engines.transformers.float32 import in_float32, weights_in_float32
-from cacheblend_rag.engines.transformers.interception import DRIVEN, SIGHT, Interception
+from cacheblend_rag.engines.transformers.interception import (
+    DRIVEN,
+    SIGHT,
+    AttentionWindow,
+    Interception,
+)
 from cacheblend_rag.engines.transformers.layer_calls import LayerCalls
 from cacheblend_rag.engines.transformers.layer_graphs import LayerGraphs
 from cacheblend_rag.engines.transformers.offloading import run_device
 from cacheblend_rag.errors import UnsupportedModelError
 
+NARROW = (torch.bfloat16, torch.float16)
 ROW_BLOCK = 768
 ACCELERATOR_ROW_BLOCK = 8192
 KEPT_ROTATIONS = 64
@@ -359,3 +363,27 @@ def _experts_per_token(config: Any, experts: int) -> float:
     found = [value for value in named if value]
     first = found[0] if found else experts
     return float(first[0] if isinstance(first, Sequence) else first)
+
+
+@contextmanager
+def weights_in_float32(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Replace 16-bit weights by float32 copies temporarily."""
+    narrow = [(weight, weight.data) for weight in weights if weight.dtype in NARROW]
+    try:
+        for weight, own in narrow:
+            weight.data = own.float()
+        yield
+    finally:
+        for weight, own in narrow:
+            weight.data = own
+
+
+def in_float32(given: Any) -> Any:
+    """Return a layer's arguments with tensors of 16 bits in float32."""
+    if isinstance(given, Tensor):
+        return given.float() if given.dtype in NARROW else given
+    if isinstance(given, dict):
+        return {name: in_float32(part) for name, part in given.items()}
+    if isinstance(given, tuple | list):
+        return type(given)(in_float32(part) for part in given)
+    return given

@@ -19,7 +19,7 @@ from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.labels import labels_in
 from cacheblend_rag.engines.transformers import engine as engine_module
 from cacheblend_rag.engines.transformers import watched_model
-from cacheblend_rag.engines.transformers.keeping import MODEL_CHANGED
+from cacheblend_rag.engines.transformers.batches import MODEL_CHANGED
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import make_model, make_tokenizer, prompt_of, words
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cacheblend_rag.engines.transformers.model_state import ModelState
+from cacheblend_rag.engines.transformers.watched_model import ModelState
 
 
 class Block(nn.Module):

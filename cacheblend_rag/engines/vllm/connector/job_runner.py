@@ -14,10 +14,10 @@ import torch
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.copy_stream import release_buffers
 from cacheblend_rag.blend.cost import prefill_cost
+from cacheblend_rag.blend.rows import token_tensor
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.blend.token_tensor import token_tensor
 from cacheblend_rag.engines.request_log import log_blend
 from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
 from cacheblend_rag.engines.vllm.connector.keeping import keep
