@@ -51,7 +51,6 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.verify import unreadable
 from cacheblend_rag.memory import give_back_unused, lack_of_memory
 from cacheblend_rag.models import public_name
-from cacheblend_rag.openmp import end_openmp_threads
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.precompute import (
@@ -145,7 +144,6 @@ class TransformersEngine(Engine, ScoringEngine):
         self.prefixes = PrefixWriter(self.store)
         self.namespace = namespace
         self._take(self._watched.tried())
-        end_openmp_threads()  # of loading and testing
         self._check_config(config)
         self._pool = ThreadPoolExecutor(ASYNC_THREADS, thread_name_prefix="cacheblend")
         self._eos = eos_token_ids(self.model, given.tokenizer)
@@ -248,8 +246,6 @@ class TransformersEngine(Engine, ScoringEngine):
                 raise
         else:
             return
-        finally:
-            end_openmp_threads()
         # After the handler: the error's traceback kept the request's KV.
         raise self._out_of_memory(request, lack)
 

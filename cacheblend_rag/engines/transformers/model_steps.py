@@ -18,7 +18,6 @@ from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.kv.fetch import LayerSource
-from cacheblend_rag.openmp import end_openmp_threads
 
 PATIENCE_SECONDS = 0.05
 """Seconds between checks whether a request that waits for its chunks was cancelled."""
@@ -58,36 +57,30 @@ def run_steps(
     stall: called when that takes longer than ``STALLED_SECONDS``.
     Returns None if it is cancelled meanwhile.
     """
-    try:
-        while not cancel.is_set():
-            with working(), lock.taken(), inference():
-                try:
-                    next(steps)
-                except StopIteration as done:
-                    return cast(T, done.value)
-            stalled_at = monotonic() + STALLED_SECONDS
-            while source is not None and not source.wait(PATIENCE_SECONDS):
-                if cancel.is_set():
-                    return None
-                if monotonic() > stalled_at:
-                    stall()
-        return None
-    finally:
-        end_openmp_threads()
+    while not cancel.is_set():
+        with working(), lock.taken(), inference():
+            try:
+                next(steps)
+            except StopIteration as done:
+                return cast(T, done.value)
+        stalled_at = monotonic() + STALLED_SECONDS
+        while source is not None and not source.wait(PATIENCE_SECONDS):
+            if cancel.is_set():
+                return None
+            if monotonic() > stalled_at:
+                stall()
+    return None
 
 
 def in_turns(lock: PriorityLock, steps: Iterator[T]) -> Iterator[T]:
     """Run each step under the lock, so that other requests run in between."""
-    try:
-        while True:
-            with working(), lock.taken(), inference():
-                try:
-                    item = next(steps)
-                except StopIteration:
-                    return
-            yield item
-    finally:
-        end_openmp_threads()
+    while True:
+        with working(), lock.taken(), inference():
+            try:
+                item = next(steps)
+            except StopIteration:
+                return
+        yield item
 
 
 def run_when_idle(lock: PriorityLock, steps: Steps[T]) -> Steps[T]:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from threading import Lock, RLock
-
-from cacheblend_rag.openmp import end_openmp_threads
 
 QUIET_SECONDS = 0.02
 """Seconds without use after which a model counts as idle; requests pause for less."""
 
 
 class PriorityLock:
-    """The lock of one model, held for a layer or a decode step at a time.
-
-    A thread that leaves it to another one, or to nobody after background work, ends its OpenMP
-    threads.
-    """
+    """The lock of one model, held for a layer or a decode step at a time."""
 
     def __init__(self) -> None:
         self._driving, self._counting = RLock(), Lock()
-        self._wanted, self._queued, self._left_at = 0, 0, -QUIET_SECONDS
+        self._wanted, self._left_at = 0, -QUIET_SECONDS
 
     @contextmanager
     def wanted(self) -> Iterator[None]:
@@ -38,25 +32,8 @@ class PriorityLock:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Hold the lock for a request."""
-        with self.wanted(), ExitStack() as queued:
-            queued.enter_context(self._queueing())
-            with self._driving:
-                queued.close()
-                try:
-                    yield
-                finally:
-                    if self._queued:
-                        end_openmp_threads()
-
-    @contextmanager
-    def _queueing(self) -> Iterator[None]:
-        with self._counting:
-            self._queued += 1
-        try:
+        with self.wanted(), self._driving:
             yield
-        finally:
-            with self._counting:
-                self._queued -= 1
 
     @property
     def is_quiet(self) -> bool:
@@ -77,10 +54,7 @@ class PriorityLock:
             yield is_mine
         finally:
             if is_mine:
-                try:
-                    end_openmp_threads()
-                finally:
-                    self._driving.release()
+                self._driving.release()
 
     def _quiet_in(self) -> float:
         """Return the seconds until the model counts as idle."""

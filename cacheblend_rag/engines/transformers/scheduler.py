@@ -31,7 +31,6 @@ from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.memory import give_back_unused, lack_of_memory
-from cacheblend_rag.openmp import end_openmp_threads
 
 logger = logging.getLogger(__name__)
 
@@ -198,11 +197,7 @@ class DecodeScheduler:
                 batch, began = self._taken(), monotonic()
                 self._decode(batch)
         finally:
-            try:
-                if len(self._decoding) > 1:  # another thread may run the next step
-                    end_openmp_threads()
-            finally:
-                self._finish(batch, monotonic() - began)
+            self._finish(batch, monotonic() - began)
 
     def _gather(self) -> None:
         """Wait for new requests, and for those of the last step, that have not come yet."""

@@ -16,7 +16,6 @@ from cacheblend_rag.engines.transformers.model_steps import inference
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import Prefilled
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
-from cacheblend_rag.openmp import end_openmp_threads
 
 
 def all_forced_log_probs(
@@ -27,13 +26,10 @@ def all_forced_log_probs(
     answers: Sequence[Sequence[int]],
 ) -> Iterator[Tensor]:
     """Yield ``forced_log_probs`` of each answer, in turns with other users of the model."""
-    try:
-        for answer in answers:
-            with working(), lock.taken(), inference():
-                found = forced_log_probs(ordinary, prefilled, token_ids, answer)
-            yield found
-    finally:
-        end_openmp_threads()
+    for answer in answers:
+        with working(), lock.taken(), inference():
+            found = forced_log_probs(ordinary, prefilled, token_ids, answer)
+        yield found
 
 
 def forced_log_probs(
