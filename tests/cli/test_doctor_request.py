@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from cacheblend_rag import open_engine
-from cacheblend_rag.engines.machine import Machine
+from cacheblend_rag.observe.doctor.machine import Machine
 from tests.observe.doctor.conftest import documents, prompts, text_of
 from tests.toy import DEFAULT_FRAME, TOY
 

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.machine import Machine
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.question_time import Hints
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.observe.doctor import memory, quality, reuse, speed
 from cacheblend_rag.observe.doctor.evidence import Evidence, ModelVerdict
 from cacheblend_rag.observe.doctor.finding import SEVERITY, Finding
+from cacheblend_rag.observe.doctor.machine import Machine
 from cacheblend_rag.observe.doctor.measuring import Measurement
 from cacheblend_rag.settings import BlendConfig
 

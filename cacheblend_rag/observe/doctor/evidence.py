@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from cacheblend_rag.engines.machine import CpuLoad
+from cacheblend_rag.observe.doctor.machine import CpuLoad
 from cacheblend_rag.observe.doctor.similar import SimilarChunk
 from cacheblend_rag.prefill.comparing import Comparison
 from cacheblend_rag.reason import Reason

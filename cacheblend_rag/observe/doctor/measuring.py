@@ -11,7 +11,6 @@ from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.comparison import compare_with_full_prefill
 from cacheblend_rag.engines.guard import as_served
-from cacheblend_rag.engines.machine import CpuLoad, Machine
 from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import OutOfMemoryError
@@ -26,6 +25,7 @@ from cacheblend_rag.observe.doctor.evidence import (
     Trial,
     waited,
 )
+from cacheblend_rag.observe.doctor.machine import CpuLoad, Machine
 from cacheblend_rag.observe.doctor.quality import NOTICED
 from cacheblend_rag.observe.doctor.similar import similar_chunks
 from cacheblend_rag.observe.doctor.speed import MUCH_WORK

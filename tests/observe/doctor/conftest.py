@@ -17,7 +17,7 @@ from cacheblend_rag import (
     TransformersEngine,
     load_tokenizer,
 )
-from cacheblend_rag.engines.machine import CpuCounters, Machine
+from cacheblend_rag.observe.doctor.machine import CpuCounters, Machine
 from tests.toy import DEFAULT_FRAME, TOY, DemoPrompt, generate_prompts
 
 HEAD = DEFAULT_FRAME.head

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendConfig, BlendReport, ChunkReport, FindingCode, Reason, ReasonCode
-from cacheblend_rag.engines.machine import CpuLoad
 from cacheblend_rag.observe.doctor import memory, quality, reuse, speed
 from cacheblend_rag.observe.doctor.diagnose import CHECKS, examine
 from cacheblend_rag.observe.doctor.evidence import (
@@ -22,6 +21,7 @@ from cacheblend_rag.observe.doctor.evidence import (
     Trial,
 )
 from cacheblend_rag.observe.doctor.finding import SEVERITY
+from cacheblend_rag.observe.doctor.machine import CpuLoad
 from cacheblend_rag.observe.doctor.similar import SimilarChunk
 from cacheblend_rag.prefill.comparing import Comparison
 from cacheblend_rag.report import PhaseSeconds

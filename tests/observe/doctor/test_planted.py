@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import Chunk, Diagnosis, Document, Finding, TieredKVStore, diagnose
-from cacheblend_rag.engines.machine import Machine
 from cacheblend_rag.engines.transformers import prefiller
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.kv.tiers.redis import RedisTier
+from cacheblend_rag.observe.doctor.machine import Machine
 from cacheblend_rag.quality.verify.gate import verify_engine
 from tests.local_servers import free_port
 from tests.neighbours import neighbours

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cacheblend_rag.engines.machine import CpuCounters, CpuLoad, Machine
+from cacheblend_rag.observe.doctor.machine import CpuCounters, CpuLoad, Machine
 
 START = CpuCounters(cpus=2, busy=100.0, idle=900.0, steal=1.0, own=10.0)
 
