@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,17 +15,11 @@ from cacheblend_rag.blend.attention import (
     attention_mass,
 )
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
-from cacheblend_rag.blend.flex import KEPT_MASKS, FlexAttention
-from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
-from cacheblend_rag.blend.stack import AttentionCall, Geometry
 
 TOKENS, HEADS, KV_HEADS, WIDTH = 300, 4, 2, 8
 CPU = torch.device("cpu")
-GEOMETRY = Geometry(1, HEADS, KV_HEADS, WIDTH, torch.float32, CPU)
 SINKS = torch.tensor([0.0, 1.5, -2.0, 3.0])
-attend_fused = RowAttention(kernels=False)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -115,49 +108,6 @@ def test_one_token_gets_what_dense_causal_attention_gives_it(
         )  # fmt: skip
         assert found.shape == (1, 1, HEADS, WIDTH)
         torch.testing.assert_close(found[0, 0], every[place], atol=1e-5, rtol=0)
-
-
-@CASES
-@ROWS
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_gives_the_same(
-    rows: Rows, window: int | None, softcap: float | None, sinks: torch.Tensor | None
-) -> None:
-    query, keys, values = inputs()
-    fused = FusedKV(GEOMETRY, TOKENS)
-    fused.write(0, Rows.at(torch.arange(TOKENS).numpy(), CPU), keys, values)
-    asked = query[:, :, rows.device]
-    call = AttentionCall(0, asked, keys, values, 0.3, window, softcap, sinks)
-    attend = FlexAttention()
-    for _ in range(2):  # the second time with the mask made before
-        torch.testing.assert_close(
-            attend(call, fused, rows), attend_fused(call, fused, rows), atol=1e-5, rtol=0
-        )
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 0.5, 2.0])])
-def test_flex_attention_gives_the_models_own_type(sinks: torch.Tensor | None) -> None:
-    query, keys, values = (part.bfloat16() for part in inputs())
-    fused = FusedKV(replace(GEOMETRY, dtype=torch.bfloat16), TOKENS)
-    rows = Rows.at(torch.arange(TOKENS).numpy(), CPU)
-    fused.write(0, rows, keys, values)
-    call = AttentionCall(0, query, keys, values, 0.3, None, None, sinks)
-    found = FlexAttention()(call, fused, rows)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, attend_fused(call, fused, rows), atol=0.03, rtol=0)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_keeps_few_masks_and_the_last_ones() -> None:
-    query, keys, values = inputs()
-    fused = FusedKV(GEOMETRY, TOKENS)
-    fused.write(0, Rows.at(torch.arange(TOKENS).numpy(), CPU), keys, values)
-    attend, kept = FlexAttention(), [Rows.at(torch.tensor([n]).numpy(), CPU) for n in range(12)]
-    for rows in kept:
-        call = AttentionCall(0, query[:, :, rows.device], keys, values, 0.3, None, None, None)
-        torch.testing.assert_close(attend(call, fused, rows), attend_fused(call, fused, rows))
-    assert [rows for rows, _ in attend._masks.values()] == kept[-KEPT_MASKS:]
 
 
 @CASES
