@@ -57,7 +57,7 @@ def _places_alike(device: torch.device) -> bool:
     angles = torch.arange(layers * 32, device=device).view(layers, 32).float()
     turn = Rotation(angles.cos(), angles.sin())
     parts: list[WholePart] = []
-    forms: tuple[Precision, ...] = ("native", "fp8", "int8")
+    forms: tuple[Precision, ...] = ("native", "fp8")
     for index, form in enumerate(forms):
         kv = torch.randn(2, layers, 2, size, 64, generator=draw).to(torch.bfloat16)
         stored = packed(ChunkKV(kv[0], kv[1], 0), form).mapped(lambda tensor: tensor.to(device))

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from cacheblend_rag.errors import BadSignatureError, DamagedChunkError, ForeignC
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.mac import MAC_NAMES, VARIABLE, Mac
 from cacheblend_rag.kv.packed_kv import StoredKV
-from cacheblend_rag.kv.precision import CODES, scales
+from cacheblend_rag.kv.precision import CODES
 from cacheblend_rag.settings import Precision
 
 FORMAT = "cacheblend-rag/2"
@@ -33,10 +33,9 @@ PREFIX_BYTES = 8
 DIGEST_DIGITS = 32
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-STORED_DTYPES = {**DTYPES, "F8_E4M3": CODES["fp8"], "I8": CODES["int8"]}
+STORED_DTYPES = {**DTYPES, "F8_E4M3": CODES, "I8": torch.int8}
 
 _ALIGNMENT = 64
-_CODE_NAMES = {"fp8": "F8_E4M3", "int8": "I8"}
 _METADATA = {
     "format", "key", "fingerprint", "position", "tokens", "precision", "mac", "layers", "head",
 }  # fmt: skip
@@ -165,10 +164,8 @@ def check_shapes(metadata: Mapping[str, str], spans: Mapping[str, Span]) -> None
 
 def _check_scales(span: Span | None, precision: Precision, shape: tuple[int, ...]) -> None:
     """shape: (layers, 2, kv_heads, tokens, head_dim)."""
-    layers, _, kv_heads, tokens, head_dim = shape
-    wanted = (
-        None if precision == "native" else (layers, scales(kv_heads, tokens, head_dim, precision))
-    )
+    layers, _, kv_heads, _, _ = shape
+    wanted = None if precision == "native" else (layers, 2 * kv_heads)
     if wanted is None and span is None:
         return
     if span is None or span.shape != wanted or span.dtype != "I8":
@@ -201,9 +198,8 @@ def precision_of(metadata: Mapping[str, str], stored: str) -> tuple[Precision, t
     if text == "native" and stored in DTYPES:
         return "native", DTYPES[stored]
     kind, _, dtype = text.partition("/")
-    for precision, name in _CODE_NAMES.items():
-        if kind == precision and stored == name and dtype in DTYPES:
-            return cast(Precision, precision), DTYPES[dtype]
+    if kind == "fp8" and stored == "F8_E4M3" and dtype in DTYPES:
+        return "fp8", DTYPES[dtype]
     raise ForeignChunkError(
         f"precision is {text!r:.80} of {stored}, which this version does not write"
     )
@@ -215,9 +211,9 @@ def spans_of(kv: StoredKV) -> dict[str, Span]:
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     if kv.prior is not None:
         shapes["prior"] = ("F32", (tokens,))
-    code = _CODE_NAMES.get(kv.precision, DTYPE_NAMES[kv.dtype])
+    code = DTYPE_NAMES[kv.dtype]
     if kv.precision != "native":
-        shapes["scales"] = ("I8", (layers, scales(kv_heads, tokens, head_dim, kv.precision)))
+        code, shapes["scales"] = "F8_E4M3", ("I8", (layers, 2 * kv_heads))
     shapes["kv"] = (code, (layers, 2, kv_heads, tokens, head_dim))
     start, spans = 0, {}
     for name, (dtype, shape) in shapes.items():

@@ -3,11 +3,11 @@
 Layout: the safetensors header (8 bytes of length, JSON), then ``prior`` where there is
 one, ``scales`` where numbers are stored in a byte, then ``kv``: (layers, 2, kv_heads, tokens,
 head_dim), keys before values, so that a layer is one range of bytes. The header's metadata carries
-format, key, fingerprint, position, token count, precision (``native``, or ``fp8`` or ``int8`` and
-what type it stands for), ``mac`` (the kind of digests, see kv/mac.py), ``written`` (when the
-chunk was first stored, a Unix time; where a key vouches for it), ``layers`` (a digest of each
-layer's bytes) and ``head``: one over all of these, the tensors' dtypes and shapes, the prior
-and the scales. So a layer can be read, checked and used before the others are there.
+format, key, fingerprint, position, token count, precision (``native``, or ``fp8`` and what type it
+stands for), ``mac`` (the kind of digests, see kv/mac.py), ``written`` (when the chunk was first
+stored, a Unix time; where a key vouches for it), ``layers`` (a digest of each layer's bytes) and
+``head``: one over all of these, the tensors' dtypes and shapes, the prior and the
+scales. So a layer can be read, checked and used before the others are there.
 
 kv/precision.py converts numbers to bytes and back. The codec rounds nothing: a chunk's numbers were
 rounded before, and are stored as its ``precision`` says. A chunk stays packed when it is read;
@@ -67,10 +67,10 @@ Parts = list[bytes | memoryview]
 class Head:
     """A stored chunk without its layers, checked; and the position of each layer in the object.
 
-    dtype: of keys and values. precision: how these are stored. scales: (layers, scales) int8, None
-    if numbers are stored unchanged. nbytes: of the whole object. start: where layer 0 begins in it.
-    prior: (tokens,) float32. written_at: when the chunk was first stored, a Unix time, if the
-    object says so and is signed with a key.
+    dtype: of keys and values. precision: how these are stored. scales: (layers, 2 * kv_heads) int8,
+    None if numbers are stored unchanged. nbytes: of the whole object. start: where layer 0 begins
+    in it. prior: (tokens,) float32. written_at: when the chunk was first stored, a Unix time, if
+    the object says so and is signed with a key.
     """
 
     position: int
@@ -90,7 +90,7 @@ class Head:
 
     @property
     def _stored(self) -> torch.dtype:
-        return CODES.get(self.precision, self.dtype)
+        return self.dtype if self.precision == "native" else CODES
 
     @property
     def layer_bytes(self) -> int:
@@ -120,9 +120,8 @@ class Head:
                 is_sound, keys_values = is_finite(kv), kv.unbind(0)
                 found.append((keys_values[0], keys_values[1]))
             else:
-                packed_as = (kv, self.scales[layer], self.precision, self.dtype)
-                is_sound = are_finite(*packed_as)
-                found.append(PackedLayer.of(*packed_as))
+                is_sound = are_finite(kv, self.scales[layer], self.dtype)
+                found.append(PackedLayer(kv, self.scales[layer], self.dtype))
             if not is_sound:
                 raise DamagedChunkError(NOT_FINITE)
         return found
@@ -148,7 +147,7 @@ class Head:
         if self.scales is None:
             keys, values = kv.unbind(1)
             return ChunkKV(keys, values, self.position, self.prior)
-        return PackedKV(kv, self.scales, self.dtype, self.position, self.prior, self.precision)
+        return PackedKV(kv, self.scales, self.dtype, self.position, self.prior)
 
 
 class EncodedChunk:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.precision import pack, part, unpack_parts
+from cacheblend_rag.kv.precision import pack, unpack
 from cacheblend_rag.settings import Precision
 
 
@@ -17,31 +18,17 @@ from cacheblend_rag.settings import Precision
 class PackedLayer:
     """One layer of a chunk, or some of its tokens.
 
-    codes: (2, kv_heads, tokens, head_dim), keys before values. of_keys, of_values: exponents of
-    their scales, int8, in shapes that broadcast. dtype: of the numbers.
+    codes: (2, kv_heads, tokens, head_dim), keys before values. exponents: of their scales,
+    (2 * kv_heads,) int8. dtype: of the numbers.
     """
 
     codes: Tensor
-    of_keys: Tensor
-    of_values: Tensor
-    precision: Precision
+    exponents: Tensor
     dtype: torch.dtype
-
-    @classmethod
-    def of(
-        cls, codes: Tensor, exponents: Tensor, precision: Precision, dtype: torch.dtype
-    ) -> PackedLayer:
-        """Return the layer of what ``pack`` returned, not copied."""
-        return cls(codes, *part(exponents, codes.shape, precision), precision, dtype)
-
-    @property
-    def exponents(self) -> Tensor:
-        """Return a copy of the exponents as ``pack`` returned them, (scales,)."""
-        return torch.cat((self.of_keys.flatten(), self.of_values.flatten()))
 
     def unpacked(self) -> tuple[Tensor, Tensor]:
         """Return keys and values, each (kv_heads, tokens, head_dim)."""
-        return unpack_parts(self.codes, self.of_keys, self.of_values, self.precision, self.dtype)
+        return unpack(self.codes, self.exponents, self.dtype)
 
     # As it is sent to a device, see Sendable
 
@@ -58,21 +45,16 @@ class PackedLayer:
     @property
     def tensors(self) -> Sequence[Tensor]:
         """The tensors to copy."""
-        return self.codes, self.of_keys, self.of_values
+        return self.codes, self.exponents
 
     def cut(self, start: int, end: int) -> PackedLayer:
         """Return some of its tokens: views, since a copy stream would not wait for a copy."""
-        here = slice(start, end)
-        of_keys, of_values = (
-            own[:, here] if own.shape[1] == self.tokens else own
-            for own in (self.of_keys, self.of_values)
-        )
-        return replace(self, codes=self.codes[:, :, here], of_keys=of_keys, of_values=of_values)
+        return replace(self, codes=self.codes[:, :, start:end])
 
     def moved(self, tensors: Sequence[Tensor]) -> PackedLayer:
         """Return the same tokens, given their tensors on a device."""
-        codes, of_keys, of_values = tensors
-        return replace(self, codes=codes, of_keys=of_keys, of_values=of_values)
+        codes, exponents = tensors
+        return replace(self, codes=codes, exponents=exponents)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,9 +63,9 @@ class PackedKV:
 
     Args:
         codes: (layers, 2, kv_heads, tokens, head_dim), keys before values; each layer contiguous.
-        exponents: of their scales, (layers, scales) int8.
+        exponents: of their scales, (layers, 2 * kv_heads) int8.
         dtype: of the numbers, as the model computed them.
-        position, prior, precision: see ChunkKV.
+        position, prior: see ChunkKV.
     """
 
     codes: Tensor
@@ -91,21 +73,21 @@ class PackedKV:
     dtype: torch.dtype
     position: int
     prior: Tensor | None
-    precision: Precision
+    precision: ClassVar[Precision] = "fp8"
 
     @classmethod
-    def of(cls, kv: ChunkKV, precision: Precision) -> PackedKV:
-        """Round a chunk's numbers to a precision other than ``native``."""
-        packed = [pack(*layer, precision) for layer in zip(kv.keys, kv.values, strict=True)]
+    def of(cls, kv: ChunkKV) -> PackedKV:
+        """Round a chunk's numbers."""
+        packed = [pack(*layer) for layer in zip(kv.keys, kv.values, strict=True)]
         codes, exponents = (torch.stack(parts) for parts in zip(*packed, strict=True))
-        return cls(codes, exponents, kv.dtype, kv.position, kv.prior, precision)
+        return cls(codes, exponents, kv.dtype, kv.position, kv.prior)
 
     @classmethod
     def joined(cls, layers: Sequence[PackedLayer], position: int, prior: Tensor | None) -> PackedKV:
         """Return the chunk of these layers, which are copied."""
         codes = torch.stack([layer.codes for layer in layers])
         exponents = torch.stack([layer.exponents for layer in layers])
-        return cls(codes, exponents, layers[0].dtype, position, prior, layers[0].precision)
+        return cls(codes, exponents, layers[0].dtype, position, prior)
 
     @property
     def shape(self) -> torch.Size:
@@ -125,8 +107,7 @@ class PackedKV:
 
     def layer(self, index: int) -> PackedLayer:
         """Return one layer, not copied."""
-        codes, exponents = self.codes[index], self.exponents[index]
-        return PackedLayer.of(codes, exponents, self.precision, self.dtype)
+        return PackedLayer(self.codes[index], self.exponents[index], self.dtype)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> PackedKV:
         """Return the same chunk KV with each of its tensors as ``change`` returns it."""
@@ -150,12 +131,11 @@ LayerKV = tuple[Tensor, Tensor] | PackedLayer
 
 
 def packed(kv: ChunkKV, precision: Precision) -> StoredKV:
-    """Return a chunk as it is stored: packed if it, or the store, has a precision.
+    """Return a chunk as it is stored: packed if it was rounded, or the store rounds.
 
     Packing a chunk that was rounded before gives the same codes.
     """
-    wanted = kv.precision if precision == "native" else precision
-    return kv if wanted == "native" else PackedKV.of(kv, wanted)
+    return PackedKV.of(kv) if "fp8" in (kv.precision, precision) else kv
 
 
 def unpacked(kv: StoredKV) -> ChunkKV:

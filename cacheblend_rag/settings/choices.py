@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 LeadInKind = Literal["none", "bos", "instruction", "document"]
-Precision = Literal["native", "fp8", "int8"]
+Precision = Literal["native", "fp8"]
 
 DEFAULT_RATIO = 0.08
 RATIO_BOUNDS = (0.05, 0.30)

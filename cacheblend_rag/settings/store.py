@@ -88,7 +88,7 @@ class StoreConfig(Settings):
     exists when a store is opened, the store loads the most requested chunks into its fastest tier,
     in the background."""
     precision: Annotated[Precision, Must.choose(Precision)] = "native"
-    """Precision of stored numbers: ``native`` as computed, ``fp8`` or ``int8`` one byte each.
+    """Precision of stored numbers: ``native`` as computed, ``fp8`` one byte each.
     Engines do not find chunks of another precision."""
 
     @model_validator(mode="after")

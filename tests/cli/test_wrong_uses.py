@@ -186,7 +186,7 @@ WRONG = {
     ("bench", "ttft", "--shape", "tiny"): "shape='tiny' must be one of",
     ("bench", "ttft", "--tier", "cloud"): "tier='cloud' must be host, disk or a tier's URL",
     ("bench", "store", "--tier", "ftp://cloud"): "ftp://... must begin with one of",
-    ("bench", "ttft", "--precision", "fp4"): "precision='fp4' must be one of native, fp8, int8",
+    ("bench", "ttft", "--precision", "fp4"): "precision='fp4' must be one of native, fp8",
     ("bench", "ttft", "--ratio", "2"): "recompute_ratio=2.0",
     ("bench", "ttft", "--chunks", "100"): "prompt_tokens=51232 must be below 8192",
     # servers and stores

@@ -125,7 +125,7 @@ def test_reads_from_disk_grow_as_the_layers_are_unpacked(tmp_path):
     disk = DiskTier(tmp_path)
     assert disk.range_bytes < disk.grown_range_bytes
     disk.whole_bytes, disk.range_bytes, disk.grown_range_bytes = 0, 1, 2 * LAYER_BYTES
-    for key, kv in ((KEYS[0], KVS[KEYS[0]]), (KEYS[1], packed(KVS[KEYS[1]], "int8"))):
+    for key, kv in ((KEYS[0], KVS[KEYS[0]]), (KEYS[1], packed(KVS[KEYS[1]], "fp8"))):
         disk.put(key, StoredChunk(kv, 0.0))
         assert list(disk.open(key).starts) == [0, 1, 3, 5]
 

@@ -127,7 +127,7 @@ def test_an_interrupt_anywhere_gives_all_places_and_room_back(monkeypatch, at):
         return call
 
     keys = [make_key(number) for number in range(4)]
-    with TieredKVStore([filled("host", *keys)], precision="int8") as store:
+    with TieredKVStore([filled("host", *keys)], precision="fp8") as store:
         for number, key in enumerate(keys):
             store.put(key, make_kv(number))
         monkeypatch.setattr(Budget, "take", interrupted(Budget.take))

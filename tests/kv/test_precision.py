@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.errors import ConfigError, DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import ChunkKV, TieredKVStore, codec
-from cacheblend_rag.kv.precision import pack, scales, unpack
+from cacheblend_rag.kv.precision import pack, unpack
 from cacheblend_rag.settings import StoreConfig
 
 from .samples import make_key, rounded, same
@@ -16,8 +16,6 @@ from .test_codec import header_of, with_header
 KEY = make_key(0)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-PRECISIONS = ["fp8", "int8"]
-every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 def chunk(seed=0, *, dtype=torch.float32, shape=(3, 2, 20, 8), scale=1.0):
@@ -39,43 +37,41 @@ def fp8_of(numbers):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@every_precision
-def test_rounding_again_changes_nothing(precision, dtype):
+def test_rounding_again_changes_nothing(dtype):
     for seed, scale in ((0, 1.0), (1, 1e-4), (2, 200.0)):
-        once = rounded(chunk(seed, dtype=dtype, scale=scale), precision)
-        assert once.precision == precision
-        again = rounded(ChunkKV(once.keys, once.values, 3), precision)
+        once = rounded(chunk(seed, dtype=dtype, scale=scale), "fp8")
+        assert once.precision == "fp8"
+        again = rounded(ChunkKV(once.keys, once.values, 3), "fp8")
         assert torch.equal(again.keys, once.keys)
         assert torch.equal(again.values, once.values)
-        for precision_of_store in (precision, "native"):
+        for precision_of_store in ("fp8", "native"):
             assert same(rounded(once, precision_of_store), once)
 
 
 @settings(deadline=None, max_examples=80)
 @given(
     st.lists(st.floats(-6e4, 6e4, width=16), min_size=16, max_size=16),
-    st.sampled_from(PRECISIONS),
     st.sampled_from(DTYPES),
 )
-def test_any_numbers_may_be_rounded_twice(numbers, precision, dtype):
+def test_any_numbers_may_be_rounded_twice(numbers, dtype):
     flat = torch.tensor(numbers).to(dtype)
     kv = ChunkKV(flat.view(1, 1, 4, 4), flat.flip(0).view(1, 1, 4, 4), 0)
-    once = rounded(kv, precision)
+    once = rounded(kv, "fp8")
     once.validate()
-    again = rounded(ChunkKV(once.keys, once.values, 0), precision)
+    again = rounded(ChunkKV(once.keys, once.values, 0), "fp8")
     assert torch.equal(again.keys, once.keys)
     assert torch.equal(again.values, once.values)
 
 
 def test_fp8_takes_the_nearest_number_of_a_head():
     kv = chunk(scale=3.0)
-    codes, exponents = pack(kv.keys[0], kv.values[0], "fp8")
+    codes, exponents = pack(kv.keys[0], kv.values[0])
     assert codes.shape == (2, 2, 20, 8)
-    assert exponents.shape == (scales(2, 20, 8, "fp8"),) == (4,)
+    assert exponents.shape == (4,)
     for part, own in zip(torch.cat((kv.keys[0], kv.values[0])), exponents, strict=True):
         scale = 2.0 ** int(own)
         assert 448 * scale / 2 < part.abs().max() <= 448 * scale
-    keys, values = unpack(codes, exponents, "fp8", torch.float32)
+    keys, values = unpack(codes, exponents, torch.float32)
     for found, given_, own in zip(
         torch.cat((keys, values)), [*kv.keys[0], *kv.values[0]], exponents, strict=True
     ):
@@ -90,55 +86,36 @@ def test_every_code_stands_for_its_number():
     sound = numbers.isfinite()
     for dtype in DTYPES:
         shaped = codes[sound].view(2, 1, 127, 1)
-        keys, values = unpack(shaped, torch.tensor([1, -2], dtype=torch.int8), "fp8", dtype)
+        keys, values = unpack(shaped, torch.tensor([1, -2], dtype=torch.int8), dtype)
         first, second = numbers[sound].view(2, 1, 127, 1)
         assert torch.equal(keys, (2 * first).to(dtype))
         assert torch.equal(values, (second / 4).to(dtype))
 
 
-def test_int8_has_a_scale_a_channel_of_keys_and_a_token_of_values():
-    kv = chunk()
-    codes, exponents = pack(kv.keys[0], kv.values[0], "int8")
-    assert exponents.shape == (scales(2, 20, 8, "int8"),) == (2 * 8 + 2 * 20,)
-    keys, values = unpack(codes, exponents, "int8", torch.float32)
-    steps = (2.0 ** exponents[:16].float()).view(2, 1, 8)
-    assert torch.equal(keys, (kv.keys[0] / steps).round() * steps)
-    assert bool(((kv.keys[0].abs().amax(1, keepdim=True) / steps) <= 127).all())
-    assert bool(((kv.keys[0].abs().amax(1, keepdim=True) / steps) > 63.5).all())
-    steps = (2.0 ** exponents[16:].float()).view(2, 20, 1)
-    assert torch.equal(values, (kv.values[0] / steps).round() * steps)
-
-
-@every_precision
-def test_zeros_stay_zeros_and_the_largest_numbers_finite(precision):
+def test_zeros_stay_zeros_and_the_largest_numbers_finite():
     for dtype in DTYPES:
         largest = torch.full((1, 1, 2, 4), torch.finfo(dtype).max, dtype=dtype)
-        kv = rounded(ChunkKV(largest, torch.zeros_like(largest), 0), precision)
+        kv = rounded(ChunkKV(largest, torch.zeros_like(largest), 0), "fp8")
         kv.validate()
         assert bool((kv.keys > torch.finfo(dtype).max * 0.9).all())
         assert not kv.values.any()
 
 
-def test_int8_is_nearer_where_channels_differ_and_both_are_near():
+def test_rounded_numbers_are_near():
     kv = chunk(scale=1.0, shape=(2, 4, 200, 32))
-    error = {
-        precision: float((rounded(kv, precision).keys - kv.keys).norm() / kv.keys.norm())
-        for precision in PRECISIONS
-    }
-    assert 0 < error["int8"] < error["fp8"] < 0.04
+    assert 0 < float((rounded(kv, "fp8").keys - kv.keys).norm() / kv.keys.norm()) < 0.04
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@every_precision
-def test_a_rounded_chunk_is_stored_in_bytes_and_read_as_it_is(precision, dtype):
-    kv = rounded(chunk(dtype=dtype), precision)
+def test_a_rounded_chunk_is_stored_in_bytes_and_read_as_it_is(dtype):
+    kv = rounded(chunk(dtype=dtype), "fp8")
     plain = codec.encode(KEY, chunk(dtype=dtype))
     data = codec.encode(KEY, kv)
     itemsize = dtype.itemsize
     assert len(data) < len(plain) / itemsize * 1.35 + 2048
     read = codec.decode(data, KEY)
     assert same(read, kv)
-    assert read.precision == precision
+    assert read.precision == "fp8"
     head = codec.read_head(lambda start, end: raw_of(data)[start:end], len(data), KEY)
     for layer in range(3):
         raw = raw_of(data)[slice(*head.span(layer, layer + 1))]
@@ -149,9 +126,8 @@ def test_a_rounded_chunk_is_stored_in_bytes_and_read_as_it_is(precision, dtype):
     assert codec.encode(KEY, read) == data
 
 
-@every_precision
-def test_no_bit_of_a_rounded_chunk_may_flip(precision):
-    data = codec.encode(KEY, rounded(chunk(shape=(2, 1, 3, 4)), precision))
+def test_no_bit_of_a_rounded_chunk_may_flip():
+    data = codec.encode(KEY, rounded(chunk(shape=(2, 1, 3, 4)), "fp8"))
     for bit in range(0, 8 * len(data), 5):
         altered = bytearray(data)
         altered[bit // 8] ^= 1 << bit % 8
@@ -206,5 +182,5 @@ def test_what_is_put_is_rounded_once_for_all_tiers(tmp_path):
 
 
 def test_a_precision_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="precision='fp4' must be one of native, fp8, int8"):
+    with pytest.raises(ConfigError, match="precision='fp4' must be one of native, fp8"):
         StoreConfig(precision="fp4")

@@ -159,7 +159,7 @@ def test_chunks_are_read_from_disk_into_buffers(locked: Locked, tmp_path: Path) 
         assert torch.equal(values, kv.values[index])
 
 
-@pytest.mark.parametrize("form", ["native", "int8"])
+@pytest.mark.parametrize("form", ["native", "fp8"])
 @pytest.mark.parametrize("limit", [1 << 30, 0])
 def test_a_memory_tier_copies_chunks_out_of_buffers(
     locked: Locked, tmp_path: Path, limit: int, form: Any

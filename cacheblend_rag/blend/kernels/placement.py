@@ -28,8 +28,7 @@ TILE = 16
 """Tokens of a head that a program handles at once."""
 PROGRAMS, LINK_PROGRAMS = 1056, 24
 """Most programs at once: where all chunks are on the device, and where any is on the host."""
-NATIVE, FP8, INT8 = 0, 1, 2
-_FORMS = {"native": NATIVE, "fp8": FP8, "int8": INT8}
+NATIVE, FP8 = 0, 1
 COLUMNS = 12
 _NO_ALIGNMENT_BEYOND = 16
 CONSTANTS = (
@@ -53,30 +52,15 @@ def _number(codes: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
         least = digits.to(tl.float32) * 0.001953125
         size = tl.where(digits < 8, least, normal)
         return tl.where(bits > 0x7F, -size, size)
-    elif FORM == 2:
-        return codes.to(tl.int8, bitcast=True).to(tl.float32)
     else:
         return codes.to(tl.float32)
 
 
 @triton.jit
-def _key_scales(
-    row: tl.tensor, head: tl.tensor, channels: tl.tensor, there: tl.tensor, FORM: tl.constexpr
-) -> tl.tensor:
-    """Return the scales of a head's keys, of each channel: fp8 has one for all of them."""
-    own = tl.load(row + 4).to(tl.pointer_type(tl.int8)) + head * tl.load(row + 5)
-    steps = channels * 0 if FORM == 1 else channels
-    return _two_to_the(tl.load(own + steps, mask=there, other=0))[None, :]
-
-
-@triton.jit
-def _value_scales(
-    row: tl.tensor, head: tl.tensor, tokens: tl.tensor, there: tl.tensor, FORM: tl.constexpr
-) -> tl.tensor:
-    """Return the scales of a head's values, of each token: fp8 has one for all of them."""
-    own = tl.load(row + 6).to(tl.pointer_type(tl.int8)) + head * tl.load(row + 7)
-    steps = tokens * 0 if FORM == 1 else tokens
-    return _two_to_the(tl.load(own + steps, mask=there, other=0))[:, None]
+def _scale(row: tl.tensor, head: tl.tensor, COLUMN: tl.constexpr) -> tl.tensor:
+    """Return the scale of a head's keys or values, whose exponents' address is in a column."""
+    own = tl.load(row + COLUMN).to(tl.pointer_type(tl.int8)) + head * tl.load(row + COLUMN + 1)
+    return _two_to_the(tl.load(own))
 
 
 @triton.jit
@@ -135,12 +119,13 @@ def place_kernel(
             r = tl.load(keys + d[None, :], mask=rest, other=0)
             v = tl.load(values + d[None, :], mask=whole, other=0)
             if FORM != 0:
-                x1 *= _key_scales(row, head, one, p < PAIRS, FORM)
-                x2 *= _key_scales(row, head, other, p < PAIRS, FORM)
+                scale = _scale(row, head, 4)
+                x1 *= scale
+                x2 *= scale
                 # as numbers of the model's type, which the twin rotates
                 x1, x2 = x1.to(TYPE).to(tl.float32), x2.to(TYPE).to(tl.float32)
-                r = (_number(r, FORM) * _key_scales(row, head, d, d < D, FORM)).to(TYPE)
-                v = (_number(v, FORM) * _value_scales(row, head, t, there, FORM)).to(TYPE)
+                r = (_number(r, FORM) * scale).to(TYPE)
+                v = (_number(v, FORM) * _scale(row, head, 6)).to(TYPE)
             y1, y2 = _rotated(x1, x2, row, p, PAIRS, TYPE)
             position = tl.load(row + 10) + t
             into = KEYS + head * apart + position[:, None] * D
@@ -269,7 +254,7 @@ def constants_of(form: int, heads: int, width: int, pairs: int, align: int) -> d
 
 
 def _form_of(kv: object) -> int:
-    return _FORMS[kv.precision] if isinstance(kv, PackedLayer | PackedKV) else NATIVE
+    return FP8 if isinstance(kv, PackedLayer | PackedKV) else NATIVE
 
 
 def _turn_of(part: LayerPart) -> tuple[int, bool] | None:
@@ -283,7 +268,7 @@ def _row(part: LayerPart) -> list[int]:
         keys, values = part.kv.codes
         scales = [
             number
-            for own in (part.kv.of_keys, part.kv.of_values)
+            for own in part.kv.exponents.view(2, -1)
             for number in (own.data_ptr(), own.stride(0))
         ]
     elif isinstance(part.kv, Numbers):

@@ -24,7 +24,6 @@ from cacheblend_rag.blend import FusedKV  # noqa: E402
 from cacheblend_rag.blend.copy_stream import pinned_buffers_of  # noqa: E402
 from cacheblend_rag.blend.kernels.placement import (  # noqa: E402
     FP8,
-    INT8,
     NATIVE,
     constants_of,
     place_kernel,
@@ -86,7 +85,7 @@ def stack_bytes(kernel: Any, folder: Path) -> int:
     return int(found[1]) + int(found[2])
 
 
-@pytest.mark.parametrize("form", [NATIVE, FP8, INT8])
+@pytest.mark.parametrize("form", [NATIVE, FP8])
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_it_is_compiled_for_gpus_without_spilling(
     capability: int, form: int, tmp_path: Path
@@ -98,7 +97,7 @@ def test_it_is_compiled_for_gpus_without_spilling(
     ("dtype", "form", "width", "options"),
     [
         ("fp32", NATIVE, 256, {}),
-        ("fp16", INT8, 256, {}),
+        ("fp16", FP8, 256, {}),
         ("bf16", FP8, 80, {"interleaved": True, "align": 1}),
         ("bf16", NATIVE, 96, {"pairs": 24}),
         ("fp16", NATIVE, 64, {"pairs": 0, "align": 2}),
@@ -126,7 +125,7 @@ def test_a_gpu_places_what_the_twin_does() -> None:
 
 
 @GPU
-@pytest.mark.parametrize("form", ["native", "fp8", "int8"])
+@pytest.mark.parametrize("form", ["native", "fp8"])
 @pytest.mark.parametrize("locked", [False, True])
 def test_a_gpu_reads_chunks_where_they_are(locked: bool, form: Any) -> None:
     """In page-locked memory, or through buffers."""

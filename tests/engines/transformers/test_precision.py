@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from cacheblend_rag import Chunk, SamplingParams, StoreConfig, TieredKVStore, TransformersEngine
 from tests.models import make_model, make_tokenizer, prompt_of, words
 
@@ -21,13 +19,10 @@ def opened(folder: Path, precision: str) -> TransformersEngine:
     )
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
-def test_all_tiers_give_the_same_answer_and_ratio_one_is_exact(
-    tmp_path: Path, precision: str
-) -> None:
+def test_all_tiers_give_the_same_answer_and_ratio_one_is_exact(tmp_path: Path) -> None:
     with_all = dict[str, list[tuple[int, ...]]]()
     for turn in ("host", "disk"):  # the second engine finds nothing in memory
-        engine = opened(tmp_path, precision)
+        engine = opened(tmp_path, "fp8")
         engine.precompute(CHUNKS, progress=False)
         config = engine.config.with_changes(selector="none", min_tokens=0)
         answer = engine.generate(PROMPT, SHORT, config=config)

@@ -334,7 +334,7 @@ def test_a_failing_store_fails_no_answer(
 def test_rounded_kv_is_not_exact(make_engine: EngineFactory) -> None:
     rounds, keeps = (
         make_engine(store=TieredKVStore.open(precision=precision))
-        for precision in ("int8", "native")
+        for precision in ("fp8", "native")
     )
     for engine in (rounds, keeps):
         asked(engine, without(QUESTIONS[0]))
