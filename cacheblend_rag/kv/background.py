@@ -15,7 +15,7 @@ BESIDE_BYTES = 1 << 22
 def begin(work: Callable[[], T]) -> Future[T]:
     """Run work in a new thread.
 
-    No pool: pools accept no work while a process exits, but queued chunks are written then. If no
+    No pool: pools accept no work while a process exits, but chunks may be written then. If no
     thread can be started either, the work runs in the calling thread.
     """
     done: Future[T] = Future()

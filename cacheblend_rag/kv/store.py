@@ -108,7 +108,7 @@ class TieredKVStore:
     def after_fork(self) -> None:
         """Reset locks and threads in a forked process, which has none of its parent's threads.
 
-        Called automatically. Queued writes and running reads stay with the parent.
+        Called automatically. Running reads stay with the parent.
         """
         for tier in self.tiers:
             tier.after_fork()
@@ -443,7 +443,7 @@ class TieredKVStore:
         return VerifyReport(checked, expired, damaged)
 
     def close(self) -> None:
-        """Stop reading ahead, write queued chunks and free memory.
+        """Stop reading ahead, and free memory.
 
         The store must not be used afterwards.
         """
@@ -451,7 +451,6 @@ class TieredKVStore:
         self.prefetching.close()
         self._threads.close()
         for tier in self.tiers:
-            tier.drain()
             tier.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""A stored chunk in the form that tiers, the write queue and the store exchange."""
+"""A stored chunk in the form that tiers and the store exchange."""
 
 from __future__ import annotations
 
@@ -31,11 +31,6 @@ class StoredChunk:
     kv: StoredKV
     written_at: float
     check: Callable[[], None] = lambda: None
-
-    @property
-    def entry(self) -> Entry:
-        """The entry that a tier would have if the chunk were written there now."""
-        return Entry(self.kv.nbytes, self.written_at, self.written_at)
 
 
 Read = StoredChunk | StoreError | None

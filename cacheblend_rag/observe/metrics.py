@@ -38,7 +38,6 @@ TIER_GAUGES = {
     "entries": "Chunks that a tier holds.",
     "bytes": "Bytes that a tier holds.",
     "capacity_bytes": "Bytes that a tier may hold.",
-    "queued": "Chunks that wait to be written to a tier.",
 }
 GUARD_COUNTERS = {
     "compared": ("guard_samples", COUNTERS["guard_samples"].text),
@@ -67,7 +66,7 @@ TIER_COUNTERS = {
     "quarantined": "Damaged chunks that a tier put aside",
     "errors": "Failures of a tier",
     "skipped": "Reads that were skipped while a tier was out of use",
-    "dropped": "Writes that were skipped so, or for which a tier's queue was full",
+    "dropped": "Writes that were skipped so",
 }
 
 

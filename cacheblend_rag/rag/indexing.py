@@ -12,7 +12,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -46,7 +46,6 @@ from cacheblend_rag.rag.readers import (
 )
 from cacheblend_rag.rag.retrieval import Embedder, Vectors
 from cacheblend_rag.rag.storing_kv import KVStoring
-from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.chunk import Document
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class Indexing:
         self.report = IndexReport()
         self._folder = folder
         self._progress = progress
-        self._placement = _written_through(placement or Placement())
+        self._placement = placement or Placement()
         self._rebuild, self._register_only = rebuild, register_only
         self._reader = FileReader()
         self._collection: Collection | None = None
@@ -363,15 +362,6 @@ def _chosen_before(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
     if asked.get("model", model) != model:
         del chosen["dtype"]
     return chosen
-
-
-def _written_through(placement: Placement) -> Placement:
-    """Return the placement with all tiers written through: indexing reports failed puts."""
-    tiers = placement.store.tiers
-    if tiers is None:
-        return placement
-    through = tuple(TierUrl(url).written_through() for url in tiers)
-    return replace(placement, store=placement.store.with_changes(tiers=through))
 
 
 def _check_agreement(folder: Path, settings: CollectionSettings, asked: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ MEMORY_SCHEMES = ("device", "host")
 SCHEMES = (*MEMORY_SCHEMES, "disk", *REDIS_SCHEMES, *OBJECT_SCHEMES)
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "write": ("through", "behind", "none"),
+    "write": ("through", "none"),
     "promote": ("yes", "no"),
     "admit": ("frequency", "always"),
     "fsync": ("yes", "no"),
@@ -95,15 +95,6 @@ class TierUrl(str):
         """Return the same tier under another name."""
         other = str.__new__(TierUrl, self)
         other.__dict__.update(self.__dict__, name=name)
-        return other
-
-    def written_through(self) -> TierUrl:
-        """Return the same tier, with ``write=through`` instead of ``behind``."""
-        if self.options.get("write") != "behind":
-            return self
-        other = str.__new__(TierUrl, self.replace("write=behind", "write=through"))
-        options = {**self.options, "write": "through"}
-        other.__dict__.update(self.__dict__, options=options)
         return other
 
     def __deepcopy__(self, memo: object) -> TierUrl:
@@ -233,5 +224,3 @@ def _check(url: TierUrl) -> None:
     number = url.path.strip("/")
     if scheme in ("redis", "rediss") and number and not number.isdigit():
         raise ConfigError(f"tiers: {scheme}://...: its path is the number of a database, as in /0")
-    if url.options.get("write") == "behind" and scheme in MEMORY_SCHEMES:
-        raise ConfigError(f"tiers: {scheme}://...: write=behind is for slower tiers: leave it out")

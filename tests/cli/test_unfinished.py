@@ -62,12 +62,11 @@ def files(into: Path) -> list[Path]:
     return sorted((into / KV_NAME).glob("?/?/*.safetensors"))
 
 
-@pytest.mark.parametrize("options", ["", "write=behind"])
 def test_a_redis_that_is_down_leaves_documents_unfinished_until_it_is_up(
-    index: Index, into: Path, notes: Path, options: str
+    index: Index, into: Path, notes: Path
 ) -> None:
     with redis_server() as server:
-        url = redis_url(server, options).rstrip("?")
+        url = redis_url(server, "").rstrip("?")
         server.kill()
         down = index(notes, "--store", f"tiers={url}")
         assert down.code == 1

@@ -105,16 +105,14 @@ def test_files_deleted_under_the_store_are_plain_misses(tmp_path):
     store.close()
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["through", "behind"])
-def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_path, behind):
-    """100 children each: half are killed at the n-th thing they do to the disk, half at random."""
+def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_path):
+    """100 children: half are killed at the n-th thing they do to the disk, half at random."""
     process = run_python(
         """
         import json, random
         from cacheblend_rag.kv import HostTier, TierPolicy
         import torch
         torch.set_num_threads(1)
-        behind = sys.argv[2] == "True"
         wanted = [make_kv(n, tokens=50 + 400 * (n % 3)) for n in range(10)]
         keys = [make_key(n) for n in range(10)]
         room = 3 * max(len(codec.encode(key, kv)) for key, kv in zip(keys, wanted))
@@ -131,7 +129,7 @@ def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_pa
                         if left <= 0:
                             os.kill(os.getpid(), signal.SIGKILL)
                 sys.addaudithook(count)
-            policy = TierPolicy(room, write="behind" if behind else "through", admit="always")
+            policy = TierPolicy(room, admit="always")
             with TieredKVStore([HostTier(0), DiskTier(folder, policy=policy)]) as store:
                 while True:
                     n = draw.randrange(10)
@@ -162,7 +160,6 @@ def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_pa
         print(json.dumps({"found": found, "most": most}))
         """,
         str(tmp_path),
-        str(behind),
     )
     told = json.loads(finish(process))
     assert told["found"] > 10

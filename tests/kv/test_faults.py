@@ -20,7 +20,6 @@ from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, StoredChunk, TieredKV
 from cacheblend_rag.kv.packed_kv import unpacked
 from cacheblend_rag.kv.tiers import Usage
 from cacheblend_rag.kv.tiers import disk as disk_module
-from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 from .samples import OTHER_FINGERPRINT, chunk_files, make_key, make_kv, rounded, same
@@ -365,18 +364,15 @@ def test_a_folder_removed_under_the_store_is_made_again(store, tmp_path):
 
 
 @pytest.mark.parametrize("tiers", ["host", "disk", "host disk", "disk host", "disk host host"])
-@pytest.mark.parametrize(("write", "precision"), [("through", "fp8"), ("behind", "native")])
+@pytest.mark.parametrize("precision", ["fp8", "native"])
 @pytest.mark.parametrize("beside", [0, 1 << 30])
 def test_no_tier_keeps_what_is_no_number_whichever_looks_first(
-    tmp_path, monkeypatch, tiers, write, precision, beside
+    tmp_path, monkeypatch, tiers, precision, beside
 ):
     """The disk looks while it writes. An older chunk stays, and no tier is thought to fail."""
     monkeypatch.setattr(disk_module, "BESIDE_BYTES", beside)
-    policy = TierPolicy(write=write)
     opened = [
-        HostTier(1 << 20, name=f"host {number}")
-        if kind == "host"
-        else DiskTier(tmp_path, policy=policy)
+        HostTier(1 << 20, name=f"host {number}") if kind == "host" else DiskTier(tmp_path)
         for number, kind in enumerate(tiers.split())
     ]
     bad = make_kv(1)

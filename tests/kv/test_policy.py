@@ -15,7 +15,7 @@ from cacheblend_rag.kv import DiskTier, HostTier, TierPolicy
         ({"ttl_seconds": float("nan")}, "ttl_seconds=nan must be above 0"),
         ({"watermark": 0}, "watermark=0 must be above 0 and at most 1"),
         ({"watermark": 1.1}, "watermark=1.1 must be above 0 and at most 1"),
-        ({"write": "later"}, "write='later' must be one of through, behind, none"),
+        ({"write": "later"}, "write='later' must be one of through, none"),
         ({"admit": "lru"}, "admit='lru' must be one of frequency, always"),
     ],
 )

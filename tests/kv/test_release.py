@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from pathlib import Path
 
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import DiskTier, HostTier, KVKey, TieredKVStore, TierPolicy
+from cacheblend_rag.kv import DiskTier, HostTier, TieredKVStore
 from cacheblend_rag.kv.tiers import StoredChunk
 from cacheblend_rag.kv.tiers.device import DeviceTier
 from tests.kv.samples import make_key, make_kv
@@ -53,28 +52,6 @@ def test_pinned_chunks_stay() -> None:
     store.unpin(KEYS[1])
     assert store.release() == nbytes
     assert store.release() == 0
-
-
-class Late(DiskTier):
-    """Files that are not written before they may be."""
-
-    def __init__(self, path: Path, may_write: threading.Event) -> None:
-        super().__init__(path, policy=TierPolicy(write="behind"))
-        self.may_write = may_write
-
-    def _save(self, key: KVKey, chunk: StoredChunk) -> None:
-        assert self.may_write.wait(60)
-        super()._save(key, chunk)
-
-
-def test_what_waits_to_be_written_is_not_lost(tmp_path: Path) -> None:
-    may_write = threading.Event()
-    disk = Late(tmp_path, may_write)
-    with filled(HostTier(), disk) as store:
-        assert store.release() > 0
-        assert [store.get(name, promote=False).tier for name in KEYS] == ["disk"] * 3
-        may_write.set()
-    assert TieredKVStore([DiskTier(tmp_path)]).contains_many(KEYS) == [True] * 3
 
 
 def test_a_store_that_is_only_read_releases_its_memory(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from cacheblend_rag.kv import (
     Lookup,
     StoredChunk,
     TieredKVStore,
+    TierPolicy,
     codec,
     expiry,
 )
@@ -586,3 +587,12 @@ def test_a_chunk_that_was_stored_again_since_it_was_opened_stays(clock):
             assert source.take().reason == "not stored"
         assert again
         assert store.get(make_key(1)).kv is not None
+
+
+def test_nothing_is_put_into_a_tier_that_is_not_written():
+    below = HostTier(name="below")
+    with TieredKVStore([HostTier(policy=TierPolicy(write="none")), below]) as store:
+        assert store.put(KEYS[0], make_kv())
+        assert not store.tiers[0].contains(KEYS[0])
+        assert store.get(KEYS[0]).tier == "below"
+        assert store.get(KEYS[0]).tier == "host", "what is found below is kept"

@@ -56,8 +56,7 @@ def test_tiers_are_named_by_kind_and_told_apart():
         ("redis://a?timeout=x", "tiers: redis://...: timeout='x' must be a time, such as 12h"),
         ("host://?watermark=2", "tiers: host://...: watermark='2' must be a share above 0"),
         ("host://?watermark=x", "tiers: host://...: watermark='x' must be a share above 0"),
-        ("disk:///a?write=never", "write='never' must be one of through, behind, none"),
-        ("host://?write=behind", "write=behind is for slower tiers: leave it out"),
+        ("disk:///a?write=never", "write='never' must be one of through, none"),
         ("host://?promote=1", "tiers: host://...: promote='1' must be one of yes, no"),
         ("host://?name=a%20b", "tiers: host://...: name='a b' must be letters, digits"),
         ("unix:///run/r.sock?db=x", "tiers: unix://...: db='x' must be a number"),
@@ -139,13 +138,3 @@ def test_a_worker_process_finds_the_password_in_its_environment(monkeypatch):
     again = pickle.loads(pickle.dumps(got))  # noqa: S301 - our own
     assert again == got
     assert [url.name for url in again.urls] == ["redis", "redis2"]
-
-
-def test_a_tier_written_behind_can_be_written_through() -> None:
-    url = TierUrl("redis://:secret@cache:6379/0?write=behind&name=far")
-    through = url.written_through()
-    assert (through.options["write"], through.name) == ("through", "far")
-    assert str(through) == "redis://cache:6379/0?write=through&name=far"
-    assert through.password == url.password
-    assert url.options["write"] == "behind"
-    assert TierUrl("host://").written_through() == "host://"

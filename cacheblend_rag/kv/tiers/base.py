@@ -65,16 +65,8 @@ class Tier(TierContract):
         """As entry, for many chunks, in their order."""
         return self._parts.lookups.entry_many(keys)
 
-    def queued(self) -> list[tuple[KVKey, Entry]]:
-        """Return the chunks that are not written yet; to be asked for before ``entries``."""
-        return self._parts.lookups.queued()
-
     def all_entries(self) -> Iterator[tuple[KVKey, Entry]]:
-        """Yield all chunks, queued ones first, since they may be written meanwhile.
-
-        Raises StoreError when the tier cannot be listed.
-        """
-        yield from self.queued()
+        """Yield all chunks; raises StoreError when the tier cannot be listed."""
         try:
             yield from self.entries()
         except OSError as error:
@@ -109,8 +101,7 @@ class Tier(TierContract):
     def put(self, key: KVKey, chunk: StoredChunk) -> PutResult:
         """Store or replace a chunk; if the tier did not take it, returns and logs the reason.
 
-        If the tier is written behind, the chunk is queued and found at once. Raises NotFiniteError
-        if the tier checked the chunk's numbers.
+        Raises NotFiniteError if the tier checked the chunk's numbers.
         """
         return self._parts.writes.put(key, chunk)
 
@@ -152,13 +143,9 @@ class Tier(TierContract):
         """
         return self._parts.stats.all()
 
-    def drain(self) -> None:
-        """Accept no more puts, and write the queue for at most a minute; the rest is lost."""
-        self._parts.writes.drain()
-
     def after_fork(self) -> None:
         """Reset locks and threads in a forked process, which has none of its parent's threads.
 
-        Locks held by those threads would stay locked for ever; the parent writes queued chunks.
+        Locks held by those threads would stay locked for ever.
         """
         self._parts.after_fork()

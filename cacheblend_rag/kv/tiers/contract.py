@@ -135,10 +135,7 @@ class TierContract(ABC):
         return True
 
     def release(self) -> int:
-        """Free the memory of chunks here, if any; returns its bytes.
-
-        Pinned chunks stay, and those that are not written yet.
-        """
+        """Free the memory of chunks here, if any; returns its bytes. Pinned chunks stay."""
         return 0
 
     def close(self) -> None:  # noqa: B027 - most tiers have nothing to free

@@ -7,10 +7,10 @@ from collections import Counter
 
 COUNTED = (
     "hits", "misses", "admitted", "rejected", "refused", "evictions", "expired", "quarantined",
-    "errors", "skipped", "dropped", "queued",
+    "errors", "skipped", "dropped",
 )  # fmt: skip
 """skipped: reads that were skipped while the tier was out of use. dropped: writes that were skipped
-so, or for which its queue was full. queued: chunks that wait to be written."""
+so."""
 
 
 class Counters:

@@ -9,30 +9,18 @@ from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.access import Access
 from cacheblend_rag.kv.tiers.contract import TierContract
 from cacheblend_rag.kv.tiers.parallel import in_parallel
-from cacheblend_rag.kv.write_queue import WriteQueue
 
 
 class Lookups:
-    """Looks up the chunks of one tier.
+    """Looks up the chunks of one tier."""
 
-    queue: the tier's chunks that are not written yet, which are found, too.
-    """
-
-    def __init__(self, tier: TierContract, access: Access, queue: WriteQueue) -> None:
-        self._tier, self._access, self._queue = tier, access, queue
+    def __init__(self, tier: TierContract, access: Access) -> None:
+        self._tier, self._access = tier, access
 
     def entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
         """See ``Tier.entry_many``."""
-        queued = self._queue.of(keys)
-        rest = [key for key in keys if key not in queued]
-        stored = iter(self._stored(rest) if rest else ())
-        return [queued[key].entry if key in queued else next(stored) for key in keys]
-
-    def queued(self) -> list[tuple[KVKey, Entry]]:
-        """See ``Tier.queued``."""
-        return [(key, chunk.entry) for key, chunk in self._queue.all().items()]
-
-    def _stored(self, keys: Sequence[KVKey]) -> list[Entry | None]:
+        if not keys:
+            return []
         try:
             with self._access.to_read(keys[0], timed=False):
                 together = self._tier._entry_many(keys)

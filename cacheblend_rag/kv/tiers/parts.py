@@ -14,21 +14,20 @@ from cacheblend_rag.kv.tiers.writes import Writes
 
 
 class TierParts:
-    """Creates the objects of one tier; they share its access, its counters and its write queue."""
+    """Creates the objects of one tier; they share its access and its counters."""
 
     def __init__(self, tier: TierContract) -> None:
         self._counts = counts = Counters()
         self.access = access = Access(tier, counts)
         self.capacity = Capacity(tier.policy, counts)
         self.writes = Writes(tier, access, counts, self.capacity)
-        self.lookups = Lookups(tier, access, self.writes.queue)
+        self.lookups = Lookups(tier, access)
         self.quarantine = Quarantine(tier, access, counts)
-        self.reads = Reads(tier, access, counts, self.writes.queue, self.quarantine)
-        self.stats = TierStats(tier, access, counts, self.writes.queue)
+        self.reads = Reads(tier, access, counts, self.quarantine)
+        self.stats = TierStats(tier, access, counts)
 
     def after_fork(self) -> None:
-        """Replace the locks in a forked process, and start with an empty write queue."""
+        """Replace the locks in a forked process, where their holders do not exist."""
         self._counts.after_fork()
         self.access.after_fork()
         self.capacity.after_fork()
-        self.writes.queue.after_fork()

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from cacheblend_rag.errors import StoreError
 
-Write = Literal["through", "behind", "none"]
+Write = Literal["through", "none"]
 Admit = Literal["frequency", "always"]
 
 
@@ -20,8 +20,7 @@ class TierPolicy:
         ttl_seconds: time after which the tier's copy expires, counted from when the chunk was first
             stored; None is the store's own.
         watermark: share of its capacity down to which a full tier evicts.
-        write: whether a put is stored here before put returns (``through``), soon after
-            (``behind``) or not at all (``none``).
+        write: whether puts are stored here (``through``) or not (``none``).
         promote: whether chunks found in a slower tier are kept here, too.
         admit: what a full tier accepts: ``frequency`` only chunks requested more often than those
             they would displace, ``always`` all, evicting the least recently used.

@@ -7,32 +7,23 @@ from collections.abc import Sequence
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.packed_kv import LayerKV
-from cacheblend_rag.kv.reader import ChunkReader, WholeReader
+from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.stored_chunk import Read, StoredChunk
 from cacheblend_rag.kv.tiers.access import Access
 from cacheblend_rag.kv.tiers.contract import TierContract
 from cacheblend_rag.kv.tiers.counters import Counters
 from cacheblend_rag.kv.tiers.parallel import in_parallel
 from cacheblend_rag.kv.tiers.quarantine import Quarantine
-from cacheblend_rag.kv.write_queue import WriteQueue
 
 
 class Reads:
-    """Reads from one tier.
-
-    queue: the tier's chunks that are not written yet, which are found, too.
-    """
+    """Reads from one tier."""
 
     def __init__(
-        self,
-        tier: TierContract,
-        access: Access,
-        counts: Counters,
-        queue: WriteQueue,
-        quarantine: Quarantine,
+        self, tier: TierContract, access: Access, counts: Counters, quarantine: Quarantine
     ) -> None:
         self._tier, self._access, self._counts = tier, access, counts
-        self._queue, self._quarantine = queue, quarantine
+        self._quarantine = quarantine
 
     def get(self, key: KVKey) -> StoredChunk | None:
         """See ``Tier.get``."""
@@ -43,23 +34,26 @@ class Reads:
 
     def get_many(self, keys: Sequence[KVKey]) -> list[Read]:
         """See ``Tier.get_many``."""
-        queued = self._queue.of(keys)
-        self._counts.add("hits", len(queued))
-        rest = [key for key in keys if key not in queued]
-        stored = iter(self._stored(rest) if rest else ())
-        return [queued[key] if key in queued else next(stored) for key in keys]
+        if not keys:
+            return []
+        loaded: list[Read | OSError]
+        try:
+            with self._access.to_read(keys[0], timed=False) as permit:
+                loaded = self._loaded_all(keys)
+                if self._tier.fails_whole and any(isinstance(one, OSError) for one in loaded):
+                    self._access.reading.failed(permit)
+        except OSError as error:
+            loaded = [error] * len(keys)
+        return [self._settled(key, found) for key, found in zip(keys, loaded, strict=True)]
 
     def open(self, key: KVKey) -> ChunkReader | StoreError | None:
         """See ``Tier.open``."""
         opened: ChunkReader | StoreError | OSError | None
-        if queued := self._queue.of([key]):
-            opened = WholeReader(queued[key].kv, queued[key].written_at)
-        else:
-            try:
-                with self._access.to_read(key):
-                    opened = self._tier._open(key)
-            except (StoreError, OSError) as error:
-                opened = error
+        try:
+            with self._access.to_read(key):
+                opened = self._tier._open(key)
+        except (StoreError, OSError) as error:
+            opened = error
         self._counts.add("hits" if isinstance(opened, ChunkReader) else "misses")
         return opened if isinstance(opened, ChunkReader) else self._failed(key, opened)
 
@@ -71,17 +65,6 @@ class Reads:
         except (StoreError, OSError) as error:
             failed = self._failed(key, error)
             raise failed or error from error
-
-    def _stored(self, keys: Sequence[KVKey]) -> list[Read]:
-        loaded: list[Read | OSError]
-        try:
-            with self._access.to_read(keys[0], timed=False) as permit:
-                loaded = self._loaded_all(keys)
-                if self._tier.fails_whole and any(isinstance(one, OSError) for one in loaded):
-                    self._access.reading.failed(permit)
-        except OSError as error:
-            loaded = [error] * len(keys)
-        return [self._settled(key, found) for key, found in zip(keys, loaded, strict=True)]
 
     def _loaded_all(self, keys: Sequence[KVKey]) -> list[Read | OSError]:
         together = self._tier._load_many(keys)

@@ -8,7 +8,6 @@ from cacheblend_rag.kv.tiers.access import Access
 from cacheblend_rag.kv.tiers.breaker import OutError
 from cacheblend_rag.kv.tiers.contract import TierContract, Usage
 from cacheblend_rag.kv.tiers.counters import Counters
-from cacheblend_rag.kv.write_queue import WriteQueue
 
 logger = logging.getLogger(__name__)
 
@@ -16,10 +15,8 @@ logger = logging.getLogger(__name__)
 class TierStats:
     """Collects the figures of one tier."""
 
-    def __init__(
-        self, tier: TierContract, access: Access, counts: Counters, queue: WriteQueue
-    ) -> None:
-        self._tier, self._access, self._counts, self._queue = tier, access, counts, queue
+    def __init__(self, tier: TierContract, access: Access, counts: Counters) -> None:
+        self._tier, self._access, self._counts = tier, access, counts
 
     def all(self) -> dict[str, int | None]:
         """See ``Tier.stats``."""
@@ -29,7 +26,6 @@ class TierStats:
             "bytes": None if usage is None else usage.nbytes,
             "capacity_bytes": self._tier.capacity_bytes,
             **self._counts.all(),
-            "queued": len(self._queue),
         }
 
     def _usage(self) -> Usage | None:

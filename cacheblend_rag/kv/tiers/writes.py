@@ -1,4 +1,4 @@
-"""Stores chunks in one tier and removes them, at once or by a queue; counts and logs both."""
+"""Stores chunks in one tier and removes them; counts and logs both."""
 
 from __future__ import annotations
 
@@ -13,59 +13,23 @@ from cacheblend_rag.kv.tiers.breaker import OutError
 from cacheblend_rag.kv.tiers.capacity import Capacity
 from cacheblend_rag.kv.tiers.contract import TierContract
 from cacheblend_rag.kv.tiers.counters import Counters
-from cacheblend_rag.kv.write_queue import WriteQueue
 
 logger = logging.getLogger(__name__)
 
 
 class Writes:
-    """Writes to one tier.
-
-    queue: chunks that are not written yet; always empty if the tier is not written behind.
-    """
+    """Writes to one tier."""
 
     def __init__(
         self, tier: TierContract, access: Access, counts: Counters, capacity: Capacity
     ) -> None:
         self._tier, self._access, self._counts = tier, access, counts
         self._capacity = capacity
-        self.queue = WriteQueue(self._write, tier.name)
 
     def put(self, key: KVKey, chunk: StoredChunk) -> PutResult:
         """See ``Tier.put``."""
         if self._tier.policy.read_only:
             return PutResult(False)
-        if self._tier.policy.write != "behind":
-            return self._write(key, chunk)
-        chunk.check()
-        refusal = self.queue.add(key, chunk)
-        if refusal is None:
-            return PutResult(True)
-        self._counts.add("dropped")
-        logger.warning("%s tier: %s is not stored: %s", self._tier.name, key, refusal)
-        return PutResult(False, f"{self._tier.name} tier: {refusal}")
-
-    def evict(self, key: KVKey) -> bool | None:
-        """See ``Tier.evict``."""
-        return self._remove(key, "evictions")
-
-    def expire(self, key: KVKey) -> bool:
-        """See ``Tier.expire``."""
-        return bool(self._remove(key, "expired"))
-
-    def drain(self) -> None:
-        """See ``Tier.drain``."""
-        chunks, nbytes = self.queue.close()
-        if chunks:
-            self._counts.add("dropped", chunks)
-            logger.warning(
-                "%s tier: %d chunks (%d bytes) are lost: closed before they were written",
-                self._tier.name,
-                chunks,
-                nbytes,
-            )
-
-    def _write(self, key: KVKey, chunk: StoredChunk) -> PutResult:
         name = self._tier.name
         try:
             with self._access.to_write(key):
@@ -86,13 +50,20 @@ class Writes:
             return PutResult(False, f"{name} tier: {cause}")
         return PutResult(True)
 
+    def evict(self, key: KVKey) -> bool | None:
+        """See ``Tier.evict``."""
+        return self._remove(key, "evictions")
+
+    def expire(self, key: KVKey) -> bool:
+        """See ``Tier.expire``."""
+        return bool(self._remove(key, "expired"))
+
     def _remove(self, key: KVKey, counter: str) -> bool | None:
         if self._tier.policy.read_only:
             return False
-        taken_back = self.queue.take_back(key)
         try:
             with self._access.to_write(key):
-                removed = self._tier._drop(key) or taken_back
+                removed = self._tier._drop(key)
         except OSError as error:
             self._access.could_not_write("remove %s", key, error)
             return None
