@@ -82,10 +82,6 @@ class AccessLog:
                     f"access log {path} is not a regular file: give access_log another path"
                 )
 
-    def after_fork(self) -> None:
-        """Replace the locks in a forked process, where held ones would never be released."""
-        self._lock = threading.Lock()
-
     def note(self, keys: Sequence[KVKey]) -> None:
         """Log the chunks of a prompt that were found in the store."""
         now = int(self._clock())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Never, Self
 from weakref import WeakSet
 
 import torch
@@ -35,6 +35,11 @@ from cacheblend_rag.kv.whole_chunks import WholeChunks
 from cacheblend_rag.report import Evicted
 from cacheblend_rag.settings import Precision, StoreConfig
 
+FORKED = (
+    "the store was opened before this process was forked, and its threads and connections do not"
+    " exist here: open it in the process that uses it"
+)
+
 
 class TieredKVStore:
     """Chunk KV under keys, over tiers from fastest to slowest. Safe to share between threads.
@@ -55,7 +60,8 @@ class TieredKVStore:
             disk, if there is one.
 
     Raises:
-        StoreError: when there is no tier, two have one name, or the age is not above 0.
+        StoreError: when there is no tier, two have one name, or the age is not above 0; and by all
+            methods in a process that was forked since.
 
     Attributes:
         tiers, ttl_seconds, precision, mac: as given.
@@ -91,11 +97,7 @@ class TieredKVStore:
         self._folder = disk if folder is None else Path(folder).expanduser().absolute()
         self.access_log: AccessLog | None = None
         self.speeds = Speeds()
-        self._begin_threads()
-        _stores.add(self)
-
-    def _begin_threads(self) -> None:
-        """Create locks and threads, in a new store and in a forked process."""
+        self._process = os.getpid()
         self.locks = KeyLocks()
         self._threads = TierThreads(self.tiers)
         self._closing = threading.Event()
@@ -104,18 +106,7 @@ class TieredKVStore:
         self.reads = SharedReads(self.tiers, self.expiry, self.locks, self._threads)
         self._chunks = WholeChunks(self.tiers, self.expiry)
         self.prefetching = Prefetch(self.tiers, self._chunks, self.locks, self._closing)
-
-    def after_fork(self) -> None:
-        """Reset locks and threads in a forked process, which has none of its parent's threads.
-
-        Called automatically. Running reads stay with the parent.
-        """
-        for tier in self.tiers:
-            tier.after_fork()
-        if self.access_log is not None:
-            self.access_log.after_fork()
-        self.speeds = Speeds()
-        self._begin_threads()
+        _stores.add(self)
 
     @classmethod
     def open(
@@ -445,8 +436,10 @@ class TieredKVStore:
     def close(self) -> None:
         """Stop reading ahead, and free memory.
 
-        The store must not be used afterwards.
+        The store must not be used afterwards. In a forked process, this leaves it to the parent.
         """
+        if os.getpid() != self._process:
+            return
         self._closing.set()
         self.prefetching.close()
         self._threads.close()
@@ -464,13 +457,27 @@ class TieredKVStore:
             raise StoreError(READ_ONLY)
 
 
+class _InParent:
+    """What a forked process has in place of a store's parts: each use of one raises StoreError."""
+
+    def __init__(self, parts: Mapping[str, object]) -> None:
+        self._parts = parts  # freeing them might close what the parent uses
+
+    def __getattr__(self, name: str) -> Never:
+        raise StoreError(FORKED)
+
+    def __iter__(self) -> Never:
+        raise StoreError(FORKED)
+
+
 _stores: WeakSet[TieredKVStore] = WeakSet()
 
 
 def _after_fork() -> None:
-    """Reset all stores in a forked process."""
+    """Refuse all work on the parent's stores, whose threads a forked process does not have."""
     for store in list(_stores):
-        store.after_fork()
+        parts = dict(vars(store))
+        vars(store).update(dict.fromkeys(parts, _InParent(parts)))
 
 
 os.register_at_fork(after_in_child=_after_fork)

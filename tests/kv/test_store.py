@@ -17,6 +17,7 @@ from cacheblend_rag.kv import (
     codec,
     expiry,
 )
+from tests.engines.test_forked import told_by
 
 from .samples import (
     FINGERPRINT,
@@ -596,3 +597,27 @@ def test_nothing_is_put_into_a_tier_that_is_not_written():
         assert not store.tiers[0].contains(KEYS[0])
         assert store.get(KEYS[0]).tier == "below"
         assert store.get(KEYS[0]).tier == "host", "what is found below is kept"
+
+
+USES = {
+    "get": lambda store: store.get(KEYS[0]),
+    "fetch": lambda store: store.fetch(KEYS),
+    "contains": lambda store: store.contains(KEYS[0]),
+    "put": lambda store: store.put(KEYS[1], make_kv()),
+    "evict": lambda store: store.evict(KEYS[0]),
+    "pin": lambda store: store.pin(KEYS[0]),
+    "prefetch": lambda store: store.prefetch(KEYS),
+    "keys": lambda store: store.keys(),
+    "stats": lambda store: store.stats(),
+    "release": lambda store: store.release(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_forked_process_is_told_to_open_the_store_itself(use, open_store):
+    store = open_store()
+    store.put(KEYS[0], make_kv())
+    told = told_by(lambda: USES[use](store))
+    assert told.startswith("StoreError: the store was opened before this process was forked, ")
+    assert told_by(store.close) == "None"
+    assert same(store.get(KEYS[0]).kv, make_kv())

@@ -40,12 +40,6 @@ class Access:
         self.last_failure = ""
         self._warned_reading, self._warned_writing = set[str](), set[str]()
 
-    def after_fork(self) -> None:
-        """Replace the locks in a forked process, where their holders do not exist."""
-        self.reading.after_fork()
-        if self.writing is not self.reading:
-            self.writing.after_fork()
-
     @contextmanager
     def to_read(self, *keys: KVKey, timed: bool = True) -> Iterator[int]:
         """Wrap a read; see ``_around``."""

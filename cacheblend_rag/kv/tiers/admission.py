@@ -59,10 +59,6 @@ class Sightings:
         self._added = 0
         self._lock = threading.Lock()
 
-    def after_fork(self) -> None:
-        """Replace the lock in a forked process, where its holder does not exist."""
-        self._lock = threading.Lock()
-
     def add(self, key: KVKey) -> None:
         """Count one access of a key."""
         with self._lock:
@@ -134,10 +130,6 @@ class Admission:
             raise RefusedError(f"{missing} bytes do not fit beside pinned chunks")
         self._check_worth(key, needed)
         return needed + _within(coldest[len(needed) :], spare)
-
-    def after_fork(self) -> None:
-        """Replace the locks in a forked process, where their holders do not exist."""
-        self._sightings.after_fork()
 
     def would_reject(self, key: KVKey) -> bool:
         """Whether a chunk seen as often was just rejected, so that the search can be skipped."""

@@ -142,10 +142,3 @@ class Tier(TierContract):
         Entries and bytes are None if the tier cannot be asked.
         """
         return self._parts.stats.all()
-
-    def after_fork(self) -> None:
-        """Reset locks and threads in a forked process, which has none of its parent's threads.
-
-        Locks held by those threads would stay locked for ever.
-        """
-        self._parts.after_fork()

@@ -39,10 +39,6 @@ class Breaker:
         """Whether calls are blocked, or the last one failed."""
         return self._failing
 
-    def after_fork(self) -> None:
-        """Replace the lock in a forked process, where its holder does not exist."""
-        self._lock = threading.Lock()
-
     def ask(self) -> int | None:
         """Return a permit for a call, None while calls are blocked."""
         with self._lock:

@@ -23,10 +23,6 @@ class Capacity:
         self._bytes, self._watermark = policy.capacity_bytes, policy.watermark
         self._admission, self._counts = Admission(policy), counts
 
-    def after_fork(self) -> None:
-        """Replace the locks in a forked process, where their holders do not exist."""
-        self._admission.after_fork()
-
     def see(self, keys: Iterable[KVKey]) -> None:
         """See ``Tier.see``."""
         self._admission.see(keys)

@@ -20,10 +20,6 @@ class Counters:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def after_fork(self) -> None:
-        """Replace the lock in a forked process, where its holder does not exist."""
-        self._lock = threading.Lock()
-
     def add(self, name: str, times: int = 1) -> int:
         """Increase a counter; returns its value."""
         with self._lock:

@@ -132,12 +132,6 @@ class DiskTier(BytesTier):
             for file in self._files_in(_HEX[one], _HEX[other])
         ]
 
-    def after_fork(self) -> None:
-        """As for any tier; a lock of the folder belongs to one process only."""
-        super().after_fork()
-        self._mutex, self._file_lock = threading.Lock(), _lock_at(self._lock)
-        self.direct = DirectReads(self.direct.wanted)
-
     def has_relative(self, key: KVKey) -> bool:
         """As for any tier; reads the names in one of 256 folders, and no file."""
         with suppress(OSError):

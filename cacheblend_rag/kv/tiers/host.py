@@ -81,13 +81,6 @@ class HostTier(Tier):
         self._capacity.freed("evictions", len(gone))
         return freed
 
-    def after_fork(self) -> None:
-        """As for any tier; chunks that a thread was changing are dropped."""
-        super().after_fork()
-        was_changing, self._lock = self._lock.locked(), threading.Lock()
-        if was_changing:
-            self.close()
-
     def close(self) -> None:
         """Drop all chunks."""
         with self._lock:

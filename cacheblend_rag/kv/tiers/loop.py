@@ -8,7 +8,6 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-FORKED = "the process was forked: open the store in the process that uses it"
 
 
 class LoopThread:
@@ -21,7 +20,6 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._name, self._lock = name, threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_forked = False
 
     def result(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
         """Return the result of ``work``, or raise its error; OSError after the deadline."""
@@ -43,13 +41,7 @@ class LoopThread:
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
 
-    def after_fork(self) -> None:
-        """Refuse all work in a forked process, which does not have the loop's thread."""
-        self._lock, self._loop, self._is_forked = threading.Lock(), None, True
-
     def _started(self) -> asyncio.AbstractEventLoop:
-        if self._is_forked:
-            raise OSError(FORKED)
         with self._lock:
             if self._loop is None:
                 loop = asyncio.new_event_loop()

@@ -70,12 +70,6 @@ class ObjectTier(BytesTier):
         """End the thread that waits for answers."""
         self._client.close()
 
-    def after_fork(self) -> None:
-        """As for any tier; obstore's threads exist in the parent only, so nothing is read here."""
-        super().after_fork()
-        self._lock = RLock()
-        self._client.after_fork()
-
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Yield all objects; without other times, they have those of the listing."""
         for page in self._client.pages():

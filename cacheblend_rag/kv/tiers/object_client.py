@@ -52,10 +52,6 @@ class ObjectClient:
         """End the thread that waits for answers."""
         self._loop.close()
 
-    def after_fork(self) -> None:
-        """Refuse all work in a forked process: obstore's threads exist in the parent only."""
-        self._loop.after_fork()
-
     def answer(self, asked: Coroutine[Any, Any, T]) -> T:
         """Return the result of a coroutine of obstore."""
         from obstore.exceptions import BaseError

@@ -17,7 +17,7 @@ class TierParts:
     """Creates the objects of one tier; they share its access and its counters."""
 
     def __init__(self, tier: TierContract) -> None:
-        self._counts = counts = Counters()
+        counts = Counters()
         self.access = access = Access(tier, counts)
         self.capacity = Capacity(tier.policy, counts)
         self.writes = Writes(tier, access, counts, self.capacity)
@@ -25,9 +25,3 @@ class TierParts:
         self.quarantine = Quarantine(tier, access, counts)
         self.reads = Reads(tier, access, counts, self.quarantine)
         self.stats = TierStats(tier, access, counts)
-
-    def after_fork(self) -> None:
-        """Replace the locks in a forked process, where their holders do not exist."""
-        self._counts.after_fork()
-        self.access.after_fork()
-        self.capacity.after_fork()

@@ -120,11 +120,6 @@ class RedisTier(BytesTier):
         """Close the connections."""
         self.client.close()
 
-    def after_fork(self) -> None:
-        """As for any tier; the client opens its own connections in each process."""
-        super().after_fork()
-        self._one_by_one = Lock()
-
     def _entry(self, key: KVKey) -> Entry | None:
         return self._entry_many([key])[0]
 
