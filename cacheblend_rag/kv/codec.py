@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.errors import BadSignatureError, DamagedChunkError, ForeignChunkError
-from cacheblend_rag.kv.background import BESIDE_BYTES, begin
 from cacheblend_rag.kv.chunk_header import (
     DIGEST_DIGITS,
     DTYPE_NAMES,
@@ -127,21 +126,8 @@ class Head:
         return found
 
     def whole(self, raw: Tensor) -> StoredKV:
-        """Check all layers' bytes, raw: (layers * layer_bytes,) uint8; return views of them.
-
-        Of many bytes, half of the layers are checked beside this thread.
-        """
-        half = self.layers // 2
-        if raw.numel() < BESIDE_BYTES or not half:
-            self.checked(0, self.layers, raw)
-        else:
-            start = half * self.layer_bytes
-            rest = [raw[start:]]  # a list, so that nothing of the thread holds on to the bytes
-            others = begin(lambda: len(self.checked(half, self.layers, rest.pop())))
-            try:
-                self.checked(0, half, raw[:start])
-            finally:
-                others.result()
+        """Check all layers' bytes, raw: (layers * layer_bytes,) uint8; return views of them."""
+        self.checked(0, self.layers, raw)
         shape = (self.layers, 2, self.kv_heads, self.tokens, self.head_dim)
         kv = raw.view(self._stored).view(shape)
         if self.scales is None:
@@ -151,12 +137,11 @@ class Head:
 
 
 class EncodedChunk:
-    """A chunk as one safetensors object; ``head`` computes the digests.
+    """A chunk as one safetensors object of ``nbytes``; ``parts`` computes the digests.
 
-    So a caller can write the body at its offset meanwhile. Layers that are on the CPU, contiguous
-    and stored unchanged, are not copied. body: its bytes in order. head_bytes: size of the head.
+    Layers that are on the CPU, contiguous and stored unchanged, are not copied.
 
-    kv: a chunk of valid form. check: checks its numbers, unless that was done; ``head`` calls it,
+    kv: a chunk of valid form. check: checks its numbers, unless that was done; ``parts`` calls it,
     and raises its errors. written_at: when the chunk was first stored, a Unix time, to be kept in
     the object; None keeps none. Raises ValueError for a dtype that is not stored.
     """
@@ -189,21 +174,18 @@ class EncodedChunk:
             "mac": mac.name,
             **({} if written_at is None else {"written": f"{max(written_at, 0):.6f}"}),
         }
-        self.body = [*own, *(part for parts in self._layers for part in parts)]
+        self._body = [*own, *(part for parts in self._layers for part in parts)]
         blank = "0" * DIGEST_DIGITS
-        self.head_bytes = len(self._header(blank * len(self._layers), blank))
-        self.nbytes = self.head_bytes + sum(part.nbytes for part in self.body)
+        head = self._header(blank * len(self._layers), blank)
+        self.nbytes = len(head) + sum(part.nbytes for part in self._body)
 
-    def head(self) -> bytes:
-        """Return the bytes before the body, after checking the numbers."""
+    def parts(self) -> Parts:
+        """Return all of it, in order, after checking the numbers."""
         self._check()
         layers = "".join(self._mac.digest(*parts) for parts in self._layers)
         metadata = {**self._metadata, "layers": layers}
-        return self._header(layers, head_digest(self._mac, metadata, self._spans, *self._own))
-
-    def parts(self) -> Parts:
-        """Return all of it, in order."""
-        return [self.head(), *self.body]
+        head = head_digest(self._mac, metadata, self._spans, *self._own)
+        return [self._header(layers, head), *self._body]
 
     def _header(self, layers: str, head: str) -> bytes:
         return header_bytes({**self._metadata, "layers": layers, "head": head}, self._spans)

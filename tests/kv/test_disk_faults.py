@@ -116,7 +116,6 @@ def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_pa
         wanted = [make_kv(n, tokens=50 + 400 * (n % 3)) for n in range(10)]
         keys = [make_key(n) for n in range(10)]
         room = 3 * max(len(codec.encode(key, kv)) for key, kv in zip(keys, wanted))
-        disk_module.BESIDE_BYTES = room // 4  # so the largest take a thread more
         TOUCHES = {"open", "os.rename", "os.remove", "os.utime", "os.mkdir", "os.scandir"}
 
         def work(seed, left):

@@ -365,12 +365,8 @@ def test_a_folder_removed_under_the_store_is_made_again(store, tmp_path):
 
 @pytest.mark.parametrize("tiers", ["host", "disk", "host disk", "disk host", "disk host host"])
 @pytest.mark.parametrize("precision", ["fp8", "native"])
-@pytest.mark.parametrize("beside", [0, 1 << 30])
-def test_no_tier_keeps_what_is_no_number_whichever_looks_first(
-    tmp_path, monkeypatch, tiers, precision, beside
-):
+def test_no_tier_keeps_what_is_no_number_whichever_looks_first(tmp_path, tiers, precision):
     """The disk looks while it writes. An older chunk stays, and no tier is thought to fail."""
-    monkeypatch.setattr(disk_module, "BESIDE_BYTES", beside)
     opened = [
         HostTier(1 << 20, name=f"host {number}") if kind == "host" else DiskTier(tmp_path)
         for number, kind in enumerate(tiers.split())

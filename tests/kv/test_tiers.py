@@ -27,7 +27,6 @@ from cacheblend_rag.kv import (
     fingerprint,
 )
 from cacheblend_rag.kv.tiers import Usage, files
-from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.kv.tiers.bytes import SUFFIX
 from cacheblend_rag.kv.tiers.object_client import open_store
 from tests.local_servers import BUCKET
@@ -335,36 +334,15 @@ def test_disk_keeps_chunks_between_runs(tmp_path):
     assert again.usage().nbytes == size_in(again)
 
 
-def test_disk_takes_a_large_chunks_digests_beside_its_writing(tmp_path, monkeypatch):
-    tier, took = DiskTier(tmp_path), []
-    head = codec.EncodedChunk.head
-
-    def watched(data):
-        took.append(threading.current_thread())
-        return head(data)
-
-    monkeypatch.setattr(codec.EncodedChunk, "head", watched)
-    chunk = stored()
-    for least, beside in [(1 << 30, False), (0, True)]:
-        monkeypatch.setattr(disk_module, "BESIDE_BYTES", least)
-        assert tier.put(KEYS[0], chunk)
-        (path,) = tmp_path.rglob(f"*{SUFFIX}")
-        assert path.read_bytes() == codec.encode(KEYS[0], chunk.kv)
-        assert (took[0] is not threading.current_thread()) == beside
-        took.clear()
-
-
 @pytest.mark.parametrize("most", [1, 7, 100, 1 << 20])
 @pytest.mark.parametrize("parts", [1, 2, 1024])
-@pytest.mark.parametrize("beside", [0, 1 << 30])
-def test_disk_writes_on_behind_what_a_call_has_written(tmp_path, monkeypatch, most, parts, beside):
+def test_disk_writes_on_behind_what_a_call_has_written(tmp_path, monkeypatch, most, parts):
     """As where a disk is nearly full, or a chunk has more parts than a call takes."""
 
     def some(descriptor, wanted):
         assert len(wanted) <= parts
         return os.write(descriptor, b"".join(wanted)[:most])
 
-    monkeypatch.setattr(disk_module, "BESIDE_BYTES", beside)
     monkeypatch.setattr(files, "PARTS_A_WRITE", parts)
     monkeypatch.setattr(os, "writev", some)
     assert DiskTier(tmp_path).put(KEYS[0], stored())
@@ -372,19 +350,9 @@ def test_disk_writes_on_behind_what_a_call_has_written(tmp_path, monkeypatch, mo
     assert path.read_bytes() == codec.encode(KEYS[0], stored().kv)
 
 
-def test_disk_takes_digests_itself_where_no_thread_is_started_any_more(tmp_path, monkeypatch):
-    tier = DiskTier(tmp_path)
-    monkeypatch.setattr(disk_module, "BESIDE_BYTES", 0)
-    monkeypatch.setattr(threading.Thread, "start", lambda _: _raise(RuntimeError("at the end")))
-    assert tier.put(KEYS[0], stored())
-    monkeypatch.undo()
-    assert same(tier.get(KEYS[0]).kv, make_kv())
-
-
 def test_disk_keeps_nothing_of_a_chunk_whose_digests_fail(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path)
-    monkeypatch.setattr(disk_module, "BESIDE_BYTES", 0)
-    monkeypatch.setattr(codec.EncodedChunk, "head", lambda _: _raise(OSError("no memory")))
+    monkeypatch.setattr(codec.EncodedChunk, "parts", lambda _: _raise(OSError("no memory")))
     assert not tier.put(KEYS[0], stored())
     assert [path for path in tmp_path.glob("?/?/*") if path.is_file()] == []
     assert tier.usage() == Usage(0, 0)

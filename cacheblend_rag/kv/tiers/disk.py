@@ -25,7 +25,6 @@ from filelock import FileLock
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.folders import make_folder
-from cacheblend_rag.kv.background import BESIDE_BYTES, begin
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import EncodedChunk
 from cacheblend_rag.kv.reader import StoredBytes
@@ -240,7 +239,8 @@ class DiskTier(BytesTier):
         self._make_folders(path)
         temporary = f"{path}.{uuid4().hex}{TEMPORARY_SUFFIX}"
         try:
-            self._create(temporary, data)
+            with new_file(temporary, fsync=self._fsync) as file:
+                write_parts(file, data.parts())
             with self._exclusive():
                 os.stat(temporary)  # gone if another clock is far ahead: record nothing
                 self._usage.write(self._make_room(key, data.nbytes))
@@ -300,18 +300,6 @@ class DiskTier(BytesTier):
             with suppress(FileExistsError):
                 os.mkdir(folder, mode=0o700)
             check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
-
-    def _create(self, path: str, data: EncodedChunk) -> None:
-        """Write a chunk's file, computing its digests at the same time if that is faster."""
-        with new_file(path, fsync=self._fsync) as file:
-            if data.nbytes < BESIDE_BYTES:
-                write_parts(file, data.parts())
-                return
-            head = begin(data.head)
-            file.seek(data.head_bytes)
-            write_parts(file, data.body)
-            file.seek(0)
-            write_parts(file, [head.result()])
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
