@@ -264,7 +264,7 @@ def store_config(tier: str, folder: str, precision: Precision) -> StoreConfig:
 
     folder: for the tier ``disk``.
     """
-    place = {"host": "host://?capacity=none", "disk": f"disk://{folder}?direct=yes"}.get(tier, tier)
+    place = {"host": "host://?capacity=none", "disk": f"disk://{folder}"}.get(tier, tier)
     return StoreConfig(tiers=(place,), precision=precision)
 
 

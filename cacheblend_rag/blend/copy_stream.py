@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.placement import has_kernel
-from cacheblend_rag.kv.read_memory import release_read_buffers
+from cacheblend_rag.kv.read_memory import OF_PROCESS
 
 BUFFERS = 16
 BUFFER_BYTES = 4 << 20
@@ -258,7 +258,7 @@ def release_buffers(device: torch.device) -> int:
     """Free unused buffers for copies to the device and for reads; returns their size in bytes."""
     buffers = pinned_buffers_of(device)
     freed = 0 if buffers is None else buffers.release()
-    return freed + release_read_buffers()
+    return freed + OF_PROCESS.release()
 
 
 def has_copy_stream(device: torch.device) -> bool:

@@ -7,6 +7,12 @@ tensor in them. They are never written again, so a forked process may read them.
 from __future__ import annotations
 
 import logging
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 
@@ -14,23 +20,29 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.kv.packed_kv import StoredKV
-from cacheblend_rag.kv.pages import LimitedPages, Pages, machine_bytes, rounded_up
 
 ALIGNMENT = 64
 """Of each tensor in the memory of a chunk, in bytes."""
 SHARE = 0.5
 """Limit of page-locked memory for chunks in the host tier, as a share of the machine's memory."""
+SLACK_BYTES = 1 << 16
+"""Slack for a chunk read from bytes: views of one buffer that also holds the header."""
 PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for all devices."""
 
 _LOG = logging.getLogger(__name__)
 
 
-class PageLockedMemory(LimitedPages):
-    """Page-locked memory, up to a limit; not in huge pages.
+class Pages(mmap.mmap):
+    """An mmap; a subclass, so that its ``weakref.finalize`` runs before it is unmapped."""
+
+
+class PageLockedMemory:
+    """Allocates page-locked memory, up to a limit.
 
     lock, unlock: of an address and a size; whether that worked. is_there: whether a device uses
-    page-locked memory at all, asked each time. limit: bytes.
+    page-locked memory at all, asked each time. limit: maximum total size of what is allocated at
+    the same time, in bytes.
     """
 
     def __init__(
@@ -40,13 +52,56 @@ class PageLockedMemory(LimitedPages):
         is_there: Callable[[], bool],
         limit: int,
     ) -> None:
-        super().__init__(limit)
         self._lock_pages, self._unlock_pages, self._is_there = lock, unlock, is_there
+        self._limit, self._taken = limit, 0
+        self._mutex = threading.Lock()
+        # A finalizer may run anywhere, also under the lock: it only notes what is free.
+        self._freed: deque[int] = deque()
 
     @property
     def is_used(self) -> bool:
         """Whether a device uses page-locked memory at all."""
         return self._is_there()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use now."""
+        with self._mutex:
+            return self._in_use()
+
+    def fits(self, nbytes: int, freed: int) -> bool:
+        """Whether so many bytes are within the limit once ``freed`` of those in use are not."""
+        return self.nbytes - freed + rounded_up(nbytes, mmap.PAGESIZE) <= self._limit
+
+    def pages(self, nbytes: int) -> Pages | None:
+        """Return pages of at least so many bytes, which go back once nothing refers to them.
+
+        None if they are of no use, beyond the limit, or if there are none.
+        """
+        if not self.is_used:
+            return None
+        nbytes = rounded_up(nbytes, mmap.PAGESIZE)
+        with self._mutex:
+            if self._in_use() + nbytes > self._limit:
+                return None
+            self._taken += nbytes
+        try:
+            pages = Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError):
+            self._freed.append(nbytes)
+            return None
+        address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+        if self._lock_pages(address, nbytes):
+            weakref.finalize(pages, self._free, address, nbytes).atexit = False
+            return pages
+        self._freed.append(nbytes)
+        with self._mutex:
+            self._limit = self._in_use()  # as much as can be had
+        _LOG.warning(
+            "only %d MiB of memory could be page-locked: other chunk KV is copied by the host",
+            self._limit >> 20,
+        )
+        return None
 
     def copied(self, kv: StoredKV) -> StoredKV | None:
         """Return a copy of a chunk in page-locked memory; None if there is none for it."""
@@ -68,18 +123,25 @@ class PageLockedMemory(LimitedPages):
 
         return kv.mapped(place)
 
-    def _prepare(self, pages: Pages, address: int) -> bool:
-        if self._lock_pages(address, len(pages)):
-            return True
-        _LOG.warning(
-            "only %d MiB of memory could be page-locked: other chunk KV is copied by the host",
-            (self.nbytes - len(pages)) >> 20,
-        )
-        return False
+    def _in_use(self) -> int:
+        while self._freed:
+            self._taken -= self._freed.popleft()
+        return self._taken
 
-    def _undo(self, address: int) -> None:
+    def _free(self, address: int, nbytes: int) -> None:
         if self._is_there():  # not in a forked process, nor once CUDA is shut down
             self._unlock_pages(address)
+        self._freed.append(nbytes)
+
+
+def rounded_up(nbytes: int, to: int) -> int:
+    """Return the smallest multiple of ``to`` that is not less than ``nbytes``."""
+    return -(-nbytes // to) * to
+
+
+def machine_bytes() -> int:
+    """Return the size of the machine's memory in bytes; 0 if it is unknown."""
+    return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE if sys.platform == "linux" else 0
 
 
 @cache

@@ -26,11 +26,10 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "promote": ("yes", "no"),
     "admit": ("frequency", "always"),
     "fsync": ("yes", "no"),
-    "direct": ("yes", "no"),
 }
 COMMON = ("name", "capacity", "ttl", "watermark", "write", "promote", "admit", "timeout")
 OWN: Mapping[str, tuple[str, ...]] = {
-    "disk": ("fsync", "direct"),
+    "disk": ("fsync",),
     **dict.fromkeys(REDIS_SCHEMES, ("prefix", "db")),
     "rediss": ("prefix", "db", "ssl_ca_certs"),
     "s3": ("endpoint", "region"),
@@ -195,7 +194,7 @@ def _value(where: str, name: str, text: str) -> Any:
         raise ConfigError(f"{where}={text!r:.40} must be a number")
     if name == "name" and not (text.isascii() and text.replace("-", "_").isidentifier()):
         raise ConfigError(f"{where}={text!r:.40} must be letters, digits, - and _")
-    return text == "yes" if name in ("promote", "fsync", "direct") else text
+    return text == "yes" if name in ("promote", "fsync") else text
 
 
 def _share(where: str, text: str) -> float:

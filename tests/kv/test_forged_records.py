@@ -225,9 +225,9 @@ def test_an_object_of_rubbish_is_read_no_further_than_its_head(tmp_path, how, mo
             file.truncate(3 << 30)
         asked, own = [], disk_module.read_range
 
-        def read_range(file, start, nbytes, direct):
+        def read_range(file, start, nbytes):
             asked.append(nbytes)
-            return own(file, start, nbytes, direct)
+            return own(file, start, nbytes)
 
         monkeypatch.setattr(disk_module, "read_range", read_range)
         if how == "get":

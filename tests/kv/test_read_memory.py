@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cacheblend_rag.kv.read_memory import (
     ReadMemory,
 )
 from cacheblend_rag.kv.stored_chunk import StoredChunk
+from cacheblend_rag.kv.tiers import disk
 from tests.kv.locked import Locked, tensors
 from tests.kv.samples import make_key
 
@@ -35,7 +37,7 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> Locked:
     """Disks are read for this device."""
     device = Locked()
     memory = ReadMemory(device.memory)
-    monkeypatch.setattr(OF_PROCESS, "locked", memory)
+    monkeypatch.setattr(disk, "OF_PROCESS", memory)
     return device
 
 
@@ -114,24 +116,17 @@ def test_where_nothing_can_be_locked_reads_get_ordinary_memory(
     assert not locked.has(keys)
 
 
-@pytest.mark.parametrize("is_lent", [False, True])
-def test_buffers_of_before_a_fork_are_not_used_again(is_lent: bool) -> None:
+def test_a_forked_process_shares_no_buffer() -> None:
+    """So what is read into one later is read where the device looks."""
     locked = Locked()
-    memory = ReadMemory(locked.memory)
-    lent = [memory.room(1 << 20) for _ in range(2)]
-    for buffer in lent:
-        assert buffer is not None
-        buffer.fill_(1)
-    buffer = None
-    if not is_lent:
-        lent.clear()
-        memory.room(1 << 20)  # which notices that both are free
-    memory.forking()
-    lent.clear()
-    after = memory.room(1 << 20)
-    assert after is not None
-    assert not after.any(), "of new pages"
-    assert len(locked.pages) == 1, "the others were unlocked"
+    kept = ReadMemory(locked.memory).room(1 << 20)
+    assert kept is not None
+    if not (child := os.fork()):
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        kept[0].item()
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV
+    kept.fill_(1)
 
 
 def test_at_the_limit_no_more_buffers_are_given_up_than_needed() -> None:
@@ -185,17 +180,7 @@ def test_a_memory_tier_copies_chunks_out_of_buffers(
 def test_this_process_locks_nothing_before_it_uses_a_gpu() -> None:
     if torch.cuda.is_initialized():
         pytest.skip("a GPU is in use")
-    assert OF_PROCESS.locked.room(1 << 20) is None
-
-
-def test_a_fork_is_noted() -> None:
-    memory = OF_PROCESS.locked
-    forks = memory.forks
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert memory.forks == forks + 1
+    assert OF_PROCESS.room(1 << 20) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

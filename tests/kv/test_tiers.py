@@ -350,6 +350,17 @@ def test_disk_writes_on_behind_what_a_call_has_written(tmp_path, monkeypatch, mo
     assert path.read_bytes() == codec.encode(KEYS[0], stored().kv)
 
 
+@pytest.mark.parametrize("most", [1, 100])
+def test_disk_reads_on_behind_what_a_call_has_read(tmp_path, monkeypatch, most):
+    tier = DiskTier(tmp_path)
+    assert tier.put(KEYS[0], stored())
+    whole = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda file, views, start: whole(file, [views[0][:most]], start)
+    )
+    assert same(tier.get(KEYS[0]).kv, make_kv())
+
+
 def test_disk_keeps_nothing_of_a_chunk_whose_digests_fail(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path)
     monkeypatch.setattr(codec.EncodedChunk, "parts", lambda _: _raise(OSError("no memory")))

@@ -23,6 +23,7 @@ from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.packed_kv import packed, unpacked
 from cacheblend_rag.kv.read_memory import ReadMemory
 from cacheblend_rag.kv.tiers import StoredChunk, Tier
+from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.kv.tiers.bytes import BytesTier
 from cacheblend_rag.prefill import chunk_loader
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt
@@ -177,7 +178,7 @@ def test_what_is_read_into_page_locked_memory_is_not_copied_on_the_host(
     beside.buffers = PinnedBuffers(stream, 2, 1 << 16)  # parts of a layer are no run of bytes
     use(monkeypatch, beside.buffers)
     monkeypatch.setattr(read_memory, "LEAST_BYTES", 1)
-    monkeypatch.setattr(read_memory.OF_PROCESS, "locked", memory)
+    monkeypatch.setattr(disk_module, "OF_PROCESS", memory)
     monkeypatch.setattr(BytesTier, "whole_bytes", 0)
     monkeypatch.setattr(BytesTier, "range_bytes", 0)
     own = stream.is_pinned

@@ -22,18 +22,19 @@ from typing import ClassVar
 from uuid import uuid4
 
 from filelock import FileLock
+from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.folders import make_folder
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import EncodedChunk
+from cacheblend_rag.kv.read_memory import OF_PROCESS
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
-from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of
+from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for
 from cacheblend_rag.kv.tiers.contract import Usage
-from cacheblend_rag.kv.tiers.file_reads import DirectReads, read_range
 from cacheblend_rag.kv.tiers.files import (
     check_kind,
     create,
@@ -72,8 +73,6 @@ class DiskTier(BytesTier):
     capacity_bytes: file bytes, quarantine and files being written aside; None is without limit.
     fsync: wait until each file has reached the disk; without it a power cut may only damage recent
     chunks, whose checksums then fail.
-    direct: read files that are not in the page cache past it (O_DIRECT), which takes the processor
-    less time, but leaves them uncached; None: while that is fast, see ``DirectReads``.
 
     Raises StoreError when the folder cannot be created or written to, or is read-only and does not
     exist.
@@ -92,14 +91,13 @@ class DiskTier(BytesTier):
         capacity_bytes: int | None = None,
         *,
         fsync: bool = False,
-        direct: bool | None = False,
         name: str = "disk",
         policy: TierPolicy | None = None,
     ) -> None:
         super().__init__(name, capacity_bytes, policy=policy)
         self.path = Path(path).expanduser().absolute()
         self._root = str(self.path)
-        self._fsync, self.direct = fsync, DirectReads(direct)
+        self._fsync = fsync
         self._pins, self._usage = PinFile(self.path / "pins"), UsageFile(self.path / "usage")
         self._mutex = threading.Lock()
         self._swept, self._told = 0, set[str]()
@@ -218,12 +216,12 @@ class DiskTier(BytesTier):
             descriptor = os.open(self._own_file(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
-        with open(descriptor, "rb", buffering=0) as file:
+        with open(descriptor, "rb", buffering=0):
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise DamagedChunkError("no file")
             last = found.st_size if end is None else min(end, found.st_size)
-            raw = read_range(file, start, max(last - start, 0), self.direct)
+            raw = read_range(descriptor, start, max(last - start, 0))
         return StoredBytes(raw, found.st_size, found.st_mtime_ns / 1e9)
 
     def _mark_used(self, key: KVKey, written_at: float) -> None:
@@ -402,6 +400,22 @@ class DiskTier(BytesTier):
 
 def _lock_at(path: str) -> FileLock:
     return FileLock(path, timeout=LOCK_TIMEOUT_SECONDS, mode=0o600)
+
+
+def read_range(file: int, start: int, nbytes: int) -> Tensor:
+    """Read ``nbytes`` of an open file from offset ``start``; returns (nbytes,) uint8.
+
+    Raises OSError, and DamagedChunkError if the file is shorter or no chunk can be that large.
+    """
+    buffer = OF_PROCESS.room(nbytes)
+    raw = room_for(nbytes) if buffer is None else buffer
+    view, done = raw.numpy().data, 0
+    while done < nbytes:
+        count = os.preadv(file, [view[done:]], start + done)
+        if not count:
+            raise DamagedChunkError("was cut short: the file ends before the chunk does")
+        done += count
+    return raw
 
 
 def file_of(folder: str | os.PathLike[str], key: KVKey) -> str:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.compact import compact
 from cacheblend_rag.kv.packed_kv import StoredKV
-from cacheblend_rag.kv.page_locked import PageLockedMemory, cuda_memory
+from cacheblend_rag.kv.page_locked import SLACK_BYTES, PageLockedMemory, cuda_memory
 from cacheblend_rag.kv.stored_chunk import Entry, StoredChunk
 from cacheblend_rag.kv.tiers.admission import Resident
 from cacheblend_rag.kv.tiers.base import Tier
@@ -160,3 +161,24 @@ class HostTier(Tier):
         for other, chunk in self._chunks.items():
             if other != key and other not in self._pinned:
                 yield Resident(other, chunk.kv.nbytes)
+
+
+def compact(kv: StoredKV, device: torch.device | str = "cpu") -> StoredKV:
+    """Return ``kv`` on a device, copied if its storage is larger than the chunk itself."""
+    used = Counter[int]()
+
+    def note(tensor: Tensor) -> Tensor:
+        used[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+        return tensor
+
+    kv.mapped(note)
+    return kv.mapped(partial(_own, device=device, used=used))
+
+
+def _own(tensor: Tensor, *, device: torch.device | str, used: Mapping[int, int]) -> Tensor:
+    """used: bytes of the chunk's tensors in each storage, by its address."""
+    storage, tensor = tensor.untyped_storage(), tensor.detach().to(device)
+    fits = storage.nbytes() <= used[storage.data_ptr()] + SLACK_BYTES
+    if fits and tensor[0].is_contiguous():
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

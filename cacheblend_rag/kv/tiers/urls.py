@@ -26,11 +26,7 @@ MEMORY_BYTES = {"device": 1 << 30, "host": 4 << 30}
 def open_tiers(config: StoreConfig, device: torch.device | str) -> list[Tier]:
     """Return the tiers of a config, fastest first; raises as ``open_tier``."""
     if config.tiers is not None:
-        tiers: list[Tier] = []
-        for url in config.urls:
-            has_memory = any(_keeps_in_memory(tier) for tier in tiers)
-            tiers.append(open_tier(url, device, read_only=config.read_only, has_memory=has_memory))
-        return tiers
+        return [open_tier(url, device, read_only=config.read_only) for url in config.urls]
     return memory_and_disk(
         config.host_bytes, config.kv_path, config.disk_bytes, read_only=config.read_only
     )
@@ -46,38 +42,17 @@ def memory_and_disk(
     """Return a tier in memory, unless it has 0 bytes, and one in a folder, if there is one."""
     tiers: list[Tier] = [] if host_bytes == 0 else [HostTier(host_bytes)]
     if path is not None:
-        policy = TierPolicy(disk_bytes, read_only=read_only)
-        tiers.append(DiskTier(path, policy=policy, direct=_by_default(bool(tiers))))
+        tiers.append(DiskTier(path, policy=TierPolicy(disk_bytes, read_only=read_only)))
     return tiers
 
 
-def _by_default(has_memory: bool) -> bool | None:
-    """Return ``direct`` of a disk, given whether a faster tier keeps in memory what is read."""
-    return None if has_memory else False
-
-
-def _keeps_in_memory(tier: Tier) -> bool:
-    return tier.keeps_found and not tier.durable and tier.capacity_bytes != 0
-
-
-def open_tier(
-    url: TierUrl,
-    device: torch.device | str,
-    *,
-    read_only: bool = False,
-    has_memory: bool = False,
-) -> Tier:
+def open_tier(url: TierUrl, device: torch.device | str, *, read_only: bool = False) -> Tier:
     """Return the tier that a URL describes; ``device`` is where the engine computes.
 
-    read_only: whether it is only read; memory tiers of this process are used as usual. has_memory:
-    whether a faster tier keeps in memory what is read here; a disk is then read past the page
-    cache if that is fast, unless the URL says otherwise.
+    read_only: whether it is only read; memory tiers of this process are used as usual.
 
     Raises MissingExtraError without its library, StoreError when it cannot be opened.
     """
-    if url.scheme == "disk":
-        direct = url.options.get("direct", _by_default(has_memory))
-        return _disk(url, _policy(url, read_only), direct=direct)
     return _OPENERS[url.scheme](url, _policy(url, read_only and url.outlives), device)
 
 
@@ -104,9 +79,9 @@ def _host(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
     return HostTier(name=url.name, policy=policy)
 
 
-def _disk(url: TierUrl, policy: TierPolicy, *, direct: bool | None) -> Tier:
+def _disk(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
     fsync = url.options.get("fsync", False)
-    return DiskTier(url.path, fsync=fsync, direct=direct, name=url.name, policy=policy)
+    return DiskTier(url.path, fsync=fsync, name=url.name, policy=policy)
 
 
 def redis_place(url: TierUrl) -> dict[str, Any]:
@@ -145,6 +120,7 @@ def _object(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tie
 _OPENERS: dict[str, Callable[[TierUrl, TierPolicy, torch.device | str], Tier]] = {
     "device": _device,
     "host": _host,
+    "disk": _disk,
     **dict.fromkeys(REDIS_SCHEMES, _redis),
     **dict.fromkeys(OBJECT_SCHEMES, _object),
 }

@@ -67,8 +67,8 @@ def _of_tier(scene: Scene, doing: Doing, model: PreTrainedModel, tier: str) -> I
     chunks = scene.pick(REAL_TIER_CHUNKS, TOY_TIER_CHUNKS)
     with tempfile.TemporaryDirectory(prefix="cacheblend-gpu-") as folder:
         url = {
-            "disk": f"disk://{folder}?direct=no",
-            COLD: f"disk://{folder}?direct=yes",
+            "disk": f"disk://{folder}",
+            COLD: f"disk://{folder}",
         }.get(tier, f"{tier}://?capacity=none")
         with open_requests(scene, model, url, TierUrl(url).name, chunks) as requests:
             if tier == COLD:

@@ -14,7 +14,6 @@ from cacheblend_rag import BlendConfig, Document, SamplingParams, memory
 from cacheblend_rag.blend import RingKV
 from cacheblend_rag.engines.vllm.connector import job_runner as jobs_module
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner
-from cacheblend_rag.kv.read_memory import release_read_buffers
 from cacheblend_rag.prefill.precompute import compute_document
 from cacheblend_rag.prefill.prompt_pass import PromptPass
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -129,7 +128,6 @@ def test_a_document_without_memory_is_refused(
 def test_released_memory_is_the_workers(engine: InProcessEngine) -> None:
     store = engine.worker_connector.blender.store
     held = sum(tier["bytes"] or 0 for tier in store.stats().values())
-    release_read_buffers()  # earlier tests of this process have read files
     assert engine.release() == held > 0
     assert sum(tier["bytes"] or 0 for tier in store.stats().values()) == 0
     assert engine.release() == 0
