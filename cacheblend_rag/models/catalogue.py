@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.models import converted, packaged
 
 
@@ -34,21 +33,6 @@ class KnownModel:
 def all_models() -> list[KnownModel]:
     """Return the packaged models, and the converted ones."""
     return [*map(_packaged, packaged.MODELS.values()), *_from_files()]
-
-
-def remove(name: str) -> int:
-    """Remove converted models of that name or folder; return the freed bytes.
-
-    Raises ModelLoadError when there is none.
-    """
-    folders = {
-        model.folder
-        for model in [*map(_packaged, packaged.MODELS.values()), *_from_files()]
-        if model.folder is not None and name in {model.name, str(model.folder)}
-    }
-    if not folders:
-        raise ModelLoadError(f"there is no converted model called {name!r}: see `models ls`")
-    return sum(converted.remove(folder) for folder in folders)
 
 
 def _packaged(model: packaged.PackagedModel) -> KnownModel:

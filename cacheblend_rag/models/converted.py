@@ -123,20 +123,6 @@ def add_file(folder: Path, state: FileState) -> None:
         _write_record(folder, replace(record, files=(*others, state)))
 
 
-def remove(folder: Path) -> int:
-    """Remove a converted model; return the freed bytes.
-
-    Raises ModelLoadError when it cannot be removed.
-    """
-    with _locked(folder), _usable(folder):
-        freed = size_of(folder)
-        removed = folder.with_name(f".{folder.name}.removed")
-        shutil.rmtree(removed, ignore_errors=True)
-        folder.rename(removed)  # so that other processes no longer find it
-        shutil.rmtree(removed, ignore_errors=True)
-    return freed
-
-
 def size_of(folder: Path) -> int:
     """Return the total size of a folder's files."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())

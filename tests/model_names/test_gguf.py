@@ -23,9 +23,9 @@ from cacheblend_rag import (
     load_tokenizer,
     models,
 )
-from cacheblend_rag.models.gguf.refusal import CannotConvertError
+from cacheblend_rag.models.gguf.header import CannotConvertError
 from cacheblend_rag.models.gguf.settings import llama3_factors
-from cacheblend_rag.models.gguf.vocabulary import check_vocabulary
+from cacheblend_rag.models.gguf.tokenizer import check_vocabulary
 from tests.model_names.tiny_gguf import CONTROL, VOCABULARY, tiny_llama, write_gguf
 
 TOKENS = torch.randint(0, len(VOCABULARY), (1, 40), generator=torch.Generator().manual_seed(1))

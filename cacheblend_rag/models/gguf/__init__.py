@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cacheblend_rag.errors import ModelLoadError, first_line
 from cacheblend_rag.models import converted
-from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
+from cacheblend_rag.models.gguf.header import HUB_FORMAT, CannotConvertError, read_header
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,6 @@ def convert(file: Path, folder: Path, name: str) -> None:
 
     Raises ModelLoadError, naming the reason, when it cannot be converted.
     """
-    from cacheblend_rag.models.gguf.header import read_header
     from cacheblend_rag.models.gguf.tokenizer import save_tokenizer
     from cacheblend_rag.models.gguf.weights import save_weights
 

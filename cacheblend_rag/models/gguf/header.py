@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from cacheblend_rag.errors import first_line
-from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
 
+HUB_FORMAT = "give the model's folder in hub format instead"
 TOKENIZER = "tokenizer.ggml."
 ROLES = ("bos", "eos", "unknown", "padding")
 """Roles of special tokens; a file may give the token id of each."""
@@ -27,6 +27,10 @@ WIDTHS = (
     *("attention.head_count_kv", "attention.key_length", "attention.value_length"),
 )
 """Settings that are at most as large as the largest dimension of a tensor."""
+
+
+class CannotConvertError(Exception):
+    """A GGUF file cannot be converted; the message says why and what to do, but not which file."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from cacheblend_rag.models.gguf.header import Header
-from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
+from cacheblend_rag.models.gguf.header import HUB_FORMAT, CannotConvertError, Header
 
 IN_SHAPES = {
     "block_count",

@@ -14,8 +14,12 @@ from typing import Any
 import torch
 
 from cacheblend_rag.errors import first_line
-from cacheblend_rag.models.gguf.header import ROPE_FACTORS, Header
-from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
+from cacheblend_rag.models.gguf.header import (
+    HUB_FORMAT,
+    ROPE_FACTORS,
+    CannotConvertError,
+    Header,
+)
 from cacheblend_rag.models.gguf.settings import check_settings, put_rope_factors
 
 NOT_ALL = "transformers does not read all weights of this GGUF"
