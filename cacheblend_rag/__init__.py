@@ -109,7 +109,7 @@ _LAZY = {
     "GuardReport": "cacheblend_rag.report",
     "IdleJob": "cacheblend_rag.engines.idle",
     "KVKey": "cacheblend_rag.kv",
-    "LeadInConfig": "cacheblend_rag.settings.lead_in",
+    "LeadInConfig": "cacheblend_rag.settings.profile",
     "LongDocumentAnalysis": "cacheblend_rag.rag.long_document",
     "LongDocumentReport": "cacheblend_rag.rag.document_report",
     "PassageOrder": "cacheblend_rag.rag.ordering",

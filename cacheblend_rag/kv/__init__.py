@@ -2,9 +2,8 @@
 
 from cacheblend_rag.kv.chunk_kv import FORMAT_VERSION, ChunkKV, KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.fetch import LayerSource
-from cacheblend_rag.kv.integrity import DamagedObject, VerifyReport
-from cacheblend_rag.kv.lookup import Lookup, StoreMiss
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.kv.stored_chunk import Lookup, StoreMiss
 from cacheblend_rag.kv.tiers import (
     BytesTier,
     DeviceTier,
@@ -18,6 +17,7 @@ from cacheblend_rag.kv.tiers import (
     TierPolicy,
     Usage,
 )
+from cacheblend_rag.kv.whole_chunks import DamagedObject, VerifyReport
 
 __all__ = [
     "FORMAT_VERSION",

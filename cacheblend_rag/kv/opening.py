@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.lookup import StoreMiss, miss_of
 from cacheblend_rag.kv.shared_chunk import Found
+from cacheblend_rag.kv.stored_chunk import StoreMiss, miss_of
 from cacheblend_rag.kv.tiers import Tier
 from cacheblend_rag.openmp import use_one_thread
 

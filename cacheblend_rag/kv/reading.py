@@ -1,7 +1,9 @@
-"""Shares running lookups and reads of chunks between prompts."""
+"""Shares running lookups and reads of chunks between prompts, and keeps what others wait for."""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -9,18 +11,16 @@ from functools import partial
 from weakref import WeakValueDictionary
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv.budget import Budget
+from cacheblend_rag.kv.budget import Budget, Reservation
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.expiry import Expiry
 from cacheblend_rag.kv.key_locks import KeyLocks
-from cacheblend_rag.kv.lookup import miss_of
 from cacheblend_rag.kv.opening import Opening, Search, TierThreads, Way
 from cacheblend_rag.kv.packed_kv import StoredKV
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.shared_chunk import Found, Part, SharedChunk
-from cacheblend_rag.kv.stored_chunk import StoredChunk
+from cacheblend_rag.kv.stored_chunk import StoredChunk, miss_of
 from cacheblend_rag.kv.tiers import Tier
-from cacheblend_rag.kv.wanted import WantedChunks
 
 FETCHED_AHEAD = 32
 """Chunks that all running prompts may read ahead; they take memory besides the tiers'."""
@@ -29,6 +29,8 @@ ROOM_AHEAD_BYTES = 512 << 20
 
 _KEEPING = [Way(True, unpacks) for unpacks in (True, False)]
 _WAYS = [*_KEEPING, *(Way(False, unpacks) for unpacks in (True, False))]
+WANTED_BYTES = 1 << 30
+"""Bytes of chunks that are kept for waiting requests, besides the tiers' memory."""
 
 
 class SharedReads:
@@ -172,3 +174,44 @@ def keep_in(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:
     for tier in tiers:
         if tier.keeps_found:
             tier.put(key, chunk)
+
+
+class WantedChunks:
+    """Chunks that running or waiting requests have announced to read.
+
+    A read is kept if another request wants the chunk as well, and as long as one does, whether or
+    not a tier keeps the chunk: a full tier may turn it away. Beyond ``limit`` bytes none is kept.
+    """
+
+    def __init__(self, limit: int = WANTED_BYTES) -> None:
+        self._room, self._lock = Budget(limit), threading.Lock()
+        self._wanted = Counter[KVKey]()
+        self._kept: dict[KVKey, dict[SharedChunk, Reservation]] = {}
+
+    def add(self, keys: Iterable[KVKey]) -> None:
+        """Announce that a request will read chunks, each named once."""
+        with self._lock:
+            self._wanted.update(keys)
+
+    def remove(self, keys: Iterable[KVKey]) -> None:
+        """End an announcement; what no other request wants is dropped."""
+        with self._lock:
+            for key in keys:
+                self._wanted[key] -= 1
+                if self._wanted[key] <= 0:  # below, if the announcement was interrupted
+                    del self._wanted[key]
+                    self._kept.pop(key, None)
+
+    def keep(self, key: KVKey, chunk: SharedChunk) -> bool:
+        """Keep what is read of a chunk, if several requests want it and there is room."""
+        with self._lock:
+            if self._wanted.get(key, 0) < 2 or (room := self._room.take(chunk.nbytes)) is None:
+                return False
+            self._kept.setdefault(key, {})[chunk] = room
+        chunk.hold()
+        return True
+
+    def drop(self, key: KVKey) -> None:
+        """Drop what was read of a chunk that was replaced or evicted."""
+        with self._lock:
+            self._kept.pop(key, None)

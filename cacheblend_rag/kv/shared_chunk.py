@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
-from cacheblend_rag.kv.lookup import StoreMiss
 from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV, unpacked_layer
 from cacheblend_rag.kv.reader import ChunkReader, LayersInMemory, WholeReader
+from cacheblend_rag.kv.stored_chunk import StoreMiss
 
 PARTS_AT_ONCE = 16
 """Most reads in flight per prompt if reading is waiting: heads first, then parts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Never, Self
@@ -18,21 +18,20 @@ from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, NotFiniteError, NumbersCh
 from cacheblend_rag.kv.deletions import Deletions
 from cacheblend_rag.kv.expiry import Expiry
 from cacheblend_rag.kv.fetch import LayerSource, Threshold
-from cacheblend_rag.kv.integrity import VerifyReport, read_through
 from cacheblend_rag.kv.key_locks import KeyLocks
-from cacheblend_rag.kv.lookup import Lookup
 from cacheblend_rag.kv.mac import CHECKSUM, Mac, mac_of
 from cacheblend_rag.kv.opening import TierThreads, Way
 from cacheblend_rag.kv.packed_kv import packed
 from cacheblend_rag.kv.prefetch import Prefetch
 from cacheblend_rag.kv.put_result import READ_ONLY, PutResult
 from cacheblend_rag.kv.reading import SharedReads
-from cacheblend_rag.kv.speed import Speeds
-from cacheblend_rag.kv.stored_chunk import Entry, StoredChunk, first_stored_at
+from cacheblend_rag.kv.stored_chunk import Entry, Lookup, StoredChunk, first_stored_at
 from cacheblend_rag.kv.tiers import DiskTier, Tier
 from cacheblend_rag.kv.tiers.urls import memory_and_disk, open_tiers
-from cacheblend_rag.kv.whole_chunks import WholeChunks
-from cacheblend_rag.report import Evicted
+from cacheblend_rag.kv.timings import Speeds
+from cacheblend_rag.kv.whole_chunks import VerifyReport, WholeChunks, read_through
+from cacheblend_rag.reason import Reason
+from cacheblend_rag.report import Evicted, code_of
 from cacheblend_rag.settings import Precision, StoreConfig
 
 FORKED = (
@@ -416,6 +415,24 @@ class TieredKVStore:
             this process's counts: see ``COUNTED`` in kv/tiers/counters.py.
         """
         return {tier.name: tier.stats() for tier in self.tiers}
+
+    def unreadable(self, keys: Iterable[KVKey]) -> Iterator[tuple[KVKey, Reason]]:
+        """Read chunks one by one, and yield those that stay stored though they cannot be read.
+
+        Damaged chunks are quarantined when they are read, so they are not yielded.
+
+        Args:
+            keys: chunks, stored or not.
+
+        Yields:
+            A key and why its chunk cannot be used: a tier fails to read it, or it needs another
+            key.
+        """
+        for key in keys:
+            found = self.get(key, promote=False)
+            if found.reason is not None and self.contains(key):
+                tier = f"{found.tier} tier: " if found.tier else ""
+                yield key, Reason(code_of(found.reason), f"{tier}{found.reason}")
 
     def verify(
         self, *, repair: bool = False, progress: Callable[[int, int], None] | None = None

@@ -1,7 +1,11 @@
-"""Estimates the duration of work from recent measurements, by medians that resist outliers."""
+"""Estimates the duration of work, and the speed of tiers, from recent measurements.
+
+By medians, which resist outliers.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +19,10 @@ LEAST = 3
 """Least measurements for a decision: with three, one outlier does not move the median."""
 SIZES_APART = 2.0
 """Least ratio of the largest to the smallest size for separating a fixed part."""
+
+
+STALE_SECONDS = 60.0
+"""Age at which measurements expire, so that a tier that was slow is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +91,29 @@ def _line(measured: list[tuple[float, float]]) -> tuple[float, float] | None:
     per_unit = median((t - s) / (v - u) for (u, s), (v, t) in pairs if u != v)
     latency = median(seconds - per_unit * units for units, seconds in measured)
     return (latency, per_unit) if per_unit > 0 and latency >= 0 else None
+
+
+class Speeds:
+    """Measurements of tiers, by name. May be used by several threads at once.
+
+    clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._reads: dict[str, Timings] = {}
+        self._lock = threading.Lock()
+
+    def record(self, tier: str, nbytes: int, seconds: float) -> None:
+        """Record the duration of a read; a read of no bytes is ignored."""
+        if nbytes <= 0:
+            return
+        with self._lock:
+            reads = self._reads.setdefault(tier, Timings(STALE_SECONDS, self._clock))
+            reads.add(nbytes, max(seconds, 0.0))
+
+    def of(self, tier: str) -> Estimate | None:
+        """Return the recent speed of a tier, in bytes; None if unknown."""
+        with self._lock:
+            reads = self._reads.get(tier)
+            return None if reads is None else reads.estimate()

@@ -1,17 +1,17 @@
-"""Finds and reads whole chunks, each in the fastest tier that has it."""
+"""Finds, reads and checks whole chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.expiry import Expiry
-from cacheblend_rag.kv.lookup import Lookup, miss_of
+from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.packed_kv import unpacked
 from cacheblend_rag.kv.reading import keep_in
-from cacheblend_rag.kv.stored_chunk import Entry, Read, StoredChunk
+from cacheblend_rag.kv.stored_chunk import Entry, Lookup, Read, StoredChunk, miss_of
 from cacheblend_rag.kv.tiers import Tier
 
 
@@ -70,3 +70,47 @@ class WholeChunks:
         return [
             None if key in gone else self._expiry.in_time(tier, key, next(read)) for key in keys
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedObject:
+    """One stored object that failed its check."""
+
+    tier: str
+    key: KVKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The result of verify. checked: objects read. expired: removed as expired."""
+
+    checked: int
+    expired: int
+    damaged: tuple[DamagedObject, ...]
+
+
+def read_through(
+    tiers: Sequence[Tier],
+    locks: KeyLocks,
+    *,
+    repair: bool,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[int, tuple[DamagedObject, ...]]:
+    """Read every object of the durable tiers; returns how many there were, and the damaged ones.
+
+    locks: held, one key at a time. repair: whether damaged objects are quarantined. progress:
+    called with the number of objects done and the total.
+    """
+    todo = [(tier, key) for tier in tiers if tier.durable for key, _ in tier.all_entries()]
+    damaged = []
+    for done, (tier, key) in enumerate(todo, start=1):
+        with locks.held(key):
+            reason = tier.check(key)
+            if reason is not None and repair:
+                tier.quarantine(key, reason)
+        if reason is not None:
+            damaged.append(DamagedObject(tier.name, key, reason))
+        if progress is not None:
+            progress(done, len(todo))
+    return len(todo), tuple(damaged)

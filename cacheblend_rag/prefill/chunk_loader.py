@@ -25,11 +25,11 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource, Threshold
 from cacheblend_rag.kv.layer_wait import LayerWait
-from cacheblend_rag.kv.lookup import miss_of
 from cacheblend_rag.kv.packed_kv import LayerKV
 from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.shared_chunk import Found
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.kv.stored_chunk import miss_of
 from cacheblend_rag.prefill.stopwatch import LoadTimes
 from cacheblend_rag.report import MissReason
 

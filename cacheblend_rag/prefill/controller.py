@@ -25,8 +25,7 @@ import numpy as np
 from cacheblend_rag.blend.cost import Forecast, LayerCost, prefill_cost
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.schedule import plan_schedule
-from cacheblend_rag.kv.speed import Speeds
-from cacheblend_rag.kv.timings import Estimate, Timings
+from cacheblend_rag.kv.timings import Estimate, Speeds, Timings
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.settings import AUTO, DEFAULT_RATIO, BlendConfig
 

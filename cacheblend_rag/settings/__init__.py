@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.settings.choices import (
+from cacheblend_rag.settings.options import (
     AUTO,
     DEFAULT_RATIO,
     EMBEDDED,
@@ -18,15 +18,15 @@ from cacheblend_rag.settings.choices import (
     VLLM,
     LeadInKind,
     Precision,
+    check_namespace,
+    names_of,
 )
-from cacheblend_rag.settings.options import check_namespace, names_of
 
 if TYPE_CHECKING:
     from cacheblend_rag.settings.base import Settings
     from cacheblend_rag.settings.engine import EngineConfig
     from cacheblend_rag.settings.guard import GuardConfig
-    from cacheblend_rag.settings.lead_in import LeadInConfig
-    from cacheblend_rag.settings.profile import Profile
+    from cacheblend_rag.settings.profile import LeadInConfig, Profile
     from cacheblend_rag.settings.request import BlendConfig
     from cacheblend_rag.settings.store import StoreConfig
 
@@ -34,7 +34,7 @@ _LAZY = {
     "BlendConfig": "cacheblend_rag.settings.request",
     "EngineConfig": "cacheblend_rag.settings.engine",
     "GuardConfig": "cacheblend_rag.settings.guard",
-    "LeadInConfig": "cacheblend_rag.settings.lead_in",
+    "LeadInConfig": "cacheblend_rag.settings.profile",
     "Profile": "cacheblend_rag.settings.profile",
     "Settings": "cacheblend_rag.settings.base",
     "StoreConfig": "cacheblend_rag.settings.store",

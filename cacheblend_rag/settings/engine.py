@@ -10,16 +10,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.base import Flag, Must, Settings
-from cacheblend_rag.settings.choices import AUTO, ENGINES
 from cacheblend_rag.settings.guard import GuardConfig
-from cacheblend_rag.settings.lead_in import LeadInConfig
 from cacheblend_rag.settings.options import (
+    AUTO,
+    ENGINES,
     Arguments,
     check_engine_name,
     check_namespace,
     names_of,
 )
-from cacheblend_rag.settings.profile import Profile, ProfileOption
+from cacheblend_rag.settings.profile import LeadInConfig, Profile, ProfileOption
 from cacheblend_rag.settings.request import BlendConfig
 from cacheblend_rag.settings.secret import Secret
 from cacheblend_rag.settings.store import StoreConfig

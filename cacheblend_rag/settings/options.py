@@ -1,15 +1,27 @@
-"""Checks names of options, engines and namespaces; knows other libraries' names of options."""
+"""The names that settings choose among; checks names of options, engines and namespaces."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.secret import check_server_url
 
+LeadInKind = Literal["none", "bos", "instruction", "document"]
+Precision = Literal["native", "fp8"]
+
+DEFAULT_RATIO = 0.08
+RATIO_BOUNDS = (0.05, 0.30)
+PROTECTED_SHARE = 0.9
+"""Share of a contextual chunk's prior whose tokens stay as stored if its document is absent."""
+AUTO, EMBEDDED, VLLM = "auto", "transformers", "vllm"
+PROFILES = ("quality", "balanced", "speed")
+"""The packaged profiles."""
+ENGINES = (AUTO, EMBEDDED, VLLM)
+"""Engines that have a name; a server is given by its URL."""
 ALIASES: Mapping[str, str] = {
     "model_name": "model",
     "base_url": "engine",

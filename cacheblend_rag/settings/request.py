@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.base import Count, Flag, Must, Ratio, Settings, as_tuple
-from cacheblend_rag.settings.choices import (
+from cacheblend_rag.settings.options import (
     AUTO,
     DEFAULT_RATIO,
     PROTECTED_SHARE,

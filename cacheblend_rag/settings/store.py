@@ -10,8 +10,7 @@ from pydantic import BeforeValidator, Field, InstanceOf, ValidationInfo, model_v
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.base import Must, Settings
-from cacheblend_rag.settings.choices import Precision
-from cacheblend_rag.settings.options import names_of
+from cacheblend_rag.settings.options import Precision, names_of
 from cacheblend_rag.settings.sizes import QUANTITY, read_bytes, read_seconds
 from cacheblend_rag.settings.tier_url import TierUrl, passwords, read_tiers
 

@@ -21,7 +21,7 @@ from cacheblend_rag import BlendConfig, Document, TransformersEngine
 from cacheblend_rag.engines.transformers.given_model import GivenModel
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
-from cacheblend_rag.settings.choices import DEFAULT_RATIO
+from cacheblend_rag.settings.options import DEFAULT_RATIO
 from tests.benchmarks.command import run, say
 from tests.benchmarks.hijack_passages import Attack, Passage, write_passages
 from tests.benchmarks.hijack_search import PrefixSearch, printable_tokens

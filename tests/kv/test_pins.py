@@ -7,7 +7,7 @@ import pytest
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, HostTier, TieredKVStore
 from cacheblend_rag.kv.tiers import TierPolicy, pins
-from cacheblend_rag.kv.tiers.pins import PinFile
+from cacheblend_rag.kv.tiers.folder_files import PinFile
 
 from .samples import make_key, make_kv
 

@@ -11,7 +11,7 @@ import pytest
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, HostTier, TieredKVStore
 from cacheblend_rag.kv.tiers import StoredChunk
-from cacheblend_rag.kv.tiers.device import DeviceTier
+from cacheblend_rag.kv.tiers.host import DeviceTier
 from tests.kv.samples import make_key, make_kv
 
 KEYS = [make_key(n) for n in range(3)]

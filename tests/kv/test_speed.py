@@ -2,7 +2,7 @@
 
 import pytest
 
-from cacheblend_rag.kv.speed import STALE_SECONDS, Speeds
+from cacheblend_rag.kv.timings import STALE_SECONDS, Speeds
 
 GIB = 1 << 30
 

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import pytest
 
 from cacheblend_rag.kv import HostTier, TieredKVStore, TierPolicy, codec
+from cacheblend_rag.kv.reading import WantedChunks
 from cacheblend_rag.kv.shared_chunk import SharedChunk
-from cacheblend_rag.kv.wanted import WantedChunks
 from tests.kv.samples import SlowBytes, SlowTier, make_key, make_kv, same, taken, until
 
 KEY, OTHER = make_key(0), make_key(1)

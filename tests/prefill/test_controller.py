@@ -10,8 +10,7 @@ from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend.cost import Forecast, LayerCost, prefill_cost
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.kv.speed import Speeds
-from cacheblend_rag.kv.timings import LEAST
+from cacheblend_rag.kv.timings import LEAST, Speeds
 from cacheblend_rag.prefill import controller as controller_module
 from cacheblend_rag.prefill.controller import (
     KEEP_SECONDS,

@@ -10,7 +10,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, TieredKVStore
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.kv.speed import Speeds
+from cacheblend_rag.kv.timings import Speeds
 from cacheblend_rag.prefill import prefix, prompt_pass
 from cacheblend_rag.prefill.controller import Decision, Rates, StoredPart
 from cacheblend_rag.prefill.prefix import PrefixKeys, block_parts

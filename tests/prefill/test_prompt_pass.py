@@ -23,7 +23,7 @@ from cacheblend_rag.blend.selectors import SELECTORS, make_selector
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
-from cacheblend_rag.kv.speed import Speeds
+from cacheblend_rag.kv.timings import Speeds
 from cacheblend_rag.prefill import chunk_loader, stopwatch
 from cacheblend_rag.prefill import prompt_pass as prompt_pass_module
 from cacheblend_rag.prefill.controller import Decision, Kind, Rates, StoredPart

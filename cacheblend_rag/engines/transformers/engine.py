@@ -47,7 +47,6 @@ from cacheblend_rag.engines.transformers.watched_model import TriedModel, Watche
 from cacheblend_rag.errors import CacheBlendError, ConfigError, OutOfMemoryError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.kv.verify import unreadable
 from cacheblend_rag.memory import give_back_unused, lack_of_memory
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.comparing import Compared, Comparison
@@ -405,7 +404,7 @@ class TransformersEngine(Engine, ScoringEngine):
         )
 
     def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
-        return dict(unreadable(self.store, keys))
+        return dict(self.store.unreadable(keys))
 
     def _prefetch(self, keys: Sequence[KVKey]) -> None:
         self.store.prefetch(keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence, Set
 
 from cacheblend_rag.errors import StoreError
@@ -11,9 +12,15 @@ from cacheblend_rag.kv.packed_kv import LayerKV
 from cacheblend_rag.kv.put_result import PutResult, told
 from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.stored_chunk import Entry, Read, StoredChunk
-from cacheblend_rag.kv.tiers.contract import TierContract
-from cacheblend_rag.kv.tiers.parts import TierParts
-from cacheblend_rag.kv.tiers.policy import TierPolicy
+from cacheblend_rag.kv.tiers.access import Access
+from cacheblend_rag.kv.tiers.admission import Capacity
+from cacheblend_rag.kv.tiers.breaker import OutError
+from cacheblend_rag.kv.tiers.contract import TierContract, TierPolicy, Usage
+from cacheblend_rag.kv.tiers.counters import Counters
+from cacheblend_rag.kv.tiers.reads import Lookups, Quarantine, Reads
+from cacheblend_rag.kv.tiers.writes import Writes
+
+logger = logging.getLogger(__name__)
 
 
 class Tier(TierContract):
@@ -36,8 +43,12 @@ class Tier(TierContract):
         self.takes_puts = type(self).takes_puts and self.policy.write != "none" and writable
         self.mac, self.ttl_seconds = CHECKSUM, self.policy.ttl_seconds
         self._pinned: set[KVKey] = set()
-        self._parts = TierParts(self)
-        self.access, self._capacity = self._parts.access, self._parts.capacity
+        counts = self._counts = Counters()
+        access = self.access = Access(self, counts)
+        self._capacity = Capacity(self.policy, counts)
+        self._lookups, self._quarantine = Lookups(self, access), Quarantine(self, access, counts)
+        self._reads = Reads(self, access, counts, self._quarantine)
+        self._writes = Writes(self, access, counts, self._capacity)
 
     def join(self, mac: Mac, ttl_seconds: float | None) -> None:
         """Join a store with this MAC and time to live, unless the policy's is lower."""
@@ -63,7 +74,7 @@ class Tier(TierContract):
 
     def entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
         """As entry, for many chunks, in their order."""
-        return self._parts.lookups.entry_many(keys)
+        return self._lookups.entry_many(keys)
 
     def all_entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Yield all chunks; raises StoreError when the tier cannot be listed."""
@@ -78,21 +89,21 @@ class Tier(TierContract):
         Raises DamagedChunkError or ForeignChunkError once it is quarantined, StoreError when the
         tier cannot be read.
         """
-        return self._parts.reads.get(key)
+        return self._reads.get(key)
 
     def get_many(self, keys: Sequence[KVKey]) -> list[Read]:
         """As get, for many chunks, in their order; an error stands in its chunk's place."""
-        return self._parts.reads.get_many(keys)
+        return self._reads.get_many(keys)
 
     def open(self, key: KVKey) -> ChunkReader | StoreError | None:
         """As get, but for the chunk's layers, which ``read_layers`` reads; an error is returned."""
-        return self._parts.reads.open(key)
+        return self._reads.open(key)
 
     def read_layers(
         self, key: KVKey, reader: ChunkReader, first: int, last: int
     ) -> Sequence[LayerKV]:
         """Read layers ``first`` to ``last - 1`` of a chunk that was opened here; raises as get."""
-        return self._parts.reads.layers(key, reader, first, last)
+        return self._reads.layers(key, reader, first, last)
 
     def see(self, keys: Iterable[KVKey]) -> None:
         """Count accesses of chunks in any tier: often accessed chunks are kept."""
@@ -103,19 +114,19 @@ class Tier(TierContract):
 
         Raises NotFiniteError if the tier checked the chunk's numbers.
         """
-        return self._parts.writes.put(key, chunk)
+        return self._writes.put(key, chunk)
 
     def evict(self, key: KVKey) -> bool | None:
         """Remove a chunk, pinned or not; returns whether it was there, None if that failed."""
-        return self._parts.writes.evict(key)
+        return self._writes.evict(key)
 
     def expire(self, key: KVKey) -> bool:
         """As evict, counted as the end of the chunk's time to live."""
-        return self._parts.writes.expire(key)
+        return self._writes.expire(key)
 
     def quarantine(self, key: KVKey, reason: str) -> None:
         """Move an unusable chunk out of use and count it; a read-only tier leaves it in place."""
-        self._parts.quarantine.add(key, reason)
+        self._quarantine.add(key, reason)
 
     def pin(self, *keys: KVKey) -> None:
         """Exempt chunks from eviction by capacity and age, stored yet or not.
@@ -141,4 +152,19 @@ class Tier(TierContract):
 
         Entries and bytes are None if the tier cannot be asked.
         """
-        return self._parts.stats.all()
+        usage = self._usage()
+        return {
+            "entries": None if usage is None else usage.entries,
+            "bytes": None if usage is None else usage.nbytes,
+            "capacity_bytes": self.capacity_bytes,
+            **self._counts.all(),
+        }
+
+    def _usage(self) -> Usage | None:
+        try:
+            with self.access.to_write():  # which may take a lock, as this does
+                return self.usage()
+        except OSError as error:
+            level = logging.DEBUG if isinstance(error, OutError) else logging.WARNING
+            logger.log(level, "%s tier: could not count what is stored: %s", self.name, error)
+            return None

@@ -1,18 +1,79 @@
-"""The contract of tiers: the methods that a tier implements, and those that it may override."""
+"""The contract of tiers: their policy, and the methods that a tier implements or may override."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.mac import Mac
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.stored_chunk import Entry, Read, StoredChunk
-from cacheblend_rag.kv.tiers.policy import TierPolicy
+
+Write = Literal["through", "none"]
+Admit = Literal["frequency", "always"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierPolicy:
+    """How one tier is used; the same for every kind of tier.
+
+    Args:
+        capacity_bytes: capacity for chunk KV; None is without limit.
+        ttl_seconds: time after which the tier's copy expires, counted from when the chunk was first
+            stored; None is the store's own.
+        watermark: share of its capacity down to which a full tier evicts.
+        write: whether puts are stored here (``through``) or not (``none``).
+        promote: whether chunks found in a slower tier are kept here, too.
+        admit: what a full tier accepts: ``frequency`` only chunks requested more often than those
+            they would displace, ``always`` all, evicting the least recently used.
+        timeout_seconds: an answer that takes longer counts as a failure; None is never.
+        read_only: nothing here is written, removed, quarantined or marked as used.
+
+    Raises:
+        StoreError: when a field is out of range.
+    """
+
+    capacity_bytes: int | None = None
+    ttl_seconds: float | None = None
+    watermark: float = 1.0
+    write: Write = "through"
+    promote: bool = True
+    admit: Admit = "frequency"
+    timeout_seconds: float | None = None
+    read_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes is not None and self.capacity_bytes < 0:
+            raise StoreError(f"capacity_bytes={self.capacity_bytes} must be at least 0")
+        for name in ("ttl_seconds", "timeout_seconds"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0:
+                raise StoreError(f"{name}={seconds} must be above 0")
+        if not 0 < self.watermark <= 1:
+            raise StoreError(f"watermark={self.watermark} must be above 0 and at most 1")
+        for name, choices in (("write", get_args(Write)), ("admit", get_args(Admit))):
+            if getattr(self, name) not in choices:
+                raise StoreError(
+                    f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}"
+                )
+
+    @classmethod
+    def of(cls, capacity_bytes: int | None, policy: TierPolicy | None) -> TierPolicy:
+        """Return ``policy``, or the default for a capacity.
+
+        Raises:
+            StoreError: when both set the capacity.
+        """
+        if policy is None:
+            return cls(capacity_bytes)
+        if capacity_bytes is not None:
+            raise StoreError("capacity_bytes= and policy= both set the capacity: give only policy=")
+        return policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,16 +34,14 @@ from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for
-from cacheblend_rag.kv.tiers.contract import Usage
+from cacheblend_rag.kv.tiers.contract import TierPolicy, Usage
 from cacheblend_rag.kv.tiers.files import (
     check_kind,
     create,
     new_file,
     write_parts,
 )
-from cacheblend_rag.kv.tiers.pins import PinFile
-from cacheblend_rag.kv.tiers.policy import TierPolicy
-from cacheblend_rag.kv.tiers.usage_file import UsageFile
+from cacheblend_rag.kv.tiers.folder_files import PinFile, UsageFile
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from cacheblend_rag.kv.page_locked import SLACK_BYTES, PageLockedMemory, cuda_me
 from cacheblend_rag.kv.stored_chunk import Entry, StoredChunk
 from cacheblend_rag.kv.tiers.admission import Resident
 from cacheblend_rag.kv.tiers.base import Tier
-from cacheblend_rag.kv.tiers.contract import Usage
-from cacheblend_rag.kv.tiers.policy import TierPolicy
+from cacheblend_rag.kv.tiers.contract import TierPolicy, Usage
 
 
 class HostTier(Tier):
@@ -182,3 +181,21 @@ def _own(tensor: Tensor, *, device: torch.device | str, used: Mapping[int, int])
     if fits and tensor[0].is_contiguous():
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class DeviceTier(HostTier):
+    """As HostTier, on the device where the engine computes.
+
+    device: where tensors are kept; a chunk from elsewhere is copied there.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        capacity_bytes: int | None = None,
+        *,
+        name: str = "device",
+        policy: TierPolicy | None = None,
+    ) -> None:
+        super().__init__(capacity_bytes, name=name, policy=policy)
+        self.device = torch.device(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -16,7 +17,6 @@ from torch import Tensor
 from cacheblend_rag.errors import MissingExtraError, StoreError
 from cacheblend_rag.folders import make_folder
 from cacheblend_rag.kv.tiers.bytes import room_for, tensor_of
-from cacheblend_rag.kv.tiers.loop import LoopThread
 
 T = TypeVar("T")
 
@@ -212,3 +212,70 @@ def _tells_of_the_bucket(error: BaseException) -> bool:
 def _line(error: BaseException) -> str:
     """Return an error's message, without its debugging details."""
     return " ".join(str(error).partition("\n\n")[0].split())
+
+
+class LoopThread:
+    """Runs coroutines for other threads, and cancels them at their deadline.
+
+    So nothing is left behind: the caller continues, and the cancelled request's connection is
+    closed. The thread starts with the first coroutine and ends with ``close``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def result(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
+        """Return the result of ``work``, or raise its error; OSError after the deadline."""
+        try:
+            loop = self._started()
+        except BaseException:
+            work.close()
+            raise
+        future = asyncio.run_coroutine_threadsafe(_within(work, seconds), loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # the waiting thread may be interrupted
+
+    def close(self) -> None:
+        """End the thread; later work starts another one."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=_run, args=(loop,), name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    loop.close()
+                    raise OSError(str(error)) from error
+                self._loop = loop
+            return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        loop.run_until_complete(_cancel_all())
+    finally:
+        loop.close()
+
+
+async def _cancel_all() -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+async def _within(work: Coroutine[Any, Any, T], seconds: float) -> T:
+    try:
+        return await asyncio.wait_for(work, seconds)
+    except TimeoutError as error:
+        raise OSError(f"the whole answer did not arrive within {seconds:g} s") from error

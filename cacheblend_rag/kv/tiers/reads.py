@@ -1,19 +1,60 @@
-"""Reads the chunks of one tier, whole or by layers; counts them, and quarantines unusable ones."""
+"""Looks up and reads the chunks of one tier, whole or by layers, and quarantines unusable ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.errors import (
+    BadSignatureError,
+    DamagedChunkError,
+    ForeignChunkError,
+    StoreError,
+)
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.packed_kv import LayerKV
 from cacheblend_rag.kv.reader import ChunkReader
-from cacheblend_rag.kv.stored_chunk import Read, StoredChunk
+from cacheblend_rag.kv.stored_chunk import Entry, Read, StoredChunk
 from cacheblend_rag.kv.tiers.access import Access
 from cacheblend_rag.kv.tiers.contract import TierContract
 from cacheblend_rag.kv.tiers.counters import Counters
-from cacheblend_rag.kv.tiers.parallel import in_parallel
-from cacheblend_rag.kv.tiers.quarantine import Quarantine
+from cacheblend_rag.openmp import use_one_thread
+
+logger = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
+
+
+class Quarantine:
+    """The quarantine of one tier; what is kept of a chunk is up to the tier's ``_set_aside``."""
+
+    def __init__(self, tier: TierContract, access: Access, counts: Counters) -> None:
+        self._tier, self._access, self._counts = tier, access, counts
+
+    def add(self, key: KVKey, reason: str) -> None:
+        """See ``Tier.quarantine``."""
+        name = self._tier.name
+        if self._tier.policy.read_only:
+            logger.warning("%s tier: %s cannot be used: %s", name, key, reason)
+            return
+        logger.warning("%s tier: %s quarantined: %s", name, key, reason)
+        self._counts.add("quarantined")
+        try:
+            with self._access.to_write(key):
+                self._tier._set_aside(key, reason)
+        except OSError as error:
+            self._access.could_not_write("set %s aside", key, error)
+
+    def add_unusable(self, key: KVKey, error: StoreError | None) -> None:
+        """Add a chunk if the error of reading it says that it cannot be used by anybody."""
+        if isinstance(error, BadSignatureError) and not self._tier.mac.by_key:
+            # It is valid for holders of the key, who may remove it.
+            logger.warning("%s tier: %s is not read: %s", self._tier.name, key, error)
+        elif isinstance(error, DamagedChunkError | ForeignChunkError):
+            self.add(key, str(error))
 
 
 class Reads:
@@ -93,3 +134,41 @@ class Reads:
         unread = StoreError(f"{self._tier.name} tier: could not read {key}: {found}")
         unread.__cause__ = found
         return unread
+
+
+def in_parallel(do: Callable[[KVKey], T], keys: Sequence[KVKey], threads: int) -> list[T]:
+    """Return the results of ``do`` for all keys, in their order, computed on so many threads."""
+    threads = min(threads, len(keys))
+    if threads <= 1:
+        return [do(key) for key in keys]
+    with ThreadPoolExecutor(threads, "kv-tier", initializer=use_one_thread) as pool:
+        return list(pool.map(do, keys))
+
+
+class Lookups:
+    """Looks up the chunks of one tier."""
+
+    def __init__(self, tier: TierContract, access: Access) -> None:
+        self._tier, self._access = tier, access
+
+    def entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
+        """See ``Tier.entry_many``."""
+        if not keys:
+            return []
+        try:
+            with self._access.to_read(keys[0], timed=False):
+                together = self._tier._entry_many(keys)
+                if together is not None:
+                    return together
+                return in_parallel(self._one, keys, self._tier.entries_at_once)
+        except OSError as error:
+            self._access.could_not_read("look up %s", keys[0], error)
+            return [None] * len(keys)
+
+    def _one(self, key: KVKey) -> Entry | None:
+        try:
+            with self._access.to_read(key):
+                return self._tier._entry(key)
+        except OSError as error:
+            self._access.could_not_read("look up %s", key, error)
+            return None

@@ -25,9 +25,8 @@ from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RefusedError, RejectedError, Resident
 from cacheblend_rag.kv.tiers.bytes import BytesTier, tensor_of
-from cacheblend_rag.kv.tiers.contract import Usage
+from cacheblend_rag.kv.tiers.contract import TierPolicy, Usage
 from cacheblend_rag.kv.tiers.deadline import BoundedSocket, deadline
-from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.kv.tiers.redis_index import (
     FORGET,
     RECORD,

@@ -8,9 +8,8 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.put_result import PutResult, told
 from cacheblend_rag.kv.stored_chunk import StoredChunk
 from cacheblend_rag.kv.tiers.access import Access
-from cacheblend_rag.kv.tiers.admission import RefusedError, RejectedError
+from cacheblend_rag.kv.tiers.admission import Capacity, RefusedError, RejectedError
 from cacheblend_rag.kv.tiers.breaker import OutError
-from cacheblend_rag.kv.tiers.capacity import Capacity
 from cacheblend_rag.kv.tiers.contract import TierContract
 from cacheblend_rag.kv.tiers.counters import Counters
 

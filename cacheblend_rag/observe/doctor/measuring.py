@@ -31,7 +31,7 @@ from cacheblend_rag.observe.doctor.similar import similar_chunks
 from cacheblend_rag.observe.doctor.speed import MUCH_WORK
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.settings import BlendConfig
-from cacheblend_rag.settings.choices import DEFAULT_RATIO
+from cacheblend_rag.settings.options import DEFAULT_RATIO
 from cacheblend_rag.text.chat import on_day
 from cacheblend_rag.text.prompt import BlendPrompt, Segment, segment
 from cacheblend_rag.text.special_tokens import special_tokens

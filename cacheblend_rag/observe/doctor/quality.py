@@ -6,7 +6,7 @@ from statistics import median
 
 from cacheblend_rag.observe.doctor.evidence import Evidence
 from cacheblend_rag.observe.doctor.finding import Finding, FindingCode, SettingChange, quoted
-from cacheblend_rag.settings.choices import DEFAULT_RATIO
+from cacheblend_rag.settings.options import DEFAULT_RATIO
 
 NOTICED = 0.05
 """Loss in nats per token that a ratio below the default must cost before it is named."""

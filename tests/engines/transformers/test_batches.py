@@ -6,7 +6,7 @@ import pytest
 
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore
 from cacheblend_rag.kv import HostTier, TierPolicy
-from cacheblend_rag.kv.tiers.policy import Admit
+from cacheblend_rag.kv.tiers.contract import Admit
 from tests.engines.transformers.conftest import EngineFactory
 from tests.kv.samples import SlowTier
 from tests.models import prompt_of, words

@@ -47,7 +47,6 @@ from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.put_result import READ_ONLY
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.kv.verify import unreadable
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, no_room
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.comparing import Compared, compare
@@ -381,7 +380,7 @@ def verify(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
     """Check stored KV, one key at a time; damaged KV is quarantined."""
     lost: dict[str, Reason] = {}
     for key in keys:
-        for _, reason in unreadable(store, [key]):
+        for _, reason in store.unreadable([key]):
             lost[f"{key.chunk_id}/{key.context_id}"] = reason
         yield
     return VerifyResult(len(keys), lost)

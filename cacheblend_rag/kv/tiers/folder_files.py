@@ -1,9 +1,10 @@
-"""The pins of a folder of chunk KV, in a file for every process that shares the folder."""
+"""The files of a folder of chunk KV that all processes share: its pins, and its usage."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 from collections.abc import Iterator, Set
 from contextlib import suppress
@@ -11,13 +12,17 @@ from pathlib import Path
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.tiers.files import create, read_regular
+from cacheblend_rag.kv.tiers.contract import Usage
+from cacheblend_rag.kv.tiers.files import create, overwrite, read_regular, read_small
 
 logger = logging.getLogger(__name__)
 
 MOST_PINS = 10_000
 MOST_BYTES = MOST_PINS * 256
 """A key takes 97 or 130 bytes and a line end; a longer file was not written by this class."""
+
+_USAGE = re.compile(rb"([0-9]{1,18}) ([0-9]{1,18})\n")
+_LONGEST = 64
 
 
 class PinFile:
@@ -80,3 +85,31 @@ class PinFile:
             os.unlink(new)
         create(new, "".join(f"{key}\n" for key in sorted(map(str, keys))).encode(), fsync=False)
         os.replace(new, self._path)
+
+
+class UsageFile:
+    """Entries and bytes, in a file; read and written under the folder's lock.
+
+    A writer records before its file appears, and an eviction after its file is gone: a process
+    killed in between leaves the record too high, never too low; the next search of a full store
+    corrects it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> Usage | None:
+        """Return the recorded usage, None if there is no valid record."""
+        match = _USAGE.fullmatch(read_small(self._path, _LONGEST))
+        return Usage(int(match[1]), int(match[2])) if match else None
+
+    def write(self, usage: Usage) -> None:
+        """Record the usage."""
+        path = str(self._path)
+        text = b"%018d %018d\n" % (max(usage.entries, 0), max(usage.nbytes, 0))
+        if overwrite(path, text):
+            return
+        with suppress(FileNotFoundError):  # of a writer that was killed
+            os.unlink(f"{path}.new")
+        create(f"{path}.new", text, fsync=False)
+        os.replace(f"{path}.new", path)
