@@ -56,7 +56,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ChunkHeader:
     """A parsed header. start: where the body begins in the object."""
 
     metadata: dict[str, str]
@@ -81,7 +81,7 @@ def body_start(first: Tensor, nbytes: int) -> int:
     return start
 
 
-def parse_header(header: bytes, start: int, body_bytes: int) -> Header:
+def parse_header(header: bytes, start: int, body_bytes: int) -> ChunkHeader:
     """Return metadata and spans; everything but checksums and the key's match is checked."""
     try:
         fields = json.loads(header)
@@ -100,7 +100,7 @@ def parse_header(header: bytes, start: int, body_bytes: int) -> Header:
         position = span.end
     if position != body_bytes:
         raise DamagedChunkError(f"header describes {position} tensor bytes, {body_bytes} follow")
-    return Header(metadata, spans, start)
+    return ChunkHeader(metadata, spans, start)
 
 
 def _parse_metadata(metadata: dict[str, Any]) -> dict[str, str]:

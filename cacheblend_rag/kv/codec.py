@@ -30,7 +30,7 @@ from cacheblend_rag.kv.chunk_header import (
     FORMAT,
     PREFIX_BYTES,
     STORED_DTYPES,
-    Header,
+    ChunkHeader,
     body_start,
     check_mac,
     check_shapes,
@@ -136,7 +136,7 @@ class Head:
         return PackedKV(kv, self.scales, self.dtype, self.position, self.prior)
 
 
-class EncodedChunk:
+class ChunkObject:
     """A chunk as one safetensors object of ``nbytes``; ``parts`` computes the digests.
 
     Layers that are on the CPU, contiguous and stored unchanged, are not copied.
@@ -194,7 +194,7 @@ class EncodedChunk:
 def encode(key: KVKey, kv: ChunkKV, mac: Mac = CHECKSUM) -> bytes:
     """Return ``kv`` as one safetensors object; raises ValueError on malformed tensors."""
     kv.validate()
-    return b"".join(EncodedChunk(key, kv, mac).parts())
+    return b"".join(ChunkObject(key, kv, mac).parts())
 
 
 def decode(data: bytes | bytearray | memoryview, key: KVKey, mac: Mac = CHECKSUM) -> ChunkKV:
@@ -255,7 +255,7 @@ def _side_by_side(keys: Tensor, values: Tensor) -> list[memoryview]:
 
 
 def _checked_head(
-    header: Header, own: Mapping[str, Tensor], nbytes: int, key: KVKey, mac: Mac
+    header: ChunkHeader, own: Mapping[str, Tensor], nbytes: int, key: KVKey, mac: Mac
 ) -> Head:
     metadata, span = header.metadata, header.spans["kv"]
     tensors = [_bytes_of(own[name]) for name in ("prior", "scales") if name in own]

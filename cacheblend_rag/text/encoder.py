@@ -106,7 +106,7 @@ class EncodedChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedPrompt:
+class EncodedParts:
     """A prompt's tokens, and each part as an encoded chunk; None for parts that are no chunk."""
 
     token_ids: TokenIds
@@ -215,7 +215,7 @@ class PromptEncoder:
             return ids[: -len(word)]
         return self.encode([(text, False)], opens=opens).token_ids
 
-    def encode(self, parts: Sequence[tuple[str, bool]], *, opens: bool = True) -> EncodedPrompt:
+    def encode(self, parts: Sequence[tuple[str, bool]], *, opens: bool = True) -> EncodedParts:
         """Encode (text, whether it is a chunk or other data), in order, as one text.
 
         opens: whether the tokenizer's opening tokens (BOS) come first; never if the text already
@@ -235,7 +235,7 @@ class PromptEncoder:
         start = 0 if has_opening or not opens else len(opening)
         ids = opening[:start] + ids
         chunks = _placed(parts, alone, ids, start) if known else (None,) * len(parts)
-        return EncodedPrompt(tuple(ids), chunks)
+        return EncodedParts(tuple(ids), chunks)
 
     def _joined(self, parts: Sequence[tuple[str, bool]], known: Sequence[KnownText]) -> array[int]:
         """Return the tokens of all parts as one text; known: each part, if it is known."""

@@ -9,7 +9,7 @@ from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text.chunk import EMPTY, Chunk, Match, stands_before
 from cacheblend_rag.text.search import (
     AnchorTable,
-    Budget,
+    SearchBudget,
     Span,
     window_width,
     windows,
@@ -152,7 +152,7 @@ class ChunkRegistry:
         found = list(windows(text))
         with self._lock:
             hinted = _Hints(hints)
-            budget = Budget(len(text))
+            budget = SearchBudget(len(text))
             spans = [
                 span
                 for width, hashes in reversed(found)

@@ -20,7 +20,7 @@ Span = tuple[int, int]
 LONGEST_WINDOW = 32
 SLOTS_PER_MARK = 32
 COMPARED_CHARACTERS = 4 << 20
-"""Characters that a search may always compare, besides some per character; see Budget."""
+"""Characters that a search may always compare, besides some per character; see SearchBudget."""
 COMPARED_PER_CHARACTER = 16
 LEAST_COMPARED = 64
 SMALLEST_SLOT_BITS = 12
@@ -34,7 +34,7 @@ WINDOW_FACTORS = (
 )
 
 
-class Budget:
+class SearchBudget:
     """Limits how much a search compares. Repetitive texts would take minutes otherwise.
 
     A text that is not compared is not found: that loses reuse, and never changes an answer.
@@ -76,7 +76,7 @@ class AnchorTable:
         else:
             del self._texts[anchor]
 
-    def occurrences(self, text: str, hashes: Hashes, budget: Budget) -> Iterator[Span]:
+    def occurrences(self, text: str, hashes: Hashes, budget: SearchBudget) -> Iterator[Span]:
         """Yield the spans of registered texts in ``text``, overlaps included."""
         marked = np.flatnonzero(self._marks[self._slots(hashes)])
         for position, anchor in zip(marked.tolist(), hashes[marked].tolist(), strict=True):

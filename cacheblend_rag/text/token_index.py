@@ -36,7 +36,7 @@ from cacheblend_rag.text.token_runs import (
     Diagonals,
     budget,
     equal_runs,
-    without_overlaps,
+    kept_runs,
 )
 
 Name = TypeVar("Name", bound=Hashable)
@@ -212,7 +212,7 @@ class TokenIndex(Generic[Name]):
         diagonals = self._diagonals(prompt, levels)
         runs = equal_runs(prompt, diagonals, self.least)
         found = []
-        for begin, stop, source in without_overlaps(runs, diagonals.numbers, self.least):
+        for begin, stop, source in kept_runs(runs, diagonals.numbers, self.least):
             known = self._known.get(diagonals.numbers[source])
             if known is not None:  # not forgotten meanwhile
                 skip = begin - diagonals.shifts[source]

@@ -76,7 +76,7 @@ def equal_runs(prompt: Tokens, diagonals: Diagonals, least: int) -> Runs:
     return Runs(sources, firsts + shifts[sources], stops + shifts[sources])
 
 
-def without_overlaps(runs: Runs, numbers: Sequence[int], least: int) -> list[Kept]:
+def kept_runs(runs: Runs, numbers: Sequence[int], least: int) -> list[Kept]:
     """Return runs that do not overlap, in order: the longest win, then the lowest numbers.
 
     The others keep what is left of them, if it has ``least`` tokens. numbers: of the diagonals'

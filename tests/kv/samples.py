@@ -111,7 +111,7 @@ class SlowBytes(HostTier):
 
     def fill(self, kvs):
         for key, kv in kvs.items():
-            self.objects[key] = bytearray(b"".join(codec.EncodedChunk(key, kv).parts()))
+            self.objects[key] = bytearray(b"".join(codec.ChunkObject(key, kv).parts()))
 
     def _entry(self, key):
         self.looked_up.append(key)

@@ -356,7 +356,7 @@ def test_layers_that_lie_together_are_written_without_a_copy(together):
     keys, values = kv.unbind(1)
     if not together:
         keys, values = keys.contiguous(), values.contiguous()
-    parts = codec.EncodedChunk(KEY, ChunkKV(keys, values, 0)).parts()[1:]
+    parts = codec.ChunkObject(KEY, ChunkKV(keys, values, 0)).parts()[1:]
     assert len(parts) == (3 if together else 6)
     written = kv[0, 0, 0, 0, 0].item()
     keys[0, 0, 0, 0] = 7.0
@@ -368,7 +368,7 @@ def test_layers_that_lie_together_are_written_without_a_copy(together):
 @pytest.mark.parametrize("prior", [True, False])
 def test_the_size_is_known_before_the_digests(mac, precision, prior):
     kv = rounded(make_kv(prior=prior), precision)
-    assert codec.EncodedChunk(KEY, kv, mac).nbytes == len(codec.encode(KEY, kv, mac))
+    assert codec.ChunkObject(KEY, kv, mac).nbytes == len(codec.encode(KEY, kv, mac))
 
 
 def test_every_layer_of_a_whole_chunk_is_checked():

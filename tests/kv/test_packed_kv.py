@@ -266,10 +266,10 @@ def test_codes_that_are_no_numbers_are_damage_though_their_checksums_hold():
             "scales are out of the range",
         ),
     ):
-        data = b"".join(codec.EncodedChunk(KEY, bad).parts())
+        data = b"".join(codec.ChunkObject(KEY, bad).parts())
         with pytest.raises(DamagedChunkError, match=said):
             codec.decode(data, KEY)
-    codec.decode(b"".join(codec.EncodedChunk(KEY, sound).parts()), KEY)
+    codec.decode(b"".join(codec.ChunkObject(KEY, sound).parts()), KEY)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

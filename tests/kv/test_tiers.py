@@ -363,7 +363,7 @@ def test_disk_reads_on_behind_what_a_call_has_read(tmp_path, monkeypatch, most):
 
 def test_disk_keeps_nothing_of_a_chunk_whose_digests_fail(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path)
-    monkeypatch.setattr(codec.EncodedChunk, "parts", lambda _: _raise(OSError("no memory")))
+    monkeypatch.setattr(codec.ChunkObject, "parts", lambda _: _raise(OSError("no memory")))
     assert not tier.put(KEYS[0], stored())
     assert [path for path in tmp_path.glob("?/?/*") if path.is_file()] == []
     assert tier.usage() == Usage(0, 0)

@@ -293,15 +293,15 @@ def test_a_long_documents_contexts_share_their_pieces() -> None:
 def compared(registry: ChunkRegistry, text: str) -> int:
     """How many texts a search compares."""
     count = 0
-    real = search.Budget.allows
+    real = search.SearchBudget.allows
 
-    def counted(self: search.Budget, known: str) -> bool:
+    def counted(self: search.SearchBudget, known: str) -> bool:
         nonlocal count
         count += 1
         return real(self, known)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search.Budget, "allows", counted)
+        patch.setattr(search.SearchBudget, "allows", counted)
         registry.find(text)
     return count
 
@@ -336,7 +336,7 @@ def test_a_longer_prompt_may_be_compared_with_more(monkeypatch: pytest.MonkeyPat
     assert len(ChunkRegistry(map(Chunk, texts)).find(" ".join(texts))) == 200
 
 
-class CountingBudget(search.Budget):
+class CountingBudget(search.SearchBudget):
     """Allows everything. asked: for how many texts."""
 
     asked = 0

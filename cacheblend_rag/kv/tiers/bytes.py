@@ -19,7 +19,7 @@ from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_header import MAX_BODY_BYTES
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.codec import EncodedChunk
+from cacheblend_rag.kv.codec import ChunkObject
 from cacheblend_rag.kv.reader import ChunkReader, StoredBytes, open_ranges
 from cacheblend_rag.kv.stored_chunk import StoredChunk
 from cacheblend_rag.kv.tiers.base import Tier
@@ -53,7 +53,7 @@ class BytesTier(Tier):
         """
 
     @abstractmethod
-    def _write(self, key: KVKey, data: EncodedChunk, written_at: float) -> None:
+    def _write(self, key: KVKey, data: ChunkObject, written_at: float) -> None:
         """Store or replace an object, evicting others; raises RefusedError."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class BytesTier(Tier):
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
         # The signed time counts: without the key, a chunk cannot be made younger.
         written_at = chunk.written_at if self.mac.by_key else None
-        data = codec.EncodedChunk(key, chunk.kv, self.mac, check=chunk.check, written_at=written_at)
+        data = codec.ChunkObject(key, chunk.kv, self.mac, check=chunk.check, written_at=written_at)
         self._capacity.check_fits(data.nbytes)
         self._write(key, data, chunk.written_at)
 

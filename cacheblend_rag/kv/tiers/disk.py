@@ -27,7 +27,7 @@ from torch import Tensor
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.folders import make_folder
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.codec import EncodedChunk
+from cacheblend_rag.kv.codec import ChunkObject
 from cacheblend_rag.kv.read_memory import OF_PROCESS
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
@@ -228,7 +228,7 @@ class DiskTier(BytesTier):
             times = time.time_ns(), os.lstat(path).st_mtime_ns
             os.utime(path, ns=times, follow_symlinks=False)
 
-    def _write(self, key: KVKey, data: EncodedChunk, written_at: float) -> None:
+    def _write(self, key: KVKey, data: ChunkObject, written_at: float) -> None:
         path = self._file(key)
         if self._capacity.would_reject(key) and not os.path.exists(path):
             raise RejectedError("another chunk requested as often was rejected just now")

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from cacheblend_rag.errors import DamagedChunkError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.codec import EncodedChunk
+from cacheblend_rag.kv.codec import ChunkObject
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
@@ -121,7 +121,7 @@ class ObjectTier(BytesTier):
     def _mark_used(self, key: KVKey, written_at: float) -> None:
         self._note(key, written_at, time.time())
 
-    def _write(self, key: KVKey, data: EncodedChunk, written_at: float) -> None:
+    def _write(self, key: KVKey, data: ChunkObject, written_at: float) -> None:
         attributes = {WRITTEN_AT: repr(written_at)} if self._keeps_metadata else None
         parts = data.parts()
         # One at a time in a bounded tier: two must not fill the room made for one.

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from cacheblend_rag.errors import DamagedChunkError, MissingExtraError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.codec import EncodedChunk, Parts
+from cacheblend_rag.kv.codec import ChunkObject, Parts
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RefusedError, RejectedError, Resident
@@ -32,7 +32,7 @@ from cacheblend_rag.kv.tiers.redis_index import (
     RECORD,
     TOTAL,
     VALUE_BYTES,
-    key_of,
+    key_named,
     note_of,
     total_of,
     used_at,
@@ -166,7 +166,7 @@ class RedisTier(BytesTier):
         with suppress(OSError), self._asking():
             self.client.zadd(self._used, {str(key): time.time()}, xx=True)
 
-    def _write(self, key: KVKey, data: EncodedChunk, written_at: float) -> None:
+    def _write(self, key: KVKey, data: ChunkObject, written_at: float) -> None:
         if data.nbytes > VALUE_BYTES:
             raise RefusedError(
                 f"{data.nbytes} bytes: Redis keeps at most {VALUE_BYTES} under a key"
@@ -292,7 +292,7 @@ class RedisTier(BytesTier):
 
     def _known_of(self, names: Sequence[bytes]) -> list[tuple[KVKey, Entry]]:
         """Return the stored chunks of some names in the index; invalid entries are removed."""
-        keys = {name: key for name in names if (key := key_of(name)) is not None}
+        keys = {name: key for name in names if (key := key_named(name)) is not None}
         entries = dict(zip(keys, self._entry_many(list(keys.values())), strict=True))
         wrong = [name for name in names if entries.get(name) is None]
         if wrong and not self.policy.read_only:

@@ -86,6 +86,6 @@ def used_at(score: Any, written_at: float, now: float) -> float:
     return min(seconds, now) if math.isfinite(seconds) else written_at
 
 
-def key_of(name: Any) -> KVKey | None:
+def key_named(name: Any) -> KVKey | None:
     """Return the key in a field or member name, None if it is no chunk's name."""
     return KVKey.parsed(name.decode(errors="replace")) if isinstance(name, bytes) else None

@@ -34,7 +34,7 @@ class CannotConvertError(Exception):
 
 
 @dataclass(frozen=True)
-class Header:
+class GgufHeader:
     """The header of a GGUF file.
 
     metadata: values by key; for arrays with more than LONG_ARRAY items only their length. tokens:
@@ -95,7 +95,7 @@ LEAST_STRING, LEAST_PAIR, LEAST_TENSOR = 8, 13, 24
 """Bytes of an empty string, of a pair of metadata and of a tensor's description without names."""
 
 
-def read_header(file: Path) -> Header:
+def read_header(file: Path) -> GgufHeader:
     """Read a GGUF file's header.
 
     Raises CannotConvertError when the file is damaged, is a part of a split file, or holds no
@@ -167,7 +167,7 @@ class _Tensor(NamedTuple):
     nbytes: int
 
 
-def _read(data: _Bytes) -> Header:
+def _read(data: _Bytes) -> GgufHeader:
     data.take(4)  # the magic bytes
     if (version := data.number("I")) not in {2, 3}:
         raise ValueError(f"its version {version} is neither 2 nor 3")
@@ -187,7 +187,7 @@ def _read(data: _Bytes) -> Header:
         if held.kind != "F32" or math.prod(held.shape) > LONG_ARRAY:
             raise ValueError(f"the tensor {ROPE_FACTORS!r} has the shape {held.shape}")
         factors = data.floats(start + held.offset, math.prod(held.shape))
-    return Header(
+    return GgufHeader(
         {
             key: len(value) if isinstance(value, list) and len(value) > LONG_ARRAY else value
             for key, value in metadata.items()
@@ -230,7 +230,7 @@ def _strings(metadata: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _check(header: Header) -> None:
+def _check(header: GgufHeader) -> None:
     parts = header.metadata.get("split.count")
     if isinstance(parts, int) and parts > 1:
         raise CannotConvertError(
@@ -258,7 +258,7 @@ def _check(header: Header) -> None:
     _check_counts(header)
 
 
-def _check_counts(header: Header) -> None:
+def _check_counts(header: GgufHeader) -> None:
     """Refuse counts from which transformers would make layers and weights that no file holds."""
     bounds = dict.fromkeys(WIDTHS, header.widest) | {"block_count": len(header.tensors)}
     for key, most in bounds.items():

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from cacheblend_rag.models.gguf.header import HUB_FORMAT, CannotConvertError, Header
+from cacheblend_rag.models.gguf.header import HUB_FORMAT, CannotConvertError, GgufHeader
 
 IN_SHAPES = {
     "block_count",
@@ -43,7 +43,7 @@ ROPE_SCALING = "rope.scaling.type"
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_LENGTH = 1.0, 4.0, 8192
 
 
-def check_settings(config: Any, header: Header) -> None:
+def check_settings(config: Any, header: GgufHeader) -> None:
     """Raise CannotConvertError unless a config has all of a GGUF file's settings."""
     text = config.get_text_config()
     for key, value in header.settings().items():
@@ -73,7 +73,7 @@ def _carried(config: Any, key: str, value: Any) -> bool:
     return key == "attention.causal" and bool(value)
 
 
-def put_rope_factors(config: Any, header: Header) -> None:
+def put_rope_factors(config: Any, header: GgufHeader) -> None:
     """Set Llama 3's scaling of rotary frequencies, which GGUF files store as a tensor.
 
     Raises CannotConvertError when the factors do not follow Llama 3's formula.

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cacheblend_rag.errors import first_line
-from cacheblend_rag.models.gguf.header import HUB_FORMAT, CannotConvertError, Header
+from cacheblend_rag.models.gguf.header import HUB_FORMAT, CannotConvertError, GgufHeader
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ SPACE = "\u2581"
 """The character for a space in SentencePiece vocabularies."""
 
 
-def save_tokenizer(file: Path, header: Header, folder: Path) -> list[int]:
+def save_tokenizer(file: Path, header: GgufHeader, folder: Path) -> list[int]:
     """Write a GGUF file's tokenizer into a folder; return the tokens that end an answer.
 
     file: in a folder of its own, since transformers prefers a tokenizer.json beside it. Raises
@@ -68,7 +68,7 @@ def save_tokenizer(file: Path, header: Header, folder: Path) -> list[int]:
     return _end_tokens(loaded, header)
 
 
-def _split_as_trained(backend: Tokenizer, header: Header) -> None:
+def _split_as_trained(backend: Tokenizer, header: GgufHeader) -> None:
     """Set the pre-tokenizer with which the vocabulary's merges were learned.
 
     transformers knows some rules by their names in GGUF files, and uses GPT-2's for all others,
@@ -103,7 +103,7 @@ def _adds_space(backend: Tokenizer) -> bool:
     return tokens[:1] != ["a"]
 
 
-def _put_around(backend: Tokenizer, header: Header, names: dict[str, str]) -> None:
+def _put_around(backend: Tokenizer, header: GgufHeader, names: dict[str, str]) -> None:
     """Let the tokenizer begin texts with BOS and end them with EOS if the file says so."""
     rule = header.tokenizer("pre", "default")
     begins = header.tokenizer("model") == SENTENCE_PIECE or rule in WHOLE_WORDS_FIRST
@@ -120,7 +120,7 @@ def _put_around(backend: Tokenizer, header: Header, names: dict[str, str]) -> No
     )
 
 
-def _end_tokens(tokenizer: Any, header: Header) -> list[int]:
+def _end_tokens(tokenizer: Any, header: GgufHeader) -> list[int]:
     """Return the tokens that end an answer: EOS, and the chat template's end of a turn."""
     found = [header.special_token("eos"), header.special_token("eot")]
     if tokenizer.chat_template:

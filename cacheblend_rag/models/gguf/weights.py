@@ -18,7 +18,7 @@ from cacheblend_rag.models.gguf.header import (
     HUB_FORMAT,
     ROPE_FACTORS,
     CannotConvertError,
-    Header,
+    GgufHeader,
 )
 from cacheblend_rag.models.gguf.settings import check_settings, put_rope_factors
 
@@ -26,7 +26,7 @@ NOT_ALL = "transformers does not read all weights of this GGUF"
 NOT_OF_THE_MODEL = {"quantization_config", "_name_or_path"}
 
 
-def save_weights(file: Path, header: Header, folder: Path, end_tokens: Sequence[int]) -> None:
+def save_weights(file: Path, header: GgufHeader, folder: Path, end_tokens: Sequence[int]) -> None:
     """Write a GGUF file's config and weights into a folder.
 
     file: in a folder of its own, since transformers loads the adapter that an adapter_config.json
@@ -57,14 +57,14 @@ def save_weights(file: Path, header: Header, folder: Path, end_tokens: Sequence[
     whole.save_pretrained(folder)
 
 
-def stored_dtype(header: Header) -> torch.dtype:
+def stored_dtype(header: GgufHeader) -> torch.dtype:
     """Return the precision that weights are stored in."""
     if header.quantized or "BF16" in header.types:
         return torch.bfloat16
     return torch.float16 if "F16" in header.types else torch.float32
 
 
-def _read(file: Path, header: Header, dtype: torch.dtype) -> Any:
+def _read(file: Path, header: GgufHeader, dtype: torch.dtype) -> Any:
     """Load the model, after its config has proved to describe as many weights as the file holds."""
     import transformers
 
@@ -91,7 +91,7 @@ def _read(file: Path, header: Header, dtype: torch.dtype) -> Any:
     return model
 
 
-def _check_number(model: torch.nn.Module, header: Header) -> None:
+def _check_number(model: torch.nn.Module, header: GgufHeader) -> None:
     expected = sum(size for name, size in header.tensors.items() if name != ROPE_FACTORS)
     held = sum(parameter.numel() for parameter in model.parameters())
     if held != expected:
