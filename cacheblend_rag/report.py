@@ -32,27 +32,15 @@ MissReason = Literal[
 ]
 """Why a chunk was missed."""
 
-MISS_CODES: Mapping[MissReason, ReasonCode] = {
-    "unknown": ReasonCode.UNKNOWN,
-    "not stored": ReasonCode.NOT_STORED,
+_NAMED_OTHERWISE: Mapping[str, ReasonCode] = {
     "not stored, being filled": ReasonCode.BEING_FILLED,
-    "other model": ReasonCode.OTHER_MODEL,
-    "inseparable": ReasonCode.INSEPARABLE,
-    "altered text": ReasonCode.ALTERED_TEXT,
-    "damaged": ReasonCode.DAMAGED,
-    "bad signature": ReasonCode.BAD_SIGNATURE,
-    "store error": ReasonCode.STORE_ERROR,
-    "no room": ReasonCode.NO_ROOM,
-    "slow": ReasonCode.SLOW,
-    "too short": ReasonCode.TOO_SHORT,
-    "unsupported model": ReasonCode.UNSUPPORTED_MODEL,
     "stopped by the guard": ReasonCode.GUARD_STOPPED,
 }
 
 
 def code_of(reason: MissReason) -> ReasonCode:
     """Return the code of a chunk's miss; ``other`` for a reason of a newer version."""
-    return MISS_CODES.get(reason, ReasonCode.OTHER)
+    return _NAMED_OTHERWISE.get(reason) or ReasonCode.named(reason.replace(" ", "_"))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from cacheblend_rag.kv.chunk_kv import FORMAT_VERSION, ChunkKV, KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.kv.stored_chunk import Lookup, StoreMiss
+from cacheblend_rag.kv.stored_chunk import Lookup
 from cacheblend_rag.kv.tiers import (
     BytesTier,
     DeviceTier,
@@ -33,7 +33,6 @@ __all__ = [
     "Lookup",
     "ObjectTier",
     "RedisTier",
-    "StoreMiss",
     "StoredChunk",
     "Tier",
     "TierPolicy",

@@ -16,9 +16,10 @@ from typing import Protocol, TypeVar
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.shared_chunk import Found
-from cacheblend_rag.kv.stored_chunk import StoreMiss, miss_of
+from cacheblend_rag.kv.stored_chunk import miss_of
 from cacheblend_rag.kv.tiers import Tier
 from cacheblend_rag.openmp import use_one_thread
+from cacheblend_rag.report import MissReason
 
 T = TypeVar("T")
 FETCH_THREADS = 16
@@ -73,7 +74,7 @@ class Search:
 
     def __init__(self, key: KVKey, way: Way) -> None:
         self.key, self.way, self.is_stale = key, way, False
-        self.missed: tuple[StoreMiss, str | None] = ("not stored", None)
+        self.missed: tuple[MissReason, str | None] = ("not stored", None)
         self.askers: list[Future[Found]] = []
 
     @property

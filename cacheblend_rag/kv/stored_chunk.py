@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from cacheblend_rag.errors import (
     BadSignatureError,
@@ -17,10 +16,7 @@ from cacheblend_rag.errors import (
 )
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.packed_kv import StoredKV
-
-StoreMiss = Literal[
-    "not stored", "damaged", "other model", "bad signature", "store error", "no room"
-]
+from cacheblend_rag.report import MissReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +61,15 @@ class Lookup:
 
     kv: ChunkKV | None
     tier: str | None
-    reason: StoreMiss | None
+    reason: MissReason | None
 
     @classmethod
-    def missed(cls, reason: StoreMiss, tier: str | None = None) -> Lookup:
+    def missed(cls, reason: MissReason, tier: str | None = None) -> Lookup:
         """Return the result for a chunk that was not found."""
         return cls(None, tier, reason)
 
 
-def miss_of(error: StoreError) -> StoreMiss:
+def miss_of(error: StoreError) -> MissReason:
     """Return the miss reason for an error."""
     if isinstance(error, BadSignatureError):
         return "bad signature"
