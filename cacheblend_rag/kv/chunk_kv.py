@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from threading import Lock
 from typing import Any
 
 import torch
@@ -227,18 +226,16 @@ class NotFiniteError(ValueError):
 
 
 class NumbersCheck:
-    """A check of a chunk's numbers, run once, on the first thread that needs it."""
+    """A check of a chunk's numbers, run once, by the first tier that needs it."""
 
     def __init__(self, kv: ChunkKV) -> None:
         self._unchecked: ChunkKV | None = kv
-        self._lock = Lock()
 
     def __call__(self) -> None:
         """Raise NotFiniteError when one is NaN or infinite."""
-        with self._lock:
-            if self._unchecked is not None:
-                self._unchecked.check_numbers()
-                self._unchecked = None
+        if self._unchecked is not None:
+            self._unchecked.check_numbers()
+            self._unchecked = None
 
 
 def is_finite(tensor: Tensor) -> bool:

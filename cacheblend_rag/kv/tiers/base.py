@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.errors import (
+    BadSignatureError,
+    DamagedChunkError,
+    ForeignChunkError,
+    StoreError,
+)
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.mac import CHECKSUM, Mac
 from cacheblend_rag.kv.packed_kv import LayerKV
@@ -13,14 +20,15 @@ from cacheblend_rag.kv.put_result import PutResult, told
 from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.stored_chunk import Entry, Read, StoredChunk
 from cacheblend_rag.kv.tiers.access import Access
-from cacheblend_rag.kv.tiers.admission import Capacity
+from cacheblend_rag.kv.tiers.admission import Capacity, RefusedError, RejectedError
 from cacheblend_rag.kv.tiers.breaker import OutError
 from cacheblend_rag.kv.tiers.contract import TierContract, TierPolicy, Usage
 from cacheblend_rag.kv.tiers.counters import Counters
-from cacheblend_rag.kv.tiers.reads import Lookups, Quarantine, Reads
-from cacheblend_rag.kv.tiers.writes import Writes
+from cacheblend_rag.openmp import use_one_thread
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Tier(TierContract):
@@ -43,12 +51,9 @@ class Tier(TierContract):
         self.takes_puts = type(self).takes_puts and self.policy.write != "none" and writable
         self.mac, self.ttl_seconds = CHECKSUM, self.policy.ttl_seconds
         self._pinned: set[KVKey] = set()
-        counts = self._counts = Counters()
-        access = self.access = Access(self, counts)
-        self._capacity = Capacity(self.policy, counts)
-        self._lookups, self._quarantine = Lookups(self, access), Quarantine(self, access, counts)
-        self._reads = Reads(self, access, counts, self._quarantine)
-        self._writes = Writes(self, access, counts, self._capacity)
+        self._counts = Counters()
+        self.access = Access(self, self._counts)
+        self._capacity = Capacity(self.policy, self._counts)
 
     def join(self, mac: Mac, ttl_seconds: float | None) -> None:
         """Join a store with this MAC and time to live, unless the policy's is lower."""
@@ -74,7 +79,25 @@ class Tier(TierContract):
 
     def entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
         """As entry, for many chunks, in their order."""
-        return self._lookups.entry_many(keys)
+        if not keys:
+            return []
+        try:
+            with self.access.to_read(keys[0], timed=False):
+                together = self._entry_many(keys)
+                if together is not None:
+                    return together
+                return _in_parallel(self._looked_up, keys, self.entries_at_once)
+        except OSError as error:
+            self.access.could_not_read("look up %s", keys[0], error)
+            return [None] * len(keys)
+
+    def _looked_up(self, key: KVKey) -> Entry | None:
+        try:
+            with self.access.to_read(key):
+                return self._entry(key)
+        except OSError as error:
+            self.access.could_not_read("look up %s", key, error)
+            return None
 
     def all_entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Yield all chunks; raises StoreError when the tier cannot be listed."""
@@ -89,21 +112,77 @@ class Tier(TierContract):
         Raises DamagedChunkError or ForeignChunkError once it is quarantined, StoreError when the
         tier cannot be read.
         """
-        return self._reads.get(key)
+        (read,) = self.get_many([key])
+        if isinstance(read, StoreError):
+            raise read
+        return read
 
     def get_many(self, keys: Sequence[KVKey]) -> list[Read]:
         """As get, for many chunks, in their order; an error stands in its chunk's place."""
-        return self._reads.get_many(keys)
+        if not keys:
+            return []
+        loaded: list[Read | OSError]
+        try:
+            with self.access.to_read(keys[0], timed=False) as permit:
+                together = self._load_many(keys)
+                loaded = (
+                    _in_parallel(self._loaded, keys, self.reads_at_once)
+                    if together is None
+                    else together
+                )
+                if self.fails_whole and any(isinstance(one, OSError) for one in loaded):
+                    self.access.reading.failed(permit)
+        except OSError as error:
+            loaded = [error] * len(keys)
+        return [self._settled(key, found) for key, found in zip(keys, loaded, strict=True)]
+
+    def _loaded(self, key: KVKey) -> Read | OSError:
+        try:
+            with self.access.to_read(key):
+                return self._load(key)
+        except (StoreError, OSError) as error:
+            return error
+
+    def _settled(self, key: KVKey, found: Read | OSError) -> Read:
+        """Count the result of a read, and quarantine an unusable chunk."""
+        self._counts.add("hits" if isinstance(found, StoredChunk) else "misses")
+        return found if isinstance(found, StoredChunk) else self._failed(key, found)
+
+    def _failed(self, key: KVKey, found: StoreError | OSError | None) -> StoreError | None:
+        """Quarantine an unusable chunk; returns the error to report, if any."""
+        if isinstance(found, OSError):
+            self.access.could_not_read("read %s", key, found)
+            unread = StoreError(f"{self.name} tier: could not read {key}: {found}")
+            unread.__cause__ = found
+            return unread
+        if isinstance(found, BadSignatureError) and not self.mac.by_key:
+            # It is valid for holders of the key, who may remove it.
+            logger.warning("%s tier: %s is not read: %s", self.name, key, found)
+        elif isinstance(found, DamagedChunkError | ForeignChunkError):
+            self.quarantine(key, str(found))
+        return found
 
     def open(self, key: KVKey) -> ChunkReader | StoreError | None:
         """As get, but for the chunk's layers, which ``read_layers`` reads; an error is returned."""
-        return self._reads.open(key)
+        opened: ChunkReader | StoreError | OSError | None
+        try:
+            with self.access.to_read(key):
+                opened = self._open(key)
+        except (StoreError, OSError) as error:
+            opened = error
+        self._counts.add("hits" if isinstance(opened, ChunkReader) else "misses")
+        return opened if isinstance(opened, ChunkReader) else self._failed(key, opened)
 
     def read_layers(
         self, key: KVKey, reader: ChunkReader, first: int, last: int
     ) -> Sequence[LayerKV]:
         """Read layers ``first`` to ``last - 1`` of a chunk that was opened here; raises as get."""
-        return self._reads.layers(key, reader, first, last)
+        try:
+            with self.access.to_read(key):
+                return reader.read(first, last)
+        except (StoreError, OSError) as error:
+            failed = self._failed(key, error)
+            raise failed or error from error
 
     def see(self, keys: Iterable[KVKey]) -> None:
         """Count accesses of chunks in any tier: often accessed chunks are kept."""
@@ -114,19 +193,60 @@ class Tier(TierContract):
 
         Raises NotFiniteError if the tier checked the chunk's numbers.
         """
-        return self._writes.put(key, chunk)
+        if self.policy.read_only:
+            return PutResult(False)
+        try:
+            with self.access.to_write(key):
+                self._save(key, chunk)
+        except RejectedError as rejection:
+            self._counts.add("rejected")
+            logger.debug("%s tier rejected %s: %s", self.name, key, rejection)
+            return PutResult(False)
+        except RefusedError as refusal:
+            # One warning per tier: a capacity below one chunk would otherwise fill the log.
+            first = self._counts.add("refused") == 1
+            level = logging.WARNING if first else logging.DEBUG
+            logger.log(level, "%s tier refused %s: %s", self.name, key, refusal)
+            return PutResult(False)
+        except OSError as error:
+            self.access.could_not_write("store %s", key, error)
+            cause = self.access.last_failure if isinstance(error, OutError) else told(error)
+            return PutResult(False, f"{self.name} tier: {cause}")
+        return PutResult(True)
 
     def evict(self, key: KVKey) -> bool | None:
         """Remove a chunk, pinned or not; returns whether it was there, None if that failed."""
-        return self._writes.evict(key)
+        return self._remove(key, "evictions")
 
     def expire(self, key: KVKey) -> bool:
         """As evict, counted as the end of the chunk's time to live."""
-        return self._writes.expire(key)
+        return bool(self._remove(key, "expired"))
+
+    def _remove(self, key: KVKey, counter: str) -> bool | None:
+        if self.policy.read_only:
+            return False
+        try:
+            with self.access.to_write(key):
+                removed = self._drop(key)
+        except OSError as error:
+            self.access.could_not_write("remove %s", key, error)
+            return None
+        if removed:
+            self._capacity.freed(counter, 1)
+        return removed
 
     def quarantine(self, key: KVKey, reason: str) -> None:
         """Move an unusable chunk out of use and count it; a read-only tier leaves it in place."""
-        self._quarantine.add(key, reason)
+        if self.policy.read_only:
+            logger.warning("%s tier: %s cannot be used: %s", self.name, key, reason)
+            return
+        logger.warning("%s tier: %s quarantined: %s", self.name, key, reason)
+        self._counts.add("quarantined")
+        try:
+            with self.access.to_write(key):
+                self._set_aside(key, reason)
+        except OSError as error:
+            self.access.could_not_write("set %s aside", key, error)
 
     def pin(self, *keys: KVKey) -> None:
         """Exempt chunks from eviction by capacity and age, stored yet or not.
@@ -152,7 +272,13 @@ class Tier(TierContract):
 
         Entries and bytes are None if the tier cannot be asked.
         """
-        usage = self._usage()
+        usage: Usage | None = None
+        try:
+            with self.access.to_write():  # which may take a lock, as this does
+                usage = self.usage()
+        except OSError as error:
+            level = logging.DEBUG if isinstance(error, OutError) else logging.WARNING
+            logger.log(level, "%s tier: could not count what is stored: %s", self.name, error)
         return {
             "entries": None if usage is None else usage.entries,
             "bytes": None if usage is None else usage.nbytes,
@@ -160,11 +286,11 @@ class Tier(TierContract):
             **self._counts.all(),
         }
 
-    def _usage(self) -> Usage | None:
-        try:
-            with self.access.to_write():  # which may take a lock, as this does
-                return self.usage()
-        except OSError as error:
-            level = logging.DEBUG if isinstance(error, OutError) else logging.WARNING
-            logger.log(level, "%s tier: could not count what is stored: %s", self.name, error)
-            return None
+
+def _in_parallel(do: Callable[[KVKey], T], keys: Sequence[KVKey], threads: int) -> list[T]:
+    """Return the results of ``do`` for all keys, in their order, computed on so many threads."""
+    threads = min(threads, len(keys))
+    if threads <= 1:
+        return [do(key) for key in keys]
+    with ThreadPoolExecutor(threads, "kv-tier", initializer=use_one_thread) as pool:
+        return list(pool.map(do, keys))
