@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
@@ -83,26 +83,20 @@ class Search:
         return all(asker.cancelled() for asker in list(self.askers))
 
 
-class Opener(Protocol):
-    """Opens chunks in one tier."""
-
-    def open_in(self, depth: int, search: Search) -> Found | None:
-        """Open a chunk in the tier with index ``depth``, None if it is absent.
-
-        Called on that tier's threads, which it may block.
-        """
-
-
 class Opening:
-    """Looks chunks up, in one tier after the other."""
+    """Looks chunks up, in one tier after the other.
+
+    open_in: opens a chunk in the tier with a given index, None if it is absent; called on that
+    tier's threads, which it may block.
+    """
 
     def __init__(
         self,
         tiers: Sequence[Tier],
         threads: TierThreads,
-        opener: Opener,
+        open_in: Callable[[int, Search], Found | None],
     ) -> None:
-        self._tiers, self._threads, self._opener = tiers, threads, opener
+        self._tiers, self._threads, self._open_in = tiers, threads, open_in
         self._lock = threading.Lock()
         self._searches: dict[tuple[KVKey, Way], Search] = {}
 
@@ -144,7 +138,7 @@ class Opening:
         if search.is_given_up:
             self._end(search, Found(None, "store error"))
             return
-        found = self._opener.open_in(depth, search)
+        found = self._open_in(depth, search)
         if found is not None and found.reason is None:
             self._end(search, found)
             return

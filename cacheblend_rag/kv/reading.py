@@ -48,7 +48,7 @@ class SharedReads:
         self._tiers, self._expiry, self._locks, self._threads = tiers, expiry, locks, threads
         self.places, self.room = Budget(FETCHED_AHEAD), Budget(ROOM_AHEAD_BYTES)
         self._wanted = WantedChunks()
-        self._opening = Opening(tiers, threads, self)
+        self._opening = Opening(tiers, threads, self._open_in)
         self._open: WeakValueDictionary[tuple[KVKey, Way], SharedChunk] = WeakValueDictionary()
 
     def begin_open(self, key: KVKey, way: Way) -> Future[Found]:
@@ -97,7 +97,7 @@ class SharedReads:
         finally:
             self._part_with(key)
 
-    def open_in(self, depth: int, search: Search) -> Found | None:
+    def _open_in(self, depth: int, search: Search) -> Found | None:
         """Open a chunk in one tier, or join its running read; None if it is absent."""
         tier, key, way = self._tiers[depth], search.key, search.way
         shared = self._open.get((key, way))
