@@ -22,11 +22,12 @@ from cacheblend_rag.kv import (
 from cacheblend_rag.kv.tiers.admission import (
     LOOKED_AT,
     SAMPLE,
-    Admission,
+    Capacity,
     RejectedError,
     Resident,
     Sightings,
 )
+from cacheblend_rag.kv.tiers.counters import Counters
 
 from .samples import SlowTier, chunk_files, make_key, make_kv, same, until
 
@@ -261,7 +262,7 @@ def test_a_chunk_that_grows_in_a_full_tier_is_not_taken_for_one_turned_away(shar
             store.put(make_key(number), make_kv(number))
             hits(store, [number] * (1 if number else 9))
         grown = make_kv(0, tokens=5)
-        monkeypatch.setattr(Admission, "would_reject", lambda *_: True)
+        monkeypatch.setattr(Capacity, "would_reject", lambda *_: True)
         assert not store.put(make_key(10), make_kv(10))
         assert tier.put(make_key(0), StoredChunk(grown, time.time()))
         assert same(tier.get(make_key(0)).kv, grown)
@@ -314,15 +315,14 @@ def test_fame_fades():
 
 
 def test_large_chunks_are_weighed_by_what_all_they_drive_out_is_worth():
-    admission = Admission(TierPolicy(1000))
+    capacity = Capacity(TierPolicy(1000), Counters())
     large, small = make_key(0), [make_key(number) for number in range(1, 11)]
     residents = [Resident(key, 100) for key in small]
     for key in small[:8]:
-        admission.see([key] * 4)
-    admission.see([large] * 3)
-    chosen = admission.victims(large, residents, excess=200, spare=0, held=10)
-    assert [one.key for one in chosen] == small[8:]
+        capacity.see([key] * 4)
+    capacity.see([large] * 3)
+    assert capacity.evicted_for(large, residents, excess=200, held=10) == small[8:]
     with pytest.raises(
         RejectedError, match=r"^requested 3 times, the chunks to evict 2\.66667 times$"
     ):
-        admission.victims(large, residents, excess=600, spare=0, held=10)
+        capacity.evicted_for(large, residents, excess=600, held=10)

@@ -97,27 +97,78 @@ class Sightings:
         return [row[place] for row, place in zip(self._rows, places, strict=True)]
 
 
-class Admission:
-    """Chooses what a full tier evicts for a new chunk, or rejects the new chunk."""
+class Capacity:
+    """Keeps one tier, which may be without limit, within its capacity.
 
-    def __init__(self, policy: TierPolicy) -> None:
-        self._counts = policy.admit == "frequency" and policy.capacity_bytes is not None
+    The tier knows its chunks and evicts them; this class says which, and counts them. In its
+    methods, ``by_last_use`` are the chunks that are not pinned and not the new one, the least
+    recently used first; ``excess`` are the bytes that are too many with the new one; ``held`` is
+    the number of chunks in the tier.
+    """
+
+    def __init__(self, policy: TierPolicy, counts: Counters) -> None:
+        self._bytes, self._watermark, self._counts = policy.capacity_bytes, policy.watermark, counts
+        self._by_frequency = policy.admit == "frequency" and policy.capacity_bytes is not None
         self._sightings = Sightings()
         self._turned_away, self._until = 0, 0.0
 
     def see(self, keys: Iterable[KVKey]) -> None:
-        """Count one access of each chunk."""
-        if self._counts:
+        """See ``Tier.see``."""
+        if self._by_frequency:
             for key in keys:
                 self._sightings.add(key)
 
-    def victims(
+    def excess(self, nbytes: int) -> int:
+        """Return how many of so many bytes are too many; 0 or less if they fit."""
+        return 0 if self._bytes is None else nbytes - self._bytes
+
+    def check_fits(self, nbytes: int) -> None:
+        """Raise RefusedError for a chunk that is larger than the capacity."""
+        if self.excess(nbytes) > 0:
+            raise RefusedError(f"{nbytes} bytes, capacity is {self._bytes}")
+
+    def would_reject(self, key: KVKey) -> bool:
+        """Whether a chunk seen as often was just rejected, so that the search can be skipped."""
+        lately = self._by_frequency and time.monotonic() < self._until
+        return lately and self._sightings.count(key) <= self._turned_away
+
+    def would_take(
+        self, key: KVKey, by_last_use: Iterable[Resident], *, excess: int, held: int
+    ) -> bool:
+        """Whether ``evicted_for`` would let a chunk in; nothing is counted."""
+        try:
+            self._victims(key, by_last_use, excess=excess, spare=0, held=held)
+        except RefusedError:
+            return False
+        return True
+
+    def evicted_for(
+        self, key: KVKey, by_last_use: Iterable[Resident], *, excess: int, held: int, spare: int = 0
+    ) -> list[KVKey]:
+        """Return and count the chunks to evict so that a chunk fits.
+
+        spare: least number of further bytes to evict. Raises RefusedError before anything is
+        evicted in vain.
+        """
+        if excess <= 0:
+            return []
+        spare = max(spare, int((self._bytes or 0) * (1 - self._watermark)))
+        gone = self._victims(key, by_last_use, excess=excess, spare=spare, held=held)
+        self._counts.add("admitted")
+        self._counts.add("evictions", len(gone))
+        return [one.key for one in gone]
+
+    def freed(self, counter: str, chunks: int) -> None:
+        """Count chunks that were removed although none was to be stored, so that there is room."""
+        self._counts.add(counter, chunks)
+        self._until = 0.0
+
+    def _victims(
         self, key: KVKey, by_last_use: Iterable[Resident], *, excess: int, spare: int, held: int
     ) -> list[Resident]:
         """Return the chunks to evict so that a new one fits.
 
-        by_last_use: candidates, the least recently used first. excess: bytes to evict. spare: more
-        bytes to evict, so that not every put has to search. held: chunks in the tier.
+        spare: more bytes to evict, so that not every put has to search.
 
         Raises RefusedError if too little can be evicted, RejectedError if it is not worth it.
         """
@@ -132,17 +183,8 @@ class Admission:
         self._check_worth(key, needed)
         return needed + _within(coldest[len(needed) :], spare)
 
-    def would_reject(self, key: KVKey) -> bool:
-        """Whether a chunk seen as often was just rejected, so that the search can be skipped."""
-        lately = self._counts and time.monotonic() < self._until
-        return lately and self._sightings.count(key) <= self._turned_away
-
-    def forget_rejections(self) -> None:
-        """Forget recent rejections, since room was made."""
-        self._until = 0.0
-
     def _seen(self, one: Resident) -> int:
-        return max(self._sightings.count(one.key), one.seen) if self._counts else 0
+        return max(self._sightings.count(one.key), one.seen) if self._by_frequency else 0
 
     def _check_worth(self, key: KVKey, victims: Sequence[Resident]) -> None:
         """Reject a chunk that is not requested more often than the ones it would displace.
@@ -186,65 +228,3 @@ def _within(order: Iterable[Resident], spare: int) -> list[Resident]:
             break
         found.append(one)
     return found
-
-
-class Capacity:
-    """The capacity of one tier, which may be without limit.
-
-    The tier knows its chunks and evicts them; this class says which, and counts them. In its
-    methods, ``by_last_use`` are the chunks that are not pinned and not the new one, the least
-    recently used first; ``excess`` are the bytes that are too many with the new one; ``held`` is
-    the number of chunks in the tier.
-    """
-
-    def __init__(self, policy: TierPolicy, counts: Counters) -> None:
-        self._bytes, self._watermark = policy.capacity_bytes, policy.watermark
-        self._admission, self._counts = Admission(policy), counts
-
-    def see(self, keys: Iterable[KVKey]) -> None:
-        """See ``Tier.see``."""
-        self._admission.see(keys)
-
-    def excess(self, nbytes: int) -> int:
-        """Return how many of so many bytes are too many; 0 or less if they fit."""
-        return 0 if self._bytes is None else nbytes - self._bytes
-
-    def check_fits(self, nbytes: int) -> None:
-        """Raise RefusedError for a chunk that is larger than the capacity."""
-        if self.excess(nbytes) > 0:
-            raise RefusedError(f"{nbytes} bytes, capacity is {self._bytes}")
-
-    def would_reject(self, key: KVKey) -> bool:
-        """Whether a chunk seen as often was just rejected, so that the search can be skipped."""
-        return self._admission.would_reject(key)
-
-    def would_take(
-        self, key: KVKey, by_last_use: Iterable[Resident], *, excess: int, held: int
-    ) -> bool:
-        """Whether ``evicted_for`` would let a chunk in; nothing is counted."""
-        try:
-            self._admission.victims(key, by_last_use, excess=excess, spare=0, held=held)
-        except RefusedError:
-            return False
-        return True
-
-    def evicted_for(
-        self, key: KVKey, by_last_use: Iterable[Resident], *, excess: int, held: int, spare: int = 0
-    ) -> list[KVKey]:
-        """Return and count the chunks to evict so that a chunk fits.
-
-        spare: least number of further bytes to evict. Raises RefusedError before anything is
-        evicted in vain.
-        """
-        if excess <= 0:
-            return []
-        spare = max(spare, int((self._bytes or 0) * (1 - self._watermark)))
-        gone = self._admission.victims(key, by_last_use, excess=excess, spare=spare, held=held)
-        self._counts.add("admitted")
-        self._counts.add("evictions", len(gone))
-        return [one.key for one in gone]
-
-    def freed(self, counter: str, chunks: int) -> None:
-        """Count chunks that were removed although none was to be stored, so that there is room."""
-        self._counts.add(counter, chunks)
-        self._admission.forget_rejections()
