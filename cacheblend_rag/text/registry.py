@@ -87,14 +87,6 @@ class ChunkRegistry:
             for chunk in chunks:
                 self._discard(chunk)
 
-    def remove_document(self, document_id: str) -> list[Chunk]:
-        """Forget a document's chunks and return them, in the order of their registration."""
-        with self._lock:
-            chunks = self._chunks_of(document_id)
-            for chunk in chunks:
-                self._discard(chunk)
-            return chunks
-
     def document(self, document_id: str, collection: str | None = None) -> tuple[Chunk, ...]:
         """Return a document's chunks, in the order of their registration; empty when unknown.
 

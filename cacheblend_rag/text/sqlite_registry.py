@@ -135,16 +135,6 @@ class SharedChunkRegistry(ChunkRegistry):
             for chunk in dict.fromkeys(chunks):
                 self._delete_row(chunk)
 
-    def remove_document(self, document_id: str) -> list[Chunk]:
-        """Forget a document's chunks and return them, in the order of their registration.
-
-        Raises:
-            StoreError: when the file cannot be written.
-        """
-        chunks = list(self.document(document_id))
-        self.discard_many(chunks)
-        return chunks
-
     def document(self, document_id: str, collection: str | None = None) -> tuple[Chunk, ...]:
         """Return a document's chunks, in the order of their registration; empty when unknown."""
         self._catch_up()

@@ -374,7 +374,7 @@ class EngineContract:
     def test_kv_that_no_document_knows_can_be_dropped(self, engine: Engine, texts: Texts) -> None:
         lost, kept = texts.document(10, 20), texts.document(12)
         engine.precompute([lost, kept], progress=False)
-        engine.registry.remove_document(lost.document_id)
+        engine.registry.discard_many(engine.registry.document(lost.document_id))
         if not self.tells_what_it_stores:
             with pytest.raises(ConfigError, match="cannot list its stored chunks"):
                 engine.evict_unregistered()

@@ -125,7 +125,7 @@ def test_add_and_remove_in_any_order(
         elif chunk.document_id is not None:
             gone = [c for c in added if c.document_id == chunk.document_id]
             assert registry.document(chunk.document_id) == tuple(gone)
-            assert registry.remove_document(chunk.document_id) == gone
+            registry.discard_many(gone)
             added = [c for c in added if c not in gone]
     assert len(registry) == len(added)
     for chunk in chunks:
@@ -172,7 +172,7 @@ def test_what_several_documents_hold_is_none_of_theirs_unless_one_is_meant() -> 
     assert registry.find("Alpha. Shared.", [new[1]])[1].chunk == new[1]
     assert registry.find("Shared.", [Chunk("Shared.", "old")])[0].chunk == old[1]
     assert registry.find("Shared.", ["old", "new"])[0].chunk.context == ()
-    registry.remove_document("new")
+    registry.discard_many(registry.document("new"))
     assert registry.find("Shared.")[0].chunk == old[1]
 
 
@@ -210,7 +210,7 @@ def test_nothing_is_found_in_nothing() -> None:
     assert ChunkRegistry([Chunk("a")]).find("") == []
     assert ChunkRegistry().find("some text") == []
     assert ChunkRegistry().variants("some text") == ()
-    assert ChunkRegistry().remove_document("none such") == []
+    assert ChunkRegistry().document("none such") == ()
 
 
 @pytest.mark.parametrize("text", ["", " ", "\r\n\t\u2003"])
@@ -240,7 +240,9 @@ def test_searches_run_while_chunks_are_added() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         adding = pool.submit(registry.add_many, later)
-        removing = pool.submit(lambda: [registry.remove_document(f"d{n}") for n in range(1000)])
+        removing = pool.submit(
+            lambda: [registry.discard_many(registry.document(f"d{n}")) for n in range(1000)]
+        )
         assert all(pool.map(search, range(300)))
         adding.result()
         removing.result()
@@ -405,7 +407,7 @@ def test_a_generation_lasts_until_a_chunk_is_added_or_forgotten() -> None:
         lambda: registry.add(chunk),
         lambda: registry.add(Chunk("a text", "e")),
         lambda: registry.discard(chunk),
-        lambda: registry.remove_document("e"),
+        lambda: registry.discard_many(registry.document("e")),
     ):
         change()
         seen.append(registry.generation)

@@ -31,7 +31,7 @@ from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 registry = SharedChunkRegistry(sys.argv[1])
 for name in sys.argv[3:]:
     registry.add_many(Document(name, (f"First of {name}.", f"Second of {name}.")).to_chunks())
-registry.remove_document(sys.argv[2])
+registry.discard_many(registry.document(sys.argv[2]))
 """
 
 
@@ -99,15 +99,15 @@ def test_only_what_others_remove_is_told(path: Path) -> None:
     one.watch(heard["one"].extend)
     two.watch(heard["two"].extend)
     one.add_many([*REPORT.to_chunks(), *LETTER.to_chunks()])
-    one.remove_document("letter")
+    one.discard_many(one.document("letter"))
     assert two.document("letter") == ()  # looks, and hears of nothing that it had not known
     assert heard == {"one": [], "two": []}
-    one.remove_document("report")
+    one.discard_many(one.document("report"))
     assert len(two) == 0
     assert heard == {"one": [], "two": REPORT.to_chunks()}
     two.add_many(LETTER.to_chunks())
     assert len(one) == 2
-    two.remove_document("letter")
+    two.discard_many(two.document("letter"))
     one.refresh()
     assert heard["one"] == LETTER.to_chunks()
     assert heard["two"] == REPORT.to_chunks()
@@ -120,7 +120,7 @@ def test_two_open_registries_see_each_others_changes(path: Path) -> None:
     assert len(one) == len(two) == 5
     assert one.variants("It was founded in Rome.") == two.variants("It was founded in Rome.")
 
-    one.remove_document("letter")
+    one.discard_many(one.document("letter"))
     assert two.document("letter") == ()
     assert two.find("Dear reader,") == []
     assert [m.chunk.document_id for m in two.find("It was founded in Rome.")] == ["report"]
@@ -151,7 +151,10 @@ def test_random_changes_through_two_registries_equal_one_in_memory(path: Path) -
                 memory.discard_many(chunks)
             case 1:
                 name = draw.choice("xyz")
-                assert set(registry.remove_document(name)) == set(memory.remove_document(name))
+                gone = registry.document(name)
+                assert set(gone) == set(memory.document(name))
+                registry.discard_many(gone)
+                memory.discard_many(gone)
             case _:
                 for chunk in chunks:
                     registry.add(chunk)
@@ -166,7 +169,7 @@ def test_random_changes_through_two_registries_equal_one_in_memory(path: Path) -
 def test_a_removed_document_leaves_no_text_in_the_file(path: Path) -> None:
     registry = SharedChunkRegistry(path)
     registry.add_many([*REPORT.to_chunks(), *LETTER.to_chunks()])
-    registry.remove_document("report")
+    registry.discard_many(registry.document("report"))
     registry.close()
     kept = path.read_bytes()
     assert b"Alpha is first" not in kept
@@ -279,7 +282,7 @@ def test_a_damaged_row_is_left_out_by_name_and_the_rest_works(
         assert len(reader) == 5 - count
         assert len(reader.find("Dear reader, how are you?")) == 1
     reader.add(Chunk("more"))
-    reader.remove_document("report")
+    reader.discard_many(reader.document("report"))
     assert set(reader.document("letter")) == set(LETTER.to_chunks())
     (told,) = caplog.messages
     assert f"chunk registry {path}: row " in told
@@ -397,7 +400,7 @@ def test_a_document_is_forgotten_though_its_rows_were_deleted_by_hand(path: Path
     with sqlite3.connect(path) as file:
         file.execute("DELETE FROM chunks WHERE id = 1")
         file.execute("DELETE FROM contexts WHERE id = 1")
-    registry.remove_document("report")
+    registry.discard_many(registry.document("report"))
     assert registry.document("report") == ()
     assert len(SharedChunkRegistry(path)) == 2
 
@@ -439,7 +442,7 @@ def test_a_document_costs_what_its_length_does(
         registry.add_many(Document("long", texts).to_chunks())
         other = SharedChunkRegistry(registry.path)
         files[-1].set_trace_callback(seen.append)
-        registry.remove_document("long")
+        registry.discard_many(registry.document("long"))
         assert len(other) == 0
         return len(seen)
 

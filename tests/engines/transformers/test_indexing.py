@@ -339,7 +339,7 @@ def test_kv_that_no_document_knows_can_be_dropped(make_engine: EngineFactory) ->
     foreign.precompute(["w1 w2 w3"], progress=False)
     lost = Document("lost", tuple(words(8, seed) for seed in range(3)))
     engine.precompute([lost], progress=False)
-    engine.registry.remove_document("lost")
+    engine.registry.discard_many(engine.registry.document("lost"))
     assert engine.evict_unregistered() == 3
     assert {key for key in engine.store.entries() if key.fingerprint == engine.fingerprint} == kept
     assert len(engine.store.keys()) == len(kept) + 1, "others' KV is theirs"
