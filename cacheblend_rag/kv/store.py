@@ -486,6 +486,8 @@ class _InParent:
     def __iter__(self) -> Never:
         raise StoreError(FORKED)
 
+    __reversed__ = __iter__
+
 
 _stores: WeakSet[TieredKVStore] = WeakSet()
 
