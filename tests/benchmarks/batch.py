@@ -1,8 +1,8 @@
-"""Loads from disk and requests per second of a batch, by overlap and as it arrives.
+"""Loads from disk and requests per second of a batch, by overlap and one after another.
 
 Requests draw their chunks by Zipf's law. All chunks are on disk; memory has room for a share of
-them and is empty when a batch begins. The same batch is answered first come, first served, eight at
-a time, and as one batch, whose groups share chunks.
+them and is empty when a run begins. The same requests are answered one after another, and as one
+batch, whose groups share chunks and decode together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.bench.real_text import draw_real_texts
 from cacheblend_rag.demo.passages import load_passages
-from cacheblend_rag.engines.batch_order import MOST_TOGETHER
 from cacheblend_rag.engines.transformers.given_model import GivenModel
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.text.encoder import PromptEncoder
@@ -26,7 +25,7 @@ from cacheblend_rag.text.instructed import SEPARATOR
 from tests.benchmarks.command import run, say
 from tests.benchmarks.draws import draw_ranks, zipf_weights
 
-ORDERS = {"arrival": MOST_TOGETHER, "overlap": None}
+ORDERS = {"arrival": 1, "overlap": None}
 """How many requests are answered together; None: all."""
 
 
