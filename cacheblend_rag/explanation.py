@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from cacheblend_rag.report import PREFILL_PHASES, BlendReport, ChunkReport
 from cacheblend_rag.trace import Trace, TracedLayer, TracedSelection
 
 BINS = 24
@@ -139,8 +140,8 @@ class Explanation:
         return asdict(self)
 
 
-def explain(report: Any) -> Explanation:
-    """Return the explanation of a BlendReport, whose own method this is."""
+def explain(report: BlendReport) -> Explanation:
+    """Return the explanation of a BlendReport."""
     trace = report.trace or Trace()
     first = float(report.seconds.time_to_first_token)
     marked = _marked(report, trace)
@@ -158,7 +159,7 @@ def explain(report: Any) -> Explanation:
     )
 
 
-def _summary(report: Any, first: float) -> str:
+def _summary(report: BlendReport, first: float) -> str:
     tokens = f"{report.prompt_tokens:,} tokens"
     if not report.blended:
         why = f": {report.reason}" if report.reason else ""
@@ -171,11 +172,11 @@ def _summary(report: Any, first: float) -> str:
     )
 
 
-def _rule(report: Any) -> str:
+def _rule(report: BlendReport) -> str:
     return f"{report.selector}, ratio {report.recompute_ratio:g}"
 
 
-def _notes(report: Any) -> Iterable[str]:
+def _notes(report: BlendReport) -> Iterable[str]:
     for reason in (report.selector_reason, report.ratio_reason):
         if reason is not None:
             yield str(reason)
@@ -190,16 +191,18 @@ def _notes(report: Any) -> Iterable[str]:
         yield "every token was recomputed, so none was chosen by a score"
 
 
-def _phases(report: Any, first: float) -> Iterable[ExplainedPhase]:
+def _phases(report: BlendReport, first: float) -> Iterable[ExplainedPhase]:
     """Yield each phase with its start and duration, in the order of PhaseStarts."""
     for name in (one.name for one in fields(report.starts)):
         seconds = float(getattr(report.seconds, name))
-        share = seconds / first if first > 0 and name != "decode" else 0.0
+        share = seconds / first if first > 0 and name in PREFILL_PHASES else 0.0
         known = tuple(report.seconds.load_by_tier.items()) if name == "load" else ()
         yield ExplainedPhase(name, getattr(report.starts, name), seconds, share, known)
 
 
-def _chunk(chunk: Any, report: Any, marked: Mapping[int, ExplainedToken]) -> ExplainedChunk:
+def _chunk(
+    chunk: ChunkReport, report: BlendReport, marked: Mapping[int, ExplainedToken]
+) -> ExplainedChunk:
     code = None if chunk.reason_code is None else chunk.reason_code.value
     here = range(chunk.start, chunk.start + chunk.tokens) if chunk.hit else range(0)
     own = tuple(marked[at] for at in here if at in marked)
@@ -218,7 +221,7 @@ def _chunk(chunk: Any, report: Any, marked: Mapping[int, ExplainedToken]) -> Exp
     )
 
 
-def _why(chunk: Any, report: Any, own: Sequence[ExplainedToken]) -> str:
+def _why(chunk: ChunkReport, report: BlendReport, own: Sequence[ExplainedToken]) -> str:
     edges = f"; {_counted(chunk.edge_tokens)} at its edges joined with the text beside it, computed"
     edge = edges if chunk.edge_tokens else ""
     if not chunk.hit:
@@ -243,7 +246,7 @@ def _counted(tokens: int) -> str:
     return f"{tokens:,} token" + ("" if tokens == 1 else "s")
 
 
-def _marked(report: Any, trace: Trace) -> dict[int, ExplainedToken]:
+def _marked(report: BlendReport, trace: Trace) -> dict[int, ExplainedToken]:
     """Return the recomputed and the protected tokens of reused chunks, by position."""
     found = {at: ExplainedToken(at, "protected") for at in trace.protected}
     deviations: dict[int, float] = {}

@@ -6,11 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from cacheblend_rag.explanation import Explanation, explain
 from cacheblend_rag.reason import Reason, ReasonCode, count_codes
 from cacheblend_rag.trace import Trace
+
+if TYPE_CHECKING:
+    from cacheblend_rag.explanation import Explanation
 
 MissReason = Literal[
     "unknown",  # the chunk was given as such, but never registered
@@ -292,6 +294,8 @@ class BlendReport:
 
         A report with a trace (``BlendConfig(trace=True)``) explains which tokens were recomputed.
         """
+        from cacheblend_rag.explanation import explain
+
         return explain(self)
 
     def to_dict(self) -> dict[str, Any]:
