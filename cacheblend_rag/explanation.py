@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 from cacheblend_rag.report import PREFILL_PHASES, BlendReport, ChunkReport
 from cacheblend_rag.trace import Trace, TracedLayer, TracedSelection
@@ -135,28 +135,31 @@ class Explanation:
     layers: tuple[TracedLayer, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, report: BlendReport) -> Self:
+        """Return the explanation of a request by its report.
+
+        A report with a trace (``BlendConfig(trace=True)``) tells which tokens were recomputed.
+        """
+        trace = report.trace or Trace()
+        first = float(report.seconds.time_to_first_token)
+        marked = _marked(report, trace)
+        return cls(
+            summary=_summary(report, first),
+            blended=report.blended,
+            code=None if report.reason is None else report.reason.code.value,
+            chunks=tuple(_chunk(chunk, report, marked) for chunk in report.chunks),
+            phases=tuple(_phases(report, first)),
+            first_token_seconds=first,
+            compute_share=report.compute_share,
+            histogram=_histogram(trace),
+            layers=trace.layers,
+            notes=tuple(_notes(report)),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return asdict(self)
-
-
-def explain(report: BlendReport) -> Explanation:
-    """Return the explanation of a BlendReport."""
-    trace = report.trace or Trace()
-    first = float(report.seconds.time_to_first_token)
-    marked = _marked(report, trace)
-    return Explanation(
-        summary=_summary(report, first),
-        blended=report.blended,
-        code=None if report.reason is None else report.reason.code.value,
-        chunks=tuple(_chunk(chunk, report, marked) for chunk in report.chunks),
-        phases=tuple(_phases(report, first)),
-        first_token_seconds=first,
-        compute_share=report.compute_share,
-        histogram=_histogram(trace),
-        layers=trace.layers,
-        notes=tuple(_notes(report)),
-    )
 
 
 def _summary(report: BlendReport, first: float) -> str:

@@ -6,13 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from cacheblend_rag.reason import Reason, ReasonCode, count_codes
 from cacheblend_rag.trace import Trace
-
-if TYPE_CHECKING:
-    from cacheblend_rag.explanation import Explanation
 
 MissReason = Literal[
     "unknown",  # the chunk was given as such, but never registered
@@ -288,15 +285,6 @@ class BlendReport:
     def reason_code(self) -> ReasonCode | None:
         """The code of ``reason``, None when a chunk was reused."""
         return None if self.reason is None else self.reason.code
-
-    def explain(self) -> Explanation:
-        """Return what was reused and why, what it cost, and what recomputing changed.
-
-        A report with a trace (``BlendConfig(trace=True)``) explains which tokens were recomputed.
-        """
-        from cacheblend_rag.explanation import explain
-
-        return explain(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; each reason with its code, and the time to first token."""

@@ -60,7 +60,7 @@ class Explained:
     @property
     def explanation(self) -> Explanation:
         """The report's explanation."""
-        return self.report.explain()
+        return Explanation.of(self.report)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, which ``read_explained`` reads back."""

@@ -30,6 +30,7 @@ from cacheblend_rag import (
     Delta,
     Document,
     Engine,
+    Explanation,
     Generation,
     GuardConfig,
     PromptError,
@@ -320,7 +321,7 @@ class EngineContract:
             report = engine.generate(prompt, SHORT, config=asked).report
             assert report.trace is not None
             assert report.recomputed_tokens == 20
-            told = report.explain()
+            told = Explanation.of(report)
             assert sum(chunk.recomputed for chunk in told.chunks) == 20
             assert json.loads(json.dumps(told.to_dict()))["blended"]
         assert engine.generate(texts.text(20), SHORT, config=asked).report.trace is None

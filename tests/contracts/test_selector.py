@@ -15,6 +15,7 @@ from cacheblend_rag import (
     ConfigError,
     Document,
     Engine,
+    Explanation,
     Generation,
     ReasonCode,
     SamplingParams,
@@ -199,7 +200,7 @@ def test_protected_tokens_are_never_recomputed(engine: Engine, selector: str) ->
 @pytest.mark.parametrize("selector", RANKING)
 def test_an_explanation_marks_the_chosen_tokens_by_rank(engine: Engine, selector: str) -> None:
     answer = ask(engine, selector, recompute_ratio=0.25)
-    explained = answer.report.explain()
+    explained = Explanation.of(answer.report)
     marked = [token for chunk in explained.chunks for token in chunk.marked]
     assert sorted(token.position for token in marked) == chosen(answer)
     assert {token.fate for token in marked} == {"recomputed"}
@@ -207,7 +208,7 @@ def test_an_explanation_marks_the_chosen_tokens_by_rank(engine: Engine, selector
     assert sorted(rank or 0 for rank in ranks) == list(range(1, len(marked) + 1))
     untraced = ask(engine, selector, recompute_ratio=0.25, trace=False).report
     assert untraced.trace is None
-    assert not any(chunk.marked for chunk in untraced.explain().chunks)
+    assert not any(chunk.marked for chunk in Explanation.of(untraced).chunks)
 
 
 @pytest.mark.parametrize(

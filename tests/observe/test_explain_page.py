@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from cacheblend_rag import Explanation
 from cacheblend_rag.observe.explain_page import explain_page, passages, waterfall
 from cacheblend_rag.observe.explained import Explained
 from cacheblend_rag.report import PhaseSeconds, PhaseStarts
@@ -101,7 +102,7 @@ def test_bars_stand_where_their_phases_began_and_within_the_track() -> None:
         seconds=PhaseSeconds(load=1.0),
         starts=PhaseStarts(load=9.0),
     )  # fmt: skip
-    (bar,) = waterfall(late.explain())
+    (bar,) = waterfall(Explanation.of(late))
     assert bar.left + bar.width <= 100
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag import BlendConfig, Chunk, Explanation, SamplingParams, TransformersEngine
 from cacheblend_rag.observe.explained import explain_prompt, token_texts
 from cacheblend_rag.prefill.comparing import divergence
 from tests.models import make_model, make_tokenizer, prompt_of, words
@@ -33,7 +33,7 @@ def test_it_is_asked_once_with_a_trace(engine: TransformersEngine) -> None:
     assert found.report.trace is not None
     assert found.cost is None
     assert found.answer == engine.generate(PROMPT, SamplingParams.greedy(max_tokens=3)).text
-    assert found.explanation == found.report.explain()
+    assert found.explanation == Explanation.of(found.report)
 
 
 def test_what_it_cost_is_what_scores_say(engine: TransformersEngine) -> None:

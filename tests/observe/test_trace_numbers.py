@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag import BlendConfig, Chunk, Explanation, SamplingParams, TransformersEngine
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.trace import Trace
 from tests.models import make_model, make_tokenizer, prompt_of, words
@@ -82,7 +82,7 @@ def test_a_check_layer_sees_full_prefills_deviations_and_so_does_the_histogram(
         values[1, list(choice.positions)].tolist(), rel=1e-3
     )
     best = values[1].argsort(descending=True)[: sum(choice.chosen)].sort().values.tolist()
-    told = report.explain()
+    told = Explanation.of(report)
     marked = [token for chunk in told.chunks for token in chunk.marked]
     assert [token.position for token in marked] == best
     assert [token.rank for token in sorted(marked, key=lambda one: -(one.score or 0))] == list(
