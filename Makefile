@@ -13,7 +13,7 @@ READY_VLLM := $(ENV)/.ready-vllm
 VLLM_CONTRACTS := tests/contracts/test_engine_on_vllm.py tests/contracts/test_strangers_on_vllm.py
 # The longest files of few tests first: at the end the other process would wait for them.
 VLLM_TESTS := tests/examples/test_fleet.py tests/cli/test_on_vllm.py tests/engines/vllm \
-	tests/real/test_both_engines.py tests/examples/test_ray_serve.py tests/examples/test_observed_server.py
+	tests/real/test_both_engines.py tests/examples/test_observed_server.py
 # What is run again with vLLM's defaults on a GPU: see tests/engines/vllm/forking.py.
 GPU_DEFAULTS := $(addprefix tests/engines/vllm/,connector/test_kv_groups.py test_load.py \
 	test_exactness.py::test_ratio_1_equals_ordinary_prefill \
@@ -22,7 +22,7 @@ GPU_DEFAULTS := $(addprefix tests/engines/vllm/,connector/test_kv_groups.py test
 PYTEST := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest --durations=30
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 # Debian's packages of these names hold them.
-PROGRAMS := redis-server nginx chromium prometheus npm
+PROGRAMS := redis-server nginx prometheus npm
 INTEGRATIONS := integrations/llama-index integrations/langchain
 .DEFAULT_GOAL := help
 .PHONY: setup demo test test-core test-vllm test-integrations lint format help $(PROGRAMS) $(INTEGRATIONS)
@@ -57,7 +57,7 @@ $(PROGRAMS):
 
 test: test-core test-vllm test-integrations ## run all tests: the three parts below, one after another
 
-test-core: redis-server nginx chromium npm setup ## run the tests that need no vLLM
+test-core: redis-server nginx npm setup ## run the tests that need no vLLM
 	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_CONTRACTS:%=--ignore %) $(VLLM_TESTS:%=--ignore %)
 
 test-vllm: redis-server nginx prometheus npm setup $(READY_VLLM) ## run the tests on vLLM's CPU build; VERSION=0.31.0: on another release
