@@ -85,7 +85,7 @@ async def test_the_last_message_is_looked_for_and_earlier_turns_stand_before_it(
 async def test_no_message_is_lost(asker):
     asker, (question, *_) = asker
     said = [
-        *(("system", "Be brief."), ("user", "A first one."), ("user", "And one more.")),
+        *(("system", "Speak French."), ("user", "A first one."), ("user", "And one more.")),
         *(("assistant", "Let me look."), ("tool", "w1"), ("assistant", "Found.")),
         *(("user", "Left alone."), ("user", question)),
     ]
@@ -94,7 +94,7 @@ async def test_no_message_is_lost(asker):
     text = asked.prompts[0].text
     told = [text.index(one) for role, one in said if role not in ("system", "tool")]
     assert told == sorted(told)
-    assert text.index("Found.") < text.index("Be brief.") < text.index("Left alone.")
+    assert text.index("Found.") < text.index("Speak French.") < text.index("Left alone.")
     alone = await Retriever(asker).ask(messages[-1:], SamplingParams(4), 1, Gate())
     assert asked.sources == alone.sources
 

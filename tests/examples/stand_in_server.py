@@ -18,9 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
-from tests.toy import TOY
-
-FILE = Path(TOY) / "tokenizer.json"
+FILE = Path(__file__).parents[1] / "toy" / "tokenizer.json"
 TOKENIZER = Tokenizer.from_file(str(FILE))
 SPECIAL = 300
 MODEL = {"id": "toy", "root": "toy", "max_model_len": 4096, "object": "model"}

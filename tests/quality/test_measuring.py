@@ -118,7 +118,7 @@ def test_rounding_is_shown_where_the_model_is_not_float32():
 
 def test_a_finished_run_is_read_again_without_the_model(tmp_path):
     path = tmp_path / "results.jsonl"
-    first = evaluator(log=RecordLog.begun(path)).run(BROKEN, [REUSE, RANDOM])
+    first = evaluator(log=RecordLog.resumed(path)).run(BROKEN, [REUSE, RANDOM])
     Engine.calls = 0
     again = evaluator(log=RecordLog.resumed(path)).run(BROKEN, [REUSE, RANDOM])
     assert (Engine.calls, again) == (0, first)
@@ -128,7 +128,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     path = tmp_path / "results.jsonl"
     fidelity = Measures(fidelity=True)
     rules = [REUSE, RANDOM]
-    whole = evaluator(log=RecordLog.begun(path), measures=fidelity).run(WHOLE, rules)
+    whole = evaluator(log=RecordLog.resumed(path), measures=fidelity).run(WHOLE, rules)
     lines = path.read_bytes().splitlines(keepends=True)
     per_question = len(lines) // len(WHOLE)
     path.write_bytes(b"".join(lines[:per_question]) + lines[per_question][:40])
@@ -140,12 +140,12 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     finished = Engine.calls
     path.unlink()
     Engine.calls = 0
-    evaluator(log=RecordLog.begun(path), measures=fidelity).run(WHOLE, rules)
+    evaluator(log=RecordLog.resumed(path), measures=fidelity).run(WHOLE, rules)
     assert Engine.calls == 2 * finished
 
 
 def test_other_settings_are_other_results(tmp_path):
-    log = RecordLog.begun(tmp_path / "results.jsonl")
+    log = RecordLog.resumed(tmp_path / "results.jsonl")
     answers = Measures()
     evaluator(log=log, measures=answers).run(WHOLE, [REUSE])
     known = len(list(log))
@@ -164,10 +164,8 @@ def test_a_file_that_is_no_log_is_one_line(tmp_path):
     path.write_text(json.dumps({"question": "Who?"}) + "\n")
     with pytest.raises(DatasetError, match="line 1 is not a result"):
         RecordLog.resumed(path)
-    with pytest.raises(ConfigError, match="--resume"):
-        RecordLog.begun(path)
     with pytest.raises(ConfigError, match="cannot be written"):
-        RecordLog.begun(tmp_path / "nowhere" / "results.jsonl")
+        RecordLog.resumed(tmp_path / "nowhere" / "results.jsonl")
 
 
 def test_chunks_that_others_stored_stay_in_the_store():
