@@ -14,6 +14,7 @@ from cacheblend_rag.bench.plans import TtftPlan
 from cacheblend_rag.bench.workload import run_in_turns
 from tests.engines.vllm.forking import fork_engines
 from tests.toy import TOY
+from tests.toy.questions import toy_dataset
 
 TINY = shapes.ModelShape(
     "tiny", "llama", 4, 128, 2, 1, 64, 512, 4096, {"rope_type": "default", "rope_theta": 1e4}
@@ -71,9 +72,11 @@ def test_time_to_first_token_of_a_model_by_its_name(cli, engine):
 
 
 @needs_vllm
-def test_eval_gives_the_table_of_the_embedded_engine():
+def test_eval_gives_the_table_of_the_embedded_engine(tmp_path):
+    toy_dataset(["adjacent"], 4, 9_271_828).save(tmp_path / "notes.json")
     flags = (
-        "--questions", 4, "--settings", "adjacent", "--ratios", "0.15", "--selectors", "prior,hkvd",
+        "--model", TOY, "--dataset", tmp_path / "notes.json", "--ratios", "0.15",
+        "--selectors", "prior,hkvd",
         "--dtype", "float32", "--json",
     )  # fmt: skip
     embedded, vllm = (

@@ -145,7 +145,7 @@ def test_a_servers_spans_are_below_the_requests(engine: VLLMEngine, receiver: OT
     traced.close()
     [ask] = receiver.named("ask")
     requests = receiver.children(ask)
-    assert [one.name for one in requests] == ["text_completion demo"] * 2
+    assert [one.name for one in requests] == ["text_completion toy"] * 2
     assert {one.kind for one in requests} == {Span.SPAN_KIND_CLIENT}
     assert len(streamed) > 1
     for request in requests:

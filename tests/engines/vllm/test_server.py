@@ -133,7 +133,7 @@ def test_the_readmes_program_asks_it(server: RunningServer) -> None:
     """As it stands but for the address, model, key and namespace of the server that is here."""
     (program,) = [block for block in blocks("python") if "http://" in block]
     there = program.replace("http://127.0.0.1:8000", server.url)
-    there = there.replace('model="smollm2"', f'model=TOY, namespace="{NAMESPACE}"')
+    there = there.replace('model="smollm2"', f'model="{TOY}", namespace="{NAMESPACE}"')
     assert NAMESPACE in there
     environment = {**os.environ, "CACHEBLEND_API_KEY": KEY}
     run = [sys.executable, "-c", there]

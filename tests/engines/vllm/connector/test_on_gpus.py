@@ -412,7 +412,7 @@ def test_ranks_ask_one_another_rarely_once_layers_run(
     monkeypatch.setattr(blender_module, "get_tp_group", lambda: ranks)
     monkeypatch.setattr(blender_module, "all_reduce", all_reduce)
     blender.at_work["x"], blender._worked["x"] = work(), 0.0
-    ((done, result),) = blender.advance(None)
+    ((done, result),) = blender.advance(60.0)
     assert (done, type(result)) == ("x", PrefetchResult)
     assert len(asked) == (3 if meets else 41)
     assert {tuple(part) for part in asked} == {(0, 0, MOST_STEPS_AHEAD)}

@@ -251,7 +251,7 @@ def test_results_and_memory_are_no_other_tenants(tenant: Open) -> None:
             pass
 
     async def late(engine: VLLMEngine) -> Any:
-        return await engine._jobs.late_result(report_id, "")
+        return await engine._jobs.late_result(report_id)
 
     acme.transport.run(drain())
     assert "no such report" in str(globex.transport.run(late(globex)))
