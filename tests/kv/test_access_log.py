@@ -111,12 +111,6 @@ def test_a_log_that_cannot_be_written_fails_nothing(
     assert log.most_used() == []
 
 
-def test_no_link_is_written_through(tmp_path: Path) -> None:
-    (tmp_path / "log").symlink_to(tmp_path / "target")
-    AccessLog(tmp_path / "log").note(KEYS)
-    assert not (tmp_path / "target").exists()
-
-
 def test_only_what_is_stored_is_noted(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     unknown = [make_key(number) for number in range(100, 140)]

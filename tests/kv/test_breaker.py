@@ -166,19 +166,6 @@ def test_an_answer_later_than_the_timeout_is_taken_and_is_a_failure(ticks):
         assert store.get(KEYS[1]).tier == "far"
 
 
-def test_layers_of_a_dead_tier_are_not_asked_for_either(ticks):
-    tier = filled(Dead(ticks))
-    with TieredKVStore([tier]) as store:
-        tier.failure = OSError("gone")
-        for _ in range(3):
-            with store.fetch(KEYS[:4]) as source:
-                found = [source.take() for _ in KEYS[:4]]
-            assert {(one.reason, one.tier) for one in found} == {("store error", "far")}
-        assert tier.calls <= 4, "reads of one prompt that had all begun"
-        tier.failure = None
-        assert recovered(tier, ticks)
-
-
 def test_a_tier_that_finds_no_memory_is_not_out(ticks):
     tier = filled(Dead(ticks, fails_whole=True))
     with TieredKVStore([tier]) as store:

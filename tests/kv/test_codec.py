@@ -332,16 +332,6 @@ def test_a_head_is_read_without_its_layers():
     assert head.prior.untyped_storage().nbytes() == 4 * 4096
 
 
-def test_a_head_with_a_flipped_bit_is_not_read():
-    data = codec.encode(KEY, make_kv(tokens=2))
-    head = codec.read_head(Ranges(data), len(data), KEY)
-    for bit in range(8 * head.span(0, 1)[0]):
-        altered = bytearray(data)
-        altered[bit // 8] ^= 1 << bit % 8
-        with pytest.raises((DamagedChunkError, ForeignChunkError)):
-            codec.read_head(Ranges(bytes(altered)), len(altered), KEY)
-
-
 def test_a_head_that_claims_too_much_asks_for_nothing():
     data = codec.encode(KEY, make_kv())
     read = Ranges(data)
@@ -350,36 +340,12 @@ def test_a_head_that_claims_too_much_asks_for_nothing():
     assert read.asked == [(0, len(data))]
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_layers_that_lie_together_are_written_without_a_copy(together):
-    kv = torch.randn(3, 2, 1, 4, 8)
-    keys, values = kv.unbind(1)
-    if not together:
-        keys, values = keys.contiguous(), values.contiguous()
-    parts = codec.ChunkObject(KEY, ChunkKV(keys, values, 0)).parts()[1:]
-    assert len(parts) == (3 if together else 6)
-    written = kv[0, 0, 0, 0, 0].item()
-    keys[0, 0, 0, 0] = 7.0
-    assert torch.frombuffer(parts[0], dtype=torch.float32)[0].item() == 7.0 != written
-
-
 @pytest.mark.parametrize("mac", [CHECKSUM, KeyedMac(Secret("a key of sixteen or more"))])
 @pytest.mark.parametrize("precision", ["native", "fp8"])
 @pytest.mark.parametrize("prior", [True, False])
 def test_the_size_is_known_before_the_digests(mac, precision, prior):
     kv = rounded(make_kv(prior=prior), precision)
     assert codec.ChunkObject(KEY, kv, mac).nbytes == len(codec.encode(KEY, kv, mac))
-
-
-def test_every_layer_of_a_whole_chunk_is_checked():
-    kv = torch.randn(5, 2, 1, 4, 8)
-    data = codec.encode(KEY, ChunkKV(kv[:, 0], kv[:, 1], 0))
-    assert torch.equal(codec.decode(data, KEY).values, kv[:, 1])
-    for layer in range(5):
-        altered = bytearray(data)
-        altered[len(data) - (5 - layer) * 2 * 32 * 4] ^= 1
-        with pytest.raises(DamagedChunkError, match=f"checksum of layer {layer} "):
-            codec.decode(altered, KEY)
 
 
 def test_more_layers_than_a_header_has_room_for_are_not_written():
@@ -447,22 +413,6 @@ def test_other_safetensors_files_are_damage():
         codec.decode(save({"weight": torch.zeros(3)}, metadata={"format": "pt"}), KEY)
 
 
-def test_malformed_tensors_are_not_written():
-    kv = make_kv()
-    for wrong in (
-        ChunkKV(kv.keys, kv.values[:1], 0),
-        ChunkKV(kv.keys, kv.values.half(), 0),
-        ChunkKV(kv.keys[0], kv.values[0], 0),
-        ChunkKV(kv.keys.int(), kv.values.int(), 0),
-        ChunkKV(kv.keys.double(), kv.values.double(), 0),
-        ChunkKV(kv.keys, kv.values, 0, torch.zeros(5)),
-        ChunkKV(kv.keys, kv.values, -1),
-        ChunkKV(kv.keys[:, :, :0], kv.values[:, :, :0], 0),
-    ):
-        with pytest.raises(ValueError, match=r"keys|values|prior|position|dtype"):
-            codec.encode(KEY, wrong)
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "-", "../../../etc/passwd", str(KEY) + "-", str(KEY).upper(), str(KEY) + "\n", "a" * 49],
@@ -475,13 +425,6 @@ def test_only_keys_are_parsed_as_keys(text):
 @pytest.mark.parametrize("key", [KEY, KVKey(KEY.chunk_id, KEY.fingerprint, chunk_id([7]))])
 def test_keys_survive_their_text(key):
     assert KVKey.parse(str(key)) == key
-
-
-def test_a_key_cannot_hold_a_path():
-    with pytest.raises(ValueError, match="hex digits"):
-        KVKey("../../../../etc/passwd", KEY.fingerprint)
-    with pytest.raises(ValueError, match="hex digits"):
-        KVKey(KEY.chunk_id, KEY.fingerprint, "../x")
 
 
 def test_nothing_in_kv_imports_pickle_or_loads_what_pickle_wrote():

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections import Counter
-from concurrent.futures import Future
 
 import pytest
 import torch
@@ -15,14 +14,10 @@ from cacheblend_rag.kv import (
     HostTier,
     TieredKVStore,
     codec,
-    layer_wait,
     opening,
     reading,
 )
 from cacheblend_rag.kv.fetch import Threshold
-from cacheblend_rag.kv.layer_wait import BusySeconds
-from cacheblend_rag.kv.packed_kv import packed
-from cacheblend_rag.kv.reader import LayersInMemory, RangeReader
 from cacheblend_rag.kv.tiers import StoredChunk
 
 from .samples import (
@@ -121,15 +116,6 @@ def test_each_read_of_a_chunk_is_twice_as_large_as_the_one_before(slow, least, m
     assert sorted(slow.ranges) == [part(slow, first) for first in firsts]
 
 
-def test_reads_from_disk_grow_as_the_layers_are_unpacked(tmp_path):
-    disk = DiskTier(tmp_path)
-    assert disk.range_bytes < disk.grown_range_bytes
-    disk.whole_bytes, disk.range_bytes, disk.grown_range_bytes = 0, 1, 2 * LAYER_BYTES
-    for key, kv in ((KEYS[0], KVS[KEYS[0]]), (KEYS[1], packed(KVS[KEYS[1]], "fp8"))):
-        disk.put(key, StoredChunk(kv, 0.0))
-        assert list(disk.open(key).starts) == [0, 1, 3, 5]
-
-
 def test_nothing_is_left_to_read_after_the_last_layer(slow):
     slow.least = 4 * LAYER_BYTES
     with TieredKVStore([slow]) as store, store.fetch(KEYS[:1]) as source:
@@ -190,25 +176,6 @@ def test_a_chunk_is_kept_once_all_its_layers_were_read_and_not_read_again(slow, 
         for key in KEYS[:2] if promote else []:
             assert same(host.get(key).kv, KVS[key])
         assert len(slow.ranges) == ranges
-
-
-@pytest.mark.parametrize(
-    ("tiers", "promote", "copies"),
-    [([HostTier(None)], True, 2), ([HostTier(None)], False, 0), ([], True, 0)],
-)
-def test_layers_are_copied_together_for_who_keeps_them_only(
-    slow, tiers, promote, copies, monkeypatch
-):
-    made, assembled = [], RangeReader.assembled
-    monkeypatch.setattr(
-        RangeReader, "assembled", lambda *told: made.append(told) or assembled(*told)
-    )
-    with TieredKVStore([*tiers, slow]) as store:
-        with store.fetch(KEYS[:2], promote=promote) as source:
-            heads(source)
-            layers_of(source)
-        until(lambda: len(made) >= copies, 5 if copies else 0)
-    assert len(made) == copies
 
 
 def test_those_who_read_a_chunk_at_once_read_it_once(slow, gate):
@@ -452,28 +419,6 @@ def test_closing_the_store_ends_a_source(monkeypatch, slow, gate):
         assert late.take().reason == "store error"
 
 
-def test_what_is_under_way_side_by_side_counts_once(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(layer_wait.time, "perf_counter", lambda: now[0])
-    busy, one, two, three = BusySeconds(), Future(), Future(), Future()
-    assert busy.total == 0
-    for future, ends, after in ((one, None, 1), (two, None, 2), (three, one, 4), (None, two, 8)):
-        if future is not None:
-            busy.watch(future)
-        if ends is not None:
-            ends.set_result(None)
-        now[0] += after
-    assert busy.total == 15, "the third is still under way"
-    three.set_result(None)
-    now[0] += 16
-    assert busy.total == 15
-    last = Future()
-    busy.watch(last)
-    now[0] += 32
-    last.set_result(None)
-    assert busy.total == 47
-
-
 def test_the_time_reads_took_is_known(slow):
     slow.gate = lambda *_: threading.Event().wait(0.02)
     with TieredKVStore([slow]) as store, store.fetch(KEYS[:1]) as source:
@@ -483,41 +428,3 @@ def test_the_time_reads_took_is_known(slow):
         assert source.busy.total >= 0.02
         before = source.busy.total
         assert until(lambda: source.busy.total == before)
-
-
-def test_views_of_a_chunk_in_memory_are_made_as_its_layers_are_handed_out(monkeypatch):
-    """A hundred tensors a prompt, made by the store's threads at once, held up its own thread."""
-    made = []
-    own = ChunkKV.layer
-
-    def of(kv, layer):
-        made.append(layer)
-        return own(kv, layer)
-
-    monkeypatch.setattr(ChunkKV, "layer", of)
-    tier = HostTier(None)
-    for key, kv in KVS.items():
-        tier.put(key, StoredChunk(kv, time.time()))
-    with TieredKVStore([tier]) as store, store.fetch(KEYS) as source:
-        heads(source)
-        source.want(0)
-        assert source.wait(5)
-        assert made == []
-        for layer in range(LAYERS):
-            found = source.layer(layer)
-            assert made == [layer] * len(KEYS)
-            made.clear()
-            for (keys, values), kv in zip(found, KVS.values(), strict=True):
-                assert torch.equal(keys, kv.keys[layer])
-                assert torch.equal(values, kv.values[layer])
-
-
-def test_some_layers_in_memory_are_counted_from_their_first():
-    kv = KVS[KEYS[0]]
-    layers = LayersInMemory(kv, 2, 5)
-    assert len(layers) == 3
-    for found, layer in zip([*layers, *layers[1:], layers[-1]], [2, 3, 4, 3, 4, 4], strict=True):
-        assert torch.equal(found[0], kv.keys[layer])
-        assert torch.equal(found[1], kv.values[layer])
-    with pytest.raises(IndexError):
-        layers[3]

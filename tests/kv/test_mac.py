@@ -3,12 +3,11 @@
 import pytest
 
 from cacheblend_rag.errors import BadSignatureError, ConfigError, DamagedChunkError
-from cacheblend_rag.kv import TieredKVStore, codec
+from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.mac import CHECKSUM, VARIABLE, KeyedMac, mac_of
-from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.settings.secret import Secret
 
-from .samples import chunk_files, make_key, make_kv, rounded, same
+from .samples import make_key, make_kv, rounded, same
 from .test_codec import header_of, with_header
 
 KEY = make_key(0)
@@ -17,17 +16,6 @@ OURS, THEIRS = "a key of sixteen characters", "another key of theirs"
 
 def keyed(text=OURS):
     return KeyedMac(Secret(text))
-
-
-@pytest.fixture
-def opened(tmp_path, monkeypatch):
-    """Open a store on one folder, with a key or without."""
-
-    def open_store(key=None):
-        monkeypatch.setenv(VARIABLE, key or "")
-        return TieredKVStore.of(StoreConfig(kv_path=tmp_path, host_bytes=0))
-
-    return open_store
 
 
 @pytest.mark.parametrize("precision", ["native", "fp8"])
@@ -60,40 +48,6 @@ def test_no_object_is_signed_by_saying_so():
     ours[-1] ^= 1
     with pytest.raises(DamagedChunkError, match="layer 1"):
         codec.decode(ours, KEY, keyed())
-
-
-def test_a_foreign_writers_chunk_is_a_miss_with_a_reason_and_is_set_aside(opened, tmp_path):
-    with opened(THEIRS) as theirs:
-        theirs.put(KEY, make_kv())
-    with opened(OURS) as ours:
-        assert ours.get(KEY).reason == "bad signature"
-        assert not chunk_files(tmp_path)
-        with ours.fetch([KEY]) as source:
-            assert source.take().reason == "not stored"
-        ours.put(KEY, make_kv(1))
-        assert same(ours.get(KEY).kv, make_kv(1))
-
-
-def test_who_has_no_key_reads_nothing_that_is_signed_and_leaves_it_alone(opened, tmp_path):
-    with opened(OURS) as ours:
-        ours.put(KEY, make_kv())
-    with opened() as bare:
-        with bare.fetch([KEY]) as source:
-            assert source.take().reason == "bad signature"
-        assert bare.get(KEY).reason == "bad signature"
-        assert len(chunk_files(tmp_path)) == 1
-    with opened(OURS) as ours:
-        assert same(ours.get(KEY).kv, make_kv())
-
-
-def test_a_key_shows_itself_nowhere(opened, tmp_path, caplog):
-    caplog.set_level("DEBUG", "cacheblend_rag")
-    with opened(OURS) as store:
-        store.put(KEY, make_kv())
-        shown = f"{vars(store.mac)} {store.mac!r} {vars(store)} {store.stats()}"
-    (file,) = chunk_files(tmp_path)
-    assert OURS not in shown + caplog.text
-    assert OURS.encode() not in file.read_bytes()
 
 
 def test_a_key_that_is_too_short_is_refused():

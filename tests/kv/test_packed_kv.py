@@ -14,10 +14,8 @@ from cacheblend_rag.kv import (
     DeviceTier,
     DiskTier,
     HostTier,
-    StoredChunk,
     TieredKVStore,
     codec,
-    reader,
 )
 from cacheblend_rag.kv.packed_kv import PackedKV, PackedLayer, packed
 from cacheblend_rag.kv.precision import are_finite, are_written, pack, unpack
@@ -25,7 +23,7 @@ from cacheblend_rag.kv.reader import WholeReader
 from cacheblend_rag.kv.reading import ROOM_AHEAD_BYTES
 from cacheblend_rag.kv.tiers import disk as disk_module
 
-from .samples import SlowBytes, make_key, rounded, same, taken, until
+from .samples import make_key, rounded, same, taken, until
 
 KEY, OTHER = make_key(0), make_key(1)
 LAYERS, KV_HEADS, TOKENS, HEAD_DIM = 6, 2, 64, 16
@@ -66,26 +64,6 @@ def layers_of(source):
         return [source.layer(layer)[0] for layer in range(LAYERS)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_memory_holds_a_byte_a_number(dtype):
-    """So it holds two or four times as many chunks."""
-    one = chunk(dtype=dtype)
-    room = int(8 * one.nbytes / dtype.itemsize * 1.2)
-    native, bytewise = HostTier(room, name="a"), HostTier(room, name="b")
-    for tier, kind in ((native, "native"), (bytewise, "fp8")):
-        with TieredKVStore([tier], precision=kind) as store:
-            for number in range(8):
-                store.put(make_key(number), chunk(number, dtype))
-            held = tier.usage()
-            wanted = 8 if tier is bytewise else 8 * 1.2 // dtype.itemsize
-            assert wanted - 1 <= held.entries <= wanted
-            assert held.nbytes <= room
-            kept = [make_key(number) for number in range(8) if store.contains(make_key(number))]
-            for key in kept:
-                number = next(n for n in range(8) if make_key(n) == key)
-                assert same(store.get(key).kv, rounded(chunk(number, dtype), kind))
-
-
 def test_layers_are_handed_out_as_numbers_or_as_they_are_stored(tmp_path):
     kv = rounded(chunk(), "fp8")
     codes, exponents = pack(kv.keys[0], kv.values[0])
@@ -111,56 +89,6 @@ def test_what_is_stored_as_computed_is_handed_out_so_whoever_asks(unpackings):
     assert unpackings == []
 
 
-@pytest.mark.parametrize("kept", ["memory", "disk"])
-def test_layers_are_unpacked_on_the_stores_threads_once_for_all_who_ask(
-    kept, tmp_path, unpackings, monkeypatch
-):
-    monkeypatch.setattr(reader, "UNPACKED_BYTES", 1)
-    tier = HostTier(None) if kept == "memory" else DiskTier(tmp_path)
-    with TieredKVStore([tier], precision="fp8") as store:
-        store.put(KEY, chunk())
-        sources = [store.fetch([KEY], promote=False) for _ in range(3)]
-        for source in sources:
-            source.take()
-        assert until(lambda: all(source.is_read(LAYERS - 1) for source in sources))
-        found = [[source.layer(layer)[0] for layer in range(LAYERS)] for source in sources]
-        assert len(unpackings) == LAYERS
-        assert all(name.startswith("kv-fetch") for name in unpackings)
-        for layer in range(LAYERS):
-            assert found[0][layer][0] is found[1][layer][0] is found[2][layer][0]
-        for source in sources:
-            source.close()
-
-
-def test_a_prompt_unpacks_a_part_at_a_time_and_reads_beside_it(monkeypatch):
-    """Processors are what unpacking takes, waiting is what reading does."""
-    monkeypatch.setattr(reader, "UNPACKED_BYTES", 1)
-    gate, at_work, most = threading.Event(), [], []
-    own = PackedLayer.unpacked
-
-    def unpacked(layer):
-        at_work.append(layer)
-        most.append(len(at_work))
-        gate.wait(10)
-        at_work.pop()
-        return own(layer)
-
-    monkeypatch.setattr(PackedLayer, "unpacked", unpacked)
-    host, slow = HostTier(None), SlowBytes()
-    host.keeps_found = False
-    slow.fill({make_key(number): chunk(number) for number in (1, 2)})
-    host.put(KEY, StoredChunk(packed(chunk(), "fp8"), time.time()))
-    with TieredKVStore([host, slow]) as store, store.fetch(map(make_key, (0, 1, 2))) as source:
-        for _ in range(3):
-            source.take()
-        assert until(lambda: len(slow.ranges) == 2 * LAYERS), "none waits for what is unpacked"
-        assert len(at_work) == 1
-        gate.set()
-        for layer in range(LAYERS):
-            assert len(source.layer(layer)) == 3
-    assert max(most) == 1
-
-
 def test_unpacking_from_memory_takes_room_and_time_that_are_counted():
     with TieredKVStore([HostTier(None)], precision="fp8") as store:
         store.put(KEY, chunk())
@@ -181,16 +109,6 @@ def test_unpacking_from_memory_takes_room_and_time_that_are_counted():
             assert store.reads.room.left == ROOM_AHEAD_BYTES, "what is there takes none"
             source.layer(0)
             assert source.measured() == {}
-
-
-def test_a_chunk_is_unpacked_a_mebibyte_at_a_time(monkeypatch):
-    kv, layer = packed(chunk(), "fp8"), 2 * KV_HEADS * TOKENS * HEAD_DIM * 4
-    assert reader.UNPACKED_BYTES == 1 << 20
-    for worth, part in ((1, 1), (2 * layer, 2), (1 << 20, LAYERS)):
-        monkeypatch.setattr(reader, "UNPACKED_BYTES", worth)
-        assert list(WholeReader(kv, 0.0).starts) == list(range(0, LAYERS, part))
-        native = WholeReader(chunk(), 0.0)
-        assert (list(native.starts), native.layer_bytes) == ([0], 0)
 
 
 @pytest.mark.parametrize("unpack", [True, False])
@@ -229,18 +147,6 @@ def test_what_was_rounded_elsewhere_is_packed_by_a_store_that_rounds_nothing():
         assert isinstance(host.get(KEY).kv, PackedKV)
         assert same(store.get(KEY).kv, rounded(chunk(), "fp8"))
         assert store.get(KEY).kv.precision == "fp8"
-
-
-def test_moving_between_tiers_unpacks_nothing(tmp_path, unpackings):
-    host, disk = HostTier(None), DiskTier(tmp_path)
-    with TieredKVStore([host, disk], precision="fp8") as store:
-        store.put(KEY, chunk())
-        store.forget([KEY])
-        assert store.promote(KEY)
-        store.forget([KEY])
-        store.prefetch([KEY])
-        assert until(lambda: host.contains(KEY))
-    assert unpackings == []
 
 
 def test_a_device_holds_bytes_too():

@@ -114,18 +114,6 @@ def test_pins_are_bounded(tmp_path, monkeypatch):
     assert len(PinFile(tmp_path / "pins").keys()) == 2
 
 
-def test_the_file_is_read_anew_only_where_it_has_changed(folder, monkeypatch):
-    tier, read = DiskTier(folder), []
-    own = pins.read_regular
-    monkeypatch.setattr(pins, "read_regular", lambda *given: read.append(1) or own(*given))
-    tier.pin(KEYS[0])
-    for _ in range(3):
-        assert tier.is_pinned(KEYS[0])
-    assert len(read) == 1
-    DiskTier(folder).unpin(KEYS[0])
-    assert not tier.is_pinned(KEYS[0])
-
-
 def test_a_file_that_cannot_be_read_unpins_nothing(folder, monkeypatch, caplog):
     DiskTier(folder).pin(KEYS[0])
     tier, fresh = DiskTier(folder), DiskTier(folder)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.errors import ConfigError, DamagedChunkError, ForeignChunkError
+from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import ChunkKV, TieredKVStore, codec
 from cacheblend_rag.kv.precision import pack, unpack
 from cacheblend_rag.settings import StoreConfig
@@ -179,8 +179,3 @@ def test_what_is_put_is_rounded_once_for_all_tiers(tmp_path):
         assert store.get(KEY).tier == "host"
         (file,) = tmp_path.glob("?/?/*.safetensors")
         assert file.stat().st_size < kv.nbytes / 2
-
-
-def test_a_precision_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="precision='fp4' must be one of native, fp8"):
-        StoreConfig(precision="fp4")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import TieredKVStore
 
-from .samples import chunk_files, make_key, make_kv, same
+from .samples import chunk_files, make_key, make_kv
 
 KEYS = [make_key(number) for number in range(4)]
 LONG_AGO = 10_000.0
@@ -45,17 +44,6 @@ def seen(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     }
 
 
-def test_a_read_only_store_reads_and_keeps_in_memory(folder: Path) -> None:
-    with TieredKVStore.open(kv_path=folder, read_only=True) as store:
-        assert store.read_only
-        assert [store.get(KEYS[0]).tier for _ in range(2)] == ["disk", "host"]
-        store.prefetch(KEYS[1:2])
-        found = store.get(KEYS[2]).kv
-        assert found is not None
-        assert same(found, make_kv(2))
-        assert not store.put(make_key(9), make_kv(9)) or store.get(make_key(9)).tier == "host"
-
-
 def test_nothing_in_the_folder_changes(folder: Path) -> None:
     before = seen(folder)
     with TieredKVStore.open(kv_path=folder, read_only=True, ttl_seconds=LONG_AGO * 2) as store:
@@ -74,34 +62,12 @@ def test_nothing_in_the_folder_changes(folder: Path) -> None:
     assert seen(folder) == before
 
 
-def test_reading_is_no_use_of_a_chunk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    marked = list[object]()
-    monkeypatch.setattr(os, "utime", lambda *told, **options: marked.append(told))
-    with TieredKVStore.open(host_bytes=0, kv_path=folder, read_only=True) as store:
-        assert store.get(KEYS[0]).kv is not None
-    assert not marked
-
-
 def test_what_is_past_its_time_is_not_served_and_not_removed(folder: Path) -> None:
     before = seen(folder)
     with TieredKVStore.open(kv_path=folder, read_only=True, ttl_seconds=LONG_AGO / 2) as store:
         assert store.contains_many(KEYS) == [False] * 4
         assert [found.reason for found in store.get_many(KEYS)] == ["not stored"] * 4
     assert seen(folder) == before
-
-
-def test_what_cannot_be_done_is_said(folder: Path, tmp_path: Path) -> None:
-    with TieredKVStore.open(kv_path=folder, read_only=True) as store:
-        for refused in (
-            lambda: store.evict(KEYS[0]),
-            lambda: store.evict_where(lambda key, entry: True),
-        ):
-            with pytest.raises(StoreError, match=r"the store is read only: .* read_only=False"):
-                refused()
-        assert len(store.keys()) == 4
-    with pytest.raises(StoreError, match="no chunk KV to read"):
-        TieredKVStore.open(kv_path=tmp_path / "none", read_only=True)
-    assert not (tmp_path / "none").exists()
 
 
 def test_chunks_that_are_stored_later_are_read(folder: Path) -> None:

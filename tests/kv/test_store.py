@@ -1,7 +1,5 @@
-import os
 import threading
 import time
-from itertools import product
 
 import pytest
 
@@ -15,7 +13,6 @@ from cacheblend_rag.kv import (
     TieredKVStore,
     TierPolicy,
     codec,
-    expiry,
 )
 from tests.engines.test_forked import told_by
 
@@ -27,7 +24,6 @@ from .samples import (
     make_key,
     make_kv,
     same,
-    until,
 )
 
 KEYS = [make_key(number) for number in range(6)]
@@ -118,34 +114,12 @@ def test_questions_about_keys_read_nothing(open_store):
     assert (stats["hits"], stats["misses"]) == (0, 0)
 
 
-def test_memory_alone_is_a_store():
-    with TieredKVStore.open(host_bytes=None) as store:
-        store.put(KEYS[0], make_kv())
-        assert store.get(KEYS[0]).tier == "host"
-        assert store.contains(KEYS[0])
-
-
-def test_a_hit_below_is_promoted(open_store):
-    open_store().put(KEYS[0], make_kv())
-    store = open_store()
-    assert store.get(KEYS[0]).tier == "disk"
-    assert store.get(KEYS[0]).tier == "host"
-
-
 def test_a_hit_below_is_not_promoted_when_asked_not_to(open_store):
     open_store().put(KEYS[0], make_kv())
     store = open_store()
     for _ in range(2):
         assert store.get(KEYS[0], promote=False).tier == "disk"
     assert tiers_holding(store, KEYS[0]) == ["disk"]
-
-
-def test_without_memory_nothing_is_retained(open_store):
-    store = open_store(host_bytes=0)
-    store.put(KEYS[0], make_kv())
-    found = store.get(KEYS[0])
-    assert found.tier == "disk"
-    assert store.get(KEYS[0]).kv.keys.data_ptr() != found.kv.keys.data_ptr()
 
 
 def test_promotion_does_not_evict_pinned_chunks(open_store):
@@ -182,44 +156,6 @@ def test_a_tier_too_small_leaves_the_chunk_to_the_others(open_store):
     nowhere = open_store(host_bytes=1, disk_bytes=1)
     assert not nowhere.put(KEYS[2], make_kv())
     assert nowhere.get(KEYS[2]).reason == "not stored"
-
-
-def test_many_are_read_as_one_by_one(open_store, tmp_path, clock):
-    """Two stores in the same state, with every kind of chunk, asked in both ways."""
-    lookups, stats = [], []
-    many = [KEYS[0], KEYS[2], KEYS[1], KEYS[5], KEYS[3], KEYS[4]]
-    for name in ("one by one", "at once"):
-        store = open_store(kv_path=tmp_path / name, ttl_seconds=100)
-        store.put(KEYS[1], make_kv(1))
-        clock.advance(60)
-        for number in (0, 2, 3, 4):
-            store.put(KEYS[number], make_kv(number))
-        clock.advance(60)
-        for number in (0, 2):
-            store.tiers[0].evict(KEYS[number])
-        damaged = next(p for p in chunk_files(tmp_path / name) if str(KEYS[2]) in p.name)
-        damaged.write_bytes(b"rubbish")
-        os.utime(damaged, (clock.now, clock.now))
-        if name == "at once":
-            lookups.append(store.get_many(many))
-        else:
-            lookups.append([store.get(key) for key in many])
-        stats.append(store.stats())
-    singly, together = lookups
-    assert [(one.tier, one.reason) for one in singly] == [
-        ("disk", None),
-        (None, "damaged"),
-        (None, "not stored"),
-        (None, "not stored"),
-        ("host", None),
-        ("host", None),
-    ]
-    for one, other in zip(singly, together, strict=True):
-        assert (one.tier, one.reason) == (other.tier, other.reason)
-        assert (one.kv is None) == (other.kv is None)
-        assert one.kv is None or same(one.kv, other.kv)
-    assert stats[0] == stats[1]
-    assert stats[0]["disk"]["quarantined"] == stats[0]["disk"]["expired"] == 1
 
 
 def test_many_are_read_from_a_slow_tier_at_once_and_once_each():
@@ -265,45 +201,6 @@ def test_reading_many_waits_for_a_load_of_one_of_them(tmp_path):
         assert disk.loads == 2
 
 
-def test_readers_of_many_in_other_orders_do_not_wait_for_each_other_for_ever(open_store):
-    store = open_store(host_bytes=0)
-    keys = [make_key(number) for number in range(40)]
-    store.put(keys[7], make_kv(7))
-
-    def work(order):
-        for _ in range(50):
-            found = [lookup.kv is not None for lookup in store.get_many(order)]
-            assert found == [key == keys[7] for key in order]
-        done.append(order)
-
-    done, orders = [], [keys, keys[::-1], keys[20:] + keys[:20]]
-    threads = [threading.Thread(target=work, args=(o,), daemon=True) for o in orders]
-    for thread in threads:
-        thread.start()
-    assert until(lambda: len(done) == 3, 60)
-
-
-def test_a_miss_lists_no_tier(tmp_path, monkeypatch):
-    def listed(*_):
-        raise AssertionError("files were gone through")
-
-    key, other = KEYS[0], make_key(0, of=OTHER_FINGERPRINT)
-    for first, second in product("0123456789abcdef", repeat=2):
-        (tmp_path / first / second).mkdir(parents=True)
-    with TieredKVStore([Unlisted(), DiskTier(tmp_path)], ttl_seconds=100) as store:
-        store.tiers[1].put(other, StoredChunk(make_kv(), time.time()))
-        monkeypatch.setattr(DiskTier, "entries", listed)
-        monkeypatch.setattr(os, "scandir", listed)
-        assert store.get(key).reason == "not stored"
-        assert store.get_many([key])[0].reason == "not stored"
-        assert store.contains_many([key]) == [False]
-        with store.fetch([key, KEYS[1]]) as fetch:
-            assert [fetch.take().reason for _ in range(2)] == ["other model", "not stored"]
-        store.prefetch([key])
-        assert store.tiers[1].has_relative(key)
-        assert not store.tiers[1].has_relative(KEYS[1])
-
-
 def test_a_tier_says_whether_it_keeps_what_is_found_below():
     tiers = [HostTier(None, name=name) for name in ("near", "between", "far")]
     tiers[1].keeps_found = False
@@ -325,13 +222,6 @@ def test_a_tier_says_whether_it_takes_puts():
         assert store.get(KEYS[1]).tier == "far"
         tiers[0].takes_puts = False
         assert not store.put(KEYS[2], make_kv())
-
-
-def test_evict_reaches_every_tier(store):
-    store.put(KEYS[0], make_kv())
-    assert store.evict(KEYS[0])
-    assert tiers_holding(store, KEYS[0]) == []
-    assert store.get(KEYS[0]).reason == "not stored"
 
 
 def test_evict_where_takes_what_matches_and_nothing_else(open_store):
@@ -421,17 +311,6 @@ def test_verify_names_damage_and_quarantines_only_when_asked(open_store, tmp_pat
     assert "checksum" in (tmp_path / "quarantine" / f"{name}.reason").read_text()
 
 
-def test_prefetch_loads_into_memory(open_store):
-    open_store().put(KEYS[0], make_kv())
-    store = open_store()
-    store.prefetch([KEYS[0], KEYS[0], KEYS[1]])
-    until = time.monotonic() + 5
-    while not store.tiers[0].contains(KEYS[0]) and time.monotonic() < until:
-        time.sleep(0.005)
-    assert store.get(KEYS[0]).tier == "host"
-    assert store.stats()["disk"]["hits"] == 1
-
-
 def test_prefetch_stops_when_memory_is_full(tmp_path):
     filled = TieredKVStore([DiskTier(tmp_path)])
     for key in KEYS:
@@ -473,35 +352,6 @@ def test_an_eviction_during_a_load_is_not_undone_by_the_promotion(tmp_path):
         reader.join(5)
         evictor.join(5)
         assert tiers_holding(store, KEYS[0]) == []
-
-
-def test_threads_may_share_a_store(open_store):
-    store = open_store(host_bytes=2 * HOST_CHUNK, disk_bytes=4 * DISK_CHUNK)
-    wrong = []
-
-    def work(seed):
-        for step in range(40):
-            number = (seed * 7 + step * 5) % len(KEYS)
-            if step % 4 == 0:
-                store.put(KEYS[number], make_kv(number))
-            elif step % 13 == 0:
-                store.evict(KEYS[number])
-            else:
-                found = store.get(KEYS[number], promote=step % 2 == 0)
-                if found.kv is None and found.reason != "not stored":
-                    wrong.append(found.reason)
-                if found.kv is not None and not same(found.kv, make_kv(number)):
-                    wrong.append(number)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    for stats in store.stats().values():
-        assert stats["bytes"] <= stats["capacity_bytes"]
-        assert stats["errors"] == stats["quarantined"] == stats["refused"] == 0
 
 
 def test_malformed_chunk_kv_is_an_error_and_is_stored_nowhere(store):
@@ -546,16 +396,6 @@ def test_an_expiry_waits_for_whoever_uses_the_chunk(open_store, clock):
         assert sweeping.is_alive()
     sweeping.join(20)
     assert not sweeping.is_alive()
-
-
-def test_what_expires_is_removed_from_a_disk_that_nobody_uses(tmp_path, monkeypatch):
-    monkeypatch.setattr(expiry, "SWEEP_SECONDS", 0.01)
-    with TieredKVStore.open(host_bytes=0, kv_path=tmp_path, ttl_seconds=0.5) as store:
-        store.put(make_key(1), make_kv())
-        assert [*tmp_path.rglob("*.safetensors")]
-        assert until(lambda: not [*tmp_path.rglob("*.safetensors")])
-        assert store.stats()["disk"]["expired"] == 1
-    assert until(lambda: not [one for one in threading.enumerate() if one.name == "kv-sweep"])
 
 
 def test_a_chunk_pinned_since_the_sweep_began_stays(open_store, clock):

@@ -218,15 +218,6 @@ def test_a_tier_may_answer_for_many_chunks_together():
     assert set(tier.chunks) == {keys[0], keys[2]}
 
 
-def test_pins_are_kept_and_let_go():
-    tier = Plain()
-    tier.pin(KEY)
-    assert tier.is_pinned(KEY)
-    tier.unpin(make_key(1))
-    tier.unpin(KEY)
-    assert not tier.is_pinned(KEY)
-
-
 def test_a_tier_that_cannot_tell_relatives_knows_none():
     """Listing all its chunks at a miss would cost what the tier holds."""
     tier = Plain()
