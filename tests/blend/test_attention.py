@@ -176,24 +176,6 @@ def test_logits_laid_out_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
         assert len(asked) == -(-TOKENS // rows)
 
 
-def test_a_row_with_a_window_looks_at_the_keys_in_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    fused = torch.nn.functional.scaled_dot_product_attention
-
-    def noted(query: torch.Tensor, keys: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        seen.append(keys.shape[2])
-        return fused(query, keys, *rest, **named)
-
-    monkeypatch.setattr(attention.functional, "scaled_dot_product_attention", noted)
-    query, keys, values = inputs()
-    rows = Rows.at(torch.tensor([5, 200, 290]).numpy(), CPU)
-    monkeypatch.setattr(attention, "BLOCK_ROWS", 1)
-    for window, lengths in ((None, [6, 201, 291]), (50, [6, 50, 50]), (1, [1, 1, 1])):
-        seen.clear()
-        attend_rows(query[:, :, rows.device], keys, values, rows, scaling=0.3, window=window)
-        assert seen == lengths
-
-
 @pytest.mark.parametrize("sinks", [None, SINKS[:2]], ids=["plain", "sinks"])
 def test_shares_are_made_in_float32(sinks: torch.Tensor | None) -> None:
     logits = torch.randn(2, 5, dtype=torch.bfloat16)

@@ -9,7 +9,6 @@ import pytest
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, plan_schedule
 from cacheblend_rag.blend.cost import Forecast, prefill_cost
-from cacheblend_rag.blend.selectors import SELECTORS
 from tests.blend.fake_stack import LAYERS, FakeStack, WatchedKV
 from tests.blend.test_passes import CHECKS, PROMPTS, Prompt
 
@@ -29,21 +28,20 @@ def spent_and_expected(
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("selector", ["hkvd", "random"])
 @pytest.mark.parametrize("needs_hidden", [True, False])
 def test_without_a_choice_the_work_is_known(
     prompt: Prompt, selector: str, needs_hidden: bool
 ) -> None:
     for ratio in (0.0, 1.0):
         config = BlendConfig(recompute_ratio=ratio, selector=selector)
-        if SELECTORS[selector].fixed_ratio is None:
-            spent, expected = spent_and_expected(prompt, config, needs_hidden=needs_hidden)
-            assert expected == pytest.approx(spent, rel=1e-12)
+        spent, expected = spent_and_expected(prompt, config, needs_hidden=needs_hidden)
+        assert expected == pytest.approx(spent, rel=1e-12)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 @pytest.mark.parametrize("checks", CHECKS, ids=str)
-@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("selector", ["hkvd", "random", "question_mid"])
 def test_what_is_chosen_costs_about_what_was_expected(
     prompt: Prompt, selector: str, checks: dict[str, Any]
 ) -> None:

@@ -6,11 +6,9 @@ import gc
 from functools import partial
 
 import numpy as np
-import pytest
 import torch
 
-from cacheblend_rag.blend import attention
-from cacheblend_rag.blend.attention import MaskCache, attend_rows
+from cacheblend_rag.blend.attention import MaskCache
 from cacheblend_rag.blend.rows import Rows
 
 CPU = torch.device("cpu")
@@ -53,36 +51,3 @@ def test_masks_beyond_the_bound_are_not_kept_and_evict_none() -> None:
     assert kept.get(rows, "small", lambda: torch.zeros(8)) is small
     exact = kept.get(rows, "exact", lambda: torch.zeros(2))
     assert kept.get(rows, "exact", lambda: torch.zeros(2)) is exact
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_layers_share_masks_whatever_their_windows(
-    softcap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int | None] = []
-    bias = attention.mask_of
-
-    def noted(rows: Rows, seen: slice, window: int | None, **named: object) -> torch.Tensor:
-        made.append(window)
-        return bias(rows, seen, window, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(attention, "mask_of", noted)
-    draw = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 4, 100, 8, generator=draw)
-    keys, values = (torch.randn(1, 2, 300, 8, generator=draw) for _ in range(2))
-    rows, kept = Rows.at(np.arange(0, 300, 3), CPU), MaskCache()
-    for window in (None, 50, None, 50):
-        attend = partial(
-            attend_rows, query, keys, values, rows, scaling=0.3, window=window, softcap=softcap
-        )
-        torch.testing.assert_close(attend(masks=kept), attend(), atol=0, rtol=0)
-    # two blocks: each once for the cache in the first two layers, and each time without it
-    assert len(made) == 2 * 2 + 4 * 2
-
-
-def test_the_stride_of_a_mask_is_a_multiple_of_8() -> None:
-    for count in (1, 8, 61):
-        rows = Rows.at(np.arange(0, count), CPU)
-        mask = attention.mask_of(rows, slice(0, count), None, copies=3, dtype=torch.float32)
-        assert mask.shape == (3 * count, count)
-        assert mask.stride(0) % 8 == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.blend import BlendPass, FusedKV, passes, plan_schedule
+from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import Candidates
@@ -219,20 +219,20 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def way(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return WAYS[request.param]
+def schedules_prompts_ways() -> Iterator[Any]:
+    """Each schedule in each way, each of these with another prompt."""
+    for index, schedule in enumerate(every_schedule()):
+        for turn, way in enumerate(WAYS):
+            prompt = list(PROMPTS)[(index + 2 * turn) % len(PROMPTS)]
+            case = PROMPTS[prompt], *schedule.values, WAYS[way]
+            yield pytest.param(case, id=f"{schedule.id}-{prompt}-{way}")
 
 
-@pytest.fixture(scope="module", params=PROMPTS)
-def prompt(request: pytest.FixtureRequest) -> Prompt:
-    return PROMPTS[request.param]
-
-
-@pytest.fixture(scope="module", params=list(every_schedule()))
-def both(request: pytest.FixtureRequest, prompt: Prompt, way: dict[str, Any]) -> tuple[Case, Slow]:
+@pytest.fixture(scope="module", params=list(schedules_prompts_ways()))
+def both(request: pytest.FixtureRequest) -> tuple[Case, Slow]:
     """A pass that was run, and what it should have made."""
-    case = Case.of(prompt, request.param, **way)
+    prompt, config, way = request.param
+    case = Case.of(prompt, config, **way)
     return case, Slow(case)
 
 
@@ -407,18 +407,6 @@ def test_work_is_that_of_the_rows_of_each_layer(both: tuple[Case, Slow]) -> None
     assert case.run.compute_share == work / plain
 
 
-def test_selection_is_timed_at_each_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter(range(0, 1000, 3))
-    monkeypatch.setattr(passes.time, "perf_counter", lambda: next(ticks))
-    for config, choices in (
-        (GRADUAL, 2),
-        (BlendConfig(selector="random"), 1),
-        (BlendConfig(selector="none"), 0),
-        (BlendConfig(recompute_ratio=1.0), 0),
-    ):
-        assert Case.of(Prompt(), config).run.stats.selection_seconds == 3 * choices
-
-
 # Ranks
 
 
@@ -500,24 +488,3 @@ def test_a_probe_stops_at_attention() -> None:
     stack.run_layer = lambda *_: hidden  # type: ignore[method-assign]
     with pytest.raises(NoAttentionError, match="layer 2 never calls attention"):
         probe_layer(stack, 2, hidden, inputs)
-
-
-def test_what_is_known_of_the_first_tokens() -> None:
-    known = Prompt().candidates
-    first = known.first(9)
-    for name in ("cached", "eligible", "offsets", "prior", "question_attention"):
-        assert torch.equal(getattr(first, name), getattr(known, name)[:9])
-    bare = replace(known, prior=None, question_attention=None)
-    assert (bare.first(9).prior, bare.first(9).question_attention) == (None, None)
-    evidence = bare.evidence(torch.tensor([3, 11]).numpy())
-    assert (evidence.prior, evidence.question_attention) == (None, None)
-    assert evidence.offsets.tolist() == [0, int(known.offsets[11])]
-
-
-def test_nothing_is_known_of_a_prompt_at_first() -> None:
-    nothing = Candidates.none(5)
-    assert [part.tolist() for part in (nothing.cached, nothing.eligible, nothing.offsets)] == [
-        [False] * 5, [False] * 5, [0] * 5,
-    ]  # fmt: skip
-    assert nothing.cached.dtype == torch.bool
-    assert nothing.offsets.dtype == torch.int64

@@ -64,8 +64,7 @@ def work_of(prompt: Prompt, stack: FakeStack, layers: int) -> float:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-@pytest.mark.parametrize("layers", [3, 4])
-@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize(("layers", "softcap"), [(3, None), (4, 0.5)])
 def test_attention_of_the_question_is_summed_over_its_tokens_and_the_upper_layers(
     prompt: Prompt, layers: int, softcap: float | None
 ) -> None:

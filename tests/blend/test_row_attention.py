@@ -12,7 +12,7 @@ import torch
 from torch.backends import cuda
 from torch.nn.attention.bias import CausalBias
 
-from cacheblend_rag.blend import attention, row_attention
+from cacheblend_rag.blend import row_attention
 from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.row_attention import RowAttention, attend_run, has_kernels
@@ -214,21 +214,3 @@ def test_only_nvidia_gpus_from_8_0_on_have_kernels(monkeypatch: pytest.MonkeyPat
         patched.setattr(row_attention, "find_spec", lambda _: None)
         assert not found()
     has_kernels.cache_clear()
-
-
-def test_masks_are_kept_of_scattered_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a run would be as large as its prompt is long, squared."""
-    made: list[int] = []
-    bias = attention.mask_of
-
-    def noted(rows: Rows, *given: Any, **named: Any) -> torch.Tensor:
-        made.append(len(rows))
-        return bias(rows, *given, **named)
-
-    monkeypatch.setattr(attention, "mask_of", noted)
-    fused, attend = fused_of(torch.float32), RowAttention()
-    for rows, count in ((SCATTERED, 1), (RUN, 2 * 2)):  # blocks of 64 rows
-        made.clear()
-        for _ in range(2):
-            attend(call_of(rows, torch.float32), fused, rows)
-        assert len(made) == count

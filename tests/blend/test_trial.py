@@ -293,7 +293,7 @@ def test_a_model_that_does_in_parts_what_it_does_whole_passes() -> None:
     assert keys.keys.shape == fused.keys.shape
 
 
-@pytest.mark.parametrize("layer", range(4))
+@pytest.mark.parametrize("layer", [0, 3])
 def test_a_layer_that_gives_another_result_is_named(layer: int) -> None:
     fused = behind(FakeStack())
     wanted = reference(fused)
@@ -495,7 +495,7 @@ class TestIn16Bits:
             self.check(odd, dtype, wide)
 
 
-@pytest.mark.parametrize("layer", range(4))
+@pytest.mark.parametrize("layer", [0, 3])
 @pytest.mark.parametrize(
     ("dtype", "wide"), [(torch.bfloat16, True), (torch.float16, True), (torch.float16, False)]
 )
@@ -534,8 +534,11 @@ class Positioned(TriedFake):
         return done * grown if layer == 2 and self.what == "output" else done
 
 
-@pytest.mark.parametrize("since", [900, WINDOW - TRIAL_TOKENS], ids=["near", "far"])
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "since"),
+    [(torch.float32, 900), (torch.bfloat16, WINDOW - TRIAL_TOKENS), (torch.float16, 900)],
+    ids=str,
+)
 @pytest.mark.parametrize("what", ["queries", "values", "scaling", "output"])
 def test_what_changes_by_absolute_position_is_refused(
     what: str, dtype: torch.dtype, since: int

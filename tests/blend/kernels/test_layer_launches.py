@@ -31,7 +31,6 @@ from cacheblend_rag.blend.stack import Geometry
 from cacheblend_rag.kv import HostTier, TieredKVStore
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id
 from cacheblend_rag.kv.packed_kv import packed
-from cacheblend_rag.prefill import chunk_loader
 from cacheblend_rag.prefill.chunk_loader import ChunkLoader, Place
 from tests.blend.fake_copy_stream import use
 from tests.blend.fake_stack import FakeStack
@@ -234,13 +233,6 @@ def test_a_layers_work_does_not_depend_on_the_number_of_chunks(
     assert few == many
     waits = {"worked": 1, "follow": 1} if ring else {}
     assert asked == also == [Counter(run=1, carried=1, hold_work=1, **waits)] * 4
-
-
-def test_that_more_work_for_more_chunks_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_loader.Laying, "is_possible", lambda _: False)
-    few, _ = work_of_layers(2, monkeypatch, ring=True)
-    many, _ = work_of_layers(40, monkeypatch, ring=True)
-    assert min(many) > max(few)
 
 
 def test_layers_are_laid_in_tritons_interpreter() -> None:
