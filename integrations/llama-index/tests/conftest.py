@@ -35,12 +35,6 @@ ENGINE = os.environ.get("CACHEBLEND_TEST_ENGINE", "transformers")
 """What the bundled model runs on: ``make server_tests`` says where a server is."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--modes-table", action="store_true", help="print the table of modes that docs show"
-    )
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _noise_decides_nothing() -> Iterator[None]:
     """Prefill of models so small is never held against blending, however busy the machine is."""

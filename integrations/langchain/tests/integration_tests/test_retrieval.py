@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from cacheblend_rag import Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.errors import ConfigError
-from langchain_classic.chains import create_retrieval_chain
-from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import InMemoryRecordManager, index
-from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
-from langchain_core.runnables import RunnableLambda, RunnableParallel
+from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import (
     CharacterTextSplitter,
@@ -33,7 +28,6 @@ from langchain_cacheblend import (
     CacheBlendTransformer,
     ChatCacheBlend,
     create_cacheblend_chain,
-    retrieval_hints,
 )
 from langchain_cacheblend.instruction import prompt_instruction
 from tests.models import make_tokenizer, random_engine, random_model
@@ -139,39 +133,6 @@ def test_the_chain_refuses_what_it_cannot_do() -> None:
         create_cacheblend_chain(SOURCES, open_llm(), prompt=prompt, embedding=EMBEDDING)
 
 
-def test_an_existing_application_changes_only_its_parts() -> None:
-    """create_retrieval_chain and create_stuff_documents_chain of langchain-classic."""
-    llm = open_llm()
-    chunks = CacheBlendTransformer(engine=llm.engine).transform_documents(split("recursive"))
-    store = InMemoryVectorStore.from_documents(list(chunks), EMBEDDING)
-    retriever = ContextualCompressionRetriever(
-        base_retriever=store.as_retriever(),
-        base_compressor=CacheBlendCompressor(engine=llm.engine),
-    )
-    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(llm, DEFAULT_PROMPT))
-    ours = create_cacheblend_chain(retriever, llm)
-    plain = chain.invoke({"input": QUESTIONS[0]})
-    with retrieval_hints():
-        hinted = chain.invoke({"input": QUESTIONS[0]})
-    assert plain["answer"] == hinted["answer"] == ours.invoke(QUESTIONS[0])["answer"]
-
-    messages = []
-    keeping = llm | RunnableLambda(lambda message: messages.append(message) or message)
-    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(keeping, DEFAULT_PROMPT))
-    outcome = chain.invoke({"input": QUESTIONS[1]})
-    report = messages[0].response_metadata["cacheblend"]
-    assert reused_share(llm, {**outcome, "report": report}) >= 0.95
-
-
-def test_chains_run_side_by_side() -> None:
-    llm = open_llm()
-    chain = create_cacheblend_chain(split("recursive"), llm, embedding=EMBEDDING)
-    both = RunnableParallel(chain=chain, bare=DEFAULT_PROMPT | llm | StrOutputParser())
-    outcome = both.invoke({"input": QUESTIONS[0], "context": "none"})
-    assert outcome["chain"]["answer"]
-    assert outcome["bare"]
-
-
 @pytest.fixture
 def ordered() -> tuple[TransformersEngine, list[Document]]:
     engine = random_engine()
@@ -214,21 +175,6 @@ def test_the_compressor_prefetches_the_documents_own_chunks(
     assert asked[1].context[0] == a0.page_content
 
 
-def test_another_process_answers_from_what_was_indexed(tmp_path: Path) -> None:
-    chunks = split("recursive")
-    options = {
-        "model": random_model(),
-        "tokenizer": make_tokenizer(),
-        "kv_path": tmp_path,
-        "instruction": DEFAULT_PROMPT,
-    }
-    CacheBlendTransformer(**options).transform_documents(chunks)
-    llm = ChatCacheBlend(**options, max_tokens=1)
-    chain = create_cacheblend_chain(RunnableLambda(lambda _: chunks[:4]), llm)
-    found = chain.invoke("Who?")["report"]["chunks"]
-    assert [chunk["hit"] for chunk in found] == [True] * 4
-
-
 def test_text_that_changed_after_indexing_is_computed_and_named(
     ordered: tuple[TransformersEngine, list[Document]],
 ) -> None:
@@ -265,57 +211,6 @@ def test_a_document_without_text_passes_through(caplog: pytest.LogCaptureFixture
     llm = ChatCacheBlend(engine=engine, max_tokens=1)
     chain = create_cacheblend_chain(RunnableLambda(lambda _: documents), llm)
     assert [c["hit"] for c in chain.invoke("Who?")["report"]["chunks"]] == [True]
-
-
-async def test_indexing_again_replaces_and_evicting_forgets() -> None:
-    engine = random_engine()
-    transformer = CacheBlendTransformer(engine=engine)
-    chunks = split("recursive")
-    first = transformer.precompute(chunks)
-    assert first.computed == len(chunks)
-    assert await transformer.atransform_documents(chunks) == chunks
-    assert transformer.precompute(chunks).skipped == len(chunks)
-
-    source = chunks[0].metadata["source"]
-    own = [chunk for chunk in chunks if chunk.metadata["source"] == source]
-    transformer.precompute(own[:-1])
-    assert own[-1].page_content not in engine.registry
-    assert transformer.evict(source) == len(own) - 1
-    assert engine.registry.document(source) == ()
-    assert transformer.evict([source, "never seen"]) == 0
-
-
-def test_what_is_evicted_or_updated_here_is_not_held_elsewhere(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "engine": "transformers",
-        "model": random_model(),
-        "tokenizer": make_tokenizer(),
-        "blend_config": {"min_tokens": 0, "recompute_ratio": 0.0},
-        "kv_path": str(tmp_path),
-    }
-    transformer = CacheBlendTransformer(**options)
-    chunks = [
-        Document(page_content=f"Part {i} of {name}. {name} is quiet. " * 4, metadata={"id": name})
-        for name in ("a", "b", "c")
-        for i in range(2)
-    ]
-    transformer.precompute(chunks)
-    replica = ChatCacheBlend(**options, read_only=True, max_tokens=1)
-
-    def hits(name: str) -> list[bool]:
-        texts = [c.page_content for c in chunks if c.metadata["id"] == name]
-        report = replica.invoke("\n\n".join(texts)).response_metadata["cacheblend"]
-        return [chunk["hit"] for chunk in report["chunks"]]
-
-    assert [hits(name) for name in "abc"] == [[True, True]] * 3
-    engine: Any = replica.engine
-    gone = {engine.key(one) for name in "ab" for one in engine.registry.document(name)}
-    assert gone <= set(engine.store.keys())
-
-    assert transformer.evict("a") == 2
-    transformer.precompute([Document(page_content="Another text of b.", metadata={"id": "b"})])
-    assert [hits(name) for name in "abc"] == [[], [], [True, True]]
-    assert not gone & set(engine.store.keys())  # neither in the folder nor in its memory
 
 
 def test_the_index_api_keeps_store_and_kv_in_step() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from cacheblend_rag import Chunk
 from langchain_core.runnables import RunnableLambda, RunnableParallel
 
@@ -28,19 +26,3 @@ def test_steps_of_a_chain_share_the_scope_around_it() -> None:
     chain = RunnableParallel(a=retrieve, b=retrieve) | (lambda _: current_hints())
     with retrieval_hints():
         assert chain.invoke("x") == (Chunk("x"), Chunk("x"))
-
-
-async def test_requests_side_by_side_never_mix() -> None:
-    async def retrieve(text: str) -> str:
-        await asyncio.sleep(0.001 * (len(text) % 5))
-        publish([Chunk(text)])
-        return text
-
-    chain = RunnableLambda(retrieve) | (lambda _: current_hints())
-
-    async def request(text: str) -> object:
-        with retrieval_hints():
-            return await chain.ainvoke(text)
-
-    texts = ["x" * n for n in range(1, 33)]
-    assert await asyncio.gather(*map(request, texts)) == [(Chunk(text),) for text in texts]

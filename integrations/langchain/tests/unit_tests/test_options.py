@@ -145,17 +145,6 @@ def test_a_model_that_does_not_load(tmp_path: Path) -> None:
         CacheBlendTransformer(model=tmp_path / "none").transform_documents([])
 
 
-async def test_a_model_that_does_not_load_when_asked_asynchronously(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError):
-        await ChatCacheBlend(model=tmp_path / "none").ainvoke("hello")
-
-
-def test_an_unknown_engine() -> None:
-    with pytest.raises(ConfigError) as raised:
-        ChatCacheBlend(model=TOY, engine="warp").invoke("hello")
-    assert "engine='warp'" in one_line(raised.value)
-
-
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="the extra is installed")
 def test_an_engine_without_its_extra() -> None:
     with pytest.raises(MissingExtraError) as raised:
@@ -233,14 +222,6 @@ def test_the_key_is_in_no_pickle_error_or_traceback() -> None:
     assert not any("s3cret" in text for text in told)
     assert pickle.loads(pickle.dumps(llm)).api_key is None  # noqa: S301
     assert copy.deepcopy(llm).api_key == llm.api_key
-
-
-def test_classes_share_an_engine() -> None:
-    engine = random_engine()
-    llm = ChatCacheBlend(engine=engine)
-    assert llm.engine is engine
-    assert CacheBlendTransformer(engine=llm.engine).engine is engine
-    assert CacheBlendCompressor(engine=llm.engine).engine is engine
 
 
 def test_the_cache_key_changes_with_what_an_answer_depends_on() -> None:

@@ -24,8 +24,6 @@ from cacheblend_rag.errors import (
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
 from llama_index.postprocessor.cacheblend import CacheBlendPostprocessor
 
-HARD = "Braces {context_str} {{query_str}} {0}, quotes \"'\\n, controls \x00\x07\x1b, \r\n\t, 😀."
-
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -100,12 +98,6 @@ def index(llm: CacheBlendLLM, *nodes: TextNode) -> None:
     CacheBlendPrecompute.from_llm(llm, show_progress=False)(nodes)
 
 
-def test_braces_and_control_characters_are_reused_verbatim(small: CacheBlendLLM) -> None:
-    hard = node(HARD, file="{hard}.txt")
-    index(small, hard)
-    assert outcomes(small, hard) == [(True, None)]
-
-
 def test_metadata_changed_after_indexing(small: CacheBlendLLM) -> None:
     index(small, node("A text about stones.", page="1"))
     changed = node("A text about stones.", page="2")
@@ -120,30 +112,6 @@ def test_a_node_without_text(small: CacheBlendLLM) -> None:
 
 def test_a_node_that_was_never_indexed(small: CacheBlendLLM) -> None:
     assert outcomes(small, node("A text about stones.")) == [(False, "unknown")]
-
-
-def test_a_store_of_another_model(
-    small: CacheBlendLLM, other_random_model: Path, tmp_path: Path
-) -> None:
-    stone = node("A text about stones.")
-    index(small, stone)
-    assert outcomes(small, stone) == [(True, None)]
-    assert outcomes(llm_of(other_random_model, tmp_path), stone) == [(False, "other model")]
-
-
-def test_a_model_that_cannot_be_blended_is_served_by_ordinary_prefill(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
-
-    tokenizer = AutoTokenizer.from_pretrained(TOY)
-    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512}
-    GPT2LMHeadModel(
-        GPT2Config(vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2, **shape)
-    ).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    llm = CacheBlendLLM(model=tmp_path, max_tokens=1, is_chat_model=False)
-    stone = node("A text about stones.")
-    index(llm, stone)
-    assert outcomes(llm, stone) == [(False, "unsupported model")]
 
 
 GEMMA = (

@@ -13,12 +13,7 @@ from llama_index.llms.cacheblend import CacheBlendLLM, collect_reports
 from llama_index.postprocessor.cacheblend import CacheBlendPostprocessor
 
 WINDOW = 1100
-MODES = [
-    ResponseMode.COMPACT,
-    ResponseMode.TREE_SUMMARIZE,
-    ResponseMode.SIMPLE_SUMMARIZE,
-    ResponseMode.COMPACT_ACCUMULATE,
-]
+MODES = [ResponseMode.COMPACT, ResponseMode.SIMPLE_SUMMARIZE]
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +23,6 @@ from llama_index.llms.cacheblend import (
     collect_reports,
 )
 
-PAGE = Path(__file__).parents[4] / "docs" / "llama-index.md"
 CLARA = (
     "Clara Berg plays the cello in an orchestra. She lives in Lyon with two cats, and walks to "
     "work along the river every morning."
@@ -124,18 +121,3 @@ def test_an_agent_answers_from_what_its_tool_found(
     (result,) = (event for event in events if isinstance(event, ToolCallResult))
     assert CLARA in result.tool_output.content
     assert [chunk["hit"] for chunk in reports[1]["chunks"]] == [True, True]
-
-
-@pytest.mark.parametrize("heading", ["Tools and agents", "Objects as answers"])
-def test_the_programs_of_the_page(
-    heading: str,
-    smollm2: CacheBlendLLM,
-    notes: list[Document],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    section = PAGE.read_text(encoding="utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    (program,) = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-    exec(program, {"documents": notes, "llm": smollm2})  # noqa: S102
-    told = capsys.readouterr().out.strip()
-    # The city that so small a model takes from two notes depends on their order.
-    assert "Lyon" in told if heading == "Tools and agents" else told

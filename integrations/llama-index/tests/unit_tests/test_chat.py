@@ -62,20 +62,6 @@ def reused_from_turns(chat: Any, question: str, memory: CacheBlendChatMemory) ->
     )
 
 
-def test_resetting_evicts_the_kv(llm: CacheBlendLLM, index: VectorStoreIndex) -> None:
-    memory = CacheBlendChatMemory.from_defaults(llm)
-    chat = cacheblend_chat_engine(index, llm, memory=memory)
-    chat.chat(QUESTIONS[0])
-    engine: Any = llm.open()
-    engine.prefixes.drain()
-    keys = memory.kv.keys()
-    assert keys
-    assert all(engine.store.contains_many(keys))
-    chat.reset()
-    assert memory.get_all() == []
-    assert not any(engine.store.contains_many(keys))
-
-
 def test_the_oldest_messages_are_left_out_from_a_users_message_on(llm: CacheBlendLLM) -> None:
     told = [
         ChatMessage(content="word " * 20, role=role)

@@ -205,25 +205,6 @@ def test_what_changes_the_kv_changes_the_ingestion_key(random_model: Path) -> No
     assert key(store=StoreConfig(kv_path="kv")) == key(kv_path="kv")
 
 
-def test_the_ingestion_key_holds_what_the_kv_depends_on_and_nothing_else() -> None:
-    told = CacheBlendPrecompute(model=TOY, kv_path="kv", instruction="Read:").to_dict()
-    assert {*told} == {
-        "model",
-        "engine",
-        "kv_path",
-        "instruction",
-        "namespace",
-        "blend_config",
-        "lead_in",
-        "is_chat_model",
-        "dtype",
-        "variants",
-        "collection",
-        "register_only",
-        "class_name",
-    }
-
-
 def test_what_the_llm_has_settled_is_refused(random_model: Path) -> None:
     llm = CacheBlendLLM(model=random_model)
     with pytest.raises(ConfigError, match="namespace: fixed by the llm: leave it out"):

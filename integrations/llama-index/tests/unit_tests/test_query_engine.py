@@ -8,7 +8,6 @@ from llama_index.core import (
     Document,
     PromptTemplate,
     Settings,
-    SimpleDirectoryReader,
 )
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
@@ -17,7 +16,6 @@ from llama_index.core.response_synthesizers import ResponseMode
 from cacheblend_rag.errors import ConfigError
 from llama_index.llms.cacheblend import (
     CacheBlendLLM,
-    CacheBlendPromptHelper,
     cacheblend_query_engine,
     collect_reports,
 )
@@ -45,31 +43,6 @@ def all_hit(query_engine: Any) -> bool:
     with collect_reports() as reports:
         query_engine.query("What is heavy?")
     return bool(reports[0]["chunks"]) and all(chunk["hit"] for chunk in reports[0]["chunks"])
-
-
-def test_documents_become_a_query_engine(llm: CacheBlendLLM) -> None:
-    query_engine = cacheblend_query_engine(
-        documents(), llm, transformations=SPLITTER, show_progress=False
-    )
-    assert all_hit(query_engine)
-    helper = query_engine._response_synthesizer._prompt_helper
-    assert isinstance(helper, CacheBlendPromptHelper)
-    query_engine.retriever._index.delete_ref_doc("Stone")
-    assert llm.open().registry.document("Stone") == ()
-
-
-def test_the_five_lines_of_the_readme(llm: CacheBlendLLM, tmp_path: Path) -> None:
-    for name in ("stone", "brick"):
-        (tmp_path / f"{name}.txt").write_text(
-            " ".join(f"A {name} of weight {n}." for n in range(60))
-        )
-    Settings.llm = llm
-    documents = SimpleDirectoryReader(str(tmp_path)).load_data()
-    query_engine = cacheblend_query_engine(documents, show_progress=False)
-    assert all_hit(query_engine)
-    with collect_reports() as reports:
-        query_engine.query("What is heavy?")
-    assert len(reports[0]["chunks"]) == 2
 
 
 def test_the_llm_of_settings_is_used(llm: CacheBlendLLM) -> None:

@@ -78,19 +78,6 @@ def test_it_answers_as_the_wrapped_store_does(
     assert store.client is store.vector_store.client
 
 
-def test_deleting_a_document_evicts_its_kv(
-    store: CacheBlendVectorStore, llm: CacheBlendLLM
-) -> None:
-    index = build(store, llm)
-    assert known(llm.open()) == {"one", "two", "three"}
-    index.delete_ref_doc("one", delete_from_docstore=True)
-    assert known(llm.open()) == {"two", "three"}
-    asyncio.run(index.adelete_ref_doc("two", delete_from_docstore=True))
-    assert known(llm.open()) == {"three"}
-    assert prompt_hits(llm, "one") == []
-    assert prompt_hits(llm, "three")
-
-
 def prompt_hits(llm: CacheBlendLLM, name: str) -> list[str]:
     word = {"one": "Stone", "two": "Brick", "three": "Board"}[name]
     (text,) = [node.get_content() for node in nodes_of(document(name, word))][:1]
@@ -100,42 +87,6 @@ def prompt_hits(llm: CacheBlendLLM, name: str) -> list[str]:
 
 def nodes_of(made: Document) -> list[BaseNode]:
     return SentenceSplitter(chunk_size=40, chunk_overlap=0).get_nodes_from_documents([made])
-
-
-def test_what_is_deleted_or_updated_here_is_not_held_elsewhere(
-    store: CacheBlendVectorStore, llm: CacheBlendLLM, random_model: Path, tmp_path: Path
-) -> None:
-    index = build(store, llm)
-    replica = CacheBlendLLM(
-        model=random_model,
-        kv_path=tmp_path / "kv",
-        read_only=True,
-        instruction="",
-        blend_config={"min_tokens": 0},
-        max_tokens=1,
-    )
-    for name in ("one", "two", "three"):
-        assert prompt_hits(replica, name)
-    held: Any = replica.open()
-    gone = {held.key(chunk) for name in ("one", "two") for chunk in held.registry.document(name)}
-    assert gone & set(held.store.keys())
-
-    index.delete_ref_doc("one", delete_from_docstore=True)
-    index.update_ref_doc(document("two", "Metal"))
-    assert prompt_hits(replica, "one") == prompt_hits(replica, "two") == []
-    assert prompt_hits(replica, "three")
-    assert not gone & set(held.store.keys())  # neither in the folder nor in its memory
-
-
-def test_updating_a_document_replaces_its_kv(
-    store: CacheBlendVectorStore, llm: CacheBlendLLM
-) -> None:
-    index = build(store, llm)
-    index.update_ref_doc(document("one", "Metal"))
-    texts = [chunk.text for chunk in llm.open().registry.document("one")]
-    assert texts
-    assert all("Metal" in text for text in texts)
-    assert prompt_hits(llm, "one") == []
 
 
 def test_refreshing_an_index_updates_what_changed(
