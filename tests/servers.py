@@ -3,7 +3,6 @@
 import socket
 import struct
 import threading
-import time
 import uuid
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -107,14 +106,12 @@ def s3_place(server, options=""):
 class Proxy:
     """Between clients and a server, to do to their connections what networks do.
 
-    cut_after: bytes of the server's that a connection passes on before it is reset. delay: seconds
-    before the first of them. ends: a cut connection is ended, as if all had been said. drips: a
-    tenth of a second passes before each byte.
+    cut_after: bytes of the server's that a connection passes on before it is reset. ends: a cut
+    connection is ended, as if all had been said.
     """
 
     def __init__(self, port):
-        self.upstream, self.cut_after, self.delay, self.ends = port, None, 0.0, False
-        self.drips = False
+        self.upstream, self.cut_after, self.ends = port, None, False
         self._listening = socket.create_server((HOST, 0))
         self.port = self._listening.getsockname()[1]
         self.address = f"http://{HOST}:{self.port}"
@@ -141,15 +138,9 @@ class Proxy:
         passed = 0
         try:
             while data := source.recv(1 << 16):
-                if is_answer and not passed:
-                    time.sleep(self.delay)
                 if is_answer and self.cut_after is not None:
                     data = data[: max(self.cut_after - passed, 0)]
                 passed += len(data)
-                while is_answer and self.drips and data:
-                    target.sendall(data[:1])
-                    data = data[1:]
-                    time.sleep(0.1)
                 target.sendall(data)
                 if is_answer and self.cut_after is not None and passed >= self.cut_after:
                     break

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from cacheblend_rag.engines.transformers import TransformersEngine
@@ -57,28 +55,6 @@ def test_answers_are_printed_then_the_result_and_a_report(analyze):
     assert said.count(answer) >= 2, "the last window's"
     assert f"{windows + 2} chunks, {windows} windows of 3" in said
     assert f"prompts: {windows} answered\n" in said
-
-
-def test_it_goes_on_from_a_file_of_answers(analyze, tmp_path):
-    kept = tmp_path / "answers.jsonl"
-    whole = analyze("--json", "--resume", kept).json
-    lines = kept.read_text().splitlines(keepends=True)
-    assert len(lines) == whole["prompts"]
-    assert json.loads(lines[0])["record"]["text"] == whole["answers"][0]["text"]
-    kept.write_text("".join(lines[:2]))
-    again = analyze("--json", "--resume", kept).json
-    assert again["resumed_prompts"] == 2
-    assert again["prompts"] == whole["prompts"] - 2
-    assert again["answer"] == whole["answer"]
-    assert "answered before" in analyze("--resume", kept).stdout
-
-
-def test_a_window_that_does_not_fit_is_told(analyze):
-    outcome = analyze("--json", "--window", 500)
-    assert outcome.code == 0
-    assert outcome.json["window"] == outcome.json["chunks"]
-    assert outcome.stderr.startswith("warning: windows of ")
-    assert "not 500: the document has" in outcome.stderr
 
 
 def test_an_interruption_says_how_to_go_on(analyze, tmp_path, monkeypatch):

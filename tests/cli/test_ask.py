@@ -9,13 +9,10 @@ import pytest
 from cacheblend_rag.cli.asking import report_lines
 from cacheblend_rag.prefill.prompt_pass import CONTEXT_KEPT
 from cacheblend_rag.rag.answering import Asker
-from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
+from cacheblend_rag.rag.collection import FILE_NAME
 from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, PhaseSeconds
-from tests.toy import TOY
-
-REPEATED = "This paragraph repeats itself in the same words every time it is read."
 
 
 @pytest.fixture
@@ -51,20 +48,6 @@ def test_questions_are_answered_from_reused_passages(ask, indexed):
             source["source"] for source in found["sources"]
         ]
     assert right >= 3
-
-
-def test_a_document_that_repeats_itself_is_read_once(cli, tmp_path):
-    (tmp_path / "notes").mkdir()
-    for name in ("one", "two"):
-        (tmp_path / "notes" / f"{name}.txt").write_text("\n\n".join([REPEATED] * 30))
-    into = tmp_path / "collection"
-    settings = ("--model", TOY, "--chunk-size", 48, "--register-only")
-    assert cli("index", tmp_path / "notes", "--into", into, *settings).code == 0
-    found = cli("ask", "What is said?", "--from", into, "--max-tokens", 1, "--json").json
-    assert sorted((one["source"], one["text"]) for one in found["sources"]) == [
-        ("notes/one.txt", REPEATED),
-        ("notes/two.txt", REPEATED),
-    ]
 
 
 def test_the_answer_sources_and_report_are_printed(ask, indexed):
@@ -148,15 +131,6 @@ def test_a_comparison_is_greedy_whatever_the_model_says(ask, indexed, drawn_with
     assert all((said.temperature, said.repetition_penalty) == (0, 1) for said in drawn_with)
 
 
-def test_selector_and_ratio_reach_the_engine(ask, indexed):
-    question = indexed[1][0].question
-    report = ask(question, "--selector", "prior", "--ratio", 0.5, "--json").json["report"]
-    assert (report["selector"], report["recompute_ratio"]) == ("prior", 0.5)
-    outcome = ask(question, "--selector", "nonsense")
-    assert outcome.code == 2
-    assert "selector='nonsense'" in outcome.stderr
-
-
 def test_a_profile_is_used_unless_options_say_otherwise(ask, indexed, tmp_path):
     (tmp_path / "mine.toml").write_text('[blend]\nselector = "prior"\nrecompute_ratio = 0.5\n')
     asked = indexed[1][0].question, "--profile", tmp_path / "mine.toml"
@@ -176,38 +150,12 @@ def test_passages_that_do_not_name_their_subject_are_found_by_their_files_name(a
     assert len(asker.retrieve("anything", 1000, PassageOrder.SCORE)) > 8
 
 
-def test_what_does_not_fit_is_left_out_whole_the_worst_first(asker, indexed, monkeypatch):
-    question = indexed[1][0].question
-    sources = asker.retrieve(question, 6, PassageOrder.REVERSE)
-    whole = asker.fit((), question, sources, 16).prepared
-    window = property(lambda engine: len(whole.token_ids) + 10)
-    monkeypatch.setattr(type(asker.engine), "context_window", window)
-    fitted = asker.fit((), question, sources, 16)
-    assert 0 < len(fitted.sources) < 6
-    assert list(fitted.sources) == sources[6 - len(fitted.sources) :]
-    held = [span.chunk for span in fitted.prepared.encoded.spans]
-    assert held == [source.chunk for source in fitted.sources]
-
-
 def test_a_prompt_without_room_is_told(ask, indexed):
     outcome = ask(indexed[1][0].question, "--top-k", 1000, "--max-tokens", 4000, "--json")
     assert outcome.code == 0
     outcome = ask("Who? " * 5000)
     assert outcome.code == 2
     assert outcome.stderr.splitlines()[-1].startswith("cacheblend-rag: question holds")
-
-
-def test_without_stored_kv_it_is_ordinary_prefill_with_the_reason(cli, own, indexed):
-    for path in (own / KV_NAME).glob("?/?/*.safetensors"):
-        path.unlink()
-    question = indexed[1][0].question
-    found = cli("ask", question, "--from", own, "--json").json
-    assert not found["report"]["blended"]
-    assert {chunk["reason"] for chunk in found["report"]["chunks"]} == {"not stored"}
-    shutil.rmtree(own / KV_NAME)
-    outcome = cli("ask", question, "--from", own)
-    assert outcome.code == 0
-    assert "ordinary prefill: no known chunk in the prompt" in outcome.stdout
 
 
 def test_vectors_of_another_embedding_model_are_one_line(cli, own):
@@ -220,22 +168,7 @@ def test_vectors_of_another_embedding_model_are_one_line(cli, own):
     assert "--rebuild" in outcome.stderr
 
 
-@pytest.mark.parametrize("question", ["", "  \n"])
-def test_an_empty_question_is_one_line(ask, question):
-    outcome = ask(question)
-    assert (outcome.code, outcome.stdout) == (2, "")
-    assert outcome.stderr == "cacheblend-rag: the question is empty\n"
-
-
 def test_questions_may_hold_anything(ask):
     outcome = ask("What {about} \x07 \ud800 [bold]this[/bold]?", "--json")
     assert outcome.code == 0
     assert "{about}" in outcome.json["question"]
-
-
-def test_a_missing_collection_is_one_line(cli, tmp_path):
-    outcome = cli("ask", "Who?", "--from", tmp_path / "none")
-    assert (outcome.code, outcome.stdout) == (2, "")
-    assert outcome.stderr.count("\n") == 1
-    assert "cacheblend-rag index" in outcome.stderr
-    assert not (tmp_path / "none").exists()

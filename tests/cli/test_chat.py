@@ -10,8 +10,6 @@ from typer.testing import CliRunner
 
 from cacheblend_rag.cli.main import app
 from cacheblend_rag.engines.transformers import TransformersEngine
-from tests.cli.documents import write_notes
-from tests.toy import TOY
 
 REMARK = re.compile(r"(\d+) passages, (\d+) earlier turns, ([\d,]+) of ([\d,]+) tokens reused")
 
@@ -46,26 +44,6 @@ def test_each_line_is_a_question_and_stdout_holds_the_answers(chat, indexed):
     assert [turns for _, turns, *_ in remarks(result)] == [0, 0]
 
 
-def test_earlier_turns_stay_and_their_passages_are_reused(chat, indexed):
-    questions = [item.question for item in indexed[1][:3]]
-    result = chat(*questions, options=["--ratio", 0])
-    assert [turns for _, turns, *_ in remarks(result)] == [0, 1, 2]
-    computed = [all_of - reused for *_, reused, all_of in remarks(result)]
-    reused = [of for *_, of, _ in remarks(result)]
-    assert reused[0] < reused[1] < reused[2]
-    assert computed[2] < reused[2] / 4
-
-
-def test_a_conversation_fills_what_it_misses(chat, tmp_path):
-    asked = write_notes(tmp_path / "notes", count=2, questions=1)
-    into = str(tmp_path / "collection")
-    options = ["--into", into, "--model", TOY, "--chunk-size", "128", "--register-only"]
-    indexed = CliRunner().invoke(app, ["index", str(tmp_path / "notes"), *options])
-    assert indexed.exit_code == 0, indexed.output
-    result = chat(asked[0].question, "/report", options=["--from", into])
-    assert "not stored, being filled" in result.stdout
-
-
 def test_commands_tell_of_the_last_answer(chat, indexed):
     result = chat(
         "/sources", indexed[1][0].question, "/sources", "/report", "/nonsense", "/exit", "Never?"
@@ -76,15 +54,6 @@ def test_commands_tell_of_the_last_answer(chat, indexed):
     assert "nothing was asked yet" in result.stderr
     assert "/nonsense is not a command" in result.stderr
     assert len(remarks(result)) == 1
-
-
-def test_the_oldest_turns_go_whole_when_the_window_is_full(chat, indexed, monkeypatch):
-    monkeypatch.setattr(TransformersEngine, "context_window", property(lambda engine: 1200))
-    questions = [item.question for item in indexed[1]]
-    result = chat(*questions, options=["--max-tokens", 8])
-    turns = [turns for _, turns, *_ in remarks(result)]
-    assert turns == [0, 1, 1, 1]
-    assert all(all_of <= 1200 - 8 for *_, all_of in remarks(result))
 
 
 def test_an_error_ends_the_turn_not_the_program(chat, indexed):
@@ -115,12 +84,6 @@ def test_ctrl_c_stops_the_answer_not_the_program(chat, indexed, monkeypatch):
     assert len(remarks(result)) == 2
     assert result.stderr.count("stopped") == 2
     assert result.stdout.startswith(indexed[1][0].answer)
-
-
-def test_a_missing_collection_is_one_line(tmp_path):
-    result = CliRunner().invoke(app, ["chat", "--from", str(tmp_path / "none")])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.count("\n") == 1
 
 
 def test_sampling_options_reach_each_answer(chat, indexed, drawn_with):

@@ -99,19 +99,6 @@ def test_a_selectors_options_are_evaluated_and_the_default_stays(evaluate, quest
     assert before(shallow, True) == before(plain, True)
 
 
-def test_shares_say_what_was_computed(evaluate, questions_file, slow_blends):
-    full, reuse, prior, hkvd, _ = evaluate(
-        "--dataset", questions_file, "--settings", "adjacent", "--ratios", "0.2",
-        "--selectors", "prior,hkvd", "--lead-ins", "instruction",
-    ).json["rows"]  # fmt: skip
-    assert (full["recomputed_share"], full["compute_share"]) == (1.0, 1.0)
-    assert reuse["recomputed_share"] == 0.0
-    assert prior["recomputed_share"] == pytest.approx(0.2, abs=0.01)
-    assert hkvd["recomputed_share"] == pytest.approx(0.2, abs=0.01)
-    shares = [row["compute_share"] for row in (reuse, prior, hkvd, full)]
-    assert shares == sorted(shares)
-
-
 def test_passages_file(evaluate, tmp_path):
     item = {
         "question": "Who wrote the notes?",
@@ -150,12 +137,6 @@ def test_table_without_json(cli, small_model, questions_file):
     assert outcome.code == 0
     assert "notes, fragments: 2 questions" in outcome.stdout
     assert "question_mid" in outcome.stdout
-
-
-def test_eval_refuses_an_unknown_engine(cli):
-    outcome = cli("eval", "--engine", "gguf", "--questions", 1, "--json")
-    assert (outcome.code, outcome.stdout) == (2, "")
-    assert "engine='gguf'" in outcome.stderr
 
 
 def test_answers_are_greedy_whatever_the_model_says(evaluate, questions_file, drawn_with):
@@ -224,18 +205,3 @@ def test_bounds_of_prompts_are_two_numbers(evaluate):
         outcome = evaluate("--prompt-tokens", text)
         assert outcome.code == 2
         assert "--prompt-tokens" in outcome.stderr
-
-
-def test_documents_are_cut_by_the_models_tokens(evaluate, tmp_path):
-    texts = [f"Ada lives in {place}. She owns a cat. " * 12 for place in ("Rome", "Oslo", "Bonn")]
-    item = {"question": "Where?", "answers": ["Oslo"], "ctxs": [{"text": t} for t in texts]}
-    path = tmp_path / "notes.json"
-    path.write_text(json.dumps([item]))
-    flags = ("--chunk-tokens", 30, "--settings", "adjacent,fragments", "--fidelity")
-    outcome = evaluate("--dataset", path, *flags, "--selectors", "random", "--ratios", "0.1")
-    assert outcome.code == 0, outcome.stderr
-    whole = {s: [] for s in ("adjacent", "fragments")}
-    for row in outcome.json["rows"]:
-        whole[row["setting"]].append(row["whole_kl"])
-    assert set(whole["adjacent"]) == {None}
-    assert None not in whole["fragments"]

@@ -177,15 +177,6 @@ def test_what_is_only_registered_is_computed_once_it_is_missed(index, notes, int
     assert index(notes)["unchanged"] == 4
 
 
-def test_a_changed_file_takes_its_place_without_computing(index, notes, into):
-    before = index(notes)
-    path = sorted(notes.iterdir())[0]
-    path.write_text("All of it is new.")
-    found = index(notes, "--register-only")
-    assert (found["changed"], found["registered_chunks"], found["computed_chunks"]) == (1, 1, 0)
-    assert len(stored_kv(into)) < before["computed_chunks"], "what the file held before is gone"
-
-
 def test_a_run_that_computes_nothing_says_so(cli, notes, into, letters):
     outcome = cli("index", notes, "--into", into, "--model", TOY, "--register-only")
     assert "chunk KV: none computed, " in outcome.stdout
@@ -245,12 +236,6 @@ def test_a_project_may_be_moved_with_its_collection(cli, tmp_path, letters):
             "index", folder / "notes", "--into", folder / "own", "--model", TOY, "--json"
         ).json
         assert (found["added"], found["documents"], found["vanished"]) == (added, 4, 0)
-
-
-def test_a_path_that_is_not_there_is_told_whatever_else_is_asked(cli, index, notes, into):
-    index(notes)
-    line = refused(cli, "index", notes, notes / "typo.txt", "--into", into)
-    assert "typo.txt does not exist" in line
 
 
 def test_chunks_that_take_no_kv_are_counted_with_the_reason(cli, tmp_path, into, letters):
@@ -410,27 +395,11 @@ def test_one_index_at_a_time(cli, notes, into, letters):
         assert "another `index`" in refused(cli, "index", notes, "--into", into, *OPTIONS)
 
 
-def test_chunks_may_not_repeat_themselves_whole(cli, notes, into):
-    arguments = ("--chunk-size", 32, "--chunk-overlap", 32)
-    assert "--chunk-overlap 32" in refused(cli, "index", notes, "--into", into, *arguments)
-
-
 def test_the_collection_may_stand_in_the_folder_it_indexes(cli, notes, letters):
     inside = notes / "collection"
     for added in (4, 0):
         found = cli("index", notes, "--into", inside, "--model", TOY, "--json").json
         assert (found["added"], found["unknown"]) == (added, 0)
-
-
-def test_a_collection_may_belong_to_a_server(cli, letters, tmp_path):
-    write_notes(tmp_path / "notes", count=1, questions=1)
-    url = "http://127.0.0.1:9"
-    outcome = cli(
-        "index", tmp_path / "notes", "--into", tmp_path / "c", "--model", TOY, "--engine", url
-    )
-    assert outcome.code == 2
-    assert "no server answers there" in outcome.stderr
-    assert outcome.stderr.count("\n") == 1
 
 
 def test_a_collections_engine_is_settled(cli, indexed):

@@ -243,17 +243,3 @@ def test_unfinished_documents_are_noted_with_the_document(tmp_path: Path) -> Non
         pytest.raises(StoreError, match="list of unfinished documents is broken"),
     ):
         collection.unfinished()
-
-
-def test_a_collection_from_before_there_were_unfinished_documents_can_note_them(
-    tmp_path: Path,
-) -> None:
-    from tests.rag.test_collection import ONE, SETTINGS, change, vectors
-
-    with Collection.create(tmp_path, SETTINGS) as collection:
-        collection.replace(ONE, "one", vectors(1))
-    change(tmp_path, ("DROP TABLE unfinished", ()))
-    with Collection.open(tmp_path) as collection:
-        assert collection.unfinished() == {}
-        collection.note_unfinished(ONE.document_id, 1)
-        assert collection.unfinished() == {ONE.document_id: 1}

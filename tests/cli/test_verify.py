@@ -50,8 +50,9 @@ def test_a_missing_model_is_one_line(cli):
     assert "no such folder" in outcome.stderr
 
 
-@pytest.mark.parametrize("code", [0, 1])
-@pytest.mark.parametrize(("flags", "dtype"), [((), "float32"), (("--dtype", "half"), "float16")])
+@pytest.mark.parametrize(
+    ("code", "flags", "dtype"), [(0, (), "float32"), (1, ("--dtype", "half"), "float16")]
+)
 def test_serve_verifies_before_it_starts(cli, monkeypatch, code, flags, dtype):
     ran, started = [], []
 

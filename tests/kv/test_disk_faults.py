@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import random
-import threading
 import time
 
 import pytest
@@ -64,45 +62,6 @@ def test_a_disk_that_takes_no_writes_is_still_read(store, tmp_path, monkeypatch,
     assert store.put(KEYS[5], make_kv(5)), "and back by itself"
     assert still_there(store, sound)
     assert DiskTier(tmp_path).usage().entries == len(chunk_files(tmp_path))
-
-
-def test_files_deleted_under_the_store_are_plain_misses(tmp_path):
-    """While threads read and write; by the end the record of usage is that of the files."""
-    tier = DiskTier(tmp_path, 8 * FILE)
-    store, draw = TieredKVStore([tier]), random.Random(1)
-    stop, wrong = threading.Event(), []
-
-    def delete():
-        while not stop.is_set():
-            for path in chunk_files(tmp_path)[:2]:
-                path.unlink(missing_ok=True)
-
-    def use(seed):
-        draw = random.Random(seed)
-        for _ in range(150):
-            number = draw.randrange(len(KEYS))
-            if draw.random() < 0.4:
-                store.put(KEYS[number], make_kv(number))
-            found = store.get(KEYS[number])
-            if found.kv is None and found.reason != "not stored":
-                wrong.append(found.reason)
-            if found.kv is not None and not same(found.kv, make_kv(number)):
-                wrong.append(number)
-
-    threads = [threading.Thread(target=use, args=(draw.random(),)) for _ in range(4)]
-    deleting = threading.Thread(target=delete)
-    for thread in (deleting, *threads):
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    stop.set()
-    deleting.join(60)
-    assert not wrong
-    assert tier.stats()["quarantined"] == tier.stats()["errors"] == 0
-    for number, key in enumerate(KEYS):
-        store.put(key, make_kv(number))
-    assert tier.usage().entries == len(chunk_files(tmp_path)) == 8
-    store.close()
 
 
 def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_path):

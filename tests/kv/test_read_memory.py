@@ -60,18 +60,6 @@ def test_a_buffer_is_used_again_once_no_tensor_is_in_it() -> None:
     assert len(locked.pages) == 2
 
 
-def test_a_buffer_is_not_used_for_much_less() -> None:
-    locked = Locked()
-    memory = ReadMemory(locked.memory)
-    large, address = memory.room(4 << 20), 0
-    assert large is not None
-    address = large.data_ptr()
-    del large
-    small = memory.room(1 << 20)
-    assert small is not None
-    assert small.data_ptr() != address
-
-
 def test_buffers_stay_within_the_limit_used_or_not() -> None:
     locked = Locked(limit=5 << 20)
     memory = ReadMemory(locked.memory)
@@ -127,19 +115,6 @@ def test_a_forked_process_shares_no_buffer() -> None:
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV
     kept.fill_(1)
-
-
-def test_at_the_limit_no_more_buffers_are_given_up_than_needed() -> None:
-    locked = Locked(limit=14 << 20)
-    memory = ReadMemory(locked.memory)
-    free = [memory.room(nbytes << 20) for nbytes in (1, 3, 5)]
-    del free
-    large = memory.room(8 << 20)
-    assert large is not None
-    assert sorted(nbytes >> 20 for nbytes in locked.pages.values()) == [5, 8]
-    again = memory.room(5 << 20)
-    assert again is not None
-    assert len(locked.pages) == 2
 
 
 def test_chunks_are_read_from_disk_into_buffers(locked: Locked, tmp_path: Path) -> None:

@@ -183,41 +183,6 @@ def test_what_lasts_decides_whether_a_chunk_is_stored(memory, lasting, stored, r
     assert (put.stored, bool(put), put.refusal) == (stored, stored, refusal)
 
 
-class Together(Plain):
-    """Answers for many chunks with one request; asked: how many chunks each request was for."""
-
-    def __init__(self, failure=None):
-        super().__init__(failure)
-        self.asked = []
-
-    def _entry_many(self, keys):
-        self.asked.append(len(keys))
-        return [self.chunks.get(key) for key in keys]
-
-    def _load_many(self, keys):
-        self.asked.append(len(keys))
-        wrong = {make_key(1): DamagedChunkError("torn"), make_key(2): OSError("unplugged")}
-        return [wrong.get(key, self.chunks.get(key)) for key in keys]
-
-    def _entry(self, key):
-        raise AssertionError("was asked for one chunk")
-
-    _load = _entry
-
-
-def test_a_tier_may_answer_for_many_chunks_together():
-    tier, keys = Together(), [make_key(number) for number in range(4)]
-    for key in keys[:3]:
-        tier.put(key, CHUNK)
-    assert tier.entry_many(keys) == [CHUNK, CHUNK, CHUNK, None]
-    found = tier.get_many(keys)
-    assert (found[0], found[3]) == (CHUNK, None)
-    assert [type(read) for read in found[1:3]] == [DamagedChunkError, StoreError]
-    assert tier.asked == [4, 4]
-    assert counted(tier) == {"hits": 1, "misses": 3, "errors": 1, "quarantined": 1}
-    assert set(tier.chunks) == {keys[0], keys[2]}
-
-
 def test_a_tier_that_cannot_tell_relatives_knows_none():
     """Listing all its chunks at a miss would cost what the tier holds."""
     tier = Plain()

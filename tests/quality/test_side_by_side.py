@@ -5,11 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from cacheblend_rag.demo.passages import PassageQuestion
-from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.quality.metrics import holds_answer
-from cacheblend_rag.quality.side_by_side import RETRIEVED, Answers, SideBySide, Totals
-from cacheblend_rag.text.chunk import Document
-from tests.toy import TOY
+from cacheblend_rag.quality.side_by_side import Answers, Totals
 
 
 @pytest.mark.parametrize(
@@ -59,24 +56,3 @@ def test_totals_are_medians_and_counts():
     assert totals.speedup == 4.0
     assert (totals.prompt_tokens, totals.reused_tokens) == (100, 80)
     assert totals.not_blended == ("slow",)
-
-
-def test_all_answers_are_of_one_prompt_and_at_ratio_one_the_blend_is_the_same():
-    documents = [Document(f"{n}", (f"Anna {n} lives in Rome. " * 20,)) for n in range(9)]
-    engine = TransformersEngine(TOY, instruction="Read:\n\n")
-    engine.config = engine.config.with_changes(recompute_ratio=1.0, min_tokens=0)
-    asker = SideBySide(
-        engine,
-        documents,
-        lambda question, count: documents[:count],
-        lambda question, passages: "Read:\n\n" + "\n\n".join([*passages, question]),
-    )
-    assert asker.index().computed == len(documents)
-    (found,) = asker.answer_all([PassageQuestion("Where does Anna live?", ("Rome",), "1")])
-    assert found.same(found.blend)
-    assert found.titles == tuple(str(n) for n in range(RETRIEVED))
-    full, reuse, blend = found.full.report, found.reuse.report, found.blend.report
-    assert full.prompt_tokens == reuse.prompt_tokens == blend.prompt_tokens
-    assert (full.blended, reuse.blended, blend.blended) == (False, True, True)
-    assert reuse.recomputed_tokens == 0
-    engine.close()

@@ -51,13 +51,6 @@ def folder(tmp_path):
     return folder
 
 
-def test_a_collection_from_before_engines_could_be_chosen_is_the_embedded_ones(folder):
-    before = {name: value for name, value in asdict(SETTINGS).items() if name != "engine"}
-    change(folder, ("UPDATE settings SET body = ?", (json.dumps(before),)))
-    with Collection.open(folder) as collection:
-        assert collection.settings.engine == "transformers"
-
-
 def test_what_was_written_is_read_again(folder):
     with Collection.open(folder) as collection:
         assert collection.settings == SETTINGS

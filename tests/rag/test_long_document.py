@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from threading import Event
@@ -14,16 +13,12 @@ from cacheblend_rag import (
     Reason,
     ReasonCode,
     SamplingParams,
-    StoreConfig,
-    TieredKVStore,
-    TransformersEngine,
     analyze_long_document,
 )
 from cacheblend_rag.engines.tokenizer import load_tokenizer
-from cacheblend_rag.errors import ConfigError, DatasetError, PromptError
-from cacheblend_rag.rag.progress import ProgressCallbacks, Task
+from cacheblend_rag.errors import ConfigError, PromptError
 from tests.engines.toy_engine import ToyEngine
-from tests.models import make_model, make_tokenizer, words
+from tests.models import make_tokenizer, words
 from tests.toy import TOY
 
 SIZES = {"chunk_tokens": 64, "overlap": 16, "window": 5}
@@ -50,22 +45,6 @@ class CountingEngine(ToyEngine):
     def _start(self, request):
         self.prompts.append(request.prepared.text)
         return super()._start(request)
-
-
-class Shown(ProgressCallbacks):
-    """Adds up the steps of tasks."""
-
-    def __init__(self):
-        self.steps, self.done, self.phases = {}, Counter(), []
-
-    def begin(self, name, steps):
-        self.steps[name], shown = steps, self
-
-        class Counted(Task):
-            def advance(self, steps=1):
-                shown.done[name] += steps
-
-        return Counted()
 
 
 def document(tokens=1000, seed=1):
@@ -118,13 +97,6 @@ def test_answers_come_while_later_chunks_are_not_computed():
     assert len(engine.stored) == 6
     assert analysis.report.computed_chunks == 6
     assert analysis.report.answer == ""
-
-
-def test_a_second_question_computes_no_chunk():
-    engine = CountingEngine()
-    first = analyze(engine).result()
-    second = analyze(engine, question="w240?").result()
-    assert (second.computed_chunks, second.stored_chunks) == (0, first.chunks)
 
 
 @pytest.mark.parametrize("combine", ["map_reduce", "refine"])
@@ -252,17 +224,6 @@ def test_a_cancelled_answer_is_not_kept(tmp_path):
     assert kept.read_text() == ""
 
 
-def test_progress_counts_chunks_and_windows():
-    shown = Shown()
-    report = analyze(CountingEngine(), progress=shown).result()
-    assert shown.steps == {
-        "chunks": report.chunks,
-        "windows": report.windows,
-        "answers to combine": 1,
-    }
-    assert shown.done == shown.steps
-
-
 def test_a_later_text_of_the_same_name_replaces_an_earlier_one():
     engine = CountingEngine()
     first = analyze(engine, document(400), document_id="report").result()
@@ -273,14 +234,6 @@ def test_a_later_text_of_the_same_name_replaces_an_earlier_one():
     assert 0 < second.computed_chunks < second.chunks
     known = engine.registry.document("report", second.collection)
     assert len(known) == second.chunks
-
-
-@pytest.mark.parametrize("instruction", ["", "Read this.\n\n"])
-def test_prompts_begin_with_the_engines_instruction(instruction):
-    engine = CountingEngine(instruction=instruction)
-    analyze(engine).result()
-    begins = instruction or "The passages below are consecutive parts"
-    assert all(prompt.startswith(begins) for prompt in engine.prompts)
 
 
 @pytest.mark.parametrize(
@@ -351,46 +304,6 @@ def test_chunks_that_cannot_be_stored_are_counted_and_computed_in_each_window():
     assert list(report.refused.values()) == [report.chunks]
     assert report.computed_chunks == 0
     assert report.answer
-
-
-def test_a_file_of_anything_else_is_refused(tmp_path):
-    kept = tmp_path / "answers.jsonl"
-    kept.write_text(json.dumps({"key": {}, "record": {"score": 1}}) + "\n")
-    with pytest.raises(DatasetError, match=r"line 1 is not a result of this analysis"):
-        analyze(CountingEngine(), resume=kept)
-
-
-def test_report_and_answers_are_plain_json():
-    analysis = analyze(CountingEngine())
-    plain = [one.to_dict() for one in analysis]
-    assert plain[1]["first_chunk"] == 1
-    assert plain[1]["text"]
-    assert "answer" not in plain[1]
-    assert json.loads(json.dumps(analysis.report.to_dict()))["windows"] == len(plain)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model()
-
-
-def transformers_engine(model, folder, host_bytes, **settings):
-    config = StoreConfig(kv_path=folder, host_bytes=host_bytes)
-    return TransformersEngine(
-        model, tokenizer=make_tokenizer(), store=TieredKVStore.of(config), **settings
-    )
-
-
-def test_a_real_model_reuses_chunks_from_disk_with_little_memory(model, tmp_path):
-    """Host memory has room for three chunks; each is computed once and read from disk later."""
-    chunk = 64 * 2 * 4 * 2 * 16 * 4
-    engine = transformers_engine(model, tmp_path, host_bytes=3 * chunk)
-    report = analyze(engine, document(600)).result()
-    assert report.computed_chunks == report.chunks > 8
-    assert report.reused_tokens > report.prompt_tokens / 2
-    again = analyze(engine, document(600), question="w9").result()
-    assert (again.computed_chunks, again.stored_chunks) == (0, report.chunks)
-    engine.close()
 
 
 @pytest.mark.parametrize(("document_window", "same"), [(2048, 5), (32, 6)])

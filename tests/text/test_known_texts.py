@@ -168,16 +168,6 @@ def test_texts_used_last_are_kept_within_a_number_of_bytes() -> None:
     assert not encodes(texts[1])
 
 
-def test_encoders_share_nothing() -> None:
-    first, second = Counting(tokenizer_of("tiktoken")), Counting(tokenizer_of("legacy prepend"))
-    encoders = [PromptEncoder(first), PromptEncoder(second), PromptEncoder(first)]
-    ids = [encoder.chunk(passage(1)) for encoder in encoders]
-    assert ids[0] == ids[2] != ids[1]
-    first.texts.clear()
-    PromptEncoder(first).chunk(passage(1))
-    assert passage(1) in first.texts
-
-
 def test_threads_get_the_same_tokens() -> None:
     encoder = PromptEncoder(tokenizer_of("tiktoken"), known_bytes=9_000)
     prompts = [

@@ -173,14 +173,6 @@ def test_spans_hold_the_chunk_tokenized_alone(name: str, prompt: BlendPrompt) ->
     assert tokenizer.eos_token_id not in encoded.token_ids
 
 
-@pytest.mark.parametrize("name", ["byte-level", "byte-level, BOS"])
-@settings(max_examples=60, deadline=None)
-@given(prompt=prompts)
-def test_byte_level_tokens_decode_to_the_prompt(name: str, prompt: BlendPrompt) -> None:
-    encoded = prompt.encode(TOKENIZERS[name])
-    assert TOKENIZERS[name].decode(encoded.token_ids, skip_special_tokens=True) == prompt.text
-
-
 @every_tokenizer
 def test_a_prompt_without_chunks_is_tokenized_as_usual(name: str) -> None:
     text = " ".join(CORPUS[:2])
@@ -213,11 +205,6 @@ def test_an_unpaired_surrogate_is_named() -> None:
 def test_a_segment_must_hold_its_chunk() -> None:
     with pytest.raises(PromptError, match="differs from its chunk's text"):
         BlendPrompt((Segment("altered", Chunk("original")),))
-
-
-def test_a_part_of_another_type_is_named() -> None:
-    with pytest.raises(PromptError, match=r"part 1 .* not 7"):
-        BlendPrompt.of("text", 7)
 
 
 roles = st.sampled_from(["system", "user", "assistant", "tool"])
@@ -288,33 +275,6 @@ def test_text_parts_are_joined_and_other_fields_kept() -> None:
     ]
     prompt = BlendPrompt.from_messages(messages, ChunkRegistry(), tokenizer)
     assert prompt.text == "one\ntwoannNone[1]"
-
-
-@pytest.mark.parametrize(
-    ("messages", "complaint"),
-    [
-        ([], "non-empty list"),
-        ("hello", "non-empty list"),
-        ({"role": "user", "content": "hello"}, "non-empty list"),
-        (["hello"], r"messages\[0\] must be a mapping"),
-        ([{"content": "hello"}], r"messages\[0\]\.role"),
-        ([{"role": "user", "content": "hi"}, {"role": "user"}], r"messages\[1\]\.content"),
-        ([{"role": "user", "content": 7}], r"messages\[0\]\.content"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] .* only text"),
-        ([{"role": "user", "content": ["hi"]}], r"content\[0\]"),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\]\.text"),
-    ],
-)
-def test_malformed_messages_are_named(messages: Any, complaint: str) -> None:
-    with pytest.raises(PromptError, match=complaint):
-        BlendPrompt.from_messages(messages, ChunkRegistry(), with_template("byte-level", CHATML))
-
-
-def test_a_missing_chat_template_is_explained() -> None:
-    with pytest.raises(PromptError, match=r"plain string or set tokenizer\.chat_template"):
-        BlendPrompt.from_messages(
-            [{"role": "user", "content": "hello"}], ChunkRegistry(), byte_level(False)
-        )
 
 
 @pytest.mark.parametrize("template", [REFUSING, "{{ messages[0].content + 1 }}", "{% if %}"])

@@ -11,8 +11,7 @@ import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event, RLock, Thread
-from typing import Any
+from threading import RLock, Thread
 
 import pytest
 
@@ -20,7 +19,7 @@ from cacheblend_rag.errors import PromptError, StoreError
 from cacheblend_rag.text import registry_file, sqlite_registry
 from cacheblend_rag.text.chunk import Chunk, Document
 from cacheblend_rag.text.registry import ChunkRegistry
-from cacheblend_rag.text.sqlite_registry import READ_SECONDS, WAIT_SECONDS, SharedChunkRegistry
+from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 REPORT = Document("report", ("Alpha is first.", "It was founded in Rome.", "It has ten members."))
 LETTER = Document("letter", ("Dear reader,", "It was founded in Rome."))
@@ -476,81 +475,6 @@ def test_a_reader_does_not_wait_for_a_writer(
     writer.execute("ROLLBACK")
     blocked.join(30)
     assert len(registry) == 5
-
-
-def test_a_file_that_cannot_be_read_is_named_with_the_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures: list[Exception] = []
-
-    class Breaking:
-        """A file that raises the last of the failures, once there are any."""
-
-        def __init__(self, uri: str, *, timeout: float) -> None:
-            self.file = registry_file.open_file(uri, timeout=timeout)
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.file, name)
-
-        def execute(self, *statement: Any) -> sqlite3.Cursor:
-            if failures:
-                raise failures[-1]
-            return self.file.execute(*statement)
-
-    monkeypatch.setattr(sqlite_registry, "open_file", Breaking)
-    path = tmp_path / "chunks.sqlite"
-    registry = SharedChunkRegistry(path)
-    registry.add(Chunk("a lamp"))
-    for failure in (sqlite3.DatabaseError("it is malformed"), PromptError("an empty text")):
-        failures.append(failure)
-        caplog.clear()
-        assert len(registry) == 1, "what was known stays known"
-        assert caplog.messages == [f"chunk registry {path} cannot be read: {failure}"]
-
-
-def test_who_waited_once_for_a_writer_need_not_wait_again(tmp_path: Path, lock: NotedLock) -> None:
-    registry = SharedChunkRegistry(tmp_path / "chunks.sqlite")
-    held, done = Event(), Event()
-
-    def hold() -> None:
-        with lock:
-            held.set()
-            done.wait(20)
-
-    holder = Thread(target=hold)
-    holder.start()
-    held.wait(20)
-    for _ in range(2):
-        assert len(registry) == 0
-    assert lock.waits == [READ_SECONDS, 0]
-    done.set()
-    holder.join()
-    for _ in range(2):
-        assert len(registry) == 0
-    assert lock.waits == [READ_SECONDS, 0, 0, READ_SECONDS]
-
-
-def test_readers_wait_a_moment_and_writers_longer(
-    tmp_path: Path, files: list[sqlite3.Connection]
-) -> None:
-    registry = SharedChunkRegistry(tmp_path / "chunks.sqlite")
-
-    def waits() -> float:
-        (milliseconds,) = files[-1].execute("PRAGMA busy_timeout").fetchone()
-        return float(milliseconds) / 1000
-
-    assert len(registry) == 0
-    assert waits() == READ_SECONDS
-    registry.add(Chunk("a lamp"))
-    assert waits() == WAIT_SECONDS
-    assert len(registry) == 1
-    assert waits() == READ_SECONDS
-
-
-def test_what_one_wrote_oneself_is_not_made_anew(tmp_path: Path) -> None:
-    registry, chunk = SharedChunkRegistry(tmp_path / "chunks.sqlite"), Chunk("a lamp")
-    registry.add(chunk)
-    assert registry.variants("a lamp")[0] is chunk
 
 
 def test_what_another_registry_writes_is_another_generation(path: Path) -> None:

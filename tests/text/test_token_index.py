@@ -34,29 +34,6 @@ def text(seed: int, tokens: int) -> list[int]:
     return [draw.randrange(50_000) for _ in range(tokens)]
 
 
-def test_whole_sequences_are_found_wherever_they_stand() -> None:
-    one, other = [1, 2, 3, 4], [5, 6, 7]
-    assert found([one, other], [9, *other, 9, 9, *one]) == [
-        TokenRun(1, 1, 4, 0),
-        TokenRun(0, 6, 10, 0),
-    ]
-
-
-def test_a_sequence_that_stands_twice_is_found_twice() -> None:
-    known = text(1, 100)
-    assert found([known], [*known, 5, *known], 32) == [
-        TokenRun(0, 0, 100, 0),
-        TokenRun(0, 101, 201, 0),
-    ]
-
-
-def test_parts_are_found_and_both_sides_of_a_change() -> None:
-    known = text(1, 200)
-    assert found([known], [1, *known[70:150], 2], 32) == [TokenRun(0, 1, 81, 70)]
-    edited = [*known[:100], 7, 8, *known[101:]]
-    assert found([known], edited, 32) == [TokenRun(0, 0, 100, 0), TokenRun(0, 102, 201, 101)]
-
-
 def test_the_longest_wins_and_then_the_first_sequence() -> None:
     short, long = [1, 2, 3], [1, 2, 3, 4]
     assert found([short, long], [1, 2, 3, 4, 9]) == [TokenRun(1, 0, 4, 0)]

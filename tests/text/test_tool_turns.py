@@ -157,7 +157,7 @@ def test_what_is_wrong_with_tools_is_named(tools: Any, choice: Any, said: str) -
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("template", [HERMES, CHATML, ALTERNATING], ids=["own", "none", "merged"])
+@pytest.mark.parametrize("template", [HERMES, ALTERNATING], ids=["own", "merged"])
 def test_a_chat_of_many_results_takes_linear_time(template: str) -> None:
     """30,000 calls and their results take seconds; what is quadratic would take minutes."""
     calls = [{**CALL, "function": {"name": f"find_{i}", "arguments": "{}"}} for i in range(30_000)]

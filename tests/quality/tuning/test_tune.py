@@ -12,10 +12,8 @@ import pytest
 
 from cacheblend_rag import TieredKVStore, load_tokenizer
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.quality import measuring
 from cacheblend_rag.quality.dataset import EvalDataset
 from cacheblend_rag.quality.engines import opened_engines
-from cacheblend_rag.quality.fidelity import TOKENS
 from cacheblend_rag.quality.frame import PromptFrame
 from cacheblend_rag.quality.measuring import QuestionMeasurer
 from cacheblend_rag.quality.records import RecordLog
@@ -116,36 +114,6 @@ def test_it_goes_on_where_it_was_interrupted(
     again = tuned_on(DATA, REUSE, bar="fidelity", log=RecordLog.resumed(path))
     assert len(asked) == 4
     assert again.to_dict() == first.to_dict()
-
-
-@pytest.mark.parametrize(("bar", "tokens"), [("fidelity", 1), ("score", TOKENS)])
-def test_only_what_the_bar_needs_is_computed(
-    monkeypatch: pytest.MonkeyPatch, bar: Any, tokens: int
-) -> None:
-    asked: list[int] = []
-    answer = measuring.answer_and_compare
-
-    def watched(
-        references: Any, engine: Any, prompt: Any, sampling: Any, *given: Any, **k: Any
-    ) -> Any:
-        asked.append(sampling.max_tokens)
-        return answer(references, engine, prompt, sampling, *given, **k)
-
-    monkeypatch.setattr(measuring, "answer_and_compare", watched)
-    with engines() as (opened, frame):
-        monkeypatch.setattr(opened["instruction"], "precompute", pytest.fail)
-        data = replace(DATA, questions=DATA.questions[:1])
-        assert tune(opened, frame, data, [REUSE], bar=bar).profile is not None
-    assert asked == [tokens]
-
-
-def test_chunks_that_were_there_before_stay() -> None:
-    document = DATA.questions[0].documents[0]
-    with engines() as (opened, frame):
-        opened["document"].precompute([document], progress=False)
-        before = set(opened["document"].store.entries())
-        tune(opened, frame, replace(DATA, questions=DATA.questions[:1]), [REUSE], bar="fidelity")
-        assert before <= set(opened["document"].store.entries())
 
 
 def test_questions_without_answers_are_compared_by_fidelity() -> None:
