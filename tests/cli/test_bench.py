@@ -51,14 +51,6 @@ def test_several_rows_stand_under_rows(cli):
     assert {row["prompt_tokens"] for row in rows} == {100}
 
 
-def test_what_is_unpacked_in_memory_is_told(cli):
-    command = ("bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "host", "--json")
-    native, packed = (cli(*command, "--precision", name).json for name in ("native", "fp8"))
-    assert (native["precision"], packed["precision"]) == ("native", "fp8")
-    assert native["hidden_share"] is None
-    assert 0 <= packed["hidden_share"] <= 1
-
-
 def test_a_selectors_options_are_measured_and_told(cli):
     command = ("bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "host", "--ratio", 0.25)
     asked = (*command, "--selector", "question_mid", "--json")

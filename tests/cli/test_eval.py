@@ -81,24 +81,6 @@ def test_rows_of_a_grid(evaluate, questions_file):
         assert [key(r) for r in found["rows"] if r["setting"] == setting] == expected
 
 
-def test_a_selectors_options_are_evaluated_and_the_default_stays(evaluate, questions_file):
-    command = (
-        "--dataset", questions_file, "--settings", "adjacent", "--ratios", "0.2",
-        "--selectors", "question_mid", "--lead-ins", "document",
-    )  # fmt: skip
-    given = '{"question_mid": {"layers": [0]}}'
-    plain, shallow = (
-        evaluate(*command, *more).json["rows"] for more in ((), ("--selector-options", given))
-    )
-
-    def before(rows, default):
-        (row,) = (r for r in rows if r["selector"] == "question_mid" and r["default"] is default)
-        return row["kv_before"]
-
-    assert before(shallow, False) < before(plain, False)
-    assert before(shallow, True) == before(plain, True)
-
-
 def test_passages_file(evaluate, tmp_path):
     item = {
         "question": "Who wrote the notes?",
@@ -178,12 +160,6 @@ def test_fidelity_has_a_table_of_its_own(cli, small_model, questions_file):
     assert "notes, adjacent: 2 questions, fidelity to full prefill" in outcome.stdout
     assert "no_context" in outcome.stdout
     assert "question_mid*" in outcome.stdout
-
-
-def test_a_chat_template_can_be_left_out(evaluate, questions_file):
-    flags = ("--dataset", questions_file, "--settings", "adjacent", "--lead-ins", "instruction")
-    plain = evaluate(*flags, "--no-chat-template", "--ratios", "0.1", "--selectors", "prior")
-    assert plain.json["chat_template"] is False
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,11 @@ from cacheblend_rag.kv import DiskTier, StoredChunk, TieredKVStore
 from cacheblend_rag.models import packaged
 from cacheblend_rag.rag import indexing
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME, Collection, sole_writer
-from cacheblend_rag.rag.collection_engine import Placement, open_known
 from cacheblend_rag.rag.indexing import Indexing
 from cacheblend_rag.rag.progress import ProgressCallbacks, Task
 from cacheblend_rag.rag.prompt import INSTRUCTION
 from cacheblend_rag.rag.readers import find_files
 from tests.cli.documents import pdf_bytes, write_notes
-from tests.kv.samples import until
 from tests.toy import TOY
 
 CHUNK_SIZE = 64
@@ -158,23 +156,6 @@ def test_what_is_indexed_is_passed_over_without_loading_a_model(index, notes, mo
     second = index(notes)
     assert (second["added"], second["changed"], second["unchanged"]) == (0, 0, 4)
     assert second["chunks"] == first["chunks"]
-
-
-def test_what_is_only_registered_is_computed_once_it_is_missed(index, notes, into):
-    found = index(notes, "--register-only")
-    assert found["registered_chunks"] == found["chunks"] > 8
-    assert (found["computed_chunks"], found["stored_chunks"], found["added"]) == (0, 0, 4)
-    assert stored_kv(into) == set()
-    with Collection.open(into) as collection:
-        settings, document = collection.settings, collection.load().documents[0]
-    engine = open_known(into, settings, Placement(fill_on_miss=True))
-    prompt = settings.lead_in + "\n\n".join(document.chunks) + "\n\nWhat?"
-    told = [chunk.reason for chunk in engine.generate(prompt).report.chunks]
-    assert told == ["not stored, being filled"] * len(document.chunks)
-    assert until(lambda: engine.fill_report().computed == len(told), 60)
-    engine.close()
-    assert len(stored_kv(into)) == len(told)
-    assert index(notes)["unchanged"] == 4
 
 
 def test_a_run_that_computes_nothing_says_so(cli, notes, into, letters):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.kv import DeviceTier, HostTier
+from cacheblend_rag.kv import HostTier
 from cacheblend_rag.kv.packed_kv import packed
 from cacheblend_rag.kv.page_locked import cuda_memory
 from cacheblend_rag.kv.stored_chunk import StoredChunk
@@ -101,12 +101,6 @@ def test_a_forked_process_unlocks_nothing() -> None:
     host.close()
     gc.collect()
     assert len(locked.pages) == 1
-
-
-def test_a_device_tier_locks_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = DeviceTier("meta")
-    monkeypatch.setattr(tier, "_memory", None)
-    assert tier.put(make_key(0), StoredChunk(make_kv(tokens=40), 0.0))
 
 
 def test_this_process_locks_nothing_before_it_uses_a_gpu() -> None:

@@ -354,16 +354,6 @@ def test_disk_does_not_take_strangers_for_chunks(tmp_path):
     assert (folder / "notes.txt").exists()
 
 
-def test_a_large_full_disk_evicts_a_little_ahead(tmp_path):
-    count = 130
-    tier = DiskTier(tmp_path, count * size_in(DiskTier(tmp_path)))
-    keys = [make_key(1000 + number) for number in range(count + 1)]
-    for key in keys:
-        assert tier.put(key, stored())
-    remaining = {key for key, _ in tier.entries()}
-    assert remaining == set(keys[3:])
-
-
 def test_a_relative_is_the_same_chunk_of_another_model_in_the_same_namespace(make_tier):
     tier = make_tier()
     chunk = chunk_id([1, 2, 3])

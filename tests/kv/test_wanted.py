@@ -57,33 +57,6 @@ def test_a_tier_that_loads_whole_chunks_loads_them_once():
         assert until(lambda: read(store) and slow.keys == [KEY, KEY])
 
 
-def test_one_announcement_keeps_nothing(far):
-    with TieredKVStore([far]) as store, store.reads.wanting([KEY, KEY]):
-        assert until(lambda: read(store) and times_read(far) > 1)
-
-
-def test_what_only_one_announced_is_not_kept(far):
-    with (
-        TieredKVStore([far]) as store,
-        store.reads.wanting([KEY, OTHER]),
-        store.reads.wanting([KEY]),
-    ):
-        assert until(lambda: read(store, KEY, OTHER) and times_read(far, OTHER) > 1)
-        assert times_read(far) == 1
-
-
-def test_it_is_kept_until_the_last_of_them_has_it(far):
-    with TieredKVStore([far]) as store, store.reads.wanting([KEY]):
-        with store.reads.wanting([KEY]):
-            read(store)
-        read(store)  # the second of them
-        assert times_read(far) == 1
-    with TieredKVStore([far]) as store:
-        with store.reads.wanting([KEY]), store.reads.wanting([KEY]):
-            read(store)
-        assert until(lambda: read(store) and times_read(far) > 2)
-
-
 def test_a_read_that_has_begun_is_kept_for_a_later_request(far):
     with TieredKVStore([far]) as store, store.reads.wanting([KEY]), ExitStack() as later:
         with store.fetch([KEY]) as source:

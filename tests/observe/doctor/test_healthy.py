@@ -8,13 +8,13 @@ from cacheblend_rag import TieredKVStore, diagnose
 from tests.observe.doctor.conftest import EngineMaker, IdleMachine, documents, prompts, text_of
 
 
-def test_nothing_is_named_in_20_of_20_runs(make: EngineMaker, tmp_path: Path) -> None:
+def test_nothing_is_named_in_any_run(make: EngineMaker, tmp_path: Path) -> None:
     engine = make(store=TieredKVStore.open(host_bytes=0, kv_path=tmp_path))
     asked = prompts(4)
     for prompt in asked:
         engine.precompute(documents(prompt), progress=False)
     named = []
-    for run in range(20):
+    for run in range(8):
         found = diagnose(
             engine, text_of(asked[run % 4]), machine=IdleMachine(), runs=1, answer_tokens=8
         )
@@ -22,4 +22,4 @@ def test_nothing_is_named_in_20_of_20_runs(make: EngineMaker, tmp_path: Path) ->
         assert found.evidence.in_force is not None
         assert found.evidence.in_force.loss is not None
         named.append([(one.code, dict(one.evidence)) for one in found.findings])
-    assert named == [[]] * 20
+    assert named == [[]] * 8
