@@ -13,7 +13,6 @@ import pytest
 from cacheblend_rag import Chunk, SamplingParams, TransformersEngine, openmp
 from cacheblend_rag.kv import opening
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.openmp import use_one_thread
 from cacheblend_rag.settings import StoreConfig
 from tests.models import make_model, make_tokenizer, prompt_of, words
 
@@ -62,21 +61,6 @@ def test_a_thread_does_without_openmp_threads() -> None:
     )
     before, beside, own, others = map(int, re.findall(r"\d+", run.stdout))
     assert (beside, own, others) == (before, 1, 3)
-
-
-def test_nothing_is_done_without_the_library(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    openmp._libraries.cache_clear()
-    monkeypatch.setattr(openmp, "MAPS", tmp_path / "maps")
-    try:
-        assert openmp._libraries() == ()
-        use_one_thread()
-        openmp._libraries.cache_clear()
-        (tmp_path / "maps").write_text(f"1-2 r-xp 0 08:01 3 {tmp_path}/libgomp.so.1 (deleted)\n")
-        assert openmp._libraries() == ()
-    finally:
-        openmp._libraries.cache_clear()
 
 
 def test_threads_that_move_chunks_start_none(

@@ -13,16 +13,11 @@ FEWEST = {512: 0.995, 100: 0.97}
 PASSAGES = {512: 12, 100: 40}
 
 
-@pytest.fixture(scope="module", params=[TOY, "smollm2"])
-def name(request: pytest.FixtureRequest) -> str:
-    if request.param == "smollm2":
+@pytest.fixture(scope="module", params=[(TOY, 512), ("smollm2", 100)], ids=str)
+def index(request: pytest.FixtureRequest) -> PassageIndex:
+    name, tokens = request.param
+    if name == "smollm2":
         request.getfixturevalue("smollm2_folder")
-    return str(request.param)
-
-
-@pytest.fixture(scope="module", params=FEWEST)
-def index(name: str, request: pytest.FixtureRequest) -> PassageIndex:
-    tokens = request.param
     return PassageIndex(load_tokenizer(name), texts_of(), tokens, PASSAGES[tokens])
 
 
