@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from redis import Redis, RedisError
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from tests.faulty_proxy import FAULTS, PASSES, FaultyProxy, State
 from tests.local_servers import HOST, redis_server
@@ -22,7 +24,8 @@ def proxy() -> Iterator[FaultyProxy]:
 
 
 def asked(proxy: FaultyProxy, name: str) -> object:
-    with Redis(HOST, proxy.port, socket_timeout=0.5, single_connection_client=True) as client:
+    options = {"socket_timeout": 0.5, "retry": Retry(NoBackoff(), 0)}
+    with Redis(HOST, proxy.port, single_connection_client=True, **options) as client:
         return client.get(name)
 
 

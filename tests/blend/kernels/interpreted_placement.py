@@ -45,7 +45,7 @@ def layers(draw: st.DrawFn) -> tuple[FusedKV, list[LayerPart]]:
     return buffer(heads, width, at, dtype), parts
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(layers(), st.integers(0, 1), st.integers(1, 3))
 def test_chunks_are_placed_as_by_the_twin(
     drawn: tuple[FusedKV, list[LayerPart]], layer: int, programs: int
