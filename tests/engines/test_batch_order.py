@@ -105,7 +105,7 @@ def loads(prompts: Sequence[Chunks], groups: list[list[int]], room: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("room", [4, 8, 16, 24, 50])
+@pytest.mark.parametrize("room", [4, 16, 50])
 @pytest.mark.parametrize(
     ("requests", "kinds", "drawn", "exponent"),
     [(64, 200, 4, 1.0), (64, 60, 4, 1.0), (128, 200, 4, 1.2), (256, 200, 4, 0.8), (64, 60, 3, 0.5)],

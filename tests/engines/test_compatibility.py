@@ -52,7 +52,7 @@ print(known_obstacle(families()["nemotron_h"].config()))
 """
 
 
-@pytest.mark.parametrize("seed", ["0", "1", "2", "3"])
+@pytest.mark.parametrize("seed", ["0", "1"])
 def test_a_reason_does_not_depend_on_the_hash_seed(seed: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", HASHED],

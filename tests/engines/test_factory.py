@@ -19,7 +19,6 @@ from cacheblend_rag.errors import (
     EngineUnavailableError,
     MissingExtraError,
     ModelLoadError,
-    StoreError,
 )
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from tests.models import make_model, make_tokenizer, words
@@ -46,37 +45,6 @@ def test_the_bundled_model_has_a_name() -> None:
     assert engine.has_chat_template
     assert len(engine.tokenize("Clara lives in Rome.")) > 3
     engine.close()
-
-
-def test_a_replica_serves_what_others_index_and_changes_nothing(tmp_path: Path) -> None:
-    indexing = open_tiny(tmp_path)
-    indexing.precompute([DOCUMENT], progress=False)
-    replica = open_tiny(tmp_path, read_only=True)
-    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    prompt = "\n\n".join(DOCUMENT.chunks) + " question"
-    assert [c.tier for c in replica.generate(prompt, ONE_TOKEN).report.chunks] == ["disk"] * 2
-    assert [c.tier for c in replica.generate(prompt, ONE_TOKEN).report.chunks] == ["host"] * 2
-
-    other = Document("other", (words(12, 1), words(9, 2)))
-    for refused in (
-        lambda: replica.precompute([other, Document("report", ("changed",))], progress=False),
-        lambda: replica.evict_document("report"),
-        replica.evict_unregistered,
-    ):
-        with pytest.raises(StoreError, match="the store is read only"):
-            refused()
-    replica.register([other])  # known here alone, computed with the prompt
-    asked = "\n\n".join(other.chunks) + " question"
-    assert [c.reason for c in replica.generate(asked, ONE_TOKEN).report.chunks] == [
-        "not stored"
-    ] * 2
-    assert files == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
-    assert not indexing.registry.document("other")
-
-    indexing.precompute([other], progress=False)
-    assert replica.generate(asked, ONE_TOKEN).report.reused_tokens > 0
-    indexing.evict_document("report")
-    assert replica.generate(prompt, ONE_TOKEN).report.reason == "no known chunk in the prompt"
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -115,20 +83,6 @@ def test_a_replica_may_come_before_the_first_index(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_one_engine_precomputed_another_finds_and_reuses(tmp_path: Path) -> None:
-    indexing = open_tiny(tmp_path)
-    asking = open_tiny(tmp_path)
-    indexing.precompute([DOCUMENT], progress=False)
-    prompt = "\n\n".join(DOCUMENT.chunks) + " question"
-    report = asking.generate(prompt, ONE_TOKEN).report
-    assert [chunk.hit for chunk in report.chunks] == [True, True]
-
-    assert indexing.evict_document("report") == 2
-    report = asking.generate(prompt, ONE_TOKEN).report
-    assert not report.blended
-    assert report.reason == "no known chunk in the prompt"
-
-
 def test_an_instruction_may_be_made_with_the_models_tokenizer() -> None:
     def before_first_chunk(tokenizer: Any) -> str:
         messages = [{"role": "user", "content": "Answer from:\n@"}]
@@ -142,14 +96,6 @@ def test_an_instruction_may_be_made_with_the_models_tokenizer() -> None:
     assert made.fingerprint != open_engine(model=TOY).fingerprint
 
 
-def test_namespaces_do_not_share_known_chunks(tmp_path: Path) -> None:
-    ours, theirs = open_tiny(tmp_path, namespace="ours"), open_tiny(tmp_path, namespace="theirs")
-    ours.precompute([DOCUMENT], progress=False)
-    assert len(theirs.registry) == 0
-    report = theirs.generate(DOCUMENT.chunks[0] + " question", ONE_TOKEN).report
-    assert report.chunks == ()
-
-
 def test_namespaces_whose_hashes_began_alike_are_apart(tmp_path: Path) -> None:
     """These two shared their first 24 bits, by which they were told apart once."""
     one, other = "tenant-1452", "tenant-3024"
@@ -158,20 +104,6 @@ def test_namespaces_whose_hashes_began_alike_are_apart(tmp_path: Path) -> None:
     ours, theirs = (open_tiny(tmp_path, namespace=name) for name in (one, other))
     ours.precompute([DOCUMENT], progress=False)
     assert (len(ours.registry), len(theirs.registry)) == (2, 0)
-
-
-def test_documents_of_one_id_in_a_call_are_variants_and_a_later_call_replaces_them() -> None:
-    engine = open_tiny(None)
-    titled = Document("report", tuple(f"title: t {text}" for text in DOCUMENT.chunks))
-    engine.precompute([DOCUMENT, titled], progress=False)
-    assert set(engine.registry.document("report")) == {*DOCUMENT.to_chunks(), *titled.to_chunks()}
-
-    engine.precompute([titled], progress=False)
-    assert engine.registry.document("report") == tuple(titled.to_chunks())
-    assert engine.store.contains_many([engine.key(c) for c in DOCUMENT.to_chunks()]) == [
-        False,
-        False,
-    ]
 
 
 def test_a_chunk_given_with_its_documents_new_version_is_not_stale() -> None:
