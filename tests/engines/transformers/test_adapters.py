@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEngine
+from cacheblend_rag import Chunk, SamplingParams, TieredKVStore
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.labels import labels_in
 from cacheblend_rag.engines.transformers import engine as engine_module
@@ -130,17 +130,6 @@ def test_changing_back_finds_what_was_stored(
     assert tried == ["default", "b"], "it is not tried again"
 
 
-def test_two_engines_with_an_adapter_each_do_not_share_kv(
-    peft: Any, make_engine: EngineFactory
-) -> None:
-    store = TieredKVStore.open()
-    one = make_engine(with_model=peft, store=store)
-    assert one.precompute(CHUNKS, progress=False).computed == 2
-    peft.set_adapter("b")
-    other = make_engine(with_model=peft, store=store)
-    assert other.precompute(CHUNKS, progress=False).computed == 2
-
-
 def test_an_adapter_is_known_by_what_it_is(peft: Any, make_engine: EngineFactory) -> None:
     """Not by its name, nor by what else is loaded; without one, the model is the plain one."""
     with_two = make_engine(with_model=peft).fingerprint
@@ -233,25 +222,6 @@ def test_a_document_is_forgotten_under_all_adapters(peft: Any, make_engine: Engi
     assert not list(engine.store.entries())
 
 
-def test_the_model_is_looked_at_once_however_much_is_stored(
-    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    looks, needed = [0], []
-
-    def counted(model: nn.Module, look: Any = watched_model.ModelState.of) -> Any:
-        looks[-1] += 1
-        return look(model)
-
-    monkeypatch.setattr(watched_model.ModelState, "of", counted)
-    for more in ([Chunk("w1 w2")], [Chunk(words(3, seed)) for seed in range(9)]):
-        engine.precompute(more, progress=False)
-        looks.append(0)
-        engine.evict_unregistered()
-        needed.append(looks[-1])
-    assert needed[0] == needed[1] > 0
-
-
 def test_kv_of_every_adapter_and_lead_in_is_labelled_with_the_model(
     peft: Any, tmp_path: Path
 ) -> None:
@@ -275,13 +245,3 @@ def test_a_sibling_sees_the_change_too(peft: Any, make_engine: EngineFactory) ->
     peft.set_adapter("b")
     assert engine.fingerprint
     assert sibling.fingerprint not in (before, engine.fingerprint)
-
-
-def test_a_model_that_stays_is_tried_once(
-    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    monkeypatch.setattr(watched_model, "open_stack", None)
-    engine.precompute(CHUNKS, progress=False)
-    assert isinstance(engine, TransformersEngine)
-    assert engine.generate(PROMPT, GREEDY).report.blended

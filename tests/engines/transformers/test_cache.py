@@ -59,17 +59,6 @@ def test_several_tokens_at_once_each_have_their_window() -> None:
     assert step(short, 1)[0].shape[2] == 5
 
 
-@pytest.mark.parametrize("windows", [None, [None, None], [8, 9]], ids=str)
-def test_layers_attend_to_everything_without_one_window_for_all(
-    windows: list[int | None] | None,
-) -> None:
-    cache = filled(20, windows)
-    assert cache.is_sliding == [False, False]
-    for layer in (0, 1):
-        assert cache.get_mask_sizes(1, layer) == (21, 0)
-        assert step(cache, layer)[0].shape[2] == 21
-
-
 @pytest.mark.parametrize("family", ["mistral-sliding", "gemma2", "gemma3"])
 @torch.no_grad()
 def test_decoding_reads_a_window_and_says_what_the_whole_text_says(

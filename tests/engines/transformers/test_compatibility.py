@@ -24,8 +24,16 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALVES = Layout(interleaved=False, spread="halves")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("llama", torch.bfloat16),
+        ("gemma3", torch.float16),
+        ("qwen3-moe", torch.bfloat16),
+    ],
+    ids=str,
+)
 class TestInEveryPrecision:
     def test_a_model_passes_and_is_left_as_it_is(self, family: str, dtype: torch.dtype) -> None:
         model = make_model(family, dtype)
@@ -108,7 +116,7 @@ QWEN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [150.0, 250.0, 500.0])
+@pytest.mark.parametrize("size", [150.0, 500.0])
 def test_large_key_biases_hide_no_rotary_embedding(size: float, dtype: torch.dtype) -> None:
     assert open_stack(with_key_biases(dtype, 3, size)).layouts == [HALVES] * 4
 
@@ -134,7 +142,7 @@ def ministral(original: int, dtype: torch.dtype = torch.float32) -> PreTrainedMo
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("original", [64, 2048, 8192])
+@pytest.mark.parametrize("original", [64, 8192])
 def test_queries_that_are_scaled_by_position_are_refused(original: int, dtype: torch.dtype) -> None:
     with pytest.raises(
         UnsupportedModelError,

@@ -106,24 +106,5 @@ def test_top_k_top_p_and_min_p_leave_only_the_best() -> None:
         assert {sampler.draw(logits, []) for _ in range(60)} == {1, 2}
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_tokens", 0),
-        ("temperature", -1.0),
-        ("top_p", 0.0),
-        ("top_k", -1),
-        ("min_p", 1.5),
-        ("min_p", "0.1"),
-        ("repetition_penalty", 0.0),
-        ("seed", 1 << 64),
-        ("stop", ("",)),
-    ],
-)
-def test_bad_sampling_parameters_are_named(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"{field}="):
-        SamplingParams(**{field: value})
-
-
 def test_one_stop_string_need_not_be_a_tuple() -> None:
     assert SamplingParams(stop="end").stop == ("end",)

@@ -100,7 +100,7 @@ def ordinary_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids[None], use_cache=False).logits[0, -1].float()
 
 
-@pytest.mark.parametrize("hits", [(), (0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize("hits", [(), (1,), (0, 2)], ids=str)
 def test_ratio_one_is_exact_with_chunks_missing_anywhere(
     model: PreTrainedModel, hits: tuple[int, ...]
 ) -> None:
@@ -140,7 +140,7 @@ def test_a_kept_row_does_not_see_later_tokens(model: PreTrainedModel, settings: 
         assert (then[1:, :, -1] - now[1:, :, -1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("offset", [1, 511, 8192, -700])
+@pytest.mark.parametrize("offset", [511, -700])
 def test_re_rotated_keys_equal_keys_computed_in_place(model: PreTrainedModel, offset: int) -> None:
     case = Case(model)
     positions = torch.arange(1000, 1000 + CHUNK)[None]

@@ -11,10 +11,7 @@ import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
-    LlamaForCausalLM,
     LlamaForSequenceClassification,
     MambaConfig,
     MambaForCausalLM,
@@ -27,10 +24,8 @@ from transformers import (
 
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEngine
 from cacheblend_rag.errors import ConfigError, ModelLoadError
-from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.tiers import disk
-from tests.engines.transformers.conftest import EngineFactory, keys_of
-from tests.kv.test_breaker import Dead, Ticks, recovered
+from tests.engines.transformers.conftest import EngineFactory
 from tests.models import SHAPE, VOCABULARY, make_model, make_tokenizer, words
 
 CHUNKS = [Chunk(words(30, seed)) for seed in range(2)]
@@ -66,57 +61,7 @@ def test_verifying_finds_damage_that_no_request_met(
     assert report.refused == report.failed == {"disk tier: store error": 2}
 
 
-def test_kv_of_another_shape_under_the_right_name_is_refused(make_engine: EngineFactory) -> None:
-    engine = make_engine()
-    engine.precompute(CHUNKS, progress=False)
-    wrong = torch.zeros(4, 2, 29, 16)
-    engine.store.put(keys_of(engine, CHUNKS[0])[0], ChunkKV(wrong, wrong, 0))
-    reasons = [c.reason for c in engine.generate(TEXT, SHORT).report.chunks]
-    assert reasons == ["damaged", None]
-
-
-def test_a_dead_tier_is_asked_by_one_request_and_each_report_names_it(
-    make_engine: EngineFactory,
-) -> None:
-    ticks = Ticks()
-    tier = Dead(ticks, takes=2.0)
-    engine = make_engine(store=TieredKVStore([tier]), recompute_ratio=0.0)
-    engine.precompute(CHUNKS, progress=False)
-    plain = engine.generate_full(TEXT, SHORT).token_ids
-    tier.failure, tier.calls = OSError("no route to host"), 0
-    asked = []
-    for _ in range(3):
-        answer = engine.generate(TEXT, SHORT)
-        assert answer.token_ids == plain
-        assert {(c.reason, c.tier, c.hit) for c in answer.report.chunks} == {
-            ("store error", "far", False)
-        }
-        asked.append(tier.calls)
-    assert 1 <= asked[0] <= len(CHUNKS), "its chunks are looked for side by side"
-    assert asked == asked[:1] * 3, "and then no more"
-    tier.failure = None
-    assert recovered(tier, ticks)
-    assert all(c.hit and c.tier == "far" for c in engine.generate(TEXT, SHORT).report.chunks)
-
-
 REFUSED = {
-    "rotary positions of type longrope": lambda: LlamaForCausalLM(
-        LlamaConfig(
-            **SHAPE,
-            rope_parameters={
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0] * 8,
-                "long_factor": [2.0] * 8,
-                "original_max_position_embeddings": 4096,
-            },
-        )
-    ),
-    "learned positions": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=None
-        )
-    ),
     "layer 0 (MambaBlock) does not attend": lambda: MambaForCausalLM(
         MambaConfig(vocab_size=VOCABULARY, hidden_size=64, state_size=8, num_hidden_layers=2)
     ),

@@ -121,17 +121,6 @@ def test_a_request_comes_between_the_layers_of_what_is_filled(make_filling: Engi
     assert turns.count("fill") > engine.model.config.num_hidden_layers
 
 
-def test_namespaces_fill_their_own(make_filling: EngineFactory) -> None:
-    store, chunk = TieredKVStore.open(), Chunk(words(40, 3))
-    one, other = (make_filling(store=store, namespace=name) for name in ("one", "other"))
-    one.register([chunk])
-    assert len(filled(one, [chunk])) == 1
-    report = other.generate(asking([chunk], 91), SHORT).report
-    assert [told.hit for told in report.chunks] == [False]
-    assert stored(other, [chunk]) == []
-    assert other.fill_report().computed == 0, "it is not registered there"
-
-
 def test_a_store_that_is_only_read_is_not_filled(
     make_filling: EngineFactory, tmp_path: Path
 ) -> None:

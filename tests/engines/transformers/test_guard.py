@@ -11,17 +11,13 @@ import torch
 
 from cacheblend_rag import BlendPrompt, Chunk, Document, SamplingParams, TransformersEngine
 from cacheblend_rag.engines.guard_reference import reference_of
-from cacheblend_rag.engines.guard_state import FEWEST
 from cacheblend_rag.engines.transformers import prefiller
 from cacheblend_rag.engines.transformers.model_steps import lock_of
-from cacheblend_rag.quality.dataset import lead_text
 from cacheblend_rag.report import GuardReport
 from cacheblend_rag.settings import BlendConfig, GuardConfig
 from tests.engines.transformers.conftest import EngineFactory
 from tests.kv.samples import until
 from tests.models import make_model, make_tokenizer, prompt_of, words
-from tests.toy import INSTRUCTION, TOY
-from tests.toy.questions import toy_dataset
 
 GREEDY = SamplingParams.greedy(max_tokens=6, ignore_eos=True)
 EVERY = GuardConfig(sample_share=1.0)
@@ -230,40 +226,6 @@ def test_steps_are_reported_and_logged_without_texts(
     engine.reset_guard()
     assert engine.generate(asking(*chunks), GREEDY).report.blended
     assert not engine.guard_report().stopped
-
-
-def told_of_the_toy(lead_in: str, setting: str, questions: int) -> GuardReport:
-    """What the guard of an engine that recomputes nothing says of the toy model's questions."""
-    engine = TransformersEngine(
-        TOY,
-        config=BlendConfig(recompute_ratio=0.0, min_tokens=0, cost_model=False),
-        lead_in=lead_in,
-        instruction=lead_text(INSTRUCTION),
-        guard=GuardConfig(sample_share=1.0, answer_tokens=4),
-    )
-    for question in toy_dataset([setting], questions, seed=5).questions:
-        engine.precompute(question.documents, progress=False)
-        engine.generate(question.prompt(INSTRUCTION), SamplingParams.greedy(max_tokens=4))
-        report = settled(engine)
-        if report.raised:
-            break
-    engine.close()
-    return report
-
-
-def test_plain_reuse_that_answers_wrongly_is_noticed() -> None:
-    report = told_of_the_toy("instruction", "adjacent", 30)
-    assert (report.raised, report.ratio, report.stopped) == (1, 0.3, False)
-    assert report.compared < FEWEST
-    assert report.divergence > 10 * GuardConfig().limit
-
-
-def test_contextual_kv_of_fragments_is_nearer_to_their_documents() -> None:
-    """Ordinary prefill does not know who is meant, so raising the ratio would do harm."""
-    report = told_of_the_toy("document", "fragments", 4)
-    assert (report.compared, report.raised, report.ratio) == (4, 0, 0.0)
-    assert report.divergence < GuardConfig().limit < report.prefill_divergence
-    assert report.excess < -0.2
 
 
 def test_a_comparison_without_memory_is_dropped(

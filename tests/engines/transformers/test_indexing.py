@@ -9,11 +9,9 @@ import torch
 
 from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.engines.transformers import engine as engine_module
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.put_result import PutResult
 from cacheblend_rag.prefill import precompute
-from cacheblend_rag.prefill.prompt_pass import CONTEXT_KEPT
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 from tests.engines.transformers.conftest import EngineFactory, keys_of
 from tests.engines.transformers.test_exactness import ordinary_kv
@@ -135,78 +133,6 @@ def test_stored_kv_of_another_shape_is_no_part_of_a_document_pass(
         )
 
 
-def test_what_is_stored_is_skipped_in_the_next_process(
-    make_engine: EngineFactory, tmp_path
-) -> None:
-    first = make_engine(store=TieredKVStore.open(kv_path=tmp_path))
-    first.precompute([DOCUMENT], progress=False)
-    first.close()
-    second = make_engine(store=TieredKVStore.open(kv_path=tmp_path))
-    report = second.precompute([DOCUMENT], progress=False)
-    assert (report.computed, report.skipped) == (0, 4)
-    text = f"{DOCUMENT.separator.join(PIECES)} w9"
-    assert [c.tier for c in second.generate(text, SHORT).report.chunks] == ["disk"] * 4
-
-
-def test_an_interrupted_run_goes_on_where_it_stopped(
-    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    others = [Document(f"d{i}", (words(8, 80 + i), words(8, 90 + i))) for i in range(3)]
-    compute = engine_module.compute_chunks
-
-    def interrupted(*wanted, **named):
-        computed = 0
-        for done in compute(*wanted, **named):
-            if computed == 3:
-                raise KeyboardInterrupt
-            computed += done is not None
-            yield done
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "compute_chunks", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.precompute(others, progress=False)
-    report = engine.precompute(others, progress=False)
-    assert (report.computed, report.skipped) == (3, 3)
-
-
-def test_one_text_in_two_documents_has_two_kvs_and_hints_choose(make_engine: EngineFactory) -> None:
-    engine = make_engine(recompute_ratio=0.0)
-    shared = words(20, 1)
-    documents = [Document(name, (words(15, i), shared)) for i, name in enumerate("ab", 2)]
-    engine.precompute(documents, progress=False)
-    chunks = [document.to_chunks()[1] for document in documents]
-    assert keys_of(engine, chunks[0]) == keys_of(engine, chunks[1])
-    assert len(set(keys_of(engine, chunks[0]))) == 3, "and one for whoever means neither"
-    prompt = f"w3 {shared} w4"
-    for name, chunk in zip("ab", chunks, strict=True):
-        for hint in (name, chunk):
-            found = engine.generate(prompt, SHORT, hints=[hint]).report.chunks
-            assert [(c.hit, c.document_id) for c in found] == [(True, name)]
-
-
-def test_deleting_a_document_drops_its_kv(make_engine: EngineFactory) -> None:
-    engine = make_engine()
-    engine.precompute([DOCUMENT, Document("other", (words(9, 5),))], progress=False)
-    assert engine.evict_document("doc") == 4
-    assert len(engine.store.keys()) == 1
-    assert PIECES[0] not in engine.registry
-    assert engine.evict_document("doc") == 0
-
-
-def test_kv_that_another_document_shares_is_kept(make_engine: EngineFactory) -> None:
-    engine = make_engine(recompute_ratio=0.0)
-    opening = words(20, 1)
-    engine.precompute(
-        [Document(name, (opening, words(9, i))) for i, name in enumerate("ab", 2)], progress=False
-    )
-    assert len(engine.store.keys()) == 3
-    assert engine.evict_document("a") == 1
-    report = engine.generate(f"{opening} w4", SHORT).report
-    assert [(c.hit, c.document_id) for c in report.chunks] == [(True, "b")]
-
-
 @pytest.mark.parametrize("lead_in", ["bos", "document"])
 def test_many_items_are_computed_part_by_part(make_engine: EngineFactory, lead_in: str) -> None:
     engine = make_engine(lead_in=lead_in)
@@ -278,26 +204,6 @@ def test_long_documents_are_computed_within_a_window(
     torch.testing.assert_close(kv.keys, keys[:, :, kv.position :], atol=1e-5, rtol=0)
 
 
-def test_context_that_the_prompt_lacks_is_protected(make_engine: EngineFactory) -> None:
-    engine = make_engine(selector="chunk_head", recompute_ratio=0.5, protect_context=1)
-    engine.precompute([DOCUMENT], progress=False)
-    lone = engine.generate(f"w3 {PIECES[1]} w4", SHORT).report
-    assert lone.recomputed_tokens == 0
-    assert (lone.selector, lone.selector_reason) == ("none", CONTEXT_KEPT)
-    assert lone.reason is None
-    whole = engine.generate(f"{PIECES[0]} w77 {PIECES[1]} w4", SHORT).report
-    assert whole.chunks[0].recomputed > 0, "a first chunk has no context to forget"
-    assert whole.chunks[1].recomputed == 0, "w77 stands between chunks, in none of them"
-    plain = Document("plain", PIECES, separator="\n")
-    engine.precompute([plain], progress=False)
-    whole = engine.generate(f"{PIECES[0]}\n{PIECES[1]} w4", SHORT, hints=["plain"]).report
-    assert whole.chunks[1].recomputed > 0
-    shuffled = engine.generate(f"{PIECES[0]}\n{PIECES[2]}\n{PIECES[1]} w4", SHORT, hints=["plain"])
-    assert [c.recomputed > 0 for c in shuffled.report.chunks] == [True, False, False]
-    everything = engine.config.with_changes(recompute_ratio=1.0)
-    assert engine.generate(f"w3 {PIECES[1]} w4", SHORT, config=everything).report.reused_tokens == 0
-
-
 # Several writers
 
 
@@ -330,41 +236,3 @@ def test_two_writers_leave_no_kv_that_no_document_knows(
     alone.precompute([newer], progress=False)
     assert set(there.store.keys()) == set(alone.store.keys())
     assert there.evict_unregistered() == 0
-
-
-def test_kv_that_no_document_knows_can_be_dropped(make_engine: EngineFactory) -> None:
-    engine = make_engine(lead_in="document")
-    engine.precompute([DOCUMENT], progress=False)
-    kept = set(engine.store.keys())
-    foreign = make_engine(lead_in="document", store=engine.store, namespace="other")
-    foreign.precompute(["w1 w2 w3"], progress=False)
-    lost = Document("lost", tuple(words(8, seed) for seed in range(3)))
-    engine.precompute([lost], progress=False)
-    engine.registry.discard_many(engine.registry.document("lost"))
-    assert engine.evict_unregistered() == 3
-    assert {key for key in engine.store.entries() if key.fingerprint == engine.fingerprint} == kept
-    assert len(engine.store.keys()) == len(kept) + 1, "others' KV is theirs"
-
-
-def test_two_indexes_over_one_document_live_side_by_side(make_engine: EngineFactory) -> None:
-    engine = make_engine(instruction=INSTRUCTION, recompute_ratio=0.0)
-    coarse = Document("doc", (words(30, 0), words(30, 30)), " ", collection="coarse")
-    fine = Document("doc", tuple(words(10, n) for n in range(0, 60, 10)), " ", collection="fine")
-    shared = Document("doc", (words(30, 0),), " ", collection="head")
-
-    def reused(document: Document) -> int:
-        prompt = f"{INSTRUCTION} {document.chunks[0]} w99 {document.chunks[-1]} {words(3, 70)}"
-        return engine.generate(prompt, SHORT).report.reused_tokens
-
-    for document in (coarse, fine, shared):
-        engine.precompute([document], progress=False)
-    assert (reused(coarse), reused(fine)) == (60, 20)
-    changed = Document("doc", (words(30, 0), words(30, 31)), " ", collection="coarse")
-    assert engine.precompute([changed], progress=False).replaced == 1
-    assert (reused(changed), reused(fine)) == (60, 20)
-    assert engine.evict_document("doc", "coarse") == 1  # its first chunk is another index's, too
-    assert engine.registry.document("doc", "coarse") == ()
-    assert reused(shared) == 60
-    assert reused(fine) == 20
-    assert engine.evict_document("doc") == 7  # six fine ones and the shared one
-    assert len(engine.registry) == len(engine.store.entries()) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,17 +67,6 @@ def test_chunks_are_read_at_once_and_once_each(engine: Any, slow: SlowTier) -> N
     assert [chunk.tier for chunk in again.report.chunks] == ["host"] * len(CHUNKS)
     assert again.token_ids == answer.token_ids
     assert again.report.reused_tokens == answer.report.reused_tokens
-
-
-def test_waiting_for_chunks_that_are_read_whole_is_told_as_looking_up(
-    engine: Any, slow: SlowTier
-) -> None:
-    """Eight reads of 500 ms: the pass waits for most of one at least, begun a little before it."""
-    slow.gate = lambda: time.sleep(0.5)
-    answer = engine.generate(TEXT, SHORT)
-    assert answer.report.seconds.look_up >= 0.1
-    assert set(answer.report.seconds.load_by_tier) == {"slow"}
-    assert slow.most_at_once == len(CHUNKS)
 
 
 def test_another_request_is_answered_while_reads_are_pending(engine: Any, slow: SlowTier) -> None:

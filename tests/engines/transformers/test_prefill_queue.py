@@ -90,19 +90,6 @@ def test_the_next_prompt_shares_most_with_the_last() -> None:
         asked.end(1)
 
 
-def test_no_prompt_is_overtaken_more_often_than_it_may() -> None:
-    with threads(most=2, most_wait=2) as asked:
-        asked.ask(0, chunks(1))
-        asked.ask(1, chunks(1))
-        asked.ask(2, chunks(7))
-        for name in range(3, 12):
-            asked.ask(name, chunks(1))
-        for _ in range(8):
-            next_of(asked)
-        assert asked.begun.index(2) == 2 + 4
-        asked.end_all()
-
-
 @given(
     wanted=st.lists(st.sets(st.integers(0, 5), min_size=1, max_size=3), max_size=40),
     most=st.integers(1, 4),
@@ -195,7 +182,3 @@ def test_a_store_that_hangs_keeps_no_other_prompt_from_its_turn(
         assert not any(one.done() for one in asked)
         may_read.set()
         assert all(one.result(PATIENCE).report.chunks[0].hit for one in asked)
-
-
-def test_a_queue_is_that_of_the_model(make_engine: EngineFactory) -> None:
-    assert queue_of(make_engine().model) is queue_of(make_engine().model)

@@ -15,12 +15,6 @@ def gets_left_over(turns: PriorityLock, patience: float = 0.0) -> bool:
         return is_mine
 
 
-def test_an_idle_model_is_anyones() -> None:
-    turns = PriorityLock()
-    assert gets_left_over(turns)
-    assert gets_left_over(turns), "a left-over turn makes nobody wait for the next one"
-
-
 def test_a_turn_is_left_over_once_nobody_had_one_for_a_moment() -> None:
     turns = PriorityLock()
     with turns.taken():
@@ -70,10 +64,3 @@ def test_a_turn_that_was_left_over_is_driven_alone() -> None:
         assert not done.wait(0.05)
     assert done.wait(PATIENCE)
     thread.join(PATIENCE)
-
-
-def test_turns_are_taken_within_turns() -> None:
-    turns = PriorityLock()
-    with turns.taken(), turns.taken():
-        assert not gets_left_over(turns)
-    assert gets_left_over(turns, PATIENCE)

@@ -16,11 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from cacheblend_rag import Chunk, OutOfMemoryError, SamplingParams, TransformersEngine
 from cacheblend_rag.engines.answer import Delta, Generation
-from cacheblend_rag.engines.background import CLOSED
 from cacheblend_rag.engines.transformers import batched_decode, cache, scheduler
 from cacheblend_rag.engines.transformers import prefiller as prefiller_module
-from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.prompt import BlendPrompt
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import make_model, prompt_of, words
@@ -117,15 +114,6 @@ def test_a_batch_takes_as_many_passes_as_one_answer(
 
 
 @pytest.mark.usefixtures("patient")
-def test_threads_share_passes(engine: TransformersEngine, steps: Steps) -> None:
-    wanted = alone(engine, PROMPTS, greedy())
-    steps.sizes.clear()
-    answers = decoded([engine.stream(prompt, greedy()) for prompt in PROMPTS])
-    assert [answer.token_ids for answer in answers] == wanted
-    assert steps.sizes == [len(PROMPTS)] * (TOKENS - 1)
-
-
-@pytest.mark.usefixtures("patient")
 def test_each_request_keeps_its_own_sampling(engine: TransformersEngine, steps: Steps) -> None:
     asked = [
         (PROMPTS[0], SamplingParams(max_tokens=9, temperature=0.9, seed=3)),
@@ -200,23 +188,6 @@ def test_a_cancelled_request_disturbs_nobody(engine: TransformersEngine, steps: 
     assert [answer.token_ids for answer in others] == wanted
     assert cancelled.finish_reason == "cancelled"
     assert 0 < len(cancelled.token_ids) < LONG
-
-
-def test_a_closed_stream_disturbs_nobody(engine: TransformersEngine, steps: Steps) -> None:
-    wanted = alone(engine, PROMPTS[:1], greedy(60))
-    closed = engine.stream(PROMPTS[1], greedy(LONG))
-    next(closed)
-
-    def close() -> None:
-        for _ in range(5):
-            next(closed)
-        closed.close()  # type: ignore[attr-defined]
-
-    stream = engine.stream(PROMPTS[0], greedy(60))
-    next(stream)
-    answer, _ = in_threads([partial(last_of, stream), close])
-    assert answer.token_ids == wanted[0]
-    assert not engine._scheduler._decoding
 
 
 def refuse_growth(monkeypatch: pytest.MonkeyPatch, *, also_alone: bool) -> list[int]:
@@ -379,35 +350,3 @@ def test_a_model_that_cannot_be_blended_still_serves_threads_and_batches(
     threads = in_threads([lambda p=p: engine.generate(p, greedy()) for p in prompts])
     assert [answer.token_ids for answer in threads] == wanted
     engine.close()
-
-
-def test_closing_the_engine_ends_all_that_decode(make_engine: EngineFactory, steps: Steps) -> None:
-    engine = make_engine(recompute_ratio=0.0)
-    both = threading.Event()
-    steps.seen = lambda: both.set() if steps.sizes[-1] == 2 else None
-
-    streams = [engine.stream(prompt, greedy(4_000)) for prompt in PROMPTS[:2]]
-    for stream in streams:
-        next(stream)
-
-    def read(stream: Iterator[Delta]) -> None:
-        with pytest.raises(ConfigError, match=CLOSED):
-            list(stream)
-
-    def close() -> None:
-        assert both.wait(PATIENCE)
-        engine.close()
-
-    in_threads([*(partial(read, stream) for stream in streams), close])
-    assert len(steps.sizes) < 4_000
-
-
-def test_background_work_waits_while_a_request_wants_the_model() -> None:
-    lock = PriorityLock()
-    with lock.wanted():
-        assert not lock.is_quiet
-        with lock.left_over(0.0) as is_mine:
-            assert not is_mine
-        with lock.taken():
-            pass
-        assert not lock.is_quiet
