@@ -47,7 +47,7 @@ ServerFactory = Callable[..., RunningServer]
 SERVER_FLAGS = ("--dtype", "float32", "--enforce-eager")
 SHARED = ("few_blocks", "short_steps", "llama")
 """Fixtures whose vLLM is shared by all tests that follow one another."""
-SHARING = ("test_attacks.py", "test_doctor.py", "test_engine.py", "test_load.py")
+SHARING = ("test_attacks.py", "test_engine.py", "test_load.py")
 """Files that share them, beside those of the folder connector."""
 IN_ORDER = (*SHARED, "of_one_rank")
 

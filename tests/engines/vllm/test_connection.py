@@ -213,25 +213,6 @@ def test_a_requests_headers_are_sent_and_replace_none_of_ours(
     assert canned.names[0] == answer.report.request_id
 
 
-def test_a_report_comes_with_the_answer_and_after_a_stream(
-    canned: CannedServer, connect: Open
-) -> None:
-    engine = connect()
-    canned.reports = canned.said
-    assert engine.generate(PROMPT, FOUR).report.blended
-    streamed = list(engine.stream(PROMPT, FOUR))[-1].generation
-    assert streamed is not None
-    assert streamed.report.blended
-    assert canned.orders == ["status", "blend", "blend", "report"]
-
-
-def test_a_server_calls_a_request_by_its_reports_name(canned: CannedServer, connect: Open) -> None:
-    engine = connect()
-    canned.names.clear()
-    report = engine.generate(PROMPT, FOUR).report
-    assert canned.names == [report.request_id]
-
-
 def test_what_a_server_says_of_starts_and_of_a_trace_is_held_against_the_request(
     canned: CannedServer, connect: Open
 ) -> None:
@@ -517,12 +498,6 @@ def test_models_of_a_server_have_fingerprints_of_their_own(
     assert len({first, nameless, connect().fingerprint}) == 3
 
 
-def test_another_namespace_is_refused(connect: Open) -> None:
-    with pytest.raises(ConfigError, match="namespace='tenant' is not the server's") as caught:
-        connect(namespace="tenant")
-    one_line(caught.value)
-
-
 def test_another_vocabulary_is_refused(connect: Open) -> None:
     with pytest.raises(
         ConfigError, match="the tokenizer here is not that of model 'tiny'"
@@ -597,20 +572,6 @@ def test_a_slow_server_is_given_up(canned: CannedServer, connect: Open) -> None:
     with pytest.raises(EngineUnavailableError, match=r"within timeout_seconds=0\.2"):
         engine.generate(PROMPT, FOUR)
     slow.set()
-
-
-def test_closing_ends_what_is_at_work(canned: CannedServer, connect: Open) -> None:
-    engine = connect()
-    waiting = threading.Event()
-    canned.params = lambda body: waiting.wait(30)  # type: ignore[assignment,method-assign]
-    stream = engine.stream(PROMPT, FOUR)
-    engine.close()
-    engine.close()
-    with pytest.raises(ConfigError, match="closed"):
-        list(stream)
-    with pytest.raises(ConfigError, match="closed"):
-        engine.generate(PROMPT, FOUR)
-    waiting.set()
 
 
 def test_openai_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

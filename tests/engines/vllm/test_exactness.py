@@ -16,7 +16,6 @@ from vllm.forward_context import set_forward_context
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Document, TransformersEngine
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
@@ -24,7 +23,6 @@ from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.job_client import ask_status
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.engines.vllm.versions import installed_version
-from cacheblend_rag.prefill import prompt_pass
 from tests.engines.vllm.forking import GPU_DEFAULTS
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
@@ -277,7 +275,7 @@ def test_pytorchs_attention_is_ordinary_prefill_but_for_rounding(
     assert difference(llama, retrieved(), 1.0) < 1e-4
 
 
-@pytest.mark.parametrize("selector", ["hkvd", "prior"])
+@pytest.mark.parametrize("selector", ["chunk_head", "hkvd", "prior", "question_mid", "random"])
 def test_both_engines_trace_the_same(
     llama: InProcessEngine, model_folder: Callable[[str], Path], selector: str
 ) -> None:
@@ -312,77 +310,3 @@ def test_both_engines_trace_the_same(
         for part in ("mean", "median", "most", "size"):
             wanted, found = getattr(mine.values, part), getattr(other.values, part)
             assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6)
-
-
-def test_every_attention_gives_scattered_rows_the_same(llama: InProcessEngine) -> None:
-    llama.precompute(DOCUMENTS, progress=False)
-    jobs = llama.worker_connector.blender.jobs
-    config = llama.config.with_changes(recompute_ratio=SOME)
-    found = {}
-    with pytest.MonkeyPatch.context() as settings:
-        for mode in ("native", "sdpa"):
-            settings.setattr(jobs, "mode", mode)
-            asked = request_of(llama, retrieved(), SHORT, config)
-            fresh = replace(asked, salt=mode)
-            found[mode] = logprobs(llama, fresh)
-    assert found["sdpa"] == pytest.approx(found["native"], abs=1e-4)
-    assert found["sdpa"] != found["native"], "they round differently"
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *({"selector": name} for name in sorted(SELECTORS)),
-        {"selector": "random", "protect_context": 0.0},
-    ],
-    ids=str,
-)
-def test_both_engines_choose_the_same_rows_and_tokens(
-    llama: InProcessEngine,
-    model_folder: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, Any],
-) -> None:
-    passes: list[prompt_pass.BlendPass] = []
-
-    class Seen(prompt_pass.BlendPass):
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            passes.append(self)
-
-    monkeypatch.setattr(prompt_pass, "BlendPass", Seen)
-    config = llama.config.with_changes(recompute_ratio=SOME, **settings)
-    embedded = TransformersEngine(model_folder("llama"), tokenizer=make_tokenizer(), config=config)
-    answers = []
-    for engine in (llama, embedded):
-        engine.precompute(DOCUMENTS, progress=False)
-        answers.append(engine.generate(retrieved(), SHORT, config=config))
-    here, there = (run.stats.recomputed.nonzero()[0].tolist() for run in passes)
-    assert here == there
-    assert bool(here) == (config.selector != "none")
-    assert answers[0].token_ids == answers[1].token_ids
-    assert answers[0].report.recomputed_tokens == len(here)
-
-
-def test_a_plain_request_is_not_served_from_blended_blocks(llama: InProcessEngine) -> None:
-    llama.precompute(DOCUMENTS, progress=False)
-    asked = request_of(llama, retrieved(), SHORT, llama.config.with_changes(recompute_ratio=0.0))
-    fresh = logprobs(llama, VLLMRequest(asked.token_ids, SHORT, "fresh"))
-    blended = logprobs(llama, asked)
-    after = logprobs(llama, VLLMRequest(asked.token_ids, SHORT, "after"))
-    assert blended != fresh
-    assert after == fresh
-
-
-def test_missing_chunks_are_computed_and_reported(llama: InProcessEngine) -> None:
-    llama.precompute(DOCUMENTS, progress=False)
-    unknown = Document("new", (words(80, 31),)).to_chunks()[0]
-    llama.register([unknown])
-    stored = DOCUMENTS[0].to_chunks()[0]
-    prompt = prompt_of(unknown, " w7 ", stored, " w7 ", words(20, 9))
-    assert difference(llama, prompt, 1.0) == 0.0
-    generation = llama.generate(prompt, SHORT)
-    assert [(c.hit, c.reason) for c in generation.report.chunks] == [
-        (False, "not stored"),
-        (True, None),
-    ]

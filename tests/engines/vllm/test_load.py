@@ -24,7 +24,7 @@ from tests.engines.vllm.forking import GPU_DEFAULTS
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.test_exactness import DOCUMENTS
-from tests.engines.vllm.test_protocol import mixed_prompts, same_tokens
+from tests.engines.vllm.test_protocol import same_tokens
 from tests.kv.samples import until
 from tests.models import prompt_of, words
 
@@ -160,6 +160,21 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(
     # What was blended meanwhile is in no ordinary request's way.
     again = [engine.transport.run(answer(engine, request)) for request in distinct]
     assert again == references
+
+
+def mixed_prompts(count: int) -> list[BlendPrompt]:
+    """Plain ones, blended ones, and some with a chunk that is known but not stored."""
+    draw = random.Random(5)
+    chunks = [chunk for document in DOCUMENTS for chunk in document.to_chunks()]
+    missing = Chunk(words(70, 99))
+    prompts = []
+    for index in range(count):
+        chosen = [] if index % 4 == 0 else draw.sample(chunks, draw.randrange(1, 4))
+        if index % 5 == 0:
+            chosen.append(missing)
+        parts = [part for chunk in chosen for part in (chunk, " w7 ")]
+        prompts.append(prompt_of(*parts, words(20 + index, 200 + index)))
+    return prompts
 
 
 def test_preempted_answers_are_those_of_prompts_alone(few_blocks: InProcessEngine) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.engines.model_sampling import ModelSampling
-from tests.engines.vllm.conftest import ServerFactory
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.opening import request_of, vllm_server
+from tests.engines.vllm.opening import request_of
 from tests.models import QWEN_SAMPLING, make_tokenizer, prompt_of, save_model, words
 
 TOKENS = 16
@@ -85,25 +81,3 @@ def test_both_engines_follow_the_model_alike(engine: InProcessEngine, folder: Pa
     plain = embedded.generate_full(PROMPT, SamplingParams.greedy(TOKENS))
     assert penalized.token_ids != plain.token_ids, "the model's repetition penalty counts"
     embedded.close()
-
-
-def test_over_http_answers_are_the_servers_own(folder: Path, start_server: ServerFactory) -> None:
-    server = start_server(folder, "--max-model-len", "2048")
-    engine = vllm_server(server.url, model=folder, config=ALL)
-    assert engine.model_sampling == ModelSampling(**QWEN_SAMPLING)
-    for seed in SEEDS:
-        body = {"prompt": PROMPT.text, "max_tokens": TOKENS, "seed": seed, "return_token_ids": True}
-        own = posted(f"{server.url}/v1/completions", {"model": engine.model_name, **body})
-        sampling = SamplingParams(max_tokens=TOKENS, seed=seed)
-        answer = engine.generate_full(PROMPT, sampling)
-        assert list(answer.token_ids) == own["choices"][0]["token_ids"]
-    engine.close()
-
-
-def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Ask a server in plain JSON."""
-    headers = {"Content-Type": "application/json"}
-    request = Request(url, json.dumps(body).encode(), headers)  # noqa: S310
-    with urlopen(request) as answer:  # noqa: S310
-        plain: dict[str, Any] = json.loads(answer.read())
-    return plain

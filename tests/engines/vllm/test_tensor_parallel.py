@@ -23,9 +23,8 @@ from tests.engines.vllm.failing import GIVEN_UP_BY, TOLD, WEIGHED, FailingConnec
 from tests.engines.vllm.opening import request_of, share_cores
 from tests.engines.vllm.shared import shared_engine
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, difference, logprobs, retrieved
-from tests.local_servers import Server
 from tests.models import words
-from tests.servers import redis_place, tier_at
+from tests.servers import tier_at
 
 SELECTORS = ("hkvd", "prior", "question_mid", "chunk_head", "random")
 ENDS_WITHIN_SECONDS = 120.0
@@ -52,17 +51,16 @@ def of_one_rank(model_folder: Callable[[str], Path]) -> Answers:
         return {selector: answered(engine, selector) for selector in SELECTORS}
 
 
-@pytest.fixture(scope="module", params=["disk", "redis", "compiled"])
+@pytest.fixture(scope="module", params=["disk", "compiled"])
 def two_ranks(
     request: pytest.FixtureRequest,
     open_vllm: EngineFactory,
     tmp_path_factory: pytest.TempPathFactory,
-    redis: Server,
     of_one_rank: Answers,
 ) -> Iterator[TwoRanks]:
-    """Ranks that share a Redis, or a folder."""
+    """Ranks that share a folder."""
     way, folder = request.param, tmp_path_factory.mktemp("ranks")
-    place = redis_place(redis) if way == "redis" else f"disk://{folder / 'kv'}"
+    place = f"disk://{folder / 'kv'}"
     transfer = ConnectorSettings(store=StoreConfig(tiers=[place])).to_transfer_config()
     transfer["kv_connector"] = FailingConnector.__name__
     transfer["kv_connector_module_path"] = FailingConnector.__module__

@@ -103,20 +103,6 @@ def client() -> Iterator[Client]:
     client.background.close()
 
 
-def test_all_but_chunks_is_kept_of_a_prompt_and_its_answer(client: Client) -> None:
-    client.answered(CHUNK, hits=[CHUNK])
-    assert client.settled()
-    ((tokens, parts, kept),) = client.jobs.kept
-    assert tuple(tokens) == (*PROMPT, *ANSWER)
-    assert list(parts) == [CHUNK]
-    assert [(one.start, one.end) for one in kept] == [(0, 20), (50, 74)]
-    keys = client.kv.keys()
-    assert [one.context_id for one in kept] == [key.context_id for key in keys]
-    assert client.kv.nbytes == 440
-    (config,) = client.jobs.configs
-    assert (config.trace, config.cost_model, config.min_tokens) == (False, False, 64)
-
-
 def test_only_what_was_reused_is_reused_and_only_behind_it_nothing_is_exact(
     client: Client,
 ) -> None:
@@ -141,27 +127,11 @@ def test_parts_of_turns_that_are_gone_are_kept_again_those_that_are_stored_are_n
     assert spans == ([(0, 10), (60, 74)] if reason == "slow" else [(0, 74)])
 
 
-def test_few_exact_tokens_suffice(client: Client) -> None:
-    part = PlacedChunk(KVKey("d" * 32, OF_CHUNKS, "e" * 32), 0, 40, is_turn=True, is_exact=True)
-    client.answered(part, hits=[part])
-    assert client.settled()
-    assert client.jobs.configs[0].min_tokens == 0
-
-
 @pytest.mark.parametrize("options", [{"full": True}, {"reuse": False}, {"conversation": None}])
 def test_other_requests_keep_nothing(client: Client, options: dict[str, Any]) -> None:
     client.answered(CHUNK, **options)
     assert client.kv._turns == []
     assert client.jobs.kept == []
-
-
-def test_what_vllm_did_not_store_is_not_kept(client: Client) -> None:
-    client.jobs.answer = lambda kept: KeepResult((kept[1].start,))
-    client.answered(CHUNK)
-    assert client.settled()
-    ((segment,),) = (turn.segments for turn in client.kv._turns)
-    assert segment.start == 50
-    assert client.jobs.evicted == []
 
 
 @pytest.mark.parametrize("is_raised", [True, False])
@@ -182,15 +152,6 @@ def test_after_a_failure_nothing_is_kept_and_for_a_while_nothing_is_asked(
     client.answered(CHUNK)
     assert client.settled()
     assert len(client.jobs.kept) == 1
-
-
-def test_a_turn_that_is_forgotten_meanwhile_is_given_up_and_evicted(client: Client) -> None:
-    client.jobs.is_held = True
-    client.answered(CHUNK)
-    assert until(lambda: bool(client.jobs.kept))
-    keys = client.kv.forget()
-    assert until(lambda: client.jobs.evicted == keys, 20)
-    assert client.kv.keys() == []
 
 
 def test_of_turns_that_wait_only_the_newest_is_kept(client: Client) -> None:

@@ -22,7 +22,7 @@ from vllm.v1.worker import gpu_model_runner
 from cacheblend_rag import BlendConfig, Generation
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm import protocol
-from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, HISTOGRAMS, PREFIX
+from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, PREFIX
 from cacheblend_rag.engines.vllm.connector.scheduler import KEPT_REPORTS, KEPT_TRACES
 from cacheblend_rag.engines.vllm.connector.warm_up import Compilations
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob, SentLeadIn
@@ -230,21 +230,6 @@ def test_chunks_of_other_weights_are_not_found_and_those_of_the_same_are(
 # Reports and counts
 
 
-def test_fewer_stored_tokens_than_wanted_are_left_alone(core: InProcessEngine) -> None:
-    few = asked(core, "w3", config=core.config.with_changes(min_tokens=1000))
-    found = params_of(core, few)
-    too_few = "301 reusable tokens are fewer than min_tokens=1000"
-    assert found["reason"] == ["too_short", too_few]
-    assert [c["reason"] for c in found["chunks"]] == ["too short"] * 3
-    assert set(found["seconds"]) == set(found["starts"]) == {"look_up"}
-    assert found["seconds"]["look_up"] > 0
-
-    other = SentLeadIn("none", "", 0)
-    found = params_of(core, asked(core, "w4", lead_in=other))
-    assert found["reason"] == ["not_stored", "no chunk of the prompt is stored"]
-    assert [c["reason"] for c in found["chunks"]] == ["other model"] * 3
-
-
 def test_a_report_can_be_asked_for_once(core: InProcessEngine) -> None:
     told = params_of(core, asked(core, "w8", report_id=REPORT_ID))
     assert [chunk["hit"] for chunk in told["chunks"]] == [True] * 3
@@ -299,38 +284,6 @@ def counted() -> dict[str, float]:
         )
         for name in COUNTERS
     }
-
-
-def histograms() -> dict[tuple[str, str], float]:
-    """The counts and sums of histograms, by name and by the value of their own label."""
-    return {
-        (
-            sample.name.removeprefix(PREFIX),
-            next((sample.labels[own] for own in ("phase", "tier") if own in sample.labels), ""),
-        ): sample.value
-        for metric in REGISTRY.collect()
-        for sample in metric.samples
-        if any(sample.name in {f"{PREFIX}{n}_sum", f"{PREFIX}{n}_count"} for n in HISTOGRAMS)
-    }
-
-
-def test_metrics_show_the_phases_that_reports_say(core: InProcessEngine) -> None:
-    before = histograms()
-    reports = [
-        core.generate(f"{retrieved().text} {words(4, 50 + i)}", SHORT).report for i in range(2)
-    ]
-    assert all(report.blended for report in reports)
-    found = {key: value - before.get(key, 0.0) for key, value in histograms().items()}
-    for phase in ("look_up", "load", "lay_in", "early_layers", "selection", "recompute"):
-        assert found["phase_seconds_count", phase] == 2, phase
-        wanted = sum(getattr(report.seconds, phase) for report in reports)
-        assert found["phase_seconds_sum", phase] == pytest.approx(wanted), phase
-        assert wanted > 0, phase
-    assert found["load_seconds_count", "host"] == 2
-    assert found["load_seconds_sum", "host"] == pytest.approx(
-        sum(report.seconds.load_by_tier["host"] for report in reports)
-    )
-    assert found["recompute_ratio_sum", ""] == pytest.approx(0.6)
 
 
 def test_metrics_count_what_reports_say(core: InProcessEngine) -> None:

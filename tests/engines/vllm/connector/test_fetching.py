@@ -9,7 +9,7 @@ import pytest
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TieredKVStore
 from cacheblend_rag.kv import HostTier, StoredChunk, codec
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.kv.samples import CountingTier, SlowBytes, SlowTier
+from tests.kv.samples import SlowBytes, SlowTier
 from tests.models import prompt_of, words
 
 CHUNKS = [Chunk(words(20, seed)) for seed in range(8)]
@@ -42,27 +42,6 @@ def test_chunks_are_read_at_once_and_once_each(engine: InProcessEngine) -> None:
     assert [chunk.tier for chunk in second.chunks] == ["host"] * len(CHUNKS)
     assert slow.most_at_once == len(CHUNKS)
     assert len(slow.keys) == len(set(slow.keys)) == len(CHUNKS)
-
-
-@pytest.mark.parametrize("stored", [8, 3, 0])
-def test_the_worker_looks_each_chunk_up_once(engine: InProcessEngine, stored: int) -> None:
-    """Also where nothing comes of it; then no layer is read, only heads."""
-    blender = engine.worker_connector.blender
-    kvs = {key: blender.store.get(key).kv for key in blender.store.keys()}  # noqa: SIM118
-    prompt = prompt_of(*CHUNKS, words(6, 60 + stored))
-    least = engine.config.with_changes(min_tokens=1)
-    with pytest.MonkeyPatch.context() as settings:
-        settings.setattr(codec, "HEAD_BYTES", 1 << 10)
-        near, far = CountingTier(), SlowBytes()
-        far.fill(dict(list(kvs.items())[:stored]))
-        with TieredKVStore([near, far]) as store:
-            settings.setattr(blender.jobs, "store", store)
-            report = engine.generate(prompt, SHORT, config=least).report
-    assert sum(chunk.hit for chunk in report.chunks) == stored
-    assert len(near.lookups) == len(set(near.lookups)) == len(CHUNKS)
-    assert len(far.opened) == len(set(far.opened)) == len(CHUNKS)
-    assert far.looked_up == []
-    assert bool(far.ranges) == bool(stored)
 
 
 def test_the_worker_reads_heads_alone_of_what_is_too_little(engine: InProcessEngine) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import BlendConfig, Chunk, Document, SamplingParams
+from cacheblend_rag import BlendConfig, Chunk, Document
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.job_client import JobClient
 from cacheblend_rag.engines.vllm.protocol import PrecomputeResult
@@ -16,7 +16,6 @@ from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.prefill.precompute import document_plans
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
-from tests.kv.samples import until
 from tests.models import prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
@@ -68,18 +67,3 @@ def test_a_fill_is_done_when_nobody_decodes(llama: InProcessEngine) -> None:
     assert idle == ["answer", "fill"]
     both = finished(llama, ("fill", stored(21, idle=True)), ("index", stored(31, idle=False)))
     assert both == ["index", "fill"], "whoever waits for what is stored comes first, too"
-
-
-def test_what_was_missed_is_filled(llama: InProcessEngine) -> None:
-    chunks, short = [Chunk(words(40, seed)) for seed in range(4)], SamplingParams(max_tokens=3)
-
-    def told(seed: int) -> list[Any]:
-        prompt = prompt_of(words(5, seed), *chunks, words(9, seed))
-        return [chunk.reason for chunk in llama.generate(prompt, short).report.chunks]
-
-    llama.precompute(chunks[:2], progress=False)
-    llama.register(chunks[2:])
-    llama.fill_on_miss, before = True, llama.fill_report().computed
-    assert told(50) == [None, None, *["not stored, being filled"] * 2]
-    assert until(lambda: llama.fill_report().computed == before + 2, 60)
-    assert told(51) == [None] * 4

@@ -170,15 +170,6 @@ def test_the_last_token_is_vllms(finder: Finder) -> None:
     assert finder.find("default", []) == finder.find("default", [1]) == []
 
 
-def test_namespaces_find_their_own_chunks_only(finder: Finder) -> None:
-    learn(finder, job(FIRST), "one")
-    learn(finder, job(SECOND), "other")
-    both = (FIRST, SECOND)
-    assert ids(found(finder, *both, namespace="one")) == [chunk_id(FIRST)]
-    assert ids(found(finder, *both, namespace="other")) == [chunk_id(SECOND)]
-    assert found(finder, *both) == []
-
-
 def test_only_what_is_stored_is_learned(finder: Finder) -> None:
     learn(finder, job(FIRST, SECOND, THIRD), lost=(1,), fresh=(0,))
     assert ids(found(finder, FIRST, SECOND, THIRD)) == [chunk_id(FIRST), chunk_id(THIRD)]

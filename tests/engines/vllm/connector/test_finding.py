@@ -7,7 +7,6 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,24 +140,6 @@ def test_it_is_the_blend_that_our_own_client_asks_for(engine: InProcessEngine) -
     [brought] = ask(engine, own.token_ids, salt="b", params=own.params)
     assert found.logprobs == pytest.approx(brought.logprobs, abs=1e-6)
     assert found.cached == brought.cached
-
-
-def test_ratio_1_is_plain_prefill(engine: InProcessEngine) -> None:
-    prompt = tokens_of(engine, retrieved())
-    [told] = ask(engine, prompt, params=find(recompute_ratio=1.0))
-    assert told.logprobs == pytest.approx(plain(engine, prompt).logprobs, abs=1e-5)
-    assert told.cached == 0
-    assert [chunk["hit"] for chunk in told.params[PARAMETER]["chunks"]] == [True] * 3
-
-
-def test_plain_requests_get_no_blended_kv(engine: InProcessEngine) -> None:
-    prompt = tokens_of(engine, retrieved())
-    fresh = plain(engine, prompt)
-    ask(engine, prompt)
-    for _ in range(2):
-        [told] = ask(engine, prompt, params=dict(OFF_PARAMS))
-        assert told.logprobs == fresh.logprobs
-        assert told.params is None
 
 
 def test_repeats_come_out_of_the_prefix_cache(engine: InProcessEngine) -> None:
@@ -319,34 +300,6 @@ def test_what_the_store_has_lost_is_looked_for_once(engine: InProcessEngine) -> 
     assert codes == sorted(codes, reverse=True)
 
 
-def test_what_was_stored_again_before_a_loss_is_told_stays_known(
-    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connector = engine.scheduler_connector.finding
-    finder, told, learned = connector.finder, connector.note_result, []
-    learn = finder.learn
-    monkeypatch.setattr(finder, "learn", lambda *given: (learned.append(given), learn(*given)))
-    document = Document("d", (words(100, 91),))
-    engine.precompute([document], progress=False)
-    store = engine.worker_connector.blender.store
-    for key in list(store.entries()):
-        store.evict(key)
-
-    def late(pending: Any, result: Any) -> None:
-        (namespace, job, stored), *_ = learned
-        finder.learn(namespace, job, replace(stored, fresh=(0,)))
-        assert finder.settle()
-        told(pending, result)
-
-    monkeypatch.setattr(connector, "note_result", late)
-    prompt = tokens_of(engine, prompt_of(document.to_chunks()[0], words(9, 92)))
-    for _ in range(2):
-        [answer] = ask(engine, prompt, params=find(), salt=uuid.uuid4().hex)
-        assert finder.settle()
-        assert answer.params[PARAMETER]["reason"][0] == "not_stored", "it is looked for again"
-    engine.evict_document("d")
-
-
 @pytest.mark.parametrize(
     ("mode", "params", "blends"),
     [
@@ -374,10 +327,7 @@ def test_who_is_searched(
     ("sent", "said"),
     [
         ({"kind": "find", "version": 1}, "version must be"),
-        ({**TELLING, "config": 3}, "config must be an object"),
         ({**TELLING, "config": {"recompute_ratio": 7}}, "recompute_ratio=7"),
-        ({**TELLING, "config": {"colour": 7}}, "colour"),
-        ({**TELLING, "config": {3: 7}}, "TypeError"),
         ({"kind": "seek", "version": VERSION}, "release, status, report, find, off"),
     ],
 )
@@ -388,30 +338,6 @@ def test_a_malformed_wish_is_told(engine: InProcessEngine, sent: Any, said: str)
     assert code == "malformed_job"
     assert said in sentence
     assert told.cached == 0
-
-
-def test_few_tokens_are_left_alone(engine: InProcessEngine) -> None:
-    prompt = tokens_of(engine, retrieved())
-    [told] = ask(engine, prompt, params=find(min_tokens=400))
-    assert told.params[PARAMETER]["reason"][0] == "too_short"
-    [told] = ask(engine, engine.tokenize(words(200, 99)), params=find())
-    assert told.params[PARAMETER]["reason"][0] == "no_chunk"
-
-
-def test_a_prompt_whose_log_probabilities_are_asked_for_is_plain(engine: InProcessEngine) -> None:
-    prompt = tokens_of(engine, retrieved())
-    [told] = ask(engine, prompt, prompt_logprobs=1)
-    assert told.cached == 0
-    assert told.logprobs == pytest.approx(plain(engine, prompt).logprobs, abs=1e-5)
-
-
-def test_another_namespace_finds_nothing(
-    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connector = engine.scheduler_connector.finding
-    monkeypatch.setattr(connector.tenants, "namespace_of", lambda _: "another")
-    [told] = ask(engine, tokens_of(engine, retrieved()), params=find())
-    assert told.params[PARAMETER]["reason"][0] == "no_chunk"
 
 
 def test_a_chunk_right_at_the_end_leaves_vllm_the_last_token(engine: InProcessEngine) -> None:
@@ -431,18 +357,6 @@ def test_chunks_of_several_lead_ins_are_reused_in_one_prompt(engine: InProcessEn
     assert [chunk["hit"] for chunk in chunks] == [True] * 4
     assert told.cached == 301 + 80
     other.evict_document("d")
-
-
-def test_context_that_a_prompt_lacks_is_protected_as_our_client_does(
-    engine: InProcessEngine,
-) -> None:
-    own = request_of(engine, spaced(), SHORT, CONFIG)
-    assert own.job is not None
-    connector = engine.scheduler_connector.finding
-    found = connector.finder.find("default", list(own.token_ids))
-    mine = [(c.start, c.end, c.context_id, c.protected) for c in own.job.chunks]
-    assert [(c.sent.start, c.sent.end, c.sent.context_id, c.sent.protected) for c in found] == mine
-    assert {protected for *_, protected in mine} == {True, False}
 
 
 def test_a_search_that_fails_is_its_requests_only(

@@ -19,9 +19,8 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.protocol import BlendJob, BlendResult, CompareResult, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol import BlendJob, CompareResult, SentLeadIn
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prefill.comparing import Compared
@@ -96,16 +95,6 @@ def test_it_is_compared_when_nobody_decodes(core: InProcessEngine) -> None:
 
     core.transport.run(both())
     assert ended == ["answered", "compared"]
-
-
-def test_it_is_counted(core: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[object] = []
-    monkeypatch.setattr(BlendStats, "record", lambda _, result: counted.append(result))
-    report = compared(core, 53, *ALONE)
-    assert report.compared == 1
-    kinds = {type(one): one for one in counted}
-    assert kinds.keys() == {BlendResult, CompareResult}
-    assert kinds[CompareResult].divergence == report.divergence  # type: ignore[attr-defined]
 
 
 def test_what_cannot_be_blended_is_declined(core: InProcessEngine) -> None:

@@ -199,17 +199,6 @@ def test_ordinary_requests_get_nothing_that_was_blended(engine: InProcessEngine)
     assert plain(engine, asked, salt) == fresh
 
 
-def test_what_was_blended_of_an_evicted_chunk_is_not_used_again(engine: InProcessEngine) -> None:
-    lost = Document("lost", (words(90, 61),))
-    prompt = prompt_of(words(9, 60), lost.to_chunks()[0], " w7 ", words(20, 62))
-    engine.precompute([lost], progress=False)
-    assert blended(engine, prompt, 0.2).chunks[0].hit
-    engine.evict_document("lost")
-    engine.register(lost.to_chunks())
-    after = blended(engine, prompt, 0.2)
-    assert [(chunk.hit, chunk.reason) for chunk in after.chunks] == [(False, "not stored")]
-
-
 def together(engine: InProcessEngine, requests: Sequence[VLLMRequest]) -> list[tuple[int, ...]]:
     """The answers' tokens of requests that are sent at once."""
 

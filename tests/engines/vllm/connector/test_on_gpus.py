@@ -26,7 +26,7 @@ from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.vllm.connector import blender as blender_module
 from cacheblend_rag.engines.vllm.connector import job_runner
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
-from cacheblend_rag.engines.vllm.connector.pace import MOST_STEPS_AHEAD, Pace, Slices, steps_ahead
+from cacheblend_rag.engines.vllm.connector.pace import MOST_STEPS_AHEAD, Pace, steps_ahead
 from cacheblend_rag.engines.vllm.connector.paged import PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache, share_workspace
 from cacheblend_rag.engines.vllm.protocol import PrefetchResult
@@ -336,12 +336,6 @@ def test_too_little_memory_is_a_miss_with_a_reason(
 
 
 # Time
-
-
-def test_slices_suit_the_device() -> None:
-    assert Slices.of(torch.device("cpu")) == Slices(0.03, 0.24)
-    assert Slices.of(CUDA) == Slices(0.005, 0.02)
-    assert Slices.of(CUDA, busy=0.01) == Slices(0.01, 0.04)
 
 
 class Device:

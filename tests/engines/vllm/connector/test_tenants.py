@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -20,7 +18,7 @@ from cacheblend_rag.engines.vllm.connector.tenants import Tenants
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.job_client import ask_status
-from cacheblend_rag.engines.vllm.namespaces import FIELD, SECRET_VARIABLE, signed, with_namespace
+from cacheblend_rag.engines.vllm.namespaces import FIELD, SECRET_VARIABLE, signed
 from cacheblend_rag.engines.vllm.protocol import BlendJob
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError
@@ -129,23 +127,6 @@ def cached(vllm: LockstepVLLM, tokens: tuple[int, ...], field: str | None, salt:
         return [step.num_cached_tokens async for step in vllm.outputs(request, sampling)][-1]
 
     return vllm.run(ask())
-
-
-def test_chunks_are_their_namespaces_alone(tenant: Open) -> None:
-    acme, globex, default = map(tenant, ("acme", "globex", "default"))
-    assert acme.precompute([DOCUMENT], progress=False).computed == 2
-    assert hits(acme) == [True, True]
-    for other in (globex, default):
-        answer = asked(other)
-        assert [chunk.reason for chunk in answer.report.chunks] == ["not stored"] * 2
-    keys = [acme.key(chunk) for chunk in DOCUMENT.to_chunks()]
-    assert acme.stored(keys) == [True, True]
-    assert globex.stored(keys) == [False, False], "a job's keys are of its request's namespace"
-    assert globex.evict_document("d") == 0
-    assert acme.stored(keys) == [True, True]
-    assert globex.precompute([DOCUMENT], progress=False).computed == 2
-    assert acme.evict_document("d") == 2
-    assert (hits(acme), hits(globex)) == ([False, False], [True, True])
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -279,29 +260,3 @@ def test_a_flag_without_the_secret_serves_nobody(
         assert tenants.namespace_of(Sent(field)) is None  # type: ignore[arg-type]
     alone = Tenants(ConnectorSettings(namespace="own"))
     assert alone.namespace_of(Sent("x")) == "own"  # type: ignore[arg-type]
-
-
-def test_n_answers_are_of_one_namespace(shared: InProcessEngine) -> None:
-    """Each of the n requests that vLLM makes of one carries it."""
-    sampling = vllm_sampling(VLLMRequest((1, 2, 3), SHORT_SAMPLING))
-    sampling.n, sampling.temperature = 3, 1.0
-    sampling.output_kind = type(sampling.output_kind).FINAL_ONLY
-    made = with_namespace(sampling, "acme")
-    seen: list[str | None] = []
-    tenants = shared.scheduler_connector.finding.tenants
-    namespace_of = tenants.namespace_of
-
-    def noting(request: Any) -> str | None:
-        seen.append(namespace_of(request))
-        return seen[-1]
-
-    tenants.namespace_of = noting
-
-    async def ask() -> None:
-        request = VLLMRequest((1, 2, 3), SHORT_SAMPLING)
-        async with aclosing(shared.vllm.outputs(request, made, uuid.uuid4().hex)) as steps:
-            async for _ in steps:
-                await asyncio.sleep(0)
-
-    shared.vllm.run(ask())
-    assert seen == ["acme"] * 3

@@ -400,13 +400,6 @@ def test_what_cannot_be_read_holds_nothing_else_up(
     assert names(reader) == {chunk(0).name}
 
 
-def test_what_others_add_is_removed_with_it(place: Place) -> None:
-    one, other = filled(place, 1), filled(place, 0)
-    one.add([chunk(5)])
-    other.discard([chunk(5).name])
-    assert names(opened(place)) == {chunk(0).name}
-
-
 def test_a_folder_of_too_many_objects_is_read_no_further(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,14 +407,6 @@ def test_a_folder_of_too_many_objects_is_read_no_further(
     monkeypatch.setattr(token_objects, "MOST_OBJECTS", 3)
     with pytest.raises(OSError, match="more than 3 objects"):
         names(opened(place))
-
-
-def test_rows_are_held_for_so_many_only(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    filled(place, 4)
-    monkeypatch.setattr(token_objects, "MOST_ROWS", 2)
-    reader = opened(place)
-    assert names(reader) == {chunk(n).name for n in range(4)}
-    assert sum(len(kept.rows) for kept in reader._objects.values()) == 2
 
 
 def test_what_the_store_lost_is_noticed_once(place: Place) -> None:
@@ -436,12 +421,3 @@ def test_what_the_store_lost_is_noticed_once(place: Place) -> None:
     assert names(log) == {chunk(0).name}
     assert not log.has_lost()
     assert not new.has_lost()
-
-
-def test_replicas_that_tell_a_store_again_do_not_write_all_of_it_each(place: Place) -> None:
-    one, other = filled(place, 0), filled(place, 0)
-    many = [chunk(n) for n in range(token_objects.MANY)]
-    one.add(many)
-    other.add(many)
-    assert len(place.chunks()) == len(many)
-    assert names(other) == {told.name for told in many}

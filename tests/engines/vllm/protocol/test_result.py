@@ -99,94 +99,6 @@ def codes(value: Any) -> list[ReasonCode]:
     return []
 
 
-@pytest.mark.parametrize(
-    ("result", "plain"),
-    [
-        (Late(), {"late": True}),
-        (NO_REPORT, {"reason": ["no_answer", "no such report"]}),
-        (CANCELLED, {"error": ["cancelled", "cancelled"]}),
-        (
-            EvictResult(3, 0.5, ("redis",), noted=False),
-            {"evicted": 3, "work_seconds": 0.5, "pending": ["redis"], "noted": False},
-        ),
-        (
-            PrecomputeResult(2, work_seconds=0.5),
-            {
-                "computed": 2,
-                "skipped": 0,
-                "computed_tokens": 0,
-                "refused": [],
-                "failed": [],
-                "work_seconds": 0.5,
-            },
-        ),
-        (
-            PrecomputeResult(1, refused={FULL: 1, DISK: 2}, failed={DISK: 2}),
-            {
-                "computed": 1,
-                "skipped": 0,
-                "computed_tokens": 0,
-                "refused": [
-                    ["store_full", "store full", 1],
-                    ["store_error", "disk tier: no space left", 2],
-                ],
-                "failed": [["store_error", "disk tier: no space left", 2]],
-            },
-        ),
-        (
-            VerifyResult(1, {"0/1": DISK}),
-            {"verified": 1, "unreadable": {"0/1": ["store_error", "disk tier: no space left"]}},
-        ),
-        (PrefetchResult(0.5), {"work_seconds": 0.5}),
-    ],
-)
-def test_names_on_the_wire_are_settled(result: Result, plain: dict[str, Any]) -> None:
-    """Clients and servers of different versions know them."""
-    assert sent(result) == {"cacheblend": plain}
-
-
-def test_a_blends_names_on_the_wire_are_settled() -> None:
-    plain = sent(BLEND)["cacheblend"]
-    assert set(plain) == {
-        "selector", "ratio", "compute_share", "seconds", "work_seconds", "chunks",
-        "starts", "prefix_tokens", "load_by_tier",
-    }  # fmt: skip
-    assert plain["chunks"][1] == {
-        "chunk_id": "1" * 32,
-        "start": 50,
-        "tokens": 7,
-        "hit": False,
-        "reason": "not stored",
-        "tier": None,
-        "document_id": "report",
-        "recomputed": 0,
-        "edge_tokens": 0,
-    }
-
-
-def test_a_statuss_names_on_the_wire_are_settled() -> None:
-    assert sent(STATUS)["cacheblend"] == {
-        "active": True,
-        "identity": "a" * 64,
-        "vllm": "0.32.0",
-        "cacheblend_rag": "0.1.0",
-        "wire": 2,
-        "replicas": 2,
-        "shared": True,
-        "tensor_parallel": 1,
-        "attention": "auto",
-        "namespace": "b" * 32,
-        "read_only": False,
-        "store": {"chunks": 3, "bytes": 1 << 40},
-        "sampling": {**QWEN_SAMPLING, "min_p": 0.0},
-        "profile": "",
-        "guard": 0.0,
-        "token_bytes": 0,
-        "keeps_exact": False,
-        "compilations": 0,
-    }
-
-
 def test_what_a_newer_connector_adds_is_left_out() -> None:
     plain = sent(BLEND)
     plain["cacheblend"] |= {"colour": "red"}
@@ -213,19 +125,14 @@ def test_where_no_connector_spoke_there_is_no_result(params: Any) -> None:
     ("plain", "said"),
     [
         ({"chunks": "all"}, "chunks is a str"),
-        ({"chunks": [3]}, "ChunkReport must be an object"),
         ({"chunks": [{"chunk_id": "0"}]}, "missing"),
         ({"chunks": [], "ratio": "much"}, "ratio is a str"),
         ({"chunks": [], "ratio": float("nan")}, "ratio is no number"),
         ({"chunks": [], "ratio": 10**400}, "too large"),
-        ({"chunks": [], "seconds": {"load": None}}, "seconds is a NoneType"),
         ({"chunks": [], "seconds": {"load": -0.5}}, "seconds must be between 0 and 1,000,000"),
-        ({"chunks": [], "seconds": {"load": 2e6}}, "seconds must be between 0 and"),
         ({"chunks": [], "seconds": {"load": float("inf")}}, "seconds is no number"),
         ({"chunks": [], "starts": {"load": -1}}, "starts must be between 0 and"),
-        ({"chunks": [], "starts": {"load": float("nan")}}, "starts is no number"),
         ({"chunks": [], "seconds": {str(n): 1 for n in range(33)}}, "seconds holds too many"),
-        ({"chunks": [], "load_by_tier": {str(n): 0 for n in range(33)}}, "load_by_tier holds too"),
         ({"chunks": [], "load_by_tier": {"x" * 65: 0}}, "load_by_tier holds too many or too long"),
         ({"chunks": [], "load_by_tier": {"disk": -1e-3}}, "load_by_tier must be between 0 and"),
         ({"chunks": [], "load_by_tier": {"disk": 1}}, "load_by_tier does not add up to load"),
@@ -233,16 +140,10 @@ def test_where_no_connector_spoke_there_is_no_result(params: Any) -> None:
             {"chunks": [], "seconds": {"load": 1}, "load_by_tier": {"a": 0.5, "b": 0.25}},
             "load_by_tier does not add up",
         ),
-        ({"reason": ["slow", "x"], "seconds": {"look_up": -1}}, "seconds must be between"),
         ({"computed": True}, "computed is a bool"),
         ({"computed": 1, "refused": {3: 4}}, "refused is a dict"),
         ({"computed": 1, "refused": [["slow", "x"]]}, "refused holds 2 values instead of 3"),
-        ({"computed": 1, "refused": [["slow", "x", 0.5]]}, "refused is a float"),
-        ({"error": "slow"}, "error is a str"),
         ({"error": ["slow"]}, "error holds 1 values instead of 2"),
-        ({"error": ["slow", 3]}, "error is a int"),
-        ({"error": None}, "error is a NoneType"),
-        ({"reason": {}}, "reason is a dict"),
         ({"active": 1}, "active is a int"),
         ({"active": True, "replicas": 0}, "replicas"),
         ({"active": True, "store": [1]}, "StoredKV must be an object"),

@@ -63,45 +63,6 @@ def plain_selection(**changes: Any) -> dict[str, Any]:
 
 def test_a_trace_survives_json() -> None:
     assert result_of({"cacheblend": sent()}) == RESULT
-    assert sent()["trace"] == {
-        "selections": [
-            {
-                "layer": None,
-                "positions": [3, 5, 9],
-                "scores": [0.5, -1.0, 0.25],
-                "chosen": [True, False, True],
-                "key_deviations": [],
-                "value_deviations": [],
-            },
-            {
-                "layer": 1,
-                "positions": [3, 9],
-                "scores": [1e-9, 3e38],
-                "chosen": [False, True],
-                "key_deviations": [0.0, 1.5],
-                "value_deviations": [1e-9, 3e38],
-            },
-        ],
-        "rows": [3, 3, 1],
-        "truncated": True,
-        "layers": [
-            {
-                "layer": 1,
-                "tokens": 3,
-                "keys": {"mean": 1.5, "median": 1.0, "most": 3e38, "size": 9.0},
-                "values": {"mean": 0.5, "median": 0.25, "most": 1.0, "size": 4.0},
-            }
-        ],
-        "tokens": [
-            {
-                "layer": 1,
-                "positions": [3, 9],
-                "key_deviations": [0.5, 1.5],
-                "value_deviations": [0.25, 1e-9],
-            }
-        ],
-        "protected": [4, 7],
-    }  # fmt: skip
 
 
 def test_a_result_without_a_trace_has_none_on_the_wire() -> None:
@@ -129,46 +90,27 @@ def many(name: str, count: int) -> dict[str, Any]:
     ("trace", "said"),
     [
         ([], "Trace must be an object"),
-        ("all", "Trace must be an object"),
         (plain_trace(selections={}), "selections is a dict"),
-        (plain_trace(selections=[[]]), "TracedSelection must be an object"),
         (plain_trace(selections=sent()["trace"]["selections"] * MOST_SELECTIONS), "a trace of"),
         (plain_trace(rows=[1] * (MOST_LAYERS + 1)), "a trace of"),
         (plain_trace(rows=[1, -1]), "negative number of rows"),
-        (plain_trace(rows=[1.5]), "rows is a float"),
         (plain_trace(rows=[True]), "rows is a bool"),
-        (plain_trace(truncated=1), "truncated is a int"),
         (plain_selection(layer="1"), "layer is a str"),
-        (plain_selection(layer=-1), "layer=-1"),
         (plain_selection(layer=MOST_LAYERS), "layer=1024"),
         (plain_selection(positions=LONG, scores=LONG, chosen=[True] * len(LONG)), "longer than"),
         (plain_selection(positions=[9, 3]), "must rise"),
-        (plain_selection(positions=[-1, 3]), "must rise"),
-        (plain_selection(positions=[3, 3]), "must rise"),
         (plain_selection(positions=[3.0, 9]), "positions is a float"),
         (plain_selection(positions=[3]), "a score and a choice"),
-        (plain_selection(scores=[1.0]), "a score and a choice"),
-        (plain_selection(scores=[1.0, "2"]), "scores is a str"),
         (plain_selection(scores=[1.0, math.nan]), "scores is no number"),
-        (plain_selection(scores=[1.0, math.inf]), "scores is no number"),
         (plain_selection(scores=[1.0, 10**400]), "too large"),
-        (plain_selection(chosen=[True]), "a score and a choice"),
-        (plain_selection(chosen=[True, 1]), "chosen is a int"),
         (plain_selection(key_deviations=[]), "two deviations"),
-        (plain_selection(value_deviations=[1.0]), "two deviations"),
-        (plain_selection(key_deviations=[1.0], value_deviations=[1.0]), "two deviations"),
         (plain_selection(key_deviations=[math.nan, 1.0]), "key_deviations is no number"),
-        (plain_selection(value_deviations=None), "value_deviations is a NoneType"),
-        (plain_trace(layers={}), "layers is a dict"),
         (plain_trace(layers=sent()["trace"]["layers"] * 2), "must rise"),
         (plain_part("layers", layer=-1), "layer=-1"),
         (plain_part("layers", tokens=0), "tokens=0"),
-        (plain_part("layers", keys=None), "Deviations must be an object"),
         (plain_layer(mean=-1.0), "below 0"),
         (plain_layer(most=math.inf), "most is no number"),
-        (plain_layer(median="1"), "median is a str"),
         (many("tokens", MOST_SAMPLED + 1), f"a trace of {MOST_SAMPLED + 1} tokens"),
-        (plain_part("tokens", positions=[9, 3]), "must rise"),
         (plain_part("tokens", key_deviations=[1.0]), "two deviations each"),
         (plain_part("tokens", value_deviations=[1.0, -1.0]), "below 0"),
         (
