@@ -5,7 +5,6 @@ On a fake device that copies as late as it may, and on a GPU if there is one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from cacheblend_rag.blend.copy_stream import PinnedBuffers, pinned_buffers_of
 from cacheblend_rag.blend.transfer import Upload
 from cacheblend_rag.kv import DeviceTier, DiskTier, HostTier, codec, read_memory
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.packed_kv import packed, unpacked
 from cacheblend_rag.kv.read_memory import ReadMemory
 from cacheblend_rag.kv.tiers import StoredChunk, Tier
@@ -231,17 +229,6 @@ def test_a_chunk_that_is_lost_midway_leaves_nothing_behind(
     assert [chunk.reason for chunk in found[0].chunks] == [None, "damaged", None]
 
 
-def test_all_chunks_may_be_lost_while_others_are_on_their_way(beside: Beside) -> None:
-    tier = slow_tier()
-    for layer, name in enumerate("cab"):
-        data = tier.objects[NAMES[name].key]
-        data[spans_of(data, name).span(layer + 1, layer + 2)[0]] ^= 1
-    options = {"ring": True, "recompute_ratio": 0.3}
-    found = over([tier], stack=beside.stack(), **options)
-    wanted = beside.plainly(lambda: over_nothing(stack=beside.stack(), **options))
-    assert_same(found, wanted)
-
-
 @pytest.mark.parametrize("names", ["abc", "b"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_loses_midway_both_do_without(beside: Beside, rank: int, names: str) -> None:
@@ -283,24 +270,6 @@ def test_a_layer_is_on_its_way_while_the_one_before_is_computed(
     assert len(runs) >= LAYERS - 1
     for _, layer in runs[: LAYERS - 1]:
         assert steps.index(("upload", layer + 1)) < steps.index(("run", layer))
-
-
-def test_a_layer_that_is_not_read_is_not_waited_for_ahead(
-    beside: Beside, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reads take their time; none is waited for out of turn, and none is done twice."""
-    tier = SlowBytes(lambda *_: time.sleep(0.01 * len(tier.ranges)))
-    tier.fill({chunk.key: chunk_kv(FakeStack(), chunk) for chunk in placed()})
-    own = LayerSource.layer
-
-    def layer(source: LayerSource, number: int) -> Any:
-        asked = source._asked(number)
-        assert all(place.parts[first].done() for place, _, first in asked)
-        return own(source, number)
-
-    monkeypatch.setattr(LayerSource, "layer", layer)
-    assert_same(*both(beside, lambda: [tier], ring=True, recompute_ratio=0.3, selector="hkvd"))
-    assert len(tier.ranges) == len(set(tier.ranges))
 
 
 @pytest.mark.parametrize("steps", [2, 4, 5, 7, 10])

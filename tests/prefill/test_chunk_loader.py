@@ -42,12 +42,6 @@ def slow_tier(names: str = "abc", **options: Any) -> SlowBytes:
     return tier
 
 
-def layer_at(tier: SlowBytes, name: str, start: int) -> int:
-    """The layer whose range begins there."""
-    data = tier.objects[NAMES[name].key]
-    return (start - spans_of(data, name).start) // spans_of(data, name).layer_bytes
-
-
 def spans_of(data: bytearray, name: str) -> codec.Head:
     raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     head = codec.read_head(lambda a, b: raw[a:b], len(data), NAMES[name].key)

@@ -306,10 +306,3 @@ def test_rates_are_of_work_done_lately() -> None:
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         BlendConfig.of(wrong)
-
-
-def test_auto_survives_the_wire() -> None:
-    again = BlendConfig.of(AUTO.to_dict())
-    assert again == AUTO
-    assert again.ratio == 0.5
-    assert again.with_ratio(0.2).ratio == 0.2

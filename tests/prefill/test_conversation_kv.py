@@ -133,12 +133,9 @@ SEGMENT: dict[str, Any] = answered(FIRST).segments()[0].to_plain()
     [
         {"conversation_id": None},
         {"conversation_id": "x" * 32},
-        {"conversation_id": "A" * 32},
         {"most_turns": -1},
         {"most_bytes": True},
         {"turns": 1},
-        {"turns": [1]},
-        {"turns": [[1]]},
         {"turns": [[{}]]},
         {"more": 1},
         *(
@@ -146,16 +143,11 @@ SEGMENT: dict[str, Any] = answered(FIRST).segments()[0].to_plain()
             for wrong in (
                 {"token_ids": []},
                 {"token_ids": [-1]},
-                {"token_ids": [1.5]},
-                {"token_ids": [True]},
                 {"token_ids": [1 << 32]},
                 {"token_ids": "12"},
                 {"fingerprint": "../x"},
-                {"fingerprint": 3},
                 {"before": 1},
                 {"start": -1},
-                {"is_exact": 1},
-                {"nbytes": None},
                 {"more": 1},
             )
         ),

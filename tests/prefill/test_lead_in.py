@@ -239,16 +239,3 @@ def test_a_chunk_is_protected_unless_its_document_stands_before_it() -> None:
     assert protected(lone, one, two, three) == [False] * 4
     assert protected(two, three, name="instruction") == [False, False]
     assert protected(*DOCUMENT.to_chunks()[:2]) == [False, True], "w77 is in no chunk"
-
-
-def test_a_placed_chunk_reports_a_hit_or_why_not() -> None:
-    (chunk,) = placed("w3 w4", Chunk(words(5, 1), document_id="d"), "w9")
-    hit = chunk.report(None, "disk")
-    assert (hit.chunk_id, hit.start, hit.tokens, hit.document_id) == (chunk.key.chunk_id, 2, 5, "d")
-    assert (hit.hit, hit.tier, hit.reason, hit.recomputed) == (True, "disk", None, 0)
-    miss = chunk.report("damaged")
-    assert (miss.hit, miss.tier, miss.reason, miss.tokens) == (False, None, "damaged", 5)
-
-
-def test_as_many_keys_are_kept_as_is_said() -> None:
-    assert make_lead_in().key.cache_info().maxsize == module.CACHED_KEYS

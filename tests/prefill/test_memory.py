@@ -41,8 +41,9 @@ def scores(stack: FakeStack, tokens: int) -> int:
     return stack.geometry.heads * ROW_BLOCK * tokens * 4
 
 
-@pytest.mark.parametrize("selector", ["prior", "hkvd", "question_mid"])
-@pytest.mark.parametrize("tokens", [4096, 16384])
+@pytest.mark.parametrize(
+    ("tokens", "selector"), [(4096, "prior"), (4096, "hkvd"), (16384, "question_mid")]
+)
 def test_a_pass_over_a_ring_holds_two_layers(tokens: int, selector: str) -> None:
     stack = FakeStack(windows=(None,) * DEPTH, row_block=ROW_BLOCK)
     ids = torch.arange(tokens) % VOCABULARY

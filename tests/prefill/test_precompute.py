@@ -13,7 +13,6 @@ from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.precompute import (
-    DocumentPlan,
     compute_chunks,
     compute_document,
     compute_one_by_one,
@@ -283,16 +282,6 @@ def test_deviation_is_of_keys_turned_to_where_they_stand() -> None:
     torch.testing.assert_close(
         found, torch.tensor([0.0, 0, 0, 0, 4, 0]) / length, atol=1e-4, rtol=0
     )
-
-
-def test_a_plan_takes_what_continues_it_and_no_other() -> None:
-    whole = DocumentPlan([])
-    assert whole.takes(DOCUMENT[0])
-    assert not whole.takes(LONE)
-    assert not whole.takes(plan(1, own=2))
-    assert whole.takes(DOCUMENT[1])
-    assert [start for _, start in whole.members] == [2, 2 + len(piece(0))]
-    assert whole.tokens == tokens_of(DOCUMENT[1]).tolist()
 
 
 @pytest.mark.parametrize("how", ["one by one", "in a document"])

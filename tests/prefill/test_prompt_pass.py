@@ -19,8 +19,7 @@ from cacheblend_rag.blend.layer_part import LayerPart
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import probe_question
 from cacheblend_rag.blend.rotary import rotated
-from cacheblend_rag.blend.selectors import SELECTORS, make_selector
-from cacheblend_rag.blend.stack import on_all_ranks
+from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
 from cacheblend_rag.kv.timings import Speeds
@@ -31,10 +30,8 @@ from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NOT_STORED
 from cacheblend_rag.prefill.prompt_pass import (
     COMPUTING,
-    CONTEXT_KEPT,
     FusedPrompt,
     NotWorthLoading,
-    PromptPass,
 )
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from tests.blend.fake_stack import LAYERS, FakeStack, plain_kv
@@ -276,31 +273,6 @@ def test_a_chunk_without_a_prior_is_protected_whole(share: float, recomputed: li
     assert [chunk.recomputed for chunk in found.chunks] == recomputed
 
 
-def test_where_every_token_is_protected_nothing_is_recomputed() -> None:
-    found = finished(
-        prompt_pass(filled(placed()), placed(protected="abc"), selector="hkvd", protect_context=1.0)
-    )
-    wanted = by_hand(BlendConfig(recompute_ratio=0.0))
-    assert torch.equal(found.fused.keys, wanted.fused.keys)
-    assert (found.selector, found.selector_reason) == ("none", CONTEXT_KEPT)
-    assert found.ratio == 0.0
-
-
-def test_without_a_prior_the_heads_of_chunks_are_taken() -> None:
-    selector = "prior"
-    store, chunks = filled(placed(), prior=False), placed()
-    found = finished(prompt_pass(store, chunks, selector=selector, recompute_ratio=0.3))
-    wanted = by_hand(BlendConfig(selector="chunk_head", recompute_ratio=0.3))
-    assert torch.equal(found.fused.keys, wanted.fused.keys)
-    assert found.selector == "chunk_head"
-    assert found.selector_reason == f"no prior stored for {selector}"
-    one = filled(placed(names="ac"), prior=False)
-    one.put(chunks[1].key, chunk_kv(FakeStack(), chunks[1]))
-    some = finished(prompt_pass(one, chunks, selector=selector, recompute_ratio=0.2))
-    assert (some.selector, some.selector_reason) == (selector, None)
-    assert [chunk.recomputed for chunk in some.chunks] == [0, 5, 0]
-
-
 def test_kv_of_another_shape_is_damage_and_that_of_another_model_is_named() -> None:
     chunks = placed()
     store = filled(chunks[2:])
@@ -392,28 +364,6 @@ def test_seconds_are_charged_to_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Stopwatch(torch.device("cpu")).seconds == {}
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_every_phase_of_a_prompt_is_timed(selector: str) -> None:
-    began = time.perf_counter()
-    work = prompt_pass(filled(placed()), placed(), selector=selector, recompute_ratio=0.3)
-    found = finished(work)
-    assert found.seconds is work.watch.seconds
-    taken = time.perf_counter() - began
-    chooses = SELECTORS[selector].fixed_ratio is None
-    wanted = {"look_up", "load", "lay_in", "recompute"}
-    wanted |= {"selection"} if chooses else set()
-    wanted |= {"early_layers"} if chooses and make_selector(selector).needs_fresh_kv else set()
-    assert set(work.watch.starts) == wanted
-    assert set(found.seconds) == wanted | {"load_hidden"}
-    assert min(found.seconds[phase] for phase in wanted) > 0
-    found.seconds.pop("load_hidden")
-    assert sum(found.seconds.values()) <= taken
-    assert found.load_by_tier == {"host": pytest.approx(found.seconds["load"])}
-    starts = work.watch.starts
-    assert began <= starts["look_up"] <= starts["lay_in"] <= starts["load"]
-    assert max(starts.values()) <= began + taken
-
-
 def test_slow_layers_count_for_the_phase_that_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers 0 and 1 run before the check at layer 2, the others after it."""
     run_layer = FakeStack.run_layer
@@ -500,21 +450,6 @@ def test_a_prior_that_one_rank_lacks_is_none() -> None:
     assert named == [("chunk_head", "no prior stored for prior")] * 2
 
 
-def test_all_ranks_hold_what_each_holds() -> None:
-    held = [[True, True, False, False], [True, False, True, False]]
-    found = Ranks().run(lambda rank, stack: on_all_ranks(stack, held[rank]))
-    assert found == [[True, False, False, False]] * 2
-    assert on_all_ranks(FakeStack(), held[0]) == held[0]
-
-
-def test_a_prompt_pass_needs_no_more_than_its_parts() -> None:
-    source = filled(placed()).fetch(chunk.key for chunk in placed())
-    work = PromptPass(FakeStack(), prompt_ids(), placed(), source, BlendConfig(min_tokens=0))
-    found = finished(work)
-    assert ([chunk.hit for chunk in found.chunks], found.blended) == ([True] * 3, True)
-    assert found.hidden is not None
-
-
 # Whether it is worth it, by what is found
 
 
@@ -537,11 +472,6 @@ def test_too_little_is_told_by_the_heads_and_nothing_is_computed(
     assert [chunk.reason for chunk in refused.chunks] == reasons
     assert {chunk.tier for chunk in refused.chunks} == {None}
     assert not stack.log
-
-
-def test_just_enough_is_blended() -> None:
-    found = finished(prompt_pass(filled(placed(names="ac")), placed(), min_tokens=15))
-    assert [chunk.hit for chunk in found.chunks] == [True, False, True]
 
 
 def test_chunks_that_cannot_be_read_are_not_said_to_be_absent(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,42 +10,17 @@ from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import passes, plan_schedule
 from cacheblend_rag.blend.observer import Observer, Selection
 from cacheblend_rag.blend.passes import Candidates
-from cacheblend_rag.blend.rows import Rows
-from cacheblend_rag.blend.selectors import SELECTORS, Evidence
-from cacheblend_rag.blend.selectors.hkvd import HKVD
 from cacheblend_rag.prefill import trace_recorder
-from cacheblend_rag.prefill.prompt_pass import FusedPrompt
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
-from cacheblend_rag.trace import Trace
 from tests.blend.fake_stack import LAYERS, FakeStack
-from tests.blend.test_passes import Case, Prompt, Slow
+from tests.blend.test_passes import Case, Prompt
 from tests.prefill.prompts import (
-    filled,
-    finished,
-    placed,
-    prompt_pass,
     traces_alone_and_of_ranks,
 )
 
-CHECKS: tuple[dict[str, Any], ...] = (
-    {"selector": "hkvd", "check_layers": (1,)},
-    {"selector": "hkvd", "selector_options": {"deviation": "k"}, "check_layers": (2,)},
-    {"selector": "hkvd", "check_layers": (LAYERS - 1,)},
-    {"selector": "hkvd", "check_layers": (1, 3), "recompute_ratios": (0.6, 0.25)},
-)
-BEFORE: tuple[dict[str, Any], ...] = tuple(
-    {"selector": name} for name, kind in SELECTORS.items() if not kind.needs_fresh_kv
-)
 
-
-def traced(prompt: Prompt, config: BlendConfig, **options: Any) -> tuple[Trace, Slow]:
-    recorder = recorder_of(prompt.candidates, config)
-    case = Case.of(prompt, config, observers=[recorder], **options)
-    return recorder.trace(), Slow(case)
-
-
-def recorder_of(known: Candidates, config: BlendConfig | None = None) -> TraceRecorder:
-    schedule = plan_schedule(config or BlendConfig(), LAYERS)
+def recorder_of(known: Candidates) -> TraceRecorder:
+    schedule = plan_schedule(BlendConfig(), LAYERS)
     return TraceRecorder(FakeStack(), known, schedule, known.cached.numpy())
 
 
@@ -55,69 +28,6 @@ def all_cached(tokens: int) -> Candidates:
     known = Candidates.none(tokens)
     known.cached = known.eligible = torch.ones(tokens, dtype=torch.bool)
     return known
-
-
-@pytest.mark.parametrize("settings", [*CHECKS, *BEFORE], ids=str)
-@pytest.mark.parametrize("prompt", [Prompt(), Prompt(hits="ac", protected="c")], ids=str)
-@pytest.mark.parametrize("options", [{}, {"row_block": 4, "needs_hidden": False}], ids=str)
-def test_a_trace_is_what_the_selector_was_asked_and_said(
-    prompt: Prompt,
-    settings: dict[str, Any],
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = BlendConfig(**{"recompute_ratio": 0.3, **settings})
-    said: list[Tensor] = []
-    kind = SELECTORS[config.selector]
-    score = kind.score
-
-    def noted(self: Any, evidence: Evidence) -> Tensor:
-        said.append(score(self, evidence))
-        return said[-1]
-
-    monkeypatch.setattr(kind, "score", noted)
-    trace, slow = traced(prompt, config, **options)
-    cached = prompt.candidates.cached.tolist()
-    rows = [slow.probed.get(layer, rows) for layer, rows in enumerate(slow.rows)]
-    assert list(trace.rows) == [sum(cached[i] for i in layer) for layer in rows]
-    chooses = kind.fixed_ratio is None
-    expected = (list(config.check_layers) if kind.needs_fresh_kv else [None]) if chooses else []
-    assert [one.layer for one in trace.selections] == expected
-    for one, scores in zip(trace.selections, said, strict=False):
-        finite = scores[scores.isfinite()]
-        assert list(one.scores) == finite.tolist()
-        after = set(slow.rows[one.layer or 0])
-        among = sorted(slow.eligible - slow.always)
-        if one.layer is not None:
-            among = sorted(set(slow.probed[one.layer]) & set(among))
-        assert [i for i, kept in zip(among, scores.isfinite(), strict=True) if kept] == list(
-            one.positions
-        )
-        assert list(one.chosen) == [i in after for i in one.positions]
-        assert len(one.key_deviations) == (len(one.positions) if one.layer is not None else 0)
-    for one in trace.selections:
-        if config.selector == "hkvd":
-            by = HKVD(**config.selector_options).deviation
-            deviations = one.value_deviations if by == "v" else one.key_deviations
-            assert deviations == one.scores
-            assert one.key_deviations != one.value_deviations
-    assert not trace.truncated
-
-
-def test_a_pass_hands_its_trace_back_only_where_it_is_asked_for() -> None:
-    options: dict[str, Any] = {"selector": "hkvd", "recompute_ratio": 0.3}
-    assert finished(prompt_pass(filled(placed()), placed(), **options)).trace is None
-    done = finished(prompt_pass(filled(placed()), placed(), trace=True, **options))
-    assert done.trace is not None
-    (selection,) = done.trace.selections
-    chosen = [i for i, kept in zip(selection.positions, selection.chosen, strict=True) if kept]
-    told = {
-        i
-        for report in done.chunks
-        for i in range(report.start, report.start + report.tokens)
-        if i in chosen
-    }
-    assert len(told) == len(chosen) == sum(report.recomputed for report in done.chunks)
 
 
 def test_without_an_observer_nothing_is_computed_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,23 +39,6 @@ def test_without_an_observer_nothing_is_computed_for_one(monkeypatch: pytest.Mon
     Case.of(Prompt(), BlendConfig(selector="hkvd"))
     with pytest.raises(AssertionError):
         Case.of(Prompt(), BlendConfig(selector="hkvd"), observers=[Observer()])
-
-
-def test_an_observer_of_ones_own_sees_the_pass_beside_the_trace() -> None:
-    seen: list[Selection] = []
-
-    class Watching(Observer):
-        def selected(self, selection: Selection) -> None:
-            seen.append(selection)
-
-    work = prompt_pass(filled(placed()), placed(), selector="hkvd", recompute_ratio=0.3, trace=True)
-    work.observer = Watching()
-    done = finished(work)
-    assert isinstance(done, FusedPrompt)
-    assert done.trace is not None
-    assert [one.positions.tolist() for one in seen] == [
-        list(one.positions) for one in done.trace.selections
-    ]
 
 
 def selection(scores: Tensor, chosen: int = 2) -> Selection:
@@ -186,20 +79,6 @@ def test_overflown_deviations_are_the_largest_number() -> None:
     recorder.selected(Selection(1, positions, scores, positions[:1], odd, scores))
     (one,) = recorder.trace().selections
     assert one.key_deviations == (most, most)
-
-
-def test_rows_are_counted_in_no_more_layers_than_a_trace_holds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(trace_recorder, "MOST_LAYERS", 2)
-    known = Candidates.none(3)
-    known.cached = known.eligible = torch.tensor([True, False, True])
-    recorder = recorder_of(known)
-    rows = Rows.where(torch.tensor([True, True, False]).numpy(), torch.device("cpu"))
-    for layer in range(3):
-        recorder.computed(layer, rows)
-    trace = recorder.trace()
-    assert (trace.rows, trace.truncated) == ((1, 1), True)
 
 
 def test_ranks_trace_the_same_with_the_deviations_of_all_heads() -> None:
