@@ -28,17 +28,6 @@ async def test_a_key_may_be_given_to_the_application(engine):
     assert (await http.get("/v1/models", headers=bearer("sesame"))).status_code == 200
 
 
-async def test_releasing_needs_the_store_key(engine, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "sesame")
-    monkeypatch.setenv("CACHEBLEND_STORE_KEY", "open")
-    http = http_client(create_app(engine))
-    engine.precompute(["w3 w4"], progress=False)
-    path = "/v1/cacheblend/release"
-    assert (await http.post(path, headers=bearer("sesame"))).status_code == 403
-    answer = await http.post(path, headers=bearer("open"))
-    assert (answer.status_code, answer.json()) == (200, {"released_bytes": 16})
-
-
 async def test_a_server_of_a_collection_takes_no_documents(engine):
     http = http_client(create_app(engine, documents=False))
     answer = await http.put("/v1/cacheblend/documents/a", json={"chunks": ["w3"]})
@@ -105,22 +94,6 @@ async def test_head_is_answered_as_get_and_options_with_what_a_path_takes(http):
         told = await http.patch(path)
         assert (told.status_code, told.headers["allow"]) == (405, methods)
         assert f"takes {methods}, not PATCH" in told.json()["error"]["message"]
-
-
-async def test_a_page_of_a_known_host_may_ask(http):
-    page = {"origin": "http://localhost:3000"}
-    wants = {
-        "access-control-request-method": "POST",
-        "access-control-request-headers": "authorization, content-type",
-    }
-    told = await http.options("/v1/chat/completions", headers={**page, **wants})
-    assert told.status_code == 200
-    assert told.headers["access-control-allow-origin"] == "*"
-    assert "authorization" in told.headers["access-control-allow-headers"]
-    told = await http.post("/v1/chat/completions", json=ASKED, headers=page)
-    assert told.headers["access-control-allow-origin"] == "*"
-    foreign = {"origin": "http://evil.example", **wants}
-    assert (await http.options("/v1/chat/completions", headers=foreign)).status_code == 403
 
 
 async def test_fields_mean_what_they_mean_to_vllm(http):

@@ -184,46 +184,12 @@ def test_documents_are_listed_in_pages(client: TestClient) -> None:
     }
 
 
-def test_stats_and_release(client: TestClient) -> None:
-    client.put(f"{DOCUMENTS}/a", json={"chunks": [ONE, TWO]})
-    assert client.get("/v1/cacheblend/stats").json() == {
-        "object": "cacheblend.stats",
-        "model": "hash",
-        "documents": 1,
-        "chunks": 2,
-        "stored_chunks": 2,
-        "reuses": True,
-        "reason": None,
-        "read_only": False,
-    }
-    assert client.post("/v1/cacheblend/release").json() == {"released_bytes": 8 * 9}
-    assert client.get("/v1/cacheblend/stats").json()["stored_chunks"] == 0
-
-
 @pytest.mark.parametrize("name", ["a/b.md", "50 %", "Größe/表.md", "a?b#c", "x" * 512, "..."])
 def test_an_id_is_any_name(client: TestClient, name: str) -> None:
     path = f"{DOCUMENTS}/{quote(name)}"
     assert client.put(path, json={"chunks": [ONE]}).json()["id"] == name
     assert client.get(path).json()["id"] == name
     assert client.delete(path).json()["id"] == name
-
-
-def test_the_page_describes_it(client: TestClient) -> None:
-    told = client.get("/openapi.json").json()
-    put = told["paths"][f"{DOCUMENTS}/{{document_id}}"]["put"]
-    fields = put["requestBody"]["content"]["application/json"]["schema"]["properties"]
-    assert {"chunks", "text", "chunk_tokens", "separator", "boundaries", "collection"} == set(
-        fields
-    )
-    assert set(told["paths"]) == {
-        f"{DOCUMENTS}/{{document_id}}",
-        DOCUMENTS,
-        "/v1/cacheblend/stats",
-        "/v1/cacheblend/release",
-    }
-    answers = put["responses"]
-    assert "Failure" in json.dumps(answers["4XX"])
-    assert "StoredDocument" in json.dumps(answers["200"])
 
 
 # What they refuse

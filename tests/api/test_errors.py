@@ -19,11 +19,9 @@ from tests.api.conftest import http_client
 
 pytestmark = pytest.mark.asyncio
 MESSAGES = [{"role": "user", "content": "w3"}]
-FUNCTION = {"name": "a", "parameters": {}}
 BAD = [
     ({"messages": []}, "messages", "at least 1"),
     ({"messages": "w3"}, "messages", "list"),
-    ({"messages": None}, "messages", "list"),
     ({"messages": [{"role": "robot", "content": "w3"}]}, "messages.0.role", "'user'"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "string"),
     ({"messages": [{"role": "user"}]}, "messages", "content"),
@@ -33,8 +31,6 @@ BAD = [
         "only text",
     ),
     ({"temperature": -1}, "temperature", "at least 0"),
-    ({"temperature": "hot"}, "temperature", "number"),
-    ({"temperature": True}, "temperature", "number"),
     ({"top_p": 0}, "top_p", "above 0"),
     ({"top_k": -2}, "top_k", "at least 0"),
     ({"min_p": 2}, "min_p", "at most 1"),
@@ -42,10 +38,7 @@ BAD = [
     ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
     ({"seed": 1 << 63}, "seed", "64-bit"),
     ({"stop": ["w"] * 17}, "stop", "at most 16"),
-    ({"stop": [""]}, "stop", "non-empty"),
-    ({"n": 0}, "n", "greater than or equal to 1"),
     ({"n": 65}, "n", "less than or equal to 64"),
-    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     ({"max_completion_tokens": 1.5}, "max_completion_tokens", "integer"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
@@ -67,11 +60,9 @@ BAD = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": "sometimes"}, "tool_choice", "tool_choice"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "leave it out"),
-    ({"functions": [FUNCTION]}, "functions", "use tools"),
     ({"modalities": ["audio"]}, "modalities", "['text']"),
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "structured_outputs"),
     ({"add_generation_prompt": False}, "add_generation_prompt", "leave it out"),
-    ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "leave it out"),
     ({"documents": [{"text": "w3"}]}, "documents", "into the messages"),
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "/v1/cacheblend/documents"),
     ({"echo": True}, "echo", "/v1/completions"),
@@ -113,24 +104,6 @@ async def test_a_bad_field_of_a_completion_is_named(http, more, param, said):
     assert said in error["message"]
 
 
-async def test_a_body_that_is_no_object_says_what_to_send(http):
-    for sent in (
-        {"json": []},
-        {"json": "w3"},
-        {"content": b'{"messages": []}'},
-        {"data": {"messages": "w3"}},
-        {"content": b""},
-    ):
-        answer = await http.post("/v1/chat/completions", **sent)
-        assert answer.status_code == 400, answer.text
-        assert "Content-Type: application/json" in answer.json()["error"]["message"]
-    for content in (b'{"a"', b"\xff", b'{"a": 1,}'):
-        answer = await http.post(
-            "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
-        )
-        assert answer.status_code == 400, answer.text
-
-
 async def test_clients_raise_their_own_errors(client):
     with pytest.raises(openai.NotFoundError) as told:
         await client.chat.completions.create(model="gpt-9", messages=MESSAGES)
@@ -169,13 +142,6 @@ async def test_errors_of_the_engine_have_a_status(http, script, error, status, s
         assert said in answer.json()["error"]["message"]
         assert "secret" not in answer.text
         assert ("retry-after" in answer.headers) == (status == 503)
-
-
-async def test_paths_and_methods_that_there_are_not(http):
-    missing, wrong = await http.get("/v1/nothing"), await http.get("/v1/completions")
-    assert (missing.status_code, wrong.status_code) == (404, 405)
-    assert "/v1/nothing" in missing.json()["error"]["message"]
-    assert "GET" in wrong.json()["error"]["message"]
 
 
 async def test_facts(http, engine):
