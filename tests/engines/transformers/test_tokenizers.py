@@ -96,10 +96,14 @@ def test_a_chunk_within_a_word_says_why_it_is_not_reused() -> None:
 
 
 SEAMS = ("\n\n", " ", "\n- ", "[1] ", "")
+CASES = [
+    (kind, SEAMS[(at + more) % len(SEAMS)])
+    for at, kind in enumerate([*KINDS, *UNUSABLE])
+    for more in (0, 2)
+]
 
 
-@pytest.mark.parametrize("seam", SEAMS)
-@pytest.mark.parametrize("kind", [*KINDS, *UNUSABLE])
+@pytest.mark.parametrize(("kind", "seam"), CASES)
 def test_chunks_are_reused_between_seams_that_change_their_edges(kind: str, seam: str) -> None:
     """The answer is that of the model's own tokens, and few tokens of a chunk are not reused."""
     chunks = [Chunk(chunk.text.strip()) for chunk in CHUNKS]

@@ -38,7 +38,7 @@ def blend_config() -> BlendConfig:
 
 # What strangers send
 
-MUTATIONS = 10_000
+MUTATIONS = 3_000
 
 
 def test_whatever_is_wrong_with_an_order_is_its_requests_reason() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,12 +35,15 @@ DOCUMENT = Document("d", tuple(words(30 + i, i) for i in range(4)), separator=" 
 ALONE = [Chunk(words(40, seed)) for seed in (11, 12)]
 
 
-@pytest.fixture(scope="module")
-def core(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
-    engine = InProcessEngine.open(model_folder("llama"), CONFIG)
-    engine.precompute([DOCUMENT, *ALONE], progress=False)
-    yield engine
-    engine.close()
+@pytest.fixture
+def blend_config() -> BlendConfig:
+    return CONFIG
+
+
+@pytest.fixture
+def core(llama: InProcessEngine) -> InProcessEngine:
+    llama.precompute([DOCUMENT, *ALONE], progress=False)
+    return llama
 
 
 def compared(engine: Engine, seed: int, *chunks: Chunk) -> GuardReport:
