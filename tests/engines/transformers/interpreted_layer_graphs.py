@@ -235,16 +235,6 @@ def test_a_model_with_hooks_gets_none() -> None:
     assert captured.count == 2
 
 
-def test_graphs_of_few_sizes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_graphs, "KEPT_SIZES", 2)
-    stack, captured = stack_of(llama), Captured()
-    graphs = LayerGraphs(stack, stack.layers, captured)
-    for count, known in ((10, 2), (20, 4), (10, 4), (30, 6), (20, 8)):
-        for seed in range(2):
-            Prompt(stack, 90, count, seed=seed).check(graphs)
-        assert captured.count == known
-
-
 def test_too_many_rows_or_one_get_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_graphs, "MOST_ROWS", 16)
     stack = stack_of(llama)
