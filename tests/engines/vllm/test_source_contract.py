@@ -6,6 +6,7 @@ import ast
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,10 @@ def release() -> Sources:
     return sources_at(installed())
 
 
-def ours() -> Iterator[tuple[Path, ast.Module]]:
-    for file in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        if any(imported(tree)):
-            yield file, tree
+@cache
+def ours() -> list[tuple[Path, ast.Module]]:
+    trees = ((file, ast.parse(file.read_text())) for file in sorted(PACKAGE.rglob("*.py")))
+    return [(file, tree) for file, tree in trees if any(imported(tree))]
 
 
 def said(node: ast.AST | None) -> str:
