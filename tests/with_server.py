@@ -10,8 +10,9 @@ import os
 import subprocess
 import sys
 
+from toy import TOY
+
 from cacheblend_rag.engines.vllm.serve import running_server
-from tests.toy import TOY
 
 VARIABLE = "CACHEBLEND_TEST_ENGINE"
 FLAGS = ("--dtype", "float32", "--enforce-eager")
