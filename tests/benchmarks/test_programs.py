@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -80,14 +79,3 @@ def test_a_conversation_has_a_row_a_turn(bench: Bench) -> None:
     assert [row["earlier_turns"] for row in undropped] == [0, 1, 2, 3]
     # Prefix caching loses its prefix as soon as a turn is dropped.
     assert undropped[2]["prefix_tokens"] > 300 > turns[2]["prefix_tokens"]
-
-
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_throughput(bench: Bench) -> None:
-    found = bench(
-        "throughput", "--shape", "tiny", "--chunk-tokens", 48, "--question-tokens", 5, "--eager",
-        "--questions", 3, "--chunks", 4, "--drawn", 2, "--answer-tokens", 3, "--ratio", 0.2,
-    )  # fmt: skip
-    assert (found["questions"], found["chunks"], found["prompt_tokens"]) == (3, 4, 2 * 48 + 5)
-    assert found["over_plain"] == pytest.approx(found["blend_rps"] / found["plain_rps"])
-    assert found["precompute_seconds"] > 0

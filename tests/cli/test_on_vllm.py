@@ -96,6 +96,22 @@ def test_eval_gives_the_table_of_the_embedded_engine(tmp_path):
         assert theirs["compute_share"] == pytest.approx(ours["compute_share"], abs=0.05)
 
 
+@needs_vllm
+def test_throughput_is_measured():
+    command = (
+        "-m", "tests.benchmarks.throughput", "--chunk-tokens", 48,
+        "--question-tokens", 5, "--eager", "--questions", 3, "--chunks", 4, "--drawn", 2,
+        "--answer-tokens", 3, "--ratio", 0.2, "--json",
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert (found["questions"], found["chunks"], found["prompt_tokens"]) == (3, 4, 2 * 48 + 5)
+    assert found["over_plain"] == pytest.approx(found["blend_rps"] / found["plain_rps"])
+    assert found["precompute_seconds"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
