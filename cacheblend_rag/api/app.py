@@ -144,7 +144,7 @@ class BodyRoute(APIRoute):
     """Reads large bodies off the event loop, and answers whatever fails unexpectedly."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the route's handler."""
+        """Return FastAPI's handler of the route, which answers unexpected exceptions as well."""
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
@@ -167,7 +167,7 @@ class _BodyRequest(Request):
 
 
 def _guard(app: FastAPI, api_key: str | None) -> None:
-    """Let an application ask for keys, and refuse bodies that are long, deep, or of many values.
+    """Add checks of the API key and of bodies: length, depth of nesting, number of values.
 
     api_key: what clients must send; by default the environment's VLLM_API_KEY.
     """

@@ -131,7 +131,7 @@ class OneLineRoute(APIRoute):
     """Answers every exception of a route with OpenAI's error object, in one line."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the route's handler."""
+        """Return FastAPI's handler of the route, which answers every exception as well."""
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:

@@ -131,7 +131,7 @@ class TtftPlan:
 
     @cached_property
     def torch_device(self) -> torch.device:
-        """The device called ``device``; raises ConfigError if it is not available."""
+        """The torch device named by ``device``; raises ConfigError if it is not available."""
         from cacheblend_rag.engines.transformers.loading import pick_device
 
         return pick_device(self.device)

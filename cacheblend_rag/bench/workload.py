@@ -15,7 +15,7 @@ ONE_TOKEN = SamplingParams.greedy(max_tokens=1, ignore_eos=True)
 LEAD_IN = "none"
 """The lead-in of benchmarks: none, since their prompts begin with a chunk."""
 Case = Callable[[int], float]
-"""One case to measure: takes the number of the turn (0 is the warm-up), returns seconds."""
+"""Runs what is measured once: takes the run's number (0 is the warm-up), returns seconds."""
 
 Advance = Callable[[str], None]
 """Called with the label of the next step, for a progress display."""

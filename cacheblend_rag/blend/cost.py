@@ -69,7 +69,7 @@ class _RowCount:
         return _RowCount(self.count + share * others.count, pairs)
 
     def run(self, cost: LayerCost) -> float:
-        """Work of running a layer on the rows."""
+        """Return the floating-point operations of running one layer on the rows."""
         return cost.per_row * self.count + cost.per_pair * self.pairs[cost.window]
 
 

@@ -33,7 +33,7 @@ Attention = Callable[[AttentionCall, FusedKV, Rows], Tensor]
 
 
 class GraphedRows(Protocol):
-    """Runs layers on the rows of one prompt as CUDA graphs, their attention included."""
+    """Runs whole layers, attention included, on the rows of one prompt as CUDA graphs."""
 
     def run(self, layer: int, hidden: Tensor) -> Tensor | None:
         """Run one layer on ``hidden`` (1, rows, hidden), and write the rows' fresh KV.
@@ -44,7 +44,7 @@ class GraphedRows(Protocol):
 
 
 Graphed = Callable[[Rows, FusedKV], GraphedRows | None]
-"""Returns what runs layers on rows of a prompt by graphs; None if they are to be run without."""
+"""Returns a runner of layers by CUDA graphs for these rows, None to run them without graphs."""
 
 
 @dataclass
@@ -267,7 +267,7 @@ class BlendPass:
         return self.stack.run_layer(layer, hidden, block.position_inputs, attend)
 
     def _write(self, call: AttentionCall, block: _Block) -> None:
-        """Keep a block's fresh KV."""
+        """Write the keys and values just computed for a block of rows into the fused KV."""
         if call.layer not in self.schedule.checks:  # where all rows were written before
             self._replacing(call.layer, block.rows, call.key, call.value)
         self.fused.write(call.layer, block.rows, call.key, call.value)

@@ -87,6 +87,6 @@ class Rows:
 
 
 def token_tensor(token_ids: Sequence[int], device: torch.device) -> Tensor:
-    """Return (tokens,) int64 on a device; `torch.tensor` would take milliseconds for thousands."""
+    """Return the ids as (tokens,) int64 on a device, faster than `torch.tensor` does for a list."""
     ids = np.fromiter(token_ids, np.int64, len(token_ids))
     return torch.from_numpy(ids).to(device)

@@ -85,7 +85,7 @@ def ttft_command(
     ] = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Time to first token of ordinary prefill and of a blend.
+    """Measure the time to first token by ordinary prefill and by a blend.
 
     On random weights of a real shape, or on a model's own weights and real text (--model). With
     vLLM, its own prefix caching is measured, too, on the chunks in another order.
@@ -141,7 +141,7 @@ def store_command(
     tier: TiersOption = list(TIERS),  # noqa: B006
     as_json: options.JsonOption = False,
 ) -> None:
-    """Speed of writing and reading chunk KV in each tier, and the raw limit of this machine."""
+    """Measure how fast each tier writes and reads chunk KV, beside this machine's raw speed."""
     plan = StorePlan(chunk_mib=chunk_mib, repeat=repeat, tiers=tuple(dict.fromkeys(tier)))
     with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
         from cacheblend_rag.bench.store import measure_store

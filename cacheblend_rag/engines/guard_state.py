@@ -14,11 +14,11 @@ from cacheblend_rag.settings.guard import GuardConfig
 Step = Literal["up", "down", "stop"]
 
 WINDOW = 512
-"""Samples after which older ones are forgotten, and least samples between a step and one down."""
+"""The mean is of so many latest samples; after a step, the ratio steps down no sooner."""
 FEWEST = WINDOW // 4
-"""While there are fewer samples since a step, the missing ones count as without an excess."""
+"""The sum of excesses is divided by at least so many samples, so that a few cannot decide."""
 ENOUGH = 0.5
-"""Below this share of the limit the ratio steps down again."""
+"""The ratio steps down when the mean is below this share of the limit."""
 LEAST_EXCESS = -0.25
 """A sample whose blend is nearer than ordinary prefill counts at most so much; it bounds what one
 sample can hide."""

@@ -143,7 +143,7 @@ def form_refused(form: StructuredOutputs, why: str) -> ConfigError:
 
 
 def is_deep(value: Any) -> bool:
-    """Whether a JSON value has more levels than MOST_DEPTH."""
+    """Whether a JSON value is nested deeper than MOST_DEPTH levels."""
     return any(depth > MOST_DEPTH for _, depth in nodes_in(value))
 
 

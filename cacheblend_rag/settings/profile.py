@@ -1,4 +1,4 @@
-"""LeadInConfig: the text that chunks are computed after; Profile: settings under one name."""
+"""Settings of the lead-in, the text before a chunk when its KV is computed; named profiles."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LeadInConfig(Settings):
 
     @classmethod
     def of(cls, value: LeadInConfig | Mapping[str, Any] | str | None) -> Self:
-        """As for all settings; a string is the kind."""
+        """Return the settings of a mapping, or of a string, which names the kind alone."""
         return cls(kind=value) if isinstance(value, str) else super().of(value)  # type: ignore[arg-type]
 
 

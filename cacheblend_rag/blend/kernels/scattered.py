@@ -50,7 +50,7 @@ class Tile:
 
 
 ROWS_WRITTEN = 16
-"""Rows of one head that a program of `write_rows` writes."""
+"""Rows that one Triton program of the kernel `write_rows` writes, of one KV head."""
 INTERPRETED = Tile(32, 32, warps=4, stages=2)
 """The tile in Triton's interpreter."""
 

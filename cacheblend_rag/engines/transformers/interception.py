@@ -29,7 +29,7 @@ DRIVEN = "cacheblend_rag"
 SIGHT = "cacheblend_rag_sight"
 """Active while the layers' masks are recorded."""
 ASKED_ROWS = (5_003, 77_777, 1_048_573)
-"""No multiple of a usual block size, so that block-wise masks are detected."""
+"""Positions that are no multiples of usual block sizes, so that block-wise masks show there."""
 ACTIVE = "_attn_implementation_internal"
 """The attribute of a config that names the attention implementation."""
 
@@ -122,7 +122,7 @@ def _intercepted(
 
 
 class AttentionWindow:
-    """Represents the mask of one layer.
+    """The attention mask of one layer, as a function of positions.
 
     sees: (batch, head, row, key) -> whether the row may see the key, all of them indices.
     """

@@ -12,7 +12,7 @@ QUIET_SECONDS = 0.02
 
 
 class PriorityLock:
-    """The lock of one model, held for a layer or a decode step at a time."""
+    """A lock around one model: requests hold it for a layer or a decode step at a time."""
 
     def __init__(self) -> None:
         self._driving, self._counting = RLock(), Lock()
