@@ -5,28 +5,22 @@ The corpus is controlled English that can only be answered by attention across c
 Every document is about one person or company. Its first chunk names the subject; later chunks
 say only "She", "his" or "The company". The documents of one prompt share type, pronoun and kinds
 of fact and differ in values, so that a fact in a later chunk belongs to its subject only through
-the chunk before it. `settings` adds what else prompts may depend on: another document, a revision,
-an earlier question. All draws are deterministic in their seed.
+the chunk before it. All draws are deterministic in their seed.
 """
 
 from pathlib import Path
 
-from .documents import draw_documents
-from .generate import generate_collection, generate_prompts
+from .documents import generate_collection, generate_prompts
 from .prompt import (
     CHUNK_SEPARATOR,
     DEFAULT_FRAME,
     INSTRUCTION,
-    OTHER_FRAMES,
-    UNKNOWN,
+    OTHER_HEAD,
     DemoDocument,
     DemoPrompt,
     DemoQuestion,
     PromptFrame,
 )
-from .settings import LEARNED_SETTINGS, SETTINGS
-from .shape import EVALUATION_SHAPE, CorpusShape
-from .subjects import FIRST_NAMES, held_out_names
 
 TOY = str(Path(__file__).parent)
 """The model, a folder in hub format; reports and servers name it ``toy``."""
@@ -34,21 +28,13 @@ TOY = str(Path(__file__).parent)
 __all__ = [
     "CHUNK_SEPARATOR",
     "DEFAULT_FRAME",
-    "EVALUATION_SHAPE",
-    "FIRST_NAMES",
     "INSTRUCTION",
-    "LEARNED_SETTINGS",
-    "OTHER_FRAMES",
-    "SETTINGS",
+    "OTHER_HEAD",
     "TOY",
-    "UNKNOWN",
-    "CorpusShape",
     "DemoDocument",
     "DemoPrompt",
     "DemoQuestion",
     "PromptFrame",
-    "draw_documents",
     "generate_collection",
     "generate_prompts",
-    "held_out_names",
 ]

@@ -1,4 +1,7 @@
-"""Draws documents about subjects that share their kinds of fact, and a question on each fact."""
+"""Draws documents about subjects that share their kinds of fact, and a question on each fact.
+
+The order of draws is the one that the weights were trained with; some were for training alone.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,21 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .prompt import DemoDocument, DemoQuestion, QuestionKind
-from .sentences import (
-    INTRODUCTIONS,
-    OPENINGS,
-    REVISIONS,
-    draw_filler,
-    estimate_tokens,
-)
-from .shape import CorpusShape
+from .prompt import DemoDocument, DemoPrompt, DemoQuestion, QuestionKind
+from .sentences import INTRODUCTIONS, OPENINGS, draw_filler, estimate_tokens
 from .subjects import KINDS, Attribute, SubjectKind, is_held_out
+
+SETTINGS = ("adjacent", "fragments", "shuffled")
+REFERRING_SHARE = 0.75
+Bounds = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Whom a document is about.
-
-    Attributes:
-        name: first and last name.
-        kind: type of subject.
-        revises: the document revises two facts of an earlier one.
-    """
+    """Whom a document is about: first and last name, and type."""
 
     name: str
     kind: SubjectKind
-    revises: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,44 +34,72 @@ class Fact:
     value: str
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A question with the subject and the fact that it is about."""
+def generate_prompts(setting: str, count: int, seed: int) -> list[DemoPrompt]:
+    """Draw prompts of one question each, about subjects that training never drew.
 
-    question: DemoQuestion
-    subject: Subject
-    fact: Fact
+    Args:
+        setting: `adjacent` (whole documents in order), `fragments` (only the chunks that refer
+            back, and only questions about them) or `shuffled` (all chunks in random order).
+        count: how many prompts.
+        seed: equal seeds give equal prompts.
+    """
+    rng = random.Random(f"prompts/{setting}/{seed}")
+    return [_draw_prompt(rng, setting) for _ in range(count)]
 
 
-def draw_documents(
-    rng: random.Random, shape: CorpusShape, *, held_out: bool = False
+def generate_collection(
+    documents: int, questions: int, seed: int
 ) -> tuple[list[DemoDocument], list[DemoQuestion]]:
-    """Draw the documents of one prompt and, in random order, a question on each of their facts."""
-    subjects = draw_subjects(rng, shape, draw_kinds(rng, shape), held_out=held_out)
-    documents, asked = write_documents(rng, shape, subjects)
-    return documents, [each.question for each in asked]
+    """Draw one collection for retrieval, about subjects that differ in first and last name.
+
+    A third each is about women, men and companies; a third's documents share their kinds of fact.
+    Questions name their subject in full, and `question.document` indexes the collection.
+    """
+    rng = random.Random(f"collection/{documents}/{questions}/{seed}")
+    kinds = [KINDS[index % len(KINDS)] for index in range(documents)]
+    drawn, asked = _write_documents(
+        rng,
+        kinds,
+        total_chunks=(2 * documents, 3 * documents),
+        context_tokens=(240 * documents, 250 * documents),
+    )
+    return drawn, rng.sample(asked, questions)
 
 
-def draw_kinds(rng: random.Random, shape: CorpusShape) -> list[SubjectKind]:
-    """Draw the type of each document's subject; in most prompts all have the same type."""
-    count = rng.randint(*shape.documents)
-    if rng.random() < shape.mixed:
-        return rng.choices(KINDS, k=count)
-    return [rng.choice(KINDS)] * count
+def _draw_prompt(rng: random.Random, setting: str) -> DemoPrompt:
+    count = rng.randint(4, 6)
+    rng.random()
+    kinds = [rng.choice(KINDS)] * count
+    documents, questions = _write_documents(rng, kinds)
+    retrieved = [
+        (d, c) for d, document in enumerate(documents) for c in range(len(document.chunks))
+    ]
+    if setting == "fragments":
+        retrieved = [(d, c) for d, c in retrieved if c > 0]
+        questions = [question for question in questions if question.kind == "referring"]
+    question = _choose(rng, questions)
+    if setting == "shuffled":
+        rng.shuffle(retrieved)
+    return DemoPrompt(tuple(documents), tuple(retrieved), question, setting)
 
 
-def draw_subjects(
-    rng: random.Random, shape: CorpusShape, kinds: Sequence[SubjectKind], *, held_out: bool
-) -> list[Subject]:
+def _choose(rng: random.Random, questions: Sequence[DemoQuestion]) -> DemoQuestion:
+    wanted = {question.kind for question in questions}
+    if len(wanted) > 1:
+        wanted.discard("direct" if rng.random() < REFERRING_SHARE else "referring")
+    return next(question for question in questions if question.kind in wanted)
+
+
+def _draw_subjects(rng: random.Random, kinds: Sequence[SubjectKind]) -> list[Subject]:
     """Draw subjects that differ in first and in last name while the pools last."""
     used: set[str] = set()
     subjects: list[Subject] = []
     for kind in kinds:
         pairs = [
             (first, last)
-            for i, first in enumerate(kind.first_names[: shape.names[0]])
-            for j, last in enumerate(kind.last_names[: shape.names[1]])
-            if is_held_out(i, j) == held_out and first not in used
+            for i, first in enumerate(kind.first_names)
+            for j, last in enumerate(kind.last_names)
+            if is_held_out(i, j) and first not in used
         ]
         fresh = [pair for pair in pairs if pair[1] not in used]
         pair = rng.choice(fresh or pairs)
@@ -87,41 +108,45 @@ def draw_subjects(
     return subjects
 
 
-def write_documents(
-    rng: random.Random, shape: CorpusShape, subjects: Sequence[Subject]
-) -> tuple[list[DemoDocument], list[Asked]]:
-    """Write a document about each subject; questions come in random order."""
-    facts = _draw_facts(rng, shape, [subject.kind for subject in subjects])
-    counts = _draw_chunk_counts(rng, shape, len(subjects))
-    chunk_tokens = rng.randint(*shape.context_tokens) / sum(counts)
-    explicit = rng.random() < shape.explicit
+def _write_documents(
+    rng: random.Random,
+    kinds: Sequence[SubjectKind],
+    total_chunks: Bounds = (10, 14),
+    context_tokens: Bounds = (1090, 1390),
+) -> tuple[list[DemoDocument], list[DemoQuestion]]:
+    """Write a document about a subject of each kind; questions come in random order.
+
+    context_tokens: filler sentences are added until the chunks hold about so many tokens.
+    """
+    subjects = _draw_subjects(rng, kinds)
+    facts = _draw_facts(rng, kinds)
+    counts = _draw_chunk_counts(rng, total_chunks, len(subjects))
+    chunk_tokens = rng.randint(*context_tokens) / sum(counts)
+    rng.random()
     documents: list[DemoDocument] = []
-    questions: list[Asked] = []
+    questions: list[DemoQuestion] = []
     for index, (subject, count) in enumerate(zip(subjects, counts, strict=True)):
         direct, referring = next(facts)
         plan = [direct, *_split(rng, referring, count - 1)]
-        if subject.revises:
-            plan = [[fact] for fact in rng.sample([*direct, *referring], 2)]
-        writer = _Writer(rng, shape, subject, explicit)
         chunks = tuple(
-            writer.chunk(part, position, chunk_tokens) for position, part in enumerate(plan)
+            _chunk(rng, subject, part, position, chunk_tokens) for position, part in enumerate(plan)
         )
-        documents.append(DemoDocument(f"{_slug(subject.name)}-{rng.randrange(16**6):06x}", chunks))
+        slug = subject.name.lower().replace(" ", "-")
+        documents.append(DemoDocument(f"{slug}-{rng.randrange(16**6):06x}", chunks))
         for position, part in enumerate(plan):
             for fact in part:
-                text = writer.question(fact.attribute)
+                text = rng.choice(fact.attribute.questions).format(name=subject.name)
                 kind: QuestionKind = "referring" if position else "direct"
-                question = DemoQuestion(text, fact.value, kind, index, position)
-                questions.append(Asked(question, subject, fact))
+                questions.append(DemoQuestion(text, fact.value, kind, index, position))
     rng.shuffle(questions)
     return documents, questions
 
 
 def _draw_facts(
-    rng: random.Random, shape: CorpusShape, kinds: Sequence[SubjectKind]
+    rng: random.Random, kinds: Sequence[SubjectKind]
 ) -> Iterator[tuple[list[Fact], list[Fact]]]:
     """Direct and referring facts a document: one choice of attributes a kind, distinct values."""
-    direct, referring = rng.randint(*shape.direct_facts), rng.randint(*shape.referring_facts)
+    direct, referring = rng.randint(1, 2), rng.randint(3, 4)
     chosen: dict[str, list[Attribute]] = {}
     values: dict[tuple[str, int], list[str]] = {}
     for kind in kinds:
@@ -136,11 +161,10 @@ def _draw_facts(
         yield facts[:direct], rng.sample(facts[direct:], referring)
 
 
-def _draw_chunk_counts(rng: random.Random, shape: CorpusShape, documents: int) -> list[int]:
-    low, high = shape.total_chunks
+def _draw_chunk_counts(rng: random.Random, total: Bounds, documents: int) -> list[int]:
     while True:
-        counts = [rng.randint(*shape.chunks) for _ in range(documents)]
-        if low <= sum(counts) <= high:
+        counts = [rng.randint(2, 3) for _ in range(documents)]
+        if total[0] <= sum(counts) <= total[1]:
             return counts
 
 
@@ -150,50 +174,31 @@ def _split(rng: random.Random, facts: list[Fact], parts: int) -> list[list[Fact]
     return [facts[i:j] for i, j in zip([0, *cuts], [*cuts, len(facts)], strict=True)]
 
 
-@dataclass(frozen=True)
-class _Writer:
-    """Puts facts about one subject into words."""
-
-    rng: random.Random
-    shape: CorpusShape
-    subject: Subject
-    explicit: bool
-
-    def question(self, attribute: Attribute) -> str:
-        return self._choose(attribute.questions).format(name=self.subject.name)
-
-    def chunk(self, facts: Sequence[Fact], position: int, tokens: float) -> str:
-        """Write one passage: the introduction, then facts in order, and fillers between."""
-        sentences = [self._statement(fact, position) for fact in facts]
-        opening: list[str] = []
-        if position == 0:
-            opening.append(self._introduction())
-        length = sum(map(estimate_tokens, sentences + opening))
-        while length < tokens - 6:
-            filler = draw_filler(self.rng)
-            sentences.insert(self.rng.randint(0, len(sentences)), filler)
-            length += estimate_tokens(filler)
-        return " ".join(opening + sentences)
-
-    def _introduction(self) -> str:
-        wordings = REVISIONS if self.subject.revises else INTRODUCTIONS
-        return self.rng.choice(wordings).format(name=self.subject.name)
-
-    def _statement(self, fact: Fact, position: int) -> str:
-        rng, name, kind = self.rng, self.subject.name, self.subject.kind
-        named = self.explicit if position else rng.random() < 0.5
-        sentence = self._choose(fact.attribute.statements).format(
-            subject=name if named else kind.pronoun,
-            possessive=f"{name}'s" if named else kind.possessive,
-            value=fact.value,
-        )
-        if self.shape.wordings > 1 and rng.random() < 0.2:
-            return f"{rng.choice(OPENINGS)} {sentence}"
-        return sentence[0].upper() + sentence[1:]
-
-    def _choose(self, wordings: tuple[str, ...]) -> str:
-        return self.rng.choice(wordings[: self.shape.wordings])
+def _chunk(
+    rng: random.Random, subject: Subject, facts: Sequence[Fact], position: int, tokens: float
+) -> str:
+    """Write one passage: the introduction, then facts in order, and fillers between."""
+    sentences = [_statement(rng, subject, fact, position) for fact in facts]
+    opening: list[str] = []
+    if position == 0:
+        opening.append(rng.choice(INTRODUCTIONS).format(name=subject.name))
+    length = sum(map(estimate_tokens, sentences + opening))
+    while length < tokens - 6:
+        filler = draw_filler(rng)
+        sentences.insert(rng.randint(0, len(sentences)), filler)
+        length += estimate_tokens(filler)
+    return " ".join(opening + sentences)
 
 
-def _slug(name: str) -> str:
-    return name.lower().replace(" ", "-")
+def _statement(rng: random.Random, subject: Subject, fact: Fact, position: int) -> str:
+    """Say a fact; only a first chunk may name its subject."""
+    name, kind = subject.name, subject.kind
+    named = not position and rng.random() < 0.5
+    sentence = rng.choice(fact.attribute.statements).format(
+        subject=name if named else kind.pronoun,
+        possessive=f"{name}'s" if named else kind.possessive,
+        value=fact.value,
+    )
+    if rng.random() < 0.2:
+        return f"{rng.choice(OPENINGS)} {sentence}"
+    return sentence[0].upper() + sentence[1:]

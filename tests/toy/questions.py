@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.text.chunk import Document
 
-from .generate import generate_prompts
+from .documents import SETTINGS, generate_prompts
 from .prompt import CHUNK_SEPARATOR, INSTRUCTION, DemoDocument, DemoPrompt
-from .settings import LEARNED_SETTINGS, SETTINGS
 
 
 def toy_dataset(settings: Sequence[str], questions: int, seed: int) -> EvalDataset:
-    """Draw questions about held-out subjects of the corpus, so many per setting.
-
-    Raises ConfigError on a setting that the corpus does not have.
-    """
-    for setting in settings:
-        if setting not in SETTINGS:
-            raise ConfigError(f"setting={setting!r} must be one of {', '.join(SETTINGS)}")
+    """Draw questions about held-out subjects of the corpus, so many per setting; () is all."""
     drawn = tuple(
         _toy_question(prompt)
-        for setting in settings or LEARNED_SETTINGS
+        for setting in settings or SETTINGS
         for prompt in generate_prompts(setting, questions, seed)
     )
     return EvalDataset("toy", drawn, INSTRUCTION)
@@ -38,7 +30,7 @@ def _toy_question(prompt: DemoPrompt) -> EvalQuestion:
     documents = toy_documents(prompt.documents)
     chunks = [document.to_chunks() for document in documents]
     return EvalQuestion(
-        question=prompt.question.conversation,
+        question=prompt.question.question,
         answers=(prompt.question.answer,),
         passages=tuple(chunks[d][c] for d, c in prompt.retrieved),
         documents=documents,

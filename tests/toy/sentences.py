@@ -16,11 +16,6 @@ INTRODUCTIONS = (
     "What follows concerns {name}.",
     "The subject of this note is {name}.",
 )
-REVISIONS = (
-    "This note changes the records about {name}.",
-    "What follows changes the notes about {name}.",
-    "This note changes the pages about {name}.",
-)
 OPENINGS = (
     "According to the records,",
     "As far as we know,",

@@ -18,10 +18,6 @@ class Attribute:
     questions: tuple[str, ...]
     values: tuple[str, ...]
 
-    def question_by_pronoun(self, pronoun: str) -> str:
-        """Return the question that has its subject where a pronoun can stand."""
-        return next(q for q in self.questions if "of {name}" not in q).format(name=pronoun)
-
 
 @dataclass(frozen=True)
 class SubjectKind:
@@ -201,21 +197,8 @@ KINDS = (
         COMPANY_NAMES, _COMPANY_SUFFIXES, "the company", "the company's", _COMPANY_ATTRIBUTES
     ),
 )
-PRONOUNS = frozenset({"she", "her", "he", "his", "company"})
-FIRST_NAMES = frozenset(WOMEN + MEN + COMPANY_NAMES)
 
 
 def is_held_out(first: int, last: int) -> bool:
     """Whether a pair of names, by index into its pools, is kept out of all training draws."""
     return (3 * first + last) % 8 == 0
-
-
-def held_out_names() -> frozenset[str]:
-    """Every full name that training never draws."""
-    return frozenset(
-        f"{first} {last}"
-        for kind in KINDS
-        for i, first in enumerate(kind.first_names)
-        for j, last in enumerate(kind.last_names)
-        if is_held_out(i, j)
-    )

@@ -27,7 +27,7 @@ from tests.observe.doctor.conftest import (
 )
 from tests.quality.verify.test_gate import DATA, opened
 from tests.refusing import RefusingDevice, on_device
-from tests.toy import OTHER_FRAMES
+from tests.toy import OTHER_HEAD
 
 (PROMPT,) = prompts()
 TEXT = text_of(PROMPT)
@@ -100,16 +100,16 @@ def test_tier_fails(make: EngineMaker) -> None:
 def test_other_instruction(make: EngineMaker) -> None:
     engine = make(lead_in="instruction")
     engine.precompute(documents(PROMPT), progress=False)
-    found = first(examined(engine, TEXT.replace(HEAD, OTHER_FRAMES[0].head)))
+    found = first(examined(engine, TEXT.replace(HEAD, OTHER_HEAD)))
     assert found.code == "other_instruction"
     assert found.evidence["loss_nats_per_token"] >= 0
     assert HEAD[:20] in found.change.present
-    assert OTHER_FRAMES[0].head[:20] in found.change.proposed
+    assert OTHER_HEAD[:20] in found.change.proposed
 
 
 def test_kv_that_another_instruction_computed(make: EngineMaker) -> None:
     store = TieredKVStore.open()
-    other = make(store=store, instruction=OTHER_FRAMES[0].head)
+    other = make(store=store, instruction=OTHER_HEAD)
     other.precompute(documents(PROMPT), progress=False)
     engine = make(store=store)
     engine.register(documents(PROMPT))
