@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.demo.passages import SINGLE_HOP_FILE, load_passages
-from cacheblend_rag.quality.data import load_dataset
+from cacheblend_rag.quality.forms import load_dataset
 from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.token_index import TokenIndex
 

@@ -13,7 +13,7 @@ from cacheblend_rag.cli import eval_tables, options, output
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.plain import read_object
-from cacheblend_rag.quality.questions import SINGLE_HOP, DataChoice, choose_questions
+from cacheblend_rag.quality.questions import SINGLE_HOP, choose_questions
 from cacheblend_rag.rag import checks
 from cacheblend_rag.settings import EMBEDDED
 
@@ -114,21 +114,25 @@ def evaluate_command(
         from cacheblend_rag.engines.model_config import text_config
         from cacheblend_rag.engines.sampling import SamplingParams
         from cacheblend_rag.engines.tokenizer import load_tokenizer
-        from cacheblend_rag.quality.engines import opened_engines
-        from cacheblend_rag.quality.evaluator import Evaluator, evaluate_settings, used_lead_ins
-        from cacheblend_rag.quality.frame import PromptFrame
-        from cacheblend_rag.quality.grids import complete, default_rules
+        from cacheblend_rag.quality.dataset import PromptFrame
+        from cacheblend_rag.quality.evaluator import (
+            Evaluator,
+            evaluate_settings,
+            opened_engines,
+            used_lead_ins,
+        )
         from cacheblend_rag.quality.measuring import Measures
+        from cacheblend_rag.quality.rules import complete, default_rules
 
         # Loaded where it is needed first: wrong data are told before.
         loaded = cache(partial(load_tokenizer, model))
-        choice = DataChoice(
+        cutting = options.cutting(
             chunk_tokens,
-            options.token_bounds(prompt_tokens),
-            count_tokens=lambda text: len(loaded().tokenize(text)),
+            prompt_tokens,
+            lambda text: len(loaded().tokenize(text)),
         )
         wanted = options.names(settings or "")
-        data = choose_questions(dataset, wanted, questions, passages, seed, choice=choice)
+        data = choose_questions(dataset, wanted, questions, passages, seed, cutting=cutting)
         plans = {
             s: complete(
                 grid or default_rules(s, data.of_setting(s)),
@@ -203,7 +207,7 @@ def _told_options(told: str, selectors: str | None) -> dict[str, dict[str, Any]]
 
 
 def _grid(ratios: str | None, selectors: str | None, lead_ins: str | None) -> list[Rule] | None:
-    from cacheblend_rag.quality.grids import grid_rules
+    from cacheblend_rag.quality.rules import grid_rules
 
     return grid_rules(
         None if ratios is None else options.numbers(ratios, "--ratios"),

@@ -10,7 +10,7 @@ import typer
 
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.models import LOCAL_MODELS
-from cacheblend_rag.quality.questions import SINGLE_HOP, DataChoice, choose_questions
+from cacheblend_rag.quality.questions import SINGLE_HOP, choose_questions
 from cacheblend_rag.rag import checks
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def tune_command(
         checks.check_installed(needed, "tune", "eval")
         from cacheblend_rag.engines.tokenizer import load_tokenizer
         from cacheblend_rag.quality.tuning import candidates
-        from cacheblend_rag.quality.tuning.run import tune_model
-        from cacheblend_rag.quality.tuning.tune import mixed
+        from cacheblend_rag.quality.tuning.tune import mixed, tune_model
+        from cacheblend_rag.quality.tuning.tune import plot as draw
         from cacheblend_rag.settings import BlendConfig
 
         at = options.layers(check_layers, "--check-layers") if check_layers else None
@@ -103,13 +103,13 @@ def tune_command(
         kinds = options.names(lead_ins) if lead_ins else candidates.LEAD_INS
         candidates.candidates(1, lead_ins=kinds, **tried)  # refuses what is wrong, at once
         tokenizer = load_tokenizer(model)
-        choice = DataChoice(
+        cutting = options.cutting(
             chunk_tokens,
-            options.token_bounds(prompt_tokens),
-            count_tokens=lambda text: len(tokenizer.tokenize(text)),
+            prompt_tokens,
+            lambda text: len(tokenizer.tokenize(text)),
         )
         wanted = (setting,) if setting else ()
-        chosen = choose_questions(dataset, wanted, questions, None, SEED, choice=choice)
+        chosen = choose_questions(dataset, wanted, questions, None, SEED, cutting=cutting)
         with output.progress_bar(lines=True) as progress:
             tuned = tune_model(
                 model,
@@ -128,9 +128,7 @@ def tune_command(
         if tuned.profile is not None:
             tuned.profile.save(out)
         if plot is not None:
-            from cacheblend_rag.quality.tuning import plot as plots
-
-            plots.plot(tuned, plot)
+            draw(tuned, plot)
     if as_json:
         output.print_json(tuned.to_dict())
     else:

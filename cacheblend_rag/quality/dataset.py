@@ -1,6 +1,6 @@
-"""Questions with gold answers and retrieved passages, and the project's own file format for them.
+"""Questions with gold answers and retrieved passages, their prompts, and the project's own format.
 
-`EvalDataset.save` writes it, ``quality.data`` reads it and other data sets' files::
+`EvalDataset.save` writes it, ``quality.forms`` reads it and other data sets' files::
 
     {"format": "cacheblend-rag/eval", "version": 1, "name": str, "instruction": str,
      "questions": [{"question": str, "answers": [str, ...], "setting": str, "kind": str,
@@ -16,11 +16,13 @@ hold the answer. The whole documents beside the retrieved chunks allow the lead-
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.instructed import PLACE, SEPARATOR, InstructedChat
 from cacheblend_rag.text.prompt import BlendPrompt
 
 FORMAT = "cacheblend-rag/eval"
@@ -29,6 +31,9 @@ DEFAULT_INSTRUCTION = "Read the notes below and answer the question. Give a shor
 DEFAULT_SETTING = "retrieved"
 DEFAULT_KIND = "question"
 PASSAGE_SEPARATOR = "\n\n"
+ANSWER = "\nAnswer:"
+OPENING = "opening"
+"""The document of an opening that is kept as a chunk."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +52,6 @@ class EvalQuestion:
     setting: str = DEFAULT_SETTING
     kind: str = DEFAULT_KIND
     gold: tuple[Chunk, ...] = ()
-
-    def prompt(self, instruction: str) -> BlendPrompt:
-        """Return instruction, passages and question as explicit segments."""
-        parts: list[str | Chunk] = [lead_text(instruction)]
-        for index, passage in enumerate(self.passages):
-            parts += [PASSAGE_SEPARATOR, passage] if index else [passage]
-        parts.append(f"{PASSAGE_SEPARATOR}Question: {self.question}\nAnswer:")
-        return BlendPrompt.of(*(part for part in parts if part != ""))
 
     def first_passages(self, count: int) -> EvalQuestion:
         """Return the question over ``count`` passages: the gold ones, then the first others.
@@ -106,12 +103,59 @@ class EvalDataset:
         path.write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def lead_text(instruction: str) -> str:
-    """Return the text before the first passage: the instruction and a blank line, or nothing.
+@dataclass(frozen=True)
+class PromptFrame:
+    """What surrounds passages and questions in all prompts of an evaluation.
 
-    The engine's ``instruction`` must be this text, so that its lead-in is the prompt's beginning.
+    opening: the text before the first passage, which an engine gets as its ``instruction``.
+    closing: the text behind the question. is_rendered: whether a chat template rendered both, so
+    that the tokenizer adds no BOS.
     """
-    return f"{instruction}{PASSAGE_SEPARATOR}" if instruction else ""
+
+    opening: str
+    closing: str = ANSWER
+    is_rendered: bool = False
+
+    @classmethod
+    def of(cls, tokenizer: Any, instruction: str, *, chat_template: bool = True) -> PromptFrame:
+        """Return the frame that ``ask`` uses: by the model's chat template, if it has one.
+
+        chat_template: False gives plain text. Raises ConfigError when the template drops the user's
+        text.
+        """
+        chat = InstructedChat(tokenizer, instruction, chat_template=chat_template)
+        _, behind = chat.around(PLACE)
+        return cls(chat.lead_in, f"{ANSWER}{behind}", chat.has_template)
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end an answer: without a chat template, the end of its line."""
+        return () if self.is_rendered else ("\n",)
+
+    def prompt(self, question: EvalQuestion) -> BlendPrompt:
+        """Return opening, passages and question as explicit segments."""
+        return self._around(question, question.passages)
+
+    def without_passages(self, question: EvalQuestion) -> BlendPrompt:
+        """Return the same prompt without its passages."""
+        return self._around(question, ())
+
+    def opening_alone(self, question: EvalQuestion) -> tuple[Chunk, BlendPrompt]:
+        """Return the opening as a chunk, and the prompt in which it is the only one."""
+        opening = Chunk(self.opening, OPENING)
+        rest = "".join(f"{passage.text}{SEPARATOR}" for passage in question.passages)
+        return opening, self._of(opening, rest, self._asked(question))
+
+    def _around(self, question: EvalQuestion, passages: Sequence[Chunk]) -> BlendPrompt:
+        parts = [part for passage in passages for part in (passage, SEPARATOR)]
+        return self._of(self.opening, *parts, self._asked(question))
+
+    def _of(self, *parts: str | Chunk) -> BlendPrompt:
+        prompt = BlendPrompt.of(*(part for part in parts if part != ""))
+        return replace(prompt, is_rendered=self.is_rendered)
+
+    def _asked(self, question: EvalQuestion) -> str:
+        return f"Question: {question.question}{self.closing}"
 
 
 def _question_to_json(question: EvalQuestion) -> dict[str, Any]:

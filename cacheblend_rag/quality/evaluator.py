@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
-from cacheblend_rag.quality.frame import PromptFrame
+from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
+from cacheblend_rag.models import resolve
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, PromptFrame
 from cacheblend_rag.quality.measuring import ANSWERS_ONLY, Measures, QuestionMeasurer
-from cacheblend_rag.quality.records import PromptRecord, RecordLog, question_key
+from cacheblend_rag.quality.records import PromptRecord, RecordLog
 from cacheblend_rag.quality.rules import (
     BASELINES,
     FULL,
@@ -23,12 +27,14 @@ from cacheblend_rag.quality.rules import (
     kv_before,
 )
 from cacheblend_rag.quality.summary import EvalRow, not_blended, summarize
-from cacheblend_rag.result_log import Key
-from cacheblend_rag.settings import EMBEDDED, BlendConfig, LeadInKind
+from cacheblend_rag.settings import EMBEDDED, VLLM, BlendConfig, LeadInKind, StoreConfig
 
-__all__ = ["EvalRow", "Evaluation", "Evaluator", "Rule", "evaluate_settings", "used_lead_ins"]
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.vllm.serve import RunningServer
 
 EXACT_DTYPE = "float32"
+HOST_BYTES = 2 << 30
+CPU_KV_SPACE, SERVED_KV_GIB = "VLLM_CPU_KVCACHE_SPACE", "2"
 
 
 @dataclass(frozen=True)
@@ -46,9 +52,8 @@ class Evaluator:
     engines: one engine per lead-in, around the same model and with the same instruction, the
     frame's opening. base: the config that rules override; its cost model is switched off, so that
     rules decide. options: selector options by selector name. measures: what is measured beside
-    answers. log: results that are known already are taken from it, and new ones are kept in it.
-    owns_store: as in QuestionMeasurer. layers: of the model; without it, a probe counts as if it
-    needed the KV of all layers.
+    answers. log, owns_store: as in QuestionMeasurer. layers: of the model; without it, a probe
+    counts as if it needed the KV of all layers.
     """
 
     engines: Mapping[LeadInKind, Engine]
@@ -84,12 +89,17 @@ class Evaluator:
                 raise ConfigError(f"fidelity: engine {engine.name!r} cannot score: use {EMBEDDED}")
         configs = {rule: self._config(rule) for rule in self._all(rules)}
         measurer = QuestionMeasurer(
-            self.engines, self.frame, self.sampling, self.measures, self.owns_store
+            self.engines,
+            self.frame,
+            self.sampling,
+            self.measures,
+            self.owns_store,
+            log=self.log,
         )
         results: dict[Rule, list[PromptRecord]] = {rule: [] for rule in configs}
         for question in questions:
             try:
-                for rule, record in self._records(question, configs, measurer).items():
+                for rule, record in measurer.records(question, configs).items():
                     results[rule].append(record)
             except PromptError as error:
                 raise PromptError(f"question {question.question!r}: {error}") from error
@@ -116,39 +126,6 @@ class Evaluator:
             raise ConfigError(f"lead_in={rule.lead_in!r} has no engine in this evaluation")
         return self.base if rule in BASELINES else rule.config(self.base, self.options)
 
-    def _records(
-        self,
-        question: EvalQuestion,
-        configs: Mapping[Rule, BlendConfig],
-        measurer: QuestionMeasurer,
-    ) -> dict[Rule, PromptRecord]:
-        """Return every rule's result, in order; the engine computes only unknown ones."""
-        about = question_key(question, self.frame.prompt(question))
-        keys = {rule: self._key(about, rule, config) for rule, config in configs.items()}
-        missing = {rule: configs[rule] for rule, key in keys.items() if self.log.get(key) is None}
-        if missing:
-            for rule, record in measurer.measure(question, missing):
-                self.log.put(keys[rule], record)
-        known = {rule: self.log.get(key) for rule, key in keys.items()}
-        return {rule: record for rule, record in known.items() if record is not None}
-
-    def _key(self, about: str, rule: Rule, config: BlendConfig) -> Key:
-        """Return what a result depends on."""
-        engine = next(iter(self.engines.values()))
-        settings = None
-        if rule not in BASELINES:
-            engine, settings = self.engines[rule.lead_in], config.model_dump(mode="json")
-        return {
-            "question": about,
-            "rule": [rule.lead_in, rule.selector, rule.ratio],
-            "config": settings,
-            "model": engine.model_name,
-            "dtype": engine.dtype,
-            "kv": engine.fingerprint,
-            "sampling": [self.sampling.max_tokens, *self.sampling.stop],
-            "measures": asdict(self.measures),
-        }
-
 
 def used_lead_ins(plans: Mapping[str, Sequence[Rule]]) -> list[LeadInKind]:
     """Return the lead-ins that rules by setting need an engine for, in order of appearance."""
@@ -171,3 +148,61 @@ def evaluate_settings(
         needed = {rule.lead_in: evaluator.engines[rule.lead_in] for rule in rules}
         own = replace(evaluator, engines=needed)
         yield setting, own.run(questions, rules, on_setting(setting, len(questions)))
+
+
+@contextmanager
+def opened_engines(
+    engine: str,
+    model: str,
+    lead_ins: Sequence[LeadInKind],
+    *,
+    instruction: str,
+    store: StoreConfig | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Iterator[Mapping[LeadInKind, Engine]]:
+    """Yield one engine per lead-in, all around the same loaded model, until the block is left.
+
+    engine: ``transformers``, ``vllm`` (starts a server) or the URL of a server. model:
+    as for open_engine. instruction: the exact text of prompts before the first chunk. store: by
+    default memory enough for one prompt. Raises UnsupportedModelError when the model's KV cannot be
+    blended, and the errors of running_server and open_engine.
+    """
+    from cacheblend_rag.engines.factory import open_engine
+
+    quiet_libraries()
+    kept = store or StoreConfig(host_bytes=HOST_BYTES)
+    with ExitStack() as stack:
+        where = engine
+        if engine == VLLM:
+            where = stack.enter_context(_server(resolve(model), dtype, kept)).url
+        own = where == EMBEDDED
+        first = open_engine(
+            where,
+            model=model,
+            config=BlendConfig(min_tokens=0),
+            lead_in=lead_ins[0],
+            store=kept if own else StoreConfig(),
+            instruction=instruction,
+            device=device if own else None,
+            dtype=dtype if own else None,
+        )
+        stack.callback(first.close)
+        if first.blend_refusal:
+            raise UnsupportedModelError(f"model={model!r} cannot be blended: {first.blend_refusal}")
+        yield {
+            lead_in: first if index == 0 else first.sibling(lead_in=lead_in)
+            for index, lead_in in enumerate(lead_ins)
+        }
+
+
+def _server(
+    model: str, dtype: str | None, store: StoreConfig
+) -> AbstractContextManager[RunningServer]:
+    from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+    from cacheblend_rag.engines.vllm.serve import running_server
+
+    environment = {} if CPU_KV_SPACE in os.environ else {CPU_KV_SPACE: SERVED_KV_GIB}
+    flags = ["--dtype", dtype or "auto"]
+    settings = ConnectorSettings(store=store)
+    return running_server(model, flags=flags, settings=settings, environment=environment)

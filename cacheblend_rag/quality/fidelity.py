@@ -129,21 +129,9 @@ def compare(
     config: how KV is blended. full: compare full prefill of ``prompt`` instead. Raises the errors
     of ScoringEngine.score.
     """
-    return compare_each([reference], engine, prompt, config, full=full)[0]
-
-
-def compare_each(
-    references: Sequence[Reference],
-    engine: ScoringEngine,
-    prompt: PromptLike,
-    config: BlendConfig | None = None,
-    *,
-    full: bool = False,
-) -> tuple[PromptFidelity, ...]:
-    """Compare one setting's predictions with several references, after one prefill."""
-    asked = _asked(references)
+    asked = _asked([reference])
     scores = engine.score_each(prompt, asked, config=config, full=full)
-    return tuple(_compared(references, asked, scores))
+    return next(_compared([reference], asked, scores))
 
 
 def answer_and_compare(
@@ -155,7 +143,7 @@ def answer_and_compare(
     *,
     full: bool = False,
 ) -> tuple[Generation, tuple[PromptFidelity, ...]]:
-    """As compare_each, and generate the setting's own answer too, all after one prefill."""
+    """Compare with several references, and generate the setting's own answer, after one prefill."""
     asked = _asked(references)
     told, scores = engine.generate_and_score(
         prompt, sampling, lambda _: asked, config=config, full=full

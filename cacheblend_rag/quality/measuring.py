@@ -5,14 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.quality.dataset import EvalQuestion
+from cacheblend_rag.quality.dataset import OPENING, EvalQuestion, PromptFrame
 from cacheblend_rag.quality.fidelity import (
     TOKENS,
     MeasuredEngine,
@@ -21,9 +21,9 @@ from cacheblend_rag.quality.fidelity import (
     answer_and_compare,
     reference,
 )
-from cacheblend_rag.quality.frame import OPENING, PromptFrame
-from cacheblend_rag.quality.records import PromptRecord
+from cacheblend_rag.quality.records import PromptRecord, RecordLog, question_key
 from cacheblend_rag.quality.rules import ALWAYS, BASELINES, FULL, NO_CONTEXT, PREFIX_CACHING, Rule
+from cacheblend_rag.result_log import Key
 from cacheblend_rag.settings import EMBEDDED, BlendConfig, LeadInConfig, LeadInKind
 from cacheblend_rag.text.prompt import BlendPrompt
 
@@ -53,7 +53,8 @@ class QuestionMeasurer:
     engines: one per lead-in, around one model. sampling: of answers, greedy. owns_store: whether
     nobody else's chunks are in the store; otherwise chunks of a question are left there if any was
     there before. rules_answer: if not, rules answer with one token, and only full prefill in full,
-    which is enough for fidelity and time to first token.
+    which is enough for fidelity and time to first token. log: results that are known already are
+    taken from it, and new ones are kept in it.
 
     Time to first token is that of the requests that give the answers: of full prefill, of each rule
     with the chunks' KV in the store (memory, by default), and of prefix caching, whose cache holds
@@ -70,8 +71,37 @@ class QuestionMeasurer:
     measures: Measures = ANSWERS_ONLY
     owns_store: bool = True
     rules_answer: bool = True
+    log: RecordLog = field(default_factory=RecordLog)
     _salt: str = field(default_factory=lambda: uuid.uuid4().hex)
     _is_warm: bool = False
+
+    def records(self, question: EvalQuestion, rules: Configs) -> dict[Rule, PromptRecord]:
+        """Return the results of the wanted rules, in order; only unknown ones are measured."""
+        about = question_key(question, self.frame.prompt(question))
+        keys = {rule: self._key(about, rule, config) for rule, config in rules.items()}
+        missing = {rule: rules[rule] for rule, key in keys.items() if self.log.get(key) is None}
+        if missing:
+            for rule, record in self.measure(question, missing):
+                self.log.put(keys[rule], record)
+        known = {rule: self.log.get(key) for rule, key in keys.items()}
+        return {rule: record for rule, record in known.items() if record is not None}
+
+    def _key(self, about: str, rule: Rule, config: BlendConfig) -> Key:
+        """Return what a result depends on."""
+        engine, settings = self._first, None
+        if rule not in BASELINES:
+            engine, settings = self.engines[rule.lead_in], config.model_dump(mode="json")
+        return {
+            "question": about,
+            "rule": [rule.lead_in, rule.selector, rule.ratio],
+            "config": settings,
+            "model": engine.model_name,
+            "dtype": engine.dtype,
+            "kv": engine.fingerprint,
+            "sampling": [self.sampling.max_tokens, *self.sampling.stop],
+            "measures": asdict(self.measures),
+            "rules_answer": self.rules_answer,
+        }
 
     def measure(
         self, question: EvalQuestion, rules: Configs

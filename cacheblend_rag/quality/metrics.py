@@ -62,15 +62,7 @@ def bootstrap_interval(
     """
     if not len(scores):
         raise ValueError("scores=[] must hold at least one score")
-    if not 0 < level < 1:
-        raise ValueError(f"level={level!r} must be above 0 and below 1")
-    import numpy as np
-
-    values = np.asarray(scores, dtype=np.float64)
-    rng = np.random.default_rng(seed)
-    means = [rng.choice(values, values.size).mean() for _ in range(resamples)]
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    return _quantiles(_resampled_means(_columns(scores), resamples, seed)[:, 0], level)
 
 
 def paired_interval(
@@ -128,9 +120,13 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
 def _paired(first: Sequence[float], second: Sequence[float]) -> np.ndarray:
     if not len(first) or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} values must be as many, at least one")
+    return _columns(first, second)
+
+
+def _columns(*values: Sequence[float]) -> np.ndarray:
     import numpy as np
 
-    return np.stack([np.asarray(first, np.float64), np.asarray(second, np.float64)], axis=1)
+    return np.stack([np.asarray(one, np.float64) for one in values], axis=1)
 
 
 def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:

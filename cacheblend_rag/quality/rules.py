@@ -1,12 +1,14 @@
-"""Rules: the ways of answering that an evaluation compares."""
+"""Rules: the ways of answering that an evaluation compares, a default table or a full grid."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from cacheblend_rag.blend.selectors import make_selector
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.quality.dataset import EvalQuestion
 from cacheblend_rag.settings import BlendConfig, LeadInConfig, LeadInKind
 
 Options = Mapping[str, Mapping[str, Any]]
@@ -76,3 +78,112 @@ def kv_before(config: BlendConfig, layers: int) -> float:
     layers: of the model.
     """
     return make_selector(config.selector, config.selector_options).kv_before(layers)
+
+
+DEFAULT_RATIOS = (0.05, 0.1, 0.15)
+DEFAULT_SELECTORS = ("hkvd", "prior", "random")
+DEFAULT_LEAD_INS: tuple[LeadInKind, ...] = ("instruction", "document")
+
+Cell = tuple[LeadInKind, str, tuple[float, ...]]
+_WHOLE_DOCUMENTS: tuple[Cell, ...] = (
+    ("instruction", "hkvd", (0.15,)),
+    ("instruction", "prior", (0.05, 0.1, 0.15, 0.2, 0.25)),
+    ("instruction", "question_mid", (0.2,)),
+    ("instruction", "chunk_head", (0.15,)),
+    ("instruction", "random", (0.05, 0.1, 0.15, 0.2, 0.25)),
+    ("document", "hkvd", (0.15,)),
+    ("document", "prior", (0.15,)),
+)
+_BROKEN_DOCUMENTS: tuple[Cell, ...] = (
+    ("instruction", "hkvd", (0.15,)),
+    ("instruction", "prior", (0.15,)),
+    ("instruction", "random", (0.15,)),
+    ("document", "hkvd", (0.15,)),
+    ("document", "prior", (0.15,)),
+)
+_SINGLE_PASSAGES: tuple[Cell, ...] = (
+    ("instruction", "hkvd", (0.05, 0.1, 0.15)),
+    ("instruction", "question_mid", (0.15,)),
+    ("instruction", "chunk_head", (0.15,)),
+    ("instruction", "random", (0.15,)),
+)
+
+
+def grid_rules(
+    ratios: Sequence[float] | None = None,
+    selectors: Sequence[str] | None = None,
+    lead_ins: Sequence[str] | None = None,
+) -> list[Rule] | None:
+    """Return every lead-in x selector x ratio, or None when none of the three is given.
+
+    A missing one gets its default. Plain reuse comes first for each lead-in.
+    Raises ConfigError on an unknown name or an invalid ratio.
+    """
+    if ratios is None and selectors is None and lead_ins is None:
+        return None
+    for ratio in ratios or ():
+        BlendConfig(recompute_ratio=ratio)
+    return _rules(
+        [
+            (lead_in, selector, tuple(ratios or DEFAULT_RATIOS))
+            for lead_in in (_lead_ins(lead_ins) if lead_ins else DEFAULT_LEAD_INS)
+            for selector in selectors or DEFAULT_SELECTORS
+        ]
+    )
+
+
+def default_rules(setting: str, questions: Sequence[EvalQuestion]) -> list[Rule]:
+    """Return a setting's default rules; plain reuse comes first for each lead-in."""
+    if all(len(d.chunks) == 1 for question in questions for d in question.documents):
+        return _rules(_SINGLE_PASSAGES)
+    broken = setting in ("fragments", "shuffled")
+    return _rules(_BROKEN_DOCUMENTS if broken else _WHOLE_DOCUMENTS)
+
+
+def complete(
+    rules: Sequence[Rule], base: BlendConfig, options: Options, *, fidelity: bool
+) -> list[Rule]:
+    """Return the rules with those that must stand beside them.
+
+    The engine's defaults are always among them, under ``is_default``, in place of a rule with the
+    same settings. fidelity: plain reuse behind every used lead-in and behind the instruction, and
+    random rows behind every used lead-in at each of its ratios, come before them.
+    base, options: as Rule.config takes them.
+    """
+    default = Rule.default()
+    wanted = [*(_controls([*rules, default]) if fidelity else ()), *rules]
+    settings = default.config(base, options)
+    told = [
+        default
+        if rule.lead_in == default.lead_in and rule.config(base, options) == settings
+        else rule
+        for rule in wanted
+    ]
+    return list(dict.fromkeys([*told, default]))
+
+
+def _controls(rules: Sequence[Rule]) -> list[Rule]:
+    """Return what a selector is held against: plain reuse, and rows drawn at random."""
+    places = dict.fromkeys((rule.lead_in, rule.ratio) for rule in rules if rule.ratio > 0)
+    lead_ins = dict.fromkeys(["instruction", *(rule.lead_in for rule in rules)])
+    reuse = [Rule.reuse(lead_in) for lead_in in lead_ins]
+    return [*reuse, *(Rule(lead_in, "random", ratio) for lead_in, ratio in places)]
+
+
+def _rules(cells: Sequence[Cell]) -> list[Rule]:
+    rules: dict[Rule, None] = {}
+    for lead_in, selector, ratios in cells:
+        make_selector(selector)
+        rules[Rule.reuse(lead_in)] = None
+        for ratio in ratios:
+            if ratio > 0 and selector != "none":
+                rules[Rule(lead_in, selector, ratio)] = None
+    return list(rules)
+
+
+def _lead_ins(names: Sequence[str]) -> tuple[LeadInKind, ...]:
+    known = {str(name): name for name in get_args(LeadInKind)}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"lead_in={name!r} must be one of {', '.join(known)}")
+    return tuple(known[name] for name in names)

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from cacheblend_rag.errors import DatasetError
-from cacheblend_rag.quality.data import load_dataset
-from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, lead_text
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
+from cacheblend_rag.quality.forms import load_dataset
 from cacheblend_rag.text.chunk import Document
 
 PASSAGES = [
@@ -17,6 +17,28 @@ PASSAGES = [
         "ctxs": [{"title": "Notes", "text": "Ada wrote it."}, {"title": "", "text": "An engine."}],
     },
     {"question": "When?", "answers": ["1843"], "ctxs": [{"text": "In 1843."}]},
+]
+MUSIQUE = [
+    {
+        "id": "2hop",
+        "question": "Where was the founder of Acme born?",
+        "answer": "Bath",
+        "answer_aliases": ["Bath, England", "Bath"],
+        "answerable": True,
+        "paragraphs": [
+            {"idx": 0, "title": "Acme", "paragraph_text": "Ada founded it.", "is_supporting": True},
+            {"idx": 1, "title": "Cy", "paragraph_text": "Cy paints.", "is_supporting": False},
+            {"idx": 2, "title": "Ada", "paragraph_text": "Born in Bath.", "is_supporting": True},
+        ],
+    },
+    {
+        "id": "none",
+        "question": "Where was the founder of Zenith born?",
+        "answer": "Ulm",
+        "answer_aliases": [],
+        "answerable": False,
+        "paragraphs": [{"title": "Cy", "paragraph_text": "Cy paints.", "is_supporting": False}],
+    },
 ]
 THIRD = Document("c", ("Five.",))
 FIRST, SECOND = Document("a", ("One.", "Two.", "Three.")), Document("b", ("Four.",), " ")
@@ -31,7 +53,8 @@ def question(setting: str = "adjacent") -> EvalQuestion:
 def write(tmp_path):
     def write_json(plain):
         path = tmp_path / "questions.json"
-        path.write_text(json.dumps(plain), encoding="utf-8")
+        text = plain if isinstance(plain, str) else json.dumps(plain)
+        path.write_text(text, encoding="utf-8")
         return path
 
     return write_json
@@ -47,20 +70,6 @@ def test_passages_become_documents_of_their_own(write):
     assert [d.to_chunks()[0] for d in first.documents] == list(first.passages)
     ids = [d.document_id for q in (first, second) for d in q.documents]
     assert len(set(ids)) == 3
-
-
-def test_prompt_is_instruction_passages_and_question():
-    prompt = question().prompt("Answer.")
-    assert "".join(s.text for s in prompt.segments) == (
-        "Answer.\n\nTwo.\n\nFour.\n\nThree.\n\nQuestion: Which?\nAnswer:"
-    )
-    assert prompt.segments[0].text == lead_text("Answer.")
-    assert [s.chunk.text for s in prompt.segments if s.chunk] == ["Two.", "Four.", "Three."]
-
-
-def test_prompt_without_instruction_begins_with_the_first_passage():
-    assert lead_text("") == ""
-    assert question().prompt("").segments[0].chunk == FIRST.to_chunks()[1]
 
 
 def test_passages_can_be_cut_to_the_first_ones():
@@ -120,27 +129,19 @@ def own(**changes):
 @pytest.mark.parametrize(
     ("plain", "message"),
     [
-        ([], "at least 1"),
-        ([3], r"\[0\] must be an object"),
-        ([{"answers": ["x"], "ctxs": [{"text": "y"}]}], r"\[0\]: question is missing"),
-        ([{**PASSAGES[0], "answers": []}], r"\[0\]: answers must be a list of at least 1"),
-        ([{**PASSAGES[0], "answers": [1843]}], r"answers\[0\] must be a non-empty string"),
-        ([{**PASSAGES[0], "ctxs": [{"title": "T"}]}], r"ctxs\[0\]: text is missing"),
-        ([{**PASSAGES[0], "ctxs": "x"}], "ctxs must be a list"),
-        ("text", "must be an object or a list of questions"),
-        ([{"question": "Which?"}], "the form is not recognised; it must be one of: this project's"),
+        ([], "the form is not recognised; it must be one of: this project's"),
         ({"questions": []}, "the form is not recognised"),
-        ({"format": "other", "version": 1}, "format and version"),
-        ({"format": "cacheblend-rag/eval"}, "version is missing"),
-        (own(passages=[[1, 0]]), r"passages\[0\]\[0\] must be an index from 0 to 0"),
-        (own(passages=[[0, 1]]), r"passages\[0\]\[1\] must be an index from 0 to 0"),
-        (own(passages=[[0]]), "at least 2"),
-        (own(passages=[[0, 0, 0]]), r"a \[document, chunk\] pair"),
-        (own(passages=[[True, 0]]), "an integer"),
-        (own(documents=[{"id": "a", "chunks": []}]), "chunks must be a list of at least 1"),
-        (own(documents=[{"id": "a", "chunks": ["One."]}] * 2), "different ids"),
-        (own(gold=[[0, 1]]), r"gold\[0\]\[1\] must be an index from 0 to 0"),
-        (own(setting=""), "setting must be a non-empty string"),
+        ([{**PASSAGES[0], "answers": []}], r"\[0\]: answers: List should have at least 1 item"),
+        ([{**PASSAGES[0], "answers": [1843]}], r"answers\[0\]: Input should be a valid string"),
+        ([{**PASSAGES[0], "ctxs": [{"title": "T"}]}], r"ctxs\[0\]: text: Field required"),
+        ([PASSAGES[0], 3], r"\[1\]: Input should be a valid dictionary"),
+        ({"format": "other", "version": 1}, "format: Input should be 'cacheblend-rag/eval'"),
+        (own(passages=[[1, 0]]), r"questions\[0\]: passages\[0\]: there is no chunk \[1, 0\]"),
+        (own(passages=[[0, 0, 0]]), r"passages\[0\]: List should have at most 2 items"),
+        (own(passages=[[True, 0]]), r"passages\[0\]\[0\]: Input should be a valid integer"),
+        (own(documents=[{"id": "a", "chunks": ["One."]}] * 2), "must have different ids"),
+        (own(gold=[[0, 1]]), r"gold\[0\]: there is no chunk \[0, 1\]"),
+        (own(setting=""), "setting: String should have at least 1 character"),
     ],
 )
 def test_errors_name_file_and_field_in_one_line(write, plain, message):
@@ -157,3 +158,30 @@ def test_missing_and_damaged_files_are_dataset_errors(tmp_path):
     (tmp_path / "cut.json").write_text('[{"question": ')
     with pytest.raises(DatasetError, match="cannot be read as JSON"):
         load_dataset(tmp_path / "cut.json")
+
+
+def lines(items):
+    return "".join(f"{json.dumps(item)}\n" for item in items)
+
+
+@pytest.mark.parametrize("text", [lines(MUSIQUE), json.dumps(MUSIQUE)])
+def test_musique_is_read_as_lines_or_as_a_list(write, text):
+    (question,) = load_dataset(write(text)).questions
+    assert question.answers == ("Bath", "Bath, England")
+    assert [chunk.text for chunk in question.gold] == [
+        "Acme\nAda founded it.",
+        "Ada\nBorn in Bath.",
+    ]
+    assert len(question.passages) == 3
+
+
+def test_musique_of_one_line_and_without_answers(write):
+    assert len(load_dataset(write(lines(MUSIQUE[:1]))).questions) == 1
+    with pytest.raises(DatasetError, match="no answerable question"):
+        load_dataset(write(lines(MUSIQUE[1:])))
+
+
+def test_a_damaged_line_is_named(write):
+    path = write(lines(MUSIQUE) + "\n{'question'}\n")
+    with pytest.raises(DatasetError, match="line 4 cannot be read as JSON"):
+        load_dataset(path)

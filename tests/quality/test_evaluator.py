@@ -9,9 +9,8 @@ import pytest
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, PromptFrame
 from cacheblend_rag.quality.evaluator import Evaluator, evaluate_settings, used_lead_ins
-from cacheblend_rag.quality.frame import PromptFrame
 from cacheblend_rag.quality.rules import Rule
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds, PrecomputeReport

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, Chunk, TransformersEngine
+from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.scoring import ContinuationScore, ScoringEngine
 from cacheblend_rag.quality.fidelity import (
+    answer_and_compare,
     compare,
-    compare_each,
     divergences,
     reference,
 )
@@ -21,6 +21,7 @@ from tests.models import make_model, make_tokenizer, prompt_of, words
 
 CHUNKS = [Chunk(words(40, seed=seed)) for seed in (1, 2, 3)]
 PROMPT = prompt_of("w9", *CHUNKS, "w7 w8")
+GREEDY = SamplingParams.greedy(max_tokens=6)
 REPORT = BlendReport("rote", False, None, 1, 0, 0, 1, 1.0, "none", "none", 1.0, PhaseSeconds())
 
 
@@ -95,7 +96,7 @@ def test_several_references_and_the_gold_answer_take_one_prefill() -> None:
     engine = RoteEngine([0.6, 0.3, 0.1], [0.3, 0.6, 0.1], answer=(0, 0), finish="length")
     references = [reference(engine, "prompt", ["1"]), reference(engine, "other", ["2"])]
     engine.prefills = 0
-    first, second = compare_each(references, engine, "prompt", BlendConfig())
+    _, (first, second) = answer_and_compare(references, engine, "prompt", GREEDY, BlendConfig())
     assert engine.prefills == 1
     assert (first.gold_logprob, second.gold_logprob) == pytest.approx(
         (math.log(0.6), math.log(0.1))
@@ -123,11 +124,8 @@ def test_plain_reuse_and_a_prompt_without_passages_differ(engine: TransformersEn
 
 
 def test_a_setting_gives_its_own_answer_where_all_tokens_agree(engine: TransformersEngine) -> None:
-    from cacheblend_rag import SamplingParams
-
     found = reference(engine, PROMPT, tokens=6)
-    greedy = SamplingParams.greedy(max_tokens=6)
     for config in (blend("none", 0.0), blend("random", 0.9), blend("all", 1.0)):
         told = compare(found, engine, PROMPT, config)
-        answer = engine.generate(PROMPT, greedy, config=config).token_ids
+        answer = engine.generate(PROMPT, GREEDY, config=config).token_ids
         assert told.same_answer == (answer == found.generation.token_ids)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cacheblend_rag.engines.tokenizer import load_tokenizer
-from cacheblend_rag.quality.dataset import EvalQuestion, lead_text
-from cacheblend_rag.quality.frame import PromptFrame
+from cacheblend_rag.quality.dataset import EvalQuestion, PromptFrame
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from cacheblend_rag.text.chunk import Document
 from tests.toy import DEFAULT_FRAME, INSTRUCTION, TOY
@@ -47,9 +46,8 @@ def test_a_template_is_used_unless_it_is_turned_off():
     assert rendered.opening == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
     assert rendered.stop == ()
     plain = PromptFrame.of(Templated(), "Be brief.", chat_template=False)
-    assert plain == PromptFrame.of(Plain(), "Be brief.") == PromptFrame(lead_text("Be brief."))
+    assert plain == PromptFrame.of(Plain(), "Be brief.") == PromptFrame("Be brief.\n\n")
     assert plain.stop == ("\n",)
-    assert plain.prompt(QUESTION) == QUESTION.prompt("Be brief.")
 
 
 def test_the_toy_keeps_its_training_frame():

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.quality.grids import complete, default_rules, grid_rules
-from cacheblend_rag.quality.rules import Rule
+from cacheblend_rag.quality.rules import Rule, complete, default_rules, grid_rules
 from cacheblend_rag.settings import BlendConfig
 from tests.toy.questions import toy_dataset
 

@@ -11,9 +11,8 @@ import torch
 
 from cacheblend_rag import BlendConfig, SamplingParams, TransformersEngine
 from cacheblend_rag.errors import ConfigError, DatasetError
-from cacheblend_rag.quality.dataset import EvalQuestion
+from cacheblend_rag.quality.dataset import EvalQuestion, PromptFrame
 from cacheblend_rag.quality.evaluator import Evaluator
-from cacheblend_rag.quality.frame import PromptFrame
 from cacheblend_rag.quality.measuring import Measures
 from cacheblend_rag.quality.records import RecordLog
 from cacheblend_rag.quality.rules import Rule, exactness

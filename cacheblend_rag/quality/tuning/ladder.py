@@ -2,20 +2,69 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from statistics import mean
+from typing import Literal
 
+from cacheblend_rag.quality.metrics import bootstrap_interval, ratio_interval
 from cacheblend_rag.quality.records import PromptRecord
-from cacheblend_rag.quality.tuning.bar import Bar, Kept
 from cacheblend_rag.quality.tuning.candidates import Candidate
 
+BarKind = Literal["score", "fidelity"]
+LEAST = 0.95
 AT_ONCE = 4
 """Dropped candidates that are measured together, so that they share full prefill's pass."""
 
 Measure = Callable[[Sequence[Candidate], int], None]
 """Measures some candidates on the first so many prompts."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How much of full prefill's quality some settings keep.
+
+    quality: a share, which may be above 1. low, high: its 95 % bootstrap interval over
+    prompts; from 0 to infinity if full prefill is right too seldom.
+    """
+
+    quality: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What settings must keep.
+
+    kind: ``score`` is the mean F1 of answers over full prefill's on the same prompts, of which the
+    lower end of the interval counts; ``fidelity`` is exp(-mean KL), of which the mean itself does.
+    least: the share.
+    """
+
+    kind: BarKind
+    least: float = LEAST
+
+    def kept(self, found: Sequence[PromptRecord], full: Sequence[PromptRecord]) -> Kept:
+        """Return what some settings keep; full: full prefill's results on the same prompts."""
+        if self.kind == "fidelity":
+            kls = [one.fidelity.kl for one in found if one.fidelity]
+            low, high = bootstrap_interval(kls)
+            return Kept(math.exp(-mean(kls)), math.exp(-high), math.exp(-low))
+        own, best = [one.f1 for one in found], [one.f1 for one in full]
+        share = mean(own) / mean(best) if any(best) else 0.0
+        ends = ratio_interval(own, best)
+        # Without an interval, full prefill is hardly ever right: too few prompts to tell.
+        return Kept(share, *(ends or (0.0, math.inf)))
+
+    def holds(self, kept: Kept) -> bool:
+        """Whether it is kept."""
+        return (kept.low if self.kind == "score" else kept.quality) >= self.least
+
+    def may_hold(self, kept: Kept) -> bool:
+        """Whether more prompts may show that it is kept."""
+        return kept.high >= self.least
 
 
 @dataclass(frozen=True)
@@ -116,7 +165,7 @@ class Ladder:
             likely = sorted(ranks, key=lambda rank: (abs(rank - holding[0]), -rank))
         else:
             likely = sorted(ranks, key=lambda rank: -quality[rank])
-        kept = set(likely[: ceil(len(by_cost) / 2)])
+        kept = set(likely[: math.ceil(len(by_cost) / 2)])
         return [one for rank, one in enumerate(by_cost) if rank in kept]
 
     def _by_cost(self) -> list[Candidate]:

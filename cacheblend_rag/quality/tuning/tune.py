@@ -5,28 +5,37 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice, zip_longest
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
+from cacheblend_rag.quality.dataset import EvalDataset, PromptFrame
+from cacheblend_rag.quality.evaluator import opened_engines
 from cacheblend_rag.quality.fidelity import TOKENS
-from cacheblend_rag.quality.frame import PromptFrame
 from cacheblend_rag.quality.measuring import Measures, QuestionMeasurer
-from cacheblend_rag.quality.records import RecordLog, question_key
+from cacheblend_rag.quality.records import RecordLog
 from cacheblend_rag.quality.rules import FULL, Rule
-from cacheblend_rag.quality.tuning.bar import LEAST, Bar, BarKind
-from cacheblend_rag.quality.tuning.candidates import BASE, Candidate, rungs
-from cacheblend_rag.quality.tuning.ladder import Ladder, Standing
-from cacheblend_rag.settings import LeadInKind, Profile
+from cacheblend_rag.quality.tuning.candidates import (
+    BASE,
+    LEAD_INS,
+    Candidate,
+    candidates,
+    rungs,
+)
+from cacheblend_rag.quality.tuning.ladder import LEAST, Bar, BarKind, Ladder, Standing
+from cacheblend_rag.settings import EMBEDDED, LeadInConfig, LeadInKind, Profile
 
 Outcome = Literal["recompute", "plain reuse", "do not blend"]
 NO_ANSWERS = ("",)
+GREY, GREEN, RED, BLUE = "#9aa0a6", "#188038", "#c5221f", "#1a73e8"
 OnRound = Callable[[str, int], Callable[[], None]]
 """Called with a round's name and its steps; returns a function that is called after each step."""
 
@@ -79,41 +88,17 @@ class Tuned:
 
 
 @dataclass(frozen=True)
-class Tuner:
-    """Measures candidates on questions, a prompt at a time.
-
-    Args:
-        engines: one per lead-in, around one model and with the frame's opening as instruction. The
-            KV of questions is put into their store and dropped again, unless it was there before.
-        frame: of the prompts.
-        data: the questions; without answers, the bar is fidelity.
-        bar: what must be kept.
-        log: results that are known are taken from it, and new ones kept there.
-        on_round: see OnRound.
-    """
+class _Tuner:
+    """Measures candidates on questions, a prompt at a time; see ``tune``."""
 
     engines: Mapping[LeadInKind, Engine]
     frame: PromptFrame
     data: EvalDataset
     bar: Bar
-    log: RecordLog = field(default_factory=RecordLog)
-    on_round: OnRound = lambda name, steps: lambda: None
+    log: RecordLog
+    on_round: OnRound
 
-    def tune(self, tried: Sequence[Candidate], *, name: str = "tuned") -> Tuned:
-        """Return the cheapest of some candidates that holds the bar.
-
-        Args:
-            tried: the candidates.
-            name: of the profile.
-
-        Raises:
-            ConfigError: without questions or candidates, or when a lead-in has no engine.
-            PromptError: when a prompt does not fit the model.
-        """
-        if not self.data.questions or not tried:
-            raise ConfigError("questions and candidates must be at least 1 each")
-        if missing := {one.lead_in for one in tried} - self.engines.keys():
-            raise ConfigError(f"lead_in={min(missing)!r} has no engine here")
+    def tune(self, tried: Sequence[Candidate], name: str) -> Tuned:
         ladder, measurer = Ladder(tried, self.bar), self._measurer()
 
         def measure(left: Sequence[Candidate], size: int) -> None:
@@ -148,13 +133,9 @@ class Tuner:
             sampling,
             measures,
             owns_store=False,
-            rules_answer=self._rules_answer,
+            rules_answer=self.bar.kind == "score",
+            log=self.log,
         )
-
-    @property
-    def _rules_answer(self) -> bool:
-        """Whether the bar looks at candidates' answers."""
-        return self.bar.kind == "score"
 
     def _take(
         self, ladder: Ladder, measurer: QuestionMeasurer, left: Sequence[Candidate], index: int
@@ -162,32 +143,15 @@ class Tuner:
         """Add the results of one prompt, which are measured if they are not known."""
         question = self.data.questions[index]
         asked = question if question.answers else replace(question, answers=NO_ANSWERS)
-        lacking = [one for one in left if len(ladder.results.get(one, ())) == index]
-        rules: list[Rule] = [*lacking]
+        rules: list[Rule] = [one for one in left if len(ladder.results.get(one, ())) == index]
         if len(ladder.full) == index:
             rules.append(FULL)
-        keys = {rule: self._key(asked, rule) for rule in rules}
-        unknown = {r: r.config(BASE, {}) for r in rules if self.log.get(keys[r]) is None}
-        for rule, measured in measurer.measure(asked, unknown) if unknown else ():
-            self.log.put(keys[rule], measured)
-        for rule in rules:
-            record = self.log.get(keys[rule])
-            of_rule = ladder.full
+        found = measurer.records(asked, {rule: rule.config(BASE, {}) for rule in rules})
+        for rule, record in found.items():
             if isinstance(rule, Candidate):
-                of_rule = ladder.results.setdefault(rule, [])
-            of_rule.extend([record] if record else [])
-
-    def _key(self, question: EvalQuestion, rule: Rule) -> dict[str, Any]:
-        engine = self.engines.get(rule.lead_in) or next(iter(self.engines.values()))
-        return {
-            "question": question_key(question, self.frame.prompt(question)),
-            "rule": rule.label if isinstance(rule, Candidate) else rule.selector,
-            "model": engine.model_name,
-            "dtype": engine.dtype,
-            "kv": engine.fingerprint,
-            "tokens": TOKENS,
-            "rules_answer": self._rules_answer,
-        }
+                ladder.results.setdefault(rule, []).append(record)
+            else:
+                ladder.full.append(record)
 
     def _profile(self, best: Candidate, ladder: Ladder, name: str) -> Profile:
         engine = self.engines[best.lead_in]
@@ -255,22 +219,136 @@ def tune(
     """Return the cheapest settings that keep a share of full prefill's quality.
 
     Args:
-        engines: as for Tuner.
-        frame: as for Tuner.
-        data: as for Tuner.
+        engines: one per lead-in, around one model and with the frame's opening as instruction. The
+            KV of questions is put into their store and dropped again, unless it was there before.
+        frame: of the prompts.
+        data: the questions.
         tried: the candidates.
         bar: see Bar; questions without answers are measured by fidelity.
         least: the share, above 0.
-        log: as for Tuner.
-        on_round: as for Tuner.
+        log: results that are known are taken from it, and new ones kept there.
+        on_round: see OnRound.
         name: of the profile.
 
     Raises:
-        ConfigError: as Tuner.tune, or when ``least`` is not above 0.
-        PromptError: as Tuner.tune.
+        ConfigError: without questions or candidates, when a lead-in has no engine, or when
+            ``least`` is not above 0.
+        PromptError: when a prompt does not fit the model.
     """
     if not 0 < least <= 1:
         raise ConfigError(f"least={least} must be above 0 and at most 1")
+    if not data.questions or not tried:
+        raise ConfigError("questions and candidates must be at least 1 each")
+    if missing := {one.lead_in for one in tried} - engines.keys():
+        raise ConfigError(f"lead_in={min(missing)!r} has no engine here")
     kind: BarKind = bar if all(one.answers for one in data.questions) else "fidelity"
-    tuner = Tuner(engines, frame, data, Bar(kind, least), log or RecordLog(), on_round)
-    return tuner.tune(tried, name=name)
+    tuner = _Tuner(engines, frame, data, Bar(kind, least), log or RecordLog(), on_round)
+    return tuner.tune(tried, name)
+
+
+def tune_model(
+    model: str,
+    data: EvalDataset,
+    *,
+    bar: BarKind = "score",
+    least: float = LEAST,
+    lead_ins: Sequence[str] = LEAD_INS,
+    selectors: Sequence[str] | None = None,
+    ratios: Sequence[float] | None = None,
+    check_layers: Sequence[int] | None = None,
+    name: str = "tuned",
+    resume: Path | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    on_round: OnRound = lambda name, steps: lambda: None,
+) -> Tuned:
+    """Return the cheapest settings that keep a model's quality on some questions.
+
+    Chunk KV is kept in a store of its own, in memory.
+
+    Args:
+        model: as for open_engine.
+        data: the questions.
+        bar: ``score`` compares answers with gold answers, ``fidelity`` predictions with full
+            prefill's.
+        least: the share of full prefill's quality to keep.
+        lead_ins: the lead-ins to try.
+        selectors: the selectors to try, and so on; see ``candidates``.
+        ratios: the recompute ratios to try.
+        check_layers: the check layers to try.
+        name: of the profile.
+        resume: a file in which each prompt's results are kept, and from which known ones are taken.
+        device: where the model runs.
+        dtype: in what precision.
+        on_round: called with each round's name and steps; returns a function that is called after
+            each step.
+
+    Raises:
+        ModelLoadError: when the model cannot be loaded.
+        UnsupportedModelError: when its KV cannot be blended.
+        ConfigError: when a setting is wrong, or full prefill answers no question.
+        PromptError: when a prompt does not fit the model.
+        DatasetError: when ``resume`` holds other things.
+    """
+    log = RecordLog.resumed(resume) if resume else None
+    frame = PromptFrame.of(load_tokenizer(model), data.instruction)
+    kinds = [LeadInConfig.of(one).kind for one in dict.fromkeys(lead_ins)]
+    opened = opened_engines(
+        EMBEDDED, model, kinds, instruction=frame.opening, device=device, dtype=dtype
+    )
+    with opened as engines:
+        first = cast(TransformersEngine, next(iter(engines.values())))
+        tried = candidates(
+            first.model.config.get_text_config().num_hidden_layers,
+            lead_ins=kinds,
+            selectors=selectors,
+            ratios=ratios,
+            check_layers=check_layers,
+        )
+        return tune(
+            engines,
+            frame,
+            data,
+            tried,
+            bar=bar,
+            least=least,
+            log=log,
+            on_round=on_round,
+            name=name,
+        )
+
+
+def pareto(standings: Sequence[Standing]) -> list[Standing]:
+    """Return the candidates that no other one beats in both time and quality, by time."""
+    front: list[Standing] = []
+    for one in sorted(standings, key=lambda one: (one.ttft_share, -one.kept.quality)):
+        if not front or one.kept.quality > front[-1].kept.quality:
+            front.append(one)
+    return front
+
+
+def plot(tuned: Tuned, path: Path) -> None:
+    """Draw a picture: time to first token across, the share of quality that is kept up.
+
+    Filled points were measured on all prompts, hollow ones were dropped before. Green ones hold the
+    bar, which is the red line. Those that no other one beats are joined by a line; they and all
+    that hold the bar have their names beside them.
+    """
+    from matplotlib.figure import Figure
+
+    figure, front = Figure(figsize=(9, 5), layout="constrained"), pareto(tuned.standings)
+    axes = figure.subplots()
+    axes.plot(
+        [one.ttft_share for one in front], [one.kept.quality for one in front], color=GREY, zorder=1
+    )
+    axes.axhline(tuned.bar.least, color=RED, linewidth=1)
+    for one in tuned.standings:
+        colour, at = GREEN if one.holds else BLUE, (one.ttft_share, one.kept.quality)
+        fill = colour if one.prompts == tuned.prompts else "white"
+        axes.scatter(*at, color=fill, edgecolors=colour, zorder=2)
+        if one.holds or one in front:
+            axes.annotate(one.candidate.label, at, (6, -3), textcoords="offset points", fontsize=7)
+    kept = "exp(-KL)" if tuned.bar.kind == "fidelity" else "F1 / full prefill's"
+    axes.set_title(f"{kept}, {tuned.prompts} prompts of {tuned.dataset}", loc="left", fontsize=9)
+    axes.set_xlabel("time to first token, share of full prefill's")
+    figure.savefig(path, format="svg")

@@ -15,8 +15,7 @@ from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.loading import checkpoint_dtype
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.quality.dataset import EvalDataset
-from cacheblend_rag.quality.frame import PromptFrame
+from cacheblend_rag.quality.dataset import EvalDataset, PromptFrame
 from cacheblend_rag.quality.verify import numbers, small_set, wording
 from cacheblend_rag.quality.verify.check import Asked, Check, Verdict
 from cacheblend_rag.settings import EMBEDDED, Profile, StoreConfig

@@ -19,9 +19,8 @@ from cacheblend_rag.engines.transformers.rounding_noise import (
     model_noise,
     same_logits,
 )
-from cacheblend_rag.quality.dataset import EvalQuestion
+from cacheblend_rag.quality.dataset import EvalQuestion, PromptFrame
 from cacheblend_rag.quality.fidelity import divergences, reference
-from cacheblend_rag.quality.frame import PromptFrame
 from cacheblend_rag.quality.rules import ALWAYS
 from cacheblend_rag.quality.verify.check import Asked, Check
 from cacheblend_rag.quality.verify.wording import lead_tokens

@@ -9,9 +9,9 @@ from statistics import mean
 from cacheblend_rag.demo.passages import PassageQuestion, PassageSample, load_passages
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, PromptFrame
 from cacheblend_rag.quality.fidelity import TOKENS, PromptFidelity, compare, reference
-from cacheblend_rag.quality.frame import PromptFrame
+from cacheblend_rag.quality.forms import over_passages
 from cacheblend_rag.quality.rules import ALWAYS
 from cacheblend_rag.quality.verify.check import Asked, Check
 from cacheblend_rag.settings import BlendConfig
@@ -113,6 +113,4 @@ def _over_passages(sample: PassageSample, asked: PassageQuestion) -> EvalQuestio
     titles = [passage.title for passage in sample.passages]
     at = titles.index(asked.title)
     own, *others = [*sample.documents()[at:], *sample.documents()[:at]][:PASSAGES]
-    documents = (*others, own)
-    passages = tuple(document.to_chunks()[0] for document in documents)
-    return EvalQuestion(asked.question, asked.answers, passages, documents)
+    return over_passages(asked.question, asked.answers, (*others, own))

@@ -8,8 +8,7 @@ from typing import Any
 
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
-from cacheblend_rag.quality.frame import PromptFrame
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, PromptFrame
 from cacheblend_rag.quality.verify.check import Asked, Check
 from cacheblend_rag.text.chat import begins_as_rendered, render_messages
 from cacheblend_rag.text.encoder import encode_plainly

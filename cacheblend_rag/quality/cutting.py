@@ -3,30 +3,53 @@
 A question's documents are the same in every setting, so that settings can be compared. They are the
 data set's own; one that is shorter than two chunks is lengthened with text of other questions, and
 other questions' documents are added up to the wished length of the prompt. None of the text that is
-added holds the answer.
+added holds the answer. What is retrieved of them:
+
+- ``adjacent``: whole documents, one after another, their chunks in order.
+- ``fragments``: some chunks of each document, in order, those with the answer always, but not its
+  first one, which tells what the document is about; of a document with one chunk, this one.
+- ``shuffled``: all chunks in random order.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
 
 from cacheblend_rag.errors import ConfigError, DatasetError
-from cacheblend_rag.quality.data.retrieval import FRAGMENTS, retrieval
-from cacheblend_rag.quality.data.sentences import CountTokens, cut_text, estimate_tokens
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.metrics import holds_answer
 from cacheblend_rag.text.chunk import Chunk, Document
 
 logger = logging.getLogger(__name__)
 
+ADJACENT, FRAGMENTS, SHUFFLED = CUT_SETTINGS = ("adjacent", "fragments", "shuffled")
+CountTokens = Callable[[str], int]
+
+_END = re.compile(r"[.!?][\"')\]\u201d\u2019]*\s+|\n\s*\n")
+_LAST_WORD = re.compile(r"(\w+)[.]$")
+_ABBREVIATIONS = re.compile(
+    "dr|mr|mrs|ms|st|jr|sr|co|inc|ltd|corp|prof|gen|col|capt|lt|sgt|rev|hon|gov|sen|rep|vs|no|vol|"
+    "ca|approx|dept|est|fig|eg|ie|etc|jan|feb|mar|apr|jun|jul|aug|sep|sept|oct|nov|dec"
+)
+_PIECES = re.compile(r"\w+|[^\w\s]")
+
 MINIMUM_CHUNKS = 2
 """Of a document, as long as there is text to lengthen it with."""
 MOST_OTHERS = 300
 """Texts of other questions that are considered for one."""
+
+
+def estimate_tokens(text: str) -> int:
+    """Return about how many tokens a text has, for where no tokenizer is at hand.
+
+    It counts words and punctuation marks, and adds a fifth: tokenizers split some words.
+    """
+    return round(1.2 * len(_PIECES.findall(text)))
 
 
 @dataclass(frozen=True)
@@ -60,14 +83,11 @@ class Cutting:
             )
 
 
-DEFAULT_CUTTING = Cutting()
-
-
 def cut(
     dataset: EvalDataset,
     *,
     setting: str,
-    cutting: Cutting = DEFAULT_CUTTING,
+    cutting: Cutting = Cutting(),
     seed: int = 0,
     questions: int | None = None,
 ) -> EvalDataset:
@@ -78,7 +98,8 @@ def cut(
     fit the bounds, or if no chunk that holds its answer is retrieved; a warning says how many were.
     Raises ConfigError for an unknown setting, DatasetError when no question is left.
     """
-    retrieval(setting)
+    if setting not in CUT_SETTINGS:
+        raise ConfigError(f"setting={setting!r} must be one of {', '.join(CUT_SETTINGS)}")
     cutter = _Cutter(dataset, cutting)
     made = (
         _cut_question(question, index, seed, setting, cutter)
@@ -112,9 +133,26 @@ def _cut_question(
         return None
     documents, gold = made
     rng = random.Random(f"{seed} {index} {setting}")
-    passages = tuple(retrieval(setting)(documents, gold, rng))
+    passages = tuple(_retrieve(setting, documents, gold, rng))
     found = replace(question, passages=passages, documents=documents, setting=setting, gold=gold)
     return found if _can_be_answered(found) else None
+
+
+def _retrieve(
+    setting: str, documents: Sequence[Document], gold: Collection[Chunk], rng: random.Random
+) -> list[Chunk]:
+    by_document = [document.to_chunks() for document in documents]
+    found = list(chain(*by_document))
+    if setting == SHUFFLED:
+        rng.shuffle(found)
+    if setting != FRAGMENTS:
+        return found
+    found = []
+    for chunks in by_document:
+        later = chunks[1:] or chunks
+        drawn = rng.sample(later, rng.randint(1, len(later)))
+        found += [chunk for chunk in later if chunk in drawn or chunk in gold]
+    return found
 
 
 @dataclass(frozen=True)
@@ -255,3 +293,43 @@ def _can_be_answered(question: EvalQuestion) -> bool:
         return True
     holding = [chunk for chunk in question.gold if holds_answer(chunk.text, question.answers)]
     return any(chunk in question.passages for chunk in holding or question.gold)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Return a text's sentences without the white space around them.
+
+    A full stop after a single letter, a common abbreviation, or between digits ends none; a blank
+    line does.
+    """
+    sentences, start = [], 0
+    for end in _END.finditer(text):
+        if _ends_sentence(text[start : end.end()].rstrip(), text[end.end() : end.end() + 1]):
+            sentences.append(text[start : end.end()].strip())
+            start = end.end()
+    sentences.append(text[start:].strip())
+    return [sentence for sentence in sentences if sentence]
+
+
+def cut_text(text: str, chunk_tokens: int, count_tokens: CountTokens) -> tuple[str, ...]:
+    """Return the text in chunks that end with sentences, as equal in length as these allow.
+
+    chunk_tokens: about how many a chunk has; a sentence that is longer is a chunk by itself.
+    """
+    sentences = split_sentences(text)
+    lengths = [count_tokens(sentence) for sentence in sentences]
+    total = sum(lengths)
+    count = max(1, round(total / chunk_tokens))
+    chunks: list[list[str]] = [[] for _ in range(count)]
+    for sentence, length, end in zip(sentences, lengths, accumulate(lengths), strict=True):
+        chunks[int((end - length / 2) * count / total)].append(sentence)
+    return tuple(" ".join(chunk) for chunk in chunks if chunk)
+
+
+def _ends_sentence(sentence: str, following: str) -> bool:
+    word = _LAST_WORD.search(sentence)
+    if word is None:
+        return True
+    last = word[1].lower()
+    if last.isdigit():
+        return not following.isdigit()
+    return len(last) > 1 and not _ABBREVIATIONS.fullmatch(last)

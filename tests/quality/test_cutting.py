@@ -5,11 +5,16 @@ from dataclasses import replace
 import pytest
 
 from cacheblend_rag.errors import ConfigError, DatasetError
-from cacheblend_rag.quality.data.cutting import Cutting, cut
-from cacheblend_rag.quality.data.forms import over_passages
-from cacheblend_rag.quality.data.retrieval import CUT_SETTINGS
-from cacheblend_rag.quality.data.sentences import cut_text, estimate_tokens, split_sentences
+from cacheblend_rag.quality.cutting import (
+    CUT_SETTINGS,
+    Cutting,
+    cut,
+    cut_text,
+    estimate_tokens,
+    split_sentences,
+)
 from cacheblend_rag.quality.dataset import EvalDataset
+from cacheblend_rag.quality.forms import over_passages
 from cacheblend_rag.text.chunk import Document
 
 
