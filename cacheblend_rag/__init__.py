@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.observe.metrics import EngineMetrics
     from cacheblend_rag.observe.tracing import trace_requests
     from cacheblend_rag.prefill.conversation_kv import ConversationKV
-    from cacheblend_rag.quality.tuning.tune import tune_model
+    from cacheblend_rag.quality.tune import tune_model
     from cacheblend_rag.quality.verify.gate import verify_model
     from cacheblend_rag.rag.conversation import Conversation
     from cacheblend_rag.rag.document_report import LongDocumentReport, PromptAnswer, WindowAnswer
@@ -139,7 +139,7 @@ _LAZY = {
     "open_engine": "cacheblend_rag.engines.factory",
     "public_name": "cacheblend_rag.models",
     "trace_requests": "cacheblend_rag.observe.tracing",
-    "tune_model": "cacheblend_rag.quality.tuning.tune",
+    "tune_model": "cacheblend_rag.quality.tune",
     "verify_model": "cacheblend_rag.quality.verify.gate",
 }
 

@@ -14,7 +14,7 @@ from cacheblend_rag.quality.questions import SINGLE_HOP, choose_questions
 from cacheblend_rag.rag import checks
 
 if TYPE_CHECKING:
-    from cacheblend_rag.quality.tuning.tune import OnRound, Tuned
+    from cacheblend_rag.quality.tune import OnRound, Tuned
     from cacheblend_rag.rag.progress import ProgressCallbacks, Task
 
 SEED = 9_271_828
@@ -88,9 +88,9 @@ def tune_command(
         needed = ("rouge_score", "tomli_w", *(("matplotlib",) if plot else ()))
         checks.check_installed(needed, "tune", "eval")
         from cacheblend_rag.engines.tokenizer import load_tokenizer
-        from cacheblend_rag.quality.tuning import candidates
-        from cacheblend_rag.quality.tuning.tune import mixed, tune_model
-        from cacheblend_rag.quality.tuning.tune import plot as draw
+        from cacheblend_rag.quality import candidates
+        from cacheblend_rag.quality.tune import mixed, tune_model
+        from cacheblend_rag.quality.tune import plot as draw
         from cacheblend_rag.settings import BlendConfig
 
         at = options.layers(check_layers, "--check-layers") if check_layers else None

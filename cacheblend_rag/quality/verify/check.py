@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 Status = Literal["ok", "failed", "skipped"]
@@ -15,7 +15,7 @@ FORBIDS = ("blending", "positions", "exactness", "stored KV", "fidelity")
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a model.
+    """One check of a model, with its result; its methods return it with another one.
 
     Args:
         name: short and unique.
@@ -28,30 +28,22 @@ class Check:
 
     name: str
     what: str
-    status: Status
-    found: str
+    status: Status = "skipped"
+    found: str = ""
     measured: Measured = field(default_factory=dict)
     remedy: str = ""
 
-
-@dataclass(frozen=True)
-class Asked:
-    """A check that is yet to be made; its methods return it with a result."""
-
-    name: str
-    what: str
-
     def ok(self, found: str, measured: Measured | None = None) -> Check:
         """Return the check as passed."""
-        return Check(self.name, self.what, "ok", found, measured or {})
+        return replace(self, status="ok", found=found, measured=measured or {})
 
     def failed(self, found: str, remedy: str, measured: Measured | None = None) -> Check:
         """Return the check as failed."""
-        return Check(self.name, self.what, "failed", found, measured or {}, remedy)
+        return replace(self, status="failed", found=found, measured=measured or {}, remedy=remedy)
 
     def skipped(self, why: str) -> Check:
         """Return the check as not made."""
-        return Check(self.name, self.what, "skipped", why)
+        return replace(self, found=why)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from cacheblend_rag.engines.transformers.loading import checkpoint_dtype
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import EvalDataset, PromptFrame
 from cacheblend_rag.quality.verify import numbers, small_set, wording
-from cacheblend_rag.quality.verify.check import Asked, Check, Verdict
+from cacheblend_rag.quality.verify.check import Check, Verdict
 from cacheblend_rag.settings import EMBEDDED, Profile, StoreConfig
 
 HOST_BYTES = 2 << 30
-BLENDING = Asked("blending", "runs the model layer by layer, at other positions, as it is loaded")
+BLENDING = Check("blending", "runs the model layer by layer, at other positions, as it is loaded")
 OF_KV = (
     numbers.POSITIONS, numbers.EXACTNESS, numbers.STORED, numbers.PRECISION, small_set.FIDELITY,
 )  # fmt: skip

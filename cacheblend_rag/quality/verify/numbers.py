@@ -22,15 +22,15 @@ from cacheblend_rag.engines.transformers.rounding_noise import (
 from cacheblend_rag.quality.dataset import EvalQuestion, PromptFrame
 from cacheblend_rag.quality.fidelity import divergences, reference
 from cacheblend_rag.quality.rules import ALWAYS
-from cacheblend_rag.quality.verify.check import Asked, Check
+from cacheblend_rag.quality.verify.check import Check
 from cacheblend_rag.quality.verify.wording import lead_tokens
 from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.text.prompt import BlendPrompt
 
-POSITIONS = Asked("positions", "compares layer 0's KV, moved to the prompt, with that of prefill")
-EXACTNESS = Asked("exactness", "compares recompute_ratio=1 with full prefill")
-STORED = Asked("stored KV", "reuses a first passage, whose KV is full prefill's own")
-PRECISION = Asked("precision", "compares dtypes, looks for NaN, measures noise and rounding")
+POSITIONS = Check("positions", "compares layer 0's KV, moved to the prompt, with that of prefill")
+EXACTNESS = Check("exactness", "compares recompute_ratio=1 with full prefill")
+STORED = Check("stored KV", "reuses a first passage, whose KV is full prefill's own")
+PRECISION = Check("precision", "compares dtypes, looks for NaN, measures noise and rounding")
 
 LEAST_TOLERANCE, KEY_STEPS = 2e-3, 4.0
 """Largest difference of a token's key or value, relative to its size; or, if that is more, so many
@@ -80,7 +80,7 @@ class Prompted:
         """Score the answer after a blend."""
         return self.engine.score(self.prompt, self.answer, config=config)
 
-    def compare(self, asked: Asked, score: ContinuationScore, remedy: str) -> Check:
+    def compare(self, asked: Check, score: ContinuationScore, remedy: str) -> Check:
         """Return whether a score is that of full prefill, but for rounding."""
         if not score.report.blended:
             return asked.failed(f"nothing was reused: {score.report.reason}", remedy)

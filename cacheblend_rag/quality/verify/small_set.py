@@ -13,12 +13,12 @@ from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, PromptFram
 from cacheblend_rag.quality.fidelity import TOKENS, PromptFidelity, compare, reference
 from cacheblend_rag.quality.forms import over_passages
 from cacheblend_rag.quality.rules import ALWAYS
-from cacheblend_rag.quality.verify.check import Asked, Check
+from cacheblend_rag.quality.verify.check import Check
 from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.text.encoder import PromptEncoder
 
 QUESTIONS, PASSAGES = 6, 4
-FIDELITY = Asked("fidelity", "compares the blend's predictions with full prefill's, on a small set")
+FIDELITY = Check("fidelity", "compares the blend's predictions with full prefill's, on a small set")
 
 MOST_KL = 0.25
 """Mean KL, in nats, that a model may lose on the small set: predictions keep 78 % likelihood."""

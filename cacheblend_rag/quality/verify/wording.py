@@ -9,13 +9,13 @@ from typing import Any
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, PromptFrame
-from cacheblend_rag.quality.verify.check import Asked, Check
+from cacheblend_rag.quality.verify.check import Check
 from cacheblend_rag.text.chat import begins_as_rendered, render_messages
 from cacheblend_rag.text.encoder import encode_plainly
 
-TEMPLATE = Asked("template", "renders instruction, passages and question by the chat template")
-TOKENIZER = Asked("tokenizer", "encodes texts and decodes them again")
-SEAMS = Asked("seams", "finds the passages' own tokens in the prompt's")
+TEMPLATE = Check("template", "renders instruction, passages and question by the chat template")
+TOKENIZER = Check("tokenizer", "encodes texts and decodes them again")
+SEAMS = Check("seams", "finds the passages' own tokens in the prompt's")
 
 MOST_EDGES = 0.1
 """Share of the passages' tokens that may be joined with the text beside them."""

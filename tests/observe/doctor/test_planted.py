@@ -25,7 +25,7 @@ from tests.observe.doctor.conftest import (
     prompts,
     text_of,
 )
-from tests.quality.verify.test_gate import DATA, opened
+from tests.quality.test_gate import DATA, opened
 from tests.refusing import RefusingDevice, on_device
 from tests.toy import OTHER_HEAD
 

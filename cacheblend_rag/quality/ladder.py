@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Literal
 
+from cacheblend_rag.quality.candidates import Candidate
 from cacheblend_rag.quality.metrics import bootstrap_interval, ratio_interval
 from cacheblend_rag.quality.records import PromptRecord
-from cacheblend_rag.quality.tuning.candidates import Candidate
 
 BarKind = Literal["score", "fidelity"]
 LEAST = 0.95

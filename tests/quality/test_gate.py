@@ -21,7 +21,7 @@ from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.quality.verify import small_set
 from cacheblend_rag.quality.verify.check import Verdict
 from cacheblend_rag.quality.verify.gate import frame_of, verify_engine
-from cacheblend_rag.quality.verify.wording import check_template
+from cacheblend_rag.quality.verify.wording import check_seams, check_template, check_tokenizer
 from cacheblend_rag.text import runs
 from tests.models import GPT2_CONFIG
 from tests.toy import TOY
@@ -84,19 +84,15 @@ def test_a_template_without_a_system_role_passes(template: str) -> None:
 def test_a_wrong_template_fails(template: str, told: str) -> None:
     tokenizer = load_tokenizer(TOY)
     tokenizer.chat_template = template
-    verdict = verify_engine(opened(tokenizer=tokenizer), DATA)
-    (check,) = [check for check in verdict.checks if check.name == "template"]
+    check = check_template(tokenizer, DATA)
     assert check.status == "failed"
     assert told in check.found
-    assert "put this right" in verdict.advice
 
 
 def test_a_tokenizer_without_a_template_is_skipped() -> None:
     tokenizer = load_tokenizer(TOY)
     tokenizer.chat_template = None
-    verdict = verify_engine(opened(tokenizer=tokenizer), DATA)
-    assert statuses(verdict)["template"] == "skipped"
-    assert verdict.passed
+    assert check_template(tokenizer, DATA).status == "skipped"
 
 
 @pytest.mark.parametrize(
@@ -107,16 +103,17 @@ def test_a_tokenizer_without_a_template_is_skipped() -> None:
 def test_a_tokenizer_must_give_texts_back(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[str], str], status: str
 ) -> None:
-    engine = opened()
-    decode = engine.tokenizer.decode
-    monkeypatch.setattr(engine.tokenizer, "decode", lambda *a, **k: change(decode(*a, **k)))
-    assert statuses(verify_engine(engine, DATA))["tokenizer"] == status
+    tokenizer = load_tokenizer(TOY)
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda *a, **k: change(decode(*a, **k)))
+    assert check_tokenizer(tokenizer, DATA.questions).status == status
 
 
 def test_inseparable_passages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "find_run", lambda *_: None)
-    verdict = verify_engine(opened(), DATA)
-    assert statuses(verdict)["seams"] == "failed"
+    engine = opened()
+    frame = frame_of(engine.tokenizer, DATA)
+    assert check_seams(engine, frame, DATA.questions).status == "failed"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,6 +134,7 @@ def test_float16_is_no_home_for_bfloat16_weights() -> None:
     engine = opened(model=model)
     verdict = verify_engine(engine, DATA, checkpoint=torch.bfloat16)
     assert failed(verdict) == {"precision"}
+    assert verdict.advice == "put this right before you blend this model: precision"
     assert verify_engine(engine, DATA, checkpoint=torch.float16).passed
 
 
