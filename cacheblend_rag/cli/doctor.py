@@ -132,10 +132,8 @@ def doctor_command(
 
 
 def _check_url(url: str, model: str | None, namespace: str, *, as_json: bool) -> None:
-    from cacheblend_rag.observe.server import examine_server
-
     with output.stdout_reserved(as_json):
-        found = _finding({"url": url}, lambda: examine_server(url, model, namespace))
+        found = _finding({"url": url}, lambda: diagnosis.examine_server(url, model, namespace))
     if as_json:
         output.print_json(found)
     else:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from cacheblend_rag.kv.chunk_kv import namespace_id
-from cacheblend_rag.observe.server import namespace_name
+from cacheblend_rag.observe.diagnosis import namespace_name
 
 
 def test_a_servers_namespace_is_shown_by_its_name_to_who_knows_it():

@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.question_time import Hints
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.observe.doctor import memory, quality, reuse, speed
-from cacheblend_rag.observe.doctor.evidence import Evidence, ModelVerdict
+from cacheblend_rag.observe.doctor import quality, reuse, speed
+from cacheblend_rag.observe.doctor.evidence import Evidence, Verified
 from cacheblend_rag.observe.doctor.finding import SEVERITY, Finding
 from cacheblend_rag.observe.doctor.machine import Machine
 from cacheblend_rag.observe.doctor.measuring import Measurement
 from cacheblend_rag.settings import BlendConfig
 
 RUNS, ANSWER_TOKENS = 3, 16
-CHECKS = (*quality.CHECKS, *memory.CHECKS, *reuse.CHECKS, *speed.CHECKS)
-
-
-class FailedCheck(Protocol):
-    """A check of a model that failed."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def found(self) -> str:
-        """What it found."""
-
-
-class Verified(Protocol):
-    """The verdict of ``verify_model``."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether no check failed."""
-
-    @property
-    def failed(self) -> Sequence[FailedCheck]:
-        """The checks of the model that failed."""
-
-    @property
-    def advice(self) -> str:
-        """One line of advice: whether to use blending with this model."""
+CHECKS = (*quality.CHECKS, *reuse.CHECKS, *speed.CHECKS)
 
 
 @dataclass(frozen=True)
@@ -138,7 +110,7 @@ def diagnose(
         machine or Machine(),
         on_step,
     )
-    evidence = replace(measurement.evidence(), verdict=_verdict(verdict))
+    evidence = replace(measurement.evidence(), verdict=verdict)
     return Diagnosis(examine(evidence), evidence)
 
 
@@ -146,10 +118,3 @@ def examine(evidence: Evidence) -> tuple[Finding, ...]:
     """Return all findings, faults first, then by severity."""
     found = [finding for check in CHECKS if (finding := check(evidence)) is not None]
     return tuple(sorted(found, key=lambda one: (not one.is_fault, SEVERITY[one.code])))
-
-
-def _verdict(given: Verified | None) -> ModelVerdict | None:
-    if given is None:
-        return None
-    failed = {check.name: check.found for check in given.failed}
-    return ModelVerdict(given.passed, failed, given.advice)

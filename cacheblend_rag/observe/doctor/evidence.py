@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Protocol
 
 from cacheblend_rag.observe.doctor.machine import CpuLoad
 from cacheblend_rag.observe.doctor.similar import SimilarChunk
@@ -109,19 +110,32 @@ class MemoryFacts:
     lack: str | None = None
 
 
-@dataclass(frozen=True)
-class ModelVerdict:
-    """The result of the checks of a model (`verify`).
+class FailedCheck(Protocol):
+    """A check of a model that failed."""
 
-    Args:
-        passed: whether none failed.
-        failed: what each check that failed found, by its name.
-        advice: one line.
-    """
+    @property
+    def name(self) -> str:
+        """Its name."""
 
-    passed: bool
-    failed: Mapping[str, str] = field(default_factory=dict)
-    advice: str = ""
+    @property
+    def found(self) -> str:
+        """What it found."""
+
+
+class Verified(Protocol):
+    """The verdict of ``verify_model``."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+
+    @property
+    def failed(self) -> Sequence[FailedCheck]:
+        """The checks of the model that failed."""
+
+    @property
+    def advice(self) -> str:
+        """One line of advice: whether to use blending with this model."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +174,7 @@ class Evidence:
     memory: MemoryFacts = field(default_factory=MemoryFacts)
     load: CpuLoad | None = None
     refusal: Reason | None = None
-    verdict: ModelVerdict | None = None
+    verdict: Verified | None = None
 
     @property
     def reports(self) -> tuple[BlendReport, ...]:

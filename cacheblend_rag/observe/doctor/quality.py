@@ -25,13 +25,13 @@ def model_fails_verify(evidence: Evidence) -> Finding | None:
     verdict = evidence.verdict
     if verdict is None or verdict.passed:
         return None
-    names = ", ".join(verdict.failed)
+    failed = {check.name: check.found for check in verdict.failed}
     return Finding(
         FindingCode.MODEL_FAILS_VERIFY,
         "quality",
-        f"The model fails the checks of `verify` ({names}), so its blended answers cannot be "
-        "trusted.",
-        dict(verdict.failed),
+        f"The model fails the checks of `verify` ({', '.join(failed)}), so its blended answers "
+        "cannot be trusted.",
+        failed,
         SettingChange("model", "blended", "ordinary prefill, or another model", verdict.advice),
     )
 

@@ -1,4 +1,4 @@
-"""Findings on chunks that are not reused, which leaves no gain in time to first token."""
+"""Findings on chunks that are not reused, for want of memory or for another reason."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ SHORT_PROMPT = 1000
 """Tokens below which little can be gained."""
 MUCH_MISSED = 0.1
 """Share of a prompt whose KV must be missing for that to be a fault."""
+MIB = 1 << 20
 LEAST_GAIN = 1.5
 """A short prompt is named unless it is so many times sooner."""
 
@@ -37,6 +38,60 @@ def cannot_be_blended(evidence: Evidence) -> Finding | None:
         "This engine serves every prompt by ordinary prefill.",
         {"reason": str(why), "reason_code": why.code.value},
         SettingChange("model", "cannot be blended", "another model or server", "chunks are reused"),
+    )
+
+
+def no_room(evidence: Evidence) -> Finding | None:
+    """A request found no memory to blend, or none at all."""
+    memory, chunks = evidence.memory, evidence.missed("no room")
+    if not chunks and memory.lack is None:
+        return None
+    lack = memory.lack or next(
+        (str(one.reason) for one in evidence.reports if one.reason is not None), ""
+    )
+    figures: dict[str, Figure] = {"chunks": chunks, "prompt_tokens": evidence.prompt.tokens}
+    figures |= {
+        f"{name}_bytes": value
+        for name, value in (
+            ("needed", memory.needed),
+            ("available", memory.available),
+            ("kept", memory.kept),
+        )
+        if value is not None
+    }
+    if lack:
+        figures["allocator"] = lack
+    return Finding(
+        FindingCode.NO_ROOM,
+        "memory",
+        "There was no memory to fuse the prompt's KV, so it was computed by ordinary prefill."
+        if memory.lack is None
+        else "There was no memory to answer the prompt at all.",
+        figures,
+        _less_memory(evidence),
+    )
+
+
+def _less_memory(evidence: Evidence) -> SettingChange:
+    """Return what to lower: memory for chunk KV if that is enough, else the prompt."""
+    memory, tokens = evidence.memory, evidence.prompt.tokens
+    needed, available, kept = memory.needed or 0, memory.available or 0, memory.kept or 0
+    short = max(needed - available, 0)
+    if kept and (short or needed) <= kept:
+        free = short or needed
+        return SettingChange(
+            "host_bytes",
+            f"{kept / MIB:,.0f} MiB in use",
+            f"{max(kept - free, 0) / MIB:,.0f} MiB",
+            f"{free / MIB:,.1f} MiB more for the prompt's KV",
+        )
+    fits = tokens if not needed else int(tokens * min(1.0, available / needed))
+    proposed = f"{fits:,}" if 0 < fits < tokens else f"{tokens // 2:,}"
+    return SettingChange(
+        "tokens of the prompt",
+        f"{tokens:,}",
+        f"{proposed}, by fewer or shorter passages",
+        "the prompt's KV fits the memory that is available",
     )
 
 
@@ -284,6 +339,6 @@ def prefill_sooner(evidence: Evidence) -> Finding | None:
 
 
 CHECKS = (
-    cannot_be_blended, guard_stopped, tier_fails, damaged, other_model, white_space_differs,
-    text_differs, not_stored, no_known_chunk, prompt_too_short, prefill_sooner,
+    cannot_be_blended, no_room, guard_stopped, tier_fails, damaged, other_model,
+    white_space_differs, text_differs, not_stored, no_known_chunk, prompt_too_short, prefill_sooner,
 )  # fmt: skip

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendConfig, BlendReport, ChunkReport, FindingCode, Reason, ReasonCode
-from cacheblend_rag.observe.doctor import memory, quality, reuse, speed
+from cacheblend_rag.observe.doctor import quality, reuse, speed
 from cacheblend_rag.observe.doctor.diagnose import CHECKS, examine
 from cacheblend_rag.observe.doctor.evidence import (
     Evidence,
     MemoryFacts,
-    ModelVerdict,
     PromptFacts,
     TierFacts,
     Trial,
@@ -24,6 +23,7 @@ from cacheblend_rag.observe.doctor.finding import SEVERITY
 from cacheblend_rag.observe.doctor.machine import CpuLoad
 from cacheblend_rag.observe.doctor.similar import SimilarChunk
 from cacheblend_rag.prefill.comparing import Comparison
+from cacheblend_rag.quality.verify.check import Check, Verdict
 from cacheblend_rag.report import PhaseSeconds
 from cacheblend_rag.trace import Trace, TracedSelection
 
@@ -104,8 +104,10 @@ LATE = Trace(
 )
 SIMILAR = SimilarChunk("a", "white space", 1.0, "a b", "a\nb")
 SOONER = replace(report(reason="slow"), reason=Reason(ReasonCode.SLOW, "3 ms"))
+PASSES = Verdict("toy", "transformers", "float32", "cpu", ())
+FAILS = replace(PASSES, checks=(Check("positions", "", "failed", "off"),))
 PLANTED: dict[str, Evidence] = {
-    "model_fails_verify": of(verdict=ModelVerdict(False, {"positions": "off"}, "do not blend")),
+    "model_fails_verify": of(verdict=FAILS),
     "cannot_be_blended": of(
         refusal=Reason(ReasonCode.UNSUPPORTED_LAYERS, "no"), first=None, blends=(), in_force=None
     ),
@@ -189,7 +191,7 @@ EDGES: dict[str, Evidence] = {
         prompt=replace(PROMPT, before="Be brief.", lead_in="bos")
     ),
     "a long last chunk, and no question": of(prompt=replace(PROMPT, after="\n\nAnswer:")),
-    "a model that passes": of(verdict=ModelVerdict(True)),
+    "a model that passes": of(verdict=PASSES),
 }
 
 
@@ -218,11 +220,11 @@ def test_findings_are_ordered_by_severity_notes_last() -> None:
 
 def test_what_to_lower_is_the_memory_for_chunks_if_that_is_enough() -> None:
     facts = MemoryFacts(needed=300 << 20, available=100 << 20, kept=1 << 30)
-    found = memory.no_room(replace(missing("no room"), memory=facts))
+    found = reuse.no_room(replace(missing("no room"), memory=facts))
     assert found is not None
     change = found.change
     assert (change.setting, change.proposed) == ("host_bytes", "824 MiB")
-    found = memory.no_room(replace(missing("no room"), memory=replace(facts, kept=50 << 20)))
+    found = reuse.no_room(replace(missing("no room"), memory=replace(facts, kept=50 << 20)))
     assert found is not None
     change = found.change
     assert change.setting == "tokens of the prompt"

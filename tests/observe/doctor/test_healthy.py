@@ -14,12 +14,12 @@ def test_nothing_is_named_in_any_run(make: EngineMaker, tmp_path: Path) -> None:
     for prompt in asked:
         engine.precompute(documents(prompt), progress=False)
     named = []
-    for run in range(8):
+    for run in range(4):
         found = diagnose(
-            engine, text_of(asked[run % 4]), machine=IdleMachine(), runs=1, answer_tokens=8
+            engine, text_of(asked[run]), machine=IdleMachine(), runs=1, answer_tokens=8
         )
         assert found.evidence.is_blended
         assert found.evidence.in_force is not None
         assert found.evidence.in_force.loss is not None
         named.append([(one.code, dict(one.evidence)) for one in found.findings])
-    assert named == [[]] * 8
+    assert named == [[]] * 4
