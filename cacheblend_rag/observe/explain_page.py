@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.explanation import ExplainedChunk, ExplainedPhase, ExplainedToken, Explanation
-from cacheblend_rag.observe import explain_charts as charts
+from cacheblend_rag.explanation import (
+    ExplainedChunk,
+    ExplainedPhase,
+    ExplainedToken,
+    Explanation,
+    Histogram,
+)
 from cacheblend_rag.observe.explained import Explained
 from cacheblend_rag.printable import printable
 
 STRENGTHS = 4
 """Shades of recomputed tokens, by rank."""
+WIDTH, HEIGHT = 560, 230
+LEFT, RIGHT, TOP, BOTTOM = 60, 16, 12, 38
+"""Of the histogram."""
+TICKS = 4
 
 
 @dataclass(frozen=True)
@@ -61,8 +71,7 @@ def explain_page(explained: Explained, title: str = "cacheblend-rag explain") ->
         bars=waterfall(found),
         later=[one for one in found.phases if one.share == 0 and one.seconds > 0],
         passages=passages(explained),
-        histogram=charts.histogram_svg(found.histogram) if found.histogram else "",
-        curve=charts.curve_svg(found.layers) if found.layers else "",
+        histogram=histogram_svg(found.histogram) if found.histogram else "",
     )
     return page
 
@@ -139,6 +148,59 @@ def _merged(runs: Iterator[Run]) -> Iterator[Run]:
             held.append(run.text)
     if held:
         yield Run("".join(held))
+
+
+def histogram_svg(found: Histogram) -> str:
+    """Return bars over a logarithmic axis: recomputed tokens below, the others on top of them."""
+    counts = list(zip(found.recomputed, found.others, strict=True))
+    highest = _round_above(max(a + b for a, b in counts))
+    width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+
+    def x(at: float) -> float:
+        return LEFT + at / len(counts) * width
+
+    def y(tokens: float) -> float:
+        return HEIGHT - BOTTOM - tokens / highest * height
+
+    parts = []
+    for step in range(TICKS + 1):
+        tick = highest * step // TICKS
+        line = f'y1="{y(tick):.1f}" y2="{y(tick):.1f}"'
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" {line}/>')
+        parts.append(f'<text class="end" x="{LEFT - 6}" y="{y(tick) + 4:.1f}">{tick:,}</text>')
+    middle = TOP + height / 2
+    turned = f'transform="rotate(-90 11 {middle:.0f})"'
+    parts.append(f'<text class="mid" x="11" y="{middle:.0f}" {turned}>tokens</text>')
+    for index, (chosen, other) in enumerate(counts):
+        low, high = found.edges[index : index + 2]
+        told = f"<title>{low:.3g} to {high:.3g}: {chosen} recomputed, {other} not</title>"
+        left, right = x(index + 0.08), x(index + 0.92)
+        for kind, start, count in (("recomputed", 0, chosen), ("reused", chosen, other)):
+            if count:
+                top, bottom = y(start + count), y(start)
+                parts.append(
+                    f'<rect class="{kind}" x="{left:.1f}" y="{top:.1f}" '
+                    f'width="{right - left:.1f}" height="{bottom - top:.1f}">{told}</rect>'
+                )
+    below = f'y="{HEIGHT - BOTTOM + 16}"'
+    for index in range(0, len(found.edges), max(1, len(counts) // TICKS)):
+        edge = _short(found.edges[index])
+        parts.append(f'<text class="mid" x="{x(index):.1f}" {below}>{edge}</text>')
+    label = f"squared deviation of values at layer {found.layer}"
+    parts.append(f'<text class="mid" x="{LEFT + width / 2:.0f}" y="{HEIGHT - 4}">{label}</text>')
+    opening = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
+    return f"{opening}{''.join(parts)}</svg>"
+
+
+def _round_above(most: int) -> int:
+    """Return a number from ``most`` on that can be divided into TICKS short ones."""
+    unit = 10 ** max(0, math.floor(math.log10(max(most, 1) / TICKS)))
+    return next(step * unit * TICKS for step in (1, 2, 5, 10) if step * unit * TICKS >= most)
+
+
+def _short(number: float) -> str:
+    """Return a number with two digits, without an exponent if that is short."""
+    return f"{number:.0f}" if 100 <= number < 1e5 else f"{number:.2g}"
 
 
 @cache
