@@ -1,4 +1,4 @@
-"""The parameters of ``cacheblend-rag bench``.
+"""The parameters of ``cacheblend-rag bench ttft``.
 
 PyTorch is not imported before a plan is made, so that the command line starts quickly.
 """
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from cacheblend_rag.bench.shapes import ModelShape, NamedModel
-    from cacheblend_rag.bench.vllm import VLLMSetting
     from cacheblend_rag.report import BlendReport
     from cacheblend_rag.settings import BlendConfig
 
@@ -85,7 +84,6 @@ class TtftPlan:
     cold: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(self, "chunks", "chunk_tokens", "question_tokens", "repeat")
         if self.model and self.shape:
             raise ConfigError(
                 f"shape={self.shape!r} and model={self.model!r} exclude each other: give one"
@@ -151,13 +149,6 @@ class TtftPlan:
         """Tokens of the whole prompt; of real text about so many."""
         return self.chunks * self.chunk_tokens + self.question_tokens
 
-    @cached_property
-    def setting(self) -> VLLMSetting:
-        """The model and how vLLM runs it."""
-        from cacheblend_rag.bench.vllm import VLLMSetting
-
-        return VLLMSetting(self.subject, self.torch_dtype, self.torch_device, self.eager)
-
     def step_tokens(self, prompt_tokens: int) -> int:
         """Most tokens vLLM computes in a step: its default, or what holds the prompt if longer."""
         return self.batched_tokens or max(VLLM_BATCHED_TOKENS, prompt_tokens)
@@ -204,28 +195,6 @@ class TtftPlan:
         asks = 0 < ratio < 1 and selector.needs_question
         probe = selector.probe.depth(self.layers) / self.layers if asks else 0.0
         return 1 / (kept + probe * question)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StorePlan:
-    """How fast a chunk of so many MiB goes into each tier and comes out."""
-
-    chunk_mib: int = 64
-    repeat: int = 7
-    tiers: tuple[str, ...] = TIERS
-
-    def __post_init__(self) -> None:
-        check_positive(self, "chunk_mib", "repeat")
-        for tier in self.tiers:
-            check_tier(tier)
-
-
-def check_positive(plan: object, *names: str) -> None:
-    """Raise ConfigError for a number below 1."""
-    for name in names:
-        value = getattr(plan, name)
-        if value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
 
 
 def check_tier(tier: str) -> None:

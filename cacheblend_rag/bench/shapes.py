@@ -25,8 +25,30 @@ from cacheblend_rag.errors import ConfigError
 _WEIGHT_SCALE = 0.02
 
 
+class Subject:
+    """What is measured: a shape or a model, by the dimensions of its KV."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_size: int
+    max_positions: int
+
+    def check_prompt(self, tokens: int) -> None:
+        """Raise ConfigError when a prompt of so many tokens, and one more, does not fit."""
+        if tokens >= self.max_positions:
+            raise ConfigError(
+                f"prompt_tokens={tokens} must be below {self.max_positions}, "
+                f"the positions of {self.name}"
+            )
+
+    def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """Return the size of ``tokens`` tokens' keys and values in all layers, in bytes."""
+        return tokens * self.layers * 2 * self.kv_heads * self.head_size * dtype.itemsize
+
+
 @dataclass(frozen=True)
-class ModelShape:
+class ModelShape(Subject):
     """The dimensions of one model; ``rope`` holds its rotary parameters."""
 
     name: str
@@ -43,9 +65,10 @@ class ModelShape:
     tied_embeddings: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def check_prompt(self, tokens: int) -> None:
-        """Raise ConfigError when a prompt of so many tokens, and one more, does not fit."""
-        check_positions(tokens, self.max_positions, self.name)
+    @property
+    def head_size(self) -> int:  # type: ignore[override]
+        """Components of a key."""
+        return self.hidden // self.heads
 
     def build_model(
         self, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0
@@ -80,11 +103,6 @@ class ModelShape:
         self.build_model(dtype=dtype, device=device).save_pretrained(folder)
         self.build_tokenizer().save_pretrained(folder)
 
-    def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Return the size of ``tokens`` tokens' keys and values in all layers, in bytes."""
-        per_layer = 2 * self.kv_heads * (self.hidden // self.heads)
-        return tokens * self.layers * per_layer * dtype.itemsize
-
     def config(self) -> Any:
         """Return the model's configuration, without special tokens."""
         return AutoConfig.for_model(
@@ -106,7 +124,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class NamedModel:
+class NamedModel(Subject):
     """A model's own weights; it is used in place of a `ModelShape`.
 
     name: as for models.resolve. max_positions: its context window.
@@ -127,14 +145,6 @@ class NamedModel:
         config = text_config(name)
         return cls(name, *kv_shape(config), context_window_in(config))
 
-    def check_prompt(self, tokens: int) -> None:
-        """Raise ConfigError when a prompt of so many tokens, and one more, does not fit."""
-        check_positions(tokens, self.max_positions, self.name)
-
-    def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Return the size of ``tokens`` tokens' keys and values in all layers, in bytes."""
-        return tokens * self.layers * 2 * self.kv_heads * self.head_size * dtype.itemsize
-
     def load(self, *, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
         """Return the model and its tokenizer, as an engine loads them.
 
@@ -146,14 +156,6 @@ class NamedModel:
     def load_tokenizer(self) -> Any:
         """Return the tokenizer; raises ModelLoadError if it cannot be loaded."""
         return load_tokenizer(self.name)
-
-
-def check_positions(tokens: int, positions: int, name: str) -> None:
-    """Raise ConfigError when a prompt of so many tokens, and one more, does not fit a model."""
-    if tokens >= positions:
-        raise ConfigError(
-            f"prompt_tokens={tokens} must be below {positions}, the positions of {name}"
-        )
 
 
 def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:

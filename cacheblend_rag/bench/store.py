@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheblend_rag.bench.plans import StorePlan
+from cacheblend_rag.bench.plans import check_tier
 from cacheblend_rag.bench.workload import Advance, run_in_turns
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv import (
@@ -58,21 +58,28 @@ class TierSpeed:
     raw_put_gib_s: float
 
 
-def measure_store(plan: StorePlan, advance: Advance = lambda _: None) -> dict[str, Any]:
-    """Return each tier's speeds; ``disk`` uses a temporary folder."""
+def measure_store(
+    tiers: Sequence[str], chunk_mib: int, repeat: int, advance: Advance = lambda _: None
+) -> dict[str, Any]:
+    """Return each tier's speeds with a chunk of so many MiB; ``disk`` uses a temporary folder.
+
+    Raises ConfigError for what is no tier.
+    """
+    for tier in tiers:
+        check_tier(tier)
     with tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder:
         own = {"host": "host://?capacity=none", "disk": f"disk://{folder}"}
-        urls = [TierUrl(own.get(tier, tier)) for tier in dict.fromkeys(plan.tiers)]
-        speeds = [_measure(url, plan, advance) for url in urls]
+        urls = [TierUrl(own.get(tier, tier)) for tier in dict.fromkeys(tiers)]
+        speeds = [_measure(url, chunk_mib, repeat, advance) for url in urls]
     return {
-        "chunk_mib": plan.chunk_mib,
-        "repeat": plan.repeat,
+        "chunk_mib": chunk_mib,
+        "repeat": repeat,
         "tiers": [asdict(speed) for speed in speeds],
     }
 
 
-def _measure(url: TierUrl, plan: StorePlan, advance: Advance) -> TierSpeed:
-    kv = _chunk(plan.chunk_mib * TOKENS_A_MIB)
+def _measure(url: TierUrl, chunk_mib: int, repeat: int, advance: Advance) -> TierSpeed:
+    kv = _chunk(chunk_mib * TOKENS_A_MIB)
     data, into = os.urandom(kv.nbytes), torch.zeros(2, *kv.keys.shape, dtype=kv.keys.dtype)
     tier = open_tier(url, "cpu")
     is_memory = isinstance(tier, HostTier)
@@ -90,7 +97,7 @@ def _measure(url: TierUrl, plan: StorePlan, advance: Advance) -> TierSpeed:
         put()
         _put(store, kv, is_memory)
         try:
-            runs = run_in_turns(cases, plan.repeat, lambda what: advance(f"{url.name}, {what}"))
+            runs = run_in_turns(cases, repeat, lambda what: advance(f"{url.name}, {what}"))
         finally:
             store.evict(KEY)
     speed = {name: kv.nbytes / statistics.median(taken) / GIB for name, taken in runs.items()}

@@ -28,7 +28,7 @@ from cacheblend_rag.bench.ttft import (
     store_config,
     tier_name,
 )
-from cacheblend_rag.bench.vllm import VLLMKind, running_vllm
+from cacheblend_rag.bench.vllm import VLLMKind, engine_options, running_vllm, served_model
 from cacheblend_rag.bench.workload import ONE_TOKEN, Advance, Case, Texts, run_in_turns
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.report import BlendReport
@@ -51,7 +51,7 @@ def measure_vllm_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list
     if not plan.model:
         advance("building the model")
     rows: list[TtftRow] = []
-    with plan.setting.served_model() as model:
+    with served_model(plan) as model:
         for tier in dict.fromkeys(plan.tiers):
             advance(f"starting vLLM for {tier}")
             with _engine(plan, texts, model, tier) as engine:
@@ -61,7 +61,7 @@ def measure_vllm_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list
 
 @contextmanager
 def _engine(plan: TtftPlan, texts: Texts, model: Path | str, tier: str) -> Iterator[VLLMEngine]:
-    options = plan.setting.options(texts.most_tokens, CACHED_PROMPTS)
+    options = engine_options(plan, texts.most_tokens, CACHED_PROMPTS)
     options["max_num_batched_tokens"] = plan.step_tokens(texts.most_tokens)
     with tempfile.TemporaryDirectory(prefix="cacheblend-kv-") as kv:
         store = store_config(tier, kv, plan.precision)

@@ -11,14 +11,14 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from cacheblend_rag.bench.shapes import ModelShape, NamedModel
+from cacheblend_rag.bench.plans import TtftPlan
+from cacheblend_rag.bench.shapes import NamedModel
 from cacheblend_rag.bench.workload import LEAD_IN
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.models import resolve
@@ -34,50 +34,39 @@ GPU_SHARE = 0.9
 BLOCK_TOKENS = 128
 
 
-@dataclass(frozen=True)
-class VLLMSetting:
-    """The model and how vLLM runs it.
+@contextmanager
+def served_model(plan: TtftPlan) -> Iterator[Path | str]:
+    """Yield a folder with a plan's random model, in the hub's format; it is removed at the end.
 
-    subject: random weights of a shape, or a model's own. eager: without compiling it. dtype,
-    device: of the random weights; vLLM runs on the device that it was built for.
+    Of a named model it is that model's folder or hub name.
     """
+    subject = plan.subject
+    if isinstance(subject, NamedModel):
+        yield resolve(subject.name)
+        return
+    with tempfile.TemporaryDirectory(prefix="cacheblend-model-") as name:
+        subject.save(Path(name), dtype=plan.torch_dtype, device=plan.torch_device)
+        if plan.torch_device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield Path(name)
 
-    subject: ModelShape | NamedModel
-    dtype: torch.dtype
-    device: torch.device
-    eager: bool = False
 
-    @contextmanager
-    def served_model(self) -> Iterator[Path | str]:
-        """Yield a folder with the random model, in the hub's format; it is removed at the end.
+def engine_options(plan: TtftPlan, prompt_tokens: int, prompts: int) -> dict[str, Any]:
+    """Return vLLM's engine arguments for a workload.
 
-        Of a named model it is that model's folder or hub name.
-        """
-        if isinstance(self.subject, NamedModel):
-            yield resolve(self.subject.name)
-            return
-        with tempfile.TemporaryDirectory(prefix="cacheblend-model-") as name:
-            self.subject.save(Path(name), dtype=self.dtype, device=self.device)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            yield Path(name)
-
-    def options(self, prompt_tokens: int, prompts: int) -> dict[str, Any]:
-        """Return vLLM's engine arguments for a workload.
-
-        prompt_tokens: of the longest prompt with its answer. prompts: how many of them the KV cache
-        must hold.
-        """
-        window = -(-(prompt_tokens + SPARE_TOKENS) // BLOCK_TOKENS) * BLOCK_TOKENS
-        options: dict[str, Any] = {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "max_model_len": min(self.subject.max_positions, window),
-            "enforce_eager": self.eager,
-            "kv_cache_memory_bytes": self.subject.kv_bytes(window * prompts, self.dtype),
-        }
-        if torch.cuda.is_available():
-            options["gpu_memory_utilization"] = GPU_SHARE
-        return options
+    prompt_tokens: of the longest prompt with its answer. prompts: how many of them the KV cache
+    must hold.
+    """
+    window = -(-(prompt_tokens + SPARE_TOKENS) // BLOCK_TOKENS) * BLOCK_TOKENS
+    options: dict[str, Any] = {
+        "dtype": str(plan.torch_dtype).removeprefix("torch."),
+        "max_model_len": min(plan.subject.max_positions, window),
+        "enforce_eager": plan.eager,
+        "kv_cache_memory_bytes": plan.subject.kv_bytes(window * prompts, plan.torch_dtype),
+    }
+    if torch.cuda.is_available():
+        options["gpu_memory_utilization"] = GPU_SHARE
+    return options
 
 
 @contextmanager

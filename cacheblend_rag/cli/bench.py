@@ -12,7 +12,6 @@ from cacheblend_rag.bench.plans import (
     ENGINES,
     OPTIONS,
     TIERS,
-    StorePlan,
     TtftPlan,
 )
 from cacheblend_rag.cli import options, output
@@ -142,11 +141,10 @@ def store_command(
     as_json: options.JsonOption = False,
 ) -> None:
     """Measure how fast each tier writes and reads chunk KV, beside this machine's raw speed."""
-    plan = StorePlan(chunk_mib=chunk_mib, repeat=repeat, tiers=tuple(dict.fromkeys(tier)))
     with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
         from cacheblend_rag.bench.store import measure_store
 
-        found = measure_store(plan, status.update)
+        found = measure_store(tier, chunk_mib, repeat, status.update)
     (output.print_json if as_json else _print_store)(found)
 
 

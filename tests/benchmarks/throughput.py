@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cacheblend_rag.bench.plans import TtftPlan
-from cacheblend_rag.bench.vllm import running_vllm
+from cacheblend_rag.bench.vllm import engine_options, running_vllm, served_model
 from cacheblend_rag.bench.workload import ONE_TOKEN, draw_chunks, draw_words
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -78,8 +78,8 @@ def measure(
         return questions / seconds
 
     tokens = plan.prompt_tokens + answer_tokens
-    options = plan.setting.options(tokens, questions + -(-chunks * chunk_tokens // tokens))
-    with plan.setting.served_model() as folder:
+    options = engine_options(plan, tokens, questions + -(-chunks * chunk_tokens // tokens))
+    with served_model(plan) as folder:
         say("plain vLLM")
         off = {**options, "enable_prefix_caching": False}
         with running_vllm("vllm", folder, options=off, connector=False) as engine:

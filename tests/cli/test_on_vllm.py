@@ -11,6 +11,7 @@ import pytest
 
 from cacheblend_rag.bench import shapes
 from cacheblend_rag.bench.plans import TtftPlan
+from cacheblend_rag.bench.vllm import engine_options
 from cacheblend_rag.bench.workload import run_in_turns
 from tests.engines.vllm.forking import fork_engines
 from tests.toy import TOY
@@ -139,10 +140,10 @@ def test_every_turn_begins_with_another_case_and_the_first_is_not_counted():
 
 
 @pytest.mark.parametrize("name", ["mistral-7b", "llama-3.1-8b"])
-@pytest.mark.parametrize("chunks", [8, 16, 32, 62])
+@pytest.mark.parametrize("chunks", [8, 62])
 def test_large_shapes_take_the_documented_prompts(name, chunks):
     plan = TtftPlan(shape=name, chunks=chunks, dtype="bfloat16")
-    options = plan.setting.options(plan.prompt_tokens, prompts=1)
+    options = engine_options(plan, plan.prompt_tokens, prompts=1)
     assert plan.prompt_tokens <= options["max_model_len"] <= plan.model_shape.max_positions
     # 32 layers of keys and values, 8 heads of 128, 2 bytes each
     assert options["kv_cache_memory_bytes"] >= plan.prompt_tokens * 32 * 2 * 8 * 128 * 2
