@@ -62,17 +62,6 @@ class EvalQuestion:
         preferred = sorted(places, key=lambda place: self.passages[place] not in self.gold)
         return replace(self, passages=tuple(self.passages[p] for p in sorted(preferred[:count])))
 
-    def whole_documents(self) -> EvalQuestion:
-        """Return the question over all chunks of each retrieved document, in order.
-
-        The documents are in the order in which the passages first name them: full prefill of this
-        prompt is what blending chunk KV with the lead-in ``document`` can come near to.
-        """
-        retrieved = dict.fromkeys(passage.document_id for passage in self.passages)
-        documents = {document.document_id: document for document in self.documents}
-        chunks = (documents[str(name)].to_chunks() for name in retrieved)
-        return replace(self, passages=tuple(chunk for found in chunks for chunk in found))
-
 
 @dataclass(frozen=True)
 class EvalDataset:

@@ -7,7 +7,7 @@ the ones before it (teacher forcing). Log-probabilities are float32; sums are in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,8 +63,7 @@ class Reference:
 
     answer: its tokens, the end token included. log_probs: (tokens, vocabulary) float32, its
     predictions. gold: tokens of the gold answer that it finds most likely; empty without gold
-    answers. gold_logprob: of that. generation: the answer as the engine gave it. to_others: these
-    predictions compared with references of other prompts.
+    answers. gold_logprob: of that. generation: the answer as the engine gave it.
     """
 
     answer: tuple[int, ...]
@@ -72,7 +71,6 @@ class Reference:
     gold: tuple[int, ...]
     gold_logprob: float | None
     generation: Generation
-    to_others: tuple[PromptFidelity, ...] = ()
 
     @property
     def of_itself(self) -> PromptFidelity:
@@ -87,21 +85,18 @@ def reference(
     tokens: int = TOKENS,
     *,
     sampling: SamplingParams | None = None,
-    others: Sequence[Reference] = (),
 ) -> Reference:
     """Answer a prompt by full prefill and keep the log-probabilities, in one prefill.
 
     golds: gold answers, each tried with and without a space before it, as templates differ. tokens:
     most tokens of the answer that is compared. sampling: of the answer, greedy and without stop
-    strings; by default so many tokens. others: references of other prompts to compare it with.
-    Raises the errors of ScoringEngine.score.
+    strings; by default so many tokens. Raises the errors of ScoringEngine.score.
     """
     tried = _gold_tokens(engine, golds)
-    asked = _asked(others)
     told, (found, *scores) = engine.generate_and_score(
         prompt,
         sampling or SamplingParams.greedy(tokens),
-        lambda answer: [_forced(answer, tokens), *tried, *asked],
+        lambda answer: [_forced(answer, tokens), *tried],
         full=True,
     )
     # The end token is what full prefill finds most likely where the answer ends.
@@ -109,11 +104,10 @@ def reference(
     if len(answer) > len(told.token_ids):
         answer = (*answer[:-1], int(found.log_probs[-1].argmax()))
     scored = [
-        (_log_prob(score.log_probs, gold), gold) for score, gold in zip(scores, tried, strict=False)
+        (_log_prob(score.log_probs, gold), gold) for score, gold in zip(scores, tried, strict=True)
     ]
     likely, gold = max(scored, default=(None, ()))
-    to_others = tuple(_compared(others, asked, scores[len(tried) :]))
-    return Reference(answer, found.log_probs, gold, likely, told, to_others)
+    return Reference(answer, found.log_probs, gold, likely, told)
 
 
 def compare(
@@ -129,26 +123,24 @@ def compare(
     config: how KV is blended. full: compare full prefill of ``prompt`` instead. Raises the errors
     of ScoringEngine.score.
     """
-    asked = _asked([reference])
-    scores = engine.score_each(prompt, asked, config=config, full=full)
-    return next(_compared([reference], asked, scores))
+    scores = engine.score_each(prompt, _asked(reference), config=config, full=full)
+    return _compared(reference, scores)
 
 
 def answer_and_compare(
-    references: Sequence[Reference],
+    reference: Reference,
     engine: ScoringEngine,
     prompt: PromptLike,
     sampling: SamplingParams,
     config: BlendConfig | None = None,
     *,
     full: bool = False,
-) -> tuple[Generation, tuple[PromptFidelity, ...]]:
-    """Compare with several references, and generate the setting's own answer, after one prefill."""
-    asked = _asked(references)
+) -> tuple[Generation, PromptFidelity]:
+    """As compare, and generate the setting's own answer too, all after one prefill."""
     told, scores = engine.generate_and_score(
-        prompt, sampling, lambda _: asked, config=config, full=full
+        prompt, sampling, lambda _: _asked(reference), config=config, full=full
     )
-    return told, tuple(_compared(references, asked, scores))
+    return told, _compared(reference, scores)
 
 
 def divergences(wanted: Tensor, found: Tensor) -> Tensor:
@@ -161,10 +153,9 @@ def divergences(wanted: Tensor, found: Tensor) -> Tensor:
     return terms.where(exact > -torch.inf, 0.0).sum(-1).clamp(min=0.0)
 
 
-def _asked(references: Sequence[Reference]) -> list[tuple[int, ...]]:
-    """Return the token sequences to score: the references' answers, then their gold answers."""
-    golds = dict.fromkeys(one.gold for one in references if one.gold)
-    return [*(one.answer for one in references), *golds]
+def _asked(reference: Reference) -> list[tuple[int, ...]]:
+    """Return the token sequences to score: the reference's answer, and its gold answer if any."""
+    return [reference.answer, *([reference.gold] if reference.gold else [])]
 
 
 def _forced(told: Generation, tokens: int) -> tuple[int, ...]:
@@ -174,31 +165,19 @@ def _forced(told: Generation, tokens: int) -> tuple[int, ...]:
     return (*begun, PLACE_OF_END) if ended else begun
 
 
-def _compared(
-    references: Sequence[Reference],
-    asked: Sequence[tuple[int, ...]],
-    scores: Sequence[ContinuationScore],
-) -> Iterator[PromptFidelity]:
-    """Yield the comparison with each reference.
-
-    asked: the sequences that ``_asked`` returned. scores: of each of them, in that order.
-    """
-    count = len(references)
-    likely = {
-        gold: _log_prob(score.log_probs, gold)
-        for gold, score in zip(asked[count:], scores[count:], strict=True)
-    }
-    for reference, score in zip(references, scores, strict=False):
-        kl = divergences(reference.log_probs, score.log_probs)
-        same = reference.log_probs.argmax(-1) == score.log_probs.argmax(-1)
-        yield PromptFidelity(
-            kl_first=float(kl[0]),
-            kl=float(kl.mean()),
-            top1=float(same.double().mean()),
-            same_answer=bool(same.all()),
-            gold_logprob=likely.get(reference.gold),
-            gold_tokens=len(reference.gold),
-        )
+def _compared(reference: Reference, scores: Sequence[ContinuationScore]) -> PromptFidelity:
+    """Compare with a reference; scores: of the sequences that ``_asked`` returned."""
+    found, *of_gold = (score.log_probs for score in scores)
+    kl = divergences(reference.log_probs, found)
+    same = reference.log_probs.argmax(-1) == found.argmax(-1)
+    return PromptFidelity(
+        kl_first=float(kl[0]),
+        kl=float(kl.mean()),
+        top1=float(same.double().mean()),
+        same_answer=bool(same.all()),
+        gold_logprob=_log_prob(of_gold[0], reference.gold) if of_gold else None,
+        gold_tokens=len(reference.gold),
+    )
 
 
 def _gold_tokens(engine: MeasuredEngine, golds: Sequence[str]) -> list[tuple[int, ...]]:

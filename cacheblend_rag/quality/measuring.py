@@ -113,14 +113,14 @@ class QuestionMeasurer:
         prompt = self.frame.prompt(question)
         if self.measures.ttft and not self._is_warm:
             self._first.generate_full(prompt, ONE_TOKEN)
-        full, references = self._full(question, prompt)
+        full, compared = self._full(question, prompt)
         told = partial(self._record, question)
         if FULL in rules:
-            yield FULL, told(full, cut=True, **_of_itself(references))
+            yield FULL, told(full, cut=True, fidelity=compared and compared.of_itself)
         if NO_CONTEXT in rules:
             bare = self.frame.without_passages(question)
-            answer, fidelity = self._answer(references, self._first, bare)
-            record = told(answer, **fidelity)
+            answer, fidelity = self._answer(compared, self._first, bare)
+            record = told(answer, fidelity=fidelity)
             share = answer.prompt_tokens / full.prompt_tokens
             yield NO_CONTEXT, replace(record, compute_share=share)
         if PREFIX_CACHING in rules:
@@ -130,7 +130,7 @@ class QuestionMeasurer:
             own = {r: c for r, c in rules.items() if r not in BASELINES and r.lead_in == lead_in}
             if own:
                 with self._indexed(engine, question):
-                    yield from self._blended(engine, question, prompt, references, own)
+                    yield from self._blended(engine, question, prompt, compared, own)
         self._is_warm = True
 
     def _blended(
@@ -138,17 +138,17 @@ class QuestionMeasurer:
         engine: Engine,
         question: EvalQuestion,
         prompt: BlendPrompt,
-        references: list[Reference],
+        compared: Reference | None,
         rules: Configs,
     ) -> Iterator[tuple[Rule, PromptRecord]]:
         if self.measures.ttft and not self._is_warm:
             for config in rules.values():
                 engine.generate(prompt, ONE_TOKEN, config=config)
         for rule, config in rules.items():
-            answer, fidelity = self._answer(references, engine, prompt, config)
+            answer, fidelity = self._answer(compared, engine, prompt, config)
             reason = answer.report.reason or "no reason given"
             why = None if answer.report.blended else str(reason)
-            yield rule, self._record(question, answer, not_blended=why, **fidelity)
+            yield rule, self._record(question, answer, not_blended=why, fidelity=fidelity)
 
     @property
     def _first(self) -> Engine:
@@ -156,36 +156,32 @@ class QuestionMeasurer:
 
     def _full(
         self, question: EvalQuestion, prompt: BlendPrompt
-    ) -> tuple[Generation, list[Reference]]:
-        """Return full prefill's answer, and references: this prompt's, and the whole documents'."""
+    ) -> tuple[Generation, Reference | None]:
+        """Return full prefill's answer, as what rules are compared with if fidelity is measured."""
         sampling = replace(self.sampling, stop=())
         if not self.measures.fidelity:
-            return self._first.generate_full(prompt, sampling), []
-        engine, golds, tokens = _measured(self._first), question.answers, self.sampling.max_tokens
-        tokens = min(TOKENS, tokens)
-        whole = self.frame.prompt(question.whole_documents())
-        others = [] if whole == prompt else [reference(engine, whole, golds, tokens)]
-        own = reference(engine, prompt, golds, tokens, sampling=sampling, others=others)
-        return own.generation, [own, *others]
+            return self._first.generate_full(prompt, sampling), None
+        engine, tokens = _measured(self._first), min(TOKENS, self.sampling.max_tokens)
+        found = reference(engine, prompt, question.answers, tokens, sampling=sampling)
+        return found.generation, found
 
     def _answer(
         self,
-        references: list[Reference],
+        compared: Reference | None,
         engine: Engine,
         prompt: BlendPrompt,
         config: BlendConfig | None = None,
-    ) -> tuple[Generation, dict[str, Any]]:
-        """Return a rule's answer and its fidelity fields; with ``config`` None, full prefill's."""
+    ) -> tuple[Generation, PromptFidelity | None]:
+        """Return a rule's answer and its fidelity, if measured; full prefill's without a config."""
         full = config is None
         sampling = self.sampling if self.rules_answer else ONE_TOKEN
-        if references:
-            told, found = answer_and_compare(
-                references, _measured(engine), prompt, sampling, config, full=full
+        if compared is not None:
+            return answer_and_compare(
+                compared, _measured(engine), prompt, sampling, config, full=full
             )
-            return told, _named(found)
         if full:
-            return engine.generate_full(prompt, sampling), {}
-        return engine.generate(prompt, sampling, config=config), {}
+            return engine.generate_full(prompt, sampling), None
+        return engine.generate(prompt, sampling, config=config), None
 
     def _record(
         self, question: EvalQuestion, answer: Generation, *, cut: bool = False, **measured: Any
@@ -242,15 +238,6 @@ class QuestionMeasurer:
 
 def _measured(engine: Engine) -> MeasuredEngine:
     return cast(MeasuredEngine, engine)
-
-
-def _of_itself(references: list[Reference]) -> dict[str, Any]:
-    """Return full prefill's record fields: KL 0 to itself, and its KL to the whole documents'."""
-    return _named((references[0].of_itself, *references[0].to_others)) if references else {}
-
-
-def _named(found: tuple[PromptFidelity, ...]) -> dict[str, Any]:
-    return dict(zip(("fidelity", "whole"), found, strict=False))
 
 
 def _timed(answer: Generation) -> dict[str, Any]:

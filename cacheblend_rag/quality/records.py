@@ -23,8 +23,8 @@ class PromptRecord:
     text: the answer. exact, f1, rouge, holds: its scores. compute_share: as in BlendReport.
     chunk_tokens: tokens of the prompt's chunks. fresh_tokens: those of them that were computed.
     not_blended: why the prompt was not blended, None if it was, or was not meant to be. fidelity:
-    to full prefill of the same prompt. whole: to full prefill of the whole documents; None if these
-    are the same prompt. ttft_seconds: time to first token; None if that was not to be measured.
+    to full prefill of the same prompt. ttft_seconds: time to first token. Both are None if they
+    were not to be measured.
     """
 
     text: str
@@ -37,14 +37,13 @@ class PromptRecord:
     fresh_tokens: int
     not_blended: str | None = None
     fidelity: PromptFidelity | None = None
-    whole: PromptFidelity | None = None
     ttft_seconds: float | None = None
 
     @classmethod
     def of(
         cls, generation: Generation, text: str, golds: Sequence[str], **measured: Any
     ) -> PromptRecord:
-        """Score an answer. text: what counts as its text. measured: the last four fields."""
+        """Score an answer. text: what counts as its text. measured: the last three fields."""
         report = generation.report
         return cls(
             text=text,
@@ -61,11 +60,8 @@ class PromptRecord:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> PromptRecord:
         """Read what asdict gives."""
-        nested = {
-            name: PromptFidelity(**plain[name]) if plain[name] else None
-            for name in ("fidelity", "whole")
-        }
-        return cls(**{**plain, **nested})
+        found = plain["fidelity"]
+        return cls(**{**plain, "fidelity": found and PromptFidelity(**found)})
 
 
 def question_key(question: EvalQuestion, prompt: BlendPrompt) -> str:

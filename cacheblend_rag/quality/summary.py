@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
 
@@ -31,8 +31,7 @@ class FidelityRow:
     PromptFidelity. gold_logprob: of the best gold answer; gold_logprob_mean per token;
     gold_logprob_change: minus full prefill's, on the same prompts. recovered_kl: 1 - mean KL / mean
     KL of nothing recomputed behind the same lead-in; None for a rule without a lead-in, or where
-    nothing is to be recovered. whole_kl_first, ...: compared with full prefill of the whole
-    documents, None where these are the prompt.
+    nothing is to be recovered.
     """
 
     kl_first: float
@@ -48,11 +47,6 @@ class FidelityRow:
     gold_logprob_change_ci95: Interval | None
     recovered_kl: float | None
     recovered_kl_ci95: Interval | None
-    whole_kl_first: float | None
-    whole_kl: float | None
-    whole_kl_ci95: Interval | None
-    whole_top1: float | None
-    whole_same_answer: float | None
 
 
 @dataclass(frozen=True)
@@ -170,7 +164,6 @@ def _fidelity_row(
         **_means(own),
         **_gold(own, [one.fidelity for one in results[FULL] if one.fidelity]),
         **_recovered(rule, own, results),
-        **_of_whole([one.whole for one in found if one.whole]),
     )
 
 
@@ -206,11 +199,3 @@ def _recovered(rule: Rule, own: Sequence[PromptFidelity], results: Results) -> d
     ends = ratio_interval(left, lost)
     interval = ends and (1 - ends[1], 1 - ends[0])
     return {names[0]: 1 - mean(left) / mean(lost), names[1]: interval}
-
-
-def _of_whole(found: Sequence[PromptFidelity]) -> dict[str, Any]:
-    names = [field.name for field in fields(FidelityRow) if field.name.startswith("whole_")]
-    if not found:
-        return dict.fromkeys(names)
-    means = {f"whole_{name}": value for name, value in _means(found).items()}
-    return {name: means[name] for name in names}

@@ -15,8 +15,7 @@ FIELDS = {
 FIDELITY = {
     "kl_first", "kl_first_ci95", "kl", "kl_ci95", "top1", "top1_ci95", "same_answer",
     "gold_logprob", "gold_logprob_mean", "gold_logprob_change", "gold_logprob_change_ci95",
-    "recovered_kl", "recovered_kl_ci95", "whole_kl_first", "whole_kl", "whole_kl_ci95",
-    "whole_top1", "whole_same_answer",
+    "recovered_kl", "recovered_kl_ci95",
 }  # fmt: skip
 TTFT = {"ttft_seconds", "ttft_speedup", "ttft_speedup_ci95"}
 DEFAULT = ("document", "question_mid", BlendConfig().ratio)

@@ -83,13 +83,6 @@ def test_gold_passages_are_kept_among_the_first_ones():
     assert marked.first_passages(3) == marked
 
 
-def test_whole_documents_are_all_chunks_of_the_retrieved_ones():
-    a, b = FIRST.to_chunks(), SECOND.to_chunks()
-    asked = replace(question(), passages=(b[0], a[2], a[1]), documents=(FIRST, SECOND, THIRD))
-    assert asked.whole_documents().passages == (*b, *a)
-    assert asked.whole_documents().documents == asked.documents
-
-
 def test_saved_dataset_comes_back_equal(tmp_path):
     marked = replace(question("adjacent"), gold=(FIRST.to_chunks()[2],))
     data = EvalDataset("mine", (marked, question("shuffled")), "Do it, Zoë.")

@@ -77,9 +77,7 @@ def test_rules_stand_beside_their_controls():
     assert bare.recovered_kl is None
     assert found["prefix_caching"].fidelity is None
     assert found["prefix_caching"].exact_match == found["full"].exact_match
-    for row in found.values():
-        assert row.ttft.ttft_seconds > 0
-        assert row.fidelity is None or row.fidelity.whole_kl is None
+    assert all(row.ttft.ttft_seconds > 0 for row in found.values())
 
 
 def test_prefix_caching_computes_all_but_the_opening():
@@ -90,20 +88,11 @@ def test_prefix_caching_computes_all_but_the_opening():
     assert len(made_once().prepare(prompt).placed) == 1
 
 
-def test_fragments_are_compared_with_the_whole_documents_too():
-    found = rows_of(evaluator().run(BROKEN, [REUSE, exactness("document")]))
-    assert found["full"].fidelity.kl == 0.0
-    assert found["full"].fidelity.whole_kl > 1e-5
-    whole = found["all"].fidelity.whole_kl
-    assert whole == pytest.approx(found["full"].fidelity.whole_kl, rel=1e-3)
-
-
 def test_each_rule_takes_one_prefill():
     rules = [REUSE, RANDOM, exactness("document")]
-    for questions, fulls in ((WHOLE[:1], 2), (BROKEN[:1], 3)):
-        Engine.calls = 0
-        evaluator(measures=Measures(fidelity=True)).run(questions, rules)
-        assert Engine.calls == len(rules) + fulls
+    Engine.calls = 0
+    evaluator(measures=Measures(fidelity=True)).run(WHOLE[:1], rules)
+    assert Engine.calls == len(rules) + 2
 
 
 def test_rounding_is_shown_where_the_model_is_not_float32():
