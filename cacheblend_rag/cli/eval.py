@@ -135,7 +135,7 @@ def evaluate_command(
         data = choose_questions(dataset, wanted, questions, passages, seed, cutting=cutting)
         plans = {
             s: complete(
-                grid or default_rules(s, data.of_setting(s)),
+                grid or default_rules(data.of_setting(s)),
                 base,
                 by_selector,
                 fidelity=fidelity,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import EvalQuestion
 from cacheblend_rag.settings import BlendConfig, LeadInConfig, LeadInKind
 
@@ -85,18 +84,10 @@ DEFAULT_SELECTORS = ("hkvd", "prior", "random")
 DEFAULT_LEAD_INS: tuple[LeadInKind, ...] = ("instruction", "document")
 
 Cell = tuple[LeadInKind, str, tuple[float, ...]]
-_WHOLE_DOCUMENTS: tuple[Cell, ...] = (
-    ("instruction", "hkvd", (0.15,)),
-    ("instruction", "prior", (0.05, 0.1, 0.15, 0.2, 0.25)),
-    ("instruction", "question_mid", (0.2,)),
-    ("instruction", "chunk_head", (0.15,)),
-    ("instruction", "random", (0.05, 0.1, 0.15, 0.2, 0.25)),
-    ("document", "hkvd", (0.15,)),
-    ("document", "prior", (0.15,)),
-)
-_BROKEN_DOCUMENTS: tuple[Cell, ...] = (
+_DOCUMENTS: tuple[Cell, ...] = (
     ("instruction", "hkvd", (0.15,)),
     ("instruction", "prior", (0.15,)),
+    ("instruction", "question_mid", (0.15,)),
     ("instruction", "random", (0.15,)),
     ("document", "hkvd", (0.15,)),
     ("document", "prior", (0.15,)),
@@ -125,19 +116,17 @@ def grid_rules(
         BlendConfig(recompute_ratio=ratio)
     return _rules(
         [
-            (lead_in, selector, tuple(ratios or DEFAULT_RATIOS))
-            for lead_in in (_lead_ins(lead_ins) if lead_ins else DEFAULT_LEAD_INS)
+            (LeadInConfig.of(lead_in).kind, selector, tuple(ratios or DEFAULT_RATIOS))
+            for lead_in in lead_ins or DEFAULT_LEAD_INS
             for selector in selectors or DEFAULT_SELECTORS
         ]
     )
 
 
-def default_rules(setting: str, questions: Sequence[EvalQuestion]) -> list[Rule]:
+def default_rules(questions: Sequence[EvalQuestion]) -> list[Rule]:
     """Return a setting's default rules; plain reuse comes first for each lead-in."""
-    if all(len(d.chunks) == 1 for question in questions for d in question.documents):
-        return _rules(_SINGLE_PASSAGES)
-    broken = setting in ("fragments", "shuffled")
-    return _rules(_BROKEN_DOCUMENTS if broken else _WHOLE_DOCUMENTS)
+    single = all(len(d.chunks) == 1 for question in questions for d in question.documents)
+    return _rules(_SINGLE_PASSAGES if single else _DOCUMENTS)
 
 
 def complete(
@@ -179,11 +168,3 @@ def _rules(cells: Sequence[Cell]) -> list[Rule]:
             if ratio > 0 and selector != "none":
                 rules[Rule(lead_in, selector, ratio)] = None
     return list(rules)
-
-
-def _lead_ins(names: Sequence[str]) -> tuple[LeadInKind, ...]:
-    known = {str(name): name for name in get_args(LeadInKind)}
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"lead_in={name!r} must be one of {', '.join(known)}")
-    return tuple(known[name] for name in names)

@@ -18,7 +18,8 @@ from cacheblend_rag import (
     load_tokenizer,
 )
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.quality.verify import small_set
+from cacheblend_rag.quality.fidelity import PromptFidelity
+from cacheblend_rag.quality.verify import gate
 from cacheblend_rag.quality.verify.check import Verdict
 from cacheblend_rag.quality.verify.gate import frame_of, verify_engine
 from cacheblend_rag.quality.verify.wording import check_seams, check_template, check_tokenizer
@@ -180,17 +181,41 @@ def test_questions_are_shortened_until_they_fit() -> None:
     engine = opened()
     frame, size = frame_of(engine.tokenizer, DATA), len(DATA.questions[0].passages)
     whole = len(engine.prepare(frame.prompt(DATA.questions[0])).token_ids)
-    (fits,) = small_set.fitting(DATA, frame, engine.encoder, whole + 16).questions
-    (less,) = small_set.fitting(DATA, frame, engine.encoder, whole + 15).questions
+    (fits,) = gate.fitting(DATA, frame, engine.encoder, whole + 16).questions
+    (less,) = gate.fitting(DATA, frame, engine.encoder, whole + 15).questions
     assert len(fits.passages) == size
     assert 0 < len(less.passages) < size
     with pytest.raises(PromptError, match="does not fit the context window of 20 tokens"):
-        small_set.fitting(DATA, frame, engine.encoder, 20)
+        gate.fitting(DATA, frame, engine.encoder, 20)
 
 
 def test_the_packaged_questions_have_the_answer_last() -> None:
-    data = small_set.sample_questions()
-    assert len(data.questions) == small_set.QUESTIONS
+    data = gate.sample_questions()
+    assert len(data.questions) == gate.QUESTIONS
     for question in data.questions:
-        assert len(question.passages) == small_set.PASSAGES
+        assert len(question.passages) == gate.PASSAGES
         assert any(answer in question.passages[-1].text for answer in question.answers)
+
+
+def judged(kl: float, plain: float, *, recomputes: bool = True) -> str:
+    blends, reuses = ([PromptFidelity(one, one, 1.0, True)] * 3 for one in (kl, plain))
+    return gate._judged(blends, reuses, recomputes=recomputes).status
+
+
+@pytest.mark.parametrize(
+    ("kl", "plain", "recomputes", "status"),
+    [
+        (0.05, 0.08, True, "ok"),
+        (0.08, 0.05, True, "failed"),
+        (0.05, 0.05, True, "failed"),
+        (0.05, 0.05, False, "ok"),
+        (0.0005, 0.0001, True, "ok"),
+        (0.26, 0.9, True, "failed"),
+        (0.26, 0.26, False, "failed"),
+        (float("nan"), 0.1, True, "failed"),
+    ],
+)
+def test_a_blend_must_be_near_and_nearer_than_plain_reuse(
+    kl: float, plain: float, recomputes: bool, status: str
+) -> None:
+    assert judged(kl, plain, recomputes=recomputes) == status

@@ -37,6 +37,16 @@ class FindingCode(StrEnum):
     PREFILL_SOONER = "prefill_sooner"
 
 
+SYMPTOMS: Mapping[FindingCode, Symptom] = {
+    FindingCode.MODEL_FAILS_VERIFY: "quality",
+    FindingCode.NO_ROOM: "memory",
+    FindingCode.QUESTION_REGISTERED: "quality",
+    FindingCode.OTHER_INSTRUCTION: "quality",
+    FindingCode.RATIO_TOO_LOW: "quality",
+    FindingCode.PREDICTIONS_DIFFER: "quality",
+    FindingCode.GUARD_STOPPED: "quality",
+}
+"""What a user notices, if it is not the time to first token."""
 SEVERITY: Mapping[FindingCode, int] = {code: rank for rank, code in enumerate(FindingCode)}
 
 
@@ -63,7 +73,6 @@ class Finding:
 
     Args:
         code: stable name.
-        symptom: what a user notices: worse answers, no memory, or no gain in time.
         sentence: what is wrong.
         evidence: what was measured, by name; the unit is part of the name.
         change: the one setting to change.
@@ -71,15 +80,19 @@ class Finding:
     """
 
     code: FindingCode
-    symptom: Symptom
     sentence: str
     evidence: Mapping[str, Figure]
     change: SettingChange
     is_fault: bool = True
 
+    @property
+    def symptom(self) -> Symptom:
+        """What a user notices: worse answers, no memory, or no gain in time."""
+        return SYMPTOMS.get(self.code, "time to first token")
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {**asdict(self), "code": self.code.value, "evidence": dict(self.evidence)}
+        return {**asdict(self), "code": self.code.value, "symptom": self.symptom}
 
 
 def quoted(text: str, most: int = 60) -> str:

@@ -28,7 +28,6 @@ def model_fails_verify(evidence: Evidence) -> Finding | None:
     failed = {check.name: check.found for check in verdict.failed}
     return Finding(
         FindingCode.MODEL_FAILS_VERIFY,
-        "quality",
         f"The model fails the checks of `verify` ({', '.join(failed)}), so its blended answers "
         "cannot be trusted.",
         failed,
@@ -48,7 +47,6 @@ def question_registered(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         FindingCode.QUESTION_REGISTERED,
-        "quality",
         "The prompt ends with a registered chunk, so the question's KV was computed without the "
         "passages and is reused.",
         {
@@ -83,7 +81,6 @@ def other_instruction(evidence: Evidence) -> Finding | None:
         figures["loss_nats_per_token"] = round(loss, 4)
     return Finding(
         FindingCode.OTHER_INSTRUCTION,
-        "quality",
         "The chunks' KV was computed after another instruction than the one that this prompt "
         "begins with.",
         figures,
@@ -106,7 +103,6 @@ def ratio_too_low(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         FindingCode.RATIO_TOO_LOW,
-        "quality",
         "Too few tokens are recomputed: predictions are nearer to full prefill's at a higher "
         "ratio.",
         {
@@ -137,7 +133,6 @@ def predictions_differ(evidence: Evidence) -> Finding | None:
         figures |= {"higher_ratio": more.ratio, "loss_at_higher_ratio": round(after, 4)}
     return Finding(
         FindingCode.PREDICTIONS_DIFFER,
-        "quality",
         "Predictions are far from full prefill's, and a higher ratio does not bring them nearer.",
         figures,
         SettingChange(

@@ -6,18 +6,11 @@ from collections.abc import Iterable
 from statistics import median
 
 from cacheblend_rag.observe.doctor.evidence import Evidence
-from cacheblend_rag.observe.doctor.finding import (
-    Figure,
-    Finding,
-    FindingCode,
-    SettingChange,
-    Symptom,
-)
+from cacheblend_rag.observe.doctor.finding import Figure, Finding, FindingCode, SettingChange
 from cacheblend_rag.observe.doctor.similar import SimilarChunk
 from cacheblend_rag.reason import ReasonCode
 from cacheblend_rag.report import MissReason
 
-SPEED: Symptom = "time to first token"
 SHORT_PROMPT = 1000
 """Tokens below which little can be gained."""
 MUCH_MISSED = 0.1
@@ -34,7 +27,6 @@ def cannot_be_blended(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         FindingCode.CANNOT_BE_BLENDED,
-        SPEED,
         "This engine serves every prompt by ordinary prefill.",
         {"reason": str(why), "reason_code": why.code.value},
         SettingChange("model", "cannot be blended", "another model or server", "chunks are reused"),
@@ -63,7 +55,6 @@ def no_room(evidence: Evidence) -> Finding | None:
         figures["allocator"] = lack
     return Finding(
         FindingCode.NO_ROOM,
-        "memory",
         "There was no memory to fuse the prompt's KV, so it was computed by ordinary prefill."
         if memory.lack is None
         else "There was no memory to answer the prompt at all.",
@@ -102,7 +93,6 @@ def guard_stopped(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         FindingCode.GUARD_STOPPED,
-        "quality",
         "The guard has stopped blending, since answers diverged too far from full prefill.",
         {"chunks": chunks},
         SettingChange(
@@ -129,7 +119,6 @@ def tier_fails(evidence: Evidence) -> Finding | None:
     first = names[0]
     return Finding(
         FindingCode.TIER_FAILS,
-        SPEED,
         f"The tier {first!r} of the store cannot be used, and is skipped.",
         figures,
         SettingChange(
@@ -148,7 +137,6 @@ def damaged(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         FindingCode.DAMAGED,
-        SPEED,
         "Stored KV of the prompt's chunks is damaged, or was signed with another key.",
         {"damaged_chunks": chunks, "chunks_with_bad_signature": forged},
         SettingChange(
@@ -169,7 +157,6 @@ def other_model(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         FindingCode.OTHER_MODEL,
-        SPEED,
         "The store holds these chunks as another model, tokenizer, instruction, lead-in or "
         "namespace computed them.",
         {"chunks": chunks, "tokens": evidence.missed_tokens("other model")},
@@ -220,7 +207,6 @@ def _of_similar(
     first = similar[0]
     return Finding(
         code,
-        SPEED,
         sentence,
         {
             "chunks_found": len(evidence.prompt.chunks),
@@ -246,7 +232,6 @@ def not_stored(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         FindingCode.NOT_STORED,
-        SPEED,
         "The KV of registered chunks in this prompt is not stored, so it is computed.",
         {
             "chunks_missed": chunks,
@@ -271,7 +256,6 @@ def no_known_chunk(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         FindingCode.NO_KNOWN_CHUNK,
-        SPEED,
         "The prompt holds no registered chunk.",
         {"known_chunks": prompt.known_chunks, "prompt_tokens": prompt.tokens},
         SettingChange(
@@ -300,7 +284,6 @@ def prompt_too_short(evidence: Evidence) -> Finding | None:
         figures["blend_seconds"] = round(evidence.blend_seconds, 4)
     return Finding(
         FindingCode.PROMPT_TOO_SHORT,
-        SPEED,
         f"The prompt is short: below about {SHORT_PROMPT:,} tokens there is little to gain.",
         figures,
         SettingChange(
@@ -326,7 +309,6 @@ def prefill_sooner(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         FindingCode.PREFILL_SOONER,
-        SPEED,
         "By the speeds measured here, ordinary prefill is sooner than blending.",
         {"measured": str(told), "prompt_tokens": evidence.prompt.tokens},
         SettingChange(

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from cacheblend_rag.observe.doctor.evidence import Evidence, Trial, waited
-from cacheblend_rag.observe.doctor.finding import (
-    Figure,
-    Finding,
-    FindingCode,
-    SettingChange,
-    Symptom,
-)
+from cacheblend_rag.observe.doctor.finding import Figure, Finding, FindingCode, SettingChange
 
-SPEED: Symptom = "time to first token"
 WAITS = 0.5
 """Share of a request's time to first token that it waits for one tier, for that tier to be slow."""
 WORTH = 0.3
@@ -31,7 +24,6 @@ def machine_busy(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         FindingCode.MACHINE_BUSY,
-        SPEED,
         "Other processes take the CPUs, so times say little; checks of times are left out.",
         {
             "others_cpu_share": round(load.other, 3),
@@ -73,7 +65,6 @@ def tier_slow(evidence: Evidence) -> Finding | None:
     }
     return Finding(
         FindingCode.TIER_SLOW,
-        SPEED,
         f"A request waits for the tier {tier!r} longer than it computes.",
         figures,
         SettingChange(
@@ -109,7 +100,6 @@ def check_layer_late(evidence: Evidence) -> Finding | None:
         after = f", compute_share {other.report.compute_share:.2f}"
     return Finding(
         FindingCode.CHECK_LAYER_LATE,
-        SPEED,
         f"The check layer is {layer} of {len(rows)} layers: every token is computed up to it.",
         figures,
         SettingChange(
@@ -128,7 +118,6 @@ def ratio_too_high(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         FindingCode.RATIO_TOO_HIGH,
-        SPEED,
         "So many tokens are recomputed that little of full prefill's work is saved.",
         {
             "recompute_ratio": now.ratio,

@@ -1,29 +1,42 @@
-"""The gate before production: all checks of one model, in order."""
+"""The gate before production: all checks of one model, in order, on a small set of prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from statistics import mean
 from typing import cast
 
 import torch
 
+from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.loading import checkpoint_dtype
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.quality.dataset import EvalDataset, PromptFrame
-from cacheblend_rag.quality.verify import numbers, small_set, wording
+from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, PromptFrame
+from cacheblend_rag.quality.fidelity import TOKENS, PromptFidelity, compare, reference
+from cacheblend_rag.quality.forms import over_passages
+from cacheblend_rag.quality.rules import ALWAYS
+from cacheblend_rag.quality.verify import numbers, wording
 from cacheblend_rag.quality.verify.check import Check, Verdict
 from cacheblend_rag.settings import EMBEDDED, Profile, StoreConfig
+from cacheblend_rag.text.encoder import PromptEncoder
 
 HOST_BYTES = 2 << 30
 BLENDING = Check("blending", "runs the model layer by layer, at other positions, as it is loaded")
+QUESTIONS, PASSAGES = 6, 4
+FIDELITY = Check("fidelity", "compares the blend's predictions with full prefill's, on a small set")
+
+MOST_KL = 0.25
+"""Mean KL, in nats, that a model may lose on the small set: predictions keep 78 % likelihood."""
+NEGLIGIBLE = 1e-3
+"""A divergence so small that plain reuse cannot be told from it."""
 OF_KV = (
-    numbers.POSITIONS, numbers.EXACTNESS, numbers.STORED, numbers.PRECISION, small_set.FIDELITY,
+    numbers.POSITIONS, numbers.EXACTNESS, numbers.STORED, numbers.PRECISION, FIDELITY,
 )  # fmt: skip
 """Checks that need KV."""
 
@@ -53,7 +66,7 @@ def verify_model(
     """
     quiet_libraries()
     tokenizer = load_tokenizer(model)
-    data = data or small_set.sample_questions()
+    data = data or sample_questions()
     opened = open_engine(
         EMBEDDED,
         model=model,
@@ -107,7 +120,7 @@ def _checks(
     engine: TransformersEngine, data: EvalDataset, checkpoint: torch.dtype | None
 ) -> Iterator[Check]:
     frame = frame_of(engine.tokenizer, data)
-    data = small_set.fitting(data, frame, engine.encoder, engine.context_window)
+    data = fitting(data, frame, engine.encoder, engine.context_window)
     yield wording.check_template(engine.tokenizer, data)
     yield wording.check_tokenizer(engine.tokenizer, data.questions)
     yield wording.check_seams(engine, frame, data.questions)
@@ -142,4 +155,88 @@ def _checks_of_kv(
     yield numbers.check_positions(prompted)
     yield numbers.check_exactness(prompted)
     yield numbers.check_stored(replace(prompted, engine=plain))
-    yield small_set.check_fidelity(engine, plain, frame, questions)
+    yield check_fidelity(engine, plain, frame, questions)
+
+
+def sample_questions() -> EvalDataset:
+    """Return packaged questions over paragraphs of Wikipedia.
+
+    Each question gets the paragraph that answers it behind some others.
+    """
+    sample, questions = load_passages(), []
+    documents = sample.documents()
+    for asked in sample.questions[:QUESTIONS]:
+        at = [document.document_id for document in documents].index(asked.title)
+        own, *others = [*documents[at:], *documents[:at]][:PASSAGES]
+        questions.append(over_passages(asked.question, asked.answers, (*others, own)))
+    return EvalDataset("packaged", tuple(questions))
+
+
+def fitting(
+    data: EvalDataset, frame: PromptFrame, encoder: PromptEncoder, context_window: int
+) -> EvalDataset:
+    """Return the questions over so many passages as fit a model's context window.
+
+    Raises PromptError when a question and one passage do not fit.
+    """
+    found = tuple(_fitting(one, frame, encoder, context_window) for one in data.questions)
+    return replace(data, questions=found)
+
+
+def check_fidelity(
+    engine: TransformersEngine,
+    plain: TransformersEngine,
+    frame: PromptFrame,
+    questions: Sequence[EvalQuestion],
+) -> Check:
+    """Check that an engine's own settings are near full prefill, and what they recompute helps.
+
+    engine: its config is checked. plain: computes chunks after the instruction alone, around the
+    same model. Both stores hold the questions' documents.
+    """
+    config = engine.config.with_changes(**ALWAYS)
+    blends, reuses = [], []
+    for question in questions:
+        prompt = frame.prompt(question)
+        wanted = reference(engine, prompt, question.answers)
+        blends.append(compare(wanted, engine, prompt, config))
+        reuses.append(compare(wanted, plain, prompt, numbers.REUSE))
+    recomputes = config.selector != numbers.REUSE.selector and config.ratio > 0
+    return _judged(blends, reuses, recomputes=recomputes)
+
+
+def _judged(
+    blends: Sequence[PromptFidelity], reuses: Sequence[PromptFidelity], *, recomputes: bool
+) -> Check:
+    kl, plain = mean(one.kl for one in blends), mean(one.kl for one in reuses)
+    measured = {
+        "prompts": len(blends),
+        "kl": kl,
+        "kl_plain_reuse": plain,
+        "most_kl": MOST_KL,
+        "top1": mean(one.top1 for one in blends),
+        "same_answers": mean(float(one.same_answer) for one in blends),
+    }
+    told = f"mean KL {kl:.3f} on {len(blends)} prompts, plain reuse {plain:.3f}"
+    if not kl <= MOST_KL:
+        remedy = f"keep to ordinary prefill, or `tune` a profile that stays below {MOST_KL}"
+        return FIDELITY.failed(f"{told}: more than {MOST_KL}", remedy, measured)
+    if recomputes and kl >= plain and kl > NEGLIGIBLE:
+        remedy = "recomputing does not help this model: `tune` it, or keep to ordinary prefill"
+        return FIDELITY.failed(f"{told}: no better than that", remedy, measured)
+    same = f"{measured['same_answers']:.0%} of answers the same"
+    return FIDELITY.ok(f"{told}; {same}", measured)
+
+
+def _fitting(
+    question: EvalQuestion, frame: PromptFrame, encoder: PromptEncoder, context_window: int
+) -> EvalQuestion:
+    for count in range(len(question.passages), 0, -1):
+        shorter = question.first_passages(count)
+        tokens = len(frame.prompt(shorter).encode(encoder).token_ids)
+        if tokens + TOKENS <= context_window:
+            return shorter
+    raise PromptError(
+        f"question {question.question!r} with one passage does not fit the context window of "
+        f"{context_window:,} tokens: give a dataset with shorter passages"
+    )
