@@ -18,7 +18,6 @@ from typing import Any
 
 from cacheblend_rag.bench.memory import drop_from_page_cache, peak_extra_bytes
 from cacheblend_rag.bench.plans import PromptTokens, TtftPlan
-from cacheblend_rag.bench.real_text import draw_real_texts
 from cacheblend_rag.bench.shapes import NamedModel
 from cacheblend_rag.bench.workload import (
     LEAD_IN,
@@ -27,6 +26,7 @@ from cacheblend_rag.bench.workload import (
     Case,
     Texts,
     draw_chunks,
+    draw_real_texts,
     draw_words,
     run_in_turns,
 )

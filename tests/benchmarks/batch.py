@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
-from cacheblend_rag.bench.real_text import draw_real_texts
+from cacheblend_rag.bench.workload import draw_real_texts
 from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.transformers.given_model import GivenModel
 from cacheblend_rag.kv.store import TieredKVStore

@@ -14,8 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, Conversation, SamplingParams
-from cacheblend_rag.bench.real_text import draw_real_texts
-from cacheblend_rag.bench.workload import ONE_TOKEN
+from cacheblend_rag.bench.workload import ONE_TOKEN, draw_real_texts
 from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine

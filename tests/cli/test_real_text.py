@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from cacheblend_rag.bench.real_text import Cutter, draw_real_texts
+from cacheblend_rag.bench.workload import Cutter, draw_real_texts
 from cacheblend_rag.demo.passages import load_real_texts
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.text.encoder import PromptEncoder
