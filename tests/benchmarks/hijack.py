@@ -2,20 +2,18 @@
 
 With the lead-in ``document`` the KV of a passage depends on what stands before it. A stranger who
 may store documents stores a passage of somebody else's document behind a prefix that was searched
-for, so that questions over the passage get a wrong answer.
+for, so that questions over the passage get a wrong answer. The files beside this one hold prefixes
+that a search has found.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import asdict, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from cacheblend_rag import BlendConfig, Document, TransformersEngine
 from cacheblend_rag.engines.transformers.given_model import GivenModel
@@ -23,11 +21,43 @@ from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from cacheblend_rag.settings.options import DEFAULT_RATIO
 from tests.benchmarks.command import run, say
-from tests.benchmarks.hijack_passages import Attack, Passage, write_passages
-from tests.benchmarks.hijack_search import PrefixSearch, printable_tokens
 
 INSTRUCTION = "Answer the question from the passages below, in one short sentence."
-ANSWER_TOKENS = 24
+FOUND = Path(__file__).with_name("hijack_smollm2.json")
+TITLE = "The manual of the works, as of this year."
+"""What stands before a passage in its owner's document."""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A passage that names two values of one kind, and an attack on it.
+
+    target: the wrong answer that the attacker wants. told: the model's answer by full prefill.
+    prefix: what the stranger puts before the text.
+    """
+
+    text: str
+    question: str
+    answer: str
+    target: str
+    told: str
+    prefix: str
+
+    @property
+    def manual(self) -> Document:
+        """The document of the passage's owner."""
+        return Document(f"manual: {self.question}", (TITLE, self.text))
+
+    @property
+    def upload(self) -> Document:
+        """The stranger's document."""
+        return Document(f"upload: {self.question}", (self.prefix, self.text))
+
+    @property
+    def answers(self) -> tuple[str, str]:
+        """The answer that the stranger wants, and the right one, both up to the value."""
+        opening = self.told.partition(self.answer)[0]
+        return opening + self.target, opening + self.answer
 
 
 class Victim:
@@ -62,7 +92,7 @@ class Victim:
         encode = self.engine.tokenizer.encode
         answers = [encode(answer, add_special_tokens=False) for answer in attack.answers]
         scores = self.engine.score_each(
-            prompt_over(self._prompt, attack),
+            self._prompt.render([Turn(attack.question, (attack.text,))]),
             answers,
             config=self.engine.config.with_ratio(ratio),
             hints=hints,
@@ -75,11 +105,6 @@ class Victim:
         return wanted > right
 
 
-def prompt_over(prompt: RagPrompt, passage: Passage) -> str:
-    """Return the prompt with the passage and its question."""
-    return prompt.render([Turn(passage.question, (passage.text,))])
-
-
 def read_attacks(file: str | Path) -> list[Attack]:
     """Return what a search has found."""
     names = [one.name for one in fields(Attack)]
@@ -90,53 +115,17 @@ def read_attacks(file: str | Path) -> list[Attack]:
 def measure(
     *,
     model: str = DEFAULT_MODEL,
-    out: str = "hijack.json",
-    passages: int = 40,
-    candidates: int = 8,
-    steps: int = 30,
-    minutes: float = 60.0,
-    enough: float = 2.0,
+    replay: str = str(FOUND),
     ratio: tuple[float, ...] = (0.0, DEFAULT_RATIO, 0.3),
-    replay: str = "",
 ) -> dict[str, Any]:
-    """Search prefixes that make a passage's KV tell a wrong answer, or try those of a file again.
-
-    Passages are attacked a step each in turn; ``out`` has the best prefixes after every round, and
-    after so many minutes no step begins. candidates: changes that are tried in a step. enough: how
-    much likelier the wrong answer is, in nats, at the end. replay: a file of prefixes.
-    """
-    if replay:
-        return replayed(model, replay, ratio)
-    given = GivenModel.of(model, None, None, "float32")
-    victim, tokenizer = given.model.eval().requires_grad_(False), given.tokenizer
-    prompt, allowed = RagPrompt(tokenizer, INSTRUCTION), printable_tokens(victim, tokenizer)
-    end, found, running = time.monotonic() + 60 * minutes, list[dict[str, Any]](), []
-    for seed, attack in enumerate(_answered(victim, tokenizer, prompt, passages)):
-        text = prompt_over(prompt, attack)
-        one = PrefixSearch(
-            victim, tokenizer, attack, text, allowed=allowed, candidates=candidates, seed=seed
-        )
-        found.append({**asdict(attack), "margin": -torch.inf})
-        running.append((found[-1], one.steps()))
-    for step in range(steps + 1):
-        for entry, more in running:
-            if entry["margin"] < enough and not (step and time.monotonic() > end):
-                prefix, margin = next(more)
-                entry |= {"prefix": prefix, "margin": round(margin, 2), "steps": step}
-                entry.setdefault("plain_margin", entry["margin"])
-                say(f"step {step}, margin {entry['margin']}: {prefix}")
-        Path(out).write_text(json.dumps(found, indent=1) + "\n")
-    return {"attacks": found}
-
-
-def replayed(model: str, file: str, ratios: Sequence[float]) -> dict[str, Any]:
     """Return ``rows``: how many wrong answers are likelier than the right ones, by ratio.
 
-    full: by ordinary prefill. absent: with the owners' documents alone. stored: with the strangers'
-    too. hinted: with hints of the strangers' documents, so in any case with their KV.
+    replay: a file of prefixes. full: by ordinary prefill. absent: with the owners' documents alone.
+    stored: with the strangers' too. hinted: with hints of the strangers' documents, so in any case
+    with their KV.
     """
-    attacks, victim = read_attacks(file), Victim(model)
-    rows: list[dict[str, float]] = [{"ratio": ratio} for ratio in ratios]
+    attacks, victim = read_attacks(replay), Victim(model)
+    rows: list[dict[str, float]] = [{"ratio": one} for one in ratio]
 
     def count(name: str, hint: Callable[[Attack], str] | None = None) -> None:
         for row in rows:
@@ -151,19 +140,6 @@ def replayed(model: str, file: str, ratios: Sequence[float]) -> dict[str, Any]:
         count("stored")
         count("hinted", lambda attack: attack.upload.document_id)
     return {"attacks": len(attacks), "rows": [{**row, "full": full} for row in rows]}
-
-
-def _answered(model: Any, tokenizer: Any, prompt: RagPrompt, count: int) -> Iterator[Attack]:
-    """Yield passages whose question the model answers right, without a prefix."""
-    for passage in write_passages():
-        ids = tokenizer(prompt_over(prompt, passage), add_special_tokens=False, return_tensors="pt")
-        told = model.generate(**ids, max_new_tokens=ANSWER_TOKENS, do_sample=False)[0]
-        answer = tokenizer.decode(told[ids["input_ids"].shape[1] :], skip_special_tokens=True)
-        if passage.answer in answer and passage.target not in answer:
-            yield Attack(**asdict(passage), told=answer.strip())
-            count -= 1
-        if not count:
-            return
 
 
 if __name__ == "__main__":

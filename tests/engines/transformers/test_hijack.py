@@ -1,7 +1,7 @@
 """A stranger's document never answers for another document that holds the same passage.
 
-Prefixes found by ``python -m tests.benchmarks.hijack`` are stored before the passages that they
-attack; SmolLM2 is asked over the passages.
+Prefixes that a search has found are stored before the passages that they attack; SmolLM2 is asked
+over the passages.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import hijack
-from tests.benchmarks.hijack import Victim, read_attacks
+from tests.benchmarks.hijack import FOUND, Victim, read_attacks
 
-ATTACKS = read_attacks(Path(hijack.__file__).with_name("hijack_smollm2.json"))[:10]
+ATTACKS = read_attacks(FOUND)[:10]
 
 
 @pytest.fixture(scope="module")
