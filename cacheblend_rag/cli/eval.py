@@ -18,7 +18,9 @@ from cacheblend_rag.rag import checks
 from cacheblend_rag.settings import EMBEDDED
 
 if TYPE_CHECKING:
-    from cacheblend_rag.quality.evaluator import EvalRow, Evaluation, Rule
+    from cacheblend_rag.quality.evaluator import Evaluation
+    from cacheblend_rag.quality.rules import Rule
+    from cacheblend_rag.quality.summary import EvalRow
 
 DEFAULT_SEED = 9_271_828
 

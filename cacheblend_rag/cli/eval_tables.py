@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from cacheblend_rag.quality.dataset import EvalDataset
-    from cacheblend_rag.quality.evaluator import EvalRow
-    from cacheblend_rag.quality.summary import FidelityRow
+    from cacheblend_rag.quality.summary import EvalRow, FidelityRow
 
 SCORES = ("ratio", "exact", "95 %", "F1", "Rouge-L", "recomputed", "compute")
 FIDELITY = ("ratio", "compute", "first KL", "KL", "95 %", "top-1", "same", "gold", "recovered")

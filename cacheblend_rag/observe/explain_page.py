@@ -194,7 +194,7 @@ def histogram_svg(found: Histogram) -> str:
 
 def _round_above(most: int) -> int:
     """Return a number from ``most`` on that can be divided into TICKS short ones."""
-    unit = 10 ** max(0, math.floor(math.log10(max(most, 1) / TICKS)))
+    unit: int = 10 ** max(0, math.floor(math.log10(max(most, 1) / TICKS)))
     return next(step * unit * TICKS for step in (1, 2, 5, 10) if step * unit * TICKS >= most)
 
 
