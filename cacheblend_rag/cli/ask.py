@@ -1,17 +1,20 @@
-"""``cacheblend-rag ask``: answers one question, and prints sources and report."""
+"""``cacheblend-rag ask``: one question, a chat, or a long document."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from cacheblend_rag.cli import asking, options, output
-from cacheblend_rag.errors import PromptError
+from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag.answering import Asker, clean_question, finished
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER
 from cacheblend_rag.rag.collection_engine import Placement
+from cacheblend_rag.rag.document_windows import AnalysisPlan
 from cacheblend_rag.rag.fitting import FittedPrompt
 from cacheblend_rag.rag.ordering import PassageOrder
 
@@ -19,60 +22,123 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Generation
     from cacheblend_rag.engines.sampling import SamplingParams
 
+DEFAULT_KV_PATH = Path(".cacheblend-documents")
+OF_COLLECTIONS = ("folder", "top_k", "order", "compare")
+OF_DOCUMENTS = ("model", "window", "chunk_tokens", "overlap", "combine", "kv_path")
+
 
 def ask_command(
-    question: Annotated[list[str], typer.Argument(metavar="QUESTION", help="The question.")],
+    context: typer.Context,
+    question: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="QUESTION",
+            help="The question. Without one a chat begins; of a --document, a summary is asked.",
+        ),
+    ] = None,
     *,
     folder: asking.FromOption = DEFAULT_FOLDER,
     top_k: asking.TopKOption = asking.TOP_K,
-    max_tokens: options.MaxTokensOption = asking.MAX_TOKENS,
-    temperature: options.TemperatureOption = None,
-    top_p: options.TopPOption = None,
-    sampling_top_k: options.SamplingTopKOption = None,
-    min_p: options.MinPOption = None,
-    repetition_penalty: options.RepetitionPenaltyOption = None,
-    seed: options.SeedOption = None,
-    ratio: asking.RatioOption = None,
-    selector: asking.SelectorOption = None,
-    profile: options.ProfileOption = None,
     order: asking.OrderOption = PassageOrder.SCORE,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also answer by full prefill, and compare.")
     ] = False,
+    document: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="In place of a collection: text, Markdown, HTML or PDF of any length.",
+        ),
+    ] = None,
+    model: options.ModelOption = DEFAULT_MODEL,
+    window: Annotated[
+        int, typer.Option(min=1, help="Most chunks in a prompt; fewer if the context is small.")
+    ] = AnalysisPlan.window,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of a chunk.")
+    ] = AnalysisPlan.chunk_tokens,
+    overlap: Annotated[
+        int, typer.Option(min=0, help="Most tokens that a chunk repeats of the one before it.")
+    ] = AnalysisPlan.overlap,
+    combine: Annotated[
+        Literal["map_reduce", "refine"],
+        typer.Option(
+            help="Join the windows' answers at the end, or have each window refine the last one."
+        ),
+    ] = AnalysisPlan.combine,
+    kv_path: Annotated[
+        Path, typer.Option(envvar=options.KV_PATH_VARIABLE, help="Folder of a document's chunk KV.")
+    ] = DEFAULT_KV_PATH,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Go on with the chat, or a document's answers, saved in FILE."
+        ),
+    ] = None,
+    max_tokens: options.MaxTokensOption = asking.MAX_TOKENS,
+    temperature: options.TemperatureOption = None,
+    top_p: options.TopPOption = None,
+    seed: options.SeedOption = None,
+    ratio: asking.RatioOption = None,
+    selector: asking.SelectorOption = None,
+    profile: options.ProfileOption = None,
     engine: options.EngineOption = None,
     device: options.DeviceOption = None,
     store: options.StoreOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Answer a question from a collection, reusing the stored KV of its passages."""
-    text = clean_question(_one(question))
-    asked = options.sampling_settings(
-        max_tokens,
-        greedy=compare,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=sampling_top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
+    """Answer from a collection or, window by window, from one document of any length.
+
+    In a chat, each line is a question: /sources and /report show those of the last answer, /reset
+    forgets all turns and evicts their KV, /exit or the end of input ends, and Ctrl-C stops an
+    answer.
+    """
+    text = None if question is None else clean_question(_one(question))
+    sampling = options.sampling_settings(
+        max_tokens, greedy=compare, temperature=temperature, top_p=top_p, seed=seed
     )
-    placement = Placement(device, options.collection_store(store), profile=profile)
+    if document is not None:
+        _refuse(context, OF_COLLECTIONS, "is for a collection: leave out --document")
+        from cacheblend_rag.cli.ask_document import ask_document
+
+        ask_document(
+            document,
+            text,
+            AnalysisPlan(chunk_tokens, overlap, window, combine),
+            sampling,
+            store=options.store_settings(store, kv_path=options.store_folder(kv_path)),
+            model=model,
+            engine=engine,
+            device=device,
+            profile=profile,
+            ratio=ratio,
+            selector=selector,
+            resume=resume,
+            as_json=as_json,
+        )
+        return
+    _refuse(context, OF_DOCUMENTS, "is for a document: give --document FILE")
+    if text is None:
+        _refuse(context, ("compare", "as_json"), "is for one question: give it")
+    else:
+        _refuse(context, ("resume",), "goes on with a chat: leave the question out")
+    placement = Placement(
+        device, options.collection_store(store), fill_on_miss=text is None, profile=profile
+    )
     # Full prefill uses no cached prefix, so the blend that is compared with it does not either.
     prefix = False if compare else None
     with (
         output.stdout_reserved(as_json),
         asking.opened(folder, placement, engine, ratio, selector, reuse_prefix=prefix) as asker,
     ):
-        sampling = asker.stopping(asked)
-        sources = asker.retrieve(text, top_k, order)
-        fitted = asker.fit((), text, sources, max_tokens)
-        left_out = len(sources) - len(fitted.sources)
-        if left_out:
-            output.warn(f"{left_out} of {len(sources)} passages left out: no room in the prompt")
-        if compare:
-            _warm_up(asker, fitted, replace(sampling, max_tokens=1))
-        answer = _answer(asker, fitted, sampling, shown=not as_json, titled=compare)
-        full = asker.engine.generate_full(fitted.prepared, sampling) if compare else None
+        if text is None:
+            from cacheblend_rag.cli.chat import chat
+
+            chat(asker, sampling, top_k, order, resume)
+            return
+        fitted, answer, full = _answered(
+            asker, text, sampling, top_k, order, compare=compare, shown=not as_json
+        )
     if as_json:
         output.print_json(_plain(text, fitted, answer, full))
         return
@@ -93,21 +159,45 @@ def _one(words: list[str]) -> str:
     return words[0]
 
 
-def _warm_up(asker: Asker, fitted: FittedPrompt, sampling: SamplingParams) -> None:
-    """Answer once both ways, untimed, so that no timing includes first-request costs."""
-    finished(asker.stream(fitted, sampling))
-    asker.engine.generate_full(fitted.prepared, sampling)
+def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
+    """Raise ConfigError for one of these parameters that is given on the command line."""
+    flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"{flags[name]} {why}")
 
 
-def _answer(
-    asker: Asker, fitted: FittedPrompt, sampling: SamplingParams, *, shown: bool, titled: bool
-) -> Generation:
+def _answered(
+    asker: Asker,
+    question: str,
+    asked: SamplingParams,
+    top_k: int,
+    order: PassageOrder,
+    *,
+    compare: bool,
+    shown: bool,
+) -> tuple[FittedPrompt, Generation, Generation | None]:
+    """Return the prompt, its answer, and the one by full prefill to compare it with."""
+    sampling = asker.stopping(asked)
+    sources = asker.retrieve(question, top_k, order)
+    fitted = asker.fit((), question, sources, sampling.max_tokens)
+    left_out = len(sources) - len(fitted.sources)
+    if left_out:
+        output.warn(f"{left_out} of {len(sources)} passages left out: no room in the prompt")
+    if compare:  # untimed, both ways, so that no timing includes first-request costs
+        first = replace(sampling, max_tokens=1)
+        finished(asker.stream(fitted, first))
+        asker.engine.generate_full(fitted.prepared, first)
     deltas = asker.stream(fitted, sampling)
-    if not shown:
-        return finished(deltas)
-    if titled:
+    if shown and compare:
         typer.echo("blend:")
-    return finished(asking.written(deltas))
+    answer = finished(asking.written(deltas) if shown else deltas)
+    return (
+        fitted,
+        answer,
+        asker.engine.generate_full(fitted.prepared, sampling) if compare else None,
+    )
 
 
 def _print_comparison(answer: Generation, full: Generation) -> None:

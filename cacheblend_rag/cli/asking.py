@@ -1,4 +1,4 @@
-"""The common options of `ask` and `chat`, and how they print sources, answers and reports."""
+"""What commands that ask share: options, opening engines, printing sources and reports."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_rag.cli import options, output
+from cacheblend_rag.engines.factory import open_engine
+from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.rag.answering import Asker
 from cacheblend_rag.rag.collection_engine import Placement
 from cacheblend_rag.rag.ordering import PassageOrder, Source
@@ -18,7 +20,10 @@ from cacheblend_rag.reason import ReasonCode
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta
+    from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.rag.progress import ProgressCallbacks
     from cacheblend_rag.report import BlendReport, ChunkReport
+    from cacheblend_rag.settings import EngineConfig
 
 TOP_K = 4
 MAX_TOKENS = 256
@@ -48,6 +53,14 @@ OrderOption = Annotated[
     PassageOrder,
     typer.Option(help="Best first, in document order (best document first), or best last."),
 ]
+
+
+def load_engine(config: EngineConfig, progress: ProgressCallbacks) -> Engine:
+    """Open the engine of a config, and show progress; raises what ``open_engine`` raises."""
+    with progress.phase("loading the libraries"):
+        quiet_libraries()
+    with progress.phase(f"loading the model {config.model}".rstrip()):
+        return open_engine(config)
 
 
 def opened(

@@ -1,4 +1,4 @@
-"""``cacheblend-rag chat``: questions and answers over a collection, line by line."""
+"""``ask`` without a question: a chat over a collection, line by line."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cacheblend_rag.cli import asking, options, output
+from cacheblend_rag.cli import asking, output
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.rag.answering import clean_question
-from cacheblend_rag.rag.collection import DEFAULT_FOLDER
-from cacheblend_rag.rag.collection_engine import Placement
 from cacheblend_rag.rag.ordering import PassageOrder
 
 if TYPE_CHECKING:
@@ -28,61 +26,6 @@ if TYPE_CHECKING:
 
 INPUT_PROMPT = "> "
 COMMANDS = "/sources, /report, /reset, /exit"
-
-
-ResumeOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Go on with the conversation in FILE, saved there."),
-]
-
-
-def chat_command(
-    *,
-    folder: asking.FromOption = DEFAULT_FOLDER,
-    top_k: asking.TopKOption = asking.TOP_K,
-    max_tokens: options.MaxTokensOption = asking.MAX_TOKENS,
-    temperature: options.TemperatureOption = None,
-    top_p: options.TopPOption = None,
-    sampling_top_k: options.SamplingTopKOption = None,
-    min_p: options.MinPOption = None,
-    repetition_penalty: options.RepetitionPenaltyOption = None,
-    seed: options.SeedOption = None,
-    ratio: asking.RatioOption = None,
-    selector: asking.SelectorOption = None,
-    profile: options.ProfileOption = None,
-    order: asking.OrderOption = PassageOrder.SCORE,
-    engine: options.EngineOption = None,
-    device: options.DeviceOption = None,
-    store: options.StoreOption = None,
-    resume: ResumeOption = None,
-) -> None:
-    """Ask a collection questions, one per line, from the terminal or a pipe.
-
-    /sources and /report show those of the last answer, /reset forgets all turns and evicts their
-    KV, /exit or the end of input ends. Ctrl-C stops an answer. KV of passages that was missed is
-    computed between questions.
-    """
-    asked = options.sampling_settings(
-        max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=sampling_top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
-    placement = Placement(
-        device, options.collection_store(store), fill_on_miss=True, profile=profile
-    )
-    with asking.opened(folder, placement, engine, ratio, selector) as asker:
-        chat = _Chat(asker, _conversation(asker, asked, resume), top_k, order, resume)
-        for line in _lines():
-            if line == "/exit":
-                return
-            try:
-                _take(line, chat)
-            except CacheBlendError as error:
-                output.warn(str(error))
 
 
 @dataclass(frozen=True)
@@ -100,20 +43,33 @@ class _Chat:
             self.conversation.save(self.saved_in)
 
 
-def _conversation(asker: Asker, sampling: SamplingParams, saved_in: Path | None) -> Conversation:
+def chat(
+    asker: Asker,
+    sampling: SamplingParams,
+    top_k: int,
+    order: PassageOrder,
+    saved_in: Path | None,
+) -> None:
+    """Answer questions, one per line, until the input ends; saved_in: goes on from this file."""
     from cacheblend_rag.rag.conversation import Conversation
 
-    if saved_in is None or not saved_in.exists():
-        return Conversation(
-            asker.engine, instruction=asker.instruction, sampling=sampling, config=asker.config
-        )
-    return Conversation.load(
-        saved_in,
-        asker.engine,
-        instruction=asker.instruction,
-        sampling=sampling,
-        config=asker.config,
-    )
+    settings: dict[str, Any] = {
+        "instruction": asker.instruction,
+        "sampling": sampling,
+        "config": asker.config,
+    }
+    if saved_in is not None and saved_in.exists():
+        conversation = Conversation.load(saved_in, asker.engine, **settings)
+    else:
+        conversation = Conversation(asker.engine, **settings)
+    running = _Chat(asker, conversation, top_k, order, saved_in)
+    for line in _lines():
+        if line == "/exit":
+            return
+        try:
+            _take(line, running)
+        except CacheBlendError as error:
+            output.warn(str(error))
 
 
 def _take(line: str, chat: _Chat) -> None:

@@ -167,7 +167,6 @@ def _opened(
     if text is None:
         yield from _of_collection(given, progress)
         return
-    from cacheblend_rag.rag.loading import load_engine
     from cacheblend_rag.settings import EngineConfig, LeadInConfig, Profile
 
     store = options.store_settings(given.store, kv_path=given.store_folder)
@@ -181,7 +180,7 @@ def _opened(
         device=given.device,
         lead_in=LeadInConfig.of(given.lead_in),
     )
-    with closing(load_engine(settings, progress)) as engine:
+    with closing(asking.load_engine(settings, progress)) as engine:
         config = engine.config.with_changes(**given.overrides())
         yield OpenedRequest(engine, text, config)
 

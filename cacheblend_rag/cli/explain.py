@@ -165,10 +165,9 @@ def _opened(
         profile=Profile.chosen(profile),
         **given,
     )
-    from cacheblend_rag.rag.loading import load_engine
 
     with output.progress_bar() as bar:
-        return load_engine(config, bar)
+        return asking.load_engine(config, bar)
 
 
 def _explained_prompt(

@@ -89,7 +89,7 @@ def index_command(
         bool,
         typer.Option(
             "--register-only",
-            help="Compute no KV now: `chat` and engines with fill_on_miss do it on a miss.",
+            help="Compute no KV now: chats and engines with fill_on_miss do it on a miss.",
         ),
     ] = False,
     engine: options.EngineOption = None,

@@ -104,30 +104,6 @@ TopPOption = Annotated[
         help="Draw from the most likely tokens that have this share together; 1 is off.",
     ),
 ]
-SamplingTopKOption = Annotated[
-    int | None,
-    typer.Option(
-        "--sampling-top-k", min=0, help="Draw from so many of the most likely tokens; 0 is off."
-    ),
-]
-MinPOption = Annotated[
-    float | None,
-    typer.Option(
-        "--min-p",
-        min=0,
-        max=1,
-        callback=finite,
-        help="Draw from tokens with this share of the most likely one's probability; 0 is off.",
-    ),
-]
-RepetitionPenaltyOption = Annotated[
-    float | None,
-    typer.Option(
-        "--repetition-penalty",
-        callback=above_zero,
-        help="Above 1: tokens of the prompt and the answer so far become less likely; 1 is off.",
-    ),
-]
 SeedOption = Annotated[
     int | None,
     typer.Option(
@@ -150,7 +126,7 @@ def sampling_settings(max_tokens: int, *, greedy: bool = False, **given: Any) ->
         return SamplingParams(max_tokens, **given)
     for name, value in given.items():
         if value is not None:
-            option = "sampling-top-k" if name == "top_k" else name.replace("_", "-")
+            option = name.replace("_", "-")
             raise ConfigError(f"--compare compares greedy answers: leave out --{option}")
     return SamplingParams.greedy(max_tokens)
 

@@ -22,7 +22,11 @@ from cacheblend_rag.engines.vllm.middleware.access import (
     has_storers,
 )
 from cacheblend_rag.engines.vllm.middleware.hosts import check_host, is_loopback
-from cacheblend_rag.engines.vllm.middleware.tenants import DEFAULT_NAMESPACE, read_tenants
+from cacheblend_rag.engines.vllm.middleware.tenants import (
+    DEFAULT_NAMESPACE,
+    new_entry,
+    read_tenants,
+)
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.folders import make_folder
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, public_name, resolve
@@ -43,6 +47,17 @@ SOCKET_FLAG = "--uds"
 DTYPE_FLAG = "--dtype"
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 """vLLM's other names of dtypes."""
+
+
+def _print_new_keys(namespace: str | None) -> None:
+    """Print two new keys on stderr, this once, and their entry, which has their hashes only."""
+    if namespace is None:
+        return
+    ask, store, entry = new_entry(namespace)
+    output.tell(f"key to ask: {ask}")
+    output.tell(f"key to ask and store: {store}")
+    typer.echo(entry)
+    raise typer.Exit
 
 
 def serve_command(
@@ -139,8 +154,17 @@ def serve_command(
     tenants: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file of namespaces and the SHA-256 of their keys (`cacheblend-rag tenant`)",
+            help="TOML file of namespaces and the SHA-256 of their keys, see --new-key.",
             show_default="the server's own keys only",
+        ),
+    ] = None,
+    new_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMESPACE",
+            callback=_print_new_keys,
+            is_eager=True,
+            help="Start nothing: print a namespace's entry for --tenants, and its keys on stderr.",
         ),
     ] = None,
     find: Annotated[

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.cli import output
+from cacheblend_rag.cli import asking, output
 from cacheblend_rag.engines.vllm import serve
 from cacheblend_rag.engines.vllm.middleware.access import BODY_VARIABLE, KEY_VARIABLE
 from cacheblend_rag.engines.vllm.middleware.hosts import HOSTS_VARIABLE, is_loopback
@@ -18,7 +18,6 @@ from cacheblend_rag.models import public_name
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.answering import Asker
 from cacheblend_rag.rag.collection_engine import Placement
-from cacheblend_rag.rag.loading import load_engine
 from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.settings import AUTO, EMBEDDED, VLLM
 
@@ -106,7 +105,7 @@ def serve_model(
     )
     warn_of_memory(store)
     with output.progress_bar(lines=True) as bar:
-        engine = load_engine(config, bar)
+        engine = asking.load_engine(config, bar)
     os.environ.update(address.environment)
     with closing(engine):
         from cacheblend_rag.api.app import create_app

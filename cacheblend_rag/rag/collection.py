@@ -1,4 +1,4 @@
-"""A collection on disk: the folder that `index` fills and `ask` and `chat` read.
+"""A collection on disk: the folder that `index` fills and `ask` reads.
 
 ``collection.sqlite`` holds settings, documents, chunks and their vectors; ``kv/`` belongs to the
 engine. A document is written in one transaction, after its KV is stored: even if ``index`` is

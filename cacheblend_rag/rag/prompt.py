@@ -1,4 +1,4 @@
-"""The prompt of `ask` and `chat`: an instruction, then turns of passages, question and answer.
+"""The prompt of `ask`: an instruction, then turns of passages, question and answer.
 
 A model with a chat template gets the instruction as its system message (or, if the template
 has no system role, at the start of the first user message) and a user and an assistant message per

@@ -114,12 +114,11 @@ def test_the_models_own_sampling_is_followed_unless_options_say_otherwise(ask, i
     own = (said["temperature"], said["top_p"], said["top_k"], said["repetition_penalty"])
     assert (own, said["seed"]) == ((5.0, 0.9, 50, 3.0), 3)
     given = {
-        "--temperature": 0.5, "--top-p": 0.8, "--sampling-top-k": 7, "--min-p": 0.1,
-        "--repetition-penalty": 1.2, "--seed": 4, "--max-tokens": 5,
+        "--temperature": 0.5, "--top-p": 0.8, "--seed": 4, "--max-tokens": 5,
     }  # fmt: skip
     arguments = [part for option in given.items() for part in option]
     said = ask(question, "--json", *arguments).json["sampling"]
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens")
+    names = ("temperature", "top_p", "seed", "max_tokens")
     assert [said[name] for name in names] == [*given.values()]
     assert [drawn.seed for drawn in drawn_with] == [3, 4]
 

@@ -19,7 +19,7 @@ def chat(indexed):
     """Pipe lines into ``chat``."""
 
     def run(*lines, options=()):
-        arguments = ["chat", "--from", str(indexed[0]), *map(str, options)]
+        arguments = ["ask", "--from", str(indexed[0]), *map(str, options)]
         result = CliRunner().invoke(app, arguments, input="\n".join(lines))
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
@@ -109,7 +109,7 @@ def test_a_conversation_goes_on_from_its_file(chat, indexed, tmp_path):
 
 def test_a_file_that_holds_no_conversation_is_one_line(indexed, tmp_path):
     (tmp_path / "talk.json").write_text("{}")
-    arguments = ["chat", "--from", str(indexed[0]), "--resume", str(tmp_path / "talk.json")]
+    arguments = ["ask", "--from", str(indexed[0]), "--resume", str(tmp_path / "talk.json")]
     result = CliRunner().invoke(app, arguments, input="")
     assert result.exit_code == 2
     assert "not a saved conversation" in result.stderr

@@ -241,7 +241,7 @@ def test_serve_with_tenants(cli, executed, tmp_path, monkeypatch):
     for name in ("VLLM_API_KEY", "CACHEBLEND_STORE_KEY", "VLLM_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    made = cli("tenant", "acme")
+    made = cli("serve", "--new-key", "acme")
     (tmp_path / "tenants.toml").write_text(made.stdout)
     keys = [line.rpartition(" ")[2] for line in made.stderr.splitlines()]
     assert len(keys) == 2
@@ -289,6 +289,6 @@ def test_serve_names_the_plugins_that_vllm_would_load_without_a_list(monkeypatch
 
 def test_a_tenants_name_that_cannot_be_one_is_refused(cli):
     for name in ("", " ", "a\nb", "x" * 201):
-        outcome = cli("tenant", name)
+        outcome = cli("serve", "--new-key", name)
         assert (outcome.code, outcome.stdout) == (2, "")
         assert "printable characters" in outcome.stderr

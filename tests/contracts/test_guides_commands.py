@@ -35,7 +35,7 @@ SHORTENED = {
     "tune": "--questions 1 --selectors question_mid,hkvd --ratios 0.16 --least 0.01",
     "verify": "--dataset questions.json --questions 1",
     "explain": "--max-tokens 2",
-    "analyze": f"--model {MODEL} --chunk-tokens 256 --overlap 8 --window 2 --max-tokens 2",
+    "ask --document": f"--model {MODEL} --chunk-tokens 256 --overlap 8 --window 2 --max-tokens 2",
     "bench ttft": f"--model {MODEL} --chunks 2 --chunk-tokens 32 --question-tokens 4 --repeat 1",
     "bench store": "--chunk-mib 1 --repeat 1",
 }
@@ -157,7 +157,7 @@ def _step(
     name = _name(given)
     into = given[given.index("--into") + 1] if "--into" in given else ".cacheblend"
     if name != "index" or into not in collections:  # later runs use the collection's own model
-        given += SHORTENED.get(name, "").split()
+        given += SHORTENED.get(f"{name} --document" if "--document" in given else name, "").split()
     if name == "index":
         collections.add(into)
     codes = [0, 1] if name in MAY_FIND_FAULTS else [0]

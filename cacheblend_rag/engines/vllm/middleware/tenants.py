@@ -122,7 +122,7 @@ def _entries(path: Path) -> Iterator[tuple[str, str, Grant]]:
         shown = json.dumps(namespace)
         if not isinstance(table, dict) or not table or table.keys() - _MAY_CHANGE.keys():
             raise ConfigError(
-                f"{path}: [{shown}] must have ask = and store = (`cacheblend-rag tenant NAME`)"
+                f"{path}: [{shown}] must have ask = and store = (`serve --new-key NAME`)"
             )
         for name, value in table.items():
             hashes: Sequence[Any] = value if isinstance(value, list) else [value]
@@ -130,7 +130,7 @@ def _entries(path: Path) -> Iterator[tuple[str, str, Grant]]:
                 if not isinstance(known, str) or not _HASH.fullmatch(known.lower()):
                     raise ConfigError(
                         f"{path}: {name} of [{shown}] must be the SHA-256 of a key, 64 hex digits "
-                        "(`cacheblend-rag tenant NAME`)"
+                        "(`serve --new-key NAME`)"
                     )
                 grant = Grant(namespace, _MAY_CHANGE[name])
                 yield f"{name} of [{shown}]", known.lower(), grant

@@ -1,122 +1,90 @@
-"""``cacheblend-rag analyze``: answers a question from a document longer than the context."""
+"""``ask --document``: answers a question from a document longer than the context."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
 import typer
 
-from cacheblend_rag.cli import asking, options, output
-from cacheblend_rag.models import DEFAULT_MODEL
+from cacheblend_rag.cli import asking, output
+from cacheblend_rag.errors import PromptError, StoreError
 from cacheblend_rag.rag import checks
-from cacheblend_rag.rag.answering import clean_question
-from cacheblend_rag.rag.document_engine import (
-    DEFAULT_KV_PATH,
-    AnalysisEngine,
-    check_document,
-    read_document,
-)
 from cacheblend_rag.rag.document_report import AnswerLog
-from cacheblend_rag.rag.document_windows import AnalysisPlan
-from cacheblend_rag.rag.window_prompts import SUMMARY
+from cacheblend_rag.rag.extracting import EXTRACTORS
+from cacheblend_rag.rag.readers import FileReader, UnreadableFileError
+from cacheblend_rag.rag.window_prompts import INSTRUCTION, SUMMARY, default_lead_in
 from cacheblend_rag.settings import EMBEDDED
 
 if TYPE_CHECKING:
+    from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.rag.document_report import LongDocumentReport, WindowAnswer
+    from cacheblend_rag.rag.document_windows import AnalysisPlan
     from cacheblend_rag.rag.long_document import LongDocumentAnalysis
+    from cacheblend_rag.rag.progress import ProgressCallbacks
+    from cacheblend_rag.settings import StoreConfig
 
 
-def analyze_command(
-    path: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Text, Markdown, HTML or PDF of any length.")
-    ],
+def ask_document(
+    path: Path,
+    question: str | None,
+    plan: AnalysisPlan,
+    sampling: SamplingParams,
     *,
-    question: Annotated[
-        str, typer.Option("--question", "-q", help="Asked of each window.", show_default="summary")
-    ] = SUMMARY,
-    model: options.ModelOption = DEFAULT_MODEL,
-    window: Annotated[
-        int, typer.Option(min=1, help="Most chunks in a prompt; fewer if the context is small.")
-    ] = AnalysisPlan.window,
-    chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of a chunk.")
-    ] = AnalysisPlan.chunk_tokens,
-    overlap: Annotated[
-        int, typer.Option(min=0, help="Most tokens that a chunk repeats of the one before it.")
-    ] = AnalysisPlan.overlap,
-    combine: Annotated[
-        Literal["map_reduce", "refine"],
-        typer.Option(
-            help="Join the windows' answers at the end, or have each window refine the last one."
-        ),
-    ] = AnalysisPlan.combine,
-    max_tokens: options.MaxTokensOption = asking.MAX_TOKENS,
-    temperature: options.TemperatureOption = None,
-    top_p: options.TopPOption = None,
-    seed: options.SeedOption = None,
-    ratio: asking.RatioOption = None,
-    selector: asking.SelectorOption = None,
-    profile: options.ProfileOption = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="Keep each answer in this file, and go on from it."),
-    ] = None,
-    kv_path: Annotated[
-        Path, typer.Option(envvar=options.KV_PATH_VARIABLE, help="Folder of chunk KV.")
-    ] = DEFAULT_KV_PATH,
-    store: options.StoreOption = None,
-    engine: options.EngineOption = None,
-    device: options.DeviceOption = None,
-    dtype: options.DtypeOption = None,
-    as_json: options.JsonOption = False,
+    store: StoreConfig,
+    model: str,
+    engine: str | None,
+    device: str | None,
+    profile: str | None,
+    ratio: float | None,
+    selector: str | None,
+    resume: Path | None,
+    as_json: bool,
 ) -> None:
-    """Answer a question from a document longer than the model's context, window by window.
+    """Answer from a document, window by window, and print the answers as they come.
 
     The KV of each chunk is computed once and kept; another question about the same file computes
-    none. Ctrl-C ends it; with --resume the same command goes on.
+    none. Ctrl-C ends it; with ``resume`` the same command goes on.
     """
-    asked = clean_question(question)
-    plan = AnalysisPlan(chunk_tokens, overlap, window, combine)
-    sampling = options.sampling_settings(
-        max_tokens, temperature=temperature, top_p=top_p, seed=seed
-    )
-    check_document(path)
+    _check(path)
     with output.stdout_reserved(as_json):
-        chosen = AnalysisEngine(
-            options.store_settings(store, kv_path=options.store_folder(kv_path)),
-            model,
-            engine or EMBEDDED,
+        from cacheblend_rag.settings import EngineConfig, Profile
+
+        checks.check_blend(ratio, selector)
+        checks.check_engine(engine or EMBEDDED)
+        checks.check_model(model)
+        checks.check_placement(device)
+        checks.check_chunk_size(plan.chunk_tokens, model, "--chunk-tokens")
+        config = EngineConfig(
+            engine=engine or EMBEDDED,
+            model=model,
+            instruction=partial(default_lead_in, instruction=INSTRUCTION),
+            store=store,
+            profile=Profile.chosen(profile),
             device=device,
-            dtype=dtype,
-            profile=profile,
-            ratio=ratio,
-            selector=selector,
         )
-        checks.check_chunk_size(chunk_tokens, model, "--chunk-tokens")
         if resume is not None:
             AnswerLog.resumed(resume)  # refused before anything is loaded, if it is no such file
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         with output.progress_bar(lines=True) as progress:
-            with progress.phase(f"reading {path.name}"):
-                found = read_document(path)
-            text = found.text
-            if found.note:
-                progress.warn(f"{path}: {found.note}")
-            opened = chosen.open(progress)
+            text = _read(path, progress)
+            opened = asking.load_engine(config, progress)
             try:
                 from cacheblend_rag.rag.long_document import analyze_long_document
 
                 analysis = analyze_long_document(
                     opened,
                     text,
-                    asked,
+                    question or SUMMARY,
                     chunk_tokens=plan.chunk_tokens,
                     overlap=plan.overlap,
                     window=plan.window,
                     combine=plan.combine,
                     sampling=sampling,
-                    config=chosen.config(opened),
+                    config=opened.config.with_given(recompute_ratio=ratio, selector=selector),
                     document_id=str(path.resolve()),
                     resume=resume,
                     progress=progress,
@@ -139,6 +107,28 @@ def analyze_command(
     typer.echo(f"answer:\n{output.printable(analysis.report.answer)}\n\nreport:")
     for line in report_lines(analysis.report):
         typer.echo(f"  {line}")
+
+
+def _check(path: Path) -> None:
+    """Raise StoreError if nothing is there, PromptError if it is no file of a known type."""
+    if not path.exists():
+        raise StoreError(f"{path} does not exist: give the path of a document")
+    if not path.is_file():
+        raise PromptError(f"{path} is not a file: give one document")
+    if path.suffix.lower() not in EXTRACTORS:
+        raise PromptError(f"{path} must be one of {' '.join(EXTRACTORS)}, by its name")
+
+
+def _read(path: Path, progress: ProgressCallbacks) -> str:
+    """Return a file's text; raises PromptError when it has none, MissingExtraError."""
+    try:
+        with progress.phase(f"reading {path.name}"), FileReader() as reader:
+            found = reader.read(path)
+    except UnreadableFileError as error:
+        raise PromptError(f"{path} cannot be analyzed: {error}") from error
+    if found.note:
+        progress.warn(f"{path}: {found.note}")
+    return found.text
 
 
 def _shown(analysis: LongDocumentAnalysis, *, shown: bool) -> Iterator[WindowAnswer]:

@@ -1,4 +1,4 @@
-"""``analyze`` answers from a file window by window, prints answers as they come, and goes on."""
+"""``ask --document`` answers from a file window by window, and goes on after an interruption."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def notes(tmp_path_factory):
 @pytest.fixture
 def analyze(cli, notes, small_model, tmp_path):
     def run(*arguments, question="Who plays the violin?"):
-        asked = ("--question", question, "--model", small_model, "--kv-path", tmp_path / "kv")
-        return cli("analyze", notes, *asked, *SIZES, *arguments)
+        asked = ("--document", notes, "--model", small_model, "--kv-path", tmp_path / "kv")
+        return cli("ask", question, *asked, *SIZES, *arguments)
 
     return run
 
@@ -77,7 +77,7 @@ def test_an_interruption_says_how_to_go_on(analyze, tmp_path, monkeypatch):
 
 def test_a_file_without_text_is_one_line(cli, tmp_path, small_model):
     (tmp_path / "empty.txt").write_text(" \n")
-    outcome = cli("analyze", tmp_path / "empty.txt", "--model", small_model)
+    outcome = cli("ask", "--document", tmp_path / "empty.txt", "--model", small_model)
     assert outcome.code == 2
     assert outcome.stderr.count("\n") == 1
     assert "empty.txt cannot be analyzed" in outcome.stderr
