@@ -143,13 +143,14 @@ def named(keys: Iterable[str]) -> Condition:
     return lambda key, entry: str(key) in wanted
 
 
-def pin(store: TieredKVStore, condition: Condition) -> int:
-    """Pin the stored chunks for which a condition holds; returns how many.
+def pin(store: TieredKVStore, condition: Condition | None = None) -> int:
+    """Pin the stored chunks for which a condition holds, or all; returns how many.
 
     Raises StoreError when no tier keeps pins.
     """
     _check_keeps(store)
-    keys = [key for key, entry in store.entries().items() if condition(key, entry)]
+    held = store.entries().items()
+    keys = [key for key, entry in held if condition is None or condition(key, entry)]
     store.pin(*keys)
     return len(keys)
 

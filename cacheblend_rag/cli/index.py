@@ -82,7 +82,8 @@ def index_command(
         bool,
         typer.Option(
             "--repair",
-            help="Check all KV of the collection; compute what is missing or damaged.",
+            help="Check all KV of the collection: compute what is missing or damaged, drop that of "
+            "no document.",
         ),
     ] = False,
     register_only: Annotated[
@@ -202,6 +203,8 @@ def _report_lines(into: Path, report: IndexReport) -> list[str]:
     if report.refused_chunks:
         reasons = ", ".join(f"{count} {why}" for why, count in report.refused_chunks.items())
         lines.append(f"chunks without KV: {reasons}")
+    if report.evicted_chunks:
+        lines.append(f"dropped: KV of {report.evicted_chunks} chunks that no document has")
     if report.skipped or report.unknown:
         lines.append(f"skipped: {len(report.skipped)} files, {report.unknown} of other kinds")
     if report.notes:

@@ -212,10 +212,15 @@ def evict(
 
 @store_app.command("pin")
 def pin_document(
-    document: Annotated[str, typer.Argument(help="A document's id.")],
+    document: Annotated[
+        str | None, typer.Argument(help="A document's id; all pins with --undo alone.")
+    ] = None,
     *,
     path: KvPathOption = DEFAULT_STORE,
     store: StoreOption = None,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="Let chunks that were pinned be evicted again.")
+    ] = False,
     namespace: NamespaceOption = None,
     model: OfModelOption = None,
     as_json: JsonOption = False,
@@ -223,38 +228,18 @@ def pin_document(
     """Keep a document's stored chunks from eviction for room and age, in all processes."""
     from cacheblend_rag.admin import select
 
+    if document is None and not undo:
+        raise StoreError("give a document, or --undo")
     with _opened(path, store) as opened:
         choice = _choice(document=document, namespace=namespace, model=model)
-        pinned = select.pin(opened.store, choice.condition(path))
+        done, change = ("unpinned", select.unpin) if undo else ("pinned", select.pin)
+        count = change(opened.store, None if document is None else choice.condition(path))
         elsewhere = select.without_pins(opened.store)
-    _show({"path": str(path), "pinned": pinned}, as_json, ("pinned",), [(pinned,)])
-    if elsewhere:
+    _show({"path": str(path), done: count}, as_json, (done,), [(count,)])
+    if elsewhere and not undo:
         typer.echo(
             f"no pins are kept in {', '.join(elsewhere)}: chunks may be evicted there", err=True
         )
-
-
-@store_app.command("unpin")
-def unpin_document(
-    document: Annotated[str | None, typer.Argument(help="A document's id.")] = None,
-    *,
-    path: KvPathOption = DEFAULT_STORE,
-    store: StoreOption = None,
-    everything: Annotated[bool, typer.Option("--all", help="All that are pinned.")] = False,
-    namespace: NamespaceOption = None,
-    model: OfModelOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Let chunks that were pinned be evicted again: a document's, or all."""
-    from cacheblend_rag.admin import select
-
-    if (document is None) != everything:
-        raise StoreError("give a document, or --all")
-    with _opened(path, store) as opened:
-        choice = _choice(document=document, namespace=namespace, model=model)
-        chosen = None if everything else choice.condition(path)
-        unpinned = select.unpin(opened.store, chosen)
-    _show({"path": str(path), "unpinned": unpinned}, as_json, ("unpinned",), [(unpinned,)])
 
 
 @store_app.command()
@@ -286,21 +271,6 @@ def warm(
         "bytes": done.nbytes,
     }
     _show({"path": str(path), **result}, as_json, tuple(result), [tuple(result.values())])
-
-
-@store_app.command()
-def gc(
-    folder: Annotated[Path, typer.Option("--collection", help="Folder.")] = DEFAULT_FOLDER,
-    as_json: JsonOption = False,
-) -> None:
-    """Remove a collection's KV that belongs to none of its documents; loads its model.
-
-    Two `index` runs on one collection at the same time, or a killed one, can leave such KV.
-    """
-    from cacheblend_rag.rag.collection_engine import evict_unregistered
-
-    evicted = evict_unregistered(folder)
-    _show({"path": str(folder), "evicted": evicted}, as_json, ("evicted",), [(evicted,)])
 
 
 def _choice(**given: Any) -> Choice:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.engines.tokenizer import load_tokenizer
-from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import DEFAULT_MODEL, absolute
-from cacheblend_rag.rag.collection import KV_NAME, Collection, CollectionSettings
+from cacheblend_rag.rag.collection import KV_NAME, CollectionSettings
 from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt
 from cacheblend_rag.rag.retrieval import BUNDLED
 from cacheblend_rag.settings import EMBEDDED, check_namespace
@@ -124,19 +123,6 @@ def open_known(folder: Path, settings: CollectionSettings, placement: Placement)
             "with --rebuild, or give what it was indexed with"
         )
     return engine
-
-
-def evict_unregistered(folder: Path) -> int:
-    """Load a collection's model and evict KV of unregistered chunks; returns how many.
-
-    Raises StoreError when its KV is in vLLM, and the errors of opening the collection.
-    """
-    with Collection.open(folder) as collection:
-        settings = collection.settings
-    if settings.engine != EMBEDDED:
-        raise StoreError(f"{folder} keeps its KV in vLLM: evict documents or namespaces there")
-    with closing(open_known(folder, settings, Placement("cpu"))) as engine:
-        return engine.evict_unregistered()
 
 
 def _open(folder: Path, settings: CollectionSettings, placement: Placement) -> Engine:

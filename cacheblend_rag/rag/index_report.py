@@ -25,8 +25,9 @@ class IndexReport:
     pages, or in an encoding that was guessed. computed_chunks, stored_chunks: chunks of files that
     were read whose KV was computed, or was stored already. computed_tokens, compute_seconds,
     computed_kv_bytes: of the computed ones. refused_chunks, refused_codes: chunks without KV, by
-    reason and by its code. registered_chunks: chunks that were only registered. documents, chunks:
-    totals of the collection at the end. failures: why KV could not be stored in this run; the next
+    reason and by its code. registered_chunks: chunks that were only registered.
+    evicted_chunks: of no document, whose KV a repair dropped. documents, chunks: totals of the
+    collection at the end. failures: why KV could not be stored in this run; the next
     run tries again.
     unfinished_documents, unfinished_chunks: those whose KV could not be stored, in this run or
     before; the next run computes it.
@@ -48,6 +49,7 @@ class IndexReport:
     refused_chunks: dict[str, int] = field(default_factory=dict)
     refused_codes: dict[str, int] = field(default_factory=dict)
     registered_chunks: int = 0
+    evicted_chunks: int = 0
     documents: int = 0
     chunks: int = 0
     failures: list[str] = field(default_factory=list)

@@ -46,6 +46,7 @@ from cacheblend_rag.rag.readers import (
 )
 from cacheblend_rag.rag.retrieval import Embedder, Vectors
 from cacheblend_rag.rag.storing_kv import KVStoring
+from cacheblend_rag.settings import EMBEDDED
 from cacheblend_rag.text.chunk import Document
 
 if TYPE_CHECKING:
@@ -163,8 +164,8 @@ class Indexing:
     def finish(self, *, repair: bool) -> None:
         """Compute the KV that earlier runs could not store.
 
-        repair: instead check the stored KV of each document that this run did not store, and
-        compute missing or damaged chunks.
+        repair: instead check the stored KV of each document that this run did not store, compute
+        missing or damaged chunks, and drop KV of no document, as killed runs may leave.
         """
         if self._register_only:
             return
@@ -181,6 +182,8 @@ class Indexing:
             collection.note_unfinished(document.document_id, failed)
             task.advance()
         task.end()
+        if repair and self._collection is not None and self._settled("engine") == EMBEDDED:
+            self.report.evicted_chunks = self._ready()[1].engine.evict_unregistered()
 
     def _left_over(self, *, repair: bool) -> Iterator[Document]:
         """Read the documents to finish or, with ``repair``, to check."""

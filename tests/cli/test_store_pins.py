@@ -1,4 +1,4 @@
-"""``store pin`` and ``store unpin``: a document's chunks, for every process on the folder."""
+"""``store pin``: a document's chunks, for every process on the folder."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_a_documents_chunks_are_pinned_and_let_go(
     result = store("pin", "one", "--model", TOY)
     assert json.loads(result.stdout) == {"path": str(folder), "pinned": len(wanted)}
     assert DiskTier(folder).pinned() == wanted, "in a process of its own, as far as this tells"
-    assert json.loads(store("unpin", "two", "--model", TOY).stdout)["unpinned"] <= 1
-    result = store("unpin", "one", "--model", TOY)
+    assert json.loads(store("pin", "--undo", "two", "--model", TOY).stdout)["unpinned"] <= 1
+    result = store("pin", "--undo", "one", "--model", TOY)
     assert json.loads(result.stdout)["unpinned"] >= len(wanted) - 1
     assert DiskTier(folder).pinned() == set()
 
@@ -55,15 +55,14 @@ def test_all_pins_are_let_go_of_chunks_that_are_gone_too(
 ) -> None:
     store("pin", "one", "--model", TOY)
     (folder / "pins").write_text((folder / "pins").read_text() + f"{'0' * 64}-{'0' * 32}\n")
-    assert json.loads(store("unpin", "--all").stdout)["unpinned"] == len(wanted) + 1
+    assert json.loads(store("pin", "--undo").stdout)["unpinned"] == len(wanted) + 1
     assert DiskTier(folder).pinned() == set()
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["unpin"], "give a document, or --all"),
-        (["unpin", "one", "--all"], "give a document, or --all"),
+        (["pin"], "give a document, or --undo"),
         (["pin", "three", "--model", TOY], "knows no document 'three'"),
         (["pin", "one", "--model", TOY, "--store", "tiers=redis://127.0.0.1:9"],
          "no pins are kept in redis: only a folder (disk) keeps pins"),

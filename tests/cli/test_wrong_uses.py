@@ -198,7 +198,6 @@ WRONG = {
     ("store", "stats", "--kv-path", "{notes}"): "is not a store of chunk KV",
     ("store", "evict", "--all", "--yes", "--kv-path", "{notes}"): "is not a store of chunk KV",
     ("store", "ls", "--kv-path", "{collection}"): "is a collection: its store is --kv-path",
-    ("store", "gc", "--collection", "{notes}"): "holds no collection",
     ("store", "evict", "--kv-path", "{store}"): "give keys, or --all",
     ("store", "evict", "x", "--kv-path", "{store}"): "is not a KV key",
     ("store", "evict", "--fingerprint", "x", "--kv-path", "{store}"): "'x' is not a fingerprint",
