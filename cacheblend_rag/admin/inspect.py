@@ -1,9 +1,8 @@
-"""Opens a store without an engine and counts its chunks."""
+"""Opens a store without an engine: counts its chunks, reads them, and warms its fastest tier."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,39 +12,12 @@ from cacheblend_rag.admin.select import Condition
 from cacheblend_rag.engines.labels import Label, labels_in
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, Entry, KVKey, TieredKVStore
+from cacheblend_rag.kv.access_log import AccessLog
 from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
 from cacheblend_rag.settings import StoreConfig
 
 USAGE_NAME = "usage"
 """The file with a store's usage, which every store has."""
-
-
-@dataclass(frozen=True)
-class Holding:
-    """A number of chunks and their bytes."""
-
-    entries: int = 0
-    nbytes: int = 0
-
-    def with_entry(self, entry: Entry) -> Holding:
-        """Return the count with one more chunk."""
-        return Holding(self.entries + 1, self.nbytes + entry.nbytes)
-
-
-@dataclass(frozen=True)
-class StoreCount:
-    """The chunks of a store: in total, by fingerprint, and in quarantine.
-
-    labels: the models of fingerprints, as far as recorded. kinds: see ``kinds_of``. tiers: each
-    tier's own numbers.
-    """
-
-    total: Holding
-    fingerprints: Mapping[str, Holding]
-    quarantined: int
-    labels: Mapping[str, Label]
-    kinds: Mapping[str, str]
-    tiers: Mapping[str, Mapping[str, int | None]]
 
 
 def check_is_store(path: Path) -> None:
@@ -65,24 +37,26 @@ class OpenStore:
     store: TieredKVStore
     folder: Path
 
-    def count(self) -> StoreCount:
-        """Count the store's chunks."""
+    def count(self) -> dict[str, Any]:
+        """Count chunks and bytes in all, by tier and by fingerprint; returns plain JSON values."""
         held = self.store.entries()
-        total, by_fingerprint = Holding(), defaultdict[str, Holding](Holding)
-        labels = labels_in(self.folder)
+        counts: dict[str, dict[str, int]] = {}
         for key, entry in held.items():
-            total = total.with_entry(entry)
-            by_fingerprint[key.fingerprint] = by_fingerprint[key.fingerprint].with_entry(entry)
-        return StoreCount(
-            total,
-            dict(by_fingerprint),
-            quarantined=sum(
-                len(t.quarantined()) for t in self.store.tiers if isinstance(t, DiskTier)
-            ),
-            labels=labels,
-            kinds=kinds_of(by_fingerprint, labels),
-            tiers=self.store.stats(),
-        )
+            of = counts.setdefault(key.fingerprint, {"entries": 0, "bytes": 0})
+            of["entries"] += 1
+            of["bytes"] += entry.nbytes
+        labels = labels_in(self.folder)
+        disks = [tier for tier in self.store.tiers if isinstance(tier, DiskTier)]
+        return {
+            "path": str(self.folder),
+            "entries": len(held),
+            "bytes": sum(entry.nbytes for entry in held.values()),
+            "quarantined": sum(len(tier.quarantined()) for tier in disks),
+            "tiers": self.store.stats(),
+            "fingerprints": counts,
+            "models": {name: label.model for name, label in labels.items()},
+            "of": kinds_of(counts, labels),
+        }
 
     def kinds(self) -> dict[str, str]:
         """Return what the store's fingerprints are of, see ``kinds_of``."""
@@ -150,3 +124,57 @@ def examine_store(path: Path) -> dict[str, Any]:
         "bytes": stored,
         "damaged": [{"key": str(d.key), "reason": d.reason} for d in report.damaged],
     }
+
+
+def most_used(store: TieredKVStore, condition: Condition, log: Path | None) -> list[KVKey]:
+    """Return the keys of chunks, the most used first.
+
+    log: an access log whose entries are counted; without one, the most recently used come first.
+    Raises StoreError when there is no such log, or it is no regular file.
+    """
+    if log is not None:
+        AccessLog(log).check()
+    entries = {key: entry for key, entry in store.entries().items() if condition(key, entry)}
+    if log is None:
+        return sorted(entries, key=lambda key: entries[key].used_at, reverse=True)
+    if not log.is_file():
+        raise StoreError(
+            f"{log} is not an access log: an engine writes one with `--store access_log=FILE`"
+        )
+    return [key for key in AccessLog(log).most_used() if key in entries]
+
+
+def warm(
+    store: TieredKVStore,
+    keys: Iterable[KVKey],
+    most_bytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, int]:
+    """Copy chunks into the fastest tier, in this order, until it or ``most_bytes`` is full.
+
+    progress: called with the number of chunks done and the total.
+
+    Returns how many were copied (``warmed``), were ``there`` before, are ``missing`` (not stored,
+    or not readable), or ``left`` without room, and the ``bytes`` of those that are in the tier.
+    """
+    todo = list(dict.fromkeys(keys))
+    fastest = store.tiers[0]
+    bounds = [bound for bound in (most_bytes, fastest.capacity_bytes) if bound is not None]
+    room = min(bounds, default=None)
+    done = dict.fromkeys(("warmed", "there", "missing", "left", "bytes"), 0)
+    for number, key in enumerate(todo):
+        if progress is not None:
+            progress(number + 1, len(todo))
+        size = store.nbytes(key)
+        if size is not None and room is not None and done["bytes"] + size > room:
+            done["left"] = len(todo) - number
+            break
+        if size is None:
+            fate = "missing"
+        elif fastest.contains(key):
+            fate = "there"
+        else:
+            fate = "warmed" if store.promote(key) else "missing"
+        done[fate] += 1
+        done["bytes"] += 0 if fate == "missing" or size is None else size
+    return done

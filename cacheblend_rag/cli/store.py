@@ -68,30 +68,15 @@ def stats(
     """Count chunks and bytes, in all, by tier and by fingerprint."""
     with _opened(path, store, read_only=True) as found:
         held = found.count()
-    models = {name: label.model for name, label in held.labels.items()}
-    result = {
-        "path": str(path),
-        "entries": held.total.entries,
-        "bytes": held.total.nbytes,
-        "quarantined": held.quarantined,
-        "tiers": held.tiers,
-        "fingerprints": {
-            name: {"entries": of.entries, "bytes": of.nbytes}
-            for name, of in held.fingerprints.items()
-        },
-        "models": models,
-        "of": dict(held.kinds),
-    }
     rows = [
-        (name, held.kinds.get(name, ""), of.entries, of.nbytes)
-        for name, of in sorted(held.fingerprints.items())
+        (name, held["of"].get(name, ""), of["entries"], of["bytes"])
+        for name, of in sorted(held["fingerprints"].items())
     ]
-    tiers = [(f"{name} tier", "", of["entries"], of["bytes"]) for name, of in held.tiers.items()]
-    total = ("all", "", held.total.entries, held.total.nbytes)
-    columns = ("fingerprint", "of", "entries", "bytes")
-    _show(result, as_json, columns, [*rows, total, *tiers])
-    if held.quarantined and not as_json:
-        typer.echo(f"{held.quarantined} in {path / 'quarantine'}")
+    rows.append(("all", "", held["entries"], held["bytes"]))
+    rows += [(f"{name} tier", "", of["entries"], of["bytes"]) for name, of in held["tiers"].items()]
+    _show(held, as_json, ("fingerprint", "of", "entries", "bytes"), rows)
+    if held["quarantined"] and not as_json:
+        typer.echo(f"{held['quarantined']} in {path / 'quarantine'}")
 
 
 @store_app.command("ls")
@@ -257,20 +242,14 @@ def warm(
     as_json: JsonOption = False,
 ) -> None:
     """Load the most used chunks into the fastest tier that outlives this command."""
-    from cacheblend_rag.admin import warm
+    from cacheblend_rag.admin import inspect
 
     with _opened(path, store) as opened, _progress("warm", shown=not as_json) as progress:
         choice = _choice(namespace=namespace, model=model, document=document)
-        keys = warm.most_used(opened.store, choice.condition(path), log)
-        done = warm.warm(opened.store, keys, _bytes(max_gib), progress)
-    result = {
-        "warmed": done.warmed,
-        "there": done.there,
-        "missing": done.missing,
-        "left": done.left,
-        "bytes": done.nbytes,
-    }
-    _show({"path": str(path), **result}, as_json, tuple(result), [tuple(result.values())])
+        keys = inspect.most_used(opened.store, choice.condition(path), log)
+        most = None if max_gib is None else int(max_gib * (1 << 30))
+        done = inspect.warm(opened.store, keys, most, progress)
+    _show({"path": str(path), **done}, as_json, tuple(done), [tuple(done.values())])
 
 
 def _choice(**given: Any) -> Choice:
@@ -302,10 +281,6 @@ def _opened(
     settings = store_settings(given, read_only=read_only or None)
     with inspect.opened(path, settings) as found:
         yield found
-
-
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * (1 << 30))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.admin import warm
+from cacheblend_rag.admin import inspect
 from cacheblend_rag.admin.select import Choice, named
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, TieredKVStore
@@ -43,27 +43,27 @@ def test_the_most_used_by_a_log_come_first(slow: DiskTier, tmp_path: Path) -> No
         log.note([KEYS[number] for number in numbers])
     log.note([make_key(77)] * 9)  # no longer stored
     store = opened(slow, tmp_path / "fast")
-    order = warm.most_used(store, ALL, log.path)
+    order = inspect.most_used(store, ALL, log.path)
     assert order == [KEYS[3], KEYS[1], KEYS[0]]
     size = store.nbytes(KEYS[0]) or 0
-    report = warm.warm(store, order, 2 * size)
-    assert (report.warmed, report.left, report.nbytes) == (2, 1, 2 * size)
+    report = inspect.warm(store, order, 2 * size)
+    assert (report["warmed"], report["left"], report["bytes"]) == (2, 1, 2 * size)
     assert held(store) == {KEYS[3], KEYS[1]}
-    again = warm.warm(store, order)
-    assert (again.warmed, again.there, again.left) == (1, 2, 0)
+    again = inspect.warm(store, order)
+    assert (again["warmed"], again["there"], again["left"]) == (1, 2, 0)
 
 
 def test_without_a_log_what_was_used_latest_comes_first(slow: DiskTier, tmp_path: Path) -> None:
     store = opened(slow, tmp_path / "fast")
-    assert warm.most_used(store, ALL, None) == KEYS[::-1]
-    assert warm.most_used(store, named([str(KEYS[2])]), None) == [KEYS[2]]
+    assert inspect.most_used(store, ALL, None) == KEYS[::-1]
+    assert inspect.most_used(store, named([str(KEYS[2])]), None) == [KEYS[2]]
 
 
 def test_no_more_is_brought_than_the_tier_holds(slow: DiskTier, tmp_path: Path) -> None:
     size = slow.entry(KEYS[0]).nbytes  # type: ignore[union-attr]
     store = opened(slow, tmp_path / "fast", 3 * size)
-    report = warm.warm(store, KEYS)
-    assert (report.warmed, report.left) == (3, 2)
+    report = inspect.warm(store, KEYS)
+    assert (report["warmed"], report["left"]) == (3, 2)
     assert held(store) == set(KEYS[:3])  # none was driven out by a later one
     assert store.stats()["fast"]["evictions"] == 0
 
@@ -71,10 +71,10 @@ def test_no_more_is_brought_than_the_tier_holds(slow: DiskTier, tmp_path: Path) 
 def test_what_is_gone_or_damaged_is_counted(slow: DiskTier, tmp_path: Path) -> None:
     damaged = next(p for p in chunk_files(slow.path) if p.name.startswith(str(KEYS[1])))
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    report = warm.warm(opened(slow, tmp_path / "fast"), [KEYS[1], make_key(77), KEYS[2]])
-    assert (report.warmed, report.missing) == (1, 2)
+    report = inspect.warm(opened(slow, tmp_path / "fast"), [KEYS[1], make_key(77), KEYS[2]])
+    assert (report["warmed"], report["missing"]) == (1, 2)
 
 
 def test_a_log_that_is_none_is_said(slow: DiskTier, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is not an access log"):
-        warm.most_used(opened(slow, tmp_path / "fast"), ALL, tmp_path / "none")
+        inspect.most_used(opened(slow, tmp_path / "fast"), ALL, tmp_path / "none")
