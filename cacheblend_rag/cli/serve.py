@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-GIB = 1 << 30
 KEY_FLAG = "--api-key"
 SOCKET_FLAG = "--uds"
 DTYPE_FLAG = "--dtype"
@@ -100,24 +99,6 @@ def serve_command(
             envvar=options.KV_PATH_VARIABLE,
             help="Folder of chunk KV.",
             show_default="memory only",
-        ),
-    ] = None,
-    host_gib: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            callback=options.finite,
-            help="Memory for chunk KV, in each worker, in GiB.",
-            show_default="4",
-        ),
-    ] = None,
-    disk_gib: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            callback=options.finite,
-            help="Room in --kv-path, in GiB.",
-            show_default="no limit",
         ),
     ] = None,
     store: options.StoreOption = None,
@@ -230,9 +211,7 @@ def serve_command(
             engine=None if engine == AUTO else engine,
             placement=Placement(
                 device,
-                options.store_settings(
-                    store, host_bytes=_bytes(host_gib), disk_bytes=_bytes(disk_gib)
-                ),
+                options.store_settings(store),
                 fill_on_miss=True,
                 profile=profile,
             ),
@@ -249,13 +228,13 @@ def serve_command(
         )
     if cite:
         raise ConfigError("--cite names the sources of a collection: give --collection too")
-    kept = options.store_settings(
-        store, kv_path=kv_path, host_bytes=_bytes(host_gib), disk_bytes=_bytes(disk_gib)
-    )
+    kept = options.store_settings(store, kv_path=kv_path)
     if kept.kv_path is None and kept.disk_bytes is not None:
-        raise ConfigError("--disk-gib is room in a folder: give --kv-path too")
+        raise ConfigError("--store disk_bytes is room in a folder: give --kv-path too")
     if kept.kv_path is None and kept.tiers is None and kept.host_bytes == 0:
-        raise ConfigError("--host-gib 0 keeps no KV anywhere: give --kv-path, or more memory")
+        raise ConfigError(
+            "--store host_bytes=0 keeps no KV: give --kv-path, or more memory"
+        )
     if tenants is not None:
         _check_tenants(tenants, namespace, context.args)
     is_here = serve_here.picked(engine, model, device) == EMBEDDED
@@ -397,10 +376,6 @@ def _verify(model: str, dtype: str | None) -> None:
 def _plain(dtype: str | None) -> str | None:
     """Return PyTorch's name of a dtype of vLLM's; None for the model's own."""
     return None if dtype in (None, "", "auto") else DTYPE_NAMES.get(dtype or "", dtype)
-
-
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * GIB)
 
 
 def _made(folder: Path) -> Path:

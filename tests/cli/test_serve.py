@@ -132,7 +132,7 @@ def test_the_readmes_server_is_one(cli, executed, tmp_path, monkeypatch):
 
 
 def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
-    options = ("--kv-path", tmp_path / "kv", "--disk-gib", 0.5, "--port", 9001)
+    options = ("--kv-path", tmp_path / "kv", "--store", "disk_bytes=0.5GiB", "--port", 9001)
     steps = ("--slice-seconds", 0.05, "--guard", 0.02, "--find", "asked")
     flags = ("--dtype", "float32", "--enforce-eager", "-tp", "2")
     outcome = cli("serve", TOY, *ON_VLLM, *options, *steps, *flags)

@@ -64,7 +64,6 @@ WRONG = {
     ("eval", "--selector-options", '{{"prior": {{"k": 1}}}}'): "prior has no 'k'",
     ("bench", "store", "--chunk-mib", "none"): "'--chunk-mib'",
     ("serve", TOY, "--port", "99999"): "'--port'",
-    ("serve", TOY, "--kv-path", "{new}", "--disk-gib", "nan"): "'--disk-gib'",
     # questions and collections
     ("ask", "what", "is", "this"): 'ask "what is this"',
     ("ask", " "): "the question is empty",
@@ -171,12 +170,12 @@ WRONG = {
     ("bench", "ttft", "--ratio", "2"): "recompute_ratio=2.0",
     ("bench", "ttft", "--chunks", "100"): "prompt_tokens=51232 must be below 8192",
     # servers and stores
-    ("serve", TOY, "--disk-gib", "1"): "give --kv-path too",
-    ("serve", TOY, "--host-gib", "0"): "--host-gib 0",
+    ("serve", TOY, "--store", "disk_bytes=1"): "give --kv-path too",
+    ("serve", TOY, "--store", "host_bytes=0"): "keeps no KV",
     ("serve", TOY, "--store", "host_bytes"): "must be NAME=VALUE",
     ("serve", TOY, "--store", "host_byte=1"): "(did you mean 'host_bytes'?)",
     ("serve", TOY, "--store", "host_bytes=much"): "a size, such as 8GiB",
-    ("serve", TOY, "--host-gib", "1", "--store", "host_bytes=1"): "given twice",
+    ("serve", TOY, "--store", "host_bytes=2", "--store", "host_bytes=1"): "given twice",
     ("index", "{notes}", "--store", "kv_path=elsewhere"): "in its own folder",
     ("ask", "Who?", "--from", "{collection}", "--store", "disk_bytes=-1"): "disk_bytes='-1'",
     ("serve", "--enforce-eager", TOY): "comes before the model",
