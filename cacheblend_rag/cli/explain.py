@@ -16,7 +16,6 @@ from cacheblend_rag.rag.collection import DEFAULT_FOLDER
 from cacheblend_rag.rag.collection_engine import Placement
 from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.settings import EMBEDDED, check_namespace
-from cacheblend_rag.settings.secret import check_server_url
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
@@ -33,10 +32,6 @@ def explain_command(
     folder: asking.FromOption = DEFAULT_FOLDER,
     prompt: Annotated[
         Path | None, typer.Option("--prompt", metavar="FILE", help="A file that holds a prompt.")
-    ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(help="With --prompt: a server's URL. CACHEBLEND_API_KEY is its key."),
     ] = None,
     model: options.ModelOption = DEFAULT_MODEL,
     kv_path: Annotated[
@@ -82,7 +77,7 @@ def explain_command(
     """
     if (question is None) == (prompt is None):
         raise ConfigError("explain: give one of QUESTION and --prompt FILE")
-    _check_options(prompt, url, html)
+    _check_page(html)
     asked = clean_question(question) if question is not None else ""
     with output.stdout_reserved(as_json):
         if prompt is not None:
@@ -91,7 +86,7 @@ def explain_command(
             check_namespace(namespace)
             checks.check_blend(ratio, selector)
             opened = _opened(
-                url or engine or EMBEDDED,
+                engine or EMBEDDED,
                 model=model,
                 kv_path=kv_path,
                 instruction=instruction,
@@ -126,12 +121,8 @@ def explain_command(
     _show(found, html, as_json=as_json)
 
 
-def _check_options(prompt: Path | None, url: str | None, html: Path | None) -> None:
-    """Raise errors that are known before anything is loaded."""
-    if url is not None:
-        check_server_url(url)
-        if prompt is None:
-            raise ConfigError("--url is for --prompt FILE: a collection knows its server")
+def _check_page(html: Path | None) -> None:
+    """Raise StoreError when a page cannot be written, before anything is loaded."""
     if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
         raise StoreError(f"--html {html} cannot be written: name a file in an existing folder")
 

@@ -232,9 +232,7 @@ def serve_command(
     if kept.kv_path is None and kept.disk_bytes is not None:
         raise ConfigError("--store disk_bytes is room in a folder: give --kv-path too")
     if kept.kv_path is None and kept.tiers is None and kept.host_bytes == 0:
-        raise ConfigError(
-            "--store host_bytes=0 keeps no KV: give --kv-path, or more memory"
-        )
+        raise ConfigError("--store host_bytes=0 keeps no KV: give --kv-path, or more memory")
     if tenants is not None:
         _check_tenants(tenants, namespace, context.args)
     is_here = serve_here.picked(engine, model, device) == EMBEDDED
