@@ -24,7 +24,6 @@ from filelock import FileLock, Timeout
 from cacheblend_rag.errors import CacheBlendError, ConfigError, StoreError
 from cacheblend_rag.folders import make_folder
 from cacheblend_rag.rag.retrieval import Vectors
-from cacheblend_rag.settings import EMBEDDED
 from cacheblend_rag.text.chunk import Document
 
 DEFAULT_FOLDER = Path(".cacheblend")
@@ -49,15 +48,13 @@ CREATE TABLE chunks (
     text TEXT NOT NULL,
     vector BLOB NOT NULL,
     PRIMARY KEY (document, position)
-) WITHOUT ROWID
-"""
-UNFINISHED = """
-CREATE TABLE IF NOT EXISTS unfinished (
+) WITHOUT ROWID;
+CREATE TABLE unfinished (
     document INTEGER PRIMARY KEY REFERENCES documents ON DELETE CASCADE,
     chunks INTEGER NOT NULL
 )
 """
-"""Documents with the number of chunks that lack KV; created with the first such document."""
+"""``unfinished``: documents with the number of their chunks that lack KV."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class CollectionSettings:
     lead_in: str
     dtype: str
     fingerprint: str
-    engine: str = EMBEDDED
+    engine: str
 
     def chosen(self) -> dict[str, str | int]:
         """Return the settings that the user chooses; the others follow from them."""
@@ -172,9 +169,6 @@ class Collection:
     def unfinished(self) -> dict[str, int]:
         """Return for each unfinished document, by source, how many chunks lack KV."""
         with self._reading():
-            tables = self._file.execute("SELECT 1 FROM sqlite_master WHERE name = 'unfinished'")
-            if tables.fetchone() is None:
-                return {}
             rows = self._file.execute(
                 "SELECT source, unfinished.chunks FROM unfinished"
                 " JOIN documents ON documents.id = unfinished.document ORDER BY source"
@@ -258,7 +252,6 @@ class Collection:
         return StoredCollection(documents, matrix.astype(np.float32))
 
     def _note_unfinished(self, source: str, chunks: int) -> None:
-        self._file.execute(UNFINISHED)
         self._file.execute(
             "DELETE FROM unfinished WHERE document IN (SELECT id FROM documents WHERE source = ?)",
             (source,),
@@ -377,8 +370,6 @@ def _damaged(path: Path, reason: object) -> StoreError:
 def _settings(body: object) -> CollectionSettings:
     """Read settings; raises ValueError if this version did not write them."""
     plain = json.loads(body) if isinstance(body, str) else None
-    if isinstance(plain, dict):
-        plain = {"engine": EMBEDDED, **plain}
     wanted = {f.name: int if f.type == "int" else str for f in fields(CollectionSettings)}
     if not isinstance(plain, dict) or {k: type(v) for k, v in plain.items()} != wanted:
         raise ValueError("its settings are broken")

@@ -35,7 +35,7 @@ from cacheblend_rag.rag.collection_engine import (
     open_known,
     open_new,
 )
-from cacheblend_rag.rag.index_report import IndexReport
+from cacheblend_rag.rag.index_report import IndexReport, KVStoring
 from cacheblend_rag.rag.progress import ProgressCallbacks
 from cacheblend_rag.rag.readers import (
     EXTRA,
@@ -45,7 +45,6 @@ from cacheblend_rag.rag.readers import (
     make_splitter,
 )
 from cacheblend_rag.rag.retrieval import Embedder, Vectors
-from cacheblend_rag.rag.storing_kv import KVStoring
 from cacheblend_rag.settings import EMBEDDED
 from cacheblend_rag.text.chunk import Document
 

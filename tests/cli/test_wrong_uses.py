@@ -214,7 +214,7 @@ def _nothing_is_loaded(monkeypatch):
         (loading, "load_model"),
         (AutoTokenizer, "from_pretrained"),
         (ModelShape, "build_model"),
-        (retrieval, "_load_embedding_model"),
+        (retrieval, "_bundled"),
         (retrieval, "VectorSearch"),
         (answering, "VectorSearch"),
         (answering, "Embedder"),

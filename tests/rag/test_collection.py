@@ -31,6 +31,7 @@ SETTINGS = CollectionSettings(
     lead_in="<bos>Answer {briefly}.\n\n",
     dtype="float32",
     fingerprint="f",
+    engine="transformers",
 )
 TWO = Document("docs/two.md", ("First {chunk}.", "Second\x07 chunk."))
 ONE = Document("docs/one.md", ("Only chunk.",))
