@@ -84,8 +84,18 @@ class Conversation:
             ConfigError: when the model's chat template drops the user's text, or a bound is
                 negative.
         """
-        self._open(engine, ConversationKV(most_turns=most_turns, most_bytes=most_bytes))
-        self._settle(instruction, sampling, config, prompt_tokens)
+        from cacheblend_rag.engines.sampling import SamplingParams
+
+        self.last: Answered | None = None
+        self.kv = ConversationKV(most_turns=most_turns, most_bytes=most_bytes)
+        self._engine, self._config = engine, config
+        self._turns: tuple[AskedTurn, ...] = ()
+        if instruction is None and not engine.instruction:
+            instruction = INSTRUCTION
+        prompt = RagPrompt.of_engine(engine.tokenizer, engine.instruction, instruction)
+        chosen = sampling or SamplingParams()
+        self._sampling = replace(chosen, stop=(*chosen.stop, *prompt.stop))
+        self._fitter = PromptFitter(engine, prompt, most_tokens=prompt_tokens)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], engine: Engine, **options: Any) -> Conversation:
@@ -126,33 +136,9 @@ class Conversation:
             turns = tuple(_read_turn(turn) for turn in plain["turns"])
         except (ValueError, KeyError, TypeError, ConfigError) as error:
             raise ConfigError(f"not a saved conversation: {error!s:.200}") from error
-        made = cls.__new__(cls)
-        made._open(engine, kv)
-        made._settle(**{"instruction": None, "sampling": None, "config": None, **_known(options)})
-        made._turns = turns
+        made = cls(engine, **_known(options))
+        made.kv, made._turns = kv, turns
         return made
-
-    def _open(self, engine: Engine, kv: ConversationKV) -> None:
-        self.last: Answered | None = None
-        self._engine, self.kv = engine, kv
-        self._turns: tuple[AskedTurn, ...] = ()
-
-    def _settle(
-        self,
-        instruction: str | None,
-        sampling: SamplingParams | None,
-        config: BlendConfig | None,
-        prompt_tokens: int | None = None,
-    ) -> None:
-        from cacheblend_rag.engines.sampling import SamplingParams
-
-        engine, chosen = self._engine, sampling or SamplingParams()
-        if instruction is None and not engine.instruction:
-            instruction = INSTRUCTION
-        prompt = RagPrompt.of_engine(engine.tokenizer, engine.instruction, instruction)
-        self._sampling = replace(chosen, stop=(*chosen.stop, *prompt.stop))
-        self._config = config
-        self._fitter = PromptFitter(engine, prompt, conversation=self.kv, most_tokens=prompt_tokens)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -192,6 +178,7 @@ class Conversation:
             clean_question(question),
             [_source(one, rank) for rank, one in enumerate(passages)],
             self._sampling.max_tokens,
+            self.kv,
         )
         deltas: list[Delta] = []
         pieces = self._engine.stream(

@@ -54,16 +54,10 @@ class PromptFitter:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        prompt: RagPrompt,
-        *,
-        conversation: ConversationKV | None = None,
-        most_tokens: int | None = None,
+        self, engine: Engine, prompt: RagPrompt, *, most_tokens: int | None = None
     ) -> None:
-        """conversation: the one whose turns are asked. most_tokens: of a prompt without answer."""
-        self._engine, self._prompt = engine, prompt
-        self._conversation, self._most_tokens = conversation, most_tokens
+        """most_tokens: of a prompt without answer."""
+        self._engine, self._prompt, self._most_tokens = engine, prompt, most_tokens
 
     def fit(
         self,
@@ -71,9 +65,11 @@ class PromptFitter:
         question: str,
         sources: Sequence[Source],
         max_tokens: int,
+        conversation: ConversationKV | None = None,
     ) -> FittedPrompt:
         """Build the prompt; the oldest turns, then the worst passages, are dropped until it fits.
 
+        conversation: the one whose next turn it is.
         Raises PromptError when the question alone is too long.
         """
         window = self._engine.context_window
@@ -83,7 +79,7 @@ class PromptFitter:
         while True:
             texts = tuple(source.chunk.text for source in shown)
             turns = (*kept, AskedTurn(Turn(question, texts), tuple(shown)))
-            prepared, tokens = self._prepared(turns)
+            prepared, tokens = self._prepared(turns, conversation)
             if prepared is not None and tokens <= room:
                 return FittedPrompt(prepared, turns)
             if not kept and not shown:
@@ -91,24 +87,24 @@ class PromptFitter:
             while tokens > room and (kept or shown):
                 tokens -= self._leave_out(kept, shown)
 
-    def _prepared(self, turns: Sequence[AskedTurn]) -> tuple[PreparedPrompt | None, int]:
+    def _prepared(
+        self, turns: Sequence[AskedTurn], conversation: ConversationKV | None
+    ) -> tuple[PreparedPrompt | None, int]:
         """Return the prompt, unless it is too long even without an answer, and its length."""
+        from cacheblend_rag.engines.prepare import TurnPrompt
+
         hints = [source.chunk for asked in turns for source in asked.sources]
         told = [asked.turn for asked in turns]
-        prompt = self._asked(self._prompt.segmented(told, self._engine.registry, hints), told[-1])
+        prompt: BlendPrompt | TurnPrompt = self._prompt.segmented(
+            told, self._engine.registry, hints
+        )
+        if conversation is not None:
+            prompt = TurnPrompt(conversation, prompt, told[-1].question)
         try:
             prepared = self._engine.prepare(prompt, hints)
         except PromptTooLongError as error:
             return None, error.tokens
         return prepared, len(prepared.token_ids)
-
-    def _asked(self, prompt: BlendPrompt, turn: Turn) -> BlendPrompt | TurnPrompt:
-        """Return a prompt as the next turn of the conversation, if it belongs to one."""
-        if self._conversation is None:
-            return prompt
-        from cacheblend_rag.engines.prepare import TurnPrompt
-
-        return TurnPrompt(self._conversation, prompt, turn.question)
 
     def _leave_out(self, kept: list[AskedTurn], shown: list[Source]) -> int:
         """Remove the oldest turn, else the worst passage; returns an upper bound of its tokens."""
