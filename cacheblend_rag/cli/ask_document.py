@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.document_report import AnswerLog
 from cacheblend_rag.rag.extracting import EXTRACTORS
 from cacheblend_rag.rag.readers import FileReader, UnreadableFileError
-from cacheblend_rag.rag.window_prompts import INSTRUCTION, SUMMARY, default_lead_in
+from cacheblend_rag.rag.window_prompts import SUMMARY, default_lead_in
 from cacheblend_rag.settings import EMBEDDED
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def ask_document(
         config = EngineConfig(
             engine=engine or EMBEDDED,
             model=model,
-            instruction=partial(default_lead_in, instruction=INSTRUCTION),
+            instruction=default_lead_in,
             store=store,
             profile=Profile.chosen(profile),
             device=device,

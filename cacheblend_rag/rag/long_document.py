@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Self
@@ -27,12 +27,11 @@ from cacheblend_rag.rag.document_report import (
 from cacheblend_rag.rag.document_windows import (
     AnalysisPlan,
     CutDocument,
-    DocumentChunk,
     cut_document,
     fitting_window,
 )
 from cacheblend_rag.rag.progress import ProgressCallbacks, Task
-from cacheblend_rag.rag.prompt_asker import PromptAsker, with_stop
+from cacheblend_rag.rag.prompt_asker import PromptAsker
 from cacheblend_rag.rag.window_prompts import SUMMARY, WindowPrompts, heading
 from cacheblend_rag.text.encoder import EDGE_TOKENS
 from cacheblend_rag.text.instructed import SEPARATOR
@@ -108,10 +107,13 @@ def analyze_long_document(
     """
     started = time.perf_counter()
     plan = AnalysisPlan(chunk_tokens, overlap, window, combine)
-    check_texts(document=document, question=question)
+    for name, text in (("document", document), ("question", question)):
+        if not isinstance(text, str) or not text.strip():
+            raise PromptError(f"the {name} is empty: give a text")
     log = AnswerLog() if resume is None else AnswerLog.resumed(Path(resume))
     prompts = WindowPrompts.of(question.strip(), engine.tokenizer, engine.instruction)
-    drawn = with_stop(sampling or SamplingParams(), prompts.stop)
+    drawn = sampling or SamplingParams()
+    drawn = replace(drawn, stop=(*drawn.stop, *prompts.stop))
     asker = PromptAsker(engine, drawn, config=config, log=log, cancel=cancel, document=document)
     progress = progress or ProgressCallbacks()
     with progress.phase("cutting the document"):
@@ -123,79 +125,15 @@ def analyze_long_document(
             document_id=document_id or f"text-{asker.document_hash[:16]}",
             collection=f"{COLLECTION} {chunk_tokens}/{overlap}",
         )
-    work = _Work(engine, asker, prompts, cut, progress, started)
-    width, reason = work.fitted(plan)
-    report = LongDocumentReport(
-        question=prompts.question,
-        document_id=cut.document_id,
-        collection=cut.chunks[0].chunk.collection,
-        characters=cut.characters,
-        tokens=cut.tokens,
-        chunks=len(cut.chunks),
-        chunk_tokens=chunk_tokens,
-        overlap=overlap,
-        asked_window=window,
-        window=width,
-        window_reason=reason,
-        windows=len(cut.chunks) - width + 1,
-        combine=combine,
+    return LongDocumentAnalysis(
+        engine,
+        asker=asker,
+        prompts=prompts,
+        cut=cut,
+        plan=plan,
+        progress=progress,
+        started=started,
     )
-    return LongDocumentAnalysis(work, report)
-
-
-def check_texts(**texts: str) -> None:
-    """Raise PromptError for a text that is empty."""
-    for name, text in texts.items():
-        if not isinstance(text, str) or not text.strip():
-            raise PromptError(f"the {name} is empty: give a text")
-
-
-@dataclass(frozen=True)
-class _Work:
-    """The engine, prompts and chunks of an analysis."""
-
-    engine: Engine
-    asker: PromptAsker
-    prompts: WindowPrompts
-    cut: CutDocument
-    progress: ProgressCallbacks
-    started: float
-
-    def fitted(self, plan: AnalysisPlan) -> tuple[int, str | None]:
-        """Return how many chunks a window has, and why they are fewer than asked for.
-
-        Raises ConfigError when not one chunk fits into a prompt, PromptError for a long question.
-        """
-        separator = len(self.engine.tokenize(SEPARATOR)) + EDGE_TOKENS
-        sizes = [one.tokens + separator for one in self.cut.chunks]
-        room = self.asker.room(self.prompts.window((), REFINED * (plan.combine == "refine")))
-        if plan.combine == "refine":
-            room -= self.asker.answer_tokens + EDGE_TOKENS
-        width = fitting_window(sizes, plan.window, room)
-        held = f"prompts of model {self.engine.model_name!r} hold {self.engine.context_window:,}"
-        if not width:
-            raise ConfigError(
-                f"chunk_tokens={plan.chunk_tokens} must be at most {max(room - separator, 0)}: "
-                f"{held} tokens, the question and the answer among them"
-            )
-        if plan.combine == "map_reduce" and width < len(sizes):
-            self._check_joining(held)
-        if width < min(plan.window, len(sizes)):
-            return width, f"{held} tokens, {room:,} of them for chunks"
-        return width, f"the document has {len(sizes)} chunks" if width < plan.window else None
-
-    def heading_tokens(self, number: int) -> int:
-        """Return how many tokens stand before an answer in a prompt that joins several, at most."""
-        return len(self.engine.tokenize(f"{SEPARATOR}{heading(number)}")) + EDGE_TOKENS
-
-    def _check_joining(self, held: str) -> None:
-        """Raise ConfigError when two answers and one that joins them do not fit into a prompt."""
-        least = sum(self.asker.answer_tokens + self.heading_tokens(one) for one in (1, 2))
-        if self.asker.room(self.prompts.combining(())) < least:
-            raise ConfigError(
-                f"max_tokens={self.asker.answer_tokens} is too much to join two answers: {held} "
-                "tokens; give fewer, or combine='refine'"
-            )
 
 
 class LongDocumentAnalysis:
@@ -204,23 +142,77 @@ class LongDocumentAnalysis:
     Nothing is computed before the first answer is asked for. Not to be shared between threads;
     ``analyze_long_document`` makes it.
 
-    Args:
-        work: what it works with.
-        report: the plan.
+    Attributes:
+        report: the plan and the results so far.
     """
 
-    def __init__(self, work: _Work, report: LongDocumentReport) -> None:
-        self._work, self._report = work, report
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        asker: PromptAsker,
+        prompts: WindowPrompts,
+        cut: CutDocument,
+        plan: AnalysisPlan,
+        progress: ProgressCallbacks,
+        started: float,
+    ) -> None:
+        self._engine, self._asker, self._prompts = engine, asker, prompts
+        self._cut, self._progress, self._started = cut, progress, started
+        width, reason = self._fitted(plan)
+        self.report = LongDocumentReport(
+            question=prompts.question,
+            document_id=cut.document_id,
+            collection=cut.chunks[0].chunk.collection,
+            characters=cut.characters,
+            tokens=cut.tokens,
+            chunks=len(cut.chunks),
+            chunk_tokens=plan.chunk_tokens,
+            overlap=plan.overlap,
+            asked_window=plan.window,
+            window=width,
+            window_reason=reason,
+            windows=len(cut.chunks) - width + 1,
+            combine=plan.combine,
+        )
         self._counts: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._computed_to = 0
         self._is_cancelled = False
         self._steps = self._run()
 
-    @property
-    def report(self) -> LongDocumentReport:
-        """The plan and the results so far."""
-        return self._report
+    def _fitted(self, plan: AnalysisPlan) -> tuple[int, str | None]:
+        """Return how many chunks a window has, and why they are fewer than asked for.
+
+        Raises ConfigError when not one chunk fits into a prompt, or not two answers into one that
+        joins them, and PromptError for a long question.
+        """
+        separator = len(self._engine.tokenize(SEPARATOR)) + EDGE_TOKENS
+        sizes = [one.tokens + separator for one in self._cut.chunks]
+        room = self._asker.room(self._prompts.window((), REFINED * (plan.combine == "refine")))
+        if plan.combine == "refine":
+            room -= self._asker.answer_tokens + EDGE_TOKENS
+        width = fitting_window(sizes, plan.window, room)
+        held = f"prompts of model {self._engine.model_name!r} hold {self._engine.context_window:,}"
+        if not width:
+            raise ConfigError(
+                f"chunk_tokens={plan.chunk_tokens} must be at most {max(room - separator, 0)}: "
+                f"{held} tokens, the question and the answer among them"
+            )
+        if plan.combine == "map_reduce" and width < len(sizes):
+            least = sum(self._asker.answer_tokens + self._heading_tokens(one) for one in (1, 2))
+            if self._asker.room(self._prompts.combining(())) < least:
+                raise ConfigError(
+                    f"max_tokens={self._asker.answer_tokens} is too much to join two answers: "
+                    f"{held} tokens; give fewer, or combine='refine'"
+                )
+        if width < min(plan.window, len(sizes)):
+            return width, f"{held} tokens, {room:,} of them for chunks"
+        return width, f"the document has {len(sizes)} chunks" if width < plan.window else None
+
+    def _heading_tokens(self, number: int) -> int:
+        """Return how many tokens stand before an answer in a prompt that joins several, at most."""
+        return len(self._engine.tokenize(f"{SEPARATOR}{heading(number)}")) + EDGE_TOKENS
 
     def __iter__(self) -> Self:
         return self
@@ -232,31 +224,33 @@ class LongDocumentAnalysis:
         """Answer the remaining windows, and return the report with the combined answer."""
         for _ in self:
             pass
-        return self._report
+        return self.report
 
     def _run(self) -> Generator[WindowAnswer, None, None]:
         """Ask each window, then combine the answers."""
-        report, work = self._report, self._work
-        chunks = work.progress.begin("chunks", report.chunks)
-        windows = work.progress.begin("windows", report.windows)
+        report = self.report
+        chunks = self._progress.begin("chunks", report.chunks)
+        windows = self._progress.begin("windows", report.windows)
         answers: list[str] = []
         try:
-            if not work.engine.read_only:
-                kept = [one.chunk for one in work.cut.chunks]
-                work.engine.evict_document(report.document_id, report.collection, kept=kept)
+            if not self._engine.read_only:
+                kept = [one.chunk for one in self._cut.chunks]
+                self._engine.evict_document(report.document_id, report.collection, kept=kept)
             for index in range(report.windows):
-                held = work.cut.chunks[index : index + report.window]
+                held = self._cut.chunks[index : index + report.window]
                 so_far = answers[-1] if answers and report.combine == "refine" else ""
-                prompt = work.prompts.window([one.chunk for one in held], so_far)
-                known = work.asker.known(prompt)
+                prompt = self._prompts.window([one.chunk for one in held], so_far)
+                known = self._asker.known(prompt)
                 if known is None:
                     self._compute(index, index + report.window, chunks)
                 if (answer := self._answered(prompt, known)) is None:
                     return
-                answers += [work.asker.within(answer.text)] if answer.text else []
+                answers += [self._asker.within(answer.text)] if answer.text else []
                 windows.advance()
                 self._note()
-                yield _window_answer(index, held, answer, is_resumed=known is not None)
+                place = held[0].start, held[-1].end
+                end = index + len(held)
+                yield WindowAnswer(index, index, end, *place, answer, known is not None)
             self._note(self._combined(answers))
         finally:
             windows.end()
@@ -265,10 +259,10 @@ class LongDocumentAnalysis:
 
     def _compute(self, first: int, end: int, task: Task) -> None:
         """Store the KV of those chunks [first, end) that no earlier window held."""
-        new = self._work.cut.chunks[max(first, self._computed_to) : end]
-        if self._work.asker.is_cancelled:
+        new = self._cut.chunks[max(first, self._computed_to) : end]
+        if self._asker.is_cancelled:
             return
-        engine, chunks = self._work.engine, [one.chunk for one in new]
+        engine, chunks = self._engine, [one.chunk for one in new]
         if engine.read_only:
             engine.register(chunks)
         else:
@@ -284,10 +278,10 @@ class LongDocumentAnalysis:
 
     def _answered(self, prompt: BlendPrompt, known: PromptAnswer | None) -> PromptAnswer | None:
         """Return a prompt's answer, and count it; None if the work was cancelled."""
-        if known is not None and not self._work.asker.is_cancelled:
+        if known is not None and not self._asker.is_cancelled:
             self._counts["resumed_prompts"] += 1
             return known
-        answer = self._work.asker.ask(prompt)
+        answer = self._asker.ask(prompt)
         if answer is None:
             self._is_cancelled = True
             return None
@@ -301,18 +295,18 @@ class LongDocumentAnalysis:
 
     def _combined(self, answers: Sequence[str]) -> str:
         """Join answers to one, in as many rounds as it takes; "" if the work was cancelled."""
-        if self._report.combine == "refine":
+        if self.report.combine == "refine":
             return answers[-1] if answers else ""
         while len(answers) > 1:
             groups = self._groups(answers)
-            task = self._work.progress.begin("answers to combine", len(groups))
+            task = self._progress.begin("answers to combine", len(groups))
             joined: list[str] = []
             try:
                 for group in groups:
                     text = self._joined(group)
                     if text is None:
                         return ""
-                    joined += [self._work.asker.within(text)] if text else []
+                    joined += [self._asker.within(text)] if text else []
                     task.advance()
             finally:
                 task.end()
@@ -323,21 +317,21 @@ class LongDocumentAnalysis:
         """Join answers that fit into one prompt; None if the work was cancelled."""
         if len(group) == 1:
             return group[0]
-        prompt = self._work.prompts.combining(group)
-        answer = self._answered(prompt, self._work.asker.known(prompt))
+        prompt = self._prompts.combining(group)
+        answer = self._answered(prompt, self._asker.known(prompt))
         return None if answer is None else answer.text
 
     def _groups(self, answers: Sequence[str]) -> list[list[str]]:
         """Return consecutive answers that fit into a prompt each, two at least."""
-        room = self._work.asker.room(self._work.prompts.combining(()))
+        room = self._asker.room(self._prompts.combining(()))
         groups: list[list[str]] = [[]]
         left = room
         for text in answers:
-            own = len(self._work.engine.tokenize(text))
-            tokens = own + self._work.heading_tokens(len(groups[-1]) + 1)
+            own = len(self._engine.tokenize(text))
+            tokens = own + self._heading_tokens(len(groups[-1]) + 1)
             if tokens > left and len(groups[-1]) > 1:
                 groups.append([])
-                left, tokens = room, own + self._work.heading_tokens(1)
+                left, tokens = room, own + self._heading_tokens(1)
             groups[-1].append(text)
             left -= tokens
         return groups
@@ -345,22 +339,14 @@ class LongDocumentAnalysis:
     def _note(self, answer: str = "") -> None:
         """Update the report with the counts and the time so far."""
         counts: dict[str, Any] = dict(self._counts)
-        self._report = replace(
-            self._report,
+        self.report = replace(
+            self.report,
             **counts,
             refused=dict(self._refused),
-            answer=answer or self._report.answer,
+            answer=answer or self.report.answer,
             is_cancelled=self._is_cancelled,
-            seconds=time.perf_counter() - self._work.started,
+            seconds=time.perf_counter() - self._started,
         )
-
-
-def _window_answer(
-    index: int, held: Sequence[DocumentChunk], answer: PromptAnswer, *, is_resumed: bool
-) -> WindowAnswer:
-    return WindowAnswer(
-        index, index, index + len(held), held[0].start, held[-1].end, answer, is_resumed
-    )
 
 
 def _context_tokens(engine: Engine, chunk_tokens: int) -> Callable[[int], int]:

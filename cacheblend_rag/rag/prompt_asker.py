@@ -104,8 +104,3 @@ class PromptAsker:
             "config": config.model_dump(mode="json"),
             "sampling": {**asdict(self._sampling), "stop": list(self._sampling.stop)},
         }
-
-
-def with_stop(sampling: SamplingParams, stop: tuple[str, ...]) -> SamplingParams:
-    """Return sampling settings with more stop strings."""
-    return replace(sampling, stop=(*sampling.stop, *stop))

@@ -27,9 +27,9 @@ REFINE = (
 )
 
 
-def default_lead_in(tokenizer: Any, instruction: str = INSTRUCTION) -> str:
+def default_lead_in(tokenizer: Any) -> str:
     """Return the text before the first passage, the ``instruction`` of an engine for analyses."""
-    return InstructedChat(tokenizer, instruction).lead_in
+    return InstructedChat(tokenizer, INSTRUCTION).lead_in
 
 
 def heading(number: int) -> str:
