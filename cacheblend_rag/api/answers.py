@@ -1,4 +1,4 @@
-"""Answers of one request: one or several, in turns with those of others, piece by piece."""
+"""Answers of one request, in turns with those of others, piece by piece; what is told of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.api.errors import ApiError
 from cacheblend_rag.api.gate import Gate
-from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
+from cacheblend_rag.engines.answer import LEAST_LOGPROB, Delta, Generation, TokenLogprob
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import SEED_LIMIT, SamplingParams
+from cacheblend_rag.printable import one_line
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
@@ -189,4 +190,46 @@ def usage(answers: Sequence[Generation], n: int) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def extra_of(asked: Asked, answers: Sequence[Generation]) -> dict[str, Any]:
+    """Return the field ``cacheblend``: the report of the first answer, and the sources if any."""
+    report = answers[0].report.to_dict()
+    if asked.sources is None:
+        return {"report": report}
+    return {"sources": [source.to_dict() for source in asked.sources], "report": report}
+
+
+def sources_text(sources: Sequence[Source]) -> str:
+    """Return a short list of documents for the end of an answer; "" without sources."""
+    names = dict.fromkeys(one_line(source.chunk.document_id or "") for source in sources)
+    listed = "".join(f"\n- {name}" for name in names if name)
+    return f"\n\nSources:{listed}" if listed else ""
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Return them as chat completions have them."""
+    return {"content": response_logprobs(tokens), "refusal": None}
+
+
+def response_logprobs(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Return them as responses have them: a list of tokens."""
+    return [one.to_openai() for one in tokens]
+
+
+def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    """Return them as completions have them; offset: where the first token's text begins."""
+    told = [one.to_openai() for one in tokens]
+    offsets = []
+    for one in told:
+        offsets.append(offset)
+        offset += len(one["token"])
+    return {
+        "tokens": [one["token"] for one in told],
+        "token_logprobs": [one["logprob"] for one in told],
+        "top_logprobs": [
+            {text: max(logprob, LEAST_LOGPROB) for _, text, logprob in one.top} for one in tokens
+        ],
+        "text_offset": offsets,
     }

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Callable, Coroutine
 from importlib.metadata import version
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cacheblend_rag.api import chat, completions, errors, responses
 from cacheblend_rag.api.document_models import Released
 from cacheblend_rag.api.document_store import release_memory
 from cacheblend_rag.api.documents import documents_router
-from cacheblend_rag.api.errors import TOLD, of_engine
 from cacheblend_rag.api.gate import RUNNING, WAITING, Gate
 from cacheblend_rag.api.serving import Serving
 from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE, AccessMiddleware
-from cacheblend_rag.engines.vllm.middleware.bodies import LARGE_BYTES
 from cacheblend_rag.engines.vllm.middleware.tenants import RELEASES
 
 if TYPE_CHECKING:
@@ -140,38 +133,12 @@ def _add_metrics(app: FastAPI, engine: Engine) -> None:
         return Response(counted.text(), media_type=METRICS_TYPE)
 
 
-class BodyRoute(APIRoute):
-    """Reads large bodies off the event loop, and answers whatever fails unexpectedly."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler of the route, which answers unexpected exceptions as well."""
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            try:
-                return await handle(_BodyRequest(request.scope, request.receive))
-            except (HTTPException, *TOLD):  # the application answers them
-                raise
-            except Exception as error:
-                return of_engine(error, None).response()
-
-        return answer
-
-
-class _BodyRequest(Request):
-    async def json(self) -> Any:
-        body = await self.body()
-        if len(body) <= LARGE_BYTES:
-            return await super().json()
-        return await asyncio.to_thread(json.loads, body)
-
-
 def _guard(app: FastAPI, api_key: str | None) -> None:
     """Add checks of the API key and of bodies: length, depth of nesting, number of values.
 
     api_key: what clients must send; by default the environment's VLLM_API_KEY.
     """
-    app.router.route_class = BodyRoute
+    app.router.route_class = errors.OneLineRoute
     app.state.args = SimpleNamespace(api_key=[api_key] if api_key else None)
     anything: Any = ["*"]  # as by vLLM: who may ask is checked before
     app.add_middleware(

@@ -9,9 +9,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from cacheblend_rag.api.answers import Asked, Piece, Pieces, usage
+from cacheblend_rag.api.answers import Asked, Piece, Pieces, extra_of, usage
 from cacheblend_rag.api.errors import ApiError
-from cacheblend_rag.api.sources import extra_of
 from cacheblend_rag.api.wire import DONE, event
 from cacheblend_rag.engines.answer import Generation
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.api.answers import Asked
+from cacheblend_rag.api.answers import Asked, sources_text
 from cacheblend_rag.api.errors import bad_field
-from cacheblend_rag.api.sources import sources_text
 from cacheblend_rag.rag.answering import clean_question
 from cacheblend_rag.rag.fitting import AskedTurn, FittedPrompt
 from cacheblend_rag.rag.ordering import PassageOrder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -16,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from cacheblend_rag.api.wire import json_response
+from cacheblend_rag.engines.vllm.middleware.bodies import LARGE_BYTES
 from cacheblend_rag.engines.vllm.middleware.error_body import error_body
 from cacheblend_rag.errors import (
     CacheBlendError,
@@ -123,12 +126,8 @@ def of_engine(error: Exception, prompt_field: str | None) -> ApiError:
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, told)
 
 
-TOLD = (ApiError, RequestValidationError, CacheBlendError)
-"""Errors that say themselves what a client is told."""
-
-
 class OneLineRoute(APIRoute):
-    """Answers every exception of a route with OpenAI's error object, in one line."""
+    """Answers every exception with OpenAI's error object, and reads large bodies in a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler of the route, which answers every exception as well."""
@@ -136,7 +135,7 @@ class OneLineRoute(APIRoute):
 
         async def answer(request: Request) -> Response:
             try:
-                return await handle(request)
+                return await handle(_BodyRequest(request.scope, request.receive))
             except HTTPException:
                 raise
             except Exception as error:
@@ -145,11 +144,16 @@ class OneLineRoute(APIRoute):
         return answer
 
 
-def install(app: FastAPI) -> None:
-    """Let an application answer every error in this form; others of its routes, see BodyRoute."""
+class _BodyRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        if len(body) <= LARGE_BYTES:
+            return await super().json()
+        return await asyncio.to_thread(json.loads, body)
 
-    async def failed(_: Request, error: Exception) -> Response:
-        return of_engine(error, "prompt").response()
+
+def install(app: FastAPI) -> None:
+    """Let an application answer HTTP's own errors in this form; others, see OneLineRoute."""
 
     async def other(request: Request, error: Any) -> Response:
         told = str(error.detail)
@@ -167,8 +171,6 @@ def install(app: FastAPI) -> None:
         answer.headers.update(allow)
         return answer
 
-    for kind in TOLD:
-        app.add_exception_handler(kind, failed)
     app.add_exception_handler(HTTPException, other)
 
 

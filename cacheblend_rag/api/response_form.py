@@ -8,10 +8,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheblend_rag.api.answers import Asked, Pieces
+from cacheblend_rag.api.answers import Asked, Pieces, extra_of, response_logprobs
 from cacheblend_rag.api.errors import ApiError
-from cacheblend_rag.api.logprobs import response_logprobs
-from cacheblend_rag.api.sources import extra_of
 from cacheblend_rag.api.wire import event
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.text.tools import ToolCall

@@ -6,10 +6,10 @@ import openai
 import pytest
 
 from cacheblend_rag import Chunk, SamplingParams
+from cacheblend_rag.api.answers import sources_text
 from cacheblend_rag.api.app import create_app
 from cacheblend_rag.api.collection import Retriever, name_of
 from cacheblend_rag.api.gate import Gate
-from cacheblend_rag.api.sources import sources_text
 from cacheblend_rag.rag.answering import Asker
 from cacheblend_rag.rag.ordering import Source
 from tests.api.conftest import openai_client
