@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cacheblend_rag.cli import asking, options, output
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import PromptError
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag.answering import Asker, clean_question, finished
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER
@@ -98,7 +98,7 @@ def ask_command(
         max_tokens, greedy=compare, temperature=temperature, top_p=top_p, seed=seed
     )
     if document is not None:
-        _refuse(context, OF_COLLECTIONS, "is for a collection: leave out --document")
+        options.refuse(context, OF_COLLECTIONS, "for a collection only, leave out --document")
         from cacheblend_rag.cli.ask_document import ask_document
 
         ask_document(
@@ -117,11 +117,11 @@ def ask_command(
             as_json=as_json,
         )
         return
-    _refuse(context, OF_DOCUMENTS, "is for a document: give --document FILE")
+    options.refuse(context, OF_DOCUMENTS, "for a document only, give --document FILE")
     if text is None:
-        _refuse(context, ("compare", "as_json"), "is for one question: give it")
+        options.refuse(context, ("compare", "as_json"), "for one question only, give it")
     else:
-        _refuse(context, ("resume",), "goes on with a chat: leave the question out")
+        options.refuse(context, ("resume",), "goes on with a chat, leave the question out")
     placement = Placement(
         device, options.collection_store(store), fill_on_miss=text is None, profile=profile
     )
@@ -157,15 +157,6 @@ def _one(words: list[str]) -> str:
     if len(words) > 1:
         raise PromptError(f'the question must stand in quotes: ask "{" ".join(words)}"')
     return words[0]
-
-
-def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
-    """Raise ConfigError for one of these parameters that is given on the command line."""
-    flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(f"{flags[name]} {why}")
 
 
 def _answered(

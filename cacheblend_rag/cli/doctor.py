@@ -16,8 +16,11 @@ from cacheblend_rag.observe import diagnosis
 from cacheblend_rag.settings import check_namespace
 from cacheblend_rag.settings.secret import check_server_url
 
+OF_COLLECTIONS = ("model", "kv_path", "instruction", "lead_in")
+
 
 def doctor_command(
+    context: typer.Context,
     *,
     model: Annotated[
         str | None,
@@ -86,6 +89,8 @@ def doctor_command(
         check_server_url(url)
     check_namespace(namespace)
     if prompt is not None or collection is not None or question is not None:
+        if collection is not None and prompt is None and question is not None:
+            options.refuse(context, OF_COLLECTIONS, "a collection has its own, leave it out")
         given = RequestOptions(
             prompt=prompt,
             collection=collection,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -64,17 +63,6 @@ class RequestOptions:
             raise ConfigError("--question is asked of a collection: give --collection, too")
         if self.collection is not None and self.question is None:
             raise ConfigError("--collection needs a question: give --question")
-        if self.collection is not None:
-            of_environment = os.environ.get(options.KV_PATH_VARIABLE) == str(self.kv_path)
-            given = {
-                "--model": self.model,
-                "--kv-path": None if of_environment else self.kv_path,
-                "--instruction": self.instruction,
-                "--lead-in": self.lead_in,
-            }
-            extra = [name for name, value in given.items() if value is not None]
-            if extra:
-                raise ConfigError(f"{', '.join(extra)}: a collection has its own, leave it out")
         if self.verify and self.url is not None:
             raise ConfigError("--verify checks a model on this machine: leave out --url")
         self._check_settings()

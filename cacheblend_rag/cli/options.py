@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -110,6 +110,16 @@ SeedOption = Annotated[
         min=0, max=(1 << 63) - 1, help="Draw the same tokens again; another seed each time if none."
     ),
 ]
+
+
+def refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Raise ConfigError for one of these parameters that is given on the command line."""
+    flags = {one.name: one.opts[0] for one in context.command.params}
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = flags[name] if flags[name].startswith("-") else name.upper()
+            raise ConfigError(f"{flag}: {why}")
 
 
 def sampling_settings(max_tokens: int, *, greedy: bool = False, **given: Any) -> SamplingParams:

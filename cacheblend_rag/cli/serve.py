@@ -44,6 +44,8 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 KEY_FLAG = "--api-key"
 SOCKET_FLAG = "--uds"
 DTYPE_FLAG = "--dtype"
+OF_VLLM = ("attention", "slice_seconds", "tenants", "find")
+OF_MODELS = ("model", "namespace", "dtype", "kv_path", "verify")
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 """vLLM's other names of dtypes."""
 
@@ -192,19 +194,12 @@ def serve_command(
     and for storing, evicting and releasing chunk KV.
     """
     flags = ([DTYPE_FLAG, dtype] if dtype else []) + context.args
-    of_vllm = {
-        "attention": attention,
-        "slice_seconds": slice_seconds,
-        "tenants": True if tenants else None,
-        "find": find,
-    }
-    only_vllm = _only_vllm(context.args, of_vllm)
     others = tuple(map(check_host, allowed_host or ()))
     address = serve_here.Address(host, port, max_body_mib, others)
     shared = {"namespace": namespace, "profile": profile, "guard": guard}
     if collection is not None:
-        _refuse_beside_collection(model, namespace, dtype, verify, kv_path=_given(context, kv_path))
-        _refuse(only_vllm, "--collection is served in this process")
+        options.refuse(context, OF_MODELS, "a collection has its own, which it was indexed with")
+        _refuse_of_vllm(context, "--collection is served in this process")
         serve_here.serve_collection(
             collection,
             address,
@@ -237,7 +232,7 @@ def serve_command(
         _check_tenants(tenants, namespace, context.args)
     is_here = serve_here.picked(engine, model, device) == EMBEDDED
     if is_here:
-        _refuse(only_vllm, "this is served by the embedded engine")
+        _refuse_of_vllm(context, "this is served by the embedded engine")
         serve_here.check(host)
     elif device is not None:
         raise ConfigError("--device is for --engine transformers: leave it out with vLLM")
@@ -256,7 +251,13 @@ def serve_command(
             model, address, kept, device=device, dtype=_plain(dtype), lead_in=lead_in, **told
         )
         return
-    of_vllm["unconfirmed_context"] = unconfirmed_context
+    of_vllm = {
+        "attention": attention,
+        "slice_seconds": slice_seconds,
+        "tenants": True if tenants else None,
+        "find": find,
+        "unconfirmed_context": unconfirmed_context,
+    }
     told |= {name: value for name, value in of_vllm.items() if value is not None}
     _become_vllm(model, address, flags, kept, told, tenants=tenants, verify=verify)
 
@@ -302,42 +303,15 @@ def _become_vllm(
     os.execve(command[0], command, environment)  # noqa: S606  # signals and exit code: vLLM's own
 
 
-def _only_vllm(flags: Sequence[str], of_vllm: Mapping[str, Any]) -> str | None:
-    """Return an option that only vLLM has, if one is given."""
-    own = [f"--{name.replace('_', '-')}" for name, value in of_vllm.items() if value is not None]
-    return next(iter([*own, *(flag.partition("=")[0] for flag in flags)]), None)
-
-
-def _refuse(option: str | None, why: str) -> None:
+def _refuse_of_vllm(context: typer.Context, why: str) -> None:
     """Raise ConfigError for an option that only vLLM has."""
-    if option == KEY_FLAG:
-        raise ConfigError(f"{KEY_FLAG} is an option of vLLM: set {KEY_VARIABLE} instead")
-    if option is not None:
-        raise ConfigError(
-            f"{option} is an option of vLLM, and {why}: leave it out, or give --engine vllm"
-        )
-
-
-def _refuse_beside_collection(
-    model: str | None, namespace: str | None, dtype: str | None, verify: bool, *, kv_path: Any
-) -> None:
-    """Raise ConfigError for an option whose value a collection has itself."""
-    given = {
-        "MODEL": model,
-        "--namespace": namespace,
-        "--dtype": dtype,
-        "--kv-path": kv_path,
-        "--verify": verify or None,
-    }
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(f"{name}: a collection has its own, which it was indexed with")
-
-
-def _given(context: typer.Context, kv_path: Path | None) -> Path | None:
-    """Return ``kv_path`` unless the environment gave it."""
-    source = context.get_parameter_source("kv_path")
-    return None if source is not None and source.name == "ENVIRONMENT" else kv_path
+    given = [flag.partition("=")[0] for flag in context.args]
+    if KEY_FLAG in given:
+        raise ConfigError(f"{KEY_FLAG}: an option of vLLM, set {KEY_VARIABLE} instead")
+    told = f"an option of vLLM, and {why}: leave it out, or give --engine vllm"
+    options.refuse(context, OF_VLLM, told)
+    if given:
+        raise ConfigError(f"{given[0]}: {told}")
 
 
 def _check_tenants(path: Path, namespace: str | None, flags: list[str]) -> None:
