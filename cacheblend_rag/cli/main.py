@@ -4,24 +4,73 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_group
 
 from cacheblend_rag.cli import output
-from cacheblend_rag.cli.commands import Commands
 from cacheblend_rag.errors import CacheBlendError
 
 FAILURE = 2
-
+PLACES = {
+    "demo": "demo.demo_command",
+    "index": "index.index_command",
+    "ask": "ask.ask_command",
+    "explain": "explain.explain_command",
+    "eval": "eval.evaluate_command",
+    "tune": "tune.tune_command",
+    "verify": "verify.verify_command",
+    "serve": "serve.serve_command",
+    "doctor": "doctor.doctor_command",
+    "bench": "bench.bench_app",
+    "store": "store.store_app",
+    "models": "models.models_app",
+}
+"""Each command's function, or group of commands, and its module in ``cacheblend_rag.cli``."""
+SETTINGS = "PASS_ON"
+"""How a module names its command's Click settings, if it has any."""
 
 _UsageError: Any = typer.BadParameter.__base__
 """Click's error class, which Typer vendors under another name."""
 _HELP_INSTEAD = "NoArgsIsHelpError"
+
+
+class _Loaded(Mapping[str, Any]):
+    """Click's commands by name; a command's module is imported when the command is looked up."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            self._loaded[name] = _load(name, PLACES[name])
+        return self._loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in PLACES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(PLACES)
+
+    def __len__(self) -> int:
+        return len(PLACES)
+
+
+def _load(name: str, place: str) -> Any:
+    module_name, _, attribute = place.partition(".")
+    module = import_module(f"cacheblend_rag.cli.{module_name}")
+    found, alone = getattr(module, attribute), typer.Typer()
+    if isinstance(found, typer.Typer):
+        alone.add_typer(found, name=name)
+    else:
+        alone.command(name, context_settings=getattr(module, SETTINGS, None))(found)
+    return get_group(alone).commands[name]
 
 
 class _Commands(TyperGroup):
@@ -29,7 +78,7 @@ class _Commands(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = Commands()
+        self.commands: Any = _Loaded()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with errors_in_one_line():

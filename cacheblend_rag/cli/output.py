@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -94,10 +94,6 @@ def progress_bar(*, lines: bool = False) -> Iterator[ProgressCallbacks]:
     lines: without a terminal, print progress as a line every LINE_SECONDS; else nothing.
     """
     console = side_console()
-    if lines and not console.is_terminal:
-        with _ProgressLines() as watcher:
-            yield watcher
-        return
     columns = (
         TextColumn(
             "{task.description}", markup=False, table_column=_one_line(max_width=NAME_CELLS)
@@ -111,7 +107,35 @@ def progress_bar(*, lines: bool = False) -> Iterator[ProgressCallbacks]:
     with Progress(
         *columns, console=console, transient=True, disable=disable, expand=True
     ) as progress:
-        yield _ProgressBar(progress)
+        told = _told_in_lines(progress) if lines and disable else contextlib.nullcontext()
+        with told:
+            yield _ProgressBar(progress)
+
+
+@contextlib.contextmanager
+def _told_in_lines(progress: Progress) -> Iterator[None]:
+    """Print all tasks as one line at intervals, for logs."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(LINE_SECONDS):
+            if told := "; ".join(map(_line, progress.tasks)):
+                sys.stderr.write(f"{one_line(told)}\n")
+                sys.stderr.flush()
+
+    thread = threading.Thread(target=run, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _line(task: Task) -> str:
+    count = f" {task.completed:.0f}/{task.total:.0f}" if task.total else ""
+    note = task.fields.get("note")
+    return f"{task.description}{count}{f', {note}' if note else ''}"
 
 
 def _one_line(**options: Any) -> Column:
@@ -151,72 +175,6 @@ class _Bar(progress.Task):
 
     def end(self) -> None:
         self._progress.remove_task(self._task)
-
-
-class _ProgressLines(ProgressCallbacks):
-    """Prints progress as lines at intervals, for logs."""
-
-    def __init__(self) -> None:
-        self._doing: list[_Doing] = []
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def warn(self, message: str) -> None:
-        warn(message)
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        doing = self._add(name, 0)
-        try:
-            with super().phase(name):
-                yield
-        finally:
-            doing.end()
-
-    def begin(self, name: str, steps: int) -> progress.Task:
-        return self._add(name, steps)
-
-    def _add(self, name: str, steps: int) -> _Doing:
-        doing = _Doing(name, steps, self._doing)
-        self._doing.append(doing)
-        return doing
-
-    def _run(self) -> None:
-        while not self._ended.wait(LINE_SECONDS):
-            told = "; ".join(map(str, list(self._doing)))
-            if told:
-                sys.stderr.write(f"{one_line(told)}\n")
-                sys.stderr.flush()
-
-
-class _Doing(progress.Task):
-    """A task or phase with its progress; ``others``: all that are running, this one included."""
-
-    def __init__(self, name: str, steps: int, others: list[_Doing]) -> None:
-        self._name, self._steps, self._others = name, steps, others
-        self._done, self._note = 0, ""
-
-    def __str__(self) -> str:
-        count = f" {self._done}/{self._steps}" if self._steps else ""
-        return f"{self._name}{count}{self._note and f', {self._note}'}"
-
-    def note(self, what: str) -> None:
-        self._note = what
-
-    def advance(self, steps: int = 1) -> None:
-        self._done += steps
-
-    def end(self) -> None:
-        if self in self._others:
-            self._others.remove(self)
 
 
 class _NoteColumn(ProgressColumn):
