@@ -15,10 +15,11 @@ from cacheblend_rag.rag.collection import (
     DEFAULT_FOLDER,
     FILE_NAME,
     Collection,
+    CollectionSettings,
     known_paths,
     sole_writer,
 )
-from cacheblend_rag.rag.collection_engine import CHUNK_SIZE, Choices, Placement, resolved_name
+from cacheblend_rag.rag.collection_engine import Placement, resolved_name
 from cacheblend_rag.rag.index_report import IndexReport, check_paths
 from cacheblend_rag.rag.indexing import Indexing
 from cacheblend_rag.rag.readers import EXTRA, find_files
@@ -50,7 +51,11 @@ def index_command(
     ] = None,
     chunk_size: Annotated[
         int | None,
-        typer.Option(min=SMALLEST_CHUNK, help="Tokens per chunk.", show_default=str(CHUNK_SIZE)),
+        typer.Option(
+            min=SMALLEST_CHUNK,
+            help="Tokens per chunk.",
+            show_default=str(CollectionSettings.chunk_size),
+        ),
     ] = None,
     chunk_overlap: Annotated[
         int | None,
@@ -124,8 +129,11 @@ def index_command(
         "engine": engine,
     }
     asked = {name: value for name, value in given.items() if value is not None}
-    choices = Choices(**asked)
-    _check_choices(choices, device)
+    choices = CollectionSettings(**asked)
+    checks.check_engine(choices.engine)
+    checks.check_embedding_model(choices.embedding_model)
+    checks.check_installed(checks.INDEX_MODULES, "indexing documents", EXTRA)
+    checks.check_placement(device, dtype)
     placement = Placement(device, options.collection_store(store), profile=profile)
     with output.stdout_reserved(as_json):
         found = find_files(paths, leave_out=into)
@@ -162,14 +170,6 @@ def index_command(
     if report.unfinished_chunks:
         output.tell(_unfinished_line(report))
         raise typer.Exit(UNFINISHED)
-
-
-def _check_choices(choices: Choices, device: str | None) -> None:
-    """Raise errors of indexing that follow from the options alone."""
-    checks.check_engine(choices.engine)
-    checks.check_embedding_model(choices.embedding_model)
-    checks.check_installed(checks.INDEX_MODULES, "indexing documents", EXTRA)
-    checks.check_placement(device, choices.dtype)
 
 
 def _unfinished_line(report: IndexReport) -> str:

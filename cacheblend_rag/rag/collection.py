@@ -23,7 +23,10 @@ from filelock import FileLock, Timeout
 
 from cacheblend_rag.errors import CacheBlendError, ConfigError, StoreError
 from cacheblend_rag.folders import make_folder
-from cacheblend_rag.rag.retrieval import Vectors
+from cacheblend_rag.models import DEFAULT_MODEL
+from cacheblend_rag.rag.prompt import INSTRUCTION
+from cacheblend_rag.rag.retrieval import BUNDLED, Vectors
+from cacheblend_rag.settings import EMBEDDED, check_namespace
 from cacheblend_rag.text.chunk import Document
 
 DEFAULT_FOLDER = Path(".cacheblend")
@@ -59,23 +62,33 @@ CREATE TABLE unfinished (
 
 @dataclass(frozen=True)
 class CollectionSettings:
-    """The settings that a collection was indexed with, and must be asked with.
+    """The settings that a collection is indexed with, and must be asked with.
 
-    model: a name, absolute if it is a file or folder. lead_in: the text before the first chunk of
-    prompts: ``instruction`` as the model's chat template renders it. dtype: the weights'
-    precision. fingerprint: the engine's, part of all KV keys. engine: as for open_engine.
+    model: a name, absolute if it is a file or folder. dtype: the weights' precision, "" for the
+    device's default. engine: as for open_engine. Two follow from the others once the model is
+    there: lead_in, the text before the first chunk of prompts (``instruction`` as the model's chat
+    template renders it), and fingerprint, the engine's, part of all KV keys.
+
+    Raises ConfigError when the overlap is not below the chunk size, or the namespace is no text.
     """
 
-    model: str
-    embedding_model: str
-    chunk_size: int
-    chunk_overlap: int
-    instruction: str
-    namespace: str
-    lead_in: str
-    dtype: str
-    fingerprint: str
-    engine: str
+    model: str = DEFAULT_MODEL
+    embedding_model: str = BUNDLED
+    chunk_size: int = 256
+    chunk_overlap: int = 0
+    instruction: str = INSTRUCTION
+    namespace: str = "default"
+    lead_in: str = ""
+    dtype: str = ""
+    fingerprint: str = ""
+    engine: str = EMBEDDED
+
+    def __post_init__(self) -> None:
+        check_namespace(self.namespace)
+        if not 0 <= self.chunk_overlap < self.chunk_size:
+            raise ConfigError(
+                f"--chunk-overlap {self.chunk_overlap} must be below --chunk-size {self.chunk_size}"
+            )
 
     def chosen(self) -> dict[str, str | int]:
         """Return the settings that the user chooses; the others follow from them."""
@@ -373,10 +386,10 @@ def _settings(body: object) -> CollectionSettings:
     wanted = {f.name: int if f.type == "int" else str for f in fields(CollectionSettings)}
     if not isinstance(plain, dict) or {k: type(v) for k, v in plain.items()} != wanted:
         raise ValueError("its settings are broken")
-    settings = CollectionSettings(**plain)
-    if not 0 <= settings.chunk_overlap < settings.chunk_size:
-        raise ValueError("its settings are broken")
-    return settings
+    try:
+        return CollectionSettings(**plain)
+    except ConfigError as error:
+        raise ValueError("its settings are broken") from error
 
 
 def _is_chunk(source: object, text: object, vector: object) -> bool:

@@ -11,48 +11,20 @@ from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models import DEFAULT_MODEL, absolute
+from cacheblend_rag.models import absolute
 from cacheblend_rag.rag.collection import KV_NAME, CollectionSettings
-from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt
+from cacheblend_rag.rag.prompt import RagPrompt
 from cacheblend_rag.rag.retrieval import BUNDLED
-from cacheblend_rag.settings import EMBEDDED, check_namespace
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.settings import StoreConfig
-
-CHUNK_SIZE = 256
 
 
 def _store() -> StoreConfig:
     from cacheblend_rag.settings import StoreConfig
 
     return StoreConfig()
-
-
-@dataclass(frozen=True)
-class Choices:
-    """A user's settings for a new collection.
-
-    instruction: None is the model's default. dtype: None is the device's default.
-    Raises ConfigError when the overlap is not below the chunk size, or the namespace is no text.
-    """
-
-    model: str = DEFAULT_MODEL
-    embedding_model: str = BUNDLED
-    chunk_size: int = CHUNK_SIZE
-    chunk_overlap: int = 0
-    instruction: str | None = None
-    namespace: str = "default"
-    dtype: str | None = None
-    engine: str = EMBEDDED
-
-    def __post_init__(self) -> None:
-        check_namespace(self.namespace)
-        if not 0 <= self.chunk_overlap < self.chunk_size:
-            raise ConfigError(
-                f"--chunk-overlap {self.chunk_overlap} must be below --chunk-size {self.chunk_size}"
-            )
 
 
 @dataclass(frozen=True)
@@ -75,27 +47,14 @@ def resolved_name(name: str) -> str:
     return name if name == BUNDLED else absolute(name)
 
 
-def new_settings(choices: Choices) -> CollectionSettings:
-    """Return the settings of a new collection, as far as the tokenizer determines them.
+def with_lead_in(settings: CollectionSettings) -> CollectionSettings:
+    """Return a new collection's settings with the lead-in that the tokenizer determines.
 
     Raises ModelLoadError when there is no such model.
     """
     quiet_libraries()
-    model = choices.model
-    tokenizer = load_tokenizer(model)
-    instruction = INSTRUCTION if choices.instruction is None else choices.instruction
-    return CollectionSettings(
-        model=model,
-        embedding_model=choices.embedding_model,
-        chunk_size=choices.chunk_size,
-        chunk_overlap=choices.chunk_overlap,
-        instruction=instruction,
-        namespace=choices.namespace,
-        lead_in=RagPrompt(tokenizer, instruction).lead_in,
-        dtype=choices.dtype or "",
-        fingerprint="",
-        engine=choices.engine,
-    )
+    prompt = RagPrompt(load_tokenizer(settings.model), settings.instruction)
+    return replace(settings, lead_in=prompt.lead_in)
 
 
 def open_new(

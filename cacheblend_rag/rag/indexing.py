@@ -29,11 +29,10 @@ from cacheblend_rag.rag.collection import (
     source_name,
 )
 from cacheblend_rag.rag.collection_engine import (
-    Choices,
     Placement,
-    new_settings,
     open_known,
     open_new,
+    with_lead_in,
 )
 from cacheblend_rag.rag.index_report import IndexReport, KVStoring
 from cacheblend_rag.rag.progress import ProgressCallbacks
@@ -62,7 +61,7 @@ NAME_BREAKS = re.compile(r"[-_.\s]+")
 class Indexing:
     """A collection being indexed; models are loaded when the first file needs them.
 
-    asked: the fields of Choices that the user gave; an existing collection must agree with
+    asked: the settings that the user gave; an existing collection must agree with
     them. progress: gets progress. rebuild: delete the collection once there is something to
     replace it, and make it again, with its old settings where none are given. register_only:
     register chunks without computing them.
@@ -95,7 +94,7 @@ class Indexing:
         elif (folder / FILE_NAME).exists():
             self._collection = Collection.open(folder)
             _check_agreement(folder, self._collection.settings, asked)
-        self._choices = Choices(**asked)
+        self._choices = CollectionSettings(**asked)
 
     def __enter__(self) -> Self:
         return self
@@ -289,7 +288,7 @@ class Indexing:
         with self._progress.phase("loading the libraries"):
             quiet_libraries()
         if self._collection is None:
-            settings = new_settings(self._choices)
+            settings = with_lead_in(self._choices)
             if self._rebuild:
                 clear(self._folder)
             with self._progress.phase(f"loading the model {settings.model}"):

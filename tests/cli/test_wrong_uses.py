@@ -218,7 +218,7 @@ def _nothing_is_loaded(monkeypatch):
         (retrieval, "VectorSearch"),
         (answering, "VectorSearch"),
         (answering, "Embedder"),
-        (indexing, "new_settings"),
+        (indexing, "with_lead_in"),
         (FileReader, "read"),
         (serve.os, "execve"),
     ):
