@@ -29,7 +29,6 @@ CHUNKS = [
     Document(page_content=f"Part {i} says {{this}}: " + text * 8, metadata={"source": "report"})
     for i, text in enumerate(["the river is quiet. ", "the tower is old. ", "she left Rome. "])
 ]
-NEW = Document(page_content="A page just read from the web: the bridge is closed. " * 6)
 CALL = {"name": "search", "args": {"query": "river"}, "id": "1", "type": "tool_call"}
 
 
@@ -88,14 +87,6 @@ def test_the_answer_comes_from_the_stored_kv_of_what_the_tool_found(
     passages = sum(llm.get_num_tokens(chunk.page_content) for chunk in CHUNKS)
     assert report["reused_tokens"] == passages - 1  # a prompt's last token is always computed
     assert {chunk["document_id"] for chunk in report["chunks"]} == {"report"}
-
-
-def test_texts_no_index_knows_are_reused_too(engine: TransformersEngine) -> None:
-    llm = ChatCacheBlend(engine=engine, max_tokens=2)
-    agent = create_agent(
-        ToolCaller(), tools=[search_tool([NEW, CHUNKS[0]])], middleware=[CacheBlendMiddleware(llm)]
-    )
-    assert hits(ask(agent)[-1]) == [True, True]
 
 
 async def test_known_passages_are_found_in_what_a_tool_returns_by_default(
@@ -157,15 +148,3 @@ def test_a_tool_without_passages_beside_one_with_documents_is_no_fault(
 def test_the_middleware_wants_a_model_of_ours() -> None:
     with pytest.raises(ConfigError, match="llm is a ToolCaller: give a ChatCacheBlend"):
         CacheBlendMiddleware(ToolCaller())
-
-
-def test_a_text_the_tool_altered_is_named(engine: TransformersEngine) -> None:
-    @tool(response_format="content_and_artifact")
-    def search(query: str) -> tuple[str, list[Document]]:
-        """Look passages up, and shorten them."""
-        return CHUNKS[0].page_content[:40], CHUNKS[:1]
-
-    llm = ChatCacheBlend(engine=engine, max_tokens=2)
-    agent = create_agent(ToolCaller(), [search], middleware=[CacheBlendMiddleware(llm)])
-    report = ask(agent)[-1].response_metadata["cacheblend"]
-    assert [chunk["reason"] for chunk in report["chunks"]] == ["altered text"]

@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from cacheblend_rag import BlendConfig, Document, SamplingParams, TransformersEngine
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from transformers import GenerationConfig
 
 from langchain_cacheblend import ChatCacheBlend
-from tests.cache_keys import cache_key
-from tests.models import make_tokenizer, random_engine, random_model
+from tests.models import random_engine
 
 DOCUMENTS = [
     Document(f"doc-{i}", tuple(f"Note {i}.{j}: " + text for j in range(3)))
@@ -39,53 +36,6 @@ def engine() -> Iterator[TransformersEngine]:
     found.precompute(DOCUMENTS, progress=False)
     yield found
     found.close()
-
-
-def test_stop_strings_end_an_answer_and_are_cut_from_it(engine: TransformersEngine) -> None:
-    llm = ChatCacheBlend(engine=engine, max_tokens=24)
-    whole = llm.invoke("hello").text
-    stop = whole[6:10]
-    cut = llm.invoke("hello", stop=[stop])
-    assert cut.text == whole[: whole.index(stop)]
-    assert cut.response_metadata["finish_reason"] == "stop"
-    assert ChatCacheBlend(engine=engine, max_tokens=24, stop=[stop]).invoke("hello").text == (
-        cut.text
-    )
-
-
-def test_one_stop_string_needs_no_list(engine: TransformersEngine) -> None:
-    llm = ChatCacheBlend(engine=engine, max_tokens=24)
-    whole = llm.invoke("hello").text
-    cut = whole[: whole.index(whole[6:10])]
-    for options in ({"stop": whole[6:10]}, {"stop_sequences": whole[6:10]}):
-        assert llm.invoke("hello", **options).text == cut
-        assert llm.bind(**options).invoke("hello").text == cut
-        assert ChatCacheBlend(engine=engine, **options).invoke("hello").text == cut
-
-
-def test_calls_take_other_libraries_names(engine: TransformersEngine) -> None:
-    llm = ChatCacheBlend(engine=engine, max_tokens=24)
-    answers = [llm.invoke("hello", max_new_tokens=3), llm.bind(max_new_tokens=3).invoke("hello")]
-    assert [answer.usage_metadata["output_tokens"] for answer in answers] == [3, 3]
-
-
-def test_sampling_that_is_not_given_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt is answered as by transformers' own ``generate``."""
-    model, tokenizer = random_model(), make_tokenizer(chat_template=False)
-    engine = random_engine(chat_template=False)
-    llm = ChatCacheBlend(engine=engine, max_tokens=12, seed=3)
-    ids = tokenizer("hello", return_tensors="pt")
-    answers, keys = [], set()
-    for settings in ({}, {"repetition_penalty": 1.8}, {"do_sample": True, "temperature": 0.9}):
-        own = GenerationConfig(pad_token_id=0, **settings)
-        monkeypatch.setattr(model, "generation_config", own)
-        torch.manual_seed(3)
-        tokens = model.generate(**ids, max_new_tokens=12)[0, ids["input_ids"].shape[1] :]
-        answers.append(tokenizer.decode(tokens, skip_special_tokens=True))
-        assert llm.invoke("hello").text == answers[-1]
-        keys.add(cache_key(llm))
-    assert len(set(answers)) == len(keys) == 3
-    assert llm.invoke("hello", temperature=0.0).text == answers[0]
 
 
 def test_a_model_without_a_chat_template_reads_plain_text() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from cacheblend_rag import Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag import Chunk, TransformersEngine
 from cacheblend_rag.errors import ConfigError
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
@@ -255,27 +255,3 @@ def test_the_index_api_keeps_store_and_kv_in_step() -> None:
     store.delete([key for key, e in store.store.items() if e["metadata"]["source"] == gone])
     transformer.evict(gone)
     assert known() == stored()
-
-
-def test_two_splittings_of_a_document_live_side_by_side() -> None:
-    engine = random_engine()
-    text = " ".join(f"The bridge number {n} stands by the river." for n in range(12))
-    whole = [Document(page_content=text, metadata={"source": "bridges"})]
-    pieces = {
-        size: RecursiveCharacterTextSplitter(chunk_size=size, chunk_overlap=0).split_documents(
-            whole
-        )
-        for size in (100, 300)
-    }
-    steps = {size: CacheBlendTransformer(engine=engine, collection=f"by {size}") for size in pieces}
-    for size, step in steps.items():
-        step.transform_documents(pieces[size])
-
-    def reused(size: int) -> int:
-        prompt = "\n\n".join(piece.page_content for piece in pieces[size])
-        return engine.generate(prompt, SamplingParams(max_tokens=1)).report.reused_tokens
-
-    assert reused(100) > 0
-    assert reused(300) > 0
-    assert steps[100].evict("bridges") == len(pieces[100])
-    assert (reused(100), reused(300) > 0) == (0, True)

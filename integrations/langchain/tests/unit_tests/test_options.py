@@ -18,8 +18,6 @@ from cacheblend_rag import (
     LeadInConfig,
     MissingExtraError,
     ModelLoadError,
-    StoreConfig,
-    names_of,
 )
 from langchain_core.documents import Document
 from langchain_core.load import dumpd, dumps
@@ -104,11 +102,6 @@ def test_a_model_is_no_engine() -> None:
         CacheBlendTransformer(engine=llm)
     with pytest.raises(ConfigError, match=r"model is a ChatCacheBlend: give engine=llm\.engine"):
         CacheBlendTransformer(model=llm)
-
-
-def test_a_config_may_be_a_dict_of_its_fields() -> None:
-    llm = ChatCacheBlend(model=TOY, blend_config={"recompute_ratio": 0.5})
-    assert llm.blend_config == BlendConfig(recompute_ratio=0.5)
 
 
 def test_wrong_documents_are_named_before_anything_is_loaded() -> None:
@@ -252,13 +245,6 @@ def test_traces_name_the_model_and_its_provider() -> None:
     }
 
 
-def test_tokens_are_counted_by_the_models_own_tokenizer() -> None:
-    engine = random_engine()
-    llm = ChatCacheBlend(engine=engine)
-    assert llm.get_token_ids("the quiet river") == list(engine.tokenize("the quiet river"))
-    assert llm.get_num_tokens("the quiet river") == len(engine.tokenize("the quiet river"))
-
-
 def test_none_in_a_call_leaves_the_models_own() -> None:
     llm = ChatCacheBlend(engine=random_engine(), max_tokens=2)
     answer = llm.invoke("hello", max_tokens=None, temperature=None, stop=None, hints=None)
@@ -273,62 +259,6 @@ def test_a_model_can_be_made_configurable_around_an_engine() -> None:
     assert answer.usage_metadata["output_tokens"] == 2
 
 
-def test_copies_share_the_engine_and_pickles_leave_it_out() -> None:
-    given = ChatCacheBlend(engine=random_engine())
-    assert copy.deepcopy(given).engine is given.engine
-    with pytest.raises(ConfigError, match="an open engine cannot be pickled"):
-        pickle.dumps(given)
-    opened = ChatCacheBlend(model=TOY)
-    engine = opened.engine
-    assert copy.deepcopy(opened).engine is engine
-    assert not pickle.loads(pickle.dumps(opened)).is_open  # noqa: S301
-
-
-PARTS = [ChatCacheBlend, CacheBlendTransformer, CacheBlendCompressor]
-
-
-@pytest.mark.parametrize("kind", PARTS)
-def test_a_store_is_told_whole_or_by_its_settings_names(
-    kind: type[EngineOptions], tmp_path: Path
-) -> None:
-    told = {"kv_path": str(tmp_path), "host_bytes": 1 << 20, "disk_bytes": 1 << 30}
-    whole = StoreConfig(**told)
-    assert names_of(StoreConfig) <= kind.model_fields.keys()
-    for options in (told, {"store": whole}, {"store": told}):
-        made = kind(model=TOY, **options)
-        assert made.store == whole
-        assert pickle.loads(pickle.dumps(made)).store == whole  # noqa: S301
-        assert str(tmp_path) not in repr(made) + made.model_dump_json()
-        assert made.model_dump()["host_bytes"] == 1 << 20
-    assert kind(model=TOY, host_bytes="1 MiB", kv_path=tmp_path).store.host_bytes == 1 << 20
-
-
-@pytest.mark.parametrize("kind", PARTS)
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (
-            {"store": {"host_byte": 3}},
-            "unknown setting 'host_byte' of a store (did you mean 'host_",
-        ),
-        (
-            {"store": {"kv_path": "kv"}, "disk_bytes": 3},
-            "disk_bytes: give it as a setting of store",
-        ),
-        ({"lead_in": "boss"}, "lead_in='boss' must be one of none, bos"),
-        ({"lead_in": 3}, "lead_in must be an instance of LeadInConfig"),
-        ({"kind": "bos"}, "give it as lead_in={'kind': ...}"),
-        ({"engine": "transformers", "document_window": 3}, "give it as "),
-    ],
-)
-def test_wrong_stores_and_lead_ins_are_refused_in_a_line(
-    kind: type[EngineOptions], options: dict[str, object], told: str
-) -> None:
-    with pytest.raises(ConfigError) as raised:
-        kind(**{"model": "no-such-model", **options})
-    assert told in one_line(raised.value)
-
-
 @pytest.mark.parametrize(
     "lead_in", ["bos", {"kind": "bos"}, LeadInConfig(kind="bos")], ids=["kind", "dict", "whole"]
 )
@@ -338,14 +268,6 @@ def test_an_engine_is_opened_with_its_lead_in(lead_in: object) -> None:
     assert cache_key(llm) != cache_key(plain)
     assert llm.engine.lead_in == LeadInConfig(kind="bos")
     assert llm.invoke("hello").response_metadata["cacheblend"]["lead_in"] == "bos"
-
-
-def test_copies_made_before_the_engine_is_opened_open_their_own() -> None:
-    llm = ChatCacheBlend(model=TOY, namespace="one tenant")
-    other = llm.model_copy(update={"namespace": "another tenant"})
-    assert (llm.engine.namespace, other.engine.namespace) == ("one tenant", "another tenant")
-    assert ChatCacheBlend(model=TOY, namespace="one tenant").engine is not llm.engine
-    assert llm.model_copy().engine is llm.engine
 
 
 def test_a_store_can_be_configured() -> None:

@@ -110,10 +110,6 @@ def test_a_node_without_text(small: CacheBlendLLM) -> None:
     assert outcomes(small, node("")) == []
 
 
-def test_a_node_that_was_never_indexed(small: CacheBlendLLM) -> None:
-    assert outcomes(small, node("A text about stones.")) == [(False, "unknown")]
-
-
 GEMMA = (
     "{{ raise_exception('System role not supported') if messages[0].role == 'system' }}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"

@@ -9,7 +9,6 @@ import pytest
 from llama_index.core import Document, MockEmbedding, Settings, VectorStoreIndex
 from llama_index.core.agent.workflow import (
     AgentStream,
-    AgentWorkflow,
     FunctionAgent,
     ReActAgent,
     ToolCallResult,
@@ -19,7 +18,6 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode
-from llama_index.core.tools import FunctionTool
 
 from cacheblend_rag import ChatPrompt, ConfigError
 from llama_index.llms.cacheblend import (
@@ -86,14 +84,6 @@ def test_a_function_agent_reuses_the_passages_that_it_found(
     assert streamed == (ANSWER if streaming else "")
 
 
-def test_an_agents_first_tool_can_be_chosen(index: VectorStoreIndex, acting: Any) -> None:
-    llm, script = acting(SEARCH, ANSWER)
-    tool = search_tool(index, llm)
-    run(FunctionAgent(llm=llm, tools=[tool], initial_tool_choice="search"))
-    choices = [asked.prompt.tool_choice for asked in script.asked]
-    assert choices == [{"type": "function", "function": {"name": "search"}}, "auto"]
-
-
 def test_several_tools_at_once_and_one_that_fails(acting: Any) -> None:
     calls = [("add", {"a": 2, "b": 3}), ("add", {"a": 1}), ("mul", {})]
     llm, script = acting(calls, "Five.")
@@ -121,22 +111,6 @@ def test_a_react_agent_reuses_the_passages_that_it_observed(
     assert not isinstance(script.asked[0].prompt, ChatPrompt)
 
 
-def test_agents_hand_over(index: VectorStoreIndex, acting: Any) -> None:
-    hand = [("handoff", {"to_agent": "finder", "reason": "it can search"})]
-    llm, script = acting(hand, SEARCH, ANSWER)
-    greeter = FunctionAgent(name="greeter", description="Greets.", llm=llm, tools=[add])
-    finder = FunctionAgent(
-        name="finder", description="Finds.", llm=llm, tools=[search_tool(index, llm)]
-    )
-    workflow = AgentWorkflow(agents=[greeter, finder], root_agent="greeter")
-    answer, reports, _ = run(workflow)
-    assert str(answer) == ANSWER
-    assert answer.current_agent_name == "finder"
-    assert reports[2]["reused_tokens"] > 0
-    tools = [{tool["function"]["name"] for tool in asked.prompt.tools} for asked in script.asked]
-    assert [names - {"handoff"} for names in tools] == [{"add"}, {"search"}, {"search"}]
-
-
 def test_an_agent_remembers_what_its_tools_said(acting: Any) -> None:
     llm, script = acting([("add", {"a": 2, "b": 3})], "Five.", "I added.")
     memory = ChatMemoryBuffer.from_defaults(llm=llm)
@@ -161,13 +135,6 @@ def test_an_agent_answers_with_an_object(acting: Any) -> None:
     answer, _, _ = run(FunctionAgent(llm=llm, tools=[add], output_cls=Sum))
     assert answer.get_pydantic_model(Sum) == Sum(value=5)
     assert script.asked[2].sampling.structured_outputs is not None
-
-
-def test_a_workflow_is_made_of_tools(acting: Any) -> None:
-    llm, _ = acting([("add", {"a": 2, "b": 3})], "Five.")
-    workflow = AgentWorkflow.from_tools_or_functions([add], llm=llm)
-    assert isinstance(workflow.agents[workflow.root_agent], FunctionAgent)
-    assert str(run(workflow)[0]) == "Five."
 
 
 def test_a_retriever_tool_of_documents(acting: Any, passages: list[BaseNode]) -> None:
@@ -215,11 +182,3 @@ def test_a_wrong_argument_of_a_tool_is_named(given: Any, told: str) -> None:
     llm = CacheBlendLLM(model="no-such-model")
     with pytest.raises(ConfigError, match=told):
         cacheblend_retriever_tool(**{"source": [Document(text="x")], "llm": llm, **given})
-
-
-def test_tools_of_other_kinds_stay_what_they_are(acting: Any) -> None:
-    llm, script = acting([("double", {"x": 4})], "Eight.")
-    tool = FunctionTool.from_defaults(fn=lambda x: 2 * x, name="double", description="Doubles.")
-    _, _, events = run(FunctionAgent(llm=llm, tools=[tool]))
-    assert [one.tool_output.content for one in events if isinstance(one, ToolCallResult)] == ["8"]
-    assert script.asked[0].prompt.tools[0]["function"]["description"] == "Doubles."

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
-from llama_index.core.chat_engine import SimpleChatEngine
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 
@@ -20,8 +19,6 @@ from llama_index.llms.cacheblend import (
     cacheblend_chat_engine,
     collect_reports,
 )
-
-QUESTIONS = [f"How heavy are the {word} stones that stand by the old river?" for word in "abcd"]
 
 
 @pytest.fixture
@@ -49,17 +46,6 @@ def documents() -> list[Document]:
 def index(llm: CacheBlendLLM) -> VectorStoreIndex:
     precompute = CacheBlendPrecompute.from_llm(llm, show_progress=False)
     return VectorStoreIndex.from_documents(documents(), transformations=[SPLITTER, precompute])
-
-
-def reused_from_turns(chat: Any, question: str, memory: CacheBlendChatMemory) -> int:
-    with collect_reports() as reports:
-        chat.chat(question)
-    (report,) = reports
-    # Now the KV of earlier turns is stored: the answer waited for it.
-    known = {key.chunk_id for key in memory.kv.keys()}  # noqa: SIM118
-    return sum(
-        chunk["tokens"] for chunk in report["chunks"] if chunk["hit"] and chunk["chunk_id"] in known
-    )
 
 
 def test_the_oldest_messages_are_left_out_from_a_users_message_on(llm: CacheBlendLLM) -> None:
@@ -116,14 +102,6 @@ def test_a_prompt_too_long_is_cut_between_chunks(random_model: Path) -> None:
         chat.chat("Why?")
     assert len(reports) > 1
     assert all(chunk["hit"] for report in reports for chunk in report["chunks"])
-
-
-def test_a_simple_chat_engine_reuses_its_turns(llm: CacheBlendLLM) -> None:
-    memory = CacheBlendChatMemory.from_defaults(llm)
-    chat = SimpleChatEngine.from_defaults(llm=llm.in_conversation(memory.kv), memory=memory)
-    reused = [reused_from_turns(chat, question, memory) for question in QUESTIONS[:2]]
-    assert reused[0] == 0
-    assert reused[1] > 12
 
 
 @pytest.mark.parametrize(

@@ -201,19 +201,6 @@ def test_streams_show_no_call_before_it_is_whole(acting: Any) -> None:
     assert len(pieces) > 2
 
 
-def test_predict_and_call(acting: Any) -> None:
-    llm, script = acting([ADD], [ADD], [SUB], [ADD, SUB], "Five.")
-    assert llm.predict_and_call(TOOLS, user_msg="?").response == "5"
-    assert asyncio.run(llm.apredict_and_call(TOOLS, user_msg="?")).sources[0].raw_output == 5
-    with pytest.raises(ValueError, match="too small"):
-        llm.predict_and_call(TOOLS, user_msg="?", error_on_tool_error=True)
-    both = llm.predict_and_call(TOOLS, user_msg="?", allow_parallel_tool_calls=True)
-    assert len(both.sources) == 2
-    spoken = llm.predict_and_call(TOOLS, user_msg="?", error_on_no_tool_call=False)
-    assert (spoken.response, spoken.sources) == ("Five.", [])
-    assert all(isinstance(asked.prompt, ChatPrompt) for asked in script.asked)
-
-
 def test_what_tools_said_comes_back_into_the_prompt(acting: Any) -> None:
     llm, script = acting([ADD], "It is five.")
     history = [ChatMessage("2+3?")]

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -44,21 +42,3 @@ def test_overlap_with_a_neighbour_is_no_cut() -> None:
     overlapping = f"{ONE[-60:]} {TWO}"
     expect([hinted(ONE), hinted(overlapping)])
     assert hints_in(f"Read:\n{ONE}\n\nQuestion") == [Chunk(ONE, "d")]
-
-
-def test_tasks_and_threads_keep_their_own() -> None:
-    async def query(text: str) -> list[Chunk]:
-        expect([hinted(text)])
-        await asyncio.sleep(0.01)
-        return hints_in(f"{ONE} {TWO}")
-
-    async def both() -> list[list[Chunk]]:
-        return await asyncio.gather(query(ONE), query(TWO))
-
-    assert asyncio.run(both()) == [[Chunk(ONE, "d")], [Chunk(TWO, "d")]]
-    expect([hinted(ONE)])
-    found: list[list[Chunk]] = []
-    thread = threading.Thread(target=lambda: found.append(hints_in(ONE)))
-    thread.start()
-    thread.join()
-    assert found == [[]]

@@ -6,20 +6,16 @@ import json
 import os
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from traceback import TracebackException
 from typing import Any
 
 import pytest
-import torch
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
 from llama_index.core.callbacks.schema import CBEventType
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
-from llama_index.core.llms import LLM, CustomLLM
 from toy import TOY
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cacheblend_rag import (
     BlendConfig,
@@ -27,12 +23,8 @@ from cacheblend_rag import (
     ConfigError,
     Document,
     Engine,
-    LeadInConfig,
     PromptError,
     SamplingParams,
-    StoreConfig,
-    TransformersEngine,
-    names_of,
 )
 from llama_index.llms.cacheblend import (
     CacheBlendLLM,
@@ -92,12 +84,6 @@ def astream_complete(llm: CacheBlendLLM, **kwargs: Any) -> str:
 CHATS = [chat, stream_chat, achat, astream_chat]
 COMPLETIONS = [complete, stream_complete, acomplete, astream_complete]
 Endpoint = Callable[..., str]
-
-
-def test_class_is_an_llm_but_no_custom_llm() -> None:
-    assert issubclass(CacheBlendLLM, LLM)
-    assert not issubclass(CacheBlendLLM, CustomLLM)
-    assert CacheBlendLLM.class_name() == "CacheBlendLLM"
 
 
 @pytest.mark.parametrize("endpoint", CHATS)
@@ -232,73 +218,10 @@ def test_wrong_defaults_of_calls_are_refused_when_they_are_set(
         CacheBlendLLM(model="no-such-model", **options)
 
 
-@pytest.mark.parametrize("component", COMPONENTS)
-def test_a_store_is_told_whole_or_by_its_settings_names(component: Any, tmp_path: Path) -> None:
-    told = {"kv_path": str(tmp_path), "host_bytes": 1 << 20, "disk_bytes": 1 << 30}
-    whole = StoreConfig(**told)
-    assert names_of(StoreConfig) <= component.model_fields.keys()
-    for options in (told, {"store": whole}, {"store": told}, {"kv_path": tmp_path, **told}):
-        assert component(model=TOY, **options).store == whole
-    assert component(model=TOY, host_bytes="1 MiB", kv_path=tmp_path).store.host_bytes == 1 << 20
-    assert component(model=TOY, store=None).store == StoreConfig()
-    again = component.from_dict(component(model=TOY, store=whole).to_dict())
-    assert again.store == StoreConfig(kv_path=tmp_path)
-    assert pickle.loads(pickle.dumps(component(model=TOY, store=whole))).store == whole  # noqa: S301
-
-
-@pytest.mark.parametrize("component", COMPONENTS)
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (
-            {"store": {"host_byte": 3}},
-            r"unknown setting 'host_byte' of a store \(did you mean 'host_",
-        ),
-        (
-            {"store": {"kv_path": "kv"}, "disk_bytes": 3},
-            "disk_bytes: give it as a setting of store",
-        ),
-        ({"store": 3}, "settings must be named values, not of type int"),
-        ({"lead_in": "boss"}, "lead_in='boss' must be one of none, bos"),
-        ({"lead_in": {"window": 3}}, "unknown setting 'window' of a lead-in"),
-        ({"lead_in": 3}, "lead_in must be"),
-        ({"kind": "bos"}, "unknown option 'kind' of .*: give it as lead_in={'kind': ...}"),
-    ],
-)
-def test_wrong_stores_and_lead_ins_are_refused_in_a_line(
-    component: Any, options: dict[str, Any], told: str
-) -> None:
-    with pytest.raises(ConfigError, match=told) as raised:
-        component(**{"model": "no-such-model", **options})
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "lead_in", ["bos", {"kind": "bos"}, LeadInConfig(kind="bos")], ids=["kind", "dict", "whole"]
-)
-def test_an_engine_is_opened_with_its_lead_in(lead_in: Any) -> None:
-    name = f"lead-in {lead_in}"
-    llm = CacheBlendLLM(model=TOY, namespace=name, max_tokens=1, lead_in=lead_in)
-    assert llm.open().lead_in == LeadInConfig(kind="bos")
-    assert CacheBlendLLM.from_dict(llm.to_dict()).to_dict() == llm.to_dict()
-    assert llm.complete(QUESTION).additional_kwargs["cacheblend"]["lead_in"] == "bos"
-    with pytest.raises(ConfigError, match="unknown setting 'lead_in' of a request"):
-        llm.complete(QUESTION, blend_config={"lead_in": "none"})
-
-
 def test_copies_that_are_changed_open_an_engine_of_their_own() -> None:
     llm = CacheBlendLLM(model=TOY, namespace="one tenant")
     other = llm.model_copy(update={"namespace": "another tenant"})
     assert (llm.open().namespace, other.open().namespace) == ("one tenant", "another tenant")
-
-
-def test_what_an_open_engine_has_settled_is_refused(demo_engine: Engine) -> None:
-    with pytest.raises(ConfigError, match="kv_path, namespace: fixed by the engine"):
-        CacheBlendLLM(engine=demo_engine, namespace="mine", kv_path="kv")
-    with pytest.raises(ConfigError, match="kv_path, lead_in: fixed by the engine"):
-        CacheBlendLLM(engine=demo_engine, lead_in="bos", store={"kv_path": "kv"})
-    with pytest.raises(ConfigError, match="model: fixed by the engine"):
-        CacheBlendLLM(engine=demo_engine, model="another")
 
 
 def test_metadata_is_the_models(llm: CacheBlendLLM, demo_engine: Engine) -> None:
@@ -308,12 +231,6 @@ def test_metadata_is_the_models(llm: CacheBlendLLM, demo_engine: Engine) -> None
     assert metadata.is_chat_model
     assert metadata.model_name == demo_engine.model_name
     assert "/" not in metadata.model_name
-
-
-def test_metadata_can_be_overridden(demo_engine: Engine) -> None:
-    metadata = CacheBlendLLM(engine=demo_engine, context_window=1000, is_chat_model=False).metadata
-    assert metadata.context_window == 1000
-    assert not metadata.is_chat_model
 
 
 def test_an_unformatted_completion_is_a_user_message_of_a_chat_model(llm: CacheBlendLLM) -> None:
@@ -447,22 +364,6 @@ def test_messages_that_hold_more_than_text_are_refused(llm: CacheBlendLLM) -> No
         llm.chat([message])
 
 
-def test_settings_travel_without_secrets() -> None:
-    llm = CacheBlendLLM(
-        model=TOY,
-        engine="http://localhost:1",
-        api_key="sesame",
-        blend_config={"recompute_ratio": 0.3},
-        stop=["\n"],
-    )
-    told = [json.dumps(llm.to_dict()), llm.to_json(), repr(llm), str(llm), str(llm.to_payload())]
-    assert not any("sesame" in text for text in told)
-    again = CacheBlendLLM.from_dict(json.loads(json.dumps(llm.to_dict())))
-    assert again.to_dict() == llm.to_dict()
-    assert again.blend_config == BlendConfig(recompute_ratio=0.3)
-    assert pickle.loads(pickle.dumps(llm)).to_dict() == llm.to_dict()  # noqa: S301
-
-
 def test_an_open_engine_is_never_serialized(llm: CacheBlendLLM) -> None:
     told = llm.to_dict()
     assert told["engine"] == os.environ.get("CACHEBLEND_TEST_ENGINE", "transformers")
@@ -476,15 +377,6 @@ def test_a_servers_engine_is_serialized_as_its_url(demo_engine: Engine) -> None:
     on_server.__class__ = type("OnServer", (type(demo_engine),), {"address": "http://localhost:1"})
     told = CacheBlendLLM(engine=on_server).to_dict()
     assert (told["engine"], told["model"]) == ("http://localhost:1", "toy")
-
-
-def test_copies_share_the_engine_and_pickles_do_not_hold_it(llm: CacheBlendLLM) -> None:
-    assert copy.deepcopy(llm).open() is llm.open()
-    with pytest.raises(ConfigError, match="an open engine cannot be pickled"):
-        pickle.dumps(llm)
-    opened = CacheBlendLLM(model=TOY, namespace="pickled")
-    opened.open()
-    assert not pickle.loads(pickle.dumps(opened)).is_open  # noqa: S301
 
 
 def test_the_key_is_in_no_pickle_error_or_traceback() -> None:
@@ -511,44 +403,7 @@ def test_nothing_is_loaded_before_it_is_needed() -> None:
     assert llm.to_payload()["model_name"] == "no-such-model"
 
 
-def test_components_with_equal_settings_share_an_engine() -> None:
-    one, two = (
-        CacheBlendLLM(model=TOY, namespace="shared", blend_config={"recompute_ratio": ratio})
-        for ratio in (0.1, 0.2)
-    )
-    assert one.open() is two.open()
-    for change in ({"namespace": "other"}, {"lead_in": "bos"}):
-        other = CacheBlendLLM(**{"model": TOY, "namespace": "shared", **change})
-        assert other.open() is not one.open()
-
-
 @pytest.mark.parametrize("given", [{}, {"engine": "transformers"}])
 def test_a_model_must_be_named(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="model=None: name a model"):
         CacheBlendLLM(**given)
-
-
-def test_sampling_that_is_not_given_is_the_models_own() -> None:
-    """A prompt is answered as by ``model.generate``, which HuggingFaceLLM calls."""
-    tokenizer = AutoTokenizer.from_pretrained(TOY)
-    model = AutoModelForCausalLM.from_pretrained(TOY)
-    ids = tokenizer(QUESTION, return_tensors="pt")
-
-    def own(**settings: Any) -> str:
-        model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, **settings)
-        torch.manual_seed(3)
-        out = model.generate(**ids, max_new_tokens=12)[0, ids["input_ids"].shape[1] :]
-        return str(tokenizer.decode(out, skip_special_tokens=True))
-
-    llm = CacheBlendLLM(
-        engine=TransformersEngine(model, tokenizer=tokenizer),
-        max_tokens=12,
-        additional_kwargs={"seed": 3},
-    )
-    answers = []
-    for settings in ({}, {"repetition_penalty": 1.8}, {"do_sample": True, "temperature": 2.5}):
-        answers.append(own(**settings))
-        assert llm.complete(QUESTION, formatted=True).text == answers[-1]
-        assert llm.complete(QUESTION, formatted=True, temperature=None).text == answers[-1]
-    assert len(set(answers)) == 3
-    assert llm.complete(QUESTION, formatted=True, temperature=0).text == answers[0]

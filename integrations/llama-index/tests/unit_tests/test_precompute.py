@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import asyncio
 import pickle
-import time
 from pathlib import Path
 from typing import Any
 
@@ -94,25 +92,6 @@ def test_both_variants_can_be_stored(random_model: Path) -> None:
         assert found(precompute.open(), nodes[0].get_content(text))[0] == (True, None)
 
 
-def test_what_is_only_registered_is_filled_once_it_is_missed(
-    random_model: Path, tmp_path: Path
-) -> None:
-    """The step and the LLM share an engine, which fills as soon as one of them asks for it."""
-    shared = {**SMALL, "model": random_model, "kv_path": tmp_path / "kv"}
-    nodes = split(sentences(12))
-    CacheBlendPrecompute(**shared, register_only=True)(nodes)
-    del shared["show_progress"]
-    engine = CacheBlendLLM(**shared, fill_on_miss=True).open()
-    text = "\n\n".join(node.get_content("llm") for node in nodes)
-    assert found(engine, text) == [(False, "not stored, being filled")] * len(nodes)
-    deadline = time.monotonic() + 60
-    while engine.fill_report().waiting and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert engine.fill_report().computed == len(nodes)
-    assert found(engine, text) == [(True, None)] * len(nodes)
-    engine.close()
-
-
 def test_a_new_version_replaces_the_old(precompute: CacheBlendPrecompute) -> None:
     old, new = split(sentences(8)), split(sentences(8, word="brick"))
     precompute(old)
@@ -143,12 +122,6 @@ def test_bad_nodes_are_skipped_and_named(
     assert "node empty holds no text" in caplog.text
     assert "node broken holds an unpaired surrogate" in caplog.text
     assert found(precompute.open(), texts["good"]) == [(True, None)]
-
-
-def test_the_async_call_does_the_same(precompute: CacheBlendPrecompute) -> None:
-    nodes = split(sentences(4))
-    assert asyncio.run(precompute.acall(nodes)) is nodes
-    assert found(precompute.open(), nodes[0].get_content("llm")) == [(True, None)]
 
 
 def test_it_shares_the_engine_of_its_llm(random_model: Path) -> None:
