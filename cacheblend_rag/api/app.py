@@ -30,7 +30,6 @@ def create_app(
     engine: Engine,
     *,
     name: str | None = None,
-    api_key: str | None = None,
     running: int = RUNNING,
     waiting: int = WAITING,
     retriever: Retriever | None = None,
@@ -41,8 +40,6 @@ def create_app(
     Args:
         engine: answers; it is not closed.
         name: the model's name for clients; the engine's by default.
-        api_key: what clients must send; by default the environment's VLLM_API_KEY, and none is
-            needed if that is not set.
         running: so many answers are computed at the same time; others wait.
         waiting: so many requests wait; further ones get 503 with Retry-After.
         retriever: finds passages for chats without tools.
@@ -55,7 +52,7 @@ def create_app(
     serving = Serving(engine, name or engine.model_name, Gate(running, waiting), retriever)
     app.state.serving = serving
     errors.install(app)
-    _guard(app, api_key)
+    _guard(app)
     _add_facts(app, serving)
     _add_answers(app, serving)
     setattr(app.state, DOCUMENTS_STATE, engine)
@@ -133,13 +130,10 @@ def _add_metrics(app: FastAPI, engine: Engine) -> None:
         return Response(counted.text(), media_type=METRICS_TYPE)
 
 
-def _guard(app: FastAPI, api_key: str | None) -> None:
-    """Add checks of the API key and of bodies: length, depth of nesting, number of values.
-
-    api_key: what clients must send; by default the environment's VLLM_API_KEY.
-    """
+def _guard(app: FastAPI) -> None:
+    """Add checks of the key (VLLM_API_KEY) and of bodies: length, depth, number of values."""
     app.router.route_class = errors.OneLineRoute
-    app.state.args = SimpleNamespace(api_key=[api_key] if api_key else None)
+    app.state.args = SimpleNamespace()  # vLLM has its flags there
     anything: Any = ["*"]  # as by vLLM: who may ask is checked before
     app.add_middleware(
         CORSMiddleware, allow_origins=anything, allow_methods=anything, allow_headers=anything

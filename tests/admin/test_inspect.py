@@ -28,22 +28,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_counts_are_those_of_the_files(folder):
-    sizes = {path.stem: path.stat().st_size for path in folder.glob("?/?/*.safetensors")}
-    with inspect.opened(folder) as found:
-        count = found.count()
-    assert (count.total.entries, count.total.nbytes) == (3, sum(sizes.values()))
-    assert count.fingerprints[ONE].nbytes == sizes[str(KEYS[0])] + sizes[str(KEYS[1])]
-    assert count.fingerprints[TWO] == inspect.Holding(1, sizes[str(KEYS[2])])
-    assert count.quarantined == 0
-
-
-def test_chunks_are_listed_least_recently_used_first(folder):
-    with inspect.opened(folder) as found:
-        uses = [entry.used_at for _, entry in found.by_use()]
-        assert uses == sorted(entry.used_at for entry in found.store.entries().values())
-
-
 def test_what_fingerprints_are_of_is_told_as_far_as_it_is_known():
     labels = {ONE: Label("m", "float32", LeadInConfig())}
     turns = {one: turn_fingerprint(one) for one in (ONE, TWO)}
@@ -84,24 +68,3 @@ def test_conditions_choose(folder, condition, chosen):
 def test_what_is_no_name_is_refused(choose, message):
     with pytest.raises(StoreError, match=message):
         choose()
-
-
-def test_a_store_is_read_through_and_damage_is_left_in_place(folder):
-    assert inspect.examine_store(folder)["damaged"] == []
-    (path,) = folder.glob(f"?/?/{KEYS[1]}.safetensors")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    found = inspect.examine_store(folder)
-    assert (found["entries"], found["problem"]) == (3, None)
-    assert [of["key"] for of in found["damaged"]] == [str(KEYS[1])]
-    assert path.exists()
-
-
-def test_what_is_no_store_is_refused_and_left_as_it_is(tmp_path):
-    for examine in (inspect.examine_store, inspect.check_is_store):
-        with pytest.raises(StoreError, match="is not a store"):
-            examine(tmp_path)
-        with pytest.raises(StoreError, match="is not a folder"):
-            examine(tmp_path / "nothing")
-    assert not any(tmp_path.iterdir())

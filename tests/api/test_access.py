@@ -18,16 +18,6 @@ pytestmark = pytest.mark.asyncio
 ASKED = {"messages": [{"role": "user", "content": "w3"}]}
 
 
-def bearer(key):
-    return {"authorization": f"Bearer {key}"}
-
-
-async def test_a_key_may_be_given_to_the_application(engine):
-    http = http_client(create_app(engine, api_key="sesame"))
-    assert (await http.get("/v1/models")).status_code == 401
-    assert (await http.get("/v1/models", headers=bearer("sesame"))).status_code == 200
-
-
 async def test_a_server_of_a_collection_takes_no_documents(engine):
     http = http_client(create_app(engine, documents=False))
     answer = await http.put("/v1/cacheblend/documents/a", json={"chunks": ["w3"]})

@@ -45,28 +45,6 @@ async def test_an_answer_is_one_of_the_api(http, script):
     assert "sources" not in answer.json()["cacheblend"]
 
 
-async def test_reused_tokens_are_told_as_cached(client, engine):
-    text = " ".join(["w5"] * 300)
-    engine.precompute([text], progress=False)
-    answer = await client.chat.completions.create(
-        model="model", messages=[{"role": "user", "content": f"w3 {text} w4"}]
-    )
-    report = answer.cacheblend["report"]
-    assert report["blended"]
-    assert answer.usage.prompt_tokens_details.cached_tokens == report["reused_tokens"] > 0
-
-
-async def test_a_template_without_a_system_role_has_the_instruction_of_the_user(
-    http, engine, script
-):
-    refuses = "{{ raise_exception('no') if messages[0].role == 'system' }}"
-    engine.tokenizer.chat_template = refuses + engine.tokenizer.chat_template
-    messages = [{"role": "developer", "content": "w1"}, {"role": "user", "content": "w2"}]
-    answer = await http.post("/v1/chat/completions", json={**ASKED, "messages": messages})
-    assert answer.status_code == 200
-    assert [prompt.text for prompt in script.prompts] == [" user w1\n\nw2 w9"]
-
-
 async def test_a_stream_is_the_answer_in_pieces(client, http):
     chunks = await streamed(client)
     assert [chunk.choices[0].delta.content for chunk in chunks[:-1]] == ["", "Hello", ", ", "wörld"]
@@ -233,23 +211,3 @@ async def test_the_salt_of_a_request_reaches_the_engine(http, script):
         for wrong in ("", "x" * 129, 5):
             answer = await http.post(path, json={**body, "cache_salt": wrong})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")
-
-
-async def test_tools_and_a_form_leave_the_choice_to_the_model(client, script):
-    """The engine's own tests show that answers are held to it."""
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
-    await client.chat.completions.create(**ASKED, tools=TOOLS, response_format=form)
-    schema = script.sampled[-1].structured_outputs.schema
-    assert [sorted(one) for one in schema["anyOf"]] == [
-        ["additionalProperties", "properties", "required", "type"],
-        ["$ref"],
-    ]
-    assert schema["$defs"]["answer"] == {"type": "integer"}
-    await client.chat.completions.create(
-        **ASKED, tools=TOOLS, response_format=form, tool_choice="required"
-    )
-    assert "anyOf" not in script.sampled[-1].structured_outputs.schema
-    await client.chat.completions.create(
-        **ASKED, tools=TOOLS, response_format=form, tool_choice="none"
-    )
-    assert script.sampled[-1].structured_outputs.schema == {"type": "integer"}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fastapi.exceptions import RequestValidationError
 from fastapi.testclient import TestClient
 
+from cacheblend_rag.api import errors
 from cacheblend_rag.api.app import create_app
-from cacheblend_rag.api.errors import of_validation
 from tests.api.scripted import ScriptedEngine
 
 BODIES = {
@@ -27,16 +26,16 @@ BODIES_OF_MANY = [
 
 
 @pytest.mark.parametrize(("path", "more"), BODIES_OF_MANY)
-def test_a_check_ends_at_the_first_error(path, more):
+def test_a_check_ends_at_the_first_error(path, more, monkeypatch):
     """An error an entry would take seconds of the event loop, and gigabytes."""
-    app, counted = create_app(ScriptedEngine()), []
+    told, counted = errors.of_validation, []
 
-    @app.exception_handler(RequestValidationError)
-    async def told(_, error):
-        counted.append(len(error.errors()))
-        return of_validation(error.errors()).response()
+    def count(problems):
+        counted.append(len(problems))
+        return told(problems)
 
-    with TestClient(app, base_url="http://localhost") as client:
+    monkeypatch.setattr(errors, "of_validation", count)
+    with TestClient(create_app(ScriptedEngine()), base_url="http://localhost") as client:
         answer = client.post(path, json={**BODIES[path], **more})
     assert answer.status_code == 400
     assert next(iter(more)) in answer.json()["error"]["param"]

@@ -38,19 +38,6 @@ def tiny_shape(monkeypatch):
     monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
 
 
-def test_several_rows_stand_under_rows(cli):
-    outcome = cli(
-        "bench", "ttft", "--shape", "tiny", *SMALL, "--ratio", 0.25, "--ratio", 0, "--json"
-    )
-    assert outcome.code == 0
-    rows = outcome.json["rows"]
-    assert [(r["tier"], r["ratio"]) for r in rows] == [
-        ("host", 0.25), ("host", 0), ("disk", 0.25), ("disk", 0)
-    ]  # fmt: skip
-    assert all(set(row) == FIELDS for row in rows)
-    assert {row["prompt_tokens"] for row in rows} == {100}
-
-
 def test_a_selectors_options_are_measured_and_told(cli):
     command = ("bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "host", "--ratio", 0.25)
     asked = (*command, "--selector", "question_mid", "--json")
@@ -128,12 +115,6 @@ def test_a_models_own_weights_are_measured_on_real_text(cli, slow_blends, monkey
     cut = [segment.text for segment in prompts[0].segments if segment.chunk]
     assert len(cut) == 2
     assert all(set(text.split()) <= words for text in cut)
-
-
-def test_a_models_table_names_it(cli):
-    outcome = cli("bench", "ttft", "--model", TOY, *SMALL, "--tier", "host")
-    assert outcome.code == 0
-    assert "toy, 1" in outcome.stdout
 
 
 @pytest.mark.parametrize(

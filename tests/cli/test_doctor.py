@@ -76,12 +76,6 @@ def test_report_without_json(cli, small_model, model, tmp_path):
     assert "transformers" in outcome.stdout
 
 
-def test_report_keeps_the_brackets_of_extras(cli, small_model, monkeypatch):
-    monkeypatch.setattr(diagnosis, "EXTRAS", {"demo": {"no-such-package": "no_such_package"}})
-    text = cli("doctor", "--model", small_model).stdout
-    assert "cacheblend-rag[demo]" in "".join(text.split())
-
-
 def test_what_the_tokenizer_does_is_told(cli, tmp_path):
     for kind, prefix, said in (
         ("legacy prepend", True, "puts a space before texts"),

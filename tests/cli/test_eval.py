@@ -110,16 +110,6 @@ def test_setting_that_the_file_does_not_have_is_one_line(evaluate, questions_fil
     assert "'shuffled'" in outcome.stderr
 
 
-def test_table_without_json(cli, small_model, questions_file):
-    outcome = cli(
-        "eval", "--model", small_model, "--dataset", questions_file, "--max-tokens", 1,
-        "--selectors", "question_mid", "--ratios", "0.1",
-    )  # fmt: skip
-    assert outcome.code == 0
-    assert "notes, fragments: 2 questions" in outcome.stdout
-    assert "question_mid" in outcome.stdout
-
-
 def test_answers_are_greedy_whatever_the_model_says(evaluate, questions_file, drawn_with):
     outcome = evaluate("--dataset", questions_file, "--ratios", "0.1", "--selectors", "prior")
     assert outcome.code == 0

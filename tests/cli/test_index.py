@@ -7,22 +7,17 @@ import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cacheblend_rag.engines.known_chunks import chunks_of
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.kv import DiskTier, StoredChunk, TieredKVStore
 from cacheblend_rag.models import packaged
 from cacheblend_rag.rag import indexing
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME, Collection, sole_writer
-from cacheblend_rag.rag.indexing import Indexing
-from cacheblend_rag.rag.progress import ProgressCallbacks, Task
 from cacheblend_rag.rag.prompt import INSTRUCTION
-from cacheblend_rag.rag.readers import find_files
 from tests.cli.documents import pdf_bytes, write_notes
 from tests.toy import TOY
 
@@ -404,46 +399,3 @@ def test_kv_that_no_document_knows_is_found_and_removed(cli, index, notes, into)
     assert disk.put(lost, StoredChunk(TieredKVStore([disk]).get(some).kv, time.time()))
     assert index("--repair")["evicted_chunks"] == 1
     assert stored_kv(into) == known
-
-
-def test_long_work_shows_itself(notes, into, letters):
-    """What is being done, from before anything is imported."""
-    seen = []
-
-    class Noted(Task):
-        def note(self, what):
-            seen.append(what)
-
-    class Watched(ProgressCallbacks):
-        @contextmanager
-        def phase(self, name):
-            seen.append(name)
-            yield
-
-        def begin(self, name, steps):
-            seen.append(name)
-            return Noted()
-
-    found = find_files([notes], leave_out=into)
-    with Indexing(into, {"model": TOY, "chunk_size": CHUNK_SIZE}, Watched()) as indexing:
-        indexing.run([notes], found, prune=False)
-    phases = [
-        "files", "reading notes/", "loading the libraries", f"loading the model {TOY}",
-        "loading the embedding model bundled", "embedding", "computing", "tokens per second",
-    ]  # fmt: skip
-    places = [next(i for i, text in enumerate(seen) if phase in text) for phase in phases]
-    assert places == sorted(places)
-    assert indexing.report.computed_kv_bytes == 2052 * indexing.report.computed_tokens > 0
-
-
-def test_each_chunk_is_handed_to_the_engine_once(index, notes, monkeypatch):
-    handed, precompute = [], TransformersEngine.precompute
-
-    def counted(engine, items, **options):
-        items = list(items)
-        handed.extend(chunk for item in items for chunk in chunks_of(item))
-        return precompute(engine, items, **options)
-
-    monkeypatch.setattr(TransformersEngine, "precompute", counted)
-    found = index(notes)
-    assert len(handed) == len(set(handed)) == found["chunks"] > 8

@@ -29,23 +29,6 @@ def test_texts_are_cut_one_behind_the_other_and_none_comes_twice():
     assert sorted(" ".join(cut).split() + pieces.cut(1).split()) == sorted(whole.split())
 
 
-def test_used_up_texts_come_again_sentence_by_sentence():
-    pieces = cutter()
-    pieces.cut(13)
-    again = pieces.cut(26).replace("\n\n", " ")
-    for sentence in ("One two three.", "Four five.", "Six seven.", "Eleven twelve thirteen."):
-        assert again.count(sentence) == 2
-
-
-def test_a_piece_has_at_least_a_word():
-    assert words(Cutter(random.Random(0), TEXTS, len, " ").cut(1)) == 1
-
-
-def test_order_is_drawn():
-    assert len({cutter(seed).cut(13) for seed in range(9)}) > 2
-    assert cutter(1).cut(13) == cutter(1).cut(13)
-
-
 @pytest.fixture(scope="module")
 def encoder():
     return PromptEncoder(load_tokenizer(TOY))
@@ -74,15 +57,6 @@ def test_chunks_are_as_long_as_words_allow_and_share_no_text(encoder):
     assert cut.total() > 5000
     assert cut <= source
     assert len(texts.prompt().encode(encoder).token_ids) <= texts.most_tokens
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_no_order_of_the_chunks_has_more_tokens_than_told(encoder, seed):
-    texts = draw(encoder, 6)
-    shuffled = random.Random(seed).sample(texts.chunks, len(texts.chunks))
-    encoded = texts.prompt(shuffled).encode(encoder)
-    assert texts.most_tokens - 12 <= len(encoded.token_ids) <= texts.most_tokens
-    assert [span.chunk for span in encoded.spans] == shuffled
 
 
 def test_chunks_of_a_prior_have_those_before_them_as_context(encoder):

@@ -58,13 +58,6 @@ def test_stats_count_in_all_and_by_fingerprint(store, folder):
     assert result["fingerprints"][TWO] == {"entries": 1, "bytes": sizes[0]}
 
 
-def test_stats_is_a_table_otherwise(store):
-    result = store("stats")
-    assert result.exit_code == 0
-    assert ONE in result.stdout
-    assert "{" not in result.stdout
-
-
 def test_ls_gives_whole_keys_sizes_and_times(store):
     chunks = printed(store("ls", "--json"))["chunks"]
     assert [chunk["key"] for chunk in chunks] == [str(key) for key in KEYS]
@@ -92,14 +85,6 @@ def test_verify_names_damage_exits_1_and_moves_it_only_on_repair(store, folder):
         assert found["quarantined"] == quarantined
     assert store("verify").exit_code == 0
     assert printed(store("stats", "--json"))["quarantined"] == 1
-
-
-def test_verify_shows_damage_as_a_table_otherwise(store, folder):
-    damage(folder, KEYS[1])
-    result = store("verify")
-    assert result.exit_code == 1
-    assert str(KEYS[1]) in result.stdout
-    assert "3 checked, 1 damaged" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -111,19 +111,6 @@ def test_a_full_disk_leaves_documents_unfinished_though_memory_has_their_kv(
     assert unfinished(into) == {}
 
 
-def test_what_is_unfinished_is_finished_though_its_file_is_gone_or_not_asked_for(
-    index: Index, into: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, gone, *_ = sorted(notes.iterdir())
-    with monkeypatch.context() as full:
-        full.setattr(disk, "write_parts", no_room)
-        assert index(notes).code == 1
-        assert index(notes, "--register-only").code == 1, "which computes nothing"
-    gone.unlink()
-    found = index(one).json
-    assert (found["computed_chunks"], found["unfinished_chunks"]) == (found["chunks"], 0)
-
-
 def test_repair_computes_what_was_lost_or_damaged_and_nothing_else(
     index: Index, into: Path, notes: Path, caplog: Any
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from cacheblend_rag import (
     ConfigError,
     Conversation,
     ConversationKV,
-    PromptError,
     TieredKVStore,
     TransformersEngine,
 )
@@ -141,22 +139,6 @@ def test_a_question_that_is_asked_again_is_computed_again(opened: Open) -> None:
     assert all(chunk.start + chunk.tokens <= start for chunk in report.chunks)
 
 
-def test_it_goes_on_after_a_restart_and_on_another_replica(opened: Open, tmp_path: Path) -> None:
-    engine = opened(TieredKVStore.open(kv_path=tmp_path / "kv"))
-    conversation = begun(engine)
-    for turn in range(3):
-        asked(conversation, turn)
-    conversation.save(tmp_path / "talk.json")
-    assert stat.S_IMODE((tmp_path / "talk.json").stat().st_mode) == 0o600
-    replica = opened(TieredKVStore.open(kv_path=tmp_path / "kv", host_bytes=0))
-    there = Conversation.load(tmp_path / "talk.json", replica, sampling=SAMPLING)
-    assert there.turns == conversation.turns
-    resumed, usual = asked(there, 3).report, asked(conversation, 3).report
-    assert of_turns(there) == of_turns(conversation) > 0
-    assert resumed.computed_tokens == usual.computed_tokens
-    assert {chunk.tier for chunk in resumed.chunks if chunk.hit} == {"disk"}
-
-
 def test_a_saved_conversation_is_of_no_use_to_another_tenant(opened: Open) -> None:
     store = TieredKVStore.open()
     conversation = begun(opened(store, namespace="one"))
@@ -243,8 +225,3 @@ def test_a_malformed_file_is_refused(opened: Open, tmp_path: Path, broken: dict[
         Conversation.load(path, engine)
     with pytest.raises(ConfigError, match="cannot be read"):
         Conversation.load(tmp_path / "none.json", engine)
-
-
-def test_an_empty_question_is_refused(opened: Open) -> None:
-    with pytest.raises(PromptError, match="empty"):
-        begun(opened()).ask("  ")

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from cacheblend_rag.engines.tokenizer import load_tokenizer
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.rag.document_windows import (
     AnalysisPlan,
     cut_document,
@@ -17,7 +17,6 @@ from cacheblend_rag.rag.document_windows import (
 )
 from cacheblend_rag.text.encoder import PromptEncoder
 from tests.models import make_tokenizer, words
-from tests.tokenizer_kinds import CORPUS, KINDS, tokenizer_of
 from tests.toy import TOY
 
 SIZES = [(16, 0), (16, 8), (40, 8), (64, 5), (200, 32), (2048, 256)]
@@ -68,18 +67,6 @@ def test_every_character_is_in_a_chunk_and_chunks_overlap_as_said(chunk_tokens, 
         assert overlap - plan.piece_tokens < shared <= overlap or shared == overlap == 0
     for one in done.chunks[:-1]:
         assert one.tokens > chunk_tokens - plan.piece_tokens
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_holds_on_every_kind_of_tokenizer(kind):
-    text = f"{' '.join(CORPUS)}\n\n" * 12
-    count = counting(tokenizer_of(kind))
-    done = cut(text, AnalysisPlan(48, 12), count)
-    held = {at for one in done.chunks for at in range(one.start, one.end)}
-    assert all(at in held or text[at].isspace() for at in range(len(text)))
-    assert len(done.chunks) > 4
-    for before, after in pairwise(done.chunks):
-        assert before.start < after.start <= before.end + len("\n\n") < after.end
 
 
 def test_text_without_spaces_is_cut_at_its_own_marks_and_else_anywhere():
@@ -134,11 +121,6 @@ def test_wrong_sizes_are_one_line(sizes, said):
     with pytest.raises(ConfigError, match=said) as caught:
         AnalysisPlan(**sizes)
     assert "\n" not in str(caught.value)
-
-
-def test_a_document_of_white_space_is_refused():
-    with pytest.raises(PromptError, match="the document is empty"):
-        cut(" \n\n ", AnalysisPlan(16, 0), counting(make_tokenizer()))
 
 
 def test_there_is_no_context_without_room():

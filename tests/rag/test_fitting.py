@@ -100,24 +100,6 @@ def test_where_all_fits_a_prompt_is_encoded_once_the_engine_included(tokenizer: 
     engine.close()
 
 
-def test_however_much_is_left_out_a_prompt_is_encoded_twice(tokenizer: Counting) -> None:
-    """Three times at most: where the lengths say too little by the few tokens they leave open."""
-    counts = []
-    for window in range(100, 1830, 30):
-        engine, prompt = NarrowEngine(tokenizer, window), RagPrompt(tokenizer, INSTRUCTION)
-        found = passages(400, 300, 500, 200, 150, 250)
-        engine.register([one.chunk for one in found])
-        wanted = fitted_slowly(engine, prompt, (), QUESTION, found)
-        tokenizer.texts.clear()
-        fitted = PromptFitter(engine, prompt).fit((), QUESTION, found, MAX_TOKENS)
-        assert (0, [one.chunk.text for one in fitted.sources]) == wanted
-        counts.append((len(found) - len(fitted.sources), tokenizer.whole_prompts()))
-        engine.close()
-    assert {left_out for left_out, _ in counts} == {1, 2, 3, 4, 5, 6}
-    assert {encoded for _, encoded in counts} == {2, 3}
-    assert sum(encoded == 2 for _, encoded in counts) > len(counts) * 0.9
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_much_is_left_out_as_one_encoding_after_another_says(kind: str) -> None:
     """On every kind of tokenizer, with and without a chat template, and with earlier turns."""

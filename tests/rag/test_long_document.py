@@ -15,11 +15,9 @@ from cacheblend_rag import (
     SamplingParams,
     analyze_long_document,
 )
-from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import ConfigError, PromptError
 from tests.engines.toy_engine import ToyEngine
 from tests.models import make_tokenizer, words
-from tests.toy import TOY
 
 SIZES = {"chunk_tokens": 64, "overlap": 16, "window": 5}
 SAMPLING = SamplingParams.greedy(max_tokens=6)
@@ -74,31 +72,6 @@ def test_each_chunk_is_computed_once_though_it_stands_in_five_windows():
     assert report.prompts == report.windows + 1, "the last one joins the answers"
 
 
-def test_windows_hold_their_chunks_and_the_question_and_cover_the_document():
-    engine, text = CountingEngine(), document()
-    answers = list(analyze(engine, text))
-    assert answers[0].start == 0
-    assert answers[-1].end == len(text)
-    for index, one in enumerate(answers):
-        assert (one.window, one.first_chunk, one.end_chunk) == (index, index, index + 5)
-        prompt = engine.prompts[index]
-        assert prompt.endswith(f"Question: {QUESTION}\nAnswer:")
-        first, *_, last = text[one.start : one.end].split("\n\n")
-        assert first in prompt
-        assert last in prompt
-
-
-def test_answers_come_while_later_chunks_are_not_computed():
-    engine = CountingEngine()
-    analysis = analyze(engine)
-    next(analysis)
-    assert len(engine.stored) == 5
-    next(analysis)
-    assert len(engine.stored) == 6
-    assert analysis.report.computed_chunks == 6
-    assert analysis.report.answer == ""
-
-
 @pytest.mark.parametrize("combine", ["map_reduce", "refine"])
 def test_windows_shrink_to_a_small_context_and_the_report_says_so(combine):
     engine = CountingEngine(window=320)
@@ -139,18 +112,6 @@ def test_answers_that_do_not_fit_into_a_prompt_are_joined_in_rounds():
     assert len(joining) > 2
     assert sum(prompt.count("Part ") for prompt in joining) == windows + len(joining) - 1
     assert analysis.report.answer
-
-
-def test_many_answers_fit_into_the_prompts_that_join_them():
-    engine = CountingEngine(window=600, tokenizer=load_tokenizer(TOY))
-    sizes = {"chunk_tokens": 64, "overlap": 0, "window": 1}
-    sampling = SamplingParams.greedy(max_tokens=4)
-    text = "\n\n".join(f"Anna Gray lives in house {number}." for number in range(400))
-    analysis = analyze(engine, text, "Who lives there?", **sizes, sampling=sampling)
-    windows = len(list(analysis))
-    joining = engine.prompts[windows:]
-    assert "Part 20: " in joining[0], "more digits take more tokens"
-    assert max(len(engine.tokenize(prompt)) for prompt in joining) > 400, "prompts are filled"
 
 
 def test_refine_hands_each_window_the_answer_so_far():

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 
-import cacheblend_rag
 from cacheblend_rag.rag.ordering import PassageOrder, Source, arranged
 from cacheblend_rag.text.chunk import Chunk
 
@@ -58,7 +57,3 @@ def test_at_equal_positions_the_better_passage_stays_first():
         positions_of=lambda together: [7 for _ in together],
     )
     assert placed == [("a", "best"), ("a", "third"), ("b", "second")]
-
-
-def test_the_public_name_is_this_enum():
-    assert cacheblend_rag.PassageOrder is PassageOrder
