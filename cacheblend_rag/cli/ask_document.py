@@ -50,21 +50,16 @@ def ask_document(
     """
     _check(path)
     with output.stdout_reserved(as_json):
-        from cacheblend_rag.settings import EngineConfig, Profile
-
         checks.check_blend(ratio, selector)
-        checks.check_engine(engine or EMBEDDED)
-        checks.check_model(model)
-        checks.check_placement(device)
-        checks.check_chunk_size(plan.chunk_tokens, model, "--chunk-tokens")
-        config = EngineConfig(
-            engine=engine or EMBEDDED,
-            model=model,
-            instruction=default_lead_in,
+        config = asking.checked_config(
+            engine or EMBEDDED,
+            model,
             store=store,
-            profile=Profile.chosen(profile),
             device=device,
+            profile=profile,
+            instruction=default_lead_in,
         )
+        checks.check_chunk_size(plan.chunk_tokens, model, "--chunk-tokens")
         if resume is not None:
             AnswerLog.resumed(resume)  # refused before anything is loaded, if it is no such file
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.quiet_import import quiet_libraries
+from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.answering import Asker
 from cacheblend_rag.rag.collection_engine import Placement
 from cacheblend_rag.rag.ordering import PassageOrder, Source
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.rag.progress import ProgressCallbacks
     from cacheblend_rag.report import BlendReport, ChunkReport
-    from cacheblend_rag.settings import EngineConfig
+    from cacheblend_rag.settings import EngineConfig, StoreConfig
 
 TOP_K = 4
 MAX_TOKENS = 256
@@ -53,6 +54,31 @@ OrderOption = Annotated[
     PassageOrder,
     typer.Option(help="Best first, in document order (best document first), or best last."),
 ]
+
+
+def checked_config(
+    kind: str,
+    model: str,
+    *,
+    store: StoreConfig,
+    device: str | None,
+    profile: str | None,
+    **settings: Any,
+) -> EngineConfig:
+    """Return an engine's settings; what can be checked is checked before anything is loaded.
+
+    settings: others of EngineConfig.
+    """
+    from cacheblend_rag.settings import EngineConfig, Profile
+
+    checks.check_engine(kind)
+    if model:
+        checks.check_model(model)
+    checks.check_placement(device)
+    chosen = Profile.chosen(profile)
+    return EngineConfig(
+        engine=kind, model=model, store=store, device=device, profile=chosen, **settings
+    )
 
 
 def load_engine(config: EngineConfig, progress: ProgressCallbacks) -> Engine:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +19,6 @@ from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.settings import EMBEDDED, check_namespace
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.observe.explained import Explained
 
 MAX_TOKENS = 16
@@ -85,25 +85,29 @@ def explain_command(
             known = [options.read_text(one, "--passage") for one in passage or ()]
             check_namespace(namespace)
             checks.check_blend(ratio, selector)
-            opened = _opened(
+            folder = None if kv_path is None else options.store_folder(kv_path)
+            config = asking.checked_config(
                 engine or EMBEDDED,
-                model=model,
-                kv_path=kv_path,
-                instruction=instruction,
-                namespace=namespace,
+                model,
+                store=options.store_settings(store, kv_path=folder),
                 device=device,
-                store=store,
                 profile=profile,
+                instruction=instruction or "",
+                namespace=namespace,
             )
-            found = _explained_prompt(
-                opened,
-                text,
-                known,
-                ratio=ratio,
-                selector=selector,
-                max_tokens=max_tokens,
-                compare=compare,
-            )
+            from cacheblend_rag.observe.explained import explain_prompt
+
+            with output.progress_bar() as bar:
+                opened = asking.load_engine(config, bar)
+            with closing(opened):
+                opened.register(known)
+                found = explain_prompt(
+                    opened,
+                    text,
+                    config=opened.config.with_given(recompute_ratio=ratio, selector=selector),
+                    max_tokens=max_tokens,
+                    compare=compare,
+                )
         else:
             placement = Placement(device, options.collection_store(store), profile=profile)
             with asking.opened(folder, placement, engine, ratio, selector) as asker:
@@ -125,60 +129,6 @@ def _check_page(html: Path | None) -> None:
     """Raise StoreError when a page cannot be written, before anything is loaded."""
     if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
         raise StoreError(f"--html {html} cannot be written: name a file in an existing folder")
-
-
-def _opened(
-    kind: str,
-    *,
-    model: str,
-    kv_path: Path | None,
-    instruction: str | None,
-    namespace: str,
-    device: str | None,
-    store: list[str] | None,
-    profile: str | None,
-) -> Engine:
-    """Open the engine of a prompt; what can be checked is checked before anything is loaded."""
-    from cacheblend_rag.settings import EngineConfig, Profile
-
-    folder = None if kv_path is None else options.store_folder(kv_path)
-    settings = options.store_settings(store, kv_path=folder)
-    checks.check_engine(kind)
-    checks.check_model(model)
-    checks.check_placement(device)
-    given: dict[str, Any] = {} if instruction is None else {"instruction": instruction}
-    config = EngineConfig(
-        engine=kind,
-        model=model,
-        namespace=namespace,
-        store=settings,
-        device=device,
-        profile=Profile.chosen(profile),
-        **given,
-    )
-
-    with output.progress_bar() as bar:
-        return asking.load_engine(config, bar)
-
-
-def _explained_prompt(
-    engine: Engine,
-    text: str,
-    passages: list[str],
-    *,
-    ratio: float | None,
-    selector: str | None,
-    max_tokens: int,
-    compare: bool,
-) -> Explained:
-    from cacheblend_rag.observe.explained import explain_prompt
-
-    try:
-        engine.register(passages)
-        config = engine.config.with_given(recompute_ratio=ratio, selector=selector)
-        return explain_prompt(engine, text, config=config, max_tokens=max_tokens, compare=compare)
-    finally:
-        engine.close()
 
 
 def _show(found: Explained, html: Path | None, *, as_json: bool) -> None:
