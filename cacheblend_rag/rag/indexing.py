@@ -180,7 +180,7 @@ class Indexing:
             collection.note_unfinished(document.document_id, failed)
             task.advance()
         task.end()
-        if repair and self._collection is not None and self._settled("engine") == EMBEDDED:
+        if repair and self._collection is not None and self._collection.settings.engine == EMBEDDED:
             self.report.evicted_chunks = self._ready()[1].engine.evict_unregistered()
 
     def _left_over(self, *, repair: bool) -> Iterator[Document]:
@@ -242,11 +242,6 @@ class Indexing:
             self.report.changed += 1
         else:
             self.report.added += 1
-
-    def _settled(self, name: str) -> Any:
-        """Return a setting of the collection, or of the one to be made."""
-        settings = self._collection.settings if self._collection else self._choices
-        return getattr(settings, name)
 
     def _precompute(self, document: Document, models: _Models) -> tuple[Vectors, int]:
         """Embed the chunks and store their KV, one part at a time.
