@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend_rag.engines.labels import Label, labels_in
@@ -49,10 +49,6 @@ class Choice:
     def is_open(self) -> bool:
         """Whether no condition is given."""
         return self == Choice(spare=self.spare)
-
-    def sparing(self) -> Choice:
-        """Return the same choice without chunks that other documents share."""
-        return replace(self, spare=True)
 
     def condition(self, store: Path | None) -> Condition:
         """Return the predicate for the chunks.

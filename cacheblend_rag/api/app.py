@@ -12,8 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cacheblend_rag.api import chat, completions, errors, responses
 from cacheblend_rag.api.document_models import Released
-from cacheblend_rag.api.document_store import release_memory
-from cacheblend_rag.api.documents import documents_router
+from cacheblend_rag.api.documents import documents_router, release_memory
 from cacheblend_rag.api.gate import RUNNING, WAITING, Gate
 from cacheblend_rag.api.serving import Serving
 from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE, AccessMiddleware

@@ -25,7 +25,6 @@ from cacheblend_rag.rag.progress import Task
 
 if TYPE_CHECKING:
     from cacheblend_rag.admin.inspect import OpenStore
-    from cacheblend_rag.admin.select import Choice, Condition
 
 store_app = typer.Typer(
     help="Look at, check, warm and empty a store of chunk KV.", no_args_is_help=True
@@ -97,8 +96,10 @@ def list_chunks(
     "of" names the model of chunks, or says that a conversation's turns hold it; it is empty for
     prefixes, and for chunks that vLLM has stored.
     """
+    from cacheblend_rag.admin import select
+
     with _opened(path, store, read_only=True) as found:
-        choice = _choice(
+        choice = select.Choice(
             fingerprint=fingerprint,
             older_than=older_than,
             newer_than=newer_than,
@@ -176,16 +177,24 @@ def evict(
     Chunks that other documents share stay. Documents stay registered: an application removes
     them through its framework, or with `index --prune`.
     """
+    from cacheblend_rag.admin import select
+
     with _opened(path, store) as opened:
-        choice = _choice(
+        choice = select.Choice(
             fingerprint=fingerprint,
             older_than=older_than,
             newer_than=newer_than,
             namespace=namespace,
             model=model,
             document=document,
+            spare=True,
         )
-        condition = _condition(keys or [], everything, choice, path)
+        if bool(keys) + everything + (not choice.is_open) != 1:
+            raise StoreError(
+                "give keys, or --all, or some of --document, --namespace, --model, --fingerprint, "
+                "--older-than and --newer-than"
+            )
+        condition = select.named(keys) if keys else choice.condition(path)
         if everything and not yes:
             typer.confirm(f"Evict all chunks in {path}?", abort=True, err=True)
         evicted = opened.store.evict_where(condition)
@@ -216,7 +225,7 @@ def pin_document(
     if document is None and not undo:
         raise StoreError("give a document, or --undo")
     with _opened(path, store) as opened:
-        choice = _choice(document=document, namespace=namespace, model=model)
+        choice = select.Choice(document=document, namespace=namespace, model=model)
         done, change = ("unpinned", select.unpin) if undo else ("pinned", select.pin)
         count = change(opened.store, None if document is None else choice.condition(path))
         elsewhere = select.without_pins(opened.store)
@@ -242,32 +251,14 @@ def warm(
     as_json: JsonOption = False,
 ) -> None:
     """Load the most used chunks into the fastest tier that outlives this command."""
-    from cacheblend_rag.admin import inspect
+    from cacheblend_rag.admin import inspect, select
 
     with _opened(path, store) as opened, _progress("warm", shown=not as_json) as progress:
-        choice = _choice(namespace=namespace, model=model, document=document)
+        choice = select.Choice(namespace=namespace, model=model, document=document)
         keys = inspect.most_used(opened.store, choice.condition(path), log)
         most = None if max_gib is None else int(max_gib * (1 << 30))
         done = inspect.warm(opened.store, keys, most, progress)
     _show({"path": str(path), **done}, as_json, tuple(done), [tuple(done.values())])
-
-
-def _choice(**given: Any) -> Choice:
-    from cacheblend_rag.admin.select import Choice
-
-    return Choice(**given)
-
-
-def _condition(keys: Sequence[str], everything: bool, choice: Choice, path: Path) -> Condition:
-    """Return the test for chunks to evict; raises StoreError unless the choice is clear."""
-    from cacheblend_rag.admin import select
-
-    if bool(keys) + everything + (not choice.is_open) != 1:
-        raise StoreError(
-            "give keys, or --all, or some of --document, --namespace, --model, --fingerprint, "
-            "--older-than and --newer-than"
-        )
-    return select.named(keys) if keys else choice.sparing().condition(path)
 
 
 @contextmanager

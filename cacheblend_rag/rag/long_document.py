@@ -22,6 +22,7 @@ from cacheblend_rag.rag.document_report import (
     Combine,
     LongDocumentReport,
     PromptAnswer,
+    PromptAsker,
     WindowAnswer,
 )
 from cacheblend_rag.rag.document_windows import (
@@ -31,7 +32,6 @@ from cacheblend_rag.rag.document_windows import (
     fitting_window,
 )
 from cacheblend_rag.rag.progress import ProgressCallbacks, Task
-from cacheblend_rag.rag.prompt_asker import PromptAsker
 from cacheblend_rag.rag.window_prompts import SUMMARY, WindowPrompts, heading
 from cacheblend_rag.text.encoder import EDGE_TOKENS
 from cacheblend_rag.text.instructed import SEPARATOR

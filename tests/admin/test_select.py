@@ -68,7 +68,7 @@ def test_a_documents_chunks_are_those_its_engines_stored(
 
 def test_what_other_documents_share_is_spared(folder: Path, engines: dict[str, Engine]) -> None:
     default, alone = engines["default"], engines["alone"]
-    found = chosen(folder, Choice(document="two", model=TOY, namespace="default").sparing())
+    found = chosen(folder, Choice(document="two", model=TOY, namespace="default", spare=True))
     assert default.key(TWO.to_chunks()[0]) in found  # behind another context than in the other one
     assert alone.key(TWO.to_chunks()[0]) not in found  # the same KV
     assert keys(alone, TWO) - found == {alone.key(TWO.to_chunks()[0])}

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from cacheblend_rag.cli import output
-from cacheblend_rag.cli.explain_view import print_explained
+from cacheblend_rag.cli.explain import print_explained
 from tests.observe.explained_prompts import HOSTILE, Page, explained
 from tests.toy import TOY
 
