@@ -20,7 +20,7 @@ from cacheblend_rag.errors import StoreError, UnsupportedModelError
 from cacheblend_rag.models import DEFAULT_MODEL, packaged
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt, Turn
-from cacheblend_rag.rag.retrieval import BUNDLED, DocumentRetriever
+from cacheblend_rag.rag.retrieval import Embedder, VectorSearch
 from cacheblend_rag.settings import EMBEDDED
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from cacheblend_rag.engines.answer import Generation
     from cacheblend_rag.quality.side_by_side import Answers, SideBySide, Totals
+    from cacheblend_rag.text.chunk import Document
 
 SHOWN_CHARACTERS = 100
 
@@ -35,9 +36,6 @@ SHOWN_CHARACTERS = 100
 def demo_command(
     *,
     model: Annotated[str, typer.Option(help="The model: a name, file or folder.")] = DEFAULT_MODEL,
-    embedding_model: Annotated[
-        str, typer.Option(help="'bundled' or any sentence-transformers name or folder.")
-    ] = BUNDLED,
     save_passages: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Only write the passages, as text files."),
@@ -48,13 +46,12 @@ def demo_command(
     if save_passages is not None:
         _save_passages(save_passages)
         return
-    checks.check_embedding_model(embedding_model)
     checks.check_installed(checks.RETRIEVAL_MODULES, "retrieval", "demo")
     checks.check_model(model)
     console = output.side_console() if as_json else output.result_console()
     with output.stdout_reserved(as_json):
         quiet_libraries()
-        plain = _show(console, model, embedding_model)
+        plain = _show(console, model)
     if as_json:
         output.print_json(plain)
 
@@ -72,13 +69,13 @@ def _save_passages(folder: Path) -> None:
     typer.echo(f"to begin: cacheblend-rag index {folder}")
 
 
-def _show(console: Console, model: str, embedding_model: str) -> dict[str, Any]:
+def _show(console: Console, model: str) -> dict[str, Any]:
     """Answer the sample's questions and print them; return plain JSON values."""
     from cacheblend_rag.quality.side_by_side import Totals
 
     sample = load_passages()
     console.print(f"[bold]{escape(_described(model))}[/bold]", soft_wrap=True)
-    with _opened(model, embedding_model, sample) as (asker, dtype):
+    with _opened(model, sample) as (asker, dtype):
         with output.progress_bar() as bar, bar.phase("computing the passages' KV"):
             indexed = asker.index()
         console.print(
@@ -106,15 +103,19 @@ def _show(console: Console, model: str, embedding_model: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(
-    model: str, embedding_model: str, sample: PassageSample
-) -> Iterator[tuple[SideBySide, str]]:
+def _opened(model: str, sample: PassageSample) -> Iterator[tuple[SideBySide, str]]:
     """Load the model and the retriever; yields the model's dtype, too."""
     from cacheblend_rag.quality.side_by_side import SideBySide
 
     documents = sample.documents()
     prompt = RagPrompt(load_tokenizer(model), INSTRUCTION)
-    retriever = DocumentRetriever(documents, embedding_model)
+    embedder = Embedder()
+    search = VectorSearch(embedder.embed([passage.text for passage in sample.passages]))
+
+    def retrieve(question: str, count: int) -> list[Document]:
+        (vector,) = embedder.embed([question])
+        return [documents[place] for place, _ in search.nearest(vector, count)]
+
     with closing(open_engine(EMBEDDED, model=model, instruction=prompt.lead_in)) as engine:
         if engine.blend_refusal:
             raise UnsupportedModelError(f"model={model!r}: {engine.blend_refusal}")
@@ -122,7 +123,7 @@ def _opened(
             SideBySide(
                 engine,
                 documents,
-                retriever.retrieve,
+                retrieve,
                 lambda question, passages: prompt.segmented(
                     [Turn(question, passages)], engine.registry
                 ),

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cacheblend_rag.errors import MissingExtraError, ModelLoadError
-from cacheblend_rag.text.chunk import Document
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,27 +46,6 @@ class VectorSearch:
         """Return (index, cosine) of the ``count`` nearest, best first."""
         scores, places = self._index.search(vector[None], min(count, self._index.ntotal))
         return list(zip(places[0].tolist(), scores[0].tolist(), strict=True))
-
-
-class DocumentRetriever:
-    """Parent-document retrieval for the demo: search passages, return their whole documents.
-
-    embedding_model: see Embedder, whose errors it raises.
-    """
-
-    def __init__(self, documents: Sequence[Document], embedding_model: str = BUNDLED) -> None:
-        self._documents = tuple(documents)
-        self._owners = [i for i, document in enumerate(documents) for _ in document.chunks]
-        self._embedder = Embedder(embedding_model)
-        texts = [text for document in documents for text in document.chunks]
-        self._search = VectorSearch(self._embedder.embed(texts))
-
-    def retrieve(self, question: str, count: int) -> list[Document]:
-        """Return the ``count`` documents whose best passages match best, best first."""
-        (vector,) = self._embedder.embed([question])
-        places = self._search.nearest(vector, len(self._owners))
-        ranked = dict.fromkeys(self._owners[place] for place, _ in places)
-        return [self._documents[owner] for owner in ranked][:count]
 
 
 def _import_faiss(extra: str) -> Any:

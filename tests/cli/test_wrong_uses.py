@@ -148,7 +148,6 @@ WRONG = {
         "nobody/nothing",
     ): "model='nobody/nothing' is not a folder here, and the hub",
     (*INDEX, "--embedding-model", "./none"): "embedding_model='./none': there is no such folder",
-    ("demo", "--embedding-model", "/nowhere"): "embedding_model='/nowhere': there is no such",
     (
         "ask",
         "--document",
