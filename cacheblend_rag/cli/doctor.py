@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cacheblend_rag.cli import asking, options, output
-from cacheblend_rag.cli.doctor_request import RequestOptions, diagnose_request
+from cacheblend_rag.cli.doctor_request import diagnose_request
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS
 from cacheblend_rag.observe import diagnosis
@@ -91,10 +91,10 @@ def doctor_command(
     if prompt is not None or collection is not None or question is not None:
         if collection is not None and prompt is None and question is not None:
             options.refuse(context, OF_COLLECTIONS, "a collection has its own, leave it out")
-        given = RequestOptions(
-            prompt=prompt,
-            collection=collection,
-            question=question,
+        diagnose_request(
+            prompt,
+            collection,
+            question,
             model=model,
             url=url,
             namespace=namespace,
@@ -111,8 +111,8 @@ def doctor_command(
             runs=runs,
             answer_tokens=answer_tokens,
             verify=verify,
+            as_json=as_json,
         )
-        diagnose_request(given, as_json=as_json)
         return
     if url is not None:
         _check_url(url, model, namespace, as_json=as_json)

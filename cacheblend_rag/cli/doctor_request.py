@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,111 +24,90 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.prepare import PromptLike
     from cacheblend_rag.observe.doctor.diagnose import Diagnosis
     from cacheblend_rag.rag.progress import ProgressCallbacks
-    from cacheblend_rag.settings import BlendConfig
+    from cacheblend_rag.settings import EngineConfig
 
 
-@dataclass(frozen=True)
-class RequestOptions:
-    """The options of a request to diagnose, as they were given.
+Opened = tuple["Engine", "PromptLike", str]
+"""An opened engine, the prompt to diagnose, and its question; "" if that is not known."""
 
-    Raises ConfigError for those that exclude one another, PromptError for a prompt that cannot be
-    read.
+
+def diagnose_request(
+    prompt: Path | None,
+    collection: Path | None,
+    question: str | None,
+    *,
+    model: str | None,
+    url: str | None,
+    namespace: str,
+    kv_path: Path | None,
+    store: list[str] | None,
+    instruction: str | None,
+    lead_in: str | None,
+    ratio: float | None,
+    selector: str | None,
+    check_layers: str | None,
+    profile: str | None,
+    device: str | None,
+    top_k: int,
+    runs: int,
+    answer_tokens: int,
+    verify: bool,
+    as_json: bool,
+) -> None:
+    """Diagnose a request, print the findings; exits with code 1 if one is a fault.
+
+    Arguments are those of `doctor`. What can be checked is checked before anything is loaded.
     """
+    text = None if prompt is None else _text_of(prompt)
+    _check_together(prompt, collection, question)
+    if verify and url is not None:
+        raise ConfigError("--verify checks a model on this machine: leave out --url")
+    from cacheblend_rag.settings import BlendConfig, LeadInConfig
 
-    prompt: Path | None
-    collection: Path | None
-    question: str | None
-    model: str | None
-    url: str | None
-    namespace: str
-    kv_path: Path | None
-    store: list[str] | None
-    instruction: str | None
-    lead_in: str | None
-    ratio: float | None
-    selector: str | None
-    check_layers: str | None
-    profile: str | None
-    device: str | None
-    top_k: int
-    runs: int
-    answer_tokens: int
-    verify: bool
-
-    def check(self) -> None:
-        """Check what can be checked before anything is loaded."""
-        if self.prompt is not None and self.collection is not None:
-            raise ConfigError("--prompt and --collection: give one of them")
-        if self.question is not None and self.collection is None:
-            raise ConfigError("--question is asked of a collection: give --collection, too")
-        if self.collection is not None and self.question is None:
-            raise ConfigError("--collection needs a question: give --question")
-        if self.verify and self.url is not None:
-            raise ConfigError("--verify checks a model on this machine: leave out --url")
-        self._check_settings()
-
-    def _check_settings(self) -> None:
-        from cacheblend_rag.settings import BlendConfig, LeadInConfig
-
-        config = BlendConfig(**self.overrides())
-        LeadInConfig.of(self.lead_in)
-        options.store_settings(self.store, kv_path=self.store_folder)
-        if self.selector is not None:
-            checks.check_selector(self.selector)
-        checks.check_placement(self.device)
-        if self.prompt is None:
-            return
-        checks.check_engine(self.url or EMBEDDED)
-        if self.url is None:
-            checks.check_model(self.model or DEFAULT_MODEL)
-        if self.url is None and self.check_layers is not None:
-            checks.check_check_layers(config, self.model or DEFAULT_MODEL)
-
-    @property
-    def store_folder(self) -> Path | None:
-        """The folder of chunk KV; raises StoreError if it is a collection's."""
-        if self.prompt is None or self.kv_path is None:
-            return None
-        return options.store_folder(self.kv_path)
-
-    def overrides(self) -> dict[str, Any]:
-        """Return the given settings of a request by their names."""
-        layers = self.check_layers
-        found = {
-            "recompute_ratio": self.ratio,
-            "selector": self.selector,
-            "check_layers": None if layers is None else options.layers(layers, "--check-layers"),
-        }
-        return {name: value for name, value in found.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class OpenedRequest:
-    """An opened engine with the prompt to diagnose, its settings, and the question, if known."""
-
-    engine: Engine
-    prompt: PromptLike
-    config: BlendConfig
-    question: str = ""
-
-
-def diagnose_request(given: RequestOptions, *, as_json: bool) -> None:
-    """Diagnose a request, print the findings; exits with code 1 if one is a fault."""
-    text = None if given.prompt is None else _text_of(given.prompt)
-    given.check()
+    given = {"recompute_ratio": ratio, "selector": selector}
+    changes: dict[str, Any] = {name: one for name, one in given.items() if one is not None}
+    if check_layers is not None:
+        changes["check_layers"] = options.layers(check_layers, "--check-layers")
+    changed = BlendConfig(**changes)
+    if selector is not None:
+        checks.check_selector(selector)
+    opened: Callable[[ProgressCallbacks], AbstractContextManager[Opened]]
+    if text is None:
+        checks.check_placement(device)
+        placement = Placement(device, options.collection_store(store), profile=profile)
+        asked = clean_question(question or "")
+        opened = partial(
+            _of_collection, collection or Path(), asked, placement, url=url, top_k=top_k
+        )
+    else:
+        folder = None if kv_path is None else options.store_folder(kv_path)
+        kept = options.store_settings(store, kv_path=folder)
+        config = asking.checked_config(
+            url or EMBEDDED,
+            model or ("" if url else DEFAULT_MODEL),
+            store=kept.with_changes(read_only=kv_path is not None or kept.outlives),
+            device=device,
+            profile=profile,
+            instruction=instruction or "",
+            namespace=namespace,
+            lead_in=LeadInConfig.of(lead_in),
+        )
+        if url is None and check_layers is not None:
+            checks.check_check_layers(changed, config.model)
+        opened = partial(_of_prompt, text, config)
     with output.stdout_reserved(as_json), output.progress_bar(lines=True) as progress:
-        verdict = _verified(given, progress) if given.verify else None
-        with _opened(given, text, progress) as request:
+        verdict = _verified(model, collection, profile, device, progress) if verify else None
+        with opened(progress) as (engine, asked_prompt, about):
             from cacheblend_rag.observe.doctor.diagnose import diagnose
 
             task = progress.begin("examining a request", 0)
             found = diagnose(
-                request.engine,
-                request.prompt,
-                config=request.config,
-                question=request.question,
-                runs=given.runs,
-                answer_tokens=given.answer_tokens,
+                engine,
+                asked_prompt,
+                config=engine.config.with_changes(**changes),
+                question=about,
+                runs=runs,
+                answer_tokens=answer_tokens,
                 verdict=verdict,
                 on_step=task.note,
             )
@@ -141,6 +120,15 @@ def diagnose_request(given: RequestOptions, *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
+def _check_together(prompt: Path | None, collection: Path | None, question: str | None) -> None:
+    if prompt is not None and collection is not None:
+        raise ConfigError("--prompt and --collection: give one of them")
+    if question is not None and collection is None:
+        raise ConfigError("--question is asked of a collection: give --collection, too")
+    if collection is not None and question is None:
+        raise ConfigError("--collection needs a question: give --question")
+
+
 def _text_of(path: Path) -> str:
     text = options.read_text(path, "--prompt")
     if not text.strip():
@@ -149,60 +137,50 @@ def _text_of(path: Path) -> str:
 
 
 @contextmanager
-def _opened(
-    given: RequestOptions, text: str | None, progress: ProgressCallbacks
-) -> Iterator[OpenedRequest]:
-    if text is None:
-        yield from _of_collection(given, progress)
-        return
-    from cacheblend_rag.settings import EngineConfig, LeadInConfig, Profile
-
-    store = options.store_settings(given.store, kv_path=given.store_folder)
-    settings = EngineConfig(
-        engine=given.url or EMBEDDED,
-        model=given.model or ("" if given.url else DEFAULT_MODEL),
-        instruction=given.instruction or "",
-        namespace=given.namespace,
-        store=store.with_changes(read_only=given.kv_path is not None or store.outlives),
-        profile=Profile.chosen(given.profile),
-        device=given.device,
-        lead_in=LeadInConfig.of(given.lead_in),
-    )
-    with closing(asking.load_engine(settings, progress)) as engine:
-        config = engine.config.with_changes(**given.overrides())
-        yield OpenedRequest(engine, text, config)
+def _of_prompt(text: str, config: EngineConfig, progress: ProgressCallbacks) -> Iterator[Opened]:
+    with closing(asking.load_engine(config, progress)) as engine:
+        yield engine, text, ""
 
 
-def _of_collection(given: RequestOptions, progress: ProgressCallbacks) -> Iterator[OpenedRequest]:
+@contextmanager
+def _of_collection(
+    folder: Path,
+    question: str,
+    placement: Placement,
+    progress: ProgressCallbacks,
+    *,
+    url: str | None,
+    top_k: int,
+) -> Iterator[Opened]:
     from cacheblend_rag.rag.answering import Asker
 
-    question = clean_question(given.question or "")
-    placement = Placement(
-        given.device, options.collection_store(given.store), profile=given.profile
-    )
-    folder = given.collection or Path()
-    with Asker(folder, placement, given.url, progress=progress) as asker:
-        sources = asker.retrieve(question, given.top_k, PassageOrder.SCORE)
+    with Asker(folder, placement, url, progress=progress) as asker:
+        sources = asker.retrieve(question, top_k, PassageOrder.SCORE)
         fitted = asker.fit((), question, sources, asking.MAX_TOKENS)
-        config = asker.config.with_changes(**given.overrides())
-        yield OpenedRequest(asker.engine, fitted.prepared, config, question)
+        yield asker.engine, fitted.prepared, question
 
 
-def _verified(given: RequestOptions, progress: ProgressCallbacks) -> Any:
+def _verified(
+    model: str | None,
+    collection: Path | None,
+    profile: str | None,
+    device: str | None,
+    progress: ProgressCallbacks,
+) -> Any:
     """Return the verdict of `verify` on the model of a request."""
     from cacheblend_rag.quality.verify.gate import verify_model
     from cacheblend_rag.rag.collection import Collection
 
-    model = given.model or DEFAULT_MODEL
-    if given.collection is not None:
-        with Collection.open(given.collection) as collection:
-            model = collection.settings.model
-    checks.check_model(model)
-    task = progress.begin(f"verifying {model}", 0)
+    name = model or DEFAULT_MODEL
+    if collection is not None:
+        with Collection.open(collection) as opened:
+            name = opened.settings.model
+    checks.check_model(name)
+    task = progress.begin(f"verifying {name}", 0)
     verdict = verify_model(
-        model,
-        profile=given.profile,
-        device=given.device,
+        name,
+        profile=profile,
+        device=device,
         on_check=lambda check: task.note(f"{check.name}: {check.status}"),
     )
     task.end()
