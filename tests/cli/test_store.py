@@ -115,34 +115,6 @@ def test_evict_all_asks_first_and_not_on_stdout(store, folder, answer, left, cod
     assert "?" not in result.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["evict"],
-        ["evict", "--all", "--fingerprint", ONE],
-        ["evict", str(KEYS[0]), "--all", "--yes"],
-        ["evict", "../../etc/passwd"],
-    ],
-)
-def test_an_unclear_choice_is_one_line_and_exit_2(store, folder, arguments):
-    result = store(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert remaining(folder) == set(KEYS)
-
-
-@pytest.mark.parametrize("command", ["stats", "ls", "verify", "evict"])
-def test_a_missing_folder_is_one_line_and_exit_2_and_is_not_made(tmp_path, command):
-    extra = ["--all", "--yes"] if command == "evict" else []
-    result = run(command, *extra, "--kv-path", str(tmp_path / "none"), "--json")
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert "none" in result.stderr
-    assert not (tmp_path / "none").exists()
-
-
 def test_the_folder_may_come_from_the_environment(folder):
     result = run("stats", "--json", env={"CACHEBLEND_KV_PATH": str(folder)})
     assert printed(result)["entries"] == 3
