@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from cacheblend_rag.engines.answer import Generation
     from cacheblend_rag.quality.side_by_side import Answers, SideBySide, Totals
-    from cacheblend_rag.text.chunk import Document
 
 SHOWN_CHARACTERS = 100
 
@@ -112,7 +111,7 @@ def _opened(model: str, sample: PassageSample) -> Iterator[tuple[SideBySide, str
     embedder = Embedder()
     search = VectorSearch(embedder.embed([passage.text for passage in sample.passages]))
 
-    def retrieve(question: str, count: int) -> list[Document]:
+    def retrieve(question: str, count: int) -> list[Any]:
         (vector,) = embedder.embed([question])
         return [documents[place] for place, _ in search.nearest(vector, count)]
 

@@ -91,11 +91,11 @@ def explain_command(
             known = [options.read_text(one, "--passage") for one in passage or ()]
             check_namespace(namespace)
             checks.check_blend(ratio, selector)
-            folder = None if kv_path is None else options.store_folder(kv_path)
+            known_in = None if kv_path is None else options.store_folder(kv_path)
             config = asking.checked_config(
                 engine or EMBEDDED,
                 model,
-                store=options.store_settings(store, kv_path=folder),
+                store=options.store_settings(store, kv_path=known_in),
                 device=device,
                 profile=profile,
                 instruction=instruction or "",

@@ -14,9 +14,8 @@ from cacheblend_rag.text.instructed import SEPARATOR
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
+    from cacheblend_rag.engines.prepare import PreparedPrompt
     from cacheblend_rag.prefill.conversation_kv import ConversationKV
-    from cacheblend_rag.text.prompt import BlendPrompt
 
 ANSWER_SHARE = 4
 
@@ -95,13 +94,10 @@ class PromptFitter:
 
         hints = [source.chunk for asked in turns for source in asked.sources]
         told = [asked.turn for asked in turns]
-        prompt: BlendPrompt | TurnPrompt = self._prompt.segmented(
-            told, self._engine.registry, hints
-        )
-        if conversation is not None:
-            prompt = TurnPrompt(conversation, prompt, told[-1].question)
+        prompt = self._prompt.segmented(told, self._engine.registry, hints)
+        turn = conversation and TurnPrompt(conversation, prompt, told[-1].question)
         try:
-            prepared = self._engine.prepare(prompt, hints)
+            prepared = self._engine.prepare(turn or prompt, hints)
         except PromptTooLongError as error:
             return None, error.tokens
         return prepared, len(prepared.token_ids)

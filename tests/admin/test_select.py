@@ -80,9 +80,9 @@ def test_what_other_documents_share_is_spared(folder: Path, engines: dict[str, E
 def test_a_models_chunks_are_chosen_by_its_name(folder: Path, engines: dict[str, Engine]) -> None:
     with inspect.opened(folder) as found:
         count = found.count()
-    assert {label.model for label in count.labels.values()} == {"toy"}
-    assert set(count.labels) == {engine.fingerprint for engine in engines.values()}
-    assert len(chosen(folder, Choice(model=TOY))) == count.total.entries
+    assert set(count["models"].values()) == {"toy"}
+    assert set(count["models"]) == {engine.fingerprint for engine in engines.values()}
+    assert len(chosen(folder, Choice(model=TOY))) == count["entries"]
 
 
 @pytest.mark.parametrize(
