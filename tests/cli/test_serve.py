@@ -37,7 +37,7 @@ def executed(monkeypatch):
 def served_here(monkeypatch):
     """What `serve` would have served in this process, after its checks."""
     served = []
-    monkeypatch.setattr(serve_here, "load_engine", lambda config, _: served.append(config))
+    monkeypatch.setattr(serve_here.asking, "load_engine", lambda config, _: served.append(config))
     monkeypatch.setattr(serve_here, "closing", lambda _: nullcontext())
     monkeypatch.setattr(serve_here, "_run", lambda address, name, _: served.append((address, name)))
     monkeypatch.setattr(app, "create_app", lambda *_, **__: None)
