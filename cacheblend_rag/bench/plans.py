@@ -5,14 +5,13 @@ PyTorch is not imported before a plan is made, so that the command line starts q
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.plain import read_object
-from cacheblend_rag.settings import Precision
+from cacheblend_rag.settings import Precision, StoreConfig
 from cacheblend_rag.settings.tier_url import TierUrl
 
 if TYPE_CHECKING:
@@ -58,9 +57,8 @@ class TtftPlan:
     shape: of random weights, a name in `SHAPES`; DEFAULT_SHAPE if neither it nor a model is given.
     model: by its name, with its own weights and on real text. dtype, device: of random weights.
     selector_options: as a JSON object. batched_tokens: most that vLLM computes in a step, None is
-    the whole prompt. eager: vLLM without compiling the model. cold: whether the disk's files are
-    dropped from the page cache before each blend. Raises ConfigError for what cannot be measured,
-    ModelLoadError when there is no such model.
+    the whole prompt. eager: vLLM without compiling the model. Raises ConfigError for what cannot be
+    measured, ModelLoadError when there is no such model.
     """
 
     shape: str = ""
@@ -79,9 +77,7 @@ class TtftPlan:
     repeat: int = 5
     batched_tokens: int | None = None
     eager: bool = False
-    attention: str = "auto"
     precision: Precision = "native"
-    cold: bool = False
 
     def __post_init__(self) -> None:
         if self.model and self.shape:
@@ -90,16 +86,9 @@ class TtftPlan:
             )
         if self.engine not in ENGINES:
             raise ConfigError(f"engine={self.engine!r} must be one of {', '.join(ENGINES)}")
-        from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-
-        ConnectorSettings.of(
-            {"store": {"precision": self.precision}, "attention": self.attention}
-        )  # raises for an unknown name
+        StoreConfig(precision=self.precision)  # raises for an unknown name
         for tier in self.tiers:
             check_tier(tier)
-        can_be_cold = self.engine == ENGINES[0] and hasattr(os, "posix_fadvise")
-        if self.cold and ("disk" not in self.tiers or not can_be_cold):
-            raise ConfigError("cold=True: only for --tier disk, --engine transformers, on Linux")
         self.subject.check_prompt(self.prompt_tokens)
         for ratio in self.ratios:
             self.blend_config(ratio)

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cacheblend_rag.bench.memory import drop_from_page_cache, peak_extra_bytes
+from cacheblend_rag.bench.memory import peak_extra_bytes
 from cacheblend_rag.bench.plans import PromptTokens, TtftPlan
 from cacheblend_rag.bench.shapes import NamedModel
 from cacheblend_rag.bench.workload import (
@@ -61,8 +60,7 @@ class TtftRow:
     runs: seconds of each run of ``full``, ``blend`` and ``prefix_caching``. load_seconds: how long
     the blend waited for reads. load_hidden_seconds: reading time during which it computed.
     hidden_share: the latter's share of both; None in memory, unless chunks are unpacked there, and
-    in vLLM. precision: of stored chunk KV. cold: whether the disk's files were not in the page
-    cache. selector_options: those given.
+    in vLLM. precision: of stored chunk KV. selector_options: those given.
     """
 
     engine: str
@@ -88,7 +86,6 @@ class TtftRow:
     load_hidden_seconds: float | None = None
     hidden_share: float | None = None
     precision: str = "native"
-    cold: bool = False
     selector_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -135,7 +132,6 @@ class TtftRow:
             runs=runs,
             precision=plan.precision,
             selector_options=plan.options,
-            cold=plan.cold and tier == "disk",
             **_hiding(loads),
         )
 
@@ -164,7 +160,6 @@ def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[Ttft
     model, tokenizer = plan.subject.load(dtype=plan.torch_dtype, device=plan.torch_device)
     with ExitStack() as stack:
         engines: dict[str, TransformersEngine] = {}
-        folders: dict[str, Path] = {}
         for tier in dict.fromkeys(plan.tiers):
             advance(f"precomputing for {tier}")
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-"))
@@ -174,15 +169,13 @@ def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[Ttft
             stack.callback(engine.evict_document, DOCUMENT)
             engine.precompute(texts.chunks, progress=False)
             engines[tier_name(tier)] = engine
-            folders[tier_name(tier)] = Path(folder)
-        return _Measurement(plan, engines, folders, texts.prompt(), advance).rows()
+        return _Measurement(plan, engines, texts.prompt(), advance).rows()
 
 
 @dataclass(frozen=True)
 class _Measurement:
     plan: TtftPlan
     engines: dict[str, TransformersEngine]
-    folders: dict[str, Path]
     prompt: BlendPrompt
     advance: Advance
     loads: defaultdict[tuple[str, float], list[tuple[float, float]]] = field(
@@ -210,8 +203,6 @@ class _Measurement:
         return _first_token_seconds(engine.generate_full(self.prompt, ONE_TOKEN))
 
     def _blend(self, tier: str, ratio: float, turn: int) -> float:
-        if self.plan.cold and tier == "disk":
-            drop_from_page_cache(self.folders[tier])
         generation = self.engines[tier].generate(
             self.prompt, ONE_TOKEN, config=self.plan.blend_config(ratio)
         )

@@ -65,7 +65,7 @@ def _engine(plan: TtftPlan, texts: Texts, model: Path | str, tier: str) -> Itera
     options["max_num_batched_tokens"] = plan.step_tokens(texts.most_tokens)
     with tempfile.TemporaryDirectory(prefix="cacheblend-kv-") as kv:
         store = store_config(tier, kv, plan.precision)
-        settings = ConnectorSettings(store=store).with_changes(attention=plan.attention)
+        settings = ConnectorSettings(store=store)
         kind = cast("VLLMKind", plan.engine)
         with running_vllm(kind, model, options=options, settings=settings) as engine:
             yield engine

@@ -74,14 +74,7 @@ def ttft_command(
     eager: Annotated[
         bool, typer.Option("--eager", help="vLLM without compiling the model.")
     ] = False,
-    attention: Annotated[
-        str, typer.Option(help="Of recomputed rows in vLLM: auto, native or sdpa.")
-    ] = "auto",
     precision: Annotated[str, typer.Option(help="Of stored chunk KV: native or fp8.")] = "native",
-    cold: Annotated[
-        bool,
-        typer.Option("--cold", help="Drop the disk's files from the page cache before each blend."),
-    ] = False,
     as_json: options.JsonOption = False,
 ) -> None:
     """Measure the time to first token by ordinary prefill and by a blend.
@@ -111,9 +104,7 @@ def ttft_command(
         repeat=repeat,
         batched_tokens=batched_tokens,
         eager=eager,
-        attention=attention,
         precision=cast("Precision", precision),
-        cold=cold,
     )
     quiet_libraries()
     if plan.engine != ENGINES[0]:

@@ -88,7 +88,7 @@ def tune_command(
         needed = ("rouge_score", "tomli_w", *(("matplotlib",) if plot else ()))
         checks.check_installed(needed, "tune", "eval")
         from cacheblend_rag.engines.tokenizer import load_tokenizer
-        from cacheblend_rag.quality import candidates
+        from cacheblend_rag.quality import ladder
         from cacheblend_rag.quality.tune import mixed, tune_model
         from cacheblend_rag.quality.tune import plot as draw
         from cacheblend_rag.settings import BlendConfig
@@ -97,11 +97,11 @@ def tune_command(
         if at:
             checks.check_check_layers(BlendConfig(check_layers=tuple(sorted(at))), model)
         tried: dict[str, Any] = {
-            "selectors": options.names(selectors) if selectors else candidates.SELECTORS,
-            "ratios": options.numbers(ratios, "--ratios") if ratios else candidates.RATIOS,
+            "selectors": options.names(selectors) if selectors else ladder.SELECTORS,
+            "ratios": options.numbers(ratios, "--ratios") if ratios else ladder.RATIOS,
         }
-        kinds = options.names(lead_ins) if lead_ins else candidates.LEAD_INS
-        candidates.candidates(1, lead_ins=kinds, **tried)  # refuses what is wrong, at once
+        kinds = options.names(lead_ins) if lead_ins else ladder.LEAD_INS
+        ladder.candidates(1, lead_ins=kinds, **tried)  # refuses what is wrong, at once
         tokenizer = load_tokenizer(model)
         cutting = options.cutting(
             chunk_tokens,

@@ -17,17 +17,21 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.quality.candidates import (
-    BASE,
-    LEAD_INS,
-    Candidate,
-    candidates,
-    rungs,
-)
 from cacheblend_rag.quality.dataset import EvalDataset, PromptFrame
 from cacheblend_rag.quality.evaluator import opened_engines
 from cacheblend_rag.quality.fidelity import TOKENS
-from cacheblend_rag.quality.ladder import LEAST, Bar, BarKind, Ladder, Standing
+from cacheblend_rag.quality.ladder import (
+    BASE,
+    LEAD_INS,
+    LEAST,
+    Bar,
+    BarKind,
+    Candidate,
+    Ladder,
+    Standing,
+    candidates,
+    rungs,
+)
 from cacheblend_rag.quality.measuring import Measures, QuestionMeasurer
 from cacheblend_rag.quality.records import RecordLog
 from cacheblend_rag.quality.rules import FULL, Rule

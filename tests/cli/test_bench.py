@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import sys
 
 import pytest
@@ -8,13 +7,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cacheblend_rag import TransformersEngine, models
-from cacheblend_rag.bench import shapes, ttft
-from cacheblend_rag.bench.memory import drop_from_page_cache, peak_extra_bytes
+from cacheblend_rag.bench import shapes
+from cacheblend_rag.bench.memory import peak_extra_bytes
 from cacheblend_rag.bench.plans import PromptTokens, TtftPlan
 from cacheblend_rag.bench.ttft import TtftRow
 from cacheblend_rag.demo.passages import load_real_texts
 from cacheblend_rag.engines.transformers import loading
-from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds
 from tests.servers import redis_place, tier_at
 from tests.toy import TOY
@@ -22,14 +20,13 @@ from tests.toy import TOY
 TINY = shapes.ModelShape(
     "tiny", "llama", 4, 32, 4, 2, 64, 512, 2048, {"rope_type": "default", "rope_theta": 1e4}
 )
-needs_fadvise = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="Linux only")
 SMALL = ("--chunks", 2, "--chunk-tokens", 48, "--question-tokens", 4, "--repeat", 1)
 FIELDS = {
     "engine", "shape", "model", "prompt_tokens", "selector", "ratio", "tier", "full_seconds",
     "blend_seconds", "speedup", "bound", "share_of_bound", "work_bound",
     "share_of_work_bound", "peak_extra_bytes", "prompt_kv_bytes",
     "prefix_caching_seconds", "batched_tokens", "runs", "load_seconds", "load_hidden_seconds",
-    "hidden_share", "precision", "cold", "selector_options",
+    "hidden_share", "precision", "selector_options",
 }  # fmt: skip
 
 
@@ -44,33 +41,6 @@ def test_a_selectors_options_are_measured_and_told(cli):
     plain, first = cli(*asked).json, cli(*asked, "--selector-options", '{"layers": [0]}').json
     assert (plain["selector_options"], first["selector_options"]) == ({}, {"layers": [0]})
     assert first["bound"] > plain["bound"], "a shallow probe has fewer layers"
-
-
-@needs_fadvise
-def test_cold_files_are_dropped_from_the_page_cache_before_each_blend(cli, monkeypatch):
-    events, generate = [], TransformersEngine.generate
-
-    def answered(engine, *given, **named):
-        told = generate(engine, *given, **named)
-        events.append(told.report.chunks[0].tier)
-        return told
-
-    monkeypatch.setattr(ttft, "drop_from_page_cache", lambda _: events.append("dropped"))
-    monkeypatch.setattr(TransformersEngine, "generate", answered)
-    command = ("bench", "ttft", "--shape", "tiny", *SMALL, "--ratio", 0, "--cold", "--json")
-    rows = cli(*command).json["rows"]
-    assert [(row["tier"], row["cold"]) for row in rows] == [("host", False), ("disk", True)]
-    before = [events[at - 1] for at, event in enumerate(events) if event == "disk"]
-    assert before == ["dropped"] * 3, "a warm-up, the timed one, and one for memory"
-    assert events.count("dropped") == 3
-
-
-@needs_fadvise
-def test_files_that_are_not_dropped_end_the_measurement(monkeypatch, tmp_path):
-    (tmp_path / "chunk").write_bytes(b"numbers")
-    monkeypatch.setattr(os, "posix_fadvise", lambda *_: None)  # as on a tmpfs
-    with pytest.raises(CacheBlendError, match=r"cold: the system keeps .*chunk in memory"):
-        drop_from_page_cache(tmp_path)
 
 
 def test_one_row_stands_alone(cli, slow_blends):

@@ -112,9 +112,6 @@ def test_throughput_is_measured():
     ("arguments", "message"),
     [
         (("ttft", "--engine", "gguf"), "engine='gguf'"),
-        (("ttft", "--engine", "vllm", "--attention", "magic"), "attention='magic'"),
-        (("ttft", "--cold", "--tier", "host"), "cold=True"),
-        (("ttft", "--cold", "--engine", "vllm"), "cold=True"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(cli, arguments, message):

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.quality.candidates import Candidate, candidates, rungs
 from cacheblend_rag.quality.fidelity import PromptFidelity
-from cacheblend_rag.quality.ladder import AT_ONCE, Bar, Ladder
+from cacheblend_rag.quality.ladder import AT_ONCE, Bar, Candidate, Ladder, candidates, rungs
 from cacheblend_rag.quality.records import PromptRecord
 
 FULL_SECONDS = 10.0

@@ -12,9 +12,9 @@ import pytest
 
 from cacheblend_rag import TieredKVStore, load_tokenizer
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.quality.candidates import Candidate
 from cacheblend_rag.quality.dataset import EvalDataset, PromptFrame
 from cacheblend_rag.quality.evaluator import opened_engines
+from cacheblend_rag.quality.ladder import Candidate
 from cacheblend_rag.quality.measuring import QuestionMeasurer
 from cacheblend_rag.quality.records import RecordLog
 from cacheblend_rag.quality.tune import Tuned, mixed, pareto, plot, tune

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 from cacheblend_rag.observe.doctor.machine import CpuLoad
 from cacheblend_rag.observe.doctor.similar import SimilarChunk
@@ -110,18 +110,6 @@ class MemoryFacts:
     lack: str | None = None
 
 
-class FailedCheck(Protocol):
-    """A check of a model that failed."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def found(self) -> str:
-        """What it found."""
-
-
 class Verified(Protocol):
     """The verdict of ``verify_model``."""
 
@@ -130,8 +118,8 @@ class Verified(Protocol):
         """Whether no check failed."""
 
     @property
-    def failed(self) -> Sequence[FailedCheck]:
-        """The checks of the model that failed."""
+    def failed(self) -> Sequence[Any]:
+        """The checks of the model that failed, each with its ``name`` and what it ``found``."""
 
     @property
     def advice(self) -> str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedModel
 
-from cacheblend_rag.bench.memory import drop_from_page_cache, peak_extra_bytes
+from cacheblend_rag.bench.memory import peak_extra_bytes
+from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.prompt import BlendPrompt
 from tests.benchmarks.gpu.requests import (
@@ -111,3 +116,33 @@ def _measured(requests: Requests, chunks: int, way: Callable[[BlendPrompt], obje
     if peak is None:
         return {**row, "peak_mib": "not measurable here"}
     return {**row, "peak_mib": round(peak / MIB, 2), "peak_by_kv": round(peak / own, 3)}
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    """Drop a folder's files from the page cache, so that the next read waits for the disk.
+
+    Raises CacheBlendError where the system keeps them in memory, as on a tmpfs.
+    """
+    for path in folder.rglob("*"):
+        if not path.is_file():
+            continue
+        with path.open("rb+") as file:
+            os.fsync(file)  # pages that are not written yet stay
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if _is_cached(file.fileno(), path.stat().st_size):
+                raise CacheBlendError(
+                    f"cold: the system keeps {path} in memory; set TMPDIR to a folder on a disk"
+                )
+
+
+def _is_cached(file: int, nbytes: int) -> bool:
+    """Whether any page of an open file is in the page cache, as ``mincore`` tells."""
+    if not nbytes:
+        return False
+    told = np.empty(-(-nbytes // mmap.PAGESIZE), dtype=np.uint8)
+    with mmap.mmap(file, nbytes, prot=mmap.PROT_READ) as mapped:
+        at = np.frombuffer(mapped, dtype=np.uint8).ctypes.data_as(ctypes.c_void_p)
+        result = told.ctypes.data_as(ctypes.c_void_p)
+        failed = ctypes.CDLL(None).mincore(at, ctypes.c_size_t(nbytes), result)
+        del at  # it keeps the file mapped
+    return bool(failed or (told & 1).any())
