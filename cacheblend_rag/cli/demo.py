@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from textwrap import shorten
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cacheblend_rag.engines.answer import Generation
-    from cacheblend_rag.quality.side_by_side import Answers, SideBySide, Totals
+    from cacheblend_rag.quality.side_by_side import Answers, SideBySide
 
 SHOWN_CHARACTERS = 100
 
@@ -70,7 +70,7 @@ def _save_passages(folder: Path) -> None:
 
 def _show(console: Console, model: str) -> dict[str, Any]:
     """Answer the sample's questions and print them; return plain JSON values."""
-    from cacheblend_rag.quality.side_by_side import Totals
+    from cacheblend_rag.quality.side_by_side import totals_of
 
     sample = load_passages()
     console.print(f"[bold]{escape(_described(model))}[/bold]", soft_wrap=True)
@@ -87,7 +87,7 @@ def _show(console: Console, model: str) -> dict[str, Any]:
         for found in asker.answer_all(sample.questions):
             answered.append(found)
             _print_answered(console, found)
-    totals = Totals.of(answered)
+    totals = totals_of(answered)
     for line in _summary(totals):
         console.print(line, soft_wrap=True)
     return {
@@ -97,7 +97,7 @@ def _show(console: Console, model: str) -> dict[str, Any]:
         "indexed_tokens": indexed.computed_tokens,
         "index_seconds": indexed.seconds,
         "questions": [found.to_dict() for found in answered],
-        "totals": totals.to_dict(),
+        "totals": totals,
     }
 
 
@@ -163,25 +163,26 @@ def _marked(found: Answers, generation: Generation) -> str:
     return f"[green]{text}[/green]" if found.right(generation) else f"[red]{text} *[/red]"
 
 
-def _summary(totals: Totals) -> list[str]:
+def _summary(told: Mapping[str, Any]) -> list[str]:
     """Return lines on the speedup and the difference of answers."""
-    count = totals.questions
+    count = told["questions"]
+    full, reuse, blend = (
+        output.duration(told[f"{way}_seconds"]) for way in ("full", "reuse", "blend")
+    )
     lines = [
-        f"\nFirst token, median of {count} questions: full prefill "
-        f"{output.duration(totals.full_seconds)}, plain reuse "
-        f"{output.duration(totals.reuse_seconds)}, blend {output.duration(totals.blend_seconds)}, "
-        f"[bold]{totals.speedup:.1f}x sooner[/bold]; {totals.reused_tokens:,.0f} of "
-        f"{totals.prompt_tokens:,.0f} tokens reused.",
-        f"Right: {totals.full_right} of {count} by full prefill, {totals.reuse_right} by plain "
-        f"reuse, {totals.blend_right} by blend (* does not hold the answer in brackets, word for "
-        f"word). The same text as full prefill's: {totals.reuse_same} by plain reuse, "
-        f"{totals.blend_same} by blend.",
+        f"\nFirst token, median of {count} questions: full prefill {full}, plain reuse {reuse}, "
+        f"blend {blend}, [bold]{told['speedup']:.1f}x sooner[/bold]; "
+        f"{told['reused_tokens']:,.0f} of {told['prompt_tokens']:,.0f} tokens reused.",
+        f"Right: {told['full_right']} of {count} by full prefill, {told['reuse_right']} by plain "
+        f"reuse, {told['blend_right']} by blend (* does not hold the answer in brackets, word for "
+        f"word). The same text as full prefill's: {told['reuse_same']} by plain reuse, "
+        f"{told['blend_same']} by blend.",
     ]
-    if totals.reuse_same < count:
+    if told["reuse_same"] < count:
         lines.append(
             "Plain reuse takes the passages' KV as it was stored, computed without the passages "
             "beside it; blend recomputes the tokens that need it."
         )
-    if totals.full_right < count:
+    if told["full_right"] < count:
         lines.append("What full prefill gets wrong, the model gets wrong by itself.")
     return lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -61,50 +61,27 @@ class Answers:
         }
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Totals over all answers; seconds are the median time to first token, tokens medians."""
+def totals_of(answered: Sequence[Answers]) -> dict[str, Any]:
+    """Return totals over at least one answer, as plain JSON values.
 
-    questions: int
-    full_seconds: float
-    reuse_seconds: float
-    blend_seconds: float
-    prompt_tokens: float
-    reused_tokens: float
-    full_right: int
-    reuse_right: int
-    blend_right: int
-    reuse_same: int
-    blend_same: int
-    not_blended: tuple[str, ...]
-
-    @property
-    def speedup(self) -> float:
-        """Time to first token of full prefill divided by that of blend."""
-        return self.full_seconds / self.blend_seconds
-
-    @classmethod
-    def of(cls, answered: Sequence[Answers]) -> Totals:
-        """Add up at least one answer."""
-        blends = [one.blend.report for one in answered]
-        return cls(
-            questions=len(answered),
-            full_seconds=median(_first_token(one.full) for one in answered),
-            reuse_seconds=median(_first_token(one.reuse) for one in answered),
-            blend_seconds=median(_first_token(one.blend) for one in answered),
-            prompt_tokens=median(report.prompt_tokens for report in blends),
-            reused_tokens=median(report.reused_tokens for report in blends),
-            full_right=sum(one.right(one.full) for one in answered),
-            reuse_right=sum(one.right(one.reuse) for one in answered),
-            blend_right=sum(one.right(one.blend) for one in answered),
-            reuse_same=sum(one.same(one.reuse) for one in answered),
-            blend_same=sum(one.same(one.blend) for one in answered),
-            not_blended=tuple(str(report.reason) for report in blends if not report.blended),
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {**asdict(self), "speedup": self.speedup}
+    Seconds are medians of the time to first token, tokens medians. ``..._right``: answers that
+    contain a right one; ``..._same``: those with full prefill's text. speedup: of blend.
+    """
+    blends = [one.blend.report for one in answered]
+    totals: dict[str, Any] = {
+        "questions": len(answered),
+        "prompt_tokens": median(report.prompt_tokens for report in blends),
+        "reused_tokens": median(report.reused_tokens for report in blends),
+        "not_blended": [str(report.reason) for report in blends if not report.blended],
+    }
+    for way in ("full", "reuse", "blend"):
+        found = [getattr(one, way) for one in answered]
+        pairs = list(zip(answered, found, strict=True))
+        totals[f"{way}_seconds"] = median(map(_first_token, found))
+        totals[f"{way}_right"] = sum(one.right(generation) for one, generation in pairs)
+        if way != "full":
+            totals[f"{way}_same"] = sum(one.same(generation) for one, generation in pairs)
+    return {**totals, "speedup": totals["full_seconds"] / totals["blend_seconds"]}
 
 
 @dataclass(frozen=True)
