@@ -86,16 +86,9 @@ def redis_place(server, options=""):
     return redis_url(server, f"prefix={uuid.uuid4().hex}:&{options}")
 
 
-class RedisNames:
-    """The names under which a Redis tier keeps its chunks, written out as its layout has them."""
-
-    def __init__(self, tier):
-        self.about, self.used = f"{tier.prefix}about", f"{tier.prefix}used"
-        self.values, self.all = f"{tier.prefix}kv:*", f"{tier.prefix}*"
-        self._prefix = tier.prefix
-
-    def value(self, key):
-        return f"{self._prefix}kv:{key}"
+def redis_name(tier, key):
+    """The name under which a Redis tier keeps a chunk, written out as its layout has it."""
+    return f"{tier.prefix}kv:{key}"
 
 
 def s3_place(server, options=""):

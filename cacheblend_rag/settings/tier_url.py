@@ -27,9 +27,12 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "admit": ("frequency", "always"),
     "fsync": ("yes", "no"),
 }
-COMMON = ("name", "capacity", "ttl", "watermark", "write", "promote", "admit", "timeout")
+COMMON = ("name", "ttl", "write", "promote", "timeout")
+BOUNDED = ("capacity", "admit")
+"""Options of the places whose capacity is ours to keep: servers have limits of their own."""
 OWN: Mapping[str, tuple[str, ...]] = {
-    "disk": ("fsync",),
+    **dict.fromkeys(MEMORY_SCHEMES, BOUNDED),
+    "disk": (*BOUNDED, "fsync"),
     **dict.fromkeys(REDIS_SCHEMES, ("prefix", "db")),
     "rediss": ("prefix", "db", "ssl_ca_certs"),
     "s3": ("endpoint", "region"),
@@ -186,8 +189,6 @@ def _value(where: str, name: str, text: str) -> Any:
         return None if text == "none" else read_bytes(where, text)
     if name in ("ttl", "timeout"):
         return read_seconds(where, text)
-    if name == "watermark":
-        return _share(where, text)
     if name in CHOICES and text not in CHOICES[name]:
         raise ConfigError(f"{where}={text!r:.40} must be one of {', '.join(CHOICES[name])}")
     if name == "db" and not text.isdigit():
@@ -195,16 +196,6 @@ def _value(where: str, name: str, text: str) -> Any:
     if name == "name" and not (text.isascii() and text.replace("-", "_").isidentifier()):
         raise ConfigError(f"{where}={text!r:.40} must be letters, digits, - and _")
     return text == "yes" if name in ("promote", "fsync") else text
-
-
-def _share(where: str, text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise ConfigError(f"{where}={text!r:.40} must be a share above 0, at most 1")
-    return share
 
 
 def _check(url: TierUrl) -> None:

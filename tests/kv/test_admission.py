@@ -4,16 +4,12 @@ import os
 import random
 import time
 from collections import Counter
-from uuid import uuid4
 
 import pytest
-from obstore.store import MemoryStore
 
 from cacheblend_rag.kv import (
     DiskTier,
     HostTier,
-    ObjectTier,
-    RedisTier,
     StoredChunk,
     TieredKVStore,
     TierPolicy,
@@ -34,9 +30,9 @@ CHUNK = make_kv().nbytes
 FILE = len(codec.encode(make_key(0), make_kv()))
 
 
-def make_store(chunks, *, admit="frequency", watermark=1.0, corpus=0):
+def make_store(chunks, *, admit="frequency", corpus=0):
     """Memory for so many chunks above a tier that holds the whole corpus."""
-    policy = TierPolicy(chunks * CHUNK, admit=admit, watermark=watermark)
+    policy = TierPolicy(chunks * CHUNK, admit=admit)
     below = HostTier(None, name="below")
     for number in range(corpus):
         assert below.put(make_key(number), StoredChunk(make_kv(number), time.time()))
@@ -101,16 +97,6 @@ def test_memory_alone_admits_what_is_put_again():
         assert taken == [False, False, False, True]
         assert store.stats()["host"]["rejected"] == 3
         assert store.stats()["host"]["admitted"] == 1
-
-
-def test_a_full_tier_is_emptied_to_its_watermark():
-    with make_store(10, watermark=0.5) as store:
-        host, held = store.tiers[0], []
-        for number in range(12):
-            store.put(make_key(number), make_kv(number))
-            held.append(host.usage().entries)
-        assert held == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 5, 6]
-        assert host.stats()["evictions"] == 6
 
 
 def test_pins_are_no_victims():
@@ -198,24 +184,13 @@ def test_a_full_disk_is_not_gone_through_again_for_what_would_be_turned_away(tmp
         assert store.put(make_key(10), make_kv(10)), "there is room now"
 
 
-@pytest.fixture(params=["redis", "memory"])
-def shared(request):
-    """A bounded tier with room for four chunks, and the call by which it lists them."""
-    policy = TierPolicy(4 * FILE)
-    if request.param == "memory":
-        tier = ObjectTier(MemoryStore(), policy=policy)
-        return tier, (tier, "entries")
-    port = request.getfixturevalue("redis").port
-    tier = RedisTier(port=port, prefix=f"{uuid4().hex}:", policy=policy)
-    return tier, (tier.client, "zrange")
-
-
-def test_a_chunk_that_grows_in_a_full_tier_is_not_taken_for_one_turned_away(shared, monkeypatch):
-    tier, _ = shared
+def test_a_chunk_that_grows_in_a_full_tier_is_not_taken_for_one_turned_away(tmp_path, monkeypatch):
+    tier = disk(tmp_path, 4)
     with TieredKVStore([tier]) as store:
         for number in range(4):
             store.put(make_key(number), make_kv(number))
-            hits(store, [number] * (1 if number else 9))
+            for _ in range(1 if number else 9):
+                store.get(make_key(number))
         grown = make_kv(0, tokens=5)
         monkeypatch.setattr(Capacity, "would_reject", lambda *_: True)
         assert not store.put(make_key(10), make_kv(10))

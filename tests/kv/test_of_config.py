@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +100,21 @@ def check_tiers(store: TieredKVStore) -> None:
 
 @pytest.mark.parametrize("query", ["", "?"])
 def test_each_option_reaches_its_tier(query: str, tmp_path: Path) -> None:
-    policy = "capacity=3MB&ttl=5m&watermark=0.5&write=none&promote=no&admit=always&timeout=2s"
-    told = TierPolicy(3_000_000, 300.0, 0.5, "none", False, "always", 2.0)
-    places = ["host://", "device://", f"disk://{tmp_path}", "redis://cache", "s3://b", "memory://"]
-    for place in places:
-        tier = open_tier(TierUrl(f"{place}?{policy}&name=mine"), "cpu")
-        assert (tier.name, tier.policy) == ("mine", told), place
+    policy = "ttl=5m&write=none&promote=no&timeout=2s"
+    told = TierPolicy(None, 300.0, "none", False, "frequency", 2.0)
+    near = ["host://", "device://", f"disk://{tmp_path}"]
+    for place in [*near, "redis://cache", "s3://b", "memory://"]:
+        more = "&capacity=3MB&admit=always" if place in near else ""
+        bound = {"capacity_bytes": 3_000_000, "admit": "always"} if more else {}
+        tier = open_tier(TierUrl(f"{place}?{policy}{more}&name=mine"), "cpu")
+        assert (tier.name, tier.policy) == ("mine", replace(told, **bound)), place
         tier.close()
+    places = [*near, "redis://cache", "s3://b"]
     plain = {place: open_tier(TierUrl(place + query), "cpu").policy for place in places}
     assert plain["host://"] == TierPolicy(4 << 30)
     assert plain["device://"] == TierPolicy(1 << 30)
     assert plain[f"disk://{tmp_path}"] == TierPolicy()
-    assert plain["redis://cache"] == plain["s3://b"] == TierPolicy(admit="always")
+    assert plain["redis://cache"] == plain["s3://b"] == TierPolicy()
 
 
 def test_a_device_tier_is_where_the_engine_computes() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import DiskTier, HostTier, TierPolicy
+from cacheblend_rag.kv import DiskTier, HostTier, RedisTier, TierPolicy
 
 
 @pytest.mark.parametrize(
@@ -13,8 +13,6 @@ from cacheblend_rag.kv import DiskTier, HostTier, TierPolicy
         ({"ttl_seconds": 0}, "ttl_seconds=0 must be above 0"),
         ({"timeout_seconds": -2}, "timeout_seconds=-2 must be above 0"),
         ({"ttl_seconds": float("nan")}, "ttl_seconds=nan must be above 0"),
-        ({"watermark": 0}, "watermark=0 must be above 0 and at most 1"),
-        ({"watermark": 1.1}, "watermark=1.1 must be above 0 and at most 1"),
         ({"write": "later"}, "write='later' must be one of through, none"),
         ({"admit": "lru"}, "admit='lru' must be one of frequency, always"),
     ],
@@ -33,3 +31,5 @@ def test_a_tier_takes_a_policy_in_place_of_a_capacity(tmp_path):
     assert HostTier(7).policy == TierPolicy(7)
     with pytest.raises(StoreError, match="both set the capacity"):
         HostTier(7, policy=policy)
+    with pytest.raises(StoreError, match=r"^the redis tier takes no capacity: its server has"):
+        RedisTier(policy=policy)

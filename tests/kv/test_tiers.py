@@ -7,8 +7,6 @@ import uuid
 
 import pytest
 import torch
-from obstore.store import MemoryStore
-from redis.client import Pipeline
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv import (
@@ -28,23 +26,19 @@ from cacheblend_rag.kv.tiers import Usage, files
 from cacheblend_rag.kv.tiers.bytes import SUFFIX
 from cacheblend_rag.kv.tiers.object_client import open_store
 from tests.local_servers import BUCKET
-from tests.servers import RedisNames, redis_place, tier_at
 
 from .samples import make_key, make_kv, same
 
 TIERS = {
     "host": lambda place, capacity: HostTier(capacity),
     "disk": lambda place, capacity: DiskTier(place.folder, capacity),
-    "redis": lambda place, capacity: RedisTier(
-        capacity, port=place.server("redis").port, prefix=place.name
+    "redis": lambda place, _: RedisTier(port=place.server("redis").port, prefix=place.name),
+    "s3": lambda place, _: ObjectTier(
+        open_store(f"s3://{BUCKET}/{place.name}", endpoint=place.server("s3").address)
     ),
-    "s3": lambda place, capacity: ObjectTier(
-        open_store(f"s3://{BUCKET}/{place.name}", endpoint=place.server("s3").address), capacity
-    ),
-    "file": lambda place, capacity: ObjectTier(
-        open_store(place.folder.as_uri()), capacity, keeps_metadata=False
-    ),
+    "file": lambda place, _: ObjectTier(open_store(place.folder.as_uri()), keeps_metadata=False),
 }
+BOUNDED = ["host", "disk"]
 KEYS = [make_key(number) for number in range(6)]
 
 
@@ -62,6 +56,11 @@ def make_tier(request, tmp_path):
     return lambda capacity=None: TIERS[request.param](place, capacity)
 
 
+@pytest.fixture(params=BOUNDED)
+def make_bounded(request, tmp_path):
+    return lambda capacity=None: TIERS[request.param](Place(tmp_path, None), capacity)
+
+
 def stored(number=0, **options):
     return StoredChunk(make_kv(number, **options), time.time())
 
@@ -72,9 +71,9 @@ def size_in(tier):
     return kv.nbytes if isinstance(tier, HostTier) else len(codec.encode(KEYS[0], kv))
 
 
-def fill(make_tier, chunks, *, extra=0):
+def fill(make_bounded, chunks, *, extra=0):
     """A tier with room for so many chunks and ``extra`` bytes, filled with as many."""
-    tier = make_tier(chunks * size_in(make_tier()) + extra)
+    tier = make_bounded(chunks * size_in(make_bounded()) + extra)
     for number in range(chunks):
         assert tier.put(KEYS[number], stored(number))
     return tier
@@ -91,7 +90,7 @@ def test_a_chunk_comes_back_as_it_was(make_tier):
         assert tier.put(KEYS[number], chunk)
         found = tier.get(KEYS[number])
         assert same(found.kv, chunk.kv)
-        assert found.written_at == pytest.approx(chunk.written_at, abs=1e-3)
+        assert found.written_at == pytest.approx(chunk.written_at, abs=1)
 
 
 def test_what_is_absent_is_a_miss(make_tier):
@@ -107,19 +106,21 @@ def test_what_is_absent_is_a_miss(make_tier):
 
 def test_entries_give_size_and_times_and_looking_is_no_use(make_tier, clock):
     tier = make_tier()
+    before = clock.now
     tier.put(KEYS[0], stored())
     clock.advance(50)
     first = tier.entry(KEYS[0])
     assert first.nbytes == size_in(tier)
-    assert first.written_at == pytest.approx(clock.now - 50, abs=0.01)
+    assert first.written_at == pytest.approx(before, abs=1)
     assert tier.entry(KEYS[0]) == first
     tier.check(KEYS[0])
-    assert tier.entry(KEYS[0]).used_at == pytest.approx(clock.now - 50, abs=0.01)
+    assert tier.entry(KEYS[0]).used_at == pytest.approx(before, abs=1)
     tier.get(KEYS[0])
     later = tier.entry(KEYS[0])
-    assert later.used_at == pytest.approx(clock.now, abs=0.01)
+    used = before + 50 if isinstance(tier, HostTier | DiskTier) else before  # servers tell none
+    assert later.used_at == pytest.approx(used, abs=1)
     assert later.written_at == pytest.approx(first.written_at, abs=0.01)
-    assert dict(tier.entries()) == {KEYS[0]: later}
+    assert list(dict(tier.entries())) == [KEYS[0]]
 
 
 def test_many_at_once_are_as_one_by_one(make_tier, monkeypatch):
@@ -175,7 +176,7 @@ def test_bytes_are_read_by_range(make_tier):
         found = tier._read(KEYS[0], start, end)
         assert bytes(found.raw.numpy().data) == whole[start:end]
         assert found.total == len(whole)
-        assert found.written_at == pytest.approx(chunk.written_at, abs=1e-3)
+        assert found.written_at == pytest.approx(chunk.written_at, abs=1)
 
 
 def test_usage_follows_puts_and_evictions(make_tier):
@@ -190,8 +191,8 @@ def test_usage_follows_puts_and_evictions(make_tier):
     assert tier.stats()["evictions"] == 1
 
 
-def test_the_least_recently_used_goes_first(make_tier):
-    tier = fill(make_tier, 3)
+def test_the_least_recently_used_goes_first(make_bounded):
+    tier = fill(make_bounded, 3)
     tier.get(KEYS[0])
     assert tier.put(KEYS[3], stored(3))
     assert held(tier) == [0, 2, 3]
@@ -200,8 +201,8 @@ def test_the_least_recently_used_goes_first(make_tier):
     assert tier.stats()["evictions"] == 2
 
 
-def test_capacity_is_never_passed(make_tier):
-    tier = fill(make_tier, 2, extra=size_in(make_tier()) // 2)
+def test_capacity_is_never_passed(make_bounded):
+    tier = fill(make_bounded, 2, extra=size_in(make_bounded()) // 2)
     for number in (2, 3, 4, 5, 1, 2, 2):
         assert tier.put(KEYS[number], stored(number))
         assert tier.usage().nbytes <= tier.capacity_bytes
@@ -209,16 +210,16 @@ def test_capacity_is_never_passed(make_tier):
     assert held(tier) == [1, 2]
 
 
-def test_replacing_a_chunk_in_a_full_tier_evicts_nothing(make_tier):
-    tier = fill(make_tier, 2)
+def test_replacing_a_chunk_in_a_full_tier_evicts_nothing(make_bounded):
+    tier = fill(make_bounded, 2)
     assert tier.put(KEYS[0], stored(9))
     assert held(tier) == [0, 1]
     assert same(tier.get(KEYS[0]).kv, make_kv(9))
 
 
 @pytest.mark.parametrize("missing", [1, 10**9])
-def test_a_capacity_below_one_chunk_refuses_and_says_why(make_tier, caplog, missing):
-    tier = make_tier(max(size_in(make_tier()) - missing, 0))
+def test_a_capacity_below_one_chunk_refuses_and_says_why(make_bounded, caplog, missing):
+    tier = make_bounded(max(size_in(make_bounded()) - missing, 0))
     assert not tier.put(KEYS[0], stored())
     assert not tier.put(KEYS[0], stored())
     assert held(tier) == []
@@ -228,14 +229,14 @@ def test_a_capacity_below_one_chunk_refuses_and_says_why(make_tier, caplog, miss
     assert str(tier.capacity_bytes) in refusals[0].message
 
 
-def test_a_chunk_too_large_evicts_nothing(make_tier):
-    tier = fill(make_tier, 2)
+def test_a_chunk_too_large_evicts_nothing(make_bounded):
+    tier = fill(make_bounded, 2)
     assert not tier.put(KEYS[2], stored(2, tokens=100))
     assert held(tier) == [0, 1]
 
 
-def test_pinned_chunks_stay(make_tier):
-    tier = fill(make_tier, 3)
+def test_pinned_chunks_stay(make_bounded):
+    tier = fill(make_bounded, 3)
     tier.pin(KEYS[0])
     for number in (3, 4, 5):
         assert tier.put(KEYS[number], stored(number))
@@ -245,8 +246,8 @@ def test_pinned_chunks_stay(make_tier):
     assert held(tier) == [1, 4, 5]
 
 
-def test_a_tier_full_of_pins_refuses_and_loses_nothing(make_tier):
-    tier = fill(make_tier, 3)
+def test_a_tier_full_of_pins_refuses_and_loses_nothing(make_bounded):
+    tier = fill(make_bounded, 3)
     for number in (0, 1):
         tier.pin(KEYS[number])
     assert not tier.put(KEYS[3], stored(3, tokens=8))
@@ -254,13 +255,13 @@ def test_a_tier_full_of_pins_refuses_and_loses_nothing(make_tier):
     assert tier.stats()["refused"] == 1
 
 
-def test_a_negative_capacity_is_an_error(make_tier):
+def test_a_negative_capacity_is_an_error(make_bounded):
     with pytest.raises(StoreError, match="capacity_bytes=-1"):
-        make_tier(-1)
+        make_bounded(-1)
 
 
-def test_threads_may_share_a_tier(make_tier):
-    tier = fill(make_tier, 3)
+def test_threads_may_share_a_tier(make_bounded):
+    tier = fill(make_bounded, 3)
     wrong = []
 
     def work(seed):
@@ -380,32 +381,3 @@ def test_a_relative_goes_when_memory_is_needed_or_let_go_of():
     tier.put(ours, stored())
     tier.close()
     assert not tier.has_relative(asked)
-
-
-def test_redis_forgets_a_chunk_that_is_evicted_while_it_is_read(redis, monkeypatch):
-    tier = tier_at(redis_place(redis))
-    assert tier.put(KEYS[0], stored())
-    names, execute = RedisNames(tier), Pipeline.execute
-
-    def evicted_behind(pipe, *args, **options):
-        answers = execute(pipe, *args, **options)
-        monkeypatch.undo()
-        tier.evict(KEYS[0])
-        return answers
-
-    monkeypatch.setattr(Pipeline, "execute", evicted_behind)
-    assert same(tier.get(KEYS[0]).kv, make_kv())
-    assert tier.client.keys(names.all) == [names.about.encode()], "of which it is no part"
-    assert tier.usage() == Usage(0, 0)
-    assert list(tier.entries()) == []
-
-
-def test_an_object_store_forgets_what_it_sets_aside():
-    """A damaged chunk takes no room any more: none goes for the next one."""
-    tier = ObjectTier(MemoryStore(), 2 * len(codec.encode(KEYS[0], make_kv())))
-    for number in range(2):
-        assert tier.put(KEYS[number], stored(number))
-    tier.quarantine(KEYS[0], "damaged")
-    assert tier.put(KEYS[2], stored(2))
-    assert tier.stats()["evictions"] == 0
-    assert held(tier) == [1, 2]

@@ -19,11 +19,11 @@ WITH_PASSWORD = "redis://reader:qun%2Fter%232@cache:6380/2?ttl=1h&prefix=a:"
 
 
 def test_a_url_says_where_and_how():
-    url = TierUrl("rediss://reader@cache:6380/2?capacity=2GiB&ttl=90m&watermark=0.9&promote=no")
+    url = TierUrl("rediss://reader@cache:6380/2?ttl=90m&promote=no")
     assert (url.scheme, url.host, url.port, url.user, url.path) == (
         "rediss", "cache", 6380, "reader", "/2",
     )  # fmt: skip
-    assert url.options == {"capacity": 2 << 30, "ttl": 5400, "watermark": 0.9, "promote": False}
+    assert url.options == {"ttl": 5400, "promote": False}
     assert TierUrl("disk:///a%20b/c?fsync=yes").path == "/a b/c"
     assert TierUrl("host://?capacity=none").options == {"capacity": None}
 
@@ -50,12 +50,11 @@ def test_tiers_are_named_by_kind_and_told_apart():
         ("redis://a/x", "tiers: redis://...: its path is the number of a database, as in /0"),
         ("redis://a:b", "tiers: redis://...: host or port cannot be read"),
         ("redis://a?ssl_ca_certs=/a", "redis://...: unknown option .ssl_ca_certs.; known: name"),
-        ("host://?size=3", "tiers: host://...: unknown option .size.; known: name, capacity, ttl"),
+        ("host://?size=3", "tiers: host://...: unknown option .size.; known: name, ttl, write"),
         ("host://?capacity=much", "tiers: host://...: capacity='much' must be a size, such as"),
         ("redis://a?ttl=0", "tiers: redis://...: ttl=0.0 must be a number above 0"),
         ("redis://a?timeout=x", "tiers: redis://...: timeout='x' must be a time, such as 12h"),
-        ("host://?watermark=2", "tiers: host://...: watermark='2' must be a share above 0"),
-        ("host://?watermark=x", "tiers: host://...: watermark='x' must be a share above 0"),
+        ("redis://a?capacity=1GiB", "redis://...: unknown option .capacity.; known: name, ttl"),
         ("disk:///a?write=never", "write='never' must be one of through, none"),
         ("host://?promote=1", "tiers: host://...: promote='1' must be one of yes, no"),
         ("host://?name=a%20b", "tiers: host://...: name='a b' must be letters, digits"),

@@ -47,9 +47,9 @@ class Access:
             yield permit
 
     @contextmanager
-    def to_write(self, *keys: KVKey) -> Iterator[int]:
+    def to_write(self, *keys: KVKey, timed: bool = True) -> Iterator[int]:
         """Wrap an access that takes the tier's lock; see ``_around``."""
-        with self._around(self.writing, keys, timed=True) as permit:
+        with self._around(self.writing, keys, timed) as permit:
             yield permit
 
     @contextmanager
@@ -59,7 +59,7 @@ class Access:
         An error about a damaged, foreign, refused or not finite chunk is an answer; any other error
         is a failure, and is raised as OSError. Except for lack of memory, it is the tier's failure.
         keys: one to try the tier with while it is out of use. timed: whether a long duration counts
-        as a failure; not for several chunks together. Raises OutError if the tier is out of use.
+        as a failure; not for many chunks together. Raises OutError if the tier is out of use.
         """
         permit = self._permit(breaker, keys)
         began = breaker.clock()

@@ -107,7 +107,7 @@ class Capacity:
     """
 
     def __init__(self, policy: TierPolicy, counts: Counters) -> None:
-        self._bytes, self._watermark, self._counts = policy.capacity_bytes, policy.watermark, counts
+        self._bytes, self._counts = policy.capacity_bytes, counts
         self._by_frequency = policy.admit == "frequency" and policy.capacity_bytes is not None
         self._sightings = Sightings()
         self._turned_away, self._until = 0, 0.0
@@ -152,7 +152,6 @@ class Capacity:
         """
         if excess <= 0:
             return []
-        spare = max(spare, int((self._bytes or 0) * (1 - self._watermark)))
         gone = self._victims(key, by_last_use, excess=excess, spare=spare, held=held)
         self._counts.add("admitted")
         self._counts.add("evictions", len(gone))

@@ -46,6 +46,8 @@ class Tier(TierContract):
         self.name = name
         self.policy = TierPolicy.of(capacity_bytes, policy)
         self.capacity_bytes = self.policy.capacity_bytes
+        if self.fails_whole and self.capacity_bytes is not None:
+            raise StoreError(f"the {name} tier takes no capacity: its server has limits of its own")
         writable = not self.policy.read_only
         self.keeps_found = type(self).keeps_found and self.policy.promote and writable
         self.takes_puts = type(self).takes_puts and self.policy.write != "none" and writable
@@ -274,7 +276,9 @@ class Tier(TierContract):
         """
         usage: Usage | None = None
         try:
-            with self.access.to_write():  # which may take a lock, as this does
+            # A disk takes its lock, as writing does. A network tier lists what it holds, which may
+            # take longer than an answer.
+            with self.access.to_write(timed=not self.fails_whole):
                 usage = self.usage()
         except OSError as error:
             level = logging.DEBUG if isinstance(error, OutError) else logging.WARNING

@@ -31,9 +31,9 @@ SUFFIX = ".safetensors"
 class BytesTier(Tier):
     """A tier that keeps chunks as bytes.
 
-    A new one implements ``_entry``, ``entries``, ``usage`` and ``_drop`` as any tier, and
-    ``_read``, ``_write`` and ``_mark_used``, all of which may raise OSError. An object appears
-    complete under its key or not at all, and is replaced, never modified.
+    A new one implements ``_entry``, ``entries`` and ``_drop`` as any tier, and ``_read`` and
+    ``_write``, all of which may raise OSError. An object appears complete under its key or not at
+    all, and is replaced, never modified.
 
     whole_bytes: objects up to this size are read at once. range_bytes: least bytes that are worth a
     separate read; smaller layers are read together. grown_range_bytes: up to this size, unpacked,
@@ -56,9 +56,8 @@ class BytesTier(Tier):
     def _write(self, key: KVKey, data: ChunkObject, written_at: float) -> None:
         """Store or replace an object, evicting others; raises RefusedError."""
 
-    @abstractmethod
-    def _mark_used(self, key: KVKey, written_at: float) -> None:
-        """Record that a chunk, first stored at ``written_at``, is used now."""
+    def _mark_used(self, key: KVKey) -> None:
+        """Record that a chunk is used now."""
 
     def check(self, key: KVKey) -> str | None:
         """Check an object; returns what is wrong with it, None if it is sound or gone."""
@@ -77,7 +76,7 @@ class BytesTier(Tier):
     def _open(self, key: KVKey) -> ChunkReader | None:
         reader = self._reader(key)
         if reader is not None and not self.policy.read_only:
-            self._mark_used(key, reader.written_at)
+            self._mark_used(key)
         return reader
 
     def _reader(self, key: KVKey) -> ChunkReader | None:

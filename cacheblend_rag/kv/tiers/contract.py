@@ -26,7 +26,6 @@ class TierPolicy:
         capacity_bytes: capacity for chunk KV; None is without limit.
         ttl_seconds: time after which the tier's copy expires, counted from when the chunk was first
             stored; None is the store's own.
-        watermark: share of its capacity down to which a full tier evicts.
         write: whether puts are stored here (``through``) or not (``none``).
         promote: whether chunks found in a slower tier are kept here, too.
         admit: what a full tier accepts: ``frequency`` only chunks requested more often than those
@@ -40,7 +39,6 @@ class TierPolicy:
 
     capacity_bytes: int | None = None
     ttl_seconds: float | None = None
-    watermark: float = 1.0
     write: Write = "through"
     promote: bool = True
     admit: Admit = "frequency"
@@ -54,8 +52,6 @@ class TierPolicy:
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0:
                 raise StoreError(f"{name}={seconds} must be above 0")
-        if not 0 < self.watermark <= 1:
-            raise StoreError(f"watermark={self.watermark} must be above 0 and at most 1")
         for name, choices in (("write", get_args(Write)), ("admit", get_args(Admit))):
             if getattr(self, name) not in choices:
                 raise StoreError(
@@ -125,9 +121,10 @@ class TierContract(ABC):
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Yield all stored chunks in any order; never called during a request."""
 
-    @abstractmethod
     def usage(self) -> Usage:
-        """Count the stored chunks and bytes."""
+        """Count the stored chunks and bytes; may raise OSError. By default, they are listed."""
+        sizes = {key: entry.nbytes for key, entry in self.entries()}
+        return Usage(len(sizes), sum(sizes.values()))
 
     @abstractmethod
     def _load(self, key: KVKey) -> StoredChunk | None:

@@ -222,7 +222,7 @@ class DiskTier(BytesTier):
             raw = read_range(descriptor, start, max(last - start, 0))
         return StoredBytes(raw, found.st_size, found.st_mtime_ns / 1e9)
 
-    def _mark_used(self, key: KVKey, written_at: float) -> None:
+    def _mark_used(self, key: KVKey) -> None:
         with suppress(OSError):
             path = self._own_file(key)
             times = time.time_ns(), os.lstat(path).st_mtime_ns

@@ -57,14 +57,12 @@ def open_tier(url: TierUrl, device: torch.device | str, *, read_only: bool = Fal
 
 def _policy(url: TierUrl, read_only: bool) -> TierPolicy:
     told = url.options
-    is_near = url.scheme in ("device", "host", "disk")
     return TierPolicy(
         capacity_bytes=told.get("capacity", MEMORY_BYTES.get(url.scheme)),
         ttl_seconds=told.get("ttl"),
-        watermark=told.get("watermark", 1.0),
         write=told.get("write", "through"),
         promote=told.get("promote", True),
-        admit=told.get("admit", "frequency" if is_near else "always"),
+        admit=told.get("admit", "frequency"),
         timeout_seconds=told.get("timeout"),
         read_only=read_only,
     )
