@@ -162,15 +162,6 @@ class ChunkKV:
         prior = 0 if self.prior is None else self.prior.numel() * self.prior.element_size()
         return 2 * self.keys.numel() * self.keys.element_size() + prior
 
-    def validate(self) -> None:
-        """Check shapes, dtypes and numbers.
-
-        Raises:
-            ValueError: when they differ from the class's description.
-        """
-        self.check_form()
-        self.check_numbers()
-
     def check_form(self) -> None:
         """Check shapes and dtypes, without reading the numbers.
 

@@ -49,7 +49,6 @@ from cacheblend_rag.kv.packed_kv import (
     PackedLayer,
     StoredKV,
     packed,
-    unpacked,
 )
 from cacheblend_rag.kv.precision import CODES, are_finite, are_written
 from cacheblend_rag.settings import Precision
@@ -191,34 +190,15 @@ class ChunkObject:
         return header_bytes({**self._metadata, "layers": layers, "head": head}, self._spans)
 
 
-def encode(key: KVKey, kv: ChunkKV, mac: Mac = CHECKSUM) -> bytes:
-    """Return ``kv`` as one safetensors object; raises ValueError on malformed tensors."""
-    kv.validate()
-    return b"".join(ChunkObject(key, kv, mac).parts())
-
-
-def decode(data: bytes | bytearray | memoryview, key: KVKey, mac: Mac = CHECKSUM) -> ChunkKV:
-    """Read what ``encode`` wrote, unpacked. The tensors share the memory of ``data`` if possible.
-
-    Raises DamagedChunkError, or ForeignChunkError when it is another key's or format's.
-    """
-    view = memoryview(data)
-    if not view.nbytes:
-        raise DamagedChunkError("empty")
-    writable = bytearray(view) if view.readonly else view
-    raw = torch.frombuffer(writable, dtype=torch.uint8)
-    head = read_head(lambda start, end: raw[start:end], raw.numel(), key, mac)
-    return unpacked(head.whole(raw[slice(*head.span(0, head.layers))]))
-
-
 def read_head(
     read: Callable[[int, int], Tensor], nbytes: int, key: KVKey, mac: Mac = CHECKSUM
 ) -> Head:
     """Read and check the head of an object of ``nbytes``.
 
     read: returns the object's bytes from start to end, (end - start,) uint8. Nothing is asked for
-    that the object does not have or that is beyond a head's limits. Raises as ``decode`` does, and
-    what ``read`` raises.
+    that the object does not have or that is beyond a head's limits. Raises DamagedChunkError,
+    BadSignatureError, ForeignChunkError when it is another key's or format's, and what ``read``
+    raises.
     """
     first = read(0, min(nbytes, HEAD_BYTES))
     start = body_start(first, nbytes)

@@ -180,7 +180,7 @@ def open_ranges(
 
     start: its first bytes, ``codec.HEAD_BYTES`` at least, or all it has. least: bytes that are
     worth a separate read. most: each range is twice as large as the one before, up to so many
-    bytes, unpacked. Raises the errors of ``codec.decode`` and ``read_range``.
+    bytes, unpacked. Raises the errors of ``codec.read_head`` and ``read_range``.
     """
     first, total, written_at = start.raw, start.total, start.written_at
 

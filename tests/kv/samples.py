@@ -6,7 +6,9 @@ from functools import partial
 
 import torch
 
+from cacheblend_rag.errors import DamagedChunkError
 from cacheblend_rag.kv import ChunkKV, HostTier, KVKey, StoredChunk, chunk_id, codec, fingerprint
+from cacheblend_rag.kv.mac import CHECKSUM
 from cacheblend_rag.kv.packed_kv import packed, unpacked
 from cacheblend_rag.kv.reader import StoredBytes, open_ranges
 from cacheblend_rag.kv.stored_chunk import Lookup
@@ -25,6 +27,27 @@ def make_kv(number=0, *, tokens=4, dtype=torch.float32, prior=True):
     keys, values = torch.randn(2, 2, 1, tokens, 8, generator=generator).to(dtype).unbind()
     scores = torch.rand(tokens, generator=generator) if prior else None
     return ChunkKV(keys, values, position=3, prior=scores)
+
+
+def validate(kv):
+    """Check a chunk's form and numbers."""
+    kv.check_form()
+    kv.check_numbers()
+
+
+def encode(key, kv, mac=CHECKSUM):
+    """A chunk as one safetensors object, as tiers write it."""
+    validate(kv)
+    return b"".join(codec.ChunkObject(key, kv, mac).parts())
+
+
+def decode(data, key, mac=CHECKSUM):
+    """What ``encode`` wrote, unpacked; raises as reading does."""
+    if not len(data):
+        raise DamagedChunkError("empty")
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    head = codec.read_head(lambda start, end: raw[start:end], raw.numel(), key, mac)
+    return unpacked(head.whole(raw[slice(*head.span(0, head.layers))]))
 
 
 def rounded(kv, precision):
@@ -111,7 +134,7 @@ class SlowBytes(HostTier):
 
     def fill(self, kvs):
         for key, kv in kvs.items():
-            self.objects[key] = bytearray(b"".join(codec.ChunkObject(key, kv).parts()))
+            self.objects[key] = bytearray(encode(key, kv))
 
     def _entry(self, key):
         self.looked_up.append(key)

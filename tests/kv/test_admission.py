@@ -13,7 +13,6 @@ from cacheblend_rag.kv import (
     StoredChunk,
     TieredKVStore,
     TierPolicy,
-    codec,
 )
 from cacheblend_rag.kv.tiers.admission import (
     LOOKED_AT,
@@ -24,10 +23,10 @@ from cacheblend_rag.kv.tiers.admission import (
 )
 from cacheblend_rag.kv.tiers.counters import Counters
 
-from .samples import SlowTier, chunk_files, make_key, make_kv, same, until
+from .samples import SlowTier, chunk_files, encode, make_key, make_kv, same, until
 
 CHUNK = make_kv().nbytes
-FILE = len(codec.encode(make_key(0), make_kv()))
+FILE = len(encode(make_key(0), make_kv()))
 
 
 def make_store(chunks, *, admit="frequency", corpus=0):

@@ -17,7 +17,7 @@ from cacheblend_rag.kv import ChunkKV, KVKey, chunk_id, codec
 from cacheblend_rag.kv.mac import CHECKSUM, KeyedMac
 from cacheblend_rag.settings.secret import Secret
 
-from .samples import OTHER_FINGERPRINT, make_key, make_kv, rounded, same
+from .samples import OTHER_FINGERPRINT, decode, encode, make_key, make_kv, rounded, same
 
 KEY = make_key(1)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -78,7 +78,7 @@ def layers_signed(body, layers=2, prior=16):
 @given(kv=chunk_kvs(), context=st.sampled_from(["", chunk_id([7])]))
 def test_what_is_encoded_is_decoded(kv, context):
     key = KVKey(KEY.chunk_id, KEY.fingerprint, context)
-    assert same(codec.decode(codec.encode(key, kv), key), kv)
+    assert same(decode(encode(key, kv), key), kv)
 
 
 def test_views_that_are_not_contiguous_are_stored_by_value():
@@ -90,13 +90,13 @@ def test_views_that_are_not_contiguous_are_stored_by_value():
         kv.prior,
     )
     assert not wide.keys.is_contiguous()
-    assert same(codec.decode(codec.encode(KEY, wide), KEY), kv)
+    assert same(decode(encode(KEY, wide), KEY), kv)
 
 
 def test_the_safetensors_library_reads_our_files(tmp_path):
     kv = make_kv(dtype=torch.bfloat16)
     path = tmp_path / "chunk.safetensors"
-    path.write_bytes(codec.encode(KEY, kv))
+    path.write_bytes(encode(KEY, kv))
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -108,35 +108,35 @@ def test_the_safetensors_library_reads_our_files(tmp_path):
 
 def test_objects_laid_out_by_the_safetensors_library_are_read():
     kv = make_kv(dtype=torch.float16)
-    fields, _ = header_of(codec.encode(KEY, kv))
+    fields, _ = header_of(encode(KEY, kv))
     tensors = {"kv": torch.stack([kv.keys, kv.values], 1), "prior": kv.prior}
     theirs = save(tensors, metadata=fields["__metadata__"])
-    assert same(codec.decode(theirs, KEY), kv)
+    assert same(decode(theirs, KEY), kv)
 
 
 def test_a_prior_that_stands_behind_the_layers_is_read():
     kv = make_kv()
-    fields, body = header_of(codec.encode(KEY, kv))
+    fields, body = header_of(encode(KEY, kv))
     fields["kv"]["data_offsets"] = [0, len(body) - 16]
     fields["prior"]["data_offsets"] = [len(body) - 16, len(body)]
     moved = with_header(fields, body[16:] + body[:16])
-    assert same(codec.decode(moved, KEY), kv)
+    assert same(decode(moved, KEY), kv)
 
 
 def test_no_truncation_is_read():
-    data = codec.encode(KEY, make_kv())
+    data = encode(KEY, make_kv())
     for length in range(len(data)):
         with pytest.raises(DamagedChunkError):
-            codec.decode(data[:length], KEY)
+            decode(data[:length], KEY)
 
 
 def test_no_flipped_bit_is_read():
-    data = codec.encode(KEY, make_kv(tokens=2))
+    data = encode(KEY, make_kv(tokens=2))
     for bit in range(8 * len(data)):
         altered = bytearray(data)
         altered[bit // 8] ^= 1 << bit % 8
         with pytest.raises((DamagedChunkError, ForeignChunkError)) as raised:
-            codec.decode(altered, KEY)
+            decode(altered, KEY)
         assert "\n" not in str(raised.value)
 
 
@@ -145,20 +145,20 @@ def test_no_flipped_bit_is_read():
 def test_arbitrary_bytes_are_damage(data):
     for junk in (data, struct.pack("<Q", len(data)) + data):
         with pytest.raises(DamagedChunkError):
-            codec.decode(junk, KEY)
+            decode(junk, KEY)
 
 
 @pytest.mark.parametrize("extra", [b"\0", b"x" * 64])
 def test_trailing_bytes_are_damage(extra):
     with pytest.raises(DamagedChunkError, match="follow"):
-        codec.decode(codec.encode(KEY, make_kv()) + extra, KEY)
+        decode(encode(KEY, make_kv()) + extra, KEY)
 
 
 @pytest.mark.parametrize("length", [2**16 + 8, 2**40, 2**63, 2**64 - 1])
 def test_absurd_header_lengths_are_damage(length):
-    data = struct.pack("<Q", length) + codec.encode(KEY, make_kv())[8:]
+    data = struct.pack("<Q", length) + encode(KEY, make_kv())[8:]
     with pytest.raises(DamagedChunkError, match="header"):
-        codec.decode(data, KEY)
+        decode(data, KEY)
 
 
 def forge_fields(fields):
@@ -246,13 +246,13 @@ def forge_fields(fields):
 
 FORGERIES = {
     what: (forged, said)
-    for what, forged, said in forge_fields(header_of(codec.encode(KEY, make_kv()))[0])
+    for what, forged, said in forge_fields(header_of(encode(KEY, make_kv()))[0])
 }
 
 
 @pytest.mark.parametrize("what", FORGERIES)
 def test_forged_headers_are_damage_even_with_right_checksums(what):
-    _, body = header_of(codec.encode(KEY, make_kv()))
+    _, body = header_of(encode(KEY, make_kv()))
     forged, said = FORGERIES[what]
     fields = json.loads(json.dumps(forged))
     try:
@@ -260,26 +260,26 @@ def test_forged_headers_are_damage_even_with_right_checksums(what):
     except (TypeError, KeyError):
         data = with_header(fields, body)
     with pytest.raises(DamagedChunkError, match=f"^{said}$"):
-        codec.decode(data, KEY)
+        decode(data, KEY)
 
 
 @pytest.mark.parametrize("at", [0, 16, -4], ids=["prior", "keys", "values"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_damage_even_with_right_checksums(at, number):
-    fields, body = header_of(codec.encode(KEY, make_kv()))
+    fields, body = header_of(encode(KEY, make_kv()))
     altered = bytearray(body)
     at %= len(body)
     altered[at : at + 4] = struct.pack("<f", number)
     fields["__metadata__"]["layers"] = layers_signed(bytes(altered))
     with pytest.raises(DamagedChunkError, match=r"^holds NaN or infinity$"):
-        codec.decode(signed(fields, bytes(altered)), KEY)
+        decode(signed(fields, bytes(altered)), KEY)
 
 
 def test_another_precision_is_foreign():
-    fields, body = header_of(codec.encode(KEY, make_kv()))
+    fields, body = header_of(encode(KEY, make_kv()))
     fields["__metadata__"]["precision"] = "fp3"
     with pytest.raises(ForeignChunkError, match="fp3"):
-        codec.decode(signed(fields, body), KEY)
+        decode(signed(fields, body), KEY)
 
 
 class Ranges:
@@ -298,7 +298,7 @@ class Ranges:
 @pytest.mark.parametrize("prior", [True, False])
 def test_a_layer_is_one_range_of_bytes_that_is_checked_by_itself(dtype, prior):
     kv = make_kv(dtype=dtype, prior=prior)
-    data = codec.encode(KEY, kv)
+    data = encode(KEY, kv)
     read = Ranges(data)
     head = codec.read_head(read, len(data), KEY)
     assert (head.layers, head.kv_heads, head.tokens, head.head_dim) == tuple(kv.keys.shape)
@@ -322,7 +322,7 @@ def test_a_layer_is_one_range_of_bytes_that_is_checked_by_itself(dtype, prior):
 
 def test_a_head_is_read_without_its_layers():
     kv = make_kv(tokens=4096)
-    data = codec.encode(KEY, kv)
+    data = encode(KEY, kv)
     read = Ranges(data)
     head = codec.read_head(read, len(data), KEY)
     assert torch.equal(head.prior, kv.prior)
@@ -333,7 +333,7 @@ def test_a_head_is_read_without_its_layers():
 
 
 def test_a_head_that_claims_too_much_asks_for_nothing():
-    data = codec.encode(KEY, make_kv())
+    data = encode(KEY, make_kv())
     read = Ranges(data)
     with pytest.raises(DamagedChunkError, match="more than"):
         codec.read_head(lambda start, end: read(start, min(end, len(data))), 2**37, KEY)
@@ -345,13 +345,13 @@ def test_a_head_that_claims_too_much_asks_for_nothing():
 @pytest.mark.parametrize("prior", [True, False])
 def test_the_size_is_known_before_the_digests(mac, precision, prior):
     kv = rounded(make_kv(prior=prior), precision)
-    assert codec.ChunkObject(KEY, kv, mac).nbytes == len(codec.encode(KEY, kv, mac))
+    assert codec.ChunkObject(KEY, kv, mac).nbytes == len(encode(KEY, kv, mac))
 
 
 def test_more_layers_than_a_header_has_room_for_are_not_written():
     keys = torch.ones(2100, 1, 1, 1)
     with pytest.raises(ValueError, match="too many layers"):
-        codec.encode(KEY, ChunkKV(keys, keys, 0))
+        encode(KEY, ChunkKV(keys, keys, 0))
 
 
 @pytest.mark.parametrize(
@@ -368,20 +368,20 @@ def test_more_layers_than_a_header_has_room_for_are_not_written():
 )
 def test_what_is_no_safetensors_header_is_named(data, said):
     with pytest.raises(DamagedChunkError, match=f"^{said}$"):
-        codec.decode(data, KEY)
+        decode(data, KEY)
 
 
 def test_tensors_at_odd_offsets_are_damage():
-    fields, body = header_of(codec.encode(KEY, make_kv(dtype=torch.float16)))
+    fields, body = header_of(encode(KEY, make_kv(dtype=torch.float16)))
     fields["prior"]["data_offsets"] = [2, 18]
     with pytest.raises(DamagedChunkError, match=r"^prior's shape and bytes contradict each other$"):
-        codec.decode(signed(fields, body), KEY)
+        decode(signed(fields, body), KEY)
 
 
 def test_the_forger_of_these_tests_can_sign_an_honest_object():
-    fields, body = header_of(codec.encode(KEY, make_kv()))
+    fields, body = header_of(encode(KEY, make_kv()))
     fields["__metadata__"]["head"] = ""
-    assert same(codec.decode(signed(fields, body), KEY), make_kv())
+    assert same(decode(signed(fields, body), KEY), make_kv())
 
 
 @pytest.mark.parametrize(
@@ -395,22 +395,22 @@ def test_the_forger_of_these_tests_can_sign_an_honest_object():
 )
 def test_another_keys_object_is_foreign(asked):
     with pytest.raises(ForeignChunkError, match=str(asked)):
-        codec.decode(codec.encode(KEY, make_kv()), asked)
+        decode(encode(KEY, make_kv()), asked)
 
 
 @pytest.mark.parametrize("version", ["cacheblend-rag/1", "cacheblend-rag/999"])
 def test_another_format_version_is_foreign(version):
-    fields, body = header_of(codec.encode(KEY, make_kv()))
+    fields, body = header_of(encode(KEY, make_kv()))
     fields["__metadata__"]["format"] = version
     with pytest.raises(ForeignChunkError, match=version):
-        codec.decode(signed(fields, body), KEY)
+        decode(signed(fields, body), KEY)
 
 
 def test_other_safetensors_files_are_damage():
     with pytest.raises(DamagedChunkError, match="metadata"):
-        codec.decode(save({"weight": torch.zeros(3)}), KEY)
+        decode(save({"weight": torch.zeros(3)}), KEY)
     with pytest.raises(DamagedChunkError, match="no chunk KV"):
-        codec.decode(save({"weight": torch.zeros(3)}, metadata={"format": "pt"}), KEY)
+        decode(save({"weight": torch.zeros(3)}, metadata={"format": "pt"}), KEY)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, codec
+from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore
 from cacheblend_rag.kv.tiers import disk as disk_module
 
-from .samples import chunk_files, make_key, make_kv, same
+from .samples import chunk_files, encode, make_key, make_kv, same
 from .test_faults import finish, run_python
 
 KEYS = [make_key(number) for number in range(12)]
-FILE = len(codec.encode(KEYS[0], make_kv()))
+FILE = len(encode(KEYS[0], make_kv()))
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_pa
         torch.set_num_threads(1)
         wanted = [make_kv(n, tokens=50 + 400 * (n % 3)) for n in range(10)]
         keys = [make_key(n) for n in range(10)]
-        room = 3 * max(len(codec.encode(key, kv)) for key, kv in zip(keys, wanted))
+        room = 3 * max(len(encode(key, kv)) for key, kv in zip(keys, wanted))
         TOUCHES = {"open", "os.rename", "os.remove", "os.utime", "os.mkdir", "os.scandir"}
 
         def work(seed, left):
@@ -178,7 +178,7 @@ def test_a_crowd_of_threads_and_processes_gets_right_bytes_or_misses(tmp_path):
         faulthandler.dump_traceback_later(100, exit=True)
         wanted = [make_kv(n, tokens=4 + n % 5) for n in range(200)]
         keys = [make_key(n) for n in range(200)]
-        size = len(codec.encode(keys[4], wanted[4]))
+        size = len(encode(keys[4], wanted[4]))
         store = TieredKVStore([HostTier(40 * size), DiskTier(folder, 120 * size)])
         wrong, done = [], []
         print("ready", flush=True)

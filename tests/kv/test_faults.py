@@ -14,15 +14,15 @@ import pytest
 import torch
 from filelock import FileLock
 
-from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, codec
+from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore
 from cacheblend_rag.kv.packed_kv import unpacked
 from cacheblend_rag.kv.tiers import Usage
 from cacheblend_rag.kv.tiers import disk as disk_module
 
-from .samples import chunk_files, make_key, make_kv, rounded, same
+from .samples import chunk_files, encode, make_key, make_kv, rounded, same
 
 KEY, OTHER = make_key(0), make_key(1)
-DATA = codec.encode(KEY, make_kv())
+DATA = encode(KEY, make_kv())
 TESTS = Path(__file__).parents[1]
 
 

@@ -3,11 +3,10 @@
 import pytest
 
 from cacheblend_rag.errors import BadSignatureError, ConfigError, DamagedChunkError
-from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.mac import CHECKSUM, VARIABLE, KeyedMac, mac_of
 from cacheblend_rag.settings.secret import Secret
 
-from .samples import make_key, make_kv, rounded, same
+from .samples import decode, encode, make_key, make_kv, rounded, same
 from .test_codec import header_of, with_header
 
 KEY = make_key(0)
@@ -21,7 +20,7 @@ def keyed(text=OURS):
 @pytest.mark.parametrize("precision", ["native", "fp8"])
 def test_what_a_key_wrote_it_reads(precision):
     kv = rounded(make_kv(), precision)
-    assert same(codec.decode(codec.encode(KEY, kv, keyed()), KEY, keyed()), kv)
+    assert same(decode(encode(KEY, kv, keyed()), KEY, keyed()), kv)
 
 
 @pytest.mark.parametrize(
@@ -33,21 +32,21 @@ def test_what_a_key_wrote_it_reads(precision):
     ],
 )
 def test_what_another_wrote_is_not_read(written, read, said):
-    data = codec.encode(KEY, make_kv(), written)
+    data = encode(KEY, make_kv(), written)
     with pytest.raises(BadSignatureError, match=said):
-        codec.decode(data, KEY, read)
+        decode(data, KEY, read)
 
 
 def test_no_object_is_signed_by_saying_so():
     """Neither a header that claims the MAC, nor a layer of the forger's, is taken."""
-    fields, body = header_of(codec.encode(KEY, make_kv()))
+    fields, body = header_of(encode(KEY, make_kv()))
     fields["__metadata__"]["mac"] = "blake2b"
     with pytest.raises(BadSignatureError):
-        codec.decode(with_header(fields, body), KEY, keyed())
-    ours = bytearray(codec.encode(KEY, make_kv(), keyed()))
+        decode(with_header(fields, body), KEY, keyed())
+    ours = bytearray(encode(KEY, make_kv(), keyed()))
     ours[-1] ^= 1
     with pytest.raises(DamagedChunkError, match="layer 1"):
-        codec.decode(ours, KEY, keyed())
+        decode(ours, KEY, keyed())
 
 
 def test_a_key_that_is_too_short_is_refused():

@@ -23,7 +23,7 @@ from cacheblend_rag.kv.reader import WholeReader
 from cacheblend_rag.kv.reading import ROOM_AHEAD_BYTES
 from cacheblend_rag.kv.tiers import disk as disk_module
 
-from .samples import make_key, rounded, same, taken, until
+from .samples import decode, make_key, rounded, same, taken, until
 
 KEY, OTHER = make_key(0), make_key(1)
 LAYERS, KV_HEADS, TOKENS, HEAD_DIM = 6, 2, 64, 16
@@ -174,8 +174,8 @@ def test_codes_that_are_no_numbers_are_damage_though_their_checksums_hold():
     ):
         data = b"".join(codec.ChunkObject(KEY, bad).parts())
         with pytest.raises(DamagedChunkError, match=said):
-            codec.decode(data, KEY)
-    codec.decode(b"".join(codec.ChunkObject(KEY, sound).parts()), KEY)
+            decode(data, KEY)
+    decode(b"".join(codec.ChunkObject(KEY, sound).parts()), KEY)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -10,7 +10,7 @@ from cacheblend_rag.kv import ChunkKV, TieredKVStore, codec
 from cacheblend_rag.kv.precision import pack, unpack
 from cacheblend_rag.settings import StoreConfig
 
-from .samples import make_key, rounded, same
+from .samples import decode, encode, make_key, rounded, same, validate
 from .test_codec import header_of, with_header
 
 KEY = make_key(0)
@@ -57,7 +57,7 @@ def test_any_numbers_may_be_rounded_twice(numbers, dtype):
     flat = torch.tensor(numbers).to(dtype)
     kv = ChunkKV(flat.view(1, 1, 4, 4), flat.flip(0).view(1, 1, 4, 4), 0)
     once = rounded(kv, "fp8")
-    once.validate()
+    validate(once)
     again = rounded(ChunkKV(once.keys, once.values, 0), "fp8")
     assert torch.equal(again.keys, once.keys)
     assert torch.equal(again.values, once.values)
@@ -96,7 +96,7 @@ def test_zeros_stay_zeros_and_the_largest_numbers_finite():
     for dtype in DTYPES:
         largest = torch.full((1, 1, 2, 4), torch.finfo(dtype).max, dtype=dtype)
         kv = rounded(ChunkKV(largest, torch.zeros_like(largest), 0), "fp8")
-        kv.validate()
+        validate(kv)
         assert bool((kv.keys > torch.finfo(dtype).max * 0.9).all())
         assert not kv.values.any()
 
@@ -109,11 +109,11 @@ def test_rounded_numbers_are_near():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rounded_chunk_is_stored_in_bytes_and_read_as_it_is(dtype):
     kv = rounded(chunk(dtype=dtype), "fp8")
-    plain = codec.encode(KEY, chunk(dtype=dtype))
-    data = codec.encode(KEY, kv)
+    plain = encode(KEY, chunk(dtype=dtype))
+    data = encode(KEY, kv)
     itemsize = dtype.itemsize
     assert len(data) < len(plain) / itemsize * 1.35 + 2048
-    read = codec.decode(data, KEY)
+    read = decode(data, KEY)
     assert same(read, kv)
     assert read.precision == "fp8"
     head = codec.read_head(lambda start, end: raw_of(data)[start:end], len(data), KEY)
@@ -123,16 +123,16 @@ def test_a_rounded_chunk_is_stored_in_bytes_and_read_as_it_is(dtype):
         keys, values = found.unpacked()
         assert torch.equal(keys, kv.keys[layer])
         assert torch.equal(values, kv.values[layer])
-    assert codec.encode(KEY, read) == data
+    assert encode(KEY, read) == data
 
 
 def test_no_bit_of_a_rounded_chunk_may_flip():
-    data = codec.encode(KEY, rounded(chunk(shape=(2, 1, 3, 4)), "fp8"))
+    data = encode(KEY, rounded(chunk(shape=(2, 1, 3, 4)), "fp8"))
     for bit in range(0, 8 * len(data), 5):
         altered = bytearray(data)
         altered[bit // 8] ^= 1 << bit % 8
         with pytest.raises((DamagedChunkError, ForeignChunkError)):
-            codec.decode(altered, KEY)
+            decode(altered, KEY)
 
 
 @pytest.mark.parametrize(
@@ -145,23 +145,23 @@ def test_no_bit_of_a_rounded_chunk_may_flip():
     ],
 )
 def test_a_precision_that_contradicts_its_tensors_is_foreign(change, said):
-    fields, body = header_of(codec.encode(KEY, rounded(chunk(), "fp8")))
+    fields, body = header_of(encode(KEY, rounded(chunk(), "fp8")))
     fields["__metadata__"] |= change
     with pytest.raises(ForeignChunkError, match=said):
-        codec.decode(with_header(fields, body), KEY)
+        decode(with_header(fields, body), KEY)
 
 
 def test_scales_that_are_not_those_of_the_tensors_are_damage():
-    fields, body = header_of(codec.encode(KEY, rounded(chunk(), "fp8")))
+    fields, body = header_of(encode(KEY, rounded(chunk(), "fp8")))
     fields["scales"] = {**fields["scales"], "shape": [4, 3]}
     with pytest.raises(
         DamagedChunkError, match=r"scales are torch.int8 \(4, 3\), fp8 has \(3, 4\)"
     ):
-        codec.decode(with_header(fields, body), KEY)
-    fields, body = header_of(codec.encode(KEY, chunk()))
+        decode(with_header(fields, body), KEY)
+    fields, body = header_of(encode(KEY, chunk()))
     fields["scales"] = {"dtype": "I8", "shape": [len(body)], "data_offsets": [0, len(body)]}
     with pytest.raises(DamagedChunkError):
-        codec.decode(with_header(fields, body), KEY)
+        decode(with_header(fields, body), KEY)
 
 
 def test_what_is_put_is_rounded_once_for_all_tiers(tmp_path):

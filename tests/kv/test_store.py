@@ -12,7 +12,6 @@ from cacheblend_rag.kv import (
     StoredChunk,
     TieredKVStore,
     TierPolicy,
-    codec,
 )
 from tests.engines.test_forked import told_by
 
@@ -21,6 +20,7 @@ from .samples import (
     OTHER_FINGERPRINT,
     SlowTier,
     chunk_files,
+    encode,
     make_key,
     make_kv,
     same,
@@ -28,7 +28,7 @@ from .samples import (
 
 KEYS = [make_key(number) for number in range(6)]
 HOST_CHUNK = make_kv().nbytes
-DISK_CHUNK = len(codec.encode(KEYS[0], make_kv()))
+DISK_CHUNK = len(encode(KEYS[0], make_kv()))
 
 
 @pytest.fixture

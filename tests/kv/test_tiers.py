@@ -27,7 +27,7 @@ from cacheblend_rag.kv.tiers.bytes import SUFFIX
 from cacheblend_rag.kv.tiers.object_client import open_store
 from tests.local_servers import BUCKET
 
-from .samples import make_key, make_kv, same
+from .samples import encode, make_key, make_kv, same
 
 TIERS = {
     "host": lambda place, capacity: HostTier(capacity),
@@ -68,7 +68,7 @@ def stored(number=0, **options):
 def size_in(tier):
     """Bytes one chunk of these tests takes in a tier."""
     kv = make_kv()
-    return kv.nbytes if isinstance(tier, HostTier) else len(codec.encode(KEYS[0], kv))
+    return kv.nbytes if isinstance(tier, HostTier) else len(encode(KEYS[0], kv))
 
 
 def fill(make_bounded, chunks, *, extra=0):
@@ -171,7 +171,7 @@ def test_bytes_are_read_by_range(make_tier):
     assert tier._read(KEYS[0], 3, 5) is None
     chunk = stored()
     tier.put(KEYS[0], chunk)
-    whole = codec.encode(KEYS[0], chunk.kv)
+    whole = encode(KEYS[0], chunk.kv)
     for start, end in [(0, None), (0, 64), (7, 101), (len(whole) - 5, len(whole) + 9), (9, 9)]:
         found = tier._read(KEYS[0], start, end)
         assert bytes(found.raw.numpy().data) == whole[start:end]
@@ -319,7 +319,7 @@ def test_disk_writes_on_behind_what_a_call_has_written(tmp_path, monkeypatch, mo
     monkeypatch.setattr(os, "writev", some)
     assert DiskTier(tmp_path).put(KEYS[0], stored())
     (path,) = tmp_path.rglob(f"*{SUFFIX}")
-    assert path.read_bytes() == codec.encode(KEYS[0], stored().kv)
+    assert path.read_bytes() == encode(KEYS[0], stored().kv)
 
 
 @pytest.mark.parametrize("most", [1, 100])
