@@ -18,7 +18,7 @@ from cacheblend_rag.engines.stream import Stream
 from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.put_result import READ_ONLY
+from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.reason import Reason

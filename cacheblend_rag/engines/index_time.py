@@ -19,7 +19,7 @@ from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.tally import Stored, Tally
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.put_result import READ_ONLY
+from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import Evicted, PrecomputeReport

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cacheblend_rag.kv.put_result import PutResult
+from cacheblend_rag.kv.stored_chunk import PutResult
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import Evicted, PrecomputeReport
 

@@ -13,13 +13,12 @@ from weakref import ref
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.access_log import FoundChunks
-from cacheblend_rag.kv.budget import Reservation
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.layer_wait import BusySeconds, LayerWait
 from cacheblend_rag.kv.opening import Way
 from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV
-from cacheblend_rag.kv.reading import SharedReads
+from cacheblend_rag.kv.reading import Reservation, SharedReads
 from cacheblend_rag.kv.shared_chunk import Found, Part, SharedChunk
+from cacheblend_rag.kv.timings import BusySeconds, LayerWait
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Shares running lookups and reads of chunks between prompts, and keeps what others wait for."""
+"""Shares lookups and reads of chunks between prompts, bounds them, keeps what others wait for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from functools import partial
 from weakref import WeakValueDictionary
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv.budget import Budget, Reservation
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.expiry import Expiry
 from cacheblend_rag.kv.key_locks import KeyLocks
@@ -215,3 +214,50 @@ class WantedChunks:
         """Drop what was read of a chunk that was replaced or evicted."""
         with self._lock:
             self._kept.pop(key, None)
+
+
+class Reservation:
+    """A part of a budget, released explicitly or when this object is garbage-collected.
+
+    So an interrupt at any point releases it, too.
+    """
+
+    __slots__ = ("_of", "size")
+
+    def __init__(self, of: Budget) -> None:
+        self._of, self.size = of, 0
+
+    def give_back(self, _: object = None) -> None:
+        """Release it, once; can be used as a future's done callback."""
+        self._of.regain(self)
+
+    def __del__(self) -> None:
+        self.give_back()
+
+
+class Budget:
+    """Bytes, or slots, that all prompts share. left: those that are free."""
+
+    def __init__(self, size: int) -> None:
+        # Reentrant: a reservation may be collected, and given back, while its thread holds it.
+        self.left, self._lock = size, threading.RLock()
+
+    def take(self, size: int, *, anyway: bool = False) -> Reservation | None:
+        """Reserve an amount; None if there is less left.
+
+        anyway: reserve it even if there is less left, since it is needed now.
+        """
+        taken = Reservation(self)
+        with self._lock:
+            if size > self.left and not anyway:
+                return None
+            # Both or neither: no interrupt comes between two assignments.
+            self.left -= size
+            taken.size = size
+        return taken
+
+    def regain(self, taken: Reservation) -> None:
+        """Return a reserved amount."""
+        with self._lock:
+            self.left += taken.size
+            taken.size = 0

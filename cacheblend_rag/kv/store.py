@@ -22,14 +22,19 @@ from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.mac import CHECKSUM, Mac, mac_of
 from cacheblend_rag.kv.opening import TierThreads, Way
 from cacheblend_rag.kv.packed_kv import packed
-from cacheblend_rag.kv.prefetch import Prefetch
-from cacheblend_rag.kv.put_result import READ_ONLY, PutResult
 from cacheblend_rag.kv.reading import SharedReads
-from cacheblend_rag.kv.stored_chunk import Entry, Lookup, StoredChunk, first_stored_at
+from cacheblend_rag.kv.stored_chunk import (
+    READ_ONLY,
+    Entry,
+    Lookup,
+    PutResult,
+    StoredChunk,
+    first_stored_at,
+)
 from cacheblend_rag.kv.tiers import DiskTier, Tier
 from cacheblend_rag.kv.tiers.urls import memory_and_disk, open_tiers
 from cacheblend_rag.kv.timings import Speeds
-from cacheblend_rag.kv.whole_chunks import VerifyReport, WholeChunks, read_through
+from cacheblend_rag.kv.whole_chunks import Prefetch, VerifyReport, WholeChunks, read_through
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import Evicted, code_of
 from cacheblend_rag.settings import Precision, StoreConfig
@@ -412,7 +417,7 @@ class TieredKVStore:
 
         Returns:
             Under each tier's name: entries, bytes (None if it cannot be asked), capacity_bytes, and
-            this process's counts: see ``COUNTED`` in kv/tiers/counters.py.
+            this process's counts: see ``COUNTED`` in kv/tiers/contract.py.
         """
         return {tier.name: tier.stats() for tier in self.tiers}
 

@@ -1,12 +1,13 @@
-"""A stored chunk in the form that tiers and the store exchange, and the result of reading one."""
+"""A stored chunk as tiers and the store exchange it, and the results of reading and storing one."""
 
 from __future__ import annotations
 
 import errno
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from cacheblend_rag.errors import (
     BadSignatureError,
@@ -16,6 +17,7 @@ from cacheblend_rag.errors import (
 )
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.packed_kv import StoredKV
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import MissReason
 
 
@@ -80,3 +82,67 @@ def miss_of(error: StoreError) -> MissReason:
     cause = error.__cause__
     is_lack = isinstance(cause, OSError) and cause.errno == errno.ENOMEM
     return "no room" if is_lack else "store error"
+
+
+STORE_FULL: Final = Reason(ReasonCode.STORE_FULL, "store full")
+"""The reason if no tier failed, but none has or makes room."""
+NOT_FINITE: Final = Reason(
+    ReasonCode.NOT_FINITE, "its KV holds NaN or infinity, the model overflows"
+)
+"""The reason if a model computed NaN or infinity for the chunk."""
+READ_ONLY: Final = Reason(
+    ReasonCode.READ_ONLY,
+    "the store is read only: store and evict where it is opened with read_only=False",
+)
+"""The reason if nothing may be stored or evicted."""
+MOST_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """The result of storing a chunk; true if a tier took it.
+
+    Args:
+        stored: whether a tier took it.
+        failure: the error that kept it from being stored, or, for a store with tiers that outlive
+            the process, from being stored in any of those; "" when nothing failed.
+        is_finite: whether the KV has neither NaN nor infinity.
+    """
+
+    stored: bool
+    failure: str = ""
+    is_finite: bool = True
+
+    def __bool__(self) -> bool:
+        return self.stored
+
+    @property
+    def refusal(self) -> Reason | None:
+        """Why later processes will not find the chunk, in one line; None if they will."""
+        if not self.is_finite:
+            return NOT_FINITE
+        if self.failure:
+            return Reason(ReasonCode.STORE_ERROR, self.failure)
+        return None if self.stored else STORE_FULL
+
+    @classmethod
+    def of_tiers(cls, results: Sequence[tuple[bool, PutResult]]) -> PutResult:
+        """Combine the results of several tiers.
+
+        Args:
+            results: for each tier, whether it outlives the process, and its result.
+
+        Returns:
+            Stored if any tier took it. A tier's failure counts unless another tier that outlives
+            the process took the chunk, or no tier outlives it and any took it.
+        """
+        lasting = [result for durable, result in results if durable]
+        is_kept = any(lasting or [result for _, result in results])
+        failures = [result.failure for _, result in results if result.failure]
+        return cls(any(result for _, result in results), "" if is_kept else "; ".join(failures))
+
+
+def told(error: BaseException) -> str:
+    """Return an error in one short line, without the file's name that an OSError carries."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join((text or type(error).__name__).split())[:MOST_CHARACTERS].rstrip(".")

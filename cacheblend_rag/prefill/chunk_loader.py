@@ -15,21 +15,20 @@ from cacheblend_rag.blend.copy_stream import (
 )
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.layer_part import LayerPart, Sendable, WholePart, sendable
-from cacheblend_rag.blend.laying import Laying
 from cacheblend_rag.blend.placement import place_parts
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.blend.transfer import Upload
+from cacheblend_rag.blend.transfer import Laying, Upload
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource, Threshold
-from cacheblend_rag.kv.layer_wait import LayerWait
 from cacheblend_rag.kv.packed_kv import LayerKV
 from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.shared_chunk import Found
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.stored_chunk import miss_of
+from cacheblend_rag.kv.timings import LayerWait
 from cacheblend_rag.prefill.stopwatch import LoadTimes
 from cacheblend_rag.report import MissReason
 

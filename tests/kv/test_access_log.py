@@ -24,8 +24,8 @@ from cacheblend_rag.kv.access_log import (
     NOTED_A_MINUTE,
     AccessLog,
 )
-from cacheblend_rag.kv.prefetch import ASKED_AT_ONCE
 from cacheblend_rag.kv.tiers import Entry
+from cacheblend_rag.kv.whole_chunks import ASKED_AT_ONCE
 
 from .samples import chunk_files, make_key, make_kv, taken, until
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from cacheblend_rag.kv import HostTier, StoredChunk, TieredKVStore, opening, reading
-from cacheblend_rag.kv.budget import Budget
+from cacheblend_rag.kv.reading import Budget
 
 from .samples import SlowTier, make_key, make_kv, same, taken, until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend_rag.kv.layer_wait import shared
+from cacheblend_rag.kv.timings import shared
 
 
 @pytest.mark.parametrize(

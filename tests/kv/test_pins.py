@@ -7,8 +7,8 @@ import pytest
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, HostTier, TieredKVStore
 from cacheblend_rag.kv.tiers import TierPolicy
-from cacheblend_rag.kv.tiers import folder_files as pins
-from cacheblend_rag.kv.tiers.folder_files import PinFile
+from cacheblend_rag.kv.tiers import files as pins
+from cacheblend_rag.kv.tiers.files import PinFile
 
 from .samples import make_key, make_kv
 

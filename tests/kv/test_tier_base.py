@@ -7,10 +7,10 @@ import pytest
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv import StoredChunk
-from cacheblend_rag.kv.put_result import PutResult
+from cacheblend_rag.kv.stored_chunk import PutResult
 from cacheblend_rag.kv.tiers import Tier, Usage
 from cacheblend_rag.kv.tiers.admission import RefusedError
-from cacheblend_rag.kv.tiers.counters import COUNTED
+from cacheblend_rag.kv.tiers.contract import COUNTED
 from tests.kv.samples import OTHER_FINGERPRINT, make_key, make_kv
 
 KEY = make_key(0)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.kv.budget import Budget, Reservation
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.reading import Budget, Reservation
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.openmp import use_one_thread
 from cacheblend_rag.prefill.prefix import KVPart

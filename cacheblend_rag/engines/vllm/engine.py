@@ -59,7 +59,7 @@ from cacheblend_rag.errors import (
     StoreError,
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id
-from cacheblend_rag.kv.put_result import READ_ONLY
+from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little

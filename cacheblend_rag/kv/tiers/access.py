@@ -10,11 +10,10 @@ from threading import Thread
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv.chunk_kv import KVKey, NotFiniteError
-from cacheblend_rag.kv.put_result import told
+from cacheblend_rag.kv.stored_chunk import told
 from cacheblend_rag.kv.tiers.admission import RefusedError
 from cacheblend_rag.kv.tiers.breaker import Breaker, OutError
-from cacheblend_rag.kv.tiers.contract import TierContract
-from cacheblend_rag.kv.tiers.counters import Counters
+from cacheblend_rag.kv.tiers.contract import Counters, TierContract
 from cacheblend_rag.memory import lack_of_memory
 
 logger = logging.getLogger(__name__)

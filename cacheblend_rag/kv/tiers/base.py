@@ -16,14 +16,12 @@ from cacheblend_rag.errors import (
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.mac import CHECKSUM, Mac
 from cacheblend_rag.kv.packed_kv import LayerKV
-from cacheblend_rag.kv.put_result import PutResult, told
 from cacheblend_rag.kv.reader import ChunkReader
-from cacheblend_rag.kv.stored_chunk import Entry, Read, StoredChunk
+from cacheblend_rag.kv.stored_chunk import Entry, PutResult, Read, StoredChunk, told
 from cacheblend_rag.kv.tiers.access import Access
 from cacheblend_rag.kv.tiers.admission import Capacity, RefusedError, RejectedError
 from cacheblend_rag.kv.tiers.breaker import OutError
-from cacheblend_rag.kv.tiers.contract import TierContract, TierPolicy, Usage
-from cacheblend_rag.kv.tiers.counters import Counters
+from cacheblend_rag.kv.tiers.contract import Counters, TierContract, TierPolicy, Usage
 from cacheblend_rag.openmp import use_one_thread
 
 logger = logging.getLogger(__name__)

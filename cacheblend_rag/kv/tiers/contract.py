@@ -1,8 +1,10 @@
-"""The contract of tiers: their policy, and the methods that a tier implements or may override."""
+"""The contract of tiers: policy, counters, and the methods that a tier implements or overrides."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -198,3 +200,30 @@ class TierContract(ABC):
 
     def close(self) -> None:  # noqa: B027 - most tiers have nothing to free
         """Free memory, files and connections."""
+
+
+COUNTED = (
+    "hits", "misses", "admitted", "rejected", "refused", "evictions", "expired", "quarantined",
+    "errors", "skipped", "dropped",
+)  # fmt: skip
+"""skipped: reads that were skipped while the tier was out of use. dropped: writes that were skipped
+so."""
+
+
+class Counters:
+    """Counters with the names in ``COUNTED``; safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, name: str, times: int = 1) -> int:
+        """Increase a counter; returns its value."""
+        with self._lock:
+            self._counts[name] += times
+            return self._counts[name]
+
+    def all(self) -> dict[str, int]:
+        """Return all counts."""
+        with self._lock:
+            return {name: self._counts[name] for name in COUNTED}

@@ -36,12 +36,13 @@ from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for
 from cacheblend_rag.kv.tiers.contract import TierPolicy, Usage
 from cacheblend_rag.kv.tiers.files import (
+    PinFile,
+    UsageFile,
     check_kind,
     create,
     new_file,
     write_parts,
 )
-from cacheblend_rag.kv.tiers.folder_files import PinFile, UsageFile
 
 logger = logging.getLogger(__name__)
 

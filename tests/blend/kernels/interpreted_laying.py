@@ -23,10 +23,9 @@ from cacheblend_rag.blend import FusedKV, RingKV
 from cacheblend_rag.blend.copy_stream import TABLE_BYTES, PinnedBuffers
 from cacheblend_rag.blend.kernels import layer_launches, placement
 from cacheblend_rag.blend.layer_part import LayerPart, WholePart, sendable
-from cacheblend_rag.blend.laying import Laying
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import Geometry
-from cacheblend_rag.blend.transfer import Upload
+from cacheblend_rag.blend.transfer import Laying, Upload
 from cacheblend_rag.kv import HostTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.packed_kv import StoredKV, packed

@@ -10,7 +10,7 @@ import torch
 from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.put_result import PutResult
+from cacheblend_rag.kv.stored_chunk import PutResult
 from cacheblend_rag.prefill import precompute
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 from tests.engines.transformers.conftest import EngineFactory, keys_of

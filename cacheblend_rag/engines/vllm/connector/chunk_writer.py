@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
-from cacheblend_rag.kv.put_result import PutResult
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.kv.stored_chunk import PutResult
 from cacheblend_rag.openmp import use_one_thread
 from cacheblend_rag.reason import Reason
 

@@ -45,8 +45,8 @@ from cacheblend_rag.engines.vllm.protocol import (
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.fetch import LayerSource
-from cacheblend_rag.kv.put_result import READ_ONLY
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, no_room
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.comparing import Compared, compare

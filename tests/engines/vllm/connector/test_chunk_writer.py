@@ -11,7 +11,7 @@ from cacheblend_rag import TieredKVStore
 from cacheblend_rag.engines.vllm.connector.chunk_writer import MOST_WAITING, ChunkWriter
 from cacheblend_rag.kv import HostTier, StoredChunk
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
-from cacheblend_rag.kv.put_result import PutResult
+from cacheblend_rag.kv.stored_chunk import PutResult
 from tests.blend.fake_stack import FakeStack
 from tests.kv.samples import make_key, make_kv, until
 from tests.prefill.prompts import Ranks, run

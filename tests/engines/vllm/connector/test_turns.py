@@ -8,7 +8,7 @@ import pytest
 
 from cacheblend_rag import BlendConfig, Conversation, ConversationKV
 from cacheblend_rag.engines.vllm.protocol import Failed, KeepResult, SentSegment
-from cacheblend_rag.kv.put_result import PutResult
+from cacheblend_rag.kv.stored_chunk import PutResult
 from tests.engines.conversations import (
     CONFIG,
     INSTRUCTION,
