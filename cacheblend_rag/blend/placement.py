@@ -1,34 +1,27 @@
 """Places one layer of all chunks of a prompt into its KV: unpacked, keys re-rotated.
 
 On NVIDIA GPUs with Triton one kernel does so (`kernels/placement.py`); ``has_kernel`` decides for
-both engines. Elsewhere ``place_parts`` does: its operations take lists of tensors, so their number
-does not depend on that of chunks.
+both engines. Elsewhere ``place_parts`` does, one chunk after the other.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.layer_part import LayerPart, WholePart, sendable
-from cacheblend_rag.blend.rotary import Rotation, rotate_all_into
+from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import Geometry
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.packed_kv import packed
 from cacheblend_rag.settings import Precision
 
 _LOG = logging.getLogger(__name__)
-
-CACHED_BYTES = 1 << 18
-"""On a CPU, chunks are placed in groups of about this many bytes of keys in float32, the dtype they
-are rotated in. A group stays in the CPU's cache, which saves more time than fewer operations would;
-larger chunks are placed one by one."""
 
 
 @cache
@@ -77,46 +70,7 @@ def _places_alike(device: torch.device) -> bool:
 def place_parts(fused: FusedKV, layer: int, parts: Sequence[LayerPart]) -> None:
     """Copy one layer of chunks to their positions in a prompt's KV.
 
-    parts: their tensors may be on any device; packed ones are unpacked one after the other.
+    parts: their tensors may be on any device.
     """
-    keys, values = fused.of_layer(layer)
-    row_bytes = keys.shape[0] * keys.shape[2] * torch.float32.itemsize
-    for some in _together(parts, row_bytes) if keys.device.type == "cpu" else [parts]:
-        if len(some) == 1:
-            fused.place(layer, some[0].start, *some[0].kv.unpacked(), some[0].turn)
-        else:
-            _place(keys, values, some)
-
-
-def _together(parts: Sequence[LayerPart], row_bytes: int) -> Iterator[list[LayerPart]]:
-    """Yield groups of consecutive parts, each of CACHED_BYTES or more; the last may be smaller.
-
-    row_bytes: size of one token's keys in float32.
-    """
-    some: list[LayerPart] = []
-    nbytes = 0
     for part in parts:
-        some.append(part)
-        nbytes += part.kv.tokens * row_bytes
-        if nbytes >= CACHED_BYTES:
-            yield some
-            some, nbytes = [], 0
-    if some:
-        yield some
-
-
-def _place(keys: Tensor, values: Tensor, parts: Sequence[LayerPart]) -> None:
-    """Copy parts into one layer, (kv_heads, capacity, head_dim), of keys and of values."""
-    copies: list[tuple[Tensor, Tensor]] = []
-    turned = []
-    for part in parts:
-        here = slice(part.start, part.start + part.kv.tokens)
-        own_keys, own_values = part.kv.unpacked()
-        copies.append((values[:, here], own_values))
-        if part.turn is None or not part.turn.cos.numel():
-            copies.append((keys[:, here], own_keys))
-        else:
-            turned.append((keys[:, here], own_keys.to(keys.device), part.turn))
-    torch._foreach_copy_([into for into, _ in copies], [tensor for _, tensor in copies])
-    if turned:
-        rotate_all_into(turned)
+        fused.place(layer, part.start, *part.kv.unpacked(), part.turn)

@@ -190,60 +190,6 @@ def rotate_into(out: Tensor, keys: Tensor, by: Rotation) -> None:
         out[..., 2 * pairs :] = keys[..., 2 * pairs :]
 
 
-def rotate_all_into(chunks: Sequence[tuple[Tensor, Tensor, Rotation]]) -> None:
-    """Do what ``rotate_into`` does for each (out, keys, by), with the same numbers.
-
-    out, keys: (kv_heads, tokens, head_dim), of one dtype and device, which all have in common. by:
-    of one layer, with at least one pair.
-    """
-    outs, keys = [out for out, _, _ in chunks], [keys for _, keys, _ in chunks]
-    cos, sin = [by.cos for _, _, by in chunks], [by.sin for _, _, by in chunks]
-    places = [_places(by.cos.shape[-1], interleaved=by.interleaved) for _, _, by in chunks]
-    ones, others = _halves(outs, places)
-    if outs[0].dtype == torch.float32:
-        torch._foreach_copy_(outs, keys)  # unpaired components, too
-        firsts, seconds = _halves(keys, places)
-        torch._foreach_mul_(ones, cos)
-        torch._foreach_addcmul_(ones, seconds, sin, value=-1)
-        torch._foreach_mul_(others, cos)
-        torch._foreach_addcmul_(others, firsts, sin)
-        return
-    pairs = [2 * by.cos.shape[-1] for _, _, by in chunks]
-    rest = [pair for pair in zip(outs, keys, pairs, strict=True) if pair[2] < pair[1].shape[-1]]
-    if rest:
-        into = [out[..., start:] for out, _, start in rest]
-        torch._foreach_copy_(into, [part[..., start:] for _, part, start in rest])
-    wides = _wide(keys, pairs)
-    firsts, seconds = _halves(wides, places)
-    turned, back = torch._foreach_mul(firsts, cos), torch._foreach_mul(seconds, sin)
-    torch._foreach_sub_(turned, back)
-    torch._foreach_copy_(ones, turned)
-    torch._foreach_mul_(seconds, cos)
-    torch._foreach_mul_(firsts, sin)
-    torch._foreach_add_(seconds, firsts)
-    torch._foreach_copy_(others, seconds)
-
-
-def _wide(keys: Sequence[Tensor], pairs: Sequence[int]) -> list[Tensor]:
-    """Return each part's first so many components in float32, in one allocation."""
-    narrow = [part[..., :most] for part, most in zip(keys, pairs, strict=True)]
-    sizes = [part.numel() for part in narrow]
-    whole = keys[0].new_empty(sum(sizes), dtype=torch.float32)
-    wide = [own.view(n.shape) for own, n in zip(torch.split(whole, sizes), narrow, strict=True)]
-    torch._foreach_copy_(wide, narrow)
-    return wide
-
-
-def _halves(
-    parts: Sequence[Tensor], places: Sequence[tuple[slice, slice]]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return views of the first and of the second components of each part's pairs."""
-    pairs = list(zip(parts, places, strict=True))
-    return [part[..., one] for part, (one, _) in pairs], [
-        part[..., two] for part, (_, two) in pairs
-    ]
-
-
 def rotated(keys: Tensor, by: Rotation) -> Tensor:
     """Return ``keys`` (layers, kv_heads, tokens, head_dim) rotated by ``by``, same dtype."""
     out = torch.empty_like(keys)

@@ -6,7 +6,6 @@ one raises. So every operation counted here is one that an accelerator is launch
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +14,7 @@ import torch
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
-from cacheblend_rag.blend.layer_part import LayerPart, Numbers
 from cacheblend_rag.blend.passes import Candidates
-from cacheblend_rag.blend.placement import place_parts
-from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.transformers.compatibility import open_stack
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from tests.models import make_model
@@ -29,8 +25,6 @@ META = torch.device("meta")
 PLAIN = BlendConfig(selector="random")
 MOST_A_BLOCK = {"llama": 45, "mistral-sliding": 47, "qwen3": 64}
 """Launches of one layer over one block of rows, the model's own included; they may only fall."""
-MOST_OF_PLACING = 12
-"""Launches of placing one layer of all chunks, whatever their number."""
 
 
 def on_meta(family: str) -> TransformersStack:
@@ -42,28 +36,10 @@ def on_meta(family: str) -> TransformersStack:
     return stack
 
 
-def placing(stack: TransformersStack, fused: FusedKV, chunks: int) -> Callable[[int], Steps[None]]:
-    """Steps that place so many chunks before a layer, every other one re-rotated."""
-    of, size = stack.geometry, CHUNK // chunks
-    kv = torch.empty(2, of.kv_heads, size, of.head_dim, dtype=of.dtype, device=META)
-    turn = stack.rotation(17)
-
-    def place(layer: int) -> Steps[None]:
-        turns = [turn.of(layer) if index % 2 else None for index in range(chunks)]
-        parts = [LayerPart(i * size, Numbers(*kv), own) for i, own in enumerate(turns)]
-        place_parts(fused, layer, parts)
-        yield from ()
-
-    return place
-
-
 def launches(
-    family: str, ratio: float, row_block: int, chunks: int = 0, **settings: Any
+    family: str, ratio: float, row_block: int, **settings: Any
 ) -> list[tuple[list[int], Operations]]:
-    """Run a pass whose rows are chosen before layer 0; each step's finished layers and launches.
-
-    chunks: into how many the cached tokens are placed.
-    """
+    """Run a pass whose rows are chosen before layer 0; each step's finished layers and launches."""
     stack = on_meta(family)
     fused = FusedKV(stack.geometry, TOKENS)
     known = Candidates.none(TOKENS)
@@ -78,7 +54,6 @@ def launches(
         plan_schedule(config, stack.geometry.layers),
         row_block=row_block,
         on_layer=lambda layer, _: finished.append(layer),
-        before_layer=placing(stack, fused, chunks) if chunks else None,
     )
     steps = []
     going = run.steps()
@@ -108,19 +83,6 @@ def test_a_layer_launches_few_operations_a_block(family: str) -> None:
         steps = launches(family, 0.3, row_block=64)
     counts = [seen.launched.total() for _, seen in steps[1:-1]]
     assert max(counts) <= MOST_A_BLOCK[family], steps[1][1].launched
-
-
-@pytest.mark.parametrize("family", MOST_A_BLOCK)
-def test_chunks_are_placed_in_few_launches_whatever_their_number(family: str) -> None:
-    with torch.inference_mode():
-        counts = []
-        for chunks in (0, 3, 60):
-            steps = launches(family, 0.3, row_block=1000, chunks=chunks)
-            assert [seen.reads for _, seen in steps] == [[]] * len(steps)
-            counts.append([seen.launched.total() for _, seen in steps[1:]])
-    plain, few, many = counts
-    assert few == many
-    assert all(0 < count - own <= MOST_OF_PLACING for count, own in zip(few, plain, strict=True))
 
 
 def test_moving_a_chunk_shares_tables_and_launches_one_operation_a_layer_or_less() -> None:
