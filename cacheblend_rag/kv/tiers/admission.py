@@ -1,6 +1,6 @@
 """Admission and eviction by access frequency (TinyLFU).
 
-TinyLFU over the order of last use: a sketch counts how often keys were seen recently, stored or
+As TinyLFU over the order of last use: it is counted how often keys were seen recently, stored or
 not, and a chunk replaces others only if it was seen more often. Libraries for this (theine) count
 entries, own the values and have no pins; here sizes differ, some chunks are pinned, and the order
 of last use may be that of files which several processes read. So the tier keeps the order, and this
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,14 +21,9 @@ from cacheblend_rag.kv.tiers.contract import Counters, TierPolicy
 
 LOOKED_AT = 32
 """Number of least recently used chunks from which the least often seen ones are evicted."""
-SAMPLE = 16
-"""Accesses per held chunk after which counts are halved."""
-MOST = 255
+SAMPLE, LEAST_HALVED = 16, 1 << 11
+"""Accesses per held chunk, and in all, after which counts are halved."""
 REMEMBERED_SECONDS = 10.0
-
-_ROWS = 4
-_LEAST_WIDTH = 1 << 12
-_HALVED = bytes(count >> 1 for count in range(MOST + 1))
 
 
 class RefusedError(Exception):
@@ -40,7 +36,7 @@ class RejectedError(RefusedError):
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A candidate for eviction. seen: accesses that its tier knows of besides the sketch."""
+    """A candidate for eviction. seen: accesses that its tier knows of besides."""
 
     key: KVKey
     nbytes: int
@@ -48,52 +44,29 @@ class Resident:
 
 
 class Sightings:
-    """Approximate recent access counts of keys: a count-min sketch with aging.
-
-    It overcounts when keys collide, and never undercounts; it takes some bytes per held chunk,
-    however many keys are seen.
-    """
+    """Recent access counts of keys, stored or not; now and then all are halved."""
 
     def __init__(self) -> None:
-        self._rows = [bytearray(_LEAST_WIDTH) for _ in range(_ROWS)]
-        self._added = 0
+        self._counts = Counter[int]()  # by hash, which takes less memory
+        self._added, self._every = 0, LEAST_HALVED
         self._lock = threading.Lock()
 
     def add(self, key: KVKey) -> None:
         """Count one access of a key."""
         with self._lock:
-            places = self._places(key)
-            least = min(self._read(places))
-            for row, place in zip(self._rows, places, strict=True):
-                if row[place] == least < MOST:
-                    row[place] += 1
+            self._counts[hash(key)] += 1
             self._added += 1
-            if self._added >= self._width // 2:  # old accesses count less and less
-                self._rows = [bytearray(row.translate(_HALVED)) for row in self._rows]
-                self._added = 0
+            if self._added >= self._every:  # old accesses count less and less
+                kept = {own: count >> 1 for own, count in self._counts.items() if count > 1}
+                self._counts, self._added = Counter(kept), 0
 
     def count(self, key: KVKey) -> int:
         """Return the recent access count of a key."""
-        with self._lock:
-            return min(self._read(self._places(key)))
+        return self._counts[hash(key)]
 
     def fit(self, held: int) -> None:
-        """Grow for a tier that holds so many chunks; counts are kept."""
-        with self._lock:
-            while self._width < 2 * SAMPLE * held:
-                self._rows = [row + row for row in self._rows]
-
-    @property
-    def _width(self) -> int:
-        return len(self._rows[0])
-
-    def _places(self, key: KVKey) -> list[int]:
-        digest = hash(key)
-        step = (digest >> 32) | 1
-        return [(digest + row * step) & (self._width - 1) for row in range(_ROWS)]
-
-    def _read(self, places: Sequence[int]) -> list[int]:
-        return [row[place] for row, place in zip(self._rows, places, strict=True)]
+        """Remember more accesses for a tier that holds so many chunks."""
+        self._every = max(LEAST_HALVED, SAMPLE * held)
 
 
 class Capacity:
