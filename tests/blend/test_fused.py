@@ -28,19 +28,6 @@ def place(fused: FusedKV, stack: FakeStack, kv: ChunkKV, start: int) -> None:
         fused.place(layer, start, *part, turn and turn.of(layer))
 
 
-def test_its_size() -> None:
-    fused = FusedKV(FakeStack().geometry, TOKENS, reserve=3)
-    assert fused.keys.shape == fused.values.shape == (LAYERS, KV_HEADS, TOKENS + 3, HEAD_DIM)
-    assert fused.tokens == TOKENS
-    whole = FusedKV(FakeStack().geometry, TOKENS)
-    held = whole.keys.nbytes + whole.values.nbytes
-    assert FusedKV.bytes_for(FakeStack().geometry, TOKENS) == held
-    keys, values = fused.layer(2)
-    assert keys.shape == values.shape == (1, KV_HEADS, TOKENS, HEAD_DIM)
-    assert keys.data_ptr() == fused.keys[2].data_ptr()
-    assert values.data_ptr() == fused.values[2].data_ptr()
-
-
 @pytest.mark.parametrize("start", [0, 4, 11])
 def test_a_chunk_is_laid_where_it_stands(start: int) -> None:
     """Its first layer's keys, which depend on nothing else, are those computed there."""
@@ -103,18 +90,6 @@ def test_a_ring_is_two_layers_of_which_the_later_takes_the_place_of_the_older() 
     assert torch.equal(ring.of_layer(LAYERS - 3)[0], whole.of_layer(LAYERS - 1)[0][:, :TOKENS])
 
 
-def test_kv_of_another_shape_or_type_does_not_fit() -> None:
-    shape = (LAYERS, KV_HEADS, 5, HEAD_DIM)
-
-    def fits(*shape: int, dtype: torch.dtype = torch.float32) -> bool:
-        return FakeStack().geometry.fits(shape, dtype, 5)
-
-    assert fits(*shape)
-    for axis in range(4):
-        assert not fits(*(n + (i == axis) for i, n in enumerate(shape)))
-    assert not fits(*shape, dtype=torch.float16)
-
-
 # Rows
 
 
@@ -142,10 +117,3 @@ def test_blocks_are_even_and_no_larger_than_asked(most: int, count: int) -> None
     assert [start for start, _ in blocks] == [sum(lengths[:i]) for i in range(len(blocks))]
     assert max(lengths, default=0) <= most
     assert max(lengths, default=0) - min(lengths, default=0) <= 1
-
-
-def test_rows_stand_on_the_device_asked_for() -> None:
-    rows = Rows.at(torch.arange(3).numpy(), torch.device("meta"))
-    assert rows.device.is_meta
-    assert rows.device.dtype == torch.int64
-    assert Rows.where(torch.ones(2, dtype=torch.bool).numpy(), torch.device("meta")).device.is_meta

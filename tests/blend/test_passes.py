@@ -18,7 +18,6 @@ from torch import Tensor
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
-from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.rows import Rows
@@ -292,52 +291,6 @@ def test_the_order_of_a_pass_with_two_check_layers() -> None:
         Event("probe", 3, eight), Event("write", 3, eight),
         Event("write", 3, last), Event("read", 3, ()), Event("run", 3, last),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("prompt", [p for p in PROMPTS.values() if not p.protected], ids=str)
-def test_ratio_one_is_plain_computation(prompt: Prompt) -> None:
-    """To the last bit: the layers driven once, over their own keys and values.
-
-    But for the last row in the last layer, which is run alone, by other kernels.
-    """
-    case = Case.of(prompt, BlendConfig(recompute_ratio=1.0))
-    every = Rows.where(torch.ones(prompt.tokens, dtype=torch.bool).numpy(), torch.device("cpu"))
-    stack, keys, values = FakeStack(), [], []
-
-    def attend(call: AttentionCall) -> Tensor:
-        keys.append(call.key[0])
-        values.append(call.value[0])
-        laid_out = call.key.contiguous(), call.value.contiguous()
-        return attend_rows(call.query, *laid_out, every, scaling=call.scaling, window=call.window)
-
-    hidden, inputs = stack.embed(prompt.ids[None]), stack.position_inputs(every.device[None])
-    for layer in range(LAYERS):
-        hidden = stack.run_layer(layer, hidden, inputs, attend)
-    for found, wanted in ((case.run.fused.keys, keys), (case.run.fused.values, values)):
-        assert torch.equal(found[:-1], torch.stack(wanted[:-1]))
-        assert torch.equal(found[-1, :, :-1], wanted[-1][:, :-1])
-        torch.testing.assert_close(found[-1, :, -1], wanted[-1][:, -1], atol=1e-5, rtol=0)
-    torch.testing.assert_close(case.run.hidden, hidden[:, -1:], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("layers", [1, 2, 3])
-def test_the_first_layers_alone(layers: int) -> None:
-    """For their KV: no layer behind them is touched, none of them runs on for its own sake."""
-    seen: list[int] = []
-    case = Case.of(
-        Prompt(), BlendConfig(recompute_ratio=0.0), needs_hidden=False, layers=layers,
-        on_layer=lambda layer, _: seen.append(layer),
-    )  # fmt: skip
-    slow = Slow(case)
-    fused = case.run.fused
-    assert seen == list(range(layers))
-    assert {event.layer for event in case.stack.log} == set(seen)
-    assert flat(case.stack.log, "run", layers - 1) == []
-    torch.testing.assert_close(fused.keys[:layers], slow.reference.keys[:layers], atol=1e-5, rtol=0)
-    behind = slice(layers, None)
-    torch.testing.assert_close(
-        fused.keys[behind], case.first.keys[behind], equal_nan=True, atol=0, rtol=0
-    )
 
 
 @pytest.mark.parametrize("row_block", [None, 4], ids=["at once", "in blocks"])

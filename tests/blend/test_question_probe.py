@@ -8,16 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, FusedKV, RingKV
 from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
 from cacheblend_rag.blend.selectors import Probe
 from cacheblend_rag.errors import ConfigError
-from tests.blend.fake_stack import LAYERS, FakeStack, Reference, WatchedKV
-from tests.blend.test_passes import PROMPTS, TOKENS, Case, Prompt, Slow
-from tests.prefill.prompts import Ranks, run
-
-REUSE = BlendConfig(selector="none")
+from tests.blend.fake_stack import FakeStack, Reference, WatchedKV
+from tests.blend.test_passes import PROMPTS, TOKENS, Prompt
+from tests.prefill.prompts import run
 
 
 def probed(
@@ -124,18 +121,6 @@ def test_a_ring_buffer_gives_what_a_whole_one_gives() -> None:
     assert ringed[1] == work
 
 
-@pytest.mark.parametrize("layers", [LAYERS, 2])
-def test_a_probe_fills_the_buffer_as_plain_reuse_does(layers: int) -> None:
-    prompt, stack = Prompt(), FakeStack()
-    fused = prompt.laid(WatchedKV(stack, TOKENS))
-    probe = Probe(layers=[layers - 1])
-    run(probe_question(stack, prompt.ids, fused, prompt.candidates, TOKENS - 4, probe=probe))
-    slow = Slow(Case.of(prompt, REUSE))
-    torch.testing.assert_close(fused.keys[:layers], slow.reference.keys[:layers], atol=1e-4, rtol=0)
-    text = ~prompt.candidates.cached
-    assert bool(fused.keys[layers:, :, text].isnan().all()), "later layers are untouched"
-
-
 @pytest.mark.parametrize(
     ("probe", "how", "shape"),
     [
@@ -154,20 +139,6 @@ def test_heads_of_all_ranks_are_looked_at(probe: Probe, how: str, shape: tuple[i
     shared, _ = probed(Prompt(), TOKENS - 4, FakeStack(reduced=reduced), probe)
     assert asked == [(how, shape)], "two layers, each of its own"
     torch.testing.assert_close(shared, alone * 2)
-
-
-def test_two_ranks_that_see_the_same_find_the_same() -> None:
-    probe = Probe(heads="sum")
-    alone, _ = probed(Prompt(), TOKENS - 4, probe=probe)
-    both = Ranks().run(lambda _, stack: probed(Prompt(), TOKENS - 4, stack, probe)[0])
-    assert torch.equal(*both)
-    torch.testing.assert_close(both[0], alone * 2)
-
-
-def test_a_question_that_no_row_asks_attends_to_nothing() -> None:
-    mass, work = probed(Prompt(), TOKENS)
-    assert torch.equal(mass, torch.zeros(TOKENS))
-    assert work > 0
 
 
 @pytest.mark.parametrize(

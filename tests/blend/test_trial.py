@@ -17,7 +17,7 @@ from cacheblend_rag.blend.rotary import Layout, Rotation, Table
 from cacheblend_rag.blend.rounding import EIGHT_BIT_STEP, close
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
-from cacheblend_rag.blend.stack import Attend, AttentionCall, Geometry, probe_layer
+from cacheblend_rag.blend.stack import Attend, AttentionCall, Geometry
 from cacheblend_rag.blend.trial import (
     MOST_BEHIND,
     TRIAL_TOKENS,
@@ -126,16 +126,6 @@ def refused(message: str) -> Any:
 # What is tried
 
 
-def test_the_tokens_of_the_trial_are_the_same_each_time() -> None:
-    ids = trial_tokens(VOCABULARY, torch.device("cpu"))
-    assert ids.shape == (TRIAL_TOKENS,)
-    assert torch.equal(ids, trial_tokens(VOCABULARY, torch.device("cpu")))
-    assert len(set(ids.tolist())) > TRIAL_TOKENS // 2
-    assert 0 <= int(ids.min()) <= int(ids.max()) < VOCABULARY
-    assert set(trial_tokens(2, torch.device("cpu")).tolist()) == {0, 1}
-    assert trial_tokens(VOCABULARY, torch.device("meta")).is_meta
-
-
 @pytest.mark.parametrize(
     ("windows", "context", "tokens"),
     [
@@ -154,45 +144,6 @@ def test_as_many_tokens_stand_behind_as_let_windows_show(
     windows: tuple[int | None, ...], context: int, tokens: int
 ) -> None:
     assert tokens_behind(windows, context) == tokens
-
-
-def test_made_up_kv_is_like_real_kv_component_by_component() -> None:
-    stack = FakeStack(windows=(None,) * 4)
-    stack.key[2] *= 0.01
-    stack.value[1, :3] = 100 * stack.value[1, 0]
-    fused = made_up(stack, tokens(), 4_000)
-    assert fused.tokens == 4_000 + TRIAL_TOKENS
-    positions = torch.arange(4_000, fused.tokens)[None]
-    for layer in range(4):
-        inputs = stack.position_inputs(positions)
-        real = probe_layer(stack, layer, stack.embed(tokens()[None]), inputs)
-        for kv, own in ((fused.keys, real.key[0]), (fused.values, real.value[0])):
-            spread = own.std(1) * (trial.even_spread(real) if kv is fused.keys else 1.0)
-            torch.testing.assert_close(kv[layer].std(1), spread, atol=0, rtol=0.05)
-            error = (kv[layer].mean(1) - own.mean(1)).abs()
-            assert bool((error <= 0.08 * spread).all())
-        logits = real.query[0].view(2, 2, TRIAL_TOKENS, -1) @ fused.keys[layer].mT[:, None]
-        assert float((logits * real.scaling).std(-1).mean()) < 1.1
-    again = made_up(stack, tokens(), 4_000)
-    assert torch.equal(fused.keys, again.keys)
-    assert torch.equal(fused.values, again.values)
-    assert made_up(stack, tokens(), 5, torch.float64).keys.dtype == torch.float64
-    large = FakeStack()
-    large.value *= 1e6
-    assert float(made_up(large, tokens(), 30).values.abs().max()) == trial.LARGEST_MADE_UP
-
-
-def test_made_up_values_are_large_where_windows_end() -> None:
-    values = made_up(FakeStack(windows=(None, 40, None, 90)), tokens(), 100).values
-    sizes = values.square().mean((1, 3)).sqrt()
-    for layer, window in ((1, 40), (3, 90)):
-        edges = slice(100 - window - 2, 100 + TRIAL_TOKENS - window + 2)
-        inside, outside = (
-            sizes[layer, edges],
-            torch.cat((sizes[layer, : edges.start], sizes[layer, edges.stop :])),
-        )
-        assert float(inside.min()) > float(outside.max())
-        assert float(inside.mean() / outside.mean()) == pytest.approx(window**0.5, rel=0.3)
 
 
 # How keys turn
@@ -282,17 +233,6 @@ def test_traits_tell_sizes_and_speeds_of_keys() -> None:
 # What layers make
 
 
-def test_a_model_that_does_in_parts_what_it_does_whole_passes() -> None:
-    fused = behind(FakeStack())
-    wanted = reference(fused)
-    check_embedding(FakeStack(), wanted)
-    check_layers(FakeStack(), wanted, fused)
-    start = wanted.start
-    keys = fake_stack.Reference(FakeStack(), wanted.token_ids, fused.keys, fused.values)
-    assert not torch.equal(fused.keys[:, :, start:], behind(FakeStack()).keys[:, :, start:])
-    assert keys.keys.shape == fused.keys.shape
-
-
 @pytest.mark.parametrize("layer", [0, 3])
 def test_a_layer_that_gives_another_result_is_named(layer: int) -> None:
     fused = behind(FakeStack())
@@ -312,21 +252,6 @@ def test_a_window_that_attention_is_not_told_of_shows() -> None:
         check_layers(FakeStack(windows=(None, None, None, 9)), wanted, fused)
     with refused("^layer 3, run alone"):
         check_layers(FakeStack(windows=(None, 9, None, 8)), wanted, fused)
-
-
-def test_rows_of_the_trial_attend_apart_and_by_the_attention_given() -> None:
-    fused = behind(FakeStack())
-    wanted = reference(fused)
-    asked: list[tuple[int, list[int]]] = []
-
-    def attention(call: AttentionCall, seen: FusedKV, rows: Rows) -> Tensor:
-        asked.append((call.layer, (rows.host - wanted.start).tolist()))
-        return RowAttention()(call, seen, rows)
-
-    check_layers(FakeStack(), wanted, fused, attention)
-    odd = list(trial.ODD_ROWS)
-    rest = [row for row in range(TRIAL_TOKENS) if row not in odd]
-    assert asked == [(layer, part) for layer in range(4) for part in (odd, rest)]
 
 
 class Eight:
@@ -398,29 +323,6 @@ def states(rows: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(1, rows, 16, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("by", "dtype", "ulps", "passes"),
-    [
-        (0.0009, torch.float32, 0.5, True),
-        (0.0011, torch.float32, 0.5, False),
-        (0.0010, torch.float16, 0.5, True),
-        (0.0025, torch.float16, 0.5, False),
-        (0.01, torch.bfloat16, 0.5, False),
-        (0.01, torch.bfloat16, 2.0, True),
-    ],
-)
-def test_results_are_close_but_for_rounding(
-    by: float, dtype: torch.dtype, ulps: float, passes: bool
-) -> None:
-    wanted = states(dtype=dtype)
-    found = (wanted.float() * (1 + by)).to(dtype)
-    assert close(found, wanted, ulps=ulps) == passes
-    assert close(wanted, wanted, ulps=0.0)
-    one = wanted.clone()
-    one[:, 3] = found[:, 3]
-    assert close(one, wanted, ulps=ulps) == passes, "every token counts"
-
-
 def test_a_large_residual_hides_nothing() -> None:
     before, added = states() * 1_000, states(8)[:, :, torch.randperm(16)]
     wanted = before + added
@@ -487,12 +389,6 @@ class TestIn16Bits:
     def test_faults_are_refused(self, fault: str, dtype: torch.dtype, wide: bool) -> None:
         with refused("run alone on some rows, gives a different result"):
             self.check(FAULTS[fault](dtype), dtype, wide)
-
-    def test_other_embeddings_are_refused(self, dtype: torch.dtype, wide: bool) -> None:
-        odd = TriedFake(dtype=dtype)
-        odd.embedding *= 1.01
-        with refused("more than the tokens' embeddings"):
-            self.check(odd, dtype, wide)
 
 
 @pytest.mark.parametrize("layer", [0, 3])
@@ -578,27 +474,3 @@ def test_queries_may_come_as_rounded_as_the_cache_is() -> None:
     with refused("queries of layer 0"):
         find_layouts(Rough(), tokens(), WINDOW)
     assert find_layouts(Rough(), tokens(), WINDOW, cache_step=EIGHT_BIT_STEP) == [HALVES] * 4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_keys_may_be_off_by_the_rounding_of_far_positions(dtype: torch.dtype) -> None:
-    keys = torch.ones(1, dtype=dtype)
-    least = 5 * 2**-7 if dtype == torch.bfloat16 else 0.001
-    for offset in (0, 100_000):
-        assert trial.turn_tolerance(keys, offset) == pytest.approx(least + offset * 2.4e-7)
-
-
-def test_what_this_rank_cannot_turn_it_tells_the_others() -> None:
-    told: list[list[int]] = []
-
-    def reduced(part: Tensor, how: str) -> Tensor:
-        told.append(part.tolist())
-        return part
-
-    ids = trial_tokens(VOCABULARY, torch.device("cpu"))
-    find_layouts(TriedFake(reduced=reduced), ids, WINDOW)
-    assert told == [[0]] * 4 * 3  # how keys turn, and what else changes at two offsets
-    told.clear()
-    with refused("cannot be undone"):
-        find_layouts(TriedFake(reduced=reduced, angle=lambda p: p.float().sqrt()), ids, WINDOW)
-    assert told == [[1]]

@@ -58,13 +58,6 @@ def test_a_line_names_the_chunks_of_a_prompt(tmp_path: Path) -> None:
     assert log.stat().st_mode & 0o077 == 0
 
 
-def test_reading_that_keeps_nothing_is_not_noted(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    with TieredKVStore.of(StoreConfig(access_log=str(log))) as store:
-        store.fetch(KEYS, promote=False).close()
-    assert not log.exists()
-
-
 def test_the_most_used_come_first_and_the_latest_of_equal_ones(tmp_path: Path) -> None:
     log = AccessLog(tmp_path / "log")
     for numbers in ((0, 1, 1), (2, 1), (3,), (2,)):
@@ -222,11 +215,6 @@ def test_what_becomes_no_regular_file_later_is_told_once_and_waited_for_by_nobod
     ]
     if kind == "link":
         assert (tmp_path / "elsewhere").read_text() == "precious"
-
-
-def test_a_device_is_not_written(caplog: pytest.LogCaptureFixture) -> None:
-    AccessLog("/dev/null").note(KEYS)
-    assert "it is not a regular file" in caplog.text
 
 
 def test_two_that_rotate_together_keep_the_full_file(

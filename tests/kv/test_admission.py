@@ -98,14 +98,6 @@ def test_memory_alone_admits_what_is_put_again():
         assert store.stats()["host"]["admitted"] == 1
 
 
-def test_pins_are_no_victims():
-    with make_store(3, corpus=20) as store:
-        store.pin(make_key(0))
-        hits(store, [0])
-        hits(store, [*range(1, 20)] * 4)
-        assert store.tiers[0].contains(make_key(0))
-
-
 def test_a_tiers_own_time_to_live_is_its_copys_alone(clock):
     tiers = [HostTier(policy=TierPolicy(ttl_seconds=10)), HostTier(None, name="below")]
     with TieredKVStore(tiers, ttl_seconds=100) as store:

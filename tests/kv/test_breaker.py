@@ -116,19 +116,6 @@ def test_a_dead_tier_is_asked_once_and_comes_back_by_itself(ticks, takes, fails_
         assert store.get(make_key(99)).reason == "not stored"
 
 
-def test_writes_are_dropped_and_counted_while_a_network_tier_is_out(ticks):
-    tier = filled(Dead(ticks, fails_whole=True))
-    with TieredKVStore([HostTier(None), tier]) as store:
-        tier.failure = OSError("reset")
-        assert store.put(KEYS[0], make_kv(9)), "the host took it"
-        for number, key in enumerate(KEYS[1:], start=1):
-            assert store.put(key, make_kv(number))
-        assert tier.calls == 1
-        assert store.stats()["far"]["dropped"] == len(KEYS) - 1
-        assert not tier.evict(KEYS[0])
-        assert {lookup.tier for lookup in request(store)} == {"host"}
-
-
 def test_a_tier_out_for_writing_is_read_and_tried_by_a_write(ticks):
     tier = filled(Dead(ticks))
     chunk = StoredChunk(make_kv(50), time.time())
@@ -235,17 +222,6 @@ def test_calls_from_before_a_failure_change_nothing_after_it(ticks):
     breaker.failed(slower)
     ticks.now += FIRST_SECONDS
     assert breaker.ask_for_trial() is not None, "the time out was not doubled"
-
-
-def test_a_trial_that_never_ends_is_followed_by_another(ticks):
-    breaker = Breaker(ticks)
-    breaker.failed(breaker.ask())
-    ticks.now += FIRST_SECONDS
-    lost = breaker.ask_for_trial()
-    ticks.now += MOST_SECONDS
-    breaker.succeeded(breaker.ask_for_trial())
-    breaker.failed(lost)
-    assert not breaker.is_out
 
 
 @pytest.mark.parametrize("failure", [MemoryError(), OSError(errno.ENOMEM, "no memory")])

@@ -1,6 +1,5 @@
 """What goes wrong with disks, files and other processes is a miss or a failed put, never more."""
 
-import errno
 import os
 import signal
 import subprocess
@@ -79,20 +78,6 @@ def finish(process, code=0):
     return out
 
 
-@pytest.mark.parametrize("length", [0, 8, 300, len(DATA) - 1])
-def test_a_truncated_file_is_a_miss_and_is_quarantined(store, disk, tmp_path, length):
-    store.put(KEY, make_kv())
-    overwrite(tmp_path, DATA[:length])
-    found = store.get(KEY)
-    assert (found.kv, found.reason) == (None, "damaged")
-    assert chunk_files(tmp_path) == []
-    assert len(disk.quarantined()) == 1
-    assert disk.stats()["quarantined"] == 1
-    assert store.get(KEY).reason == "not stored"
-    assert store.put(KEY, make_kv())
-    assert same(store.get(KEY).kv, make_kv())
-
-
 def test_a_lower_tier_answers_for_a_damaged_one(tmp_path):
     tiers = [DiskTier(tmp_path / name, name=name) for name in ("near", "far")]
     store = TieredKVStore(tiers)
@@ -138,37 +123,6 @@ def test_a_file_replaced_under_a_reader_is_read_anew(store, disk, tmp_path, monk
 
     monkeypatch.setattr(os, "open", replaced_first)
     assert same(store.get(KEY).kv, larger)
-
-
-class FullDisk:
-    """Stands for ``os.writev`` on a device that takes no more than so many bytes."""
-
-    def __init__(self, room):
-        self.room = room
-
-    def __call__(self, descriptor, parts):
-        if not self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = os.write(descriptor, b"".join(parts)[: self.room])
-        self.room -= written
-        return written
-
-
-@pytest.mark.parametrize("room", [0, 100, len(DATA) - 1])
-def test_a_full_disk_is_a_failed_put_that_loses_nothing(
-    store, disk, tmp_path, monkeypatch, caplog, room
-):
-    store.put(KEY, make_kv())
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "writev", FullDisk(room))
-        assert not store.put(OTHER, make_kv(1))
-        assert not store.put(KEY, make_kv(2))
-    assert "No space left on device" in caplog.text
-    assert disk.stats()["errors"] == 2
-    assert temporaries(tmp_path) == []
-    assert same(store.get(KEY).kv, make_kv())
-    assert store.put(OTHER, make_kv(1))
-    assert disk.usage().nbytes == sum(p.stat().st_size for p in chunk_files(tmp_path))
 
 
 @pytest.mark.parametrize("moment", ["while writing", "before renaming"])
@@ -297,15 +251,6 @@ def test_what_a_model_computed_without_numbers_is_refused_by_name():
         assert store.put_computed(KEY, make_kv())
 
 
-def test_what_is_no_number_is_told_though_no_tier_has_room():
-    bad = make_kv()
-    bad.keys[0] = torch.nan
-    with TieredKVStore([HostTier(1)]) as store:
-        assert not store.put(KEY, make_kv())
-        with pytest.raises(ValueError, match="NaN or infinity"):
-            store.put(KEY, bad)
-
-
 @pytest.mark.parametrize("text", [b"9" * 5000 + b" 1\n", b"x", b"", b"1 1\n" * 1000])
 def test_a_forged_usage_file_is_counted_afresh(store, disk, tmp_path, text):
     store.put(KEY, make_kv())
@@ -411,35 +356,6 @@ def test_a_chunk_from_the_future_expires(disk, tmp_path):
     store.close()
 
 
-def test_a_quarantine_takes_one_chunk_off_the_count(disk, tmp_path):
-    """Of several, so that a count that went wrong cannot hide behind its least."""
-    for number in range(3):
-        assert disk.put(make_key(number), StoredChunk(make_kv(number), time.time()))
-    before = disk.usage()
-    size = disk.entry(make_key(1)).nbytes
-    disk.quarantine(make_key(1), "as a test asks")
-    assert disk.usage() == Usage(before.entries - 1, before.nbytes - size) == on_disk(tmp_path)
-    disk.quarantine(make_key(1), "a second time, when it is gone")
-    assert disk.usage() == Usage(2, before.nbytes - size)
-    assert disk.evict(make_key(0))
-    assert disk.usage() == on_disk(tmp_path)
-    assert disk.usage().entries == 1
-
-
-def test_a_record_of_usage_is_written_in_place_unless_others_have_it_too(disk, tmp_path):
-    record, other = tmp_path / "usage", tmp_path / "other"
-    found = set()
-    for number in range(3):
-        disk.put(make_key(number), StoredChunk(make_kv(), 0.0))
-        found.add(record.stat().st_ino)
-    assert len(found) == 1
-    text = record.read_bytes()
-    os.link(record, other)
-    disk.put(make_key(3), StoredChunk(make_kv(), 0.0))
-    assert other.read_bytes() == text != record.read_bytes()
-    assert disk.usage().entries == 4
-
-
 @pytest.mark.parametrize("asked", [{"fsync": True}, {"fsync": False}, {}])
 def test_only_chunks_are_waited_for_to_reach_the_disk_and_only_if_asked(
     tmp_path, monkeypatch, asked
@@ -449,12 +365,3 @@ def test_only_chunks_are_waited_for_to_reach_the_disk_and_only_if_asked(
     disk = DiskTier(tmp_path, **asked)
     assert disk.put(KEY, StoredChunk(make_kv(), time.time()))
     assert len(synced) == asked.get("fsync", False)
-
-
-def test_a_tier_full_of_pins_says_so(caplog):
-    chunk = StoredChunk(make_kv(), time.time())
-    host = HostTier(chunk.kv.nbytes)
-    host.pin(KEY)
-    assert host.put(KEY, chunk)
-    assert not host.put(OTHER, chunk)
-    assert caplog.messages[-1].endswith(f"{chunk.kv.nbytes} bytes do not fit beside pinned chunks")

@@ -116,14 +116,6 @@ def test_each_read_of_a_chunk_is_twice_as_large_as_the_one_before(slow, least, m
     assert sorted(slow.ranges) == [part(slow, first) for first in firsts]
 
 
-def test_nothing_is_left_to_read_after_the_last_layer(slow):
-    slow.least = 4 * LAYER_BYTES
-    with TieredKVStore([slow]) as store, store.fetch(KEYS[:1]) as source:
-        heads(source)
-        layers_of(source)
-        assert source.is_all_read()
-
-
 def test_every_tier_hands_out_layers_and_says_why_not(tmp_path):
     host, disk = HostTier(None), DiskTier(tmp_path)
     disk.whole_bytes, disk.range_bytes, disk.grown_range_bytes = 0, 1, 0
@@ -238,18 +230,6 @@ def test_layers_are_read_ahead_as_far_as_there_is_room(monkeypatch, slow, gate):
             )
             assert until(lambda layer=layer: len(slow.ranges) == min(12, 5 + 2 * (layer + 1)))
     assert store.reads.room.left == 5 * LAYER_BYTES
-
-
-def test_all_there_is_room_for_is_read_ahead_though_nobody_asks(slow):
-    """More parts than are read at a time: each that is done makes place for the next."""
-    keys = [make_key(number) for number in range(6, 6 + slow.parts_at_once)]
-    kvs = {key: long_kv(number) for number, key in enumerate(keys)}
-    slow.fill(kvs)
-    with TieredKVStore([slow]) as store, store.fetch(keys) as source:
-        heads(source)
-        assert until(lambda: len(slow.ranges) == LAYERS * len(keys))
-        assert holds(layers_of(source), keys, kvs)
-        assert len(slow.ranges) == LAYERS * len(keys)
 
 
 def test_layers_of_one_number_are_read_before_the_next_ones(monkeypatch, slow):
@@ -417,14 +397,3 @@ def test_closing_the_store_ends_a_source(monkeypatch, slow, gate):
     assert any(isinstance(source.layer(layer)[0], StoreError) for layer in range(LAYERS))
     with store.fetch(KEYS[:1]) as late:
         assert late.take().reason == "store error"
-
-
-def test_the_time_reads_took_is_known(slow):
-    slow.gate = lambda *_: threading.Event().wait(0.02)
-    with TieredKVStore([slow]) as store, store.fetch(KEYS[:1]) as source:
-        heads(source)
-        layers_of(source)
-        # Side by side, at most as many as there are threads.
-        assert source.busy.total >= 0.02
-        before = source.busy.total
-        assert until(lambda: source.busy.total == before)

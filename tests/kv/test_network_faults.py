@@ -12,7 +12,7 @@ from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.settings.tier_url import TierUrl
 from tests.kv.samples import make_key, make_kv, same, taken, until
 from tests.local_servers import BUCKET, redis_server
-from tests.servers import Proxy, redis_name, redis_place, refusing, s3_place, tier_at
+from tests.servers import redis_name, redis_place, refusing, s3_place, tier_at
 
 KEY, OTHER, THIRD = (make_key(number) for number in range(3))
 LARGE = {"tokens": 20_000}
@@ -33,13 +33,6 @@ def own_redis():
 
 def opened(*urls):
     return TieredKVStore([tier_at(url) for url in urls])
-
-
-def comes_back(store, key, kv):
-    """Whether the chunk is found again without anybody's help, and is right."""
-    found = []
-    assert until(lambda: found.append(store.get(key)) or found[-1].kv is not None, 15)
-    return same(found[-1].kv, kv)
 
 
 def check_out(store, name):
@@ -86,24 +79,6 @@ def limit(server, memory, policy="noeviction"):
     client.config_set("maxmemory", memory)
 
 
-@pytest.mark.parametrize(("cut_after", "ends"), [(0, True), (3, False), (2_000_000, True)])
-def test_a_connection_to_redis_breaks_within_a_value(redis, cut_after, ends):
-    proxy = Proxy(redis.port)
-    place = redis_place(redis)
-    store = opened(place.replace(f":{redis.port}/", f":{proxy.port}/"))
-    chunk = make_kv(**LARGE)
-    assert opened(place).put(KEY, chunk)
-    assert opened(place).put(OTHER, chunk)
-    proxy.cut_after, proxy.ends = cut_after, ends
-    found = store.get(KEY)
-    assert (found.kv, found.reason, found.tier) == (None, "store error", "redis")
-    proxy.cut_after = None
-    assert comes_back(store, KEY, chunk)
-    assert store.stats()["redis"]["quarantined"] == 0
-    store.close()
-    proxy.close()
-
-
 def test_what_is_damaged_in_redis_is_set_aside(redis):
     store = opened(redis_place(redis))
     tier = store.tiers[0]
@@ -147,43 +122,6 @@ def test_an_endpoint_that_refuses(status):
         store = opened(f"s3://{BUCKET}/a?endpoint={address}&timeout=2s")
         check_out(store, "s3")
         store.close()
-
-
-def through(proxy, url, options):
-    """The same place, reached through a proxy."""
-    head, _, tail = url.partition("endpoint=")
-    return f"{head}endpoint={proxy.address}&{options}{tail.partition('&')[2]}"
-
-
-@pytest.fixture
-def proxied(s3):
-    """Two stores at one place: over a proxy that is slow where it is told, and straight."""
-    proxy, place = Proxy(s3.port), s3_place(s3)
-    stores = opened(through(proxy, place, "timeout=1s")), opened(place)
-    yield proxy, *stores
-    for store in stores:
-        store.close()
-    proxy.close()
-
-
-@pytest.mark.parametrize(("cut_after", "ends"), [(0, True), (30, False), (1_000_000, True)])
-def test_a_body_that_is_cut_short(proxied, cut_after, ends):
-    proxy, store, direct = proxied
-    chunk = make_kv(**LARGE)
-    assert direct.put(KEY, chunk)
-    proxy.cut_after, proxy.ends = cut_after, ends
-    found = store.get(KEY)
-    assert (found.kv, found.reason, found.tier) == (None, "store error", "s3")
-    proxy.cut_after = None
-    assert comes_back(store, KEY, chunk)
-    assert store.stats()["s3"]["quarantined"] == 0
-
-
-def test_a_body_is_asked_for_the_rest_of_it_once(proxied):
-    proxy, store, direct = proxied
-    assert direct.put(KEY, make_kv(**LARGE))
-    proxy.cut_after, proxy.ends = 2_000_000, True
-    assert same(store.get(KEY).kv, make_kv(**LARGE))
 
 
 # Both

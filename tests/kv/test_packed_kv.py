@@ -1,7 +1,6 @@
 """Chunks of a byte a number stay packed wherever they are kept, until somebody needs numbers."""
 
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cacheblend_rag.errors import DamagedChunkError
 from cacheblend_rag.kv import (
     ChunkKV,
-    DeviceTier,
     DiskTier,
     HostTier,
     TieredKVStore,
@@ -23,7 +21,7 @@ from cacheblend_rag.kv.reader import WholeReader
 from cacheblend_rag.kv.reading import ROOM_AHEAD_BYTES
 from cacheblend_rag.kv.tiers import disk as disk_module
 
-from .samples import decode, make_key, rounded, same, taken, until
+from .samples import decode, make_key, rounded, same, until
 
 KEY, OTHER = make_key(0), make_key(1)
 LAYERS, KV_HEADS, TOKENS, HEAD_DIM = 6, 2, 64, 16
@@ -79,14 +77,6 @@ def test_layers_are_handed_out_as_numbers_or_as_they_are_stored(tmp_path):
             for layer, one in enumerate(plain):
                 assert torch.equal(one.unpacked()[0], kv.keys[layer])
                 assert torch.equal(one.unpacked()[1], kv.values[layer])
-
-
-def test_what_is_stored_as_computed_is_handed_out_so_whoever_asks(unpackings):
-    with TieredKVStore([HostTier(None)]) as store:
-        store.put(KEY, chunk())
-        for keys, values in layers_of(store.fetch([KEY], unpack=False)):
-            assert keys.dtype == values.dtype == torch.float32
-    assert unpackings == []
 
 
 def test_unpacking_from_memory_takes_room_and_time_that_are_counted():
@@ -147,13 +137,6 @@ def test_what_was_rounded_elsewhere_is_packed_by_a_store_that_rounds_nothing():
         assert isinstance(host.get(KEY).kv, PackedKV)
         assert same(store.get(KEY).kv, rounded(chunk(), "fp8"))
         assert store.get(KEY).kv.precision == "fp8"
-
-
-def test_a_device_holds_bytes_too():
-    device = DeviceTier("cpu")
-    with TieredKVStore([device], precision="fp8") as store:
-        store.put(KEY, chunk())
-        assert device.usage().nbytes < chunk().nbytes / 3
 
 
 def test_codes_that_are_no_numbers_are_damage_though_their_checksums_hold():
@@ -229,14 +212,3 @@ def test_nothing_is_computed_on_the_way_to_a_device():
         layer = WholeReader(kv, 0.0).read(1, 3)[1].cut(3, 40)
         assert len(layer.tensors) == 2
         assert layer.cut(5, 9).tokens == 4
-
-
-def test_chunks_are_put_together_again_as_they_were(tmp_path):
-    with TieredKVStore([DiskTier(tmp_path)], precision="fp8") as store:
-        store.put(KEY, chunk())
-        (lookup,) = taken(store.fetch([KEY]))
-        assert same(lookup.kv, rounded(chunk(), "fp8"))
-        started = time.time()
-        assert store.put(OTHER, lookup.kv, written_at=started)
-        files = sorted(tmp_path.glob("?/?/*.safetensors"), key=lambda file: file.stat().st_mtime)
-        assert len({file.stat().st_size for file in files}) == 1

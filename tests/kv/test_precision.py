@@ -101,11 +101,6 @@ def test_zeros_stay_zeros_and_the_largest_numbers_finite():
         assert not kv.values.any()
 
 
-def test_rounded_numbers_are_near():
-    kv = chunk(scale=1.0, shape=(2, 4, 200, 32))
-    assert 0 < float((rounded(kv, "fp8").keys - kv.keys).norm() / kv.keys.norm()) < 0.04
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rounded_chunk_is_stored_in_bytes_and_read_as_it_is(dtype):
     kv = rounded(chunk(dtype=dtype), "fp8")
@@ -124,15 +119,6 @@ def test_a_rounded_chunk_is_stored_in_bytes_and_read_as_it_is(dtype):
         assert torch.equal(keys, kv.keys[layer])
         assert torch.equal(values, kv.values[layer])
     assert encode(KEY, read) == data
-
-
-def test_no_bit_of_a_rounded_chunk_may_flip():
-    data = encode(KEY, rounded(chunk(shape=(2, 1, 3, 4)), "fp8"))
-    for bit in range(0, 8 * len(data), 5):
-        altered = bytearray(data)
-        altered[bit // 8] ^= 1 << bit % 8
-        with pytest.raises((DamagedChunkError, ForeignChunkError)):
-            decode(altered, KEY)
 
 
 @pytest.mark.parametrize(

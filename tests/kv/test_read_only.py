@@ -44,37 +44,9 @@ def seen(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     }
 
 
-def test_nothing_in_the_folder_changes(folder: Path) -> None:
-    before = seen(folder)
-    with TieredKVStore.open(kv_path=folder, read_only=True, ttl_seconds=LONG_AGO * 2) as store:
-        store.get_many(KEYS, promote=False)
-        assert store.get(KEYS[3]).reason == "damaged"
-        assert store.get(KEYS[3]).reason == "damaged"  # it is still where it was
-        store.put(make_key(9), make_kv(9))
-        store.put(KEYS[0], make_kv(5))
-        store.forget([KEYS[0]])
-        store.evict_expired()
-        assert len(store.verify(repair=True).damaged) == 1
-        assert store.stats()["disk"]["entries"] == 4
-        disk = store.tiers[1]
-        assert not disk.evict(KEYS[0])
-        assert not disk.expire(KEYS[0])
-    assert seen(folder) == before
-
-
 def test_what_is_past_its_time_is_not_served_and_not_removed(folder: Path) -> None:
     before = seen(folder)
     with TieredKVStore.open(kv_path=folder, read_only=True, ttl_seconds=LONG_AGO / 2) as store:
         assert store.contains_many(KEYS) == [False] * 4
         assert [found.reason for found in store.get_many(KEYS)] == ["not stored"] * 4
     assert seen(folder) == before
-
-
-def test_chunks_that_are_stored_later_are_read(folder: Path) -> None:
-    with (
-        TieredKVStore.open(kv_path=folder, read_only=True) as replica,
-        TieredKVStore.open(kv_path=folder) as writer,
-    ):
-        assert replica.get(make_key(7)).reason == "not stored"
-        writer.put(make_key(7), make_kv(7))
-        assert replica.get(make_key(7)).tier == "disk"

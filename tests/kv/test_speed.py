@@ -21,14 +21,6 @@ def test_latency_and_bandwidth_are_told_apart_by_reads_of_several_sizes():
     assert found.seconds(1 << 28) == pytest.approx(took(1 << 28), rel=1e-3)
 
 
-def test_reads_of_one_size_tell_what_such_a_read_takes():
-    speeds = Speeds()
-    for _ in range(3):
-        speeds.record("disk", 1 << 24, took(1 << 24))
-    assert speeds.of("disk").seconds(1 << 24) == pytest.approx(took(1 << 24))
-    assert speeds.of("disk").latency == 0
-
-
 @pytest.mark.parametrize(
     ("reads", "small", "large"),
     [([(1000, 1.0), (100_000, 0.5)], 1000, 100_000), ([(1000, 0.001), (2000, 10.0)], 1, 1000)],
@@ -40,15 +32,6 @@ def test_no_fit_says_what_cannot_be(reads, small, large):
         speeds.record("disk", nbytes, seconds)
     assert speeds.of("disk").latency == 0
     assert 0 < speeds.of("disk").seconds(small) < speeds.of("disk").seconds(large)
-
-
-def test_later_reads_count_for_more():
-    speeds = Speeds()
-    for _ in range(20):
-        speeds.record("redis", 1 << 24, 1.0)
-    for _ in range(20):
-        speeds.record("redis", 1 << 24, 0.1)
-    assert speeds.of("redis").seconds(1 << 24) == pytest.approx(0.1, rel=0.2)
 
 
 def test_what_was_measured_long_ago_is_not_known_any_more():

@@ -122,42 +122,6 @@ def test_a_hit_below_is_not_promoted_when_asked_not_to(open_store):
     assert tiers_holding(store, KEYS[0]) == ["disk"]
 
 
-def test_promotion_does_not_evict_pinned_chunks(open_store):
-    open_store().put(KEYS[1], make_kv(1))
-    store = open_store(host_bytes=HOST_CHUNK)
-    store.pin(KEYS[0])
-    store.put(KEYS[0], make_kv(0))
-    assert store.get(KEYS[1]).tier == "disk"
-    assert tiers_holding(store, KEYS[0]) == ["host", "disk"]
-    assert not store.promote(KEYS[1])
-    store.unpin(KEYS[0])
-    assert store.promote(KEYS[1])
-    assert tiers_holding(store, KEYS[0]) == ["disk"]
-
-
-def test_promotion_evicts_the_least_recently_used(open_store):
-    store = open_store(host_bytes=2 * HOST_CHUNK)
-    for number in range(3):
-        store.put(KEYS[number], make_kv(number))
-    assert [tiers_holding(store, key)[0] for key in KEYS[:3]] == ["disk", "host", "host"]
-    store.get(KEYS[1])
-    store.get(KEYS[0])
-    assert [tiers_holding(store, key)[0] for key in KEYS[:3]] == ["host", "host", "disk"]
-
-
-def test_a_tier_too_small_leaves_the_chunk_to_the_others(open_store):
-    store = open_store(host_bytes=HOST_CHUNK - 1)
-    assert store.put(KEYS[0], make_kv())
-    assert tiers_holding(store, KEYS[0]) == ["disk"]
-    assert store.stats()["host"]["refused"] == 1
-    small_disk = open_store(disk_bytes=1)
-    assert small_disk.put(KEYS[1], make_kv())
-    assert tiers_holding(small_disk, KEYS[1]) == ["host"]
-    nowhere = open_store(host_bytes=1, disk_bytes=1)
-    assert not nowhere.put(KEYS[2], make_kv())
-    assert nowhere.get(KEYS[2]).reason == "not stored"
-
-
 def test_many_are_read_from_a_slow_tier_at_once_and_once_each():
     everybody = threading.Barrier(len(KEYS), timeout=10)
     slow = SlowTier(everybody.wait)
@@ -212,18 +176,6 @@ def test_a_tier_says_whether_it_keeps_what_is_found_below():
         assert tiers_holding(store, KEYS[1]) == ["near", "between", "far"]
 
 
-def test_a_tier_says_whether_it_takes_puts():
-    tiers = [HostTier(None, name=name) for name in ("near", "far")]
-    tiers[1].takes_puts = False
-    with TieredKVStore(tiers) as store:
-        assert store.put(KEYS[0], make_kv())
-        assert tiers_holding(store, KEYS[0]) == ["near"]
-        tiers[1].put(KEYS[1], StoredChunk(make_kv(), time.time()))
-        assert store.get(KEYS[1]).tier == "far"
-        tiers[0].takes_puts = False
-        assert not store.put(KEYS[2], make_kv())
-
-
 def test_evict_where_takes_what_matches_and_nothing_else(open_store):
     store = open_store(host_bytes=HOST_CHUNK)
     foreign = make_key(0, of=OTHER_FINGERPRINT)
@@ -254,28 +206,6 @@ def test_use_and_promotion_do_not_prolong_a_chunks_life(open_store, clock):
         assert store.get(KEYS[0]).kv is not None
     store.tiers[1].evict(KEYS[0])
     clock.advance(21)
-    assert not store.contains(KEYS[0])
-
-
-def test_storing_again_does(open_store, clock):
-    store = open_store(ttl_seconds=100)
-    store.put(KEYS[0], make_kv())
-    clock.advance(80)
-    store.put(KEYS[0], make_kv())
-    clock.advance(80)
-    assert store.contains(KEYS[0])
-
-
-def test_pinned_chunks_do_not_expire(open_store, clock):
-    store = open_store(ttl_seconds=100)
-    store.pin(KEYS[0])
-    for key in KEYS[:2]:
-        store.put(key, make_kv())
-    clock.advance(101)
-    assert store.evict_expired() == 2
-    assert store.get(KEYS[0]).tier == "host"
-    assert store.keys() == [KEYS[0]]
-    store.unpin(KEYS[0])
     assert not store.contains(KEYS[0])
 
 
@@ -324,54 +254,11 @@ def test_prefetch_stops_when_memory_is_full(tmp_path):
     assert all(store.tiers[0].contains(key) for key in KEYS[:2])
 
 
-def test_a_get_during_a_prefetch_waits_for_it(tmp_path):
-    disk = SlowDisk(tmp_path)
-    disk.put(KEYS[0], StoredChunk(make_kv(), time.time()))
-    with TieredKVStore([HostTier(None), disk]) as store:
-        store.prefetch([KEYS[0]])
-        assert disk.loading.wait(5)
-        found = []
-        reader = threading.Thread(target=lambda: found.append(store.get(KEYS[0])))
-        reader.start()
-        disk.go_on.set()
-        reader.join(5)
-        assert found[0].tier == "host"
-        assert disk.loads == 1
-
-
-def test_an_eviction_during_a_load_is_not_undone_by_the_promotion(tmp_path):
-    disk = SlowDisk(tmp_path)
-    disk.put(KEYS[0], StoredChunk(make_kv(), time.time()))
-    with TieredKVStore([HostTier(None), disk]) as store:
-        reader = threading.Thread(target=store.get, args=(KEYS[0],))
-        reader.start()
-        assert disk.loading.wait(5)
-        evictor = threading.Thread(target=store.evict, args=(KEYS[0],))
-        evictor.start()
-        disk.go_on.set()
-        reader.join(5)
-        evictor.join(5)
-        assert tiers_holding(store, KEYS[0]) == []
-
-
 def test_malformed_chunk_kv_is_an_error_and_is_stored_nowhere(store):
     kv = make_kv()
     with pytest.raises(ValueError, match="values are"):
         store.put(KEYS[0], ChunkKV(kv.keys, kv.values[:1], 0))
     assert store.keys() == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"host_bytes": 0, "kv_path": None}, "at least one tier"),
-        ({"ttl_seconds": 0}, "ttl_seconds=0"),
-        ({"host_bytes": -1}, "capacity_bytes=-1"),
-    ],
-)
-def test_wrong_settings_are_named(open_store, options, message):
-    with pytest.raises(StoreError, match=message):
-        open_store(**options)
 
 
 def test_tiers_need_names_of_their_own():
@@ -396,16 +283,6 @@ def test_an_expiry_waits_for_whoever_uses_the_chunk(open_store, clock):
         assert sweeping.is_alive()
     sweeping.join(20)
     assert not sweeping.is_alive()
-
-
-def test_a_chunk_pinned_since_the_sweep_began_stays(open_store, clock):
-    store = open_store(ttl_seconds=10)
-    store.put(make_key(0), make_kv())
-    clock.advance(11)
-    store.pin(make_key(0))
-    assert not any(store.expiry.remove(tier, make_key(0)) for tier in store.tiers)
-    store.unpin(make_key(0))
-    assert all(store.expiry.remove(tier, make_key(0)) for tier in store.tiers)
 
 
 def test_a_chunk_that_was_stored_again_since_it_was_opened_stays(clock):

@@ -11,7 +11,7 @@ from cacheblend_rag.kv.stored_chunk import PutResult
 from cacheblend_rag.kv.tiers import Tier, Usage
 from cacheblend_rag.kv.tiers.admission import RefusedError
 from cacheblend_rag.kv.tiers.contract import COUNTED
-from tests.kv.samples import OTHER_FINGERPRINT, make_key, make_kv
+from tests.kv.samples import make_key, make_kv
 
 KEY = make_key(0)
 CHUNK = StoredChunk(make_kv(), 1.0)
@@ -181,20 +181,3 @@ def test_what_lasts_decides_whether_a_chunk_is_stored(memory, lasting, stored, r
     results = [(d, PutResult(r is True, r if isinstance(r, str) else "")) for d, r in of_tiers]
     put = PutResult.of_tiers(results)
     assert (put.stored, bool(put), put.refusal) == (stored, stored, refusal)
-
-
-def test_a_tier_that_cannot_tell_relatives_knows_none():
-    """Listing all its chunks at a miss would cost what the tier holds."""
-    tier = Plain()
-    tier.put(make_key(0, of=OTHER_FINGERPRINT), CHUNK)
-    assert not tier.has_relative(KEY)
-
-
-@pytest.mark.parametrize("capacity", [-1, -1000])
-def test_a_capacity_below_nothing_is_named(capacity):
-    class Sized(Plain):
-        def __init__(self):
-            Tier.__init__(self, "far", capacity)
-
-    with pytest.raises(StoreError, match=f"^capacity_bytes={capacity} must be at least 0$"):
-        Sized()

@@ -217,18 +217,6 @@ def test_replacing_a_chunk_in_a_full_tier_evicts_nothing(make_bounded):
     assert same(tier.get(KEYS[0]).kv, make_kv(9))
 
 
-@pytest.mark.parametrize("missing", [1, 10**9])
-def test_a_capacity_below_one_chunk_refuses_and_says_why(make_bounded, caplog, missing):
-    tier = make_bounded(max(size_in(make_bounded()) - missing, 0))
-    assert not tier.put(KEYS[0], stored())
-    assert not tier.put(KEYS[0], stored())
-    assert held(tier) == []
-    assert tier.stats()["refused"] == 2
-    refusals = [r for r in caplog.records if "refused" in r.message]
-    assert len(refusals) == 1
-    assert str(tier.capacity_bytes) in refusals[0].message
-
-
 def test_a_chunk_too_large_evicts_nothing(make_bounded):
     tier = fill(make_bounded, 2)
     assert not tier.put(KEYS[2], stored(2, tokens=100))
@@ -253,11 +241,6 @@ def test_a_tier_full_of_pins_refuses_and_loses_nothing(make_bounded):
     assert not tier.put(KEYS[3], stored(3, tokens=8))
     assert held(tier) == [0, 1, 2]
     assert tier.stats()["refused"] == 1
-
-
-def test_a_negative_capacity_is_an_error(make_bounded):
-    with pytest.raises(StoreError, match="capacity_bytes=-1"):
-        make_bounded(-1)
 
 
 def test_threads_may_share_a_tier(make_bounded):

@@ -29,11 +29,10 @@ from cacheblend_rag.blend.transfer import Laying, Upload
 from cacheblend_rag.kv import HostTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.packed_kv import StoredKV, packed
-from cacheblend_rag.kv.tiers import StoredChunk, Tier
-from cacheblend_rag.prefill.chunk_loader import ChunkLoader, Place, begin_reading
+from cacheblend_rag.kv.tiers import StoredChunk
 from tests.blend.fake_copy_stream import FakeCopyStream, use
 from tests.blend.fake_stack import LAYERS, FakeStack
-from tests.prefill.prompts import Ranks, chunk_kv, give_up, placed, run
+from tests.prefill.prompts import chunk_kv, give_up
 from tests.prefill.test_beside import slow_tier
 from tests.prefill.test_chunk_loader import NAMES, assert_same, over, spans_of
 
@@ -202,29 +201,6 @@ def test_chunks_are_held_until_they_are_read_and_no_longer(copy_stream: FakeCopy
     assert all(one() is None for one in kept)
 
 
-def test_what_was_queued_in_vain_is_held_too(
-    copy_stream: FakeCopyStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where there is no memory: some of a layer's launches may be under way."""
-    buffers = PinnedBuffers(copy_stream, 2, 4096, table_bytes=TABLE_BYTES)
-    laying = Laying.of(
-        buffers, buffer(ring=False), wholes_of(copy_stream, "native", on_device=False)
-    )
-    assert laying is not None
-    copy_stream.finish()
-    buffers.release()
-    assert not buffers._held
-
-    def refused(*_: Any) -> None:
-        copy_stream._ask(lambda: None)
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(copy_stream, "run", refused)
-    with pytest.raises(torch.OutOfMemoryError):
-        laying.queue(0)
-    assert buffers._held
-
-
 def tensors_of(kv: StoredKV) -> list[Tensor]:
     found: list[Tensor] = []
     kv.mapped(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
@@ -307,16 +283,6 @@ def test_a_pass_is_the_same(passes: Passes, selector: str, form: str, ring: bool
     assert found[0].seconds["lay_in"] > 0
 
 
-@pytest.mark.parametrize("ring", [False, True])
-def test_chunks_that_are_read_are_not_planned(passes: Passes, ring: bool) -> None:
-    """Neither are those beside one that is read."""
-    options = {"selector": "prior", "recompute_ratio": 0.3, "ring": ring, "unpack": False}
-    wanted = over([host_tier()], **options)
-    assert passes.planned == 1
-    assert_same(over([host_tier("ab"), slow_tier("c")], **options), wanted)
-    assert passes.planned == 1
-
-
 @pytest.mark.parametrize("layer", range(1, LAYERS))
 def test_a_pass_that_loses_what_is_read_is_planned_anew(passes: Passes, layer: int) -> None:
     """Once chunks in memory alone are left."""
@@ -331,55 +297,6 @@ def test_a_pass_that_loses_what_is_read_is_planned_anew(passes: Passes, layer: i
     found = over([host_tier("ac"), tier], unpack=False, **options)
     assert_same(found, wanted)
     assert found[1].restarts == 1
-    assert passes.planned == 1
-
-
-ASKED = {"selector": "question_mid", "selector_options": {"layers": [2]}}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("lost", [False, True])
-@pytest.mark.parametrize(
-    "asked", [{"selector": "prior", "ring": True}, ASKED, {**ASKED, "ring": True}]
-)
-def test_ranks_agree_where_one_alone_has_all_in_memory(
-    passes: Passes, lost: bool, rank: int, asked: dict[str, Any]
-) -> None:
-    tiers: list[Tier] = [host_tier(), host_tier()]
-    slow = slow_tier()
-    if lost:
-        data = slow.objects[NAMES["b"].key]
-        data[spans_of(data, "b").span(2, 3)[0]] ^= 1
-    tiers[rank] = slow
-    options = {"recompute_ratio": 0.3, "unpack": False, **asked}
-
-    def of(number: int, stack: FakeStack) -> Any:
-        return over([tiers[number]], stack=stack, **options)
-
-    both = Ranks().run(of)
-    wanted = passes.layer_by_layer(lambda: over([host_tier("ac" if lost else "abc")], **options))
-    for found in both:
-        assert_same(found, wanted)
-        assert found[1].restarts == int(lost)
-    assert passes.planned == 1 + int(lost), "anew, once a chunk is lost"
-
-
-@pytest.mark.parametrize("ring", [False, True])
-def test_what_is_laid_again_waits_for_the_work_before(passes: Passes, ring: bool) -> None:
-    """The plan is still good, and the fake notes a layer that is overwritten while it is read."""
-    stack = FakeStack()
-    with TieredKVStore([host_tier()]) as store:
-        source = begin_reading(store, (chunk.key for chunk in placed()), stack)
-        loader = ChunkLoader(stack, [Place(chunk.start, chunk.end) for chunk in placed()], source)
-        run(loader.heads())
-        fused = RingKV(stack.geometry, TOKENS) if ring else FusedKV(stack.geometry, TOKENS)
-        loader.into(fused)
-        for _ in range(2):
-            for layer in range(LAYERS):
-                run(loader.load(layer))
-                fused.layer(layer)
-            loader.rewind()
-        source.close()
     assert passes.planned == 1
 
 

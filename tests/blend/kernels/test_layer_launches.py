@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,22 +19,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from cacheblend_rag.blend import FusedKV, RingKV
-from cacheblend_rag.blend.copy_stream import TABLE_BYTES, PinnedBuffers
+from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.kernels import layer_launches
 from cacheblend_rag.blend.kernels.layer_launches import LayerLaunches, tables_of
 from cacheblend_rag.blend.kernels.placement import COLUMNS, CONSTANTS, place_kernel, table_of
 from cacheblend_rag.blend.layer_part import LayerPart, WholePart, sendable
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import Geometry
-from cacheblend_rag.kv import HostTier, TieredKVStore
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id
+from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.packed_kv import packed
-from cacheblend_rag.prefill.chunk_loader import ChunkLoader, Place
-from tests.blend.fake_copy_stream import use
-from tests.blend.fake_stack import FakeStack
-from tests.operations import Operations
-from tests.prefill.prompts import FINGERPRINT, run
 
 DEPTH = 3
 Layers = list[list[LayerPart]]
@@ -154,85 +146,6 @@ def test_what_is_launched_anew_is_what_triton_compiled(
         first = kernel.asked[number % 2][1]
         same = {"TABLE", "apart", *CONSTANTS}
         assert {name: asked[name] for name in same} == {name: first[name] for name in same}
-
-
-class CountingStream:
-    """A copy stream that does nothing, and counts what it is asked."""
-
-    def __init__(self) -> None:
-        self.asked: Counter[str] = Counter()
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    scratch = pinned
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def count(*_: Any) -> Any:
-            self.asked[name] += 1
-            return {"has": False, "is_pinned": True}.get(name, self)
-
-        return count
-
-    def query(self) -> bool:
-        return False
-
-
-class Calls:
-    """Counts calls of Python functions, and of those written in C."""
-
-    def __enter__(self) -> Calls:
-        self.count = 0
-        sys.setprofile(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-
-    def _note(self, frame: Any, event: str, argument: Any) -> None:
-        self.count += event in {"call", "c_call"}
-
-
-def work_of_layers(
-    count: int, monkeypatch: pytest.MonkeyPatch, *, ring: bool, form: Any = "native"
-) -> tuple[list[int], list[Counter[str]]]:
-    """Load so many chunks layer by layer: each layer's calls, and what the stream is asked."""
-    stack, size, stream = FakeStack(windows=(None,) * 6), 4, CountingStream()
-    buffers = PinnedBuffers(stream, table_bytes=TABLE_BYTES)  # type: ignore[arg-type]
-    use(monkeypatch, buffers)
-    of = stack.geometry
-    with TieredKVStore([HostTier(None)], precision=form) as store:
-        keys = [KVKey(chunk_id([number]), FINGERPRINT) for number in range(count)]
-        for key in keys:
-            kv = torch.randn(2, of.layers, of.kv_heads, size, of.head_dim)
-            store.put(key, ChunkKV(kv[0], kv[1], 0))
-        with store.fetch(keys, unpack=False) as source:
-            places = [Place(index * size, (index + 1) * size) for index in range(count)]
-            loader = ChunkLoader(stack, places, source)
-            run(loader.heads())
-            fused = RingKV(of, count * size) if ring else FusedKV(of, count * size)
-            loader.into(fused)
-            calls, asked = [], []
-            for layer in range(of.layers - 1):
-                stream.asked.clear()
-                with Calls() as counted, Operations():
-                    run(loader.load(layer))
-                calls.append(counted.count)
-                asked.append(stream.asked.copy())
-    return calls[1:], asked[1:]
-
-
-@pytest.mark.parametrize("form", ["native", "fp8"])
-@pytest.mark.parametrize("ring", [False, True])
-def test_a_layers_work_does_not_depend_on_the_number_of_chunks(
-    ring: bool, form: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No chunk is asked anything; in a ring alone the copy stream has to wait for the pass."""
-    few, asked = work_of_layers(2, monkeypatch, ring=ring, form=form)
-    many, also = work_of_layers(40, monkeypatch, ring=ring, form=form)
-    assert few == many
-    waits = {"worked": 1, "follow": 1} if ring else {}
-    assert asked == also == [Counter(run=1, carried=1, hold_work=1, **waits)] * 4
 
 
 def test_layers_are_laid_in_tritons_interpreter() -> None:
