@@ -41,12 +41,8 @@ TIME = struct.Struct("<d")
 class RedisTier(BytesTier):
     """Chunk KV in a Redis server, which has a limit of its own, maxmemory.
 
-    host, port, db, path: of the server, or its socket's path. prefix: of all names on the server
-    (see the module's layout). ca_certs: file of the authorities that vouch for its certificate; by
-    default the system's.
-
-    Raises MissingExtraError without the library, StoreError without that file; the server is not
-    contacted.
+    prefix: of all names on the server (see the module's layout). place: of the server, as
+    ``connect`` takes it; raises as that.
     """
 
     entries_at_once: ClassVar[int] = 1
@@ -55,24 +51,14 @@ class RedisTier(BytesTier):
     def __init__(
         self,
         *,
-        host: str = "localhost",
-        port: int = 6379,
-        db: int = 0,
-        path: str | None = None,
-        tls: bool = False,
-        ca_certs: str | None = None,
-        user: str | None = None,
-        password: Secret | None = None,
         prefix: str = PREFIX,
         name: str = "redis",
         policy: TierPolicy | None = None,
+        **place: Any,
     ) -> None:
         super().__init__(name, policy=policy)
-        self._seconds = seconds = self.policy.timeout_seconds or TIMEOUT_SECONDS
-        self.client = connect(
-            host=host, port=port, db=db, path=path, tls=tls, ca_certs=ca_certs, user=user,
-            password=password, seconds=seconds,
-        )  # fmt: skip
+        self._seconds = self.policy.timeout_seconds or TIMEOUT_SECONDS
+        self.client = connect(**place, seconds=self._seconds)
         self.prefix = prefix
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
@@ -218,17 +204,11 @@ def connect(
 ) -> Any:
     """Return a client whose operations are bounded by ``asking``; the server is not contacted.
 
-    Raises MissingExtraError and StoreError as ``RedisTier``.
+    host, port, db, path: of the server, or its socket's path. ca_certs: file of the authorities
+    that vouch for its certificate; by default the system's.
+
+    Raises MissingExtraError without the library, StoreError without that file.
     """
-    place = {"host": host, "port": port} if path is None else {"unix_socket_path": path}
-    return _connect(
-        **place, db=db, ssl=tls, ssl_ca_certs=ca_certs, username=user or None,
-        password=password.reveal() if password else None,
-        socket_timeout=seconds, socket_connect_timeout=seconds,
-    )  # fmt: skip
-
-
-def _connect(**options: Any) -> Any:
     try:
         from redis import (
             Connection,
@@ -241,28 +221,27 @@ def _connect(**options: Any) -> Any:
         from redis.retry import Retry
     except ImportError as error:
         raise MissingExtraError("the Redis tier", "redis") from error
-    if options["ssl_ca_certs"] and not os.path.isfile(options["ssl_ca_certs"]):
-        raise StoreError(f"ssl_ca_certs={options['ssl_ca_certs']}: there is no such file")
-    is_tls, ca_certs = options.pop("ssl"), options.pop("ssl_ca_certs")
-    if is_tls:
-        options.update(connection_class=SSLConnection, ssl_ca_certs=ca_certs)
-    elif "unix_socket_path" in options:
-        options["path"] = options.pop("unix_socket_path")
-        del options["socket_connect_timeout"]
-        options["connection_class"] = UnixDomainSocketConnection
-    # One try: there are other tiers, and a failed one is skipped for a while.
-    options["connection_class"] = _bounded(options.get("connection_class", Connection))
-    return Redis(connection_pool=ConnectionPool(**options, retry=Retry(NoBackoff(), 0)))
+    if ca_certs and not os.path.isfile(ca_certs):
+        raise StoreError(f"ssl_ca_certs={ca_certs}: there is no such file")
+    kind: Any = Connection
+    place: dict[str, Any] = {"host": host, "port": port, "socket_connect_timeout": seconds}
+    if path is not None:
+        kind, place = UnixDomainSocketConnection, {"path": path}
+    elif tls:
+        kind, place = SSLConnection, {**place, "ssl_ca_certs": ca_certs}
 
+    class Bounded(kind):  # type: ignore[misc]
+        """Its sockets enforce the deadline of an operation."""
 
-def _bounded(connection_class: Any) -> Any:
-    """Return a connection class whose sockets enforce the deadline of an operation."""
-
-    class Bounded(connection_class):  # type: ignore[misc]
         def _connect(self) -> BoundedSocket:
             return BoundedSocket(super()._connect())
 
-    return Bounded
+    pool = ConnectionPool(
+        connection_class=Bounded, **place, db=db, username=user or None,
+        password=password.reveal() if password else None, socket_timeout=seconds,
+        retry=Retry(NoBackoff(), 0),  # one try: a failed tier is skipped for a while
+    )  # fmt: skip
+    return Redis(connection_pool=pool)
 
 
 @contextmanager

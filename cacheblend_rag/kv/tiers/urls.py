@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from cacheblend_rag.kv.tiers.object import ObjectTier
 from cacheblend_rag.kv.tiers.object_client import open_store
 from cacheblend_rag.kv.tiers.redis import PREFIX, RedisTier
 from cacheblend_rag.settings import StoreConfig
-from cacheblend_rag.settings.tier_url import OBJECT_SCHEMES, REDIS_SCHEMES, TierUrl
+from cacheblend_rag.settings.tier_url import REDIS_SCHEMES, TierUrl
 
 MEMORY_BYTES = {"device": 1 << 30, "host": 4 << 30}
 """Default capacities of memory tiers."""
@@ -52,7 +51,19 @@ def open_tier(url: TierUrl, device: torch.device | str, *, read_only: bool = Fal
 
     Raises MissingExtraError without its library, StoreError when it cannot be opened.
     """
-    return _OPENERS[url.scheme](url, _policy(url, read_only and url.outlives), device)
+    policy = _policy(url, read_only and url.outlives)
+    if url.scheme == "device":
+        return DeviceTier(device, name=url.name, policy=policy)
+    if url.scheme == "host":
+        return HostTier(name=url.name, policy=policy)
+    if url.scheme == "disk":
+        fsync = url.options.get("fsync", False)
+        return DiskTier(url.path, fsync=fsync, name=url.name, policy=policy)
+    if url.scheme in REDIS_SCHEMES:
+        prefix = url.options.get("prefix", PREFIX)
+        return RedisTier(**redis_place(url), prefix=prefix, name=url.name, policy=policy)
+    store = object_store(url, policy.timeout_seconds)
+    return ObjectTier(store, keeps_metadata=url.scheme != "file", name=url.name, policy=policy)
 
 
 def _policy(url: TierUrl, read_only: bool) -> TierPolicy:
@@ -66,19 +77,6 @@ def _policy(url: TierUrl, read_only: bool) -> TierPolicy:
         timeout_seconds=told.get("timeout"),
         read_only=read_only,
     )
-
-
-def _device(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
-    return DeviceTier(device, name=url.name, policy=policy)
-
-
-def _host(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
-    return HostTier(name=url.name, policy=policy)
-
-
-def _disk(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
-    fsync = url.options.get("fsync", False)
-    return DiskTier(url.path, fsync=fsync, name=url.name, policy=policy)
 
 
 def redis_place(url: TierUrl) -> dict[str, Any]:
@@ -97,27 +95,8 @@ def redis_place(url: TierUrl) -> dict[str, Any]:
     }
 
 
-def _redis(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
-    prefix = url.options.get("prefix", PREFIX)
-    return RedisTier(**redis_place(url), prefix=prefix, name=url.name, policy=policy)
-
-
 def object_store(url: TierUrl, timeout_seconds: float | None = None) -> Any:
     """Return the object store that a URL names, as ``open_store`` does; raises as it."""
     told = {name: url.options[name] for name in ("endpoint", "region") if name in url.options}
     bare = f"{url.scheme}://{url.host}{url.path}"
     return open_store(bare, timeout_seconds=timeout_seconds, **told)
-
-
-def _object(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
-    store = object_store(url, policy.timeout_seconds)
-    return ObjectTier(store, keeps_metadata=url.scheme != "file", name=url.name, policy=policy)
-
-
-_OPENERS: dict[str, Callable[[TierUrl, TierPolicy, torch.device | str], Tier]] = {
-    "device": _device,
-    "host": _host,
-    "disk": _disk,
-    **dict.fromkeys(REDIS_SCHEMES, _redis),
-    **dict.fromkeys(OBJECT_SCHEMES, _object),
-}
