@@ -20,7 +20,7 @@ from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, tensor_of
 from cacheblend_rag.kv.tiers.contract import TierPolicy
-from cacheblend_rag.kv.tiers.object_client import TIMEOUT_SECONDS, ObjectClient, bytes_of
+from cacheblend_rag.kv.tiers.object_client import ObjectClient, bytes_of
 
 QUARANTINE = "quarantine/"
 WRITTEN_AT = "writtenat"
@@ -46,12 +46,7 @@ class ObjectTier(BytesTier):
     ) -> None:
         super().__init__(name, policy=policy)
         self.store, self._keeps_metadata = store, keeps_metadata
-        seconds = self.policy.timeout_seconds or TIMEOUT_SECONDS
-        self._client = ObjectClient(store, seconds, f"kv-{name}")
-
-    def close(self) -> None:
-        """End the thread that waits for answers."""
-        self._client.close()
+        self._client = ObjectClient(store)
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Yield all objects, with the times of the listing."""
@@ -61,7 +56,8 @@ class ObjectTier(BytesTier):
                     yield key, _known(meta, {})
 
     def _entry(self, key: KVKey) -> Entry | None:
-        found = self._client.answer(self._client.get(_path(key), {"head": True}))
+        with self._client.asking():
+            found = self._client.get(_path(key), {"head": True})
         return None if found is None else _known(found.meta, found.attributes)
 
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
@@ -77,25 +73,20 @@ class ObjectTier(BytesTier):
             options["range"] = {"offset": start}
         most = None if end is None else end - start
         try:
-            return self._client.answer(self._read_range(key, options, most))
+            with self._client.asking():
+                found = self._client.get(_path(key), options)
+                if found is None:
+                    return None
+                nbytes = found.range[1] - found.range[0]
+                if nbytes < 0 or (most is not None and nbytes > most):
+                    raise DamagedChunkError(f"{nbytes} bytes are answered, of {most} asked for")
+                entry = _known(found.meta, found.attributes)
+                return StoredBytes(bytes_of(found, nbytes), entry.nbytes, entry.written_at)
         except OSError as error:  # a store refuses to read from an object's end on
-            entry = self._entry(key) if "range" in str(error).lower() else None
-            if entry is None or entry.nbytes > start:
+            there = self._entry(key) if "range" in str(error).lower() else None
+            if there is None or there.nbytes > start:
                 raise
-            raise DamagedChunkError(f"the object ends at byte {entry.nbytes}") from error
-
-    async def _read_range(
-        self, key: KVKey, options: Mapping[str, Any], most: int | None
-    ) -> StoredBytes | None:
-        """most: requested bytes; None is all."""
-        found = await self._client.get(_path(key), options)
-        if found is None:
-            return None
-        entry = _known(found.meta, found.attributes)
-        nbytes = found.range[1] - found.range[0]
-        if nbytes < 0 or (most is not None and nbytes > most):
-            raise DamagedChunkError(f"{nbytes} bytes are answered, of {most} asked for")
-        return StoredBytes(await bytes_of(found, nbytes), entry.nbytes, entry.written_at)
+            raise DamagedChunkError(f"the object ends at byte {there.nbytes}") from error
 
     def _write(self, key: KVKey, data: ChunkObject, written_at: float) -> None:
         attributes = {WRITTEN_AT: repr(written_at)} if self._keeps_metadata else None

@@ -81,7 +81,7 @@ class ObjectTokens:
 
     def __init__(self, url: TierUrl, model: str, *, read_only: bool = False) -> None:
         seconds = min(url.options.get("timeout") or MOST_SECONDS, MOST_SECONDS)
-        self._client = ObjectClient(object_store(url, seconds), seconds, f"tokens-{url.name}")
+        self._client = ObjectClient(object_store(url, seconds))
         self._tier, self._folder, self._read_only = url.name, f"tokens/{model}/", read_only
         self._mac = mac_of()
         self._own, self._numbers = uuid4().hex[:16], count()
@@ -99,11 +99,10 @@ class ObjectTokens:
         self._has_lost = self._has_discarded = self._has_warned = False
 
     def close(self) -> None:
-        """Remove what was discarded from objects, if the store answers, and close the client."""
+        """Remove what was discarded from objects, if the store answers."""
         if self._has_discarded:
             with suppress(OSError):
                 self._merge(to_merge(self._objects, self._rows.removed.keys(), self._copies))
-        self._client.close()
 
     def add(self, stored: Sequence[StoredTokens], fresh: Collection[Name] = ()) -> bool:
         """Write chunks that are missing, as TokenLog says; ``news`` must have been called."""

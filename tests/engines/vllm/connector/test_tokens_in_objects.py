@@ -46,7 +46,7 @@ class Place:
 
     def __init__(self, url: str) -> None:
         self.url = TierUrl(url.rstrip("&?"))
-        self.client = ObjectClient(object_store(self.url), 20.0, "test")
+        self.client = ObjectClient(object_store(self.url))
 
     def names(self, start: str = "0") -> list[str]:
         """The paths of objects, those with tokens by default."""
@@ -86,7 +86,6 @@ class Fleet(Place):
     def close(self) -> None:
         for one in self.made:
             one.close()
-        self.client.close()
 
 
 @pytest.fixture(autouse=True)
