@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import Tensor
 
@@ -12,35 +11,9 @@ from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.kv.packed_kv import LayerKV, PackedLayer, StoredKV
 
 
-class Sendable(Protocol):
-    """One layer of a chunk in a form that can be copied to a device.
-
-    tokens: of the chunk. row_bytes: most bytes per token, packed or unpacked. tensors: the tensors
-    to copy.
-    """
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def row_bytes(self) -> int: ...
-
-    @property
-    def tensors(self) -> Sequence[Tensor]: ...
-
-    def cut(self, start: int, end: int) -> Sendable:
-        """Return some of its tokens."""
-
-    def moved(self, tensors: Sequence[Tensor]) -> Sendable:
-        """Return the same tokens, given their tensors on a device."""
-
-    def unpacked(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values, each (kv_heads, tokens, head_dim)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """A Sendable of plain keys and values, each (kv_heads, tokens, head_dim)."""
+    """Plain keys and values of one layer, each (kv_heads, tokens, head_dim); as PackedLayer."""
 
     keys: Tensor
     values: Tensor
@@ -65,6 +38,10 @@ class Numbers:
 
     def unpacked(self) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
+
+
+Sendable = Numbers | PackedLayer
+"""One layer of a chunk in a form that can be copied to a device."""
 
 
 def sendable(kv: LayerKV) -> Sendable:

@@ -207,10 +207,6 @@ class ChunkKV:
         prior = None if self.prior is None else change(self.prior)
         return replace(self, keys=change(self.keys), values=change(self.values), prior=prior)
 
-    def to(self, device: torch.device | str) -> ChunkKV:
-        """Return the same chunk KV with its tensors on ``device``."""
-        return self.mapped(lambda tensor: tensor.to(device))
-
 
 class NotFiniteError(ValueError):
     """Numbers of a chunk KV are NaN or infinite."""

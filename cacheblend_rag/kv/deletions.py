@@ -15,7 +15,7 @@ from filelock import FileLock
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.folders import make_folder
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.tiers.files import create, read_regular, write_parts
+from cacheblend_rag.kv.tiers.files import read_regular, replace, write_parts
 
 logger = logging.getLogger(__name__)
 
@@ -136,10 +136,7 @@ class Deletions:
         if not self._written:
             path.unlink(missing_ok=True)
         else:
-            new = path.with_name(f"{path.name}.new")
-            new.unlink(missing_ok=True)  # of a writer that was killed
-            create(str(new), _text(self._written), fsync=False)
-            os.replace(new, path)
+            replace(path, _text(self._written))
         self._seen = _state(path)
 
 

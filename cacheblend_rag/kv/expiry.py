@@ -18,7 +18,7 @@ from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.opening import TierThreads
 from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.stored_chunk import Entry, Read, StoredChunk
-from cacheblend_rag.kv.tiers import Tier
+from cacheblend_rag.kv.tiers.base import Tier
 
 logger = logging.getLogger(__name__)
 

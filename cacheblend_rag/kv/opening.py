@@ -17,7 +17,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.shared_chunk import Found
 from cacheblend_rag.kv.stored_chunk import miss_of
-from cacheblend_rag.kv.tiers import Tier
+from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.openmp import use_one_thread
 from cacheblend_rag.report import MissReason
 

@@ -30,8 +30,6 @@ class PackedLayer:
         """Return keys and values, each (kv_heads, tokens, head_dim)."""
         return unpack(self.codes, self.exponents, self.dtype)
 
-    # As it is sent to a device, see Sendable
-
     @property
     def tokens(self) -> int:
         """Number of the chunk's tokens."""

@@ -19,7 +19,7 @@ from cacheblend_rag.kv.packed_kv import StoredKV
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.shared_chunk import Found, Part, SharedChunk
 from cacheblend_rag.kv.stored_chunk import StoredChunk, miss_of
-from cacheblend_rag.kv.tiers import Tier
+from cacheblend_rag.kv.tiers.base import Tier
 
 FETCHED_AHEAD = 32
 """Chunks that all running prompts may read ahead; they take memory besides the tiers'."""

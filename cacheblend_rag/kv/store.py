@@ -31,7 +31,8 @@ from cacheblend_rag.kv.stored_chunk import (
     StoredChunk,
     first_stored_at,
 )
-from cacheblend_rag.kv.tiers import DiskTier, Tier
+from cacheblend_rag.kv.tiers.base import Tier
+from cacheblend_rag.kv.tiers.disk import DiskTier
 from cacheblend_rag.kv.tiers.urls import memory_and_disk, open_tiers
 from cacheblend_rag.kv.timings import Speeds
 from cacheblend_rag.kv.whole_chunks import Prefetch, VerifyReport, WholeChunks, read_through

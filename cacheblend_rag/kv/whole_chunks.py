@@ -16,7 +16,7 @@ from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.packed_kv import unpacked
 from cacheblend_rag.kv.reading import keep_in
 from cacheblend_rag.kv.stored_chunk import Entry, Lookup, Read, StoredChunk, miss_of
-from cacheblend_rag.kv.tiers import Tier
+from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.openmp import use_one_thread
 
 

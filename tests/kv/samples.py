@@ -7,12 +7,20 @@ from functools import partial
 import torch
 
 from cacheblend_rag.errors import DamagedChunkError
-from cacheblend_rag.kv import ChunkKV, HostTier, KVKey, StoredChunk, chunk_id, codec, fingerprint
+from cacheblend_rag.kv import (
+    ChunkKV,
+    Entry,
+    HostTier,
+    KVKey,
+    StoredChunk,
+    chunk_id,
+    codec,
+    fingerprint,
+)
 from cacheblend_rag.kv.mac import CHECKSUM
 from cacheblend_rag.kv.packed_kv import packed, unpacked
 from cacheblend_rag.kv.reader import StoredBytes, open_ranges
 from cacheblend_rag.kv.stored_chunk import Lookup
-from cacheblend_rag.kv.tiers import Entry
 
 FINGERPRINT = fingerprint({"model": "test"})
 OTHER_FINGERPRINT = fingerprint({"model": "other"})

@@ -15,7 +15,7 @@ import pytest
 
 from cacheblend_rag import StoreConfig
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import HostTier, KVKey, TieredKVStore, access_log
+from cacheblend_rag.kv import Entry, HostTier, KVKey, TieredKVStore, access_log
 from cacheblend_rag.kv.access_log import (
     BYTES_A_MINUTE,
     LONGEST_LINE,
@@ -24,7 +24,6 @@ from cacheblend_rag.kv.access_log import (
     NOTED_A_MINUTE,
     AccessLog,
 )
-from cacheblend_rag.kv.tiers import Entry
 from cacheblend_rag.kv.whole_chunks import ASKED_AT_ONCE
 
 from .samples import chunk_files, make_key, make_kv, taken, until

@@ -22,14 +22,6 @@ def tensors(kv):
     return kv.keys.clone(), kv.values.clone(), kv.prior.clone()
 
 
-def test_a_copy_on_a_device_is_whole():
-    for kv in (make_kv(), make_kv(prior=False)):
-        moved = kv.to("meta")
-        assert (moved.position, moved.tokens) == (kv.position, kv.tokens)
-        assert {moved.keys.device.type, moved.values.device.type} == {"meta"}
-        assert moved.prior is None if kv.prior is None else moved.prior.is_meta
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -13,9 +13,8 @@ import pytest
 import torch
 from filelock import FileLock
 
-from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore
+from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, Usage
 from cacheblend_rag.kv.packed_kv import unpacked
-from cacheblend_rag.kv.tiers import Usage
 from cacheblend_rag.kv.tiers import disk as disk_module
 
 from .samples import chunk_files, encode, make_key, make_kv, rounded, same

@@ -12,13 +12,13 @@ from cacheblend_rag.kv import (
     ChunkKV,
     DiskTier,
     HostTier,
+    StoredChunk,
     TieredKVStore,
     codec,
     opening,
     reading,
 )
 from cacheblend_rag.kv.fetch import Threshold
-from cacheblend_rag.kv.tiers import StoredChunk
 
 from .samples import (
     OTHER_FINGERPRINT,

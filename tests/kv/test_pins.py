@@ -5,8 +5,7 @@ import os
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import DiskTier, HostTier, TieredKVStore
-from cacheblend_rag.kv.tiers import TierPolicy
+from cacheblend_rag.kv import DiskTier, HostTier, TieredKVStore, TierPolicy
 from cacheblend_rag.kv.tiers import files as pins
 from cacheblend_rag.kv.tiers.files import PinFile
 

@@ -6,9 +6,8 @@ import logging
 import pytest
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
-from cacheblend_rag.kv import StoredChunk
+from cacheblend_rag.kv import StoredChunk, Tier, Usage
 from cacheblend_rag.kv.stored_chunk import PutResult
-from cacheblend_rag.kv.tiers import Tier, Usage
 from cacheblend_rag.kv.tiers.admission import RefusedError
 from cacheblend_rag.kv.tiers.contract import COUNTED
 from tests.kv.samples import make_key, make_kv

@@ -18,11 +18,12 @@ from cacheblend_rag.kv import (
     ObjectTier,
     RedisTier,
     StoredChunk,
+    Usage,
     chunk_id,
     codec,
     fingerprint,
 )
-from cacheblend_rag.kv.tiers import Usage, files
+from cacheblend_rag.kv.tiers import files
 from cacheblend_rag.kv.tiers.bytes import SUFFIX
 from cacheblend_rag.kv.tiers.object_client import open_store
 from tests.local_servers import BUCKET

@@ -16,11 +16,10 @@ import torch
 from cacheblend_rag import TieredKVStore
 from cacheblend_rag.blend.copy_stream import PinnedBuffers, pinned_buffers_of
 from cacheblend_rag.blend.transfer import Upload
-from cacheblend_rag.kv import DeviceTier, DiskTier, HostTier, codec, read_memory
+from cacheblend_rag.kv import DeviceTier, DiskTier, HostTier, StoredChunk, Tier, codec, read_memory
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.packed_kv import packed, unpacked
 from cacheblend_rag.kv.read_memory import ReadMemory
-from cacheblend_rag.kv.tiers import StoredChunk, Tier
 from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.kv.tiers.bytes import BytesTier
 from cacheblend_rag.prefill import chunk_loader

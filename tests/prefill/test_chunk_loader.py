@@ -17,9 +17,8 @@ from torch import Tensor
 from cacheblend_rag import BlendConfig, TieredKVStore
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.selectors import SELECTORS
-from cacheblend_rag.kv import HostTier, KVKey, codec
+from cacheblend_rag.kv import HostTier, KVKey, StoredChunk, Tier, codec
 from cacheblend_rag.kv.fetch import LayerSource
-from cacheblend_rag.kv.tiers import StoredChunk, Tier
 from cacheblend_rag.prefill import prompt_pass
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from cacheblend_rag.report import PREFILL_PHASES, PhaseSeconds, PhaseStarts

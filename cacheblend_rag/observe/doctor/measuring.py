@@ -16,7 +16,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import OutOfMemoryError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.kv.tiers import Tier
+from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.observe.doctor.evidence import (
     Evidence,
     MemoryFacts,

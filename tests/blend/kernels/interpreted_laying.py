@@ -26,10 +26,9 @@ from cacheblend_rag.blend.layer_part import LayerPart, WholePart, sendable
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import Geometry
 from cacheblend_rag.blend.transfer import Laying, Upload
-from cacheblend_rag.kv import HostTier, codec
+from cacheblend_rag.kv import HostTier, StoredChunk, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.packed_kv import StoredKV, packed
-from cacheblend_rag.kv.tiers import StoredChunk
 from tests.blend.fake_copy_stream import FakeCopyStream, use
 from tests.blend.fake_stack import LAYERS, FakeStack
 from tests.prefill.prompts import chunk_kv, give_up

@@ -23,8 +23,8 @@ from cacheblend_rag import (
     TransformersEngine,
 )
 from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.kv import HostTier
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.tiers import HostTier
 from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from tests.engines.transformers.conftest import EngineFactory
 from tests.engines.transformers.test_faults import on_disk
