@@ -45,45 +45,8 @@ class Event(Protocol):
         """Block this thread until the device has reached it; not for the model's thread."""
 
 
-class CopyStream(Protocol):
-    """The device operations of a transfer. The compute stream is the calling thread's own."""
-
-    def pinned(self, nbytes: int) -> Tensor:
-        """Return page-locked memory, (nbytes,) uint8."""
-
-    def scratch(self, nbytes: int) -> Tensor:
-        """Return device memory that is allocated for the copy stream, (nbytes,) uint8."""
-
-    def has(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is on the device."""
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is in page-locked memory, so that it can be copied directly."""
-
-    def worked(self) -> Event:
-        """Return an event recorded now on the compute stream."""
-
-    def carried(self) -> Event:
-        """Return an event recorded now on the copy stream."""
-
-    def follow(self, event: Event) -> None:
-        """Make the copy stream wait for an event."""
-
-    def hold_work(self, event: Event) -> None:
-        """Make the compute stream wait for an event."""
-
-    def copy(self, into: Tensor, tensor: Tensor) -> None:
-        """Copy on the copy stream; the caller keeps both tensors until a later event."""
-
-    def run(self, work: Callable[[], object]) -> None:
-        """Run a function with the copy stream as the current stream."""
-
-    def share(self, *tensors: Tensor) -> None:
-        """Keep tensors' memory from being reused until the copy stream has finished its queue."""
-
-
-class CudaCopyStream:
-    """The copy stream of a CUDA device."""
+class CopyStream:
+    """The copy stream of a CUDA device. The compute stream is the calling thread's own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -99,36 +62,46 @@ class CudaCopyStream:
             return torch.empty(nbytes, dtype=torch.uint8)
 
     def scratch(self, nbytes: int) -> Tensor:
+        """Return device memory that is allocated for the copy stream, (nbytes,) uint8."""
         with torch.cuda.stream(self._stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is on the device."""
         return tensor.is_cuda
 
     def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is in page-locked memory, so that it can be copied directly."""
         return tensor.is_pinned()
 
     def worked(self) -> Event:
+        """Return an event recorded now on the compute stream."""
         return _event(torch.cuda.current_stream(self._device))
 
     def carried(self) -> Event:
+        """Return an event recorded now on the copy stream."""
         return _event(self._stream)
 
     def follow(self, event: Any) -> None:
+        """Make the copy stream wait for an event."""
         self._stream.wait_event(event)
 
     def hold_work(self, event: Any) -> None:
+        """Make the compute stream wait for an event."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def copy(self, into: Tensor, tensor: Tensor) -> None:
+        """Copy on the copy stream; the caller keeps both tensors until a later event."""
         with torch.cuda.stream(self._stream):
             into.copy_(tensor, non_blocking=True)
 
     def run(self, work: Callable[[], object]) -> None:
+        """Run a function with the copy stream as the current stream."""
         with torch.cuda.stream(self._stream):
             work()
 
     def share(self, *tensors: Tensor) -> None:
+        """Keep tensors' memory from being reused until the copy stream has finished its queue."""
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(self._stream)
@@ -278,4 +251,4 @@ def pinned_buffers_of(device: torch.device) -> PinnedBuffers | None:
 def _cuda_pinned_buffers(index: int) -> PinnedBuffers:
     device = torch.device("cuda", index)
     table_bytes = TABLE_BYTES if has_kernel(device) else 0
-    return PinnedBuffers(CudaCopyStream(device), table_bytes=table_bytes)
+    return PinnedBuffers(CopyStream(device), table_bytes=table_bytes)

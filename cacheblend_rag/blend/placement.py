@@ -44,7 +44,7 @@ def has_kernel(device: torch.device) -> bool:
 
 def _places_alike(device: torch.device) -> bool:
     """Whether the kernel places what its twin does, up to a rounding, in every form of chunk KV."""
-    from cacheblend_rag.blend.kernels.layer_launches import LayerLaunches, tables_of
+    from cacheblend_rag.blend.kernels.placement import LayerLaunches, tables_of
 
     layers, size, draw = 2, 40, torch.Generator().manual_seed(0)
     angles = torch.arange(layers * 32, device=device).view(layers, 32).float()

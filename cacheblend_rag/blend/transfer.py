@@ -316,7 +316,7 @@ class Laying:
     def __init__(
         self, buffers: PinnedBuffers, fused: FusedKV, parts: Sequence[WholePart], *, on_host: bool
     ) -> None:
-        from cacheblend_rag.blend.kernels.layer_launches import LayerLaunches, tables_of
+        from cacheblend_rag.blend.kernels.placement import LayerLaunches, tables_of
 
         self._buffers, self._stream, self._fused = buffers, buffers.copy_stream, fused
         numbers, launches = tables_of(parts)

@@ -10,7 +10,6 @@ import hmac
 import os
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Protocol
 
 import xxhash
 
@@ -24,24 +23,11 @@ DIGITS = 32
 LEAST_CHARACTERS = 16
 
 
-class Mac(Protocol):
-    """Computes digests of bytes.
+class Mac:
+    """Computes digests of bytes; without a key, xxh3_128 checksums.
 
     name: of the kind, in headers. by_key: whether computing it needs a key.
     """
-
-    name: str
-    by_key: bool
-
-    def digest(self, *parts: bytes | memoryview) -> str:
-        """Return the digest of some bytes, in hex digits."""
-
-    def holds(self, digest: str, *parts: bytes | memoryview) -> bool:
-        """Whether a digest is that of these bytes."""
-
-
-class Checksum:
-    """An xxh3_128 checksum."""
 
     name, by_key = "xxh3", False
 
@@ -57,7 +43,7 @@ class Checksum:
         return self.digest(*parts) == digest
 
 
-class KeyedMac:
+class KeyedMac(Mac):
     """A keyed BLAKE2b digest (RFC 7693).
 
     Raises ConfigError for a key that is too short.
@@ -71,19 +57,17 @@ class KeyedMac:
         self._key = Secret(blake2b(key.reveal().encode(), digest_size=32).hexdigest())
 
     def digest(self, *parts: bytes | memoryview) -> str:
-        """Return the digest of some bytes, in hex digits."""
         found = blake2b(key=bytes.fromhex(self._key.reveal()), digest_size=DIGITS // 2)
         for part in parts:
             found.update(part)
         return found.hexdigest()
 
     def holds(self, digest: str, *parts: bytes | memoryview) -> bool:
-        """Whether a digest is that of these bytes."""
         return hmac.compare_digest(self.digest(*parts), digest)
 
 
-CHECKSUM: Mac = Checksum()
-MAC_NAMES = (Checksum.name, KeyedMac.name)
+CHECKSUM = Mac()
+MAC_NAMES = (Mac.name, KeyedMac.name)
 """All kinds, by their names in headers."""
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cacheblend_rag.blend.copy_stream import PinnedBuffers
+from cacheblend_rag.blend.copy_stream import CopyStream, PinnedBuffers
 from cacheblend_rag.blend.fused import FusedKV
 
 
@@ -58,7 +58,7 @@ class FakeEvent:
             self.copy_stream.run_until(self.number)
 
 
-class FakeCopyStream:
+class FakeCopyStream(CopyStream):
     """See the module. errors: what was out of order. waited_in: threads that had to wait.
 
     patience: how often it is asked in vain until it does a task; None is forever.

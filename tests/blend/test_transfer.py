@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import FusedKV, RingKV
-from cacheblend_rag.blend.copy_stream import CudaCopyStream, PinnedBuffers, pinned_buffers_of
+from cacheblend_rag.blend.copy_stream import CopyStream, PinnedBuffers, pinned_buffers_of
 from cacheblend_rag.blend.layer_part import LayerPart, Numbers, Sendable
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import Geometry
@@ -39,7 +39,7 @@ GPU = pytest.param(
 @pytest.fixture(params=["fake", GPU])
 def copy_stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     if request.param == "cuda":
-        yield CudaCopyStream(torch.device("cuda", 0))
+        yield CopyStream(torch.device("cuda", 0))
         torch.cuda.synchronize()
         return
     fake = FakeCopyStream()

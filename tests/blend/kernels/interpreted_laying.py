@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from cacheblend_rag import TieredKVStore
 from cacheblend_rag.blend import FusedKV, RingKV
 from cacheblend_rag.blend.copy_stream import TABLE_BYTES, PinnedBuffers
-from cacheblend_rag.blend.kernels import layer_launches, placement
+from cacheblend_rag.blend.kernels import placement
 from cacheblend_rag.blend.layer_part import LayerPart, WholePart, sendable
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import Geometry
@@ -62,7 +62,6 @@ class Interpreted:
 def interpret(monkeypatch: pytest.MonkeyPatch, copy_stream: FakeCopyStream) -> None:
     kernel = Interpreted(placement.place_kernel, copy_stream)
     monkeypatch.setattr(placement, "place_kernel", kernel)
-    monkeypatch.setattr(layer_launches, "place_kernel", kernel)
 
 
 def turn_of(by: int | None) -> Rotation | None:

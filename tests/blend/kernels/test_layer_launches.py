@@ -20,9 +20,15 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.blend.kernels import layer_launches
-from cacheblend_rag.blend.kernels.layer_launches import LayerLaunches, tables_of
-from cacheblend_rag.blend.kernels.placement import COLUMNS, CONSTANTS, place_kernel, table_of
+from cacheblend_rag.blend.kernels import placement
+from cacheblend_rag.blend.kernels.placement import (
+    COLUMNS,
+    CONSTANTS,
+    LayerLaunches,
+    place_kernel,
+    table_of,
+    tables_of,
+)
 from cacheblend_rag.blend.layer_part import LayerPart, WholePart, sendable
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import Geometry
@@ -122,7 +128,7 @@ def test_what_is_launched_anew_is_what_triton_compiled(
 ) -> None:
     """Once for addresses that divide by 16, and once for others, which it compiles otherwise."""
     kernel = Compiled()
-    monkeypatch.setattr(layer_launches, "place_kernel", kernel)
+    monkeypatch.setattr(placement, "place_kernel", kernel)
     depth, heads, width = 6, 1, 4
     fused = FusedKV(Geometry(depth, heads, heads, width, torch.half, torch.device("cpu")), tokens)
     kv = ChunkKV(*torch.randn(2, depth, heads, 20, width).half(), 0)
