@@ -1,4 +1,4 @@
-"""What measurements of work say, however bad one of them is."""
+"""What measurements of work and of reads say, however bad one of them is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cacheblend_rag.kv.timings import KEPT, LEAST, Estimate, Timings
+from cacheblend_rag.kv.timings import KEPT, LEAST, STALE_SECONDS, Estimate, Speeds, Timings, shared
 
 
 def estimate(*measured: tuple[float, float]) -> Estimate:
@@ -58,3 +58,68 @@ def test_each_measurement_ages_by_itself() -> None:
     assert found == Estimate(0.0, 1.0, 0.0, 1)
     now[0] = 111.0
     assert timings.estimate() is None
+
+
+# Tiers
+
+GIB = 1 << 30
+
+
+def took(nbytes: int) -> float:
+    return 0.02 + nbytes / GIB
+
+
+def test_latency_and_bandwidth_are_told_apart_by_reads_of_several_sizes() -> None:
+    speeds = Speeds()
+    for nbytes in (1 << 20, 1 << 24, 1 << 22, 1 << 26, 1 << 21):
+        speeds.record("disk", nbytes, took(nbytes))
+    found = speeds.of("disk")
+    assert found is not None
+    assert found.latency == pytest.approx(0.02, rel=1e-3)
+    assert found.units_per_second == pytest.approx(GIB, rel=1e-3)
+    assert found.seconds(1 << 28) == pytest.approx(took(1 << 28), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("reads", "small", "large"),
+    [([(1000, 1.0), (100_000, 0.5)], 1000, 100_000), ([(1000, 0.001), (2000, 10.0)], 1, 1000)],
+    ids=["more bytes took less time", "few bytes would take less than none"],
+)
+def test_no_fit_says_what_cannot_be(reads: list[tuple[int, float]], small: int, large: int) -> None:
+    speeds = Speeds()
+    for nbytes, seconds in reads:
+        speeds.record("disk", nbytes, seconds)
+    found = speeds.of("disk")
+    assert found is not None
+    assert found.latency == 0
+    assert 0 < found.seconds(small) < found.seconds(large)
+
+
+def test_what_was_measured_long_ago_is_not_known_any_more() -> None:
+    now = [0.0]
+    speeds = Speeds(lambda: now[0])
+    assert speeds.of("s3") is None
+    speeds.record("s3", 1000, 1.0)
+    speeds.record("disk", 0, 1.0)
+    now[0] = STALE_SECONDS
+    assert speeds.of("s3") is not None
+    assert speeds.of("disk") is None
+    now[0] += 1
+    assert speeds.of("s3") is None
+    speeds.record("s3", 1000, 1.0)
+    assert speeds.of("s3") is not None
+
+
+@pytest.mark.parametrize(
+    ("done", "wanted"),
+    [
+        ({"disk": 14.0}, {"disk": 10.0}),
+        ({"host": 10.0, "disk": 18.0}, {"host": 0.0, "disk": 10.0}),
+        ({"disk": 14.0, "redis": 18.0}, {"disk": 2.0, "redis": 8.0}),
+        ({"host": 10.0, "disk": 10.0}, {"host": 5.0, "disk": 5.0}),
+        ({"host": 10.0, "disk": 13.0, "redis": 20.0}, {"host": 0.0, "disk": 1.5, "redis": 8.5}),
+        ({}, {}),
+    ],
+)
+def test_a_wait_from_10_to_20_is_shared(done: dict[str, float], wanted: dict[str, float]) -> None:
+    assert shared(10.0, 20.0, done) == wanted

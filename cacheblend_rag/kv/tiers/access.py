@@ -37,7 +37,8 @@ class Access:
         self.reading = Breaker()
         self.writing = self.reading if tier.fails_whole else Breaker()
         self.last_failure = ""
-        self._warned_reading, self._warned_writing = set[str](), set[str]()
+        # The causes that were logged since the last success, by whether it was reading.
+        self._warned = {True: set[str](), False: set[str]()}
 
     @contextmanager
     def to_read(self, *keys: KVKey, timed: bool = True) -> Iterator[int]:
@@ -91,7 +92,7 @@ class Access:
             breaker.failed(permit)
         else:
             breaker.succeeded(permit)
-            self._warned_of(breaker).clear()
+            self._warned[breaker is not self.writing].clear()
 
     def _permit(self, breaker: Breaker, keys: Sequence[KVKey]) -> int:
         permit = breaker.ask()
@@ -130,29 +131,16 @@ class Access:
         logger.warning("%s tier: answers again", self._tier.name)
         self.reading.succeeded(permit)
 
-    def could_not_read(self, what: str, key: KVKey, error: OSError) -> None:
-        """Count and log a failed read; see ``_could_not``."""
-        self._could_not(what, key, error, self.reading, "skipped")
-
-    def could_not_write(self, what: str, key: KVKey, error: OSError) -> None:
-        """Count and log a failed write; see ``_could_not``."""
-        self._could_not(what, key, error, self.writing, "dropped")
-
-    def _could_not(
-        self, what: str, key: KVKey, error: OSError, breaker: Breaker, skipped: str
-    ) -> None:
+    def could_not(self, what: str, key: KVKey, error: OSError, *, reading: bool) -> None:
         """Count a failure and log it: one warning per cause, until an access succeeds.
 
         Nothing is logged if the tier was out of use, which was logged before.
         """
         out = isinstance(error, OutError)
-        self._counts.add(skipped if out else "errors")
-        warned, cause = self._warned_of(breaker), what + told(error)
+        self._counts.add(("skipped" if reading else "dropped") if out else "errors")
+        kind = reading and self.reading is not self.writing
+        warned, cause = self._warned[kind], what + told(error)
         level = logging.DEBUG if out or cause in warned else logging.WARNING
         if not out:
             warned.add(cause)
         logger.log(level, f"%s tier: could not {what}: %s", self._tier.name, key, error)
-
-    def _warned_of(self, breaker: Breaker) -> set[str]:
-        """Return the causes that were logged since the last success of this kind."""
-        return self._warned_writing if breaker is self.writing else self._warned_reading

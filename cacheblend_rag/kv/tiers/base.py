@@ -88,7 +88,7 @@ class Tier(TierContract):
                     return together
                 return _in_parallel(self._looked_up, keys, self.entries_at_once)
         except OSError as error:
-            self.access.could_not_read("look up %s", keys[0], error)
+            self.access.could_not("look up %s", keys[0], error, reading=True)
             return [None] * len(keys)
 
     def _looked_up(self, key: KVKey) -> Entry | None:
@@ -96,7 +96,7 @@ class Tier(TierContract):
             with self.access.to_read(key):
                 return self._entry(key)
         except OSError as error:
-            self.access.could_not_read("look up %s", key, error)
+            self.access.could_not("look up %s", key, error, reading=True)
             return None
 
     def all_entries(self) -> Iterator[tuple[KVKey, Entry]]:
@@ -151,7 +151,7 @@ class Tier(TierContract):
     def _failed(self, key: KVKey, found: StoreError | OSError | None) -> StoreError | None:
         """Quarantine an unusable chunk; returns the error to report, if any."""
         if isinstance(found, OSError):
-            self.access.could_not_read("read %s", key, found)
+            self.access.could_not("read %s", key, found, reading=True)
             unread = StoreError(f"{self.name} tier: could not read {key}: {found}")
             unread.__cause__ = found
             return unread
@@ -209,7 +209,7 @@ class Tier(TierContract):
             logger.log(level, "%s tier refused %s: %s", self.name, key, refusal)
             return PutResult(False)
         except OSError as error:
-            self.access.could_not_write("store %s", key, error)
+            self.access.could_not("store %s", key, error, reading=False)
             cause = self.access.last_failure if isinstance(error, OutError) else told(error)
             return PutResult(False, f"{self.name} tier: {cause}")
         return PutResult(True)
@@ -229,7 +229,7 @@ class Tier(TierContract):
             with self.access.to_write(key):
                 removed = self._drop(key)
         except OSError as error:
-            self.access.could_not_write("remove %s", key, error)
+            self.access.could_not("remove %s", key, error, reading=False)
             return None
         if removed:
             self._capacity.freed(counter, 1)
@@ -246,7 +246,7 @@ class Tier(TierContract):
             with self.access.to_write(key):
                 self._set_aside(key, reason)
         except OSError as error:
-            self.access.could_not_write("set %s aside", key, error)
+            self.access.could_not("set %s aside", key, error, reading=False)
 
     def pin(self, *keys: KVKey) -> None:
         """Exempt chunks from eviction by capacity and age, stored yet or not.
