@@ -18,14 +18,10 @@ from torch import Tensor
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
-from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import Candidates
-from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.selectors import SELECTORS, Evidence, make_selector
-from cacheblend_rag.blend.stack import AttentionCall, NoAttentionError, probe_layer
 from tests.blend.fake_stack import (
     HIDDEN,
-    KV_HEADS,
     LAYERS,
     VOCABULARY,
     WINDOWS,
@@ -33,7 +29,6 @@ from tests.blend.fake_stack import (
     FakeStack,
     Reference,
     WatchedKV,
-    plain_kv,
 )
 
 LENGTHS = {"head": 3, "a": 7, "between": 2, "b": 6, "c": 8, "question": 4}
@@ -392,52 +387,3 @@ def test_deviation_is_that_of_all_ranks_heads() -> None:
 
 
 # The observer, another attention, a probe
-
-
-def test_an_observer_sees_each_layer_once_with_the_keys_its_rows_see() -> None:
-    seen: list[tuple[int, list[int], Tensor]] = []
-
-    class Attention(Observer):
-        def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
-            assert call.key.shape == (1, KV_HEADS, len(rows), keys.shape[-1])
-            seen.append((call.layer, rows.host.tolist(), keys[0].clone()))
-
-    observers = [Attention()]
-    case = Case.of(Prompt(hits="ab"), BlendConfig(recompute_ratio=0.0), observers=observers)
-    computed = Slow(case).rows[0]
-    assert [(layer, rows) for layer, rows, _ in seen] == [(i, computed) for i in range(LAYERS)]
-    for layer, _, keys in seen:
-        torch.testing.assert_close(keys, case.run.fused.keys[layer], atol=1e-5, rtol=0)
-    assert case.run.observers is observers, "as they were given"
-
-
-def test_rows_may_attend_in_another_way() -> None:
-    asked: list[tuple[int, list[int]]] = []
-
-    def nothing(call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
-        buffers.add(fused)
-        asked.append((call.layer, rows.host.tolist()))
-        return torch.zeros_like(call.query).transpose(1, 2)
-
-    buffers: set[FusedKV] = set()
-    case = Case.of(Prompt(), BlendConfig(recompute_ratio=0.0), attention=nothing, row_block=4)
-    assert [pair for pair in asked if pair[0] == 0] == [
-        (0, list(event.rows)) for event in case.stack.log if event[:2] == ("run", 0)
-    ]
-    assert not any(event.kind == "read" for event in case.stack.log)
-    assert buffers == {case.run.fused}
-
-
-def test_a_probe_stops_at_attention() -> None:
-    stack = FakeStack()
-    inputs = stack.position_inputs(torch.arange(5)[None])
-    hidden = stack.embed(torch.arange(5)[None])
-    call = probe_layer(stack, 2, hidden, inputs)
-    assert stack.log == [Event("probe", 2, (0, 1, 2, 3, 4))]
-    keys, _, _ = plain_kv(stack, torch.arange(5))
-    torch.testing.assert_close(
-        call.key[0], Reference(stack, torch.arange(5), keys, keys).fresh(2)[0]
-    )
-    stack.run_layer = lambda *_: hidden  # type: ignore[method-assign]
-    with pytest.raises(NoAttentionError, match="layer 2 never calls attention"):
-        probe_layer(stack, 2, hidden, inputs)

@@ -163,11 +163,6 @@ def test_a_span_is_a_share_of_the_depth(
     assert probe.depth(layers) == observed[-1] + 1
 
 
-def test_a_layer_that_the_model_lacks_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"layers=\[3, 4\] must be below the model's 4 layers"):
-        Probe(layers=[3, 4]).observed(4)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -13,7 +13,6 @@ from cacheblend_rag.blend.rotary import (
     Rotation,
     find_layout,
     normal_table,
-    rotate_into,
     rotated,
     turns_into,
 )
@@ -75,21 +74,6 @@ def test_it_agrees_with_complex_multiplication(offset: int, interleaved: bool) -
     wanted[..., one], wanted[..., other] = turned.real, turned.imag
     found = rotated(keys(), move(offset, interleaved=interleaved))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
-
-
-def test_half_precision_is_turned_in_float32() -> None:
-    half = keys().bfloat16()
-    wanted = rotated(half.float(), move(777)).bfloat16()
-    assert torch.equal(rotated(half, move(777)), wanted)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_keys_are_rotated_into_another_dtype_and_stay_as_they_are(*, interleaved: bool) -> None:
-    given, by = keys(), move(777, interleaved=interleaved)
-    kept, out = given.clone(), torch.empty_like(given, dtype=torch.bfloat16)
-    rotate_into(out, given, by)
-    assert torch.equal(given, kept)
-    torch.testing.assert_close(out, rotated(given, by).bfloat16())
 
 
 def spread_out(cos: torch.Tensor, sin: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
@@ -182,14 +166,6 @@ def test_layers_without_rotary_stay_among_those_that_turn() -> None:
     torch.testing.assert_close(moved[2], rotated(keys(), move(500))[2])
     still = Rotation.over_tables([table] * 3, [None] * 3)
     assert torch.equal(rotated(keys(), still), keys())
-
-
-def test_keys_are_not_moved_before_it_is_known_how_they_turn() -> None:
-    with pytest.raises(
-        RuntimeError,
-        match=r"^the rotary layouts are not known yet: call find_layouts$",
-    ):
-        Rotation.over_tables([turns(3, 4)], None)
 
 
 def test_a_table_is_read_as_it_is_handed_without_its_magnitude() -> None:

@@ -15,7 +15,7 @@ from torch.nn.attention.bias import CausalBias
 from cacheblend_rag.blend import row_attention
 from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.row_attention import RowAttention, attend_run, has_kernels
+from cacheblend_rag.blend.row_attention import RowAttention, attend_run
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, Geometry
 
@@ -99,25 +99,12 @@ def test_runs_attend_by_flash_attention_and_others_by_the_kernel(
     assert on_a_gpu == [kernel] * 3, "it is tested once"
 
 
-def test_a_run_attends_by_the_kernel_if_flash_attention_does_not_take_it(
-    on_a_gpu: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(row_attention, "_flash_takes", lambda *_: False)
-    RowAttention()(call_of(RUN, torch.float16), fused_of(torch.float16), RUN)
-    assert set(on_a_gpu) == {"scattered"}
-
-
 @pytest.mark.parametrize("rows", [RUN, SCATTERED], ids=["run", "scattered"])
 def test_float32_attends_by_pytorch(rows: Rows, on_a_gpu: list[str]) -> None:
     fused, call = fused_of(torch.float32), call_of(rows, torch.float32)
     found = RowAttention()(call, fused, rows)
     assert on_a_gpu == []
     torch.testing.assert_close(found, plain(call, fused, rows), atol=0, rtol=0)
-
-
-def test_kernels_can_be_left_out(on_a_gpu: list[str]) -> None:
-    RowAttention(kernels=False)(call_of(RUN, torch.float16), fused_of(torch.float16), RUN)
-    assert on_a_gpu == []
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(
@@ -189,28 +176,3 @@ def test_a_run_is_kept_off_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_of(RUN, torch.float32)
     attend_run(call.query, *fused_of(torch.float32).layer(0), RUN, scaling=1.0)
     assert seen == [False]
-
-
-def test_only_nvidia_gpus_from_8_0_on_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda", 0)
-    capability = (8, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-
-    def found() -> bool:
-        has_kernels.cache_clear()
-        return has_kernels(gpu)
-
-    assert found()
-    assert not has_kernels(CPU)
-    assert not has_kernels(torch.device("meta"))
-    capability = (7, 5)
-    assert not found()
-    capability = (12, 0)
-    assert found()
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.version, "hip", "6.4")
-        assert not found()
-    with monkeypatch.context() as patched:
-        patched.setattr(row_attention, "find_spec", lambda _: None)
-        assert not found()
-    has_kernels.cache_clear()

@@ -20,12 +20,11 @@ from cacheblend_rag.blend.copy_stream import CopyStream, PinnedBuffers, pinned_b
 from cacheblend_rag.blend.layer_part import LayerPart, Numbers, Sendable
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import Geometry
-from cacheblend_rag.blend.transfer import Download, Upload, to_host
+from cacheblend_rag.blend.transfer import Download, Upload
 from cacheblend_rag.kv.packed_kv import PackedLayer
 from cacheblend_rag.kv.precision import pack
-from tests.blend.fake_copy_stream import AtOnce, FakeCopyStream, use
-from tests.blend.fake_stack import FREQUENCIES, HEAD_DIM, KV_HEADS, LAYERS, FakeStack
-from tests.prefill.prompts import run
+from tests.blend.fake_copy_stream import AtOnce, FakeCopyStream
+from tests.blend.fake_stack import FREQUENCIES, HEAD_DIM, KV_HEADS, LAYERS
 
 ROW_BYTES = 2 * KV_HEADS * HEAD_DIM * 4
 TOKENS = 30
@@ -207,25 +206,6 @@ def test_what_is_given_up_arrives_before_its_memory_is_used_anew() -> None:
     assert not fused.layer(0)[0][:, :, 1:8].isnan().any()
 
 
-def test_what_is_on_the_device_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_stream = FakeCopyStream()
-    buffers, fused = (
-        PinnedBuffers(copy_stream, 2, 40 * ROW_BYTES),
-        buffer("fused", geometry(copy_stream)),
-    )
-    monkeypatch.setattr(copy_stream, "copy", None)
-    parts = [
-        LayerPart(p.start, Numbers(*(copy_stream.put_here(kv) for kv in p.kv.tensors)), p.turn)
-        for p in parts_of(0, fused.keys.device)
-    ]
-    upload = Upload(buffers, fused, 0, parts, copy_stream.worked())
-    assert upload.go_on()
-    upload.arrive()
-    assert copy_stream.errors == []
-    for one, other in zip(fused.layer(0), laid_plainly("fused", copy_stream)[0], strict=True):
-        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
-
-
 @pytest.mark.parametrize(("most", "rows"), [(1, 1), (2, 4), (3, 100)])
 def test_what_is_fetched_is_what_was_there_though_a_ring_is_written_over(
     copy_stream: Any, most: int, rows: int
@@ -252,17 +232,6 @@ def test_what_is_fetched_is_what_was_there_though_a_ring_is_written_over(
     assert buffers.take() is None
 
 
-def test_numbers_of_a_token_each_are_fetched(
-    copy_stream: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, PinnedBuffers(copy_stream, 2, 16))
-    numbers = torch.rand(23)
-    there = numbers.to(geometry(copy_stream).device)
-    found = run(to_host(FakeStack(), there))
-    assert not found.is_cuda
-    assert torch.equal(found, numbers)
-
-
 def test_a_writer_that_fails_says_so_and_gives_its_stage_back() -> None:
     copy_stream = FakeCopyStream()
     buffers = PinnedBuffers(copy_stream, 1, 100)
@@ -276,41 +245,6 @@ def test_a_writer_that_fails_says_so_and_gives_its_stage_back() -> None:
     with pytest.raises(RuntimeError):
         finished()
     assert buffers.take() is not None
-
-
-def test_threads_share_stages() -> None:
-    copy_stream = FakeCopyStream()
-    buffers = PinnedBuffers(copy_stream, 3, 4 * ROW_BYTES)
-    found: list[bool] = []
-
-    def send(number: int) -> None:
-        fused = buffer("fused", geometry(copy_stream))
-        for layer in range(LAYERS):
-            parts = parts_of(layer, fused.keys.device)
-            upload = Upload(buffers, fused, layer, parts, copy_stream.worked())
-            sent(upload)
-            upload.arrive()
-        wanted = laid_plainly("fused", copy_stream)
-        found.append(
-            all(
-                torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
-                for layer in range(LAYERS)
-                for one, other in zip(fused.layer(layer), wanted[layer], strict=True)
-            )
-        )
-
-    threads = [threading.Thread(target=send, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == [True] * 4
-    assert len(copy_stream.made) <= 6
-
-
-def test_a_cpu_has_no_stages() -> None:
-    assert pinned_buffers_of(torch.device("cpu")) is None
-    assert pinned_buffers_of(torch.device("meta")) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -381,16 +315,3 @@ def test_no_stage_is_lost_where_there_is_no_memory(
     assert move()
     copy_stream.finish()
     assert copy_stream.errors == []
-
-
-def test_released_stages_are_made_anew() -> None:
-    copy_stream = FakeCopyStream(patience=None)
-    buffers = PinnedBuffers(copy_stream, 2, 40 * ROW_BYTES)
-    one, other = buffers.take(), buffers.take()
-    assert one is not None
-    assert other is not None
-    buffers.give(one)
-    assert buffers.release() == 2 * 40 * ROW_BYTES, "the other is in use"
-    assert buffers.release() == 0
-    assert buffers.take() is not one
-    assert buffers.take() is None

@@ -237,25 +237,6 @@ def test_two_that_rotate_together_keep_the_full_file(
     assert log.most_used() == KEYS[1::-1], "the second opened the log anew"
 
 
-def test_a_line_belongs_into_the_file_that_another_is_renaming(tmp_path: Path) -> None:
-    log = AccessLog(tmp_path / "log", most_bytes=1000)
-    log.path.write_bytes(b"x" * 990 + b"\n")
-    other = os.open(log.path, os.O_WRONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    log.note(KEYS[:1])
-    os.close(other)
-    assert not (tmp_path / "log.1").exists()
-    assert log.most_used() == KEYS[:1]
-
-
-def test_a_log_that_cannot_be_renamed_does_not_grow(tmp_path: Path) -> None:
-    log = AccessLog(tmp_path / "log", most_bytes=1000)
-    (tmp_path / "log.1").mkdir()
-    for number in range(100):
-        log.note([make_key(number)])
-    assert log.path.stat().st_size <= 1000
-
-
 def test_closing_ends_a_warm_up_that_has_begun(tmp_path: Path) -> None:
     """A warm-up asks for many chunks; the store does not wait for it to have asked for all."""
     asked: list[int] = []

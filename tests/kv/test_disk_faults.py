@@ -127,7 +127,7 @@ def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_pa
         assert store.put(KEYS[0], make_kv())
 
 
-@pytest.mark.parametrize("jump", [-1e9, -7200, -1, 1, 7200, 1e9])
+@pytest.mark.parametrize("jump", [-7200, -1, 1e9])
 def test_a_clock_that_jumps_costs_misses_at_most(tmp_path, clock, jump):
     tiers = [HostTier(3 * make_kv().nbytes), DiskTier(tmp_path, 6 * FILE)]
     with TieredKVStore(tiers) as store:

@@ -18,7 +18,6 @@ from cacheblend_rag.kv import (
 from cacheblend_rag.kv.packed_kv import PackedKV, PackedLayer, packed
 from cacheblend_rag.kv.precision import are_finite, are_written, pack, unpack
 from cacheblend_rag.kv.reader import WholeReader
-from cacheblend_rag.kv.reading import ROOM_AHEAD_BYTES
 from cacheblend_rag.kv.tiers import disk as disk_module
 
 from .samples import decode, make_key, rounded, same, until
@@ -79,28 +78,6 @@ def test_layers_are_handed_out_as_numbers_or_as_they_are_stored(tmp_path):
                 assert torch.equal(one.unpacked()[1], kv.values[layer])
 
 
-def test_unpacking_from_memory_takes_room_and_time_that_are_counted():
-    with TieredKVStore([HostTier(None)], precision="fp8") as store:
-        store.put(KEY, chunk())
-        with store.fetch([KEY]) as source:
-            source.take()
-            source.want(0)
-            assert store.reads.room.left <= ROOM_AHEAD_BYTES - 2 * chunk().keys[0].nbytes
-            for layer in range(LAYERS):
-                source.layer(layer)
-            (tier,) = source.measured()
-            nbytes, seconds = source.measured()[tier]
-            assert tier == "host"
-            assert nbytes == chunk().keys.nbytes * 2
-            assert seconds > 0
-        with store.fetch([KEY], unpack=False) as source:
-            source.take()
-            source.want(0)
-            assert store.reads.room.left == ROOM_AHEAD_BYTES, "what is there takes none"
-            source.layer(0)
-            assert source.measured() == {}
-
-
 @pytest.mark.parametrize("unpack", [True, False])
 def test_what_is_read_by_layers_is_kept_packed(unpack, tmp_path, unpackings):
     host = HostTier(None)
@@ -115,18 +92,6 @@ def test_what_is_read_by_layers_is_kept_packed(unpack, tmp_path, unpackings):
         assert kept.nbytes < chunk().nbytes / 3
         assert same(store.get(KEY).kv, rounded(chunk(), "fp8"))
         assert store.get(KEY).tier == "host"
-
-
-@pytest.mark.parametrize("promote", [True, False])
-@pytest.mark.parametrize("unpack", [True, False])
-def test_nobody_joins_those_who_read_what_was_replaced(promote, unpack, tmp_path):
-    with TieredKVStore([DiskTier(tmp_path)], precision="fp8") as store:
-        store.put(KEY, chunk())
-        with store.fetch([KEY], promote=promote, unpack=unpack) as source:
-            assert source.take().chunk is not None
-            store.put(KEY, chunk(1))
-            with store.fetch([KEY], promote=promote, unpack=unpack) as later:
-                assert later.take().head.prior.equal(chunk(1).prior)
 
 
 def test_what_was_rounded_elsewhere_is_packed_by_a_store_that_rounds_nothing():

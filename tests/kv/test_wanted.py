@@ -7,10 +7,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from cacheblend_rag.kv import HostTier, TieredKVStore, TierPolicy, codec
+from cacheblend_rag.kv import HostTier, TieredKVStore, codec
 from cacheblend_rag.kv.reading import WantedChunks
 from cacheblend_rag.kv.shared_chunk import SharedChunk
-from tests.kv.samples import SlowBytes, SlowTier, make_key, make_kv, same, taken, until
+from tests.kv.samples import SlowBytes, make_key, make_kv, same, taken
 
 KEY, OTHER = make_key(0), make_key(1)
 
@@ -45,28 +45,6 @@ def test_a_chunk_is_read_once_for_all_that_announced_it(far, memory):
         assert times_read(far) == 1
         assert all(same(one.kv, make_kv(0, tokens=64)) for (one,) in found)
         assert {one.tier for (one,) in found} == {"bytes"}
-
-
-def test_a_tier_that_loads_whole_chunks_loads_them_once():
-    slow = SlowTier(lambda: None)
-    slow.fill([KEY])
-    with TieredKVStore([HostTier(policy=TierPolicy(promote=False)), slow]) as store:
-        with store.reads.wanting([KEY]), store.reads.wanting([KEY]):
-            assert [read(store)[0].tier for _ in range(3)] == ["slow"] * 3
-            assert slow.keys == [KEY]
-        assert until(lambda: read(store) and slow.keys == [KEY, KEY])
-
-
-def test_a_read_that_has_begun_is_kept_for_a_later_request(far):
-    with TieredKVStore([far]) as store, store.reads.wanting([KEY]), ExitStack() as later:
-        with store.fetch([KEY]) as source:
-            source.take()
-            later.enter_context(store.reads.wanting([KEY]))
-            source.layer(0)
-            opened = len(far.opened)
-            source.layer(1)
-        read(store)
-        assert len(far.opened) == opened == 1
 
 
 def test_a_replaced_chunk_is_read_anew(far):

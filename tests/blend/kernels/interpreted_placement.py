@@ -66,24 +66,6 @@ def test_chunks_are_placed_as_by_the_twin(
         assert torch.equal(fused.keys[layer, :, here], wanted.keys[layer, :, here])
 
 
-def test_an_upload_reads_page_locked_chunks_where_they_are(form: str) -> None:
-    """Others pass through buffers; all that lie in one take one copy and a launch a form."""
-    copy_stream = FakeCopyStream()
-    buffers = PinnedBuffers(copy_stream, 2, 9 * ROW_BYTES, table_bytes=TABLE_BYTES)
-    fused = kv_buffer("fused", geometry(copy_stream))
-    parts = parts_of(0, fused.keys.device, form)
-    for tensor in (tensor for part in parts[1:] for tensor in part.kv.tensors):
-        copy_stream.pin(tensor)
-    upload = Upload(buffers, fused, 0, parts, copy_stream.worked())
-    asked = copy_stream.asked
-    sent(upload)
-    upload.arrive()
-    assert copy_stream.asked == asked + 2
-    assert copy_stream.errors == []
-    for one, other in zip(fused.layer(0), laid_plainly("fused", copy_stream, form)[0], strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5, equal_nan=True)
-
-
 def test_an_upload_reads_in_place_what_of_a_chunk_is_page_locked(form: str) -> None:
     """As the numbers of packed chunks that were read from disk, whose scales are elsewhere."""
     copy_stream, staged = FakeCopyStream(), list[Tensor]()
@@ -110,6 +92,4 @@ def test_an_upload_reads_in_place_what_of_a_chunk_is_page_locked(form: str) -> N
 
 if __name__ == "__main__":
     test_chunks_are_placed_as_by_the_twin()
-    for form in ("native", "fp8"):
-        test_an_upload_reads_page_locked_chunks_where_they_are(form)
     test_an_upload_reads_in_place_what_of_a_chunk_is_page_locked("fp8")
