@@ -69,11 +69,13 @@ class Search:
     """A lookup of one chunk, shared by all that want it at the same time.
 
     is_stale: whether the chunk was replaced or evicted since the lookup began, so that its result
-    must not be kept; accessed under the openings' lock.
+    must not be kept; accessed under the openings' lock. has_relative: whether a tier without the
+    chunk has it for another model.
     """
 
     def __init__(self, key: KVKey, way: Way) -> None:
         self.key, self.way, self.is_stale = key, way, False
+        self.has_relative = False
         self.missed: tuple[MissReason, str | None] = ("not stored", None)
         self.askers: list[Future[Found]] = []
 
@@ -139,10 +141,12 @@ class Opening:
             self._end(search, Found(None, "store error"))
             return
         found = self._open_in(depth, search)
-        if found is not None and found.reason is None:
+        if found is None:
+            search.has_relative |= self._tiers[depth].has_relative(search.key)
+        elif found.reason is None:
             self._end(search, found)
             return
-        if found is not None and found.reason is not None:
+        else:
             search.missed = (found.reason, found.failed)
         self._look(search, depth + 1)
 
@@ -154,29 +158,7 @@ class Opening:
         elif failing := [tier.name for tier in self._tiers if tier.is_failing]:
             self._end(search, Found(None, "store error", failing[0]))
         else:
-            self._look_for_relative(search, 0)
-
-    def _look_for_relative(self, search: Search, depth: int) -> None:
-        """Ask the tiers from ``depth`` on for another model's KV of the chunk, each on its threads.
-
-        Tiers that cannot tell, and memory, are asked here: they answer at once.
-        """
-        for index in range(depth, len(self._tiers)):
-            tier = self._tiers[index]
-            if tier.durable and type(tier).has_relative is not Tier.has_relative:
-                work = partial(self._look_for_relative_in, search, index)
-                self._on_threads_of(tier, search, work)
-                return
-            if tier.has_relative(search.key):
-                self._end(search, Found(None, "other model"))
-                return
-        self._end(search, Found(None, "not stored"))
-
-    def _look_for_relative_in(self, search: Search, depth: int) -> None:
-        if self._tiers[depth].has_relative(search.key):
-            self._end(search, Found(None, "other model"))
-        else:
-            self._look_for_relative(search, depth + 1)
+            self._end(search, Found(None, "other model" if search.has_relative else reason))
 
     def _on_threads_of(self, tier: Tier, search: Search, work: Callable[[], None]) -> None:
         """Run a step of a lookup on a tier's thread; a failure ends the lookup."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Never, Self
+from typing import Any, Never, Self
 from weakref import WeakSet
 
 import torch
@@ -33,7 +33,7 @@ from cacheblend_rag.kv.stored_chunk import (
 )
 from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.kv.tiers.disk import DiskTier
-from cacheblend_rag.kv.tiers.urls import memory_and_disk, open_tiers
+from cacheblend_rag.kv.tiers.urls import open_tiers
 from cacheblend_rag.kv.timings import Speeds
 from cacheblend_rag.kv.whole_chunks import Prefetch, VerifyReport, WholeChunks, read_through
 from cacheblend_rag.reason import Reason
@@ -114,31 +114,16 @@ class TieredKVStore:
         _stores.add(self)
 
     @classmethod
-    def open(
-        cls,
-        *,
-        host_bytes: int | None = 4 << 30,
-        kv_path: str | os.PathLike[str] | None = None,
-        disk_bytes: int | None = None,
-        ttl_seconds: float | None = None,
-        read_only: bool = False,
-        precision: Precision = "native",
-    ) -> TieredKVStore:
-        """Return a store in memory, on disk, or both.
+    def open(cls, **settings: Any) -> TieredKVStore:
+        """Return the store that the settings of a StoreConfig describe; raises as ``of``.
 
         Args:
-            host_bytes: memory for chunk KV; None is without limit, 0 keeps nothing in memory.
-            kv_path: folder shared between processes and runs; None keeps nothing on disk.
-            disk_bytes: capacity of the folder; None is without limit.
-            ttl_seconds: time after which a stored chunk expires, None is never.
-            read_only: whether the folder is read-only; memory is used as usual.
-            precision: to which the numbers of stored chunks are rounded.
+            settings: such as ``host_bytes``, ``kv_path``, ``disk_bytes`` and ``ttl_seconds``.
 
         Raises:
-            StoreError: when there is neither memory nor disk, or the folder is unusable.
+            ConfigError: when a setting is out of range.
         """
-        tiers = memory_and_disk(host_bytes, kv_path, disk_bytes, read_only=read_only)
-        return cls(tiers, ttl_seconds=ttl_seconds, precision=precision, mac=mac_of())
+        return cls.of(StoreConfig(**settings))
 
     @classmethod
     def of(cls, config: StoreConfig, *, device: torch.device | str = "cpu") -> TieredKVStore:

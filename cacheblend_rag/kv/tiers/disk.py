@@ -14,7 +14,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +101,7 @@ class DiskTier(BytesTier):
         self._mutex = threading.Lock()
         self._swept, self._told = 0, set[str]()
         self._lock = os.path.join(self._root, "lock")
-        self._file_lock = _lock_at(self._lock)
+        self._file_lock = FileLock(self._lock, timeout=LOCK_TIMEOUT_SECONDS, mode=0o600)
         if self.policy.read_only:
             if not self.path.is_dir():
                 raise StoreError(f"there is no chunk KV to read in {self.path}: index first")
@@ -249,11 +249,7 @@ class DiskTier(BytesTier):
                 os.unlink(temporary)
 
     def _drop(self, key: KVKey) -> bool:
-        with self._exclusive():
-            try:
-                return self._unlink(self._own_file(key))
-            except FileNotFoundError:
-                return False
+        return self._take_out(key, os.unlink)
 
     def _set_aside(self, key: KVKey, reason: str) -> None:
         folder = self.path / "quarantine"
@@ -261,15 +257,8 @@ class DiskTier(BytesTier):
         if folder.is_symlink():
             raise OSError(f"{folder} is a link: nothing is written through it")
         target = folder / f"{key}.{time.time_ns()}"
-        with self._exclusive():
-            usage = self._usage.read() or self._scan()
-            try:
-                path = self._own_file(key)
-                nbytes = os.lstat(path).st_size
-                os.replace(path, target)
-            except FileNotFoundError:  # another reader was faster
-                return
-            self._usage.write(Usage(usage.entries - 1, usage.nbytes - nbytes))
+        if not self._take_out(key, lambda path: os.replace(path, target)):
+            return  # another reader was faster
         create(f"{target}.reason", f"{reason}\n".encode(), fsync=self._fsync)
         for name in self.quarantined()[:-QUARANTINE_FILES]:
             for leaf in (name, f"{name}.reason"):
@@ -385,20 +374,18 @@ class DiskTier(BytesTier):
             if file.key not in pinned
         ]
 
-    def _unlink(self, path: str) -> bool:
-        """Remove a chunk's file, under the lock; returns whether it was there."""
-        usage = self._usage.read() or self._scan()
-        try:
-            nbytes = os.lstat(path).st_size
-            os.unlink(path)
-        except FileNotFoundError:
-            return False
-        self._usage.write(Usage(usage.entries - 1, usage.nbytes - nbytes))
+    def _take_out(self, key: KVKey, remove: Callable[[str], object]) -> bool:
+        """Remove a chunk's file and count it off; returns whether it was there."""
+        with self._exclusive():
+            usage = self._usage.read() or self._scan()
+            try:
+                path = self._own_file(key)
+                nbytes = os.lstat(path).st_size
+                remove(path)
+            except FileNotFoundError:
+                return False
+            self._usage.write(Usage(usage.entries - 1, usage.nbytes - nbytes))
         return True
-
-
-def _lock_at(path: str) -> FileLock:
-    return FileLock(path, timeout=LOCK_TIMEOUT_SECONDS, mode=0o600)
 
 
 def read_range(file: int, start: int, nbytes: int) -> Tensor:

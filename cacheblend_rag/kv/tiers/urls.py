@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -25,22 +24,10 @@ def open_tiers(config: StoreConfig, device: torch.device | str) -> list[Tier]:
     """Return the tiers of a config, fastest first; raises as ``open_tier``."""
     if config.tiers is not None:
         return [open_tier(url, device, read_only=config.read_only) for url in config.urls]
-    return memory_and_disk(
-        config.host_bytes, config.kv_path, config.disk_bytes, read_only=config.read_only
-    )
-
-
-def memory_and_disk(
-    host_bytes: int | None,
-    path: str | os.PathLike[str] | None,
-    disk_bytes: int | None,
-    *,
-    read_only: bool,
-) -> list[Tier]:
-    """Return a tier in memory, unless it has 0 bytes, and one in a folder, if there is one."""
-    tiers: list[Tier] = [] if host_bytes == 0 else [HostTier(host_bytes)]
-    if path is not None:
-        tiers.append(DiskTier(path, policy=TierPolicy(disk_bytes, read_only=read_only)))
+    tiers: list[Tier] = [] if config.host_bytes == 0 else [HostTier(config.host_bytes)]
+    if config.kv_path is not None:
+        policy = TierPolicy(config.disk_bytes, read_only=config.read_only)
+        tiers.append(DiskTier(config.kv_path, policy=policy))
     return tiers
 
 
