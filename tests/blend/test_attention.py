@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from functools import partial
+from threading import Barrier, Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.backends import cuda
+from torch.nn import functional
 
 from cacheblend_rag.blend import attention
 from cacheblend_rag.blend.attention import (
+    MaskCache,
     attend_rows,
     attend_token,
     attention_bytes,
     attention_mass,
+    without_cudnn,
 )
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 from cacheblend_rag.blend.rows import Rows
@@ -180,3 +189,94 @@ def test_logits_laid_out_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
 def test_shares_are_made_in_float32(sinks: torch.Tensor | None) -> None:
     logits = torch.randn(2, 5, dtype=torch.bfloat16)
     assert attention.shares(logits, sinks).dtype == torch.float32
+
+
+# Masks
+
+
+def rows_at(*places: int) -> Rows:
+    return Rows.at(np.array(places), CPU)
+
+
+def test_a_mask_is_made_once_for_its_rows_and_name() -> None:
+    made: list[int] = []
+
+    def make(size: int) -> torch.Tensor:
+        made.append(size)
+        return torch.zeros(size)
+
+    kept, one, other = MaskCache(), rows_at(1), rows_at(1)
+    first = kept.get(one, "a", partial(make, 1))
+    assert kept.get(one, "a", partial(make, 2)) is first
+    assert kept.get(one, "b", partial(make, 3)) is not first
+    assert kept.get(other, "a", partial(make, 4)) is not first, "other rows, though alike"
+    assert made == [1, 3, 4]
+    assert kept.nbytes == 4 * (1 + 3 + 4)
+
+
+def test_masks_go_with_their_rows() -> None:
+    kept, rows = MaskCache(), rows_at(1, 2)
+    kept.get(rows, "a", lambda: torch.zeros(10))
+    assert kept.nbytes == 40
+    del rows
+    gc.collect()
+    assert kept.nbytes == 0
+
+
+def test_masks_beyond_the_bound_are_not_kept_and_evict_none() -> None:
+    kept, rows = MaskCache(most_bytes=40), rows_at(1)
+    small = kept.get(rows, "small", lambda: torch.zeros(8))
+    large = kept.get(rows, "large", lambda: torch.zeros(3))
+    assert kept.get(rows, "large", lambda: torch.zeros(3)) is not large
+    assert kept.get(rows, "small", lambda: torch.zeros(8)) is small
+    exact = kept.get(rows, "exact", lambda: torch.zeros(2))
+    assert kept.get(rows, "exact", lambda: torch.zeros(2)) is exact
+
+
+# cuDNN
+
+
+@pytest.fixture(params=[True, False])
+def before(request: pytest.FixtureRequest) -> Iterator[bool]:
+    was = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(request.param)
+    yield request.param
+    cuda.enable_cudnn_sdp(was)
+
+
+def test_attention_of_scattered_rows_is_kept_off_cudnn(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend, seen = functional.scaled_dot_product_attention, []
+
+    def spy(*given: Any, **named: Any) -> torch.Tensor:
+        seen.append(cuda.cudnn_sdp_enabled())
+        return attend(*given, **named)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    keys = torch.randn(1, 2, 300, 8)
+    rows = Rows.at(torch.arange(0, 300, 2).numpy(), CPU)
+    attend_rows(torch.randn(1, 4, 150, 8), keys, keys, rows, scaling=1.0)
+    assert len(seen) > 1
+    assert not any(seen)
+    assert cuda.cudnn_sdp_enabled() is before
+
+
+def test_it_comes_back_when_the_last_of_several_threads_leaves(before: bool) -> None:
+    entered, inside = Barrier(3), []
+
+    def work() -> None:
+        with without_cudnn(), without_cudnn():
+            entered.wait()
+            inside.append(cuda.cudnn_sdp_enabled())
+
+    threads = [Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    with without_cudnn():
+        entered.wait()
+        for thread in threads:
+            thread.join()
+        assert not cuda.cudnn_sdp_enabled(), "others have left, this thread has not"
+    assert inside == [False, False]
+    assert cuda.cudnn_sdp_enabled() is before

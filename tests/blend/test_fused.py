@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from cacheblend_rag.blend.fused import FusedKV, RingKV
-from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.blend.rows import Rows, token_tensor
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from tests.blend.fake_stack import HEAD_DIM, KV_HEADS, LAYERS, FakeStack, Reference, plain_kv
 
@@ -117,3 +119,13 @@ def test_blocks_are_even_and_no_larger_than_asked(most: int, count: int) -> None
     assert [start for start, _ in blocks] == [sum(lengths[:i]) for i in range(len(blocks))]
     assert max(lengths, default=0) <= most
     assert max(lengths, default=0) - min(lengths, default=0) <= 1
+
+
+# Token ids
+
+
+@pytest.mark.parametrize("ids", [(), (3,), [5, 0, 128_255], range(9000)])
+def test_it_is_the_tensor_of_the_ids(ids: Sequence[int]) -> None:
+    made = token_tensor(ids, torch.device("cpu"))
+    assert made.equal(torch.tensor(list(ids), dtype=torch.int64))
+    assert token_tensor(ids, torch.device("meta")).is_meta

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,7 +12,6 @@ from cacheblend_rag.blend.rounding import (
     beyond_rounding,
     cache_step,
     layer_noise,
-    with_noise,
 )
 from cacheblend_rag.blend.rows import Rows
 from tests.blend.fake_stack import HIDDEN, FakeStack
@@ -32,20 +30,6 @@ def noise_of(stack: FakeStack, hidden: Tensor, **settings: float) -> Tensor:
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_noise_is_at_most_one_unit_in_the_last_place(dtype: torch.dtype) -> None:
-    part = normal(4, 500).to(dtype)
-    noisy = with_noise(part, torch.Generator().manual_seed(2))
-    assert noisy.dtype == dtype
-    off = (noisy.double() - part.double()).abs() / part.double().abs()
-    eps = torch.finfo(dtype).eps
-    assert 0.8 * eps < float(off.max()) <= 1.5 * eps
-    assert float((off > 0).float().mean()) > 0.4
-    assert abs(float((noisy.double() / part.double() - 1).mean())) < 0.1 * eps
-    tenth = with_noise(part.float(), torch.Generator().manual_seed(2), 0.1)
-    assert 0.09 < float((tenth / part.float() - 1).abs().max()) <= 0.1
 
 
 def test_a_layers_noise_is_as_large_as_its_type_rounds() -> None:
@@ -67,14 +51,6 @@ def test_a_caches_step_is_its_types() -> None:
     assert cache_step(torch.bfloat16, torch.float32) == 2**-7
 
 
-def test_what_rounding_explains_is_about_one() -> None:
-    noise = 0.01 * normal(2, 1, 24, 64)
-    wanted = normal(1, 24, 64, seed=3)
-    for by, least, most in ((0.0, 0.0, 0.0), (1.0, 0.8, 1.2), (4.0, 3.2, 4.8)):
-        found = wanted + by * 0.01 * normal(1, 24, 64, seed=4)
-        assert least <= beyond_rounding(found, wanted, noise) <= most
-
-
 def test_neither_outliers_nor_a_few_tokens_hide_a_difference() -> None:
     noise = 0.01 * normal(2, 1, 24, 64)
     wanted = normal(1, 24, 64, seed=3)
@@ -86,12 +62,3 @@ def test_neither_outliers_nor_a_few_tokens_hide_a_difference() -> None:
     few = wanted.clone()
     few[:, 6:10] += 5.0
     assert beyond_rounding(few, wanted, noise) == 0.0
-
-
-def test_the_result_itself_is_rounded() -> None:
-    """Where a layer adds little to a large residual, that is all that is seen of rounding."""
-    wanted = (1000 * normal(1, 24, 64)).bfloat16()
-    noise = 1e-3 * normal(2, 1, 24, 64)
-    last_bit = with_noise(wanted, torch.Generator().manual_seed(2))
-    assert 0.5 < beyond_rounding(last_bit, wanted, noise) < 1.5
-    assert beyond_rounding(wanted * 1.05, wanted, noise) > 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -214,27 +213,6 @@ def test_what_becomes_no_regular_file_later_is_told_once_and_waited_for_by_nobod
     ]
     if kind == "link":
         assert (tmp_path / "elsewhere").read_text() == "precious"
-
-
-def test_two_that_rotate_together_keep_the_full_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both find the file full; the second must not put the first's new file in its place."""
-    log = AccessLog(tmp_path / "log", most_bytes=1000)
-    log.path.write_bytes(b"x" * 990 + b"\n")
-    full, lock, others = log.path.read_bytes(), fcntl.flock, [log]
-
-    def late(descriptor: int, how: int) -> None:
-        if others:
-            others.pop().note(KEYS[:1])
-            assert (tmp_path / "log.1").read_bytes() == full
-        lock(descriptor, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    AccessLog(log.path, most_bytes=1000).note(KEYS[1:2])
-    assert not others
-    assert (tmp_path / "log.1").read_bytes() == full
-    assert log.most_used() == KEYS[1::-1], "the second opened the log anew"
 
 
 def test_closing_ends_a_warm_up_that_has_begun(tmp_path: Path) -> None:

@@ -236,17 +236,3 @@ def test_a_trial_that_finds_no_memory_here_is_soon_followed_by_another(ticks, fa
     tier.failure = None
     ticks.now += FIRST_SECONDS
     assert tier.put(make_key(50), chunk)
-
-
-def test_a_look_aside_that_finds_no_memory_is_soon_followed_by_another(ticks):
-    tier = filled(Dead(ticks, fails_whole=True))
-    tier.failure = OSError("gone")
-    assert not tier.contains(KEYS[0])
-    assert tier.access.reading.is_out
-    ticks.now += FIRST_SECONDS
-    tier.failure, calls = MemoryError(), tier.calls
-    tier.contains(KEYS[0])
-    assert until(lambda: tier.calls > calls)
-    tier.failure = None
-    ticks.now += FIRST_SECONDS
-    assert until(lambda: tier.contains(KEYS[0]))

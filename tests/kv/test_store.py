@@ -1,3 +1,4 @@
+import os
 import threading
 import time
 
@@ -338,3 +339,38 @@ def test_a_forked_process_is_told_to_open_the_store_itself(use, open_store):
     assert told.startswith("StoreError: the store was opened before this process was forked, ")
     assert told_by(store.close) == "None"
     assert same(store.get(KEYS[0]).kv, make_kv())
+
+
+def test_release_frees_memory_but_for_pinned_chunks():
+    with TieredKVStore([HostTier()]) as store:
+        for number, key in enumerate(KEYS[:3]):
+            assert store.put(key, make_kv(number))
+        store.pin(KEYS[1])
+        nbytes = store.nbytes(KEYS[1])
+        assert store.release() == 2 * nbytes
+        assert store.contains_many(KEYS[:3]) == [False, True, False]
+        store.unpin(KEYS[1])
+        assert store.release() == nbytes
+        assert store.release() == 0
+
+
+def test_what_is_past_its_time_in_a_read_only_store_is_not_served_and_not_removed(
+    open_store, tmp_path
+):
+    writer = open_store()
+    for number, key in enumerate(KEYS[:3]):
+        assert writer.put(key, make_kv(number))
+    left = chunk_files(tmp_path)[0].with_suffix(".safetensors.0.tmp")  # by a killed writer
+    left.write_bytes(b"half")
+    for path in (left, *chunk_files(tmp_path)):
+        os.utime(path, (time.time() - 10_000,) * 2)
+
+    def seen():
+        files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+        return [(path, path.stat().st_mtime_ns, path.read_bytes()) for path in files]
+
+    before = seen()
+    store = open_store(read_only=True, ttl_seconds=5_000)
+    assert store.contains_many(KEYS[:3]) == [False] * 3
+    assert [found.reason for found in store.get_many(KEYS[:3])] == ["not stored"] * 3
+    assert seen() == before
