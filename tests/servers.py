@@ -1,10 +1,8 @@
 """Real servers for tests, started once a session: Redis, and an S3 endpoint."""
 
-import socket
-import struct
 import threading
 import uuid
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
@@ -94,58 +92,6 @@ def redis_name(tier, key):
 def s3_place(server, options=""):
     """A place of its own in the bucket, as a tier's URL."""
     return s3_url(server, uuid.uuid4().hex, options)
-
-
-class Proxy:
-    """Between clients and a server, to do to their connections what networks do.
-
-    cut_after: bytes of the server's that a connection passes on before it is reset. ends: a cut
-    connection is ended, as if all had been said.
-    """
-
-    def __init__(self, port):
-        self.upstream, self.cut_after, self.ends = port, None, False
-        self._listening = socket.create_server((HOST, 0))
-        self.port = self._listening.getsockname()[1]
-        self.address = f"http://{HOST}:{self.port}"
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def close(self):
-        self._listening.close()
-
-    def _serve(self):
-        while True:
-            try:
-                client, _ = self._listening.accept()
-            except OSError:
-                return
-            try:
-                server = socket.create_connection((HOST, self.upstream))
-            except OSError:  # it is stopped
-                client.close()
-                continue
-            for way in ((client, server, False), (server, client, True)):
-                threading.Thread(target=self._pass_on, args=way, daemon=True).start()
-
-    def _pass_on(self, source, target, is_answer):
-        passed = 0
-        try:
-            while data := source.recv(1 << 16):
-                if is_answer and self.cut_after is not None:
-                    data = data[: max(self.cut_after - passed, 0)]
-                passed += len(data)
-                target.sendall(data)
-                if is_answer and self.cut_after is not None and passed >= self.cut_after:
-                    break
-        except OSError:
-            pass
-        if is_answer and self.cut_after is not None and not self.ends:
-            with suppress(OSError):  # the other way may have closed it
-                target.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        for one in (source, target):
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
 
 
 class Refusing(BaseHTTPRequestHandler):

@@ -34,36 +34,30 @@ class KeyLocks:
         """Hold the keys' locks, always taken in one order, so that there is no deadlock."""
         with ExitStack() as stack:
             for key in sorted(set(keys), key=str):
-                stack.enter_context(self._held(key))
+                stack.enter_context(stack.enter_context(self._used(key)))
             yield
 
     @contextmanager
     def tried(self, key: KVKey) -> Iterator[bool]:
         """Hold a key's lock if it is free; yields whether it is, without waiting."""
-        with self._changing:
-            own = self._locks.setdefault(key, _Lock())
-            own.users += 1
-        is_held = own.lock.acquire(blocking=False)
-        try:
-            yield is_held
-        finally:
-            if is_held:
-                own.lock.release()
-            self._leave(key, own)
+        with self._used(key) as lock:
+            is_held = lock.acquire(blocking=False)
+            try:
+                yield is_held
+            finally:
+                if is_held:
+                    lock.release()
 
     @contextmanager
-    def _held(self, key: KVKey) -> Iterator[None]:
+    def _used(self, key: KVKey) -> Iterator[threading.Lock]:
+        """Yield a key's lock, which is kept as long as it has users."""
         with self._changing:
             own = self._locks.setdefault(key, _Lock())
             own.users += 1
         try:
-            with own.lock:
-                yield
+            yield own.lock
         finally:
-            self._leave(key, own)
-
-    def _leave(self, key: KVKey, own: _Lock) -> None:
-        with self._changing:
-            own.users -= 1
-            if not own.users:
-                del self._locks[key]
+            with self._changing:
+                own.users -= 1
+                if not own.users:
+                    del self._locks[key]

@@ -12,22 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend import FusedKV, rounding, trial
+from cacheblend_rag.blend import FusedKV, rounding
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table
 from cacheblend_rag.blend.rounding import EIGHT_BIT_STEP, close
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import Attend, AttentionCall, Geometry
 from cacheblend_rag.blend.trial import (
-    MOST_BEHIND,
     TRIAL_TOKENS,
     Reference,
     check_embedding,
     check_layers,
     find_layouts,
-    key_traits,
     made_up,
-    tokens_behind,
     trial_tokens,
 )
 from cacheblend_rag.errors import UnsupportedModelError
@@ -126,26 +123,6 @@ def refused(message: str) -> Any:
 # What is tried
 
 
-@pytest.mark.parametrize(
-    ("windows", "context", "tokens"),
-    [
-        ((None, None), 9_000, TRIAL_TOKENS),
-        ((None, 48, 9), 9_000, 48 + TRIAL_TOKENS),
-        ((0, None), 9_000, TRIAL_TOKENS),
-        ((MOST_BEHIND,), 99_000, MOST_BEHIND),
-        ((MOST_BEHIND - 1,), 99_000, MOST_BEHIND),
-        ((MOST_BEHIND + 1, 7), 99_000, 7 + TRIAL_TOKENS),  # too wide to show
-        ((48,), 60, 60 - TRIAL_TOKENS),
-        ((48,), TRIAL_TOKENS, 0),
-        ((48,), 1, 0),
-    ],
-)
-def test_as_many_tokens_stand_behind_as_let_windows_show(
-    windows: tuple[int | None, ...], context: int, tokens: int
-) -> None:
-    assert tokens_behind(windows, context) == tokens
-
-
 # How keys turn
 
 
@@ -210,26 +187,6 @@ def test_what_one_rank_cannot_turn_none_can() -> None:
         find_layouts(TriedFake(reduced=other_failed), trial_tokens(9, torch.device("cpu")), WINDOW)
 
 
-def test_traits_tell_sizes_and_speeds_of_keys() -> None:
-    ids = trial_tokens(VOCABULARY, torch.device("cpu"))
-    traits = key_traits(FakeStack(), ids)
-    keys = fake_stack.plain_kv(FakeStack(), ids)[0][0]
-    size = float(keys.square().mean().sqrt().log2()) * trial.TRAIT_STEPS
-    speed = float(FREQUENCIES.log2().mean()) * trial.TRAIT_STEPS
-    assert traits == [round(size), *[round(speed)] * 4]
-    assert key_traits(TriedFake(scale=2.0), ids) == [traits[0] + 8, *traits[1:]]
-
-    class Slower(FakeStack):
-        def rotation(self, offset: int) -> Rotation:
-            angles = (offset * FREQUENCIES / 2).repeat(4, 1)
-            angles[2] = 0.0  # a layer that turns nothing
-            return Rotation(angles.cos(), angles.sin())
-
-    assert key_traits(Slower(), ids) == [
-        traits[0], traits[1] - 8, traits[1] - 8, 0, traits[1] - 8,
-    ]  # fmt: skip
-
-
 # What layers make
 
 
@@ -243,15 +200,6 @@ def test_a_layer_that_gives_another_result_is_named(layer: int) -> None:
         f"^layer {layer}, run alone on some rows, gives a different result than in the model$"
     ):
         check_layers(odd, wanted, fused)
-
-
-def test_a_window_that_attention_is_not_told_of_shows() -> None:
-    fused = behind(FakeStack())
-    wanted = reference(fused)
-    with refused("^layer 1, run alone"):
-        check_layers(FakeStack(windows=(None, None, None, 9)), wanted, fused)
-    with refused("^layer 3, run alone"):
-        check_layers(FakeStack(windows=(None, 9, None, 8)), wanted, fused)
 
 
 class Eight:
