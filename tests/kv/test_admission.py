@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections import Counter
 
 import pytest
 
@@ -158,36 +157,6 @@ def test_what_was_read_long_ago_makes_room(tmp_path, hours_ago, taken):
         os.utime(path, (read, read - 3600))
     with TieredKVStore([disk(tmp_path, 2)]) as later:
         assert later.put(make_key(5), make_kv(5)).stored == taken
-
-
-def test_a_full_disk_is_not_gone_through_again_for_what_would_be_turned_away(tmp_path, monkeypatch):
-    with TieredKVStore([disk(tmp_path, 4)]) as store:
-        for number in range(4):
-            store.put(make_key(number), make_kv(number))
-            store.get(make_key(number))
-        folders = {str(path.parent) for path in chunk_files(tmp_path)}
-        looked, scandir = Counter(), os.scandir
-        monkeypatch.setattr(os, "scandir", lambda path: looked.update([path]) or scandir(path))
-        assert not any(store.put(make_key(n), make_kv(n)) for n in range(10, 30))
-        assert {folder: looked[folder] for folder in folders} == dict.fromkeys(folders, 1)
-        assert store.stats()["disk"]["rejected"] == 20
-        store.evict(make_key(0))
-        assert store.put(make_key(10), make_kv(10)), "there is room now"
-
-
-def test_a_chunk_that_grows_in_a_full_tier_is_not_taken_for_one_turned_away(tmp_path, monkeypatch):
-    tier = disk(tmp_path, 4)
-    with TieredKVStore([tier]) as store:
-        for number in range(4):
-            store.put(make_key(number), make_kv(number))
-            for _ in range(1 if number else 9):
-                store.get(make_key(number))
-        grown = make_kv(0, tokens=5)
-        monkeypatch.setattr(Capacity, "would_reject", lambda *_: True)
-        assert not store.put(make_key(10), make_kv(10))
-        assert tier.put(make_key(0), StoredChunk(grown, time.time()))
-        assert same(tier.get(make_key(0)).kv, grown)
-        assert tier.usage().entries == 3
 
 
 def test_what_would_be_taken_is_what_is_taken():

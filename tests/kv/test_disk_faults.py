@@ -3,12 +3,10 @@
 import errno
 import json
 import os
-import time
 
 import pytest
 
-from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore
-from cacheblend_rag.kv.tiers import disk as disk_module
+from cacheblend_rag.kv import DiskTier, HostTier, TieredKVStore
 
 from .samples import chunk_files, encode, make_key, make_kv, same
 from .test_faults import finish, run_python
@@ -147,22 +145,3 @@ def test_a_clock_that_jumps_costs_misses_at_most(tmp_path, clock, jump):
             assert store.put(key, make_kv(number))
         assert still_there(store, range(6))
         assert store.stats()["disk"]["errors"] == 0
-
-
-def test_a_clock_that_jumps_within_a_write_costs_the_write_at_most(tmp_path, clock, monkeypatch):
-    """Another process takes the file being written for one left long ago, and removes it."""
-    other, tier = DiskTier(tmp_path), DiskTier(tmp_path)
-    write_parts = disk_module.write_parts
-
-    def jump(file, parts):
-        write_parts(file, parts)
-        clock.advance(2 * disk_module.STALE_TEMPORARY_SECONDS)
-        list(other.entries())
-
-    monkeypatch.setattr(disk_module, "write_parts", jump)
-    assert not tier.put(KEYS[0], StoredChunk(make_kv(), time.time()))
-    monkeypatch.undo()
-    assert tier.get(KEYS[0]) is None
-    assert tier.put(KEYS[0], StoredChunk(make_kv(), time.time()))
-    assert same(tier.get(KEYS[0]).kv, make_kv())
-    assert tier.usage().entries == 1

@@ -64,18 +64,11 @@ def test_each_setting_reaches_the_store(way: str, tmp_path: Path) -> None:
         assert held(store) == given
 
 
-@pytest.mark.parametrize("way", ["whole", "engine", "server", "command line", "one text"])
+@pytest.mark.parametrize("way", ["server", "command line", "one text"])
 def test_a_list_of_urls_reaches_the_store(way: str, tmp_path: Path) -> None:
     """No server is asked before it is needed."""
     given = {"kv_path": str(tmp_path), "tiers": list(URLS), "ttl_seconds": 90.0}
-    if way == "engine":
-        engine = open_engine("transformers", model=TOY, **given)
-        assert isinstance(engine, TransformersEngine)
-        check_tiers(engine.store)
-        engine.close()
-        return
     settings = {
-        "whole": lambda: StoreConfig(**given),
         "server": lambda: ConnectorSettings.from_extra_config(given).store,
         "command line": lambda: store_settings(
             [f"tiers={URLS[0]}", f"tiers={URLS[1]},{URLS[2]}", "ttl_seconds=90"]

@@ -320,14 +320,9 @@ def test_nothing_is_put_into_a_tier_that_is_not_written():
 USES = {
     "get": lambda store: store.get(KEYS[0]),
     "fetch": lambda store: store.fetch(KEYS),
-    "contains": lambda store: store.contains(KEYS[0]),
     "put": lambda store: store.put(KEYS[1], make_kv()),
-    "evict": lambda store: store.evict(KEYS[0]),
     "pin": lambda store: store.pin(KEYS[0]),
-    "prefetch": lambda store: store.prefetch(KEYS),
     "keys": lambda store: store.keys(),
-    "stats": lambda store: store.stats(),
-    "release": lambda store: store.release(),
 }
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,19 +17,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.blend.kernels import placement
 from cacheblend_rag.blend.kernels.placement import (
     COLUMNS,
-    CONSTANTS,
-    LayerLaunches,
-    place_kernel,
     table_of,
     tables_of,
 )
 from cacheblend_rag.blend.layer_part import LayerPart, WholePart, sendable
 from cacheblend_rag.blend.rotary import Rotation
-from cacheblend_rag.blend.stack import Geometry
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.packed_kv import packed
 
@@ -91,67 +83,6 @@ def test_chunks_that_are_moved_in_different_ways_are_refused() -> None:
     wholes = [WholePart(kv, LayerPart(0, sendable(kv.layer(0)), turn)) for turn in turns]
     with pytest.raises(ValueError, match="different ways"):
         tables_of(wholes)
-
-
-class Compiled:
-    """Stands for the kernel: says what it was asked for, and by which way.
-
-    ``asked`` holds the grid and the arguments by name, tensors as addresses; ``bound`` says for
-    each whether Triton had to work out what it launches.
-    """
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Any, dict[str, Any]]] = []
-        self.bound: list[bool] = []
-
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return lambda *given: self._note(grid, given, bound=True)
-
-    def _note(self, grid: Any, given: Any, *, bound: bool) -> Any:
-        numbers = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in given]
-        self.asked.append((grid, dict(zip(place_kernel.arg_names, numbers, strict=True))))
-        self.bound.append(bound)
-        return _Ready(self)
-
-
-class _Ready:
-    def __init__(self, kernel: Compiled) -> None:
-        self._kernel = kernel
-
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return lambda *given: self._kernel._note(grid, given, bound=False)
-
-
-@pytest.mark.parametrize(("tokens", "bindings"), [(32, 1), (33, 2)])
-def test_what_is_launched_anew_is_what_triton_compiled(
-    tokens: int, bindings: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once for addresses that divide by 16, and once for others, which it compiles otherwise."""
-    kernel = Compiled()
-    monkeypatch.setattr(placement, "place_kernel", kernel)
-    depth, heads, width = 6, 1, 4
-    fused = FusedKV(Geometry(depth, heads, heads, width, torch.half, torch.device("cpu")), tokens)
-    kv = ChunkKV(*torch.randn(2, depth, heads, 20, width).half(), 0)
-    codes = packed(kv, "fp8")
-    wholes = [
-        WholePart(one, LayerPart(at, sendable(one.layer(0)).cut(0, 10), None))
-        for at, one in ((0, codes), (10, kv), (20, codes))
-    ]
-    table, launches = tables_of(wholes)
-    place = LayerLaunches(fused, torch.from_numpy(table), launches, on_host=True)
-    for layer in range(depth):
-        place(layer)
-    assert kernel.bound.count(True) == bindings * len(launches) == bindings * 2
-    for number, (grid, asked) in enumerate(kernel.asked):
-        layer, launch = number // 2, launches[number % 2]
-        keys, values = fused.of_layer(layer)
-        assert (asked["KEYS"], asked["VALUES"]) == (keys.data_ptr(), values.data_ptr())
-        assert asked["first"] == layer * len(wholes) + launch.rows.start
-        total = heads * (launch.rows.stop - launch.rows.start)
-        assert (asked["tiles"], asked["total"], grid) == (1, total, (total, 1, 1))
-        first = kernel.asked[number % 2][1]
-        same = {"TABLE", "apart", *CONSTANTS}
-        assert {name: asked[name] for name in same} == {name: first[name] for name in same}
 
 
 def test_layers_are_laid_in_tritons_interpreter() -> None:
