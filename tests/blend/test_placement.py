@@ -10,7 +10,7 @@ import torch
 
 from cacheblend_rag.blend import placement
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.layer_part import LayerPart, Numbers
+from cacheblend_rag.blend.layer_part import LayerPart, Numbers, Sendable
 from cacheblend_rag.blend.placement import place_parts
 from cacheblend_rag.blend.rotary import Rotation, rotated
 from cacheblend_rag.blend.stack import Geometry
@@ -20,18 +20,29 @@ from cacheblend_rag.kv.precision import pack
 META = torch.device("meta")
 
 
-@pytest.mark.parametrize("form", ["native", "fp8"])
-def test_chunks_are_placed_one_after_the_other_and_nothing_else_is_written(form: Any) -> None:
-    fused = FusedKV(Geometry(2, 3, 3, 8, torch.bfloat16, torch.device("cpu")), 12, 1)
+def buffer(heads: int, width: int, tokens: int, dtype: torch.dtype) -> FusedKV:
+    fused = FusedKV(Geometry(2, heads, heads, width, dtype, torch.device("cpu")), tokens, 1)
     fused.keys.fill_(torch.nan)
     fused.values.fill_(torch.nan)
-    angles = torch.arange(4.0)[None]
-    turn = Rotation(angles.cos(), angles.sin())
+    return fused
+
+
+def turn_by(by: float, pairs: int, *, interleaved: bool, device: Any = "cpu") -> Rotation:
+    angles = (by * 0.9 ** torch.arange(pairs))[None]
+    return Rotation(angles.cos().to(device), angles.sin().to(device), interleaved)
+
+
+def part_of(kv: torch.Tensor, form: Any) -> Sendable:
+    return Numbers(*kv) if form == "native" else PackedLayer(*pack(*kv), kv.dtype)
+
+
+@pytest.mark.parametrize("form", ["native", "fp8"])
+def test_chunks_are_placed_one_after_the_other_and_nothing_else_is_written(form: str) -> None:
+    fused = buffer(3, 8, 12, torch.bfloat16)
     wanted_keys, wanted_values = fused.keys.clone(), fused.values.clone()
     parts = []
-    for start, by in ((1, turn), (7, None)):
-        kv = torch.randn(2, 3, 4, 8).bfloat16()
-        own: Any = Numbers(*kv) if form == "native" else PackedLayer(*pack(*kv), kv.dtype)
+    for start, by in ((1, turn_by(3, 4, interleaved=False)), (7, None)):
+        own = part_of(torch.randn(2, 3, 4, 8).bfloat16(), form)
         parts.append(LayerPart(start, own, by))
         keys, values = own.unpacked()
         keys = keys if by is None else rotated(keys[None], by)[0]
