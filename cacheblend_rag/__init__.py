@@ -34,14 +34,13 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.component import BlendOption, CheckedOptions, EngineComponent
-    from cacheblend_rag.engines.conversations import forget_conversation
     from cacheblend_rag.engines.factory import open_engine
     from cacheblend_rag.engines.idle import IdleJob
+    from cacheblend_rag.engines.model_files import load_tokenizer
     from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.engines.source import EngineSource
     from cacheblend_rag.engines.structured import StructuredOutputs
-    from cacheblend_rag.engines.tokenizer import load_tokenizer
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.explanation import Explanation
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.prefill.conversation_kv import ConversationKV
     from cacheblend_rag.quality.tune import tune_model
     from cacheblend_rag.quality.verify.gate import verify_model
-    from cacheblend_rag.rag.conversation import Conversation
+    from cacheblend_rag.rag.conversation import Conversation, forget_conversation
     from cacheblend_rag.rag.document_report import LongDocumentReport, PromptAnswer, WindowAnswer
     from cacheblend_rag.rag.long_document import LongDocumentAnalysis, analyze_long_document
     from cacheblend_rag.rag.ordering import PassageOrder
@@ -134,8 +133,8 @@ _LAZY = {
     "WindowAnswer": "cacheblend_rag.rag.document_report",
     "analyze_long_document": "cacheblend_rag.rag.long_document",
     "diagnose": "cacheblend_rag.observe.doctor.diagnose",
-    "forget_conversation": "cacheblend_rag.engines.conversations",
-    "load_tokenizer": "cacheblend_rag.engines.tokenizer",
+    "forget_conversation": "cacheblend_rag.rag.conversation",
+    "load_tokenizer": "cacheblend_rag.engines.model_files",
     "open_engine": "cacheblend_rag.engines.factory",
     "public_name": "cacheblend_rag.models",
     "trace_requests": "cacheblend_rag.observe.tracing",

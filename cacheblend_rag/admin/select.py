@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend_rag.engines.labels import Label, labels_in
-from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import Entry, KVKey, chunk_id
 from cacheblend_rag.kv.chunk_kv import namespace_id

@@ -35,7 +35,7 @@ from cacheblend_rag.api.document_models import (
 )
 from cacheblend_rag.api.errors import ApiError, OneLineRoute, busy
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.shutdown import in_thread
+from cacheblend_rag.engines.lifetime import in_thread
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.rag.document_windows import AnalysisPlan, cut_document
 from cacheblend_rag.text import chunk as text_chunk

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from cacheblend_rag.api.errors import busy
-from cacheblend_rag.engines.shutdown import in_thread, working
+from cacheblend_rag.engines.lifetime import in_thread, working
 
 T = TypeVar("T")
 

@@ -17,9 +17,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 
-from cacheblend_rag.engines.model_config import context_window_in, kv_shape, text_config
-from cacheblend_rag.engines.tokenizer import load_tokenizer
-from cacheblend_rag.engines.transformers.given_model import GivenModel
+from cacheblend_rag.engines.model_files import (
+    context_window_in,
+    kv_shape,
+    load_tokenizer,
+    text_config,
+)
+from cacheblend_rag.engines.transformers.loading import GivenModel
 from cacheblend_rag.errors import ConfigError
 
 _WEIGHT_SCALE = 0.02

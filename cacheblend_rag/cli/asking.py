@@ -12,7 +12,7 @@ import typer
 
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.engines.factory import open_engine
-from cacheblend_rag.engines.quiet_import import quiet_libraries
+from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.answering import Asker
 from cacheblend_rag.rag.collection_engine import Placement

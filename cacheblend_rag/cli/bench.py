@@ -15,7 +15,7 @@ from cacheblend_rag.bench.plans import (
     TtftPlan,
 )
 from cacheblend_rag.cli import options, output
-from cacheblend_rag.engines.quiet_import import quiet_libraries
+from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.rag import checks
 from cacheblend_rag.settings import VLLM, Precision
 

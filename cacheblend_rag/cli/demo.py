@@ -14,8 +14,7 @@ from rich.markup import escape
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.demo.passages import PassageSample, load_passages
 from cacheblend_rag.engines.factory import open_engine
-from cacheblend_rag.engines.quiet_import import quiet_libraries
-from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.engines.model_files import load_tokenizer, quiet_libraries
 from cacheblend_rag.errors import StoreError, UnsupportedModelError
 from cacheblend_rag.models import DEFAULT_MODEL, packaged
 from cacheblend_rag.rag import checks

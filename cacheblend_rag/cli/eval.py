@@ -116,9 +116,8 @@ def evaluate_command(
         checks.check_placement(device, dtype)
         kept = options.collection_store(store) if store else None
         log = RecordLog.resumed(resume) if resume else RecordLog()
-        from cacheblend_rag.engines.model_config import text_config
+        from cacheblend_rag.engines.model_files import load_tokenizer, text_config
         from cacheblend_rag.engines.sampling import SamplingParams
-        from cacheblend_rag.engines.tokenizer import load_tokenizer
         from cacheblend_rag.quality.dataset import PromptFrame
         from cacheblend_rag.quality.evaluator import (
             Evaluator,

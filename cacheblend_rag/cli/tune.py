@@ -87,7 +87,7 @@ def tune_command(
         checks.check_placement(device, dtype)
         needed = ("rouge_score", "tomli_w", *(("matplotlib",) if plot else ()))
         checks.check_installed(needed, "tune", "eval")
-        from cacheblend_rag.engines.tokenizer import load_tokenizer
+        from cacheblend_rag.engines.model_files import load_tokenizer
         from cacheblend_rag.quality import ladder
         from cacheblend_rag.quality.tune import mixed, tune_model
         from cacheblend_rag.quality.tune import plot as draw

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
@@ -53,6 +54,41 @@ class TokenLogprob:
 def _openai(token: str, logprob: float) -> dict[str, Any]:
     spelled = list(token.encode("utf-8", "replace"))
     return {"token": token, "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelled}
+
+
+class RawLogprob(NamedTuple):
+    """A token, its log-probability, and (token, log-probability) of the most likely ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, token_id: int, likely: Mapping[int, float], most: int) -> Self:
+        """Return what vLLM tells of a token: beside it, its dictionary has the ``most`` likely."""
+        top = sorted(likely.items(), key=lambda pair: -pair[1])
+        return cls(token_id, likely[token_id], tuple(top[:most]))
+
+
+def with_texts(raw: Iterable[RawLogprob], tokenizer: Any) -> tuple[TokenLogprob, ...]:
+    """Return log-probabilities with the tokens' texts; tokens that were ruled out are left out."""
+
+    def text(token_id: int) -> str:
+        return str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+
+    return tuple(
+        TokenLogprob(
+            one.token_id,
+            text(one.token_id),
+            one.logprob,
+            tuple(
+                (token_id, text(token_id), logprob)
+                for token_id, logprob in one.top
+                if math.isfinite(logprob) and logprob > LEAST_LOGPROB
+            ),
+        )
+        for one in raw
+    )
 
 
 @dataclass(frozen=True)

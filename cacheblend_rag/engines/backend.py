@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, Final
 
+from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.answer import Delta, Request
 from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.sampling import ResolvedSampling
@@ -23,10 +24,26 @@ from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import Evicted
-from cacheblend_rag.settings import BlendConfig
+from cacheblend_rag.settings import BlendConfig, LeadInConfig
 
 UNSUPPORTED: Final = "unsupported model"
 STOPPED: Final = "stopped by the guard"
+
+
+def checked_config(config: BlendConfig) -> BlendConfig:
+    """Return a request's config; its fields' ranges were checked when it was made.
+
+    Raises ConfigError for an unknown selector or an unknown option of one.
+    """
+    make_selector(config.selector, config.selector_options)
+    return config
+
+
+def engine_settings(
+    config: BlendConfig | None, lead_in: LeadInConfig | str | None
+) -> tuple[BlendConfig, LeadInConfig]:
+    """Return an engine's config and lead-in, defaults for None; raises ConfigError."""
+    return checked_config(BlendConfig.of(config)), LeadInConfig.of(lead_in)
 
 
 class Backend(ABC):

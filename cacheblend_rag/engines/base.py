@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from threading import Event
 from typing import Any, Self
 
+from cacheblend_rag.blend.steps import run_to_end
+from cacheblend_rag.engines import guard
 from cacheblend_rag.engines.after_answer import AnswerHook
 from cacheblend_rag.engines.answer import Delta, Generation
 from cacheblend_rag.engines.backend import Backend
@@ -18,6 +20,7 @@ from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
 from cacheblend_rag.engines.question_time import Hints
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.report import Evicted, FillReport, GuardReport, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig
 from cacheblend_rag.text.chunk import Chunk
@@ -348,6 +351,38 @@ class Engine(Backend):
             hints: as for generate.
         """
         return self._questions.astream(prompt, sampling, config, hints)
+
+    def compare_with_full_prefill(
+        self,
+        prompt: PromptLike,
+        answer: Sequence[int],
+        *,
+        config: BlendConfig | None = None,
+        with_documents: bool = False,
+    ) -> Comparison | None:
+        """Return how far predictions after the blended prompt are from those after full prefill.
+
+        That is what the guard does in idle time, at once. Divergences are in nats per token; None
+        if the engine cannot compare, has no memory for it, or would not blend the prompt, if there
+        is no answer, or if the text to compare with does not fit the context window.
+
+        Args:
+            prompt: as for generate.
+            answer: the tokens along which predictions are compared.
+            config: as for generate.
+            with_documents: full prefill is that of the prompt with the text of its documents that
+                its chunks were computed after, as the guard has it, instead of the prompt as it is.
+        """
+        if not self.compares or not answer:
+            return None
+        blend = (config or self.config).with_changes(cost_model=False, trace=False)
+        sampling = SamplingParams.greedy(max_tokens=len(answer))
+        request = self._questions.request(prompt, sampling, blend, steered=False)
+        ids, room = request.prepared.token_ids, self.context_window - len(answer)
+        compared: Compared | None = Compared(ids, tuple(answer))
+        if with_documents:
+            compared = guard.with_documents(request.prepared, answer, self._led, room)
+        return None if compared is None else run_to_end(self._compare(request, compared))
 
     def after_answer(self, hook: AnswerHook) -> None:
         """Call a hook with each request of this engine, and its answer, before its caller gets it.

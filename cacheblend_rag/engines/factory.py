@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.settings import AUTO, EMBEDDED, VLLM
 from cacheblend_rag.settings.secret import Secret
@@ -53,7 +53,7 @@ def open_engine(
         engine = EngineConfig.gather(engine=engine, **blend, **options)
     elif config is not None or options:
         raise ConfigError("an EngineConfig holds all settings: change it by with_changes()")
-    from cacheblend_rag.engines.checked_config import checked_config
+    from cacheblend_rag.engines.backend import checked_config
 
     checked_config(engine.blend)
     opened = _open(engine)

@@ -2,14 +2,14 @@
 
 A hook draws a share of the answers. In idle time, an IdleJob compares what the model predicts along
 such an answer after the blended prompt, and after full prefill of the text that the prompt's chunks
-were computed in (``guard_reference.py``). ``GuardState`` decides what follows.
+were computed in (``reference_of``). ``GuardState`` decides what follows.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from threading import Lock
@@ -17,9 +17,9 @@ from typing import Literal
 
 from cacheblend_rag.engines.answer import NOT_STEERED, Generation, Request, Steering
 from cacheblend_rag.engines.backend import Backend
-from cacheblend_rag.engines.guard_reference import reference_of
 from cacheblend_rag.engines.guard_state import GuardState, Step
 from cacheblend_rag.engines.idle import IdleJob, IdleQueue
+from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import LeadIn
@@ -27,6 +27,7 @@ from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import GuardReport
 from cacheblend_rag.settings import AUTO, BlendConfig
 from cacheblend_rag.settings.guard import GuardConfig
+from cacheblend_rag.text.chunk import Chunk, Context
 
 logger = logging.getLogger(__name__)
 
@@ -185,13 +186,9 @@ class Guard:
 
     def _asked(self, sample: _Sample, config: GuardConfig) -> Compared | None:
         """Return what is compared; None if the reference is too long."""
-        prepared = sample.request.prepared
         room = self._backend.context_window - len(sample.answer)
-        reference = reference_of(prepared, self._lead_in, min(config.most_tokens, room))
-        if reference is None:
-            return None
-        is_prompt = reference == prepared.token_ids
-        return Compared(prepared.token_ids, sample.answer, None if is_prompt else reference)
+        most = min(config.most_tokens, room)
+        return with_documents(sample.request.prepared, sample.answer, self._lead_in, most)
 
     def _take(self, sample: _Sample, compared: Comparison | None, fate: Fate) -> None:
         """Count a sample, and take the step that follows from it; with the lock held."""
@@ -268,3 +265,48 @@ def as_served(config: BlendConfig, ratio: float) -> BlendConfig:
     if config.recompute_ratio == AUTO:
         config = config.with_ratio(ratio)
     return config.with_changes(cost_model=False, trace=False)
+
+
+def with_documents(
+    prepared: PreparedPrompt, answer: Sequence[int], lead_in: LeadIn, most_tokens: int
+) -> Compared | None:
+    """Return the comparison of a prompt with its reference; None if that is too long."""
+    reference = reference_of(prepared, lead_in, most_tokens)
+    if reference is None:
+        return None
+    is_prompt = reference == prepared.token_ids
+    return Compared(prepared.token_ids, tuple(answer), None if is_prompt else reference)
+
+
+def reference_of(
+    prepared: PreparedPrompt, lead_in: LeadIn, most_tokens: int
+) -> tuple[int, ...] | None:
+    """Return the prompt's tokens with each contextual chunk preceded by its document's text.
+
+    That is the text that its KV was computed after: within the document window, without what the
+    reference holds already. Without contextual chunks it is the prompt. None if it would be longer
+    than ``most_tokens``.
+    """
+    reference: list[int] = []
+    held: set[Context] = set()
+    done = 0
+    for span, placed in zip(prepared.encoded.spans, prepared.placed, strict=True):
+        reference += prepared.token_ids[done : span.start]
+        if placed.protected:
+            reference += _missing(span.chunk, lead_in, held)
+        reference += prepared.token_ids[span.start : span.end]
+        held.add(Context(span.chunk.context).then(span.chunk.text))
+        done = span.end
+        if len(reference) > most_tokens:
+            return None
+    reference += prepared.token_ids[done:]
+    return tuple(reference) if len(reference) <= most_tokens else None
+
+
+def _missing(chunk: Chunk, lead_in: LeadIn, held: set[Context]) -> Iterator[int]:
+    """Yield the tokens of a chunk's context after the longest part of it that is held."""
+    pieces = lead_in.window_of(chunk)
+    ends = [index for index, (context, _) in enumerate(pieces, start=1) if context in held]
+    for context, tokens in pieces[max(ends, default=0) :]:
+        held.add(context)
+        yield from tokens

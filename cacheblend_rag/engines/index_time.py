@@ -14,8 +14,7 @@ from tqdm import tqdm
 
 from cacheblend_rag.engines.backend import Backend
 from cacheblend_rag.engines.known_chunks import EMPTY, Item, KnownChunks, whole_documents
-from cacheblend_rag.engines.lifetime import Lifetime
-from cacheblend_rag.engines.shutdown import working
+from cacheblend_rag.engines.lifetime import Lifetime, working
 from cacheblend_rag.engines.tally import Stored, Tally
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey

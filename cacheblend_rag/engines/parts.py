@@ -8,8 +8,7 @@ from typing import Any
 from weakref import WeakSet, proxy
 
 from cacheblend_rag.engines.after_answer import AfterAnswer
-from cacheblend_rag.engines.backend import Backend
-from cacheblend_rag.engines.checked_config import engine_settings
+from cacheblend_rag.engines.backend import Backend, engine_settings
 from cacheblend_rag.engines.filling import Filling
 from cacheblend_rag.engines.first_miss import FirstMiss
 from cacheblend_rag.engines.guard import Guard

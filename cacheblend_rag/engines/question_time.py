@@ -18,9 +18,8 @@ from cacheblend_rag.engines.answer import (
     Request,
     TokenLogprob,
 )
-from cacheblend_rag.engines.backend import Backend
+from cacheblend_rag.engines.backend import Backend, checked_config
 from cacheblend_rag.engines.batch import answer_batch
-from cacheblend_rag.engines.checked_config import checked_config
 from cacheblend_rag.engines.guard import Guard
 from cacheblend_rag.engines.idle import Activity
 from cacheblend_rag.engines.lifetime import Lifetime

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
@@ -242,3 +243,67 @@ def _types(schema: Mapping[str, Any]) -> Sequence[Any]:
 def _is_free_string(schema: Mapping[str, Any]) -> bool:
     fixed = ("enum", "const", "pattern", "format")
     return "string" in _types(schema) and not any(name in schema for name in fixed)
+
+
+# Bounds: what a compiler of grammars takes in seconds and without harm. llguidance bounds most of
+# its work by itself, but not how long it reads a long grammar, and it allocates memory for all
+# items that an array may have: a single large number would end the process.
+
+LONGEST_FORM = 1 << 18
+"""Characters of a schema or of all choices."""
+LONGEST_GRAMMAR = 1 << 15
+"""Characters of a regular expression, a pattern in a schema, or a grammar."""
+MOST_CHOICES = 4096
+MOST_PROPERTIES = 1000
+"""Properties of one object."""
+LARGEST_COUNT = 4096
+"""The largest minItems or maxItems."""
+MOST_ITEMS_TOGETHER = 50_000
+COUNTS = ("minItems", "maxItems")
+_OTHER_GRAMMARS = re.compile(r"%\s*(?:json|llguidance)\b")
+"""What embeds a schema or another grammar in a Lark grammar, in llguidance only."""
+
+
+def check_bounds(form: StructuredOutputs) -> None:
+    """Raise ConfigError, which names the form as the client wrote it, if it is out of bounds."""
+    if form.json is not None:
+        _check_length(form, str(form.json), LONGEST_FORM)
+        _check_schema_bounds(form, json.loads(str(form.json)))
+    if form.choice is not None:
+        if len(form.choice) > MOST_CHOICES:
+            raise form_refused(form, f"{len(form.choice)} choices are more than {MOST_CHOICES}")
+        _check_length(form, "".join(form.choice), LONGEST_FORM)
+    for text in (form.regex, form.grammar):
+        _check_length(form, text or "", LONGEST_GRAMMAR)
+    if form.grammar is not None and (found := _OTHER_GRAMMARS.search(form.grammar)):
+        raise form_refused(form, f"{found[0]} in a grammar is not supported: give a schema as json")
+
+
+def _check_schema_bounds(form: StructuredOutputs, schema: Any) -> None:
+    together = 0.0
+    for node, _ in nodes_in(schema):
+        if not isinstance(node, Mapping):
+            continue
+        for name in COUNTS:
+            count = node.get(name)
+            if isinstance(count, int | float) and not isinstance(count, bool):
+                if count > LARGEST_COUNT:
+                    why = f"{name}={count:g} is more than {LARGEST_COUNT}: lower it"
+                    raise form_refused(form, why)
+                together += count
+        properties, patterns = node.get("properties"), node.get("patternProperties")
+        if isinstance(properties, Mapping) and len(properties) > MOST_PROPERTIES:
+            why = f"an object has more than {MOST_PROPERTIES} properties: split it"
+            raise form_refused(form, why)
+        for pattern in (node.get("pattern"), *(patterns if isinstance(patterns, Mapping) else ())):
+            if isinstance(pattern, str):
+                _check_length(form, pattern, LONGEST_GRAMMAR)
+    if together > MOST_ITEMS_TOGETHER:
+        raise form_refused(
+            form, f"minItems and maxItems are more than {MOST_ITEMS_TOGETHER} together: lower them"
+        )
+
+
+def _check_length(form: StructuredOutputs, text: str, most: int) -> None:
+    if len(text) > most:
+        raise form_refused(form, f"{len(text)} characters are more than {most}: shorten it")

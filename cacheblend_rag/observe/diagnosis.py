@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from cacheblend_rag.engines.quiet_import import quiet_libraries
+from cacheblend_rag.engines.model_files import quiet_libraries
 
 PACKAGES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 EXTRAS: Mapping[str, Mapping[str, str]] = {
@@ -114,7 +114,7 @@ def _version(package: str) -> str | None:
 
 
 async def _ask(connection: Any, model: str | None, namespace: str) -> dict[str, Any]:
-    from cacheblend_rag.engines.tokenizer import load_tokenizer
+    from cacheblend_rag.engines.model_files import load_tokenizer
     from cacheblend_rag.engines.vllm.http import check_vocabulary, names_at_server
     from cacheblend_rag.engines.vllm.job_client import status_request
     from cacheblend_rag.engines.vllm.protocol import status_of

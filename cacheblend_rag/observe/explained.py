@@ -106,7 +106,6 @@ def explain_prompt(
 
 
 def _cost(engine: Engine, prompt: PreparedPrompt, config: BlendConfig, max_tokens: int) -> Cost:
-    from cacheblend_rag.engines.comparison import compare_with_full_prefill
     from cacheblend_rag.engines.sampling import SamplingParams
 
     # Full prefill uses no cached prefix, so the blend that is compared with it does not either.
@@ -118,7 +117,7 @@ def _cost(engine: Engine, prompt: PreparedPrompt, config: BlendConfig, max_token
     answer = full.token_ids[:COMPARED_TOKENS]
     found = None
     if blended.report.blended and answer:
-        found = compare_with_full_prefill(engine, prompt, answer, config)
+        found = engine.compare_with_full_prefill(prompt, answer, config=config)
     return Cost(
         blend_seconds=blended.report.seconds.time_to_first_token,
         full_seconds=full.report.seconds.time_to_first_token,

@@ -1,10 +1,20 @@
-"""The rule for prompts with too few reusable tokens to blend, and its reasons."""
+"""Rules of a blend: which prompts have too little to reuse, and which tokens stay as stored.
+
+Recomputed KV of a contextual chunk forgets what the chunk's own document says, if the prompt lacks
+it. The prior, how much the document changed a token's key, says which tokens hold that knowledge:
+usually few, and none where the document hardly changed any key. Source: this project.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.kv.fetch import Threshold
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.reason import Reason, ReasonCode
@@ -55,3 +65,43 @@ def too_little(reusable: int, least: int) -> tuple[Reason, MissReason | None] | 
         why = f"{reusable} reusable tokens are fewer than min_tokens={least}"
         return Reason(ReasonCode.TOO_SHORT, why), "too short"
     return None
+
+
+LEAST_CHANGE = 0.25
+"""The smallest prior of a protected token: below it, KV hardly depends on the document.
+
+Measured on fragments: on a model of 1.1M parameters, which looks subjects up in its first
+layers, nearly all priors are above it, and recomputed chunks forget their subject; on SmolLM2 and
+Gemma 3 all are below it, and recomputing any of their tokens brings predictions nearer to those
+after the whole documents.
+"""
+
+
+def protected_tokens(prior: Tensor, share: float) -> Tensor:
+    """Return (tokens,) bool: of the fewest tokens that hold ``share`` of a chunk's prior, those
+    with a prior of at least LEAST_CHANGE.
+
+    prior: (tokens,) float32, at least 0, on the host. share: 0 gives no token, 1 every token,
+    whatever its prior. Of equal priors the first tokens are taken.
+    """
+    if share >= 1:
+        return torch.ones_like(prior, dtype=torch.bool)
+    of = prior.numpy().astype(np.float64)
+    order = np.argsort(-of, kind="stable")
+    ordered = of[order]
+    before = ordered.cumsum() - ordered
+    taken = np.zeros(of.shape, dtype=np.bool_)
+    taken[order] = before < share * ordered.sum()
+    return torch.from_numpy(taken) & (prior >= LEAST_CHANGE)
+
+
+def free_tokens(tokens: int, prior: Tensor | None, share: float) -> Mask:
+    """Return (tokens,) bool: which tokens of such a chunk may be recomputed.
+
+    prior: as stored; without one nothing is known, so none may, unless nothing is protected.
+    share: see ``protected_tokens``.
+    """
+    if prior is None:
+        prior, share = torch.zeros(tokens), float(share > 0)
+    free: Mask = (~protected_tokens(prior, share)).numpy()
+    return free

@@ -23,9 +23,8 @@ from cacheblend_rag.memory import NO_ROOM, no_room
 from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LoadedChunk, LostChunkError, Place
 from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
-from cacheblend_rag.prefill.policy import NOT_STORED, refusal
+from cacheblend_rag.prefill.policy import NOT_STORED, free_tokens, refusal
 from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
-from cacheblend_rag.prefill.protection import free_tokens
 from cacheblend_rag.prefill.stopwatch import PassTimes, Stopwatch
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.reason import Reason, ReasonCode

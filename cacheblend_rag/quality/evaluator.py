@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.quiet_import import quiet_libraries
+from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.models import resolve

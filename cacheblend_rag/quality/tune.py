@@ -13,8 +13,8 @@ from typing import Any, Literal, cast
 import torch
 
 from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import EvalDataset, PromptFrame

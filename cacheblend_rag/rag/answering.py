@@ -9,7 +9,7 @@ from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
-from cacheblend_rag.engines.quiet_import import quiet_libraries
+from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import Collection, CollectionSettings

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.engines.quiet_import import quiet_libraries
+from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
 from cacheblend_rag.models import check, is_local
 from cacheblend_rag.rag.retrieval import BUNDLED
@@ -51,7 +51,7 @@ def check_chunk_size(chunk_size: int, model: str, option: str = "--chunk-size") 
     option: the chunk size's name on the command line.
     """
     quiet_libraries()
-    from cacheblend_rag.engines.model_config import text_config
+    from cacheblend_rag.engines.model_files import text_config
 
     window = getattr(text_config(model), "max_position_embeddings", None)
     check_fits(chunk_size, window, model, option)
@@ -125,6 +125,6 @@ def check_check_layers(config: BlendConfig, model: str) -> None:
     """Raise ConfigError when a check layer is not below the model's layers."""
     quiet_libraries()
     from cacheblend_rag.blend import plan_schedule
-    from cacheblend_rag.engines.model_config import text_config
+    from cacheblend_rag.engines.model_files import text_config
 
     plan_schedule(config.with_changes(selector="hkvd"), text_config(model).num_hidden_layers)

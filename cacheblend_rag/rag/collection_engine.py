@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.factory import open_engine
-from cacheblend_rag.engines.quiet_import import quiet_libraries
-from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.engines.model_files import load_tokenizer, quiet_libraries
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import absolute
 from cacheblend_rag.rag.collection import KV_NAME, CollectionSettings

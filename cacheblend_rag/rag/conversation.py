@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.engines.conversations import forget_conversation
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prefill.conversation_kv import MOST_BYTES, MOST_TURNS, ConversationKV
 from cacheblend_rag.rag.answering import clean_question, finished
@@ -305,3 +304,18 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.40} is no text")
     return value
+
+
+def forget_conversation(engine: Engine, conversation: ConversationKV) -> int:
+    """Drop the KV of all turns of a conversation; returns how many pieces were stored.
+
+    Args:
+        engine: with the store in which it is kept.
+        conversation: may go on afterwards; nothing of its earlier turns is reused then.
+
+    Raises:
+        StoreError: when the store is read-only.
+        ConfigError: when the engine is closed.
+    """
+    engine._lifetime.check()
+    return engine._evict_turns(conversation.forget())

@@ -17,8 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from cacheblend_rag.engines.model_config import kv_bytes_per_token, served_dtype, text_config
-from cacheblend_rag.engines.quiet_import import quiet_libraries
+from cacheblend_rag.engines.model_files import (
+    kv_bytes_per_token,
+    quiet_libraries,
+    text_config,
+)
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import (
@@ -313,6 +316,8 @@ class Indexing:
             embedder = Embedder(settings.embedding_model, EXTRA)
         split = make_splitter(engine.tokenize, settings.chunk_size, settings.chunk_overlap)
         config = text_config(settings.model)
+        from cacheblend_rag.engines.transformers.loading import served_dtype
+
         dtype = served_dtype(config, settings.dtype, self._placement.device)
         storing = KVStoring(engine, self.report, kv_bytes_per_token(config, dtype))
         return _Models(engine, embedder, split, storing)

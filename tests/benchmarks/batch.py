@@ -18,7 +18,7 @@ from typing import Any
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.bench.workload import draw_real_texts
 from cacheblend_rag.demo.passages import load_passages
-from cacheblend_rag.engines.transformers.given_model import GivenModel
+from cacheblend_rag.engines.transformers.loading import GivenModel
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.instructed import SEPARATOR

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cacheblend_rag.engines.quiet_import import quiet_libraries
+from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.errors import CacheBlendError
 
 

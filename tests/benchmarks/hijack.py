@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag import BlendConfig, Document, TransformersEngine
-from cacheblend_rag.engines.transformers.given_model import GivenModel
+from cacheblend_rag.engines.transformers.loading import GivenModel
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from cacheblend_rag.settings.options import DEFAULT_RATIO

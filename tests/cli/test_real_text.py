@@ -7,7 +7,7 @@ import pytest
 
 from cacheblend_rag.bench.workload import Cutter, draw_real_texts
 from cacheblend_rag.demo.passages import load_real_texts
-from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.text.encoder import PromptEncoder
 from tests.toy import TOY
 

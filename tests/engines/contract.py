@@ -29,7 +29,6 @@ from cacheblend_rag import (
 from cacheblend_rag.engines import filling as filling_module
 from cacheblend_rag.engines import idle
 from cacheblend_rag.engines.answer import Delta, Request
-from cacheblend_rag.engines.comparison import compare_with_full_prefill
 from cacheblend_rag.engines.idle import IdleJob
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.tally import Stored
@@ -215,7 +214,8 @@ class EngineContract:
         prompt = texts.asking(*chunks)
         answer = engine.generate_full(prompt, SHORT).token_ids
         exact, reused = (
-            compare_with_full_prefill(engine, prompt, answer, config) for config in (ALL, REUSE)
+            engine.compare_with_full_prefill(prompt, answer, config=config)
+            for config in (ALL, REUSE)
         )
         if not engine.compares:
             assert exact is reused is None

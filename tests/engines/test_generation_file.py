@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import ModelLoadError, SamplingParams, TransformersEngine
-from cacheblend_rag.engines.generation_file import generation_values, repaired_generation_config
+from cacheblend_rag.engines.model_files import generation_values, repaired_generation_config
 from cacheblend_rag.engines.transformers import loading
 from tests.models import QWEN_SAMPLING, make_tokenizer, save_model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.quality.dataset import EvalQuestion, PromptFrame
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from cacheblend_rag.text.chunk import Document

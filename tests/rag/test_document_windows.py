@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.rag.document_windows import (
     AnalysisPlan,

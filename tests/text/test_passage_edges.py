@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.engines.model_files import load_tokenizer
 from tests.passage_edges import FORMS, JOINS, PassageIndex, texts_of
 from tests.tokenizer_kinds import KINDS, tokenizer_of
 from tests.toy import TOY

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import torch
 from transformers.cache_utils import DynamicCache
 
-from cacheblend_rag.engines.shutdown import working
+from cacheblend_rag.engines.lifetime import working
 from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey

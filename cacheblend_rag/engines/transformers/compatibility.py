@@ -20,7 +20,7 @@ from cacheblend_rag.blend.trial import (
     trial_tokens,
 )
 from cacheblend_rag.engines.compatibility import explained
-from cacheblend_rag.engines.model_config import context_window_in
+from cacheblend_rag.engines.model_files import context_window_in
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.loading import is_quantized
 from cacheblend_rag.engines.transformers.stack import NARROW, TransformersStack

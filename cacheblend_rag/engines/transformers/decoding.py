@@ -18,10 +18,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cacheblend_rag.engines.answer import Delta, FinishReason, Request
-from cacheblend_rag.engines.logprobs import RawLogprob, with_texts
+from cacheblend_rag.engines.answer import Delta, FinishReason, RawLogprob, Request, with_texts
+from cacheblend_rag.engines.lifetime import working
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.transformers.guiding import Guide
 from cacheblend_rag.engines.transformers.prefill import Prefilled
 from cacheblend_rag.prefill.stopwatch import Stopwatch

@@ -19,9 +19,9 @@ from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.copy_stream import release_buffers
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import CANCELLED, Delta, Generation, Request
+from cacheblend_rag.engines.backend import engine_settings
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.checked_config import engine_settings
-from cacheblend_rag.engines.model_config import context_window_in
+from cacheblend_rag.engines.model_files import context_window_in
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.prepare import PromptLike
@@ -33,8 +33,8 @@ from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches, store_computed
 from cacheblend_rag.engines.transformers.decoding import decoded, eos_token_ids
-from cacheblend_rag.engines.transformers.given_model import GivenModel
 from cacheblend_rag.engines.transformers.guiding import Guides
+from cacheblend_rag.engines.transformers.loading import GivenModel
 from cacheblend_rag.engines.transformers.model_steps import in_idle_turns, in_turns, lock_of
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import Prefilled, all_forced_log_probs, decodable

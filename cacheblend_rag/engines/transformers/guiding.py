@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_rag.engines.form_bounds import check_bounds
-from cacheblend_rag.engines.structured import StructuredOutputs, form_refused
+from cacheblend_rag.engines.structured import StructuredOutputs, check_bounds, form_refused
 from cacheblend_rag.errors import ConfigError, MissingExtraError, first_line
 
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

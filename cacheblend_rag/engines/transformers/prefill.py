@@ -14,13 +14,12 @@ from transformers.cache_utils import Cache
 from cacheblend_rag.blend.rows import token_tensor
 from cacheblend_rag.blend.stack import DecoderStack
 from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.engines.lifetime import working
 from cacheblend_rag.engines.prepare import PreparedPrompt
-from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.transformers.cache import FusedCache
-from cacheblend_rag.engines.transformers.model_steps import inference
+from cacheblend_rag.engines.transformers.model_steps import PriorityLock, inference
 from cacheblend_rag.engines.transformers.offloading import run_device
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
-from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.fetch import LayerSource, Threshold
 from cacheblend_rag.kv.store import TieredKVStore

@@ -14,7 +14,7 @@ from cacheblend_rag.engines.answer import FULL_PREFILL, Request
 from cacheblend_rag.engines.backend import STOPPED, UNSUPPORTED
 from cacheblend_rag.engines.batch_order import chunks_of
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS, FusedCache
-from cacheblend_rag.engines.transformers.model_steps import run_steps, run_when_idle
+from cacheblend_rag.engines.transformers.model_steps import PriorityLock, run_steps, run_when_idle
 from cacheblend_rag.engines.transformers.prefill import (
     NOT_ASKED,
     Prefilled,
@@ -24,7 +24,6 @@ from cacheblend_rag.engines.transformers.prefill import (
 )
 from cacheblend_rag.engines.transformers.prefill_queue import PrefillQueue, Turn
 from cacheblend_rag.engines.transformers.prefixes import PrefixWriter
-from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.watched_model import TriedModel
 from cacheblend_rag.engines.turns import (

@@ -22,13 +22,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from cacheblend_rag.engines.shutdown import working
+from cacheblend_rag.engines.lifetime import working
 from cacheblend_rag.engines.transformers.batched_decode import decode_batch
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.decoding import NextLogits
-from cacheblend_rag.engines.transformers.model_steps import inference, lock_of
+from cacheblend_rag.engines.transformers.model_steps import PriorityLock, inference, lock_of
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
-from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.memory import give_back_unused, lack_of_memory
 

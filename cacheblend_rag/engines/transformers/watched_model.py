@@ -26,12 +26,12 @@ from cacheblend_rag.engines.transformers.adapters import (
     merged_into,
 )
 from cacheblend_rag.engines.transformers.compatibility import open_stack
-from cacheblend_rag.engines.transformers.given_model import changes_result
+from cacheblend_rag.engines.transformers.loading import changes_result
+from cacheblend_rag.engines.transformers.model_steps import PriorityLock
 from cacheblend_rag.engines.transformers.ordinary_prefill import (
     OrdinaryPrefill,
     find_ordinary_prefill,
 )
-from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv.store import TieredKVStore

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend_rag.engines.logprobs import RawLogprob
+from cacheblend_rag.engines.answer import RawLogprob
 from cacheblend_rag.engines.structured import StructuredOutputs, form_refused
 from cacheblend_rag.engines.vllm.protocol import Late, params_of
 from cacheblend_rag.engines.vllm.transport import Piece, RequestCounts, VLLMRequest

@@ -28,11 +28,10 @@ from cacheblend_rag.engines.answer import (
     FinishReason,
     Request,
     TokenLogprob,
+    with_texts,
 )
-from cacheblend_rag.engines.backend import STOPPED
+from cacheblend_rag.engines.backend import STOPPED, engine_settings
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.checked_config import engine_settings
-from cacheblend_rag.engines.logprobs import with_texts
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.sampling import ResolvedSampling

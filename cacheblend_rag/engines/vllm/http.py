@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.engines.background import BackgroundLoop
-from cacheblend_rag.engines.generation_file import generation_values
-from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.engines.model_files import generation_values, load_tokenizer
 from cacheblend_rag.engines.vllm.connection import ServedModel, ServerConnection
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import ConfigError, ModelLoadError

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.engines.answer import RawLogprob
 from cacheblend_rag.engines.background import BackgroundLoop, GivenLoop
-from cacheblend_rag.engines.logprobs import RawLogprob
+from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.engines.structured import ONE_LINE, form_refused
-from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.generation import generation_values
 from cacheblend_rag.engines.vllm.namespaces import with_namespace

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from cacheblend_rag.engines.answer import RawLogprob
 from cacheblend_rag.engines.background import BackgroundLoop
-from cacheblend_rag.engines.logprobs import RawLogprob
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.protocol import OFF_PARAMS, BlendJob
 

@@ -9,7 +9,6 @@ from statistics import median
 
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.comparison import compare_with_full_prefill
 from cacheblend_rag.engines.guard import as_served
 from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -173,11 +172,10 @@ class Measurement:
 
     def _trial(self, config: BlendConfig) -> Trial:
         report = self._blended(config.with_changes(trace=True, cost_model=False))
-        told = compare_with_full_prefill(
-            self.engine,
+        told = self.engine.compare_with_full_prefill(
             self.prompt,
             self.answer,
-            as_served(config, report.recompute_ratio),
+            config=as_served(config, report.recompute_ratio),
             with_documents=True,
         )
         return Trial(config, report, told)

@@ -12,8 +12,7 @@ import torch
 
 from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.factory import open_engine
-from cacheblend_rag.engines.quiet_import import quiet_libraries
-from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.engines.model_files import load_tokenizer, quiet_libraries
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.loading import checkpoint_dtype
 from cacheblend_rag.errors import ConfigError, PromptError

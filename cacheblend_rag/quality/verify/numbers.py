@@ -10,15 +10,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.scoring import ContinuationScore
 from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.loading import is_quantized
-from cacheblend_rag.engines.transformers.prompt_kv import prompt_kv
 from cacheblend_rag.engines.transformers.rounding_noise import (
     ModelNoise,
     model_noise,
     same_logits,
 )
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import EvalQuestion, PromptFrame
 from cacheblend_rag.quality.fidelity import divergences, reference
 from cacheblend_rag.quality.rules import ALWAYS
@@ -103,20 +105,37 @@ def check_positions(prompted: Prompted) -> Check:
     other layers' rotary embeddings were compared when the model was loaded.
     """
     engine, prompt = prompted.engine, prompted.prompt
-    found = prompt_kv(engine, prompt, 0, config=REUSE)
-    wanted = prompt_kv(engine, prompt, 0, full=True)
-    keys, values = (_off(getattr(found, n), getattr(wanted, n)) for n in ("keys", "values"))
-    measured = {"keys_off": keys, "values_off": values, "reused_tokens": found.reused_tokens}
-    if not found.reused_tokens:
+    *found, reused = _first_layer(engine, prompt, REUSE)
+    *wanted, _ = _first_layer(engine, prompt, None)
+    keys, values = (_off(here, there) for here, there in zip(found, wanted, strict=True))
+    measured = {"keys_off": keys, "values_off": values, "reused_tokens": reused}
+    if not reused:
         return POSITIONS.failed("nothing was reused", "see the other checks", measured)
-    tolerance = max(LEAST_TOLERANCE, KEY_STEPS * torch.finfo(found.keys.dtype).eps)
+    tolerance = max(LEAST_TOLERANCE, KEY_STEPS * torch.finfo(found[0].dtype).eps)
     if max(keys, values) <= tolerance:
-        told = f"{found.reused_tokens:,} reused tokens stand where they belong"
+        told = f"{reused:,} reused tokens stand where they belong"
         return POSITIONS.ok(f"{told}, off by {max(keys, values):.1e}", measured)
     what = "keys" if keys > tolerance else "values"
     remedy = "the model's rotary embedding is not what its config says: report the model"
     told = f"reused {what} are off by {max(keys, values):.2g}, not {tolerance:.1g} at most"
     return POSITIONS.failed(told, remedy, measured)
+
+
+def _first_layer(
+    engine: TransformersEngine, prompt: BlendPrompt, config: BlendConfig | None
+) -> tuple[Tensor, Tensor, int]:
+    """Prefill a prompt, ordinarily without a config; return layer 0's keys and values.
+
+    Both are (kv_heads, tokens, head_dim), keys rotated. At last, how many tokens were reused.
+    """
+    greedy = SamplingParams.greedy(max_tokens=1)
+    request = engine._questions.request(prompt, greedy, config, full=config is None)
+    prefilled = engine._prefiller.run(engine._renewed(request))
+    if prefilled is None or not isinstance(prefilled.cache, FusedCache):
+        raise ConfigError("the KV of a prompt is known of models that can be blended only")
+    fused, tokens = prefilled.cache.fused, len(request.prepared.token_ids)
+    told = engine._questions.report(request, prefilled.report).reused_tokens
+    return fused.keys[0, :, :tokens].clone(), fused.values[0, :, :tokens].clone(), told
 
 
 def _off(found: Tensor, wanted: Tensor) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendPrompt, Chunk, Document, SamplingParams, TransformersEngine
-from cacheblend_rag.engines.guard_reference import reference_of
+from cacheblend_rag.engines.guard import reference_of
 from cacheblend_rag.engines.transformers import prefiller
 from cacheblend_rag.engines.transformers.model_steps import lock_of
 from cacheblend_rag.report import GuardReport

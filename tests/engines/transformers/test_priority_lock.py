@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from threading import Event, Thread
 
-from cacheblend_rag.engines.transformers.priority_lock import QUIET_SECONDS, PriorityLock
+from cacheblend_rag.engines.transformers.model_steps import QUIET_SECONDS, PriorityLock
 
 PATIENCE = 30.0
 

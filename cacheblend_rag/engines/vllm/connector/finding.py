@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
-from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.engines.vllm.connector.continued import Continued, Stretch
 from cacheblend_rag.engines.vllm.connector.finder import Finder
 from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk, Vocabulary

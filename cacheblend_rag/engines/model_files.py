@@ -1,0 +1,155 @@
+"""Reads what stands beside a model's weights: config, tokenizer, generation_config."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.errors import ModelLoadError, first_line
+from cacheblend_rag.models import is_local, resolve, tokenizer_source
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+BYTES_OF_PRIOR = 4
+UNLIMITED = 1 << 20
+"""The context window of a model that does not state one, in tokens."""
+
+
+def text_config(model: str) -> Any:
+    """Return the config of a model's text part; raises ModelLoadError if there is none.
+
+    model: as for models.resolve.
+    """
+    from transformers import AutoConfig
+
+    source = resolve(model)
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"model={model!r}: its config cannot be read: {error}") from error
+    return config.get_text_config()
+
+
+def context_window_in(config: Any) -> int:
+    """Return the context window that a text part's config states, in tokens."""
+    stated = getattr(config, "max_position_embeddings", None)
+    return int(stated) if stated and stated > 0 else UNLIMITED
+
+
+def kv_shape(config: Any) -> tuple[int, int, int]:
+    """Return a model's layers, KV heads and head size."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(config.num_hidden_layers), int(kv_heads), int(head_size)
+
+
+def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Return the size of a token's chunk KV: keys and values in all layers, and its prior."""
+    layers, kv_heads, head_size = kv_shape(config)
+    return 2 * layers * kv_heads * head_size * dtype.itemsize + BYTES_OF_PRIOR
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """Return a model's tokenizer, without its weights.
+
+    Args:
+        name: a hub name, a folder with a model or only a tokenizer, a GGUF file, ``smollm2``.
+
+    Raises:
+        ModelLoadError: when there is none, or it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    source = tokenizer_source(name)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelLoadError(f"{unloaded('tokenizer of', name)}: {first_line(error)}") from error
+
+
+def unloaded(what: str, name: str | Path) -> str:
+    """Return a message that something could not be loaded; a hub name is no local folder."""
+    where = "" if is_local(name) else " from a hub, and no folder here is called so"
+    return f"{what} {str(name)!r} could not be loaded{where}"
+
+
+FILE_NAME = "generation_config.json"
+REFUSED = (AttributeError, TypeError, ValueError)
+"""Errors that transformers raises for a value that it refuses."""
+
+
+def generation_values(name: str | Path) -> dict[str, Any]:
+    """Return the fields in a model's generation_config.json; empty if there is no such file.
+
+    For a hub's model only a local copy is read. A file that is no JSON object is ignored with a
+    log line.
+
+    Args:
+        name: as for ``models.resolve``.
+    """
+    return _read(name, local_files_only=True) or {}
+
+
+def repaired_generation_config(name: str | Path) -> Any:
+    """Return a GenerationConfig without the values that transformers refuses.
+
+    None if it refuses none: it then reads the file itself. Values left out are logged. The file
+    may be fetched from a hub, like the model.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    values = _read(name, local_files_only=False)
+    if values is None:
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(resolve(name)))
+    try:
+        GenerationConfig(**values)
+    except REFUSED as error:
+        reason = first_line(error)
+    else:
+        return None
+    kept: dict[str, Any] = {}
+    for field, value in values.items():
+        try:
+            GenerationConfig(**kept, **{field: value})
+        except REFUSED:
+            continue
+        kept[field] = value
+    refused = ", ".join(field for field in values if field not in kept)
+    logger.warning("ignored in the model's generation_config: %s (%s)", refused, reason)
+    return GenerationConfig(**kept)
+
+
+def _read(name: str | Path, *, local_files_only: bool) -> dict[str, Any] | None:
+    """Return the fields in the file, none where there is no file; None where it is no object."""
+    from transformers.utils import cached_file
+
+    try:
+        path = cached_file(resolve(name), FILE_NAME, local_files_only=local_files_only)
+        content = Path(path).read_bytes()
+    except (OSError, ModelLoadError):
+        return {}
+    reason = "it holds no JSON object"
+    try:
+        values = json.loads(content.decode("utf-8"))
+    except ValueError as error:
+        values, reason = None, first_line(error)
+    if isinstance(values, dict):
+        return values
+    logger.warning("the model's %s is ignored: %s", FILE_NAME, reason)
+    return None
+
+
+def quiet_libraries() -> None:
+    """Import transformers, and keep its progress bars and advice off the terminal."""
+    # These import what generates, and what every model does
+    from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: F401
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
