@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cacheblend_rag.engines.identity import weights_hash
-from cacheblend_rag.engines.transformers.offloading import own_tensors
 
 INNER_NAMES = ("base_layer", "original_module")
 """Under which PEFT's layers keep the module that they were put around."""
@@ -63,6 +62,15 @@ def main_settings(layer: Any, adapter: str) -> tuple[Any, ...]:
         for value in kept
         if type(value) is dict and isinstance(value.get(adapter), PLAIN)
     )
+
+
+def own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's parameters and persistent buffers by name, shared ones once."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def base_weights_hash(model: nn.Module, dtype: torch.dtype) -> str:

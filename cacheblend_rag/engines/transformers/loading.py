@@ -109,13 +109,19 @@ def checkpoint_dtype(name: str | Path) -> torch.dtype | None:
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Put a model into the state the engine serves it in.
 
-    Raises ConfigError when it does not continue texts. Models that cap attention logits are run
-    with eager attention: PyTorch's fused attention has no such cap and would silently leave it out.
+    Raises ConfigError when it does not continue texts, or is not whole in memory. Models that cap
+    attention logits are run with eager attention: PyTorch's fused attention has no such cap and
+    would silently leave it out.
     """
     if model.config.is_encoder_decoder or not model.can_generate():
         raise ConfigError(
             f"model={type(model).__name__} does not continue texts: give a causal language model "
             "(AutoModelForCausalLM loads one)"
+        )
+    if any(weight.is_meta for weight in model.parameters()):
+        raise ConfigError(
+            f"model={type(model).__name__} has weights that are not in memory (device_map, "
+            "cpu_offload): load all of it"
         )
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")

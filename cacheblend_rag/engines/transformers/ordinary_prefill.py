@@ -25,7 +25,6 @@ from cacheblend_rag.blend.trial import trial_tokens
 from cacheblend_rag.engines.transformers.batched_decode import can_decode_batches
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.loading import is_quantized
-from cacheblend_rag.engines.transformers.offloading import run_device
 from cacheblend_rag.engines.transformers.rounding_noise import ModelNoise, model_noise, same_logits
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
@@ -98,7 +97,7 @@ class OrdinaryPrefill:
         self, token_ids: Sequence[int], cache: Cache | None, start: int = 0, keep: int = 1
     ) -> Tensor:
         """Return (1, keep, vocabulary) float32 logits, of the last tokens."""
-        ids = token_tensor(token_ids, run_device(self.model))[None]
+        ids = token_tensor(token_ids, self.model.device)[None]
         options: dict[str, Any] = {}
         if self.positioned and "position_ids" in self.parameters:
             positions = torch.arange(start, start + len(token_ids), device=ids.device)

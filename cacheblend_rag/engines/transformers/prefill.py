@@ -18,7 +18,6 @@ from cacheblend_rag.engines.lifetime import working
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.model_steps import PriorityLock, inference
-from cacheblend_rag.engines.transformers.offloading import run_device
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.fetch import LayerSource, Threshold
@@ -61,8 +60,7 @@ def ordinary_prefill(
 
     report: the reason, the reports of chunks, and what asking the store has taken.
     """
-    device = run_device(ordinary.model)
-    watch = Stopwatch(device, dict(report.seconds), dict(report.starts))
+    watch = Stopwatch(ordinary.model.device, dict(report.seconds), dict(report.starts))
     cache, logits = ordinary.prefill(token_ids, reserve)
     watch.lap("recompute")
     yield

@@ -36,7 +36,6 @@ from cacheblend_rag.engines.transformers.interception import (
 )
 from cacheblend_rag.engines.transformers.layer_calls import LayerCalls
 from cacheblend_rag.engines.transformers.layer_graphs import LayerGraphs
-from cacheblend_rag.engines.transformers.offloading import run_device
 from cacheblend_rag.errors import UnsupportedModelError
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -92,7 +91,7 @@ class TransformersStack:
         self._interception = Interception(model)
         self._calls = LayerCalls(model, self._interception)
         self.decoder, self.layers = self._calls.decoder, self._calls.layers
-        self._device = run_device(model)
+        self._device = model.device
         self._is_wide = False
         inner = {id(weight) for layer in self.layers for weight in layer.parameters()}
         self._norms = [

@@ -195,10 +195,7 @@ class ModelState:
 
 
 def _parts(model: nn.Module) -> tuple[list[nn.Module], list[Tensor]]:
-    """Return a model's modules, and their parameters and persistent buffers.
-
-    Weights that are elsewhere (``meta``) are left out: they are other objects after each use.
-    """
+    """Return a model's modules, and their parameters and persistent buffers."""
     modules = [model]
     found: list[Tensor | None] = []
     for module in modules:  # which grows meanwhile
@@ -209,7 +206,7 @@ def _parts(model: nn.Module) -> tuple[list[nn.Module], list[Tensor]]:
         if buffers := module._buffers:
             transient = module._non_persistent_buffers_set
             found += [buffer for name, buffer in buffers.items() if name not in transient]
-    return modules, [tensor for tensor in found if tensor is not None and not tensor.is_meta]
+    return modules, [tensor for tensor in found if tensor is not None]
 
 
 def _stamps(tensors: list[Tensor]) -> list[Hashable]:
