@@ -198,9 +198,9 @@ class PrefillReport:
     ratio: float = 1.0
     compute_share: float = 1.0
     chunks: Sequence[ChunkReport] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
     was_run: bool = True
-    starts: Mapping[str, float] = field(default_factory=dict)
+    starts: dict[str, float] = field(default_factory=dict)
     trace: Trace | None = None
     prefix_tokens: int = 0
     load_by_tier: Mapping[str, float] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Result
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv.stored_chunk import NOT_FINITE, STORE_FULL, PutResult
 from cacheblend_rag.prefill.controller import Decision
-from cacheblend_rag.prefill.prompt_pass import FusedPrompt, NotWorthLoading
+from cacheblend_rag.prefill.prompt_pass import FusedPrompt
 from cacheblend_rag.reason import Reason, ReasonCode, count_codes
 from cacheblend_rag.report import (
     BlendReport,
@@ -78,7 +78,7 @@ def test_every_miss_of_a_chunk_has_a_code_of_its_own() -> None:
 
 def test_no_field_holds_a_reason_that_is_no_reason() -> None:
     kinds: list[Any] = [
-        BlendReport, PrefillReport, FusedPrompt, NotWorthLoading, Decision, PrecomputeReport,
+        BlendReport, PrefillReport, FusedPrompt, Decision, PrecomputeReport,
         FillReport, Stored, ConnectorStatus, *get_args(Result),
     ]  # fmt: skip
     found = set()

@@ -17,7 +17,8 @@ from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import DecoderStack
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
+from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
+from cacheblend_rag.report import PrefillReport
 
 Logits = Callable[[Tensor], Tensor]
 """Returns the logits (rows, vocabulary) of final hidden states (1, rows, hidden)."""
@@ -55,11 +56,11 @@ class Compared:
 
 def compare(
     stack: DecoderStack, logits: Logits, compared: Compared, blended: PromptPass
-) -> Steps[Comparison | NotWorthLoading]:
+) -> Steps[Comparison | PrefillReport]:
     """Run all passes; blended: the prompt's, whose buffer has room for the answer."""
     count = len(compared.answer)
     done = yield from blended.steps()
-    if isinstance(done, NotWorthLoading):
+    if not isinstance(done, FusedPrompt):
         return done
     done.fused.tokens = len(compared.prompt) + count - 1
     served = yield from _predicted(stack, logits, compared.prompt, compared.answer, done.fused)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -23,14 +23,13 @@ from cacheblend_rag.memory import NO_ROOM, no_room
 from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LoadedChunk, LostChunkError, Place
 from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
-from cacheblend_rag.prefill.policy import NOT_STORED, free_tokens, refusal
+from cacheblend_rag.prefill.policy import NOT_STORED, UNREADABLE, free_tokens, refusal
 from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from cacheblend_rag.prefill.stopwatch import PassTimes, Stopwatch
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import ChunkReport
+from cacheblend_rag.report import ChunkReport, PrefillReport
 from cacheblend_rag.settings import AUTO, BlendConfig
-from cacheblend_rag.trace import Trace
 
 CONTEXT_KEPT = Reason(
     ReasonCode.CONTEXT_KEPT, "nothing to recompute: the chunks know their own documents"
@@ -44,48 +43,15 @@ FASTER_WITHOUT = Reason(ReasonCode.SLOW, "ordinary prefill is faster")
 """The reason if another rank decided to load nothing."""
 
 
-@dataclass
-class FusedPrompt:
-    """A prompt's KV, and facts on its pass.
+@dataclass(frozen=True, kw_only=True)
+class FusedPrompt(PrefillReport):
+    """A prompt's KV, and the report of its pass.
 
     hidden: the last token's final hidden state (1, 1, hidden), None if it was not requested.
-    selector: the rule that chose rows. selector_reason: why it is not the config's, if so. seconds:
-    by phase, as PhaseSeconds names them. ratio_reason: what was chosen by measured speeds. trace:
-    the chosen tokens and their scores, if the config requests it. prefix_tokens: tokens whose KV
-    is that of a stored or held prefix. load_by_tier: the seconds of waiting for stored KV, by tier.
     """
 
     fused: FusedKV
     hidden: Tensor | None
-    selector: str
-    ratio: float
-    chunks: list[ChunkReport]
-    compute_share: float
-    seconds: dict[str, float]
-    selector_reason: Reason | None = None
-    ratio_reason: Reason | None = None
-    trace: Trace | None = None
-    prefix_tokens: int = 0
-    load_by_tier: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def blended(self) -> bool:
-        """Whether any chunk could be reused."""
-        return any(chunk.hit for chunk in self.chunks)
-
-
-@dataclass(frozen=True)
-class NotWorthLoading:
-    """A prompt that is not blended: the reason, and the reports of its chunks.
-
-    Too little of it is stored, memory is short, or it is computed faster than loaded. seconds,
-    starts: of asking the store, as of FusedPrompt and its stopwatch.
-    """
-
-    why: Reason
-    chunks: list[ChunkReport]
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    starts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -150,8 +116,11 @@ class PromptPass:
         self._load_by_tier: dict[str, float] = {}
         self._ratio_reason: Reason | None = None
 
-    def steps(self) -> Steps[FusedPrompt | NotWorthLoading]:
+    def steps(self) -> Steps[FusedPrompt | PrefillReport]:
         """Load, select, recompute: yields after each chunk, then after each block of rows.
+
+        Returns a report alone if the prompt is not blended: too little of it is stored, memory is
+        short, or it is computed faster than loaded.
 
         Chunks are found first, which decides whether any is loaded. The buffer is allocated in a
         separate step, so that a rank that lacks memory fails before others wait for it within a
@@ -197,18 +166,19 @@ class PromptPass:
     def _chunks(self, loader: ChunkLoader) -> list[LoadedChunk]:
         return loader.chunks[self.prefix_blocks :]
 
-    def _refused(self, loader: ChunkLoader) -> NotWorthLoading | None:
+    def _refused(self, loader: ChunkLoader) -> PrefillReport | None:
         """Return why the prompt is not blended, or None; the same on all ranks."""
         self.found = self._reports(loader)
         if not self.placed and not self._blocks(loader):
-            return NotWorthLoading(NOT_STORED, [])
+            return PrefillReport(NOT_STORED)
         if self.placed and (refused := refusal(self.found, self.config.min_tokens)):
-            return NotWorthLoading(*refused)
+            why, told = refused
+            return PrefillReport(why, chunks=told)
         if self.lack_of_room is not None and (lack := self.lack_of_room()) is not None:
             told = [placed.report(NO_ROOM) for placed in self.placed]
-            return NotWorthLoading(no_room(lack), told)
-        why = self._decide(loader)
-        return NotWorthLoading(why, self._reports(loader)) if why else None
+            return PrefillReport(no_room(lack), chunks=told)
+        slow = self._decide(loader)
+        return PrefillReport(slow, chunks=self._reports(loader)) if slow else None
 
     def _decide(self, loader: ChunkLoader) -> Reason | None:
         """Choose by measured speeds what to load and recompute; returns why nothing is loaded.
@@ -290,14 +260,17 @@ class PromptPass:
             self._work += run.stats.work
         times.end()
         run.stats.work = self._work
+        chunks = [_with_recomputed(r, run.stats.recomputed) for r in self._reports(loader)]
         return FusedPrompt(
             fused=loader.fused,
             hidden=run.hidden if self.needs_hidden else None,
+            reason=None if any(chunk.hit for chunk in chunks) else UNREADABLE,
             selector=selector,
             ratio=schedule.ratio,
-            chunks=[_with_recomputed(r, run.stats.recomputed) for r in self._reports(loader)],
+            chunks=chunks,
             compute_share=run.compute_share,
             seconds=self.watch.seconds,
+            starts=self.watch.starts,
             selector_reason=selector_reason,
             ratio_reason=self._ratio_reason,
             trace=None if recorder is None else recorder.trace(),

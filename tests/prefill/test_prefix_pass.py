@@ -14,7 +14,7 @@ from cacheblend_rag.kv.timings import Speeds
 from cacheblend_rag.prefill import prefix, prompt_pass
 from cacheblend_rag.prefill.controller import Decision, Rates, StoredPart
 from cacheblend_rag.prefill.prefix import PrefixKeys, block_parts
-from cacheblend_rag.prefill.prompt_pass import FusedPrompt, NotWorthLoading, PromptPass
+from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from tests.blend.fake_stack import FakeStack, plain_kv
 from tests.prefill.prompts import SPANS, TOKENS, Ranks, filled, finished, placed, prompt_ids, run
 
@@ -98,15 +98,15 @@ def test_a_prefix_alone_is_continued() -> None:
 def test_a_prefix_that_is_gone_is_not_worth_a_pass() -> None:
     stack = FakeStack()
     refused = run(over(stored([]), stack, chunks=False).steps())
-    assert isinstance(refused, NotWorthLoading)
+    assert not isinstance(refused, FusedPrompt)
     assert refused.chunks == []
     assert not stack.log
 
 
 def test_blocks_do_not_count_as_reusable_chunks() -> None:
     refused = run(over(stored(range(BEFORE)), min_tokens=22).steps())
-    assert isinstance(refused, NotWorthLoading)
-    assert refused.why == "21 reusable tokens are fewer than min_tokens=22"
+    assert not isinstance(refused, FusedPrompt)
+    assert refused.reason == "21 reusable tokens are fewer than min_tokens=22"
     assert [chunk.reason for chunk in refused.chunks] == ["too short"] * 3
 
 
@@ -148,9 +148,9 @@ def test_without_a_chunk_to_load_nothing_is_blended(chunks: bool) -> None:
     """A prefix alone is a pass of its own, which is decided about by itself."""
     blocks = range(BEFORE)
     refused = run(over(stored(blocks), controller=Keeps(*blocks)).steps())
-    assert isinstance(refused, NotWorthLoading)
+    assert not isinstance(refused, FusedPrompt)
     assert [chunk.reason for chunk in refused.chunks] == ["slow"] * 3
     none = run(over(stored(blocks), chunks=chunks, controller=Keeps()).steps())
-    assert isinstance(none, NotWorthLoading)
+    assert not isinstance(none, FusedPrompt)
     alone = run(over(stored(blocks), chunks=False, controller=Keeps(*blocks)).steps())
     assert alone.prefix_tokens == BEFORE

@@ -31,7 +31,6 @@ from cacheblend_rag.prefill.policy import NOT_STORED
 from cacheblend_rag.prefill.prompt_pass import (
     COMPUTING,
     FusedPrompt,
-    NotWorthLoading,
 )
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from tests.blend.fake_stack import LAYERS, FakeStack, plain_kv
@@ -406,7 +405,7 @@ def test_the_device_is_waited_for_at_choices_only(
 def test_asking_the_store_is_timed_when_it_leads_to_nothing() -> None:
     work = prompt_pass(filled([]), placed())
     refused = run(work.steps())
-    assert isinstance(refused, NotWorthLoading)
+    assert not isinstance(refused, FusedPrompt)
     assert set(refused.seconds) == set(refused.starts) == {"look_up"}
     assert refused.seconds["look_up"] > 0
 
@@ -467,8 +466,8 @@ def test_too_little_is_told_by_the_heads_and_nothing_is_computed(
 ) -> None:
     stack, store = FakeStack(), filled(placed(names=stored))
     refused = run(prompt_pass(store, placed(), stack, min_tokens=least).steps())
-    assert isinstance(refused, NotWorthLoading)
-    assert refused.why == why
+    assert not isinstance(refused, FusedPrompt)
+    assert refused.reason == why
     assert [chunk.reason for chunk in refused.chunks] == reasons
     assert {chunk.tier for chunk in refused.chunks} == {None}
     assert not stack.log
@@ -481,8 +480,8 @@ def test_chunks_that_cannot_be_read_are_not_said_to_be_absent(tmp_path: Path) ->
         (file,) = tmp_path.rglob("*.safetensors")
         file.write_bytes(b"rubbish")
         refused = run(prompt_pass(store, chunks).steps())
-    assert isinstance(refused, NotWorthLoading)
-    assert refused.why == "no stored chunk could be read"
+    assert not isinstance(refused, FusedPrompt)
+    assert refused.reason == "no stored chunk could be read"
     assert [chunk.reason for chunk in refused.chunks] == ["damaged", "not stored", "not stored"]
 
 
@@ -493,8 +492,8 @@ def test_ranks_agree_on_what_is_too_little(lacking: int) -> None:
     def of(rank: int, stack: FakeStack) -> tuple[str, int]:
         store = filled(placed(names="ac" if rank == lacking else "abc"))
         refused = run(prompt_pass(store, placed(), stack, min_tokens=16).steps())
-        assert isinstance(refused, NotWorthLoading)
-        return refused.why, len(stack.log)
+        assert not isinstance(refused, FusedPrompt)
+        return refused.reason, len(stack.log)
 
     assert Ranks().run(of) == [("15 reusable tokens are fewer than min_tokens=16", 0)] * 2
 
@@ -502,11 +501,11 @@ def test_ranks_agree_on_what_is_too_little(lacking: int) -> None:
 def test_without_room_nothing_is_computed_and_too_little_goes_before() -> None:
     stack, options = FakeStack(), {"lack_of_room": lambda: "there is less"}
     refused = run(prompt_pass(filled(placed()), placed(), stack, options).steps())
-    assert isinstance(refused, NotWorthLoading)
-    assert refused.why == "no room: there is less"
+    assert not isinstance(refused, FusedPrompt)
+    assert refused.reason == "no room: there is less"
     assert [chunk.reason for chunk in refused.chunks] == ["no room"] * 3
     little = run(prompt_pass(filled(placed()), placed(), stack, options, min_tokens=99).steps())
-    assert "fewer than min_tokens=99" in little.why
+    assert "fewer than min_tokens=99" in little.reason
     assert not stack.log
 
 
@@ -594,8 +593,8 @@ def test_where_nothing_is_worth_loading_nobody_has_computed_anything() -> None:
     stack = FakeStack()
     options = {"controller": Decides("", why="prefill is faster")}
     refused = run(prompt_pass(filled(placed()), placed(), stack, options).steps())
-    assert isinstance(refused, NotWorthLoading)
-    assert refused.why == "prefill is faster"
+    assert not isinstance(refused, FusedPrompt)
+    assert refused.reason == "prefill is faster"
     assert [chunk.reason for chunk in refused.chunks] == ["slow"] * 3
     assert not stack.log
 

@@ -120,7 +120,7 @@ def sampled_tokens(
     request: Request, prefilled: Prefilled, next_logits: NextLogits, guide: Guide | None = None
 ) -> Iterator[tuple[int, RawLogprob | None]]:
     """Sample at most max_tokens tokens, one per decode step, until the guide is over."""
-    watch = Stopwatch(prefilled.logits.device, prefilled.seconds, prefilled.starts)
+    watch = Stopwatch(prefilled.logits.device, prefilled.report.seconds, prefilled.report.starts)
     token_ids = list(request.prepared.token_ids)
     sampler = Sampler(request.sampling, prefilled.logits.device, len(token_ids), guide)
     for index in range(request.sampling.max_tokens):

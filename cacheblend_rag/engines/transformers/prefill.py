@@ -25,9 +25,9 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.controller import Controller
 from cacheblend_rag.prefill.lead_in import PlacedChunk
-from cacheblend_rag.prefill.policy import UNREADABLE, missed, threshold
+from cacheblend_rag.prefill.policy import missed, threshold
 from cacheblend_rag.prefill.prefix import StoredPrefix
-from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
+from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
 from cacheblend_rag.settings import BlendConfig
@@ -41,15 +41,12 @@ class Prefilled:
     """A prompt's KV, and the report of its prefill.
 
     cache: None if the model has none. logits: (1, vocabulary) float32 of the first new
-    token. seconds, starts: by phase, those of ``report``, to which decoding adds its own. answer:
-    the tokens decoded so far.
+    token. report: decoding adds its seconds to it. answer: the tokens decoded so far.
     """
 
     cache: Cache | None
     logits: Tensor
     report: PrefillReport
-    seconds: dict[str, float]
-    starts: dict[str, float]
     answer: list[int] = field(default_factory=list)
 
 
@@ -65,7 +62,7 @@ def ordinary_prefill(
     watch.lap("recompute")
     yield
     report = replace(report, seconds=watch.seconds, starts=watch.starts)
-    return Prefilled(cache, logits, report, watch.seconds, watch.starts)
+    return Prefilled(cache, logits, report)
 
 
 class PromptChunks:
@@ -111,7 +108,7 @@ def blended_prefill(
     reserve: int,
     *,
     controller: Controller | None = None,
-) -> Steps[Prefilled | NotWorthLoading]:
+) -> Steps[Prefilled | PrefillReport]:
     """Load, select and recompute: one chunk, then one block of rows in one layer, at a time."""
     ids = token_tensor(chunks.token_ids, stack.geometry.device)
     work = PromptPass(
@@ -132,26 +129,11 @@ def blended_prefill(
         done = yield from work.steps()
     finally:
         chunks.found = work.found  # also of an abandoned pass, so that nothing holds it
-    if isinstance(done, NotWorthLoading):
+    if not isinstance(done, FusedPrompt):
         return done
     logits = stack.logits(cast(Tensor, done.hidden))
     work.watch.lap("first_token")
-    report = PrefillReport(
-        reason=None if done.blended else UNREADABLE,
-        selector=done.selector,
-        selector_reason=done.selector_reason,
-        ratio_reason=done.ratio_reason,
-        ratio=done.ratio,
-        compute_share=done.compute_share,
-        chunks=done.chunks,
-        seconds=done.seconds,
-        starts=work.watch.starts,
-        trace=done.trace,
-        prefix_tokens=done.prefix_tokens,
-        load_by_tier=done.load_by_tier,
-    )
-    cache = FusedCache(done.fused, ids.numel(), stack.windows)
-    return Prefilled(cache, logits, report, done.seconds, work.watch.starts)
+    return Prefilled(FusedCache(done.fused, ids.numel(), stack.windows), logits, done)
 
 
 def all_forced_log_probs(

@@ -37,7 +37,7 @@ from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory, no_
 from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
 from cacheblend_rag.prefill.policy import NO_CHUNK
 from cacheblend_rag.prefill.prefix import KVPart, PrefixKeys, StoredPrefix, block_parts
-from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
+from cacheblend_rag.prefill.prompt_pass import PromptPass
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import PrefillReport
 from cacheblend_rag.settings import BlendConfig
@@ -88,9 +88,9 @@ class Prefiller:
                 prompt, self.store, parts, prefix, asked=asked, request_id=request.request_id
             )
             blended = self._blended(stack, request, chunks, reserve, turn)
-            if not isinstance(blended, NotWorthLoading):
+            if not isinstance(blended, PrefillReport):
                 return blended
-            told = _with_times(PrefillReport(blended.why, chunks=blended.chunks), blended)
+            told = blended
         told = told or _with_times(self._told_unasked(request), asked)
         if stack and prefix and prefix.tokens >= max(1, LEAST_SHARE * len(prompt.token_ids)):
             chunks = PromptChunks(
@@ -202,7 +202,7 @@ class Prefiller:
         chunks: PromptChunks,
         reserve: int,
         turn: Turn,
-    ) -> Prefilled | NotWorthLoading | None:
+    ) -> Prefilled | PrefillReport | None:
         """Prefill by a blend pass; one that runs out of memory is abandoned and freed."""
         try:
             return self._run_pass(stack, request, chunks, reserve, turn)
@@ -215,8 +215,9 @@ class Prefiller:
         logger.warning(
             "a prompt of %d tokens is not blended: %s (%s)", len(chunks.token_ids), NO_ROOM, lack
         )
-        told = NotWorthLoading(no_room(lack), chunks.missed(NO_ROOM))
-        return replace(told, seconds=chunks.asked.seconds, starts=chunks.asked.starts)
+        return _with_times(
+            PrefillReport(no_room(lack), chunks=chunks.missed(NO_ROOM)), chunks.asked
+        )
 
     def _run_pass(
         self,
@@ -225,7 +226,7 @@ class Prefiller:
         chunks: PromptChunks,
         reserve: int,
         turn: Turn,
-    ) -> Prefilled | NotWorthLoading | None:
+    ) -> Prefilled | PrefillReport | None:
         config = request.config
         if not chunks.placed:
             config = BlendConfig(selector="none", recompute_ratio=0.0, cost_model=config.cost_model)
@@ -244,7 +245,7 @@ class Prefiller:
         done = run_steps(self.lock, steps, request.cancel)
         if done is not None and controller is not None:
             work = prefill_cost(controller.costs, len(ids))
-            controller.rates.record("prefill", work, done.seconds["recompute"])
+            controller.rates.record("prefill", work, done.report.seconds["recompute"])
         return done
 
     def _told_unasked(self, request: Request) -> PrefillReport:
@@ -287,6 +288,6 @@ def _asked(prefix: StoredPrefix | None) -> PrefillReport:
     return PrefillReport(seconds={"look_up": prefix.seconds}, starts={"look_up": prefix.began})
 
 
-def _with_times(told: PrefillReport, spent: PrefillReport | NotWorthLoading) -> PrefillReport:
+def _with_times(told: PrefillReport, spent: PrefillReport) -> PrefillReport:
     """Return a report with the times spent so far."""
     return replace(told, seconds=spent.seconds, starts=spent.starts)

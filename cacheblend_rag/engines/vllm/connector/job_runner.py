@@ -49,11 +49,11 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, no_room
 from cacheblend_rag.prefill.chunk_loader import begin_reading
-from cacheblend_rag.prefill.comparing import Compared, compare
+from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
 from cacheblend_rag.prefill.controller import Controller, Rates
 from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
-from cacheblend_rag.prefill.policy import threshold
+from cacheblend_rag.prefill.policy import NOT_STORED, threshold
 from cacheblend_rag.prefill.precompute import (
     Computed,
     DocumentPlan,
@@ -63,7 +63,7 @@ from cacheblend_rag.prefill.precompute import (
     compute_one_by_one,
 )
 from cacheblend_rag.prefill.prefix import KVPart
-from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
+from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import ChunkReport, Evicted
 
@@ -194,8 +194,8 @@ class JobRunner:
         work = self._pass(allotted, source)
         done = yield from work.steps()
         starts = {phase: max(0.0, at - handed_over) for phase, at in work.watch.starts.items()}
-        if isinstance(done, NotWorthLoading):
-            told = self._declined(allotted, done.why, tuple(done.chunks))
+        if not isinstance(done, FusedPrompt):
+            told = self._declined(allotted, done.reason or NOT_STORED, tuple(done.chunks))
             return replace(told, seconds=done.seconds, starts=starts)
         log_blend(allotted.request_id, done.chunks, done.seconds, done.load_by_tier)
         return BlendResult(
@@ -264,8 +264,8 @@ class JobRunner:
             needs_hidden=False,
         )
         done = yield from compare(self.stack, self.stack.logits, compared, blended)
-        if isinstance(done, NotWorthLoading):
-            return Declined(done.why, tuple(done.chunks))
+        if not isinstance(done, Comparison):
+            return Declined(done.reason or NOT_STORED, tuple(done.chunks))
         return CompareResult(done.blend, done.prefill)
 
     def _keep(self, allotted: Allotted, source: LayerSource) -> Work:

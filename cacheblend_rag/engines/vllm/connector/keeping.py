@@ -13,7 +13,7 @@ from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
 from cacheblend_rag.engines.vllm.protocol import KeepResult
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.prefix import KVPart
-from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
+from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 
 
 def keep(
@@ -55,7 +55,7 @@ def _computed(stack: DecoderStack, blended: PromptPass) -> Steps[tuple[FusedKV, 
     """
     if blended.placed:
         done = yield from blended.steps()
-        if not isinstance(done, NotWorthLoading):
+        if isinstance(done, FusedPrompt):
             return done.fused, done.compute_share
     tokens = blended.token_ids
     candidates = Candidates.none(tokens.numel())
