@@ -233,18 +233,6 @@ class EngineContract:
 
     # Batches
 
-    def test_when_one_of_a_batch_fails_the_others_are_given_up(
-        self, engine: Engine, texts: Texts, watched: Watched, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def fail(request: Request, *told: Any, **more: Any) -> Delta:
-            raise RuntimeError("broken")
-
-        monkeypatch.setattr(engine, "_answered", fail)
-        with pytest.raises(RuntimeError, match="broken"):
-            engine.generate_batch([texts.text(9), texts.text(8)], SHORT)
-        assert [request.cancel.is_set() for request in watched.begun] == [True, True]
-        self._wait_until_idle(engine)
-
     # Index time
 
     def test_which_chunks_are_stored(self, engine: Engine, texts: Texts) -> None:

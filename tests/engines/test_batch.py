@@ -20,8 +20,6 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from tests.kv.samples import make_key
 
-PATIENCE = 30.0
-
 
 def nothing(_: Request) -> None:
     pass
@@ -146,35 +144,12 @@ def test_an_error_ends_all_announcements() -> None:
     assert open_now == []
 
 
-def test_prompts_are_prefilled_in_turn_then_decoded() -> None:
-    log = Log()
-    requests = [Request(name, log) for name in range(MOST_TOGETHER)]
-    assert answer(requests) == list(range(MOST_TOGETHER))
-    begin = log.events[:MOST_TOGETHER]
-    assert begin == [("prefill", name) for name in range(MOST_TOGETHER)]
-    assert sorted(log.events[-MOST_TOGETHER:])[0][0] in ("decode", "end")
-    assert log.events.count(("end", 0)) == 1, "streams are read to their ends"
-    assert log.open == 0
-
-
 def test_no_more_than_a_few_are_open_at_a_time() -> None:
     log = Log()
     count = 3 * MOST_TOGETHER + 1
     assert answer([Request(name, log) for name in range(count)]) == list(range(count))
     assert log.most_open == MOST_TOGETHER
     assert [name for event, name in log.events if event == "prefill"] == list(range(count))
-
-
-def test_those_of_a_batch_run_at_the_same_time() -> None:
-    """Each waits for all of the others within its first step."""
-    log = Log()
-    all_there = threading.Barrier(MOST_TOGETHER, timeout=PATIENCE)
-
-    def meet(_: Request) -> None:
-        all_there.wait()
-
-    requests = [Request(name, log, meet) for name in range(MOST_TOGETHER)]
-    assert answer(requests) == list(range(MOST_TOGETHER))
 
 
 def test_an_error_cancels_the_others_and_is_raised() -> None:
@@ -217,7 +192,3 @@ def test_lack_of_memory_that_stays_is_raised() -> None:
     with pytest.raises(OutOfMemoryError, match="no memory"):
         answer(requests)
     assert all(request.cancel.is_set() for request in requests)
-
-
-def test_an_empty_batch_has_no_answers() -> None:
-    assert answer([]) == []

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +18,6 @@ from cacheblend_rag.engines.batch_order import (
     by_overlap,
     in_order_of_arrival,
 )
-from tests.benchmarks.draws import draw_ranks, zipf_weights
 from tests.kv.samples import make_key
 
 KEYS = [make_key(number) for number in range(200)]
@@ -103,25 +101,6 @@ def loads(prompts: Sequence[Chunks], groups: list[list[int]], room: int) -> int:
         if len(cache) > room:
             cache.popitem(last=False)
     return count
-
-
-@pytest.mark.parametrize("room", [4, 16, 50])
-@pytest.mark.parametrize(
-    ("requests", "kinds", "drawn", "exponent"),
-    [(64, 200, 4, 1.0), (64, 60, 4, 1.0), (128, 200, 4, 1.2), (256, 200, 4, 0.8), (64, 60, 3, 0.5)],
-)
-def test_a_zipf_workload_loads_less_than_in_the_order_of_arrival(
-    requests: int, kinds: int, drawn: int, exponent: float, room: int
-) -> None:
-    weights, grouped, arrived = zipf_weights(kinds, exponent), 0, 0
-    for seed in range(5):
-        rng = random.Random(seed)
-        prompts = [chunks(*draw_ranks(rng, weights, drawn)) for _ in range(requests)]
-        own = loads(prompts, by_overlap(prompts), room)
-        first = loads(prompts, in_order_of_arrival(prompts), room)
-        assert own <= first, seed
-        grouped, arrived = grouped + own, arrived + first
-    assert grouped < arrived
 
 
 def test_topics_load_each_chunk_once() -> None:

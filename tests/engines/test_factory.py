@@ -39,14 +39,6 @@ def open_tiny(kv_path: Path | None, **options: Any):
     )
 
 
-def test_the_bundled_model_has_a_name() -> None:
-    engine = open_engine("transformers", model=TOY)
-    assert (engine.name, engine.model_name) == ("transformers", "toy")
-    assert engine.has_chat_template
-    assert len(engine.tokenize("Clara lives in Rome.")) > 3
-    engine.close()
-
-
 @pytest.mark.parametrize("read_only", [False, True])
 def test_what_one_engine_forgets_another_does_not_hold(tmp_path: Path, read_only: bool) -> None:
     shared, own = words(12, 1), words(11, 3)

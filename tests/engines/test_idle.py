@@ -68,23 +68,6 @@ def test_one_thread_is_started_with_a_job_and_ends_with_the_last(queue: IdleQueu
     assert until(lambda: not idle_threads(), PATIENCE)
 
 
-def test_each_step_waits_for_idle_time(queue: IdleQueue, engine: Idler) -> None:
-    told: SimpleQueue[object] = SimpleQueue()
-
-    def steps() -> Generator[None, None, None]:
-        for step in range(3):
-            engine.idle.clear()
-            told.put(step)
-            yield
-
-    engine.idle.clear()
-    queue.add(IdleJob("job", steps))
-    for step in range(3):
-        assert told.empty()
-        engine.idle.set()
-        assert told.get(timeout=PATIENCE) == step
-
-
 def test_jobs_of_higher_priority_go_first_of_equals_the_first(queue: IdleQueue) -> None:
     ended: SimpleQueue[str] = SimpleQueue()
     begun, go_on = Event(), Event()

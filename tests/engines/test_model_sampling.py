@@ -9,7 +9,6 @@ import pytest
 from transformers import GenerationConfig
 
 from cacheblend_rag.engines.model_sampling import (
-    UNSUPPORTED,
     ModelSampling,
     ignored_settings,
     warn_of_ignored,
@@ -34,13 +33,6 @@ def test_fields_that_are_none_take_the_models() -> None:
         stop=("x",),
         ignore_eos=True,
     )
-
-
-def test_what_is_asked_for_comes_first() -> None:
-    asked = SamplingParams(temperature=0, top_p=0.5, top_k=0, min_p=0.1, repetition_penalty=1)
-    resolved = QWEN.resolve(asked)
-    told = [resolved.temperature, resolved.top_p, resolved.top_k, resolved.min_p]
-    assert [*told, resolved.repetition_penalty] == [0, 0.5, 0, 0.1, 1]
 
 
 def test_a_model_that_says_nothing_is_greedy() -> None:
@@ -102,12 +94,3 @@ def test_what_no_engine_follows_is_told_unless_it_is_off(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         warn_of_ignored({**QWEN_SAMPLING, "max_new_tokens": 16, "eos_token_id": [1, 2]})
     assert caplog.records == []
-
-
-def test_what_transformers_fills_in_is_off() -> None:
-    """Each field exists in transformers, and no model is told of that sets none."""
-    assert ignored_settings(vars(GenerationConfig())) == []
-    assert ignored_settings(GenerationConfig._get_default_generation_params()) == []
-    named = vars(GenerationConfig()).keys()
-    of_vllm = ["presence_penalty", "frequency_penalty"]
-    assert [name for name in UNSUPPORTED if name not in named] == of_vllm

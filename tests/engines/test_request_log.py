@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from cacheblend_rag.engines.request_log import hits, log_report, logger, phases
+from cacheblend_rag.engines.request_log import log_report, logger
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds
 
@@ -45,8 +45,3 @@ def test_a_line_has_counts_hits_and_phases(caplog: Any) -> None:
     with caplog.at_level(logging.INFO, logger.name):
         log_report(report())
     assert len(caplog.messages) == 2
-
-
-def test_nothing_is_told_of_nothing() -> None:
-    assert hits([]) == "0 of 0 chunks hit"
-    assert phases({"decode": 1.0}, {}) == ""

@@ -29,13 +29,12 @@ from tests.blend.fake_stack import LAYERS, Event, FakeStack
 from tests.kv.locked import Locked
 from tests.kv.samples import SlowBytes
 from tests.prefill import test_precompute as documents
-from tests.prefill.prompts import Ranks, chunk_kv, give_up, placed, run
+from tests.prefill.prompts import chunk_kv, give_up, placed
 from tests.prefill.test_chunk_loader import (
     NAMES,
     Told,
     assert_same,
     over,
-    over_nothing,
     slow_tier,
     spans_of,
 )
@@ -200,17 +199,6 @@ def test_what_is_read_into_page_locked_memory_is_not_copied_on_the_host(
     assert staged == []
 
 
-def test_chunks_of_a_device_are_laid_from_there(beside: Beside) -> None:
-    tier = DeviceTier(beside.device, None)
-    for chunk in placed():
-        kv = chunk_kv(FakeStack(), chunk)
-        if beside.copy_stream is not None:
-            beside.copy_stream.put_here(kv.keys)
-            beside.copy_stream.put_here(kv.values)
-        tier.put(chunk.key, StoredChunk(kv, 0.0))
-    assert_same(*both(beside, lambda: [tier], ring=True, recompute_ratio=0.3))
-
-
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("selector", ["question_mid", "prior"])
 @pytest.mark.parametrize("layer", range(1, LAYERS))
@@ -226,29 +214,6 @@ def test_a_chunk_that_is_lost_midway_leaves_nothing_behind(
     assert_same(found, wanted)
     assert found[1].restarts == 1
     assert [chunk.reason for chunk in found[0].chunks] == [None, "damaged", None]
-
-
-@pytest.mark.parametrize("names", ["abc", "b"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_loses_midway_both_do_without(beside: Beside, rank: int, names: str) -> None:
-    """Also where it was all there was: the other rank's rows of it are on their way then."""
-    if beside.copy_stream is None:
-        pytest.skip("ranks of one process share no GPU")
-    tiers = [slow_tier(names), slow_tier(names)]
-    data = tiers[rank].objects[NAMES["b"].key]
-    data[spans_of(data, "b").span(2, 3)[0]] ^= 1
-
-    def of(rank: int, stack: FakeStack) -> Result:
-        return over([tiers[rank]], stack=stack, ring=True, recompute_ratio=0.3)
-
-    found = Ranks().run(of)
-    left = names.replace("b", "")
-    options = {"recompute_ratio": 0.3}
-    wanted = beside.plainly(
-        lambda: over([host_tier(left)], **options) if left else over_nothing(**options)
-    )
-    for each in found:
-        assert_same(each, wanted)
 
 
 def test_a_layer_is_on_its_way_while_the_one_before_is_computed(
@@ -346,22 +311,3 @@ def test_a_document_of_which_stored_kv_is_lost_midway(beside: Beside) -> None:
     assert list(computed) == [chunk.key for chunk in [*documents.DOCUMENT[1:], first]]
     for chunk, kv in computed.values():
         documents.check(chunk, kv)
-
-
-def test_a_computation_that_is_given_up_gives_everything_back(beside: Beside) -> None:
-    for steps in range(1, 20, 3):
-        with TieredKVStore.open() as store:
-            running = documents.alone_on(beside.stack(), store)(documents.DOCUMENT)
-            for _ in range(steps):
-                next(running)
-            running.close()
-    test_chunks_are_computed_one_by_one_alike(beside)
-    if beside.copy_stream is not None:
-        beside.copy_stream.finish()
-    assert run(_all_written(beside.buffers)) is None
-
-
-def _all_written(buffers: PinnedBuffers) -> Iterator[None]:
-    """The writer's thread takes one after the other: what follows is behind all of them."""
-    buffers.writer.submit(lambda: None).result(20)
-    yield

@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from cacheblend_rag.kv import HostTier, KVKey, StoredChunk, Tier, codec
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.prefill import prompt_pass
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
-from cacheblend_rag.report import PREFILL_PHASES, PhaseSeconds, PhaseStarts
 from tests.blend.fake_stack import LAYERS, FakeStack
 from tests.kv.samples import SlowBytes
 from tests.prefill.prompts import SPANS, Ranks, chunk_kv, placed, prompt_ids, run
@@ -292,15 +290,6 @@ def test_a_slow_tier_is_waited_for_under_its_phase_and_its_name(
         assert found.seconds["look_up"] >= 0.05
     else:
         assert found.load_by_tier["bytes"] >= 0.05
-
-
-def test_seconds_that_are_hidden_are_no_part_of_the_first_tokens() -> None:
-    powers = {phase: float(2**index) for index, phase in enumerate(PREFILL_PHASES)}
-    seconds = PhaseSeconds(**powers, decode=1e6)
-    assert seconds.time_to_first_token == 2 ** len(PREFILL_PHASES) - 1
-    assert replace(seconds, load_hidden=64.0) != seconds
-    assert replace(seconds, load_hidden=64.0).time_to_first_token == seconds.time_to_first_token
-    assert tuple(vars(PhaseStarts())) == (*PREFILL_PHASES, "decode")
 
 
 # Ranks

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from cacheblend_rag import BlendPrompt, Chunk, Document, LeadInConfig
 from cacheblend_rag.kv.chunk_kv import chunk_id, fingerprint
-from cacheblend_rag.prefill import lead_in as module
 from cacheblend_rag.prefill.lead_in import (
     ChunkPlan,
     DocumentWindow,
@@ -73,23 +72,6 @@ def test_a_chunk_with_its_lead_in_and_its_key(name: str, instruction: str, lead:
     assert plan.key.fingerprint == behind.fingerprint
     assert plan.key.context_id == (chunk_id(context) if name == "document" else "")
     assert behind.key(DOCUMENT.to_chunks()[0]).context_id == ""
-
-
-def test_the_lead_in_begins_as_a_prompt_does() -> None:
-    """Of a tokenizer that puts a token in front; ``none`` leaves that one out, too."""
-    encoder = PromptEncoder(make_tokenizer())
-    encoder.opening = (1,)
-    leads = {
-        name: LeadIn(
-            encoder,
-            LeadInConfig(kind=name),
-            instruction="",
-            identity={},
-            namespace="",  # type: ignore[arg-type]
-        ).tokens
-        for name in ("none", "bos", "instruction", "document")
-    }
-    assert leads == {"none": (), "bos": (1,), "instruction": (1,), "document": (1,)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -196,18 +178,6 @@ def test_of_a_window_outgrown_the_last_half_stays(
 ) -> None:
     pieces = tuple((7,) * n for n in kept)
     assert lengths(next_window(pieces, (7,) * piece, window)) == left
-
-
-def test_few_windows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CACHED_WINDOWS", 3)
-    monkeypatch.setattr(module, "PIECES_BETWEEN_WINDOWS", 4)
-    chunks = Document("long", tuple(words(3, i) for i in range(40))).to_chunks()
-    lead_in, plain = make_lead_in(window=20), make_lead_in(window=20)
-    lead_in.key(chunks[-1])
-    pieces = 39 * 2  # with their separators
-    assert len(lead_in._windows) == -(-pieces // 4)
-    assert [lead_in.key(c) for c in chunks] == [plain.key(c) for c in reversed(chunks)][::-1]
-    assert len(lead_in._windows) <= 3 + 1
 
 
 # Chunks in a prompt

@@ -18,11 +18,9 @@ from cacheblend_rag.prefill.precompute import (
     compute_one_by_one,
     context_deviation,
     document_plans,
-    keys_of_prior_layer,
-    prior_layer,
 )
 from tests.blend.fake_stack import KV_HEADS, LAYERS, VOCABULARY, FakeStack, plain_kv
-from tests.prefill.prompts import Ranks, run
+from tests.prefill.prompts import Ranks
 
 FINGERPRINT = fingerprint({"model": "fake"})
 LEAD = (1, 2)
@@ -259,18 +257,6 @@ def test_stored_kv_that_one_rank_cannot_read_is_computed_by_both() -> None:
 # The prior's layer
 
 
-def test_the_prior_is_seen_in_the_second_layer_or_the_only_one() -> None:
-    ids = piece(3)
-    for windows, layer in (((None,) * 3, 1), ((None,), 0)):
-        stack = FakeStack(windows=windows)
-        assert prior_layer(stack) == layer
-        keys = run(keys_of_prior_layer(stack, ids))
-        torch.testing.assert_close(
-            keys, plain_kv(stack, torch.tensor(ids))[0][layer], atol=1e-5, rtol=0
-        )
-        assert {event.layer for event in stack.log} == set(range(layer + 1))
-
-
 def test_deviation_is_of_keys_turned_to_where_they_stand() -> None:
     stack = FakeStack()
     keys = torch.randn(KV_HEADS, 6, 8, generator=torch.Generator().manual_seed(1))
@@ -282,13 +268,3 @@ def test_deviation_is_of_keys_turned_to_where_they_stand() -> None:
     torch.testing.assert_close(
         found, torch.tensor([0.0, 0, 0, 0, 4, 0]) / length, atol=1e-4, rtol=0
     )
-
-
-@pytest.mark.parametrize("how", ["one by one", "in a document"])
-def test_no_hidden_state_is_computed_that_nobody_asks_for(how: str) -> None:
-    stack, store = FakeStack(), TieredKVStore.open()
-    if how == "one by one":
-        list(compute_one_by_one(stack, [LONE], store))
-    else:
-        list(compute_document(stack, document_plans([LONE])[0], store))
-    assert {event.layer for event in stack.log if event.kind == "run"} == {0, 1, 2}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import torch
 
 from cacheblend_rag import BlendConfig, TieredKVStore
 from cacheblend_rag.blend import BlendPass, FusedKV, passes, plan_schedule
-from cacheblend_rag.blend.layer_part import LayerPart
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import probe_question
 from cacheblend_rag.blend.rotary import rotated
@@ -23,8 +19,8 @@ from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
 from cacheblend_rag.kv.timings import Speeds
-from cacheblend_rag.prefill import chunk_loader, stopwatch
 from cacheblend_rag.prefill import prompt_pass as prompt_pass_module
+from cacheblend_rag.prefill import stopwatch
 from cacheblend_rag.prefill.controller import Decision, Kind, Rates, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NOT_STORED
@@ -32,7 +28,6 @@ from cacheblend_rag.prefill.prompt_pass import (
     COMPUTING,
     FusedPrompt,
 )
-from cacheblend_rag.prefill.stopwatch import Stopwatch
 from tests.blend.fake_stack import LAYERS, FakeStack, plain_kv
 from tests.prefill.prompts import (
     LEAD,
@@ -120,35 +115,6 @@ def test_a_prompt_is_its_chunks_laid_down_and_one_pass(selector: str, hits: str)
         assert report.recomputed == int(wanted.stats.recomputed[start:end].sum())
 
 
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {"selector": "hkvd", "check_layers": (1, 2)},
-    {"selector": "question_mid", "selector_options": {"layers": [2], "heads": "max"}},
-)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("protected", ["", "b"])
-@pytest.mark.parametrize("ratio", [0.4, 1.0])
-def test_what_a_request_asks_for_reaches_the_pass(
-    options: dict[str, Any], protected: str, ratio: float
-) -> None:
-    config = {"recompute_ratio": ratio, **options}
-    found = finished(prompt_pass(filled(placed()), placed(protected), **config))
-    wanted = by_hand(BlendConfig(**config), protected=protected)
-    assert torch.equal(found.fused.keys, wanted.fused.keys)
-    assert torch.equal(found.fused.values, wanted.fused.values)
-    assert torch.equal(found.hidden, wanted.hidden)  # type: ignore[arg-type]
-    assert found.compute_share == wanted.compute_share
-    recomputed = [chunk.recomputed for chunk in found.chunks]
-    spans = SPANS.values()
-    assert recomputed == [int(wanted.stats.recomputed[a:b].sum()) for a, b in spans]
-    assert sum(recomputed) <= math.ceil(ratio * sum(b - a for a, b in spans))
-    if ratio == 1:
-        plain = by_hand(BlendConfig(recompute_ratio=1.0))
-        assert torch.equal(found.fused.keys, plain.fused.keys)
-        assert torch.equal(found.hidden, plain.hidden)  # type: ignore[arg-type]
-
-
 def cut(chunks: list[PlacedChunk], lost: tuple[int, int]) -> list[PlacedChunk]:
     """The chunks where a prompt has other tokens at their edges."""
     ids = prompt_ids().tolist()
@@ -178,21 +144,6 @@ def test_of_a_run_the_inner_part_of_the_stored_chunk_is_used(
     assert told == [(True, end - start, sum(lost)) for start, end in SPANS.values()]
 
 
-def test_a_run_of_packed_numbers_is_cut_as_plain_ones_are() -> None:
-    store, packed = TieredKVStore.open(), TieredKVStore.open(precision="fp8")
-    for chunk in placed():
-        packed.put(chunk.key, chunk_kv(FakeStack(), chunk))
-        stored = packed.get(chunk.key).kv
-        assert stored is not None
-        store.put(chunk.key, replace(stored, precision="native"))
-    reuse = vars_of(BlendConfig(recompute_ratio=0.0))
-    plain, kept = (
-        finished(prompt_pass(s, cut(placed(), (2, 1)), **reuse)) for s in (store, packed)
-    )
-    assert torch.equal(plain.fused.keys, kept.fused.keys)
-    assert torch.equal(plain.fused.values, kept.fused.values)
-
-
 def vars_of(config: BlendConfig) -> dict[str, Any]:
     return {"selector": config.selector, "recompute_ratio": config.recompute_ratio}
 
@@ -209,32 +160,6 @@ def test_a_pass_that_goes_on_without_chunks_is_ordinary_prefill(
     torch.testing.assert_close(found.hidden[0, 0], hidden[-1], atol=1e-5, rtol=0)  # type: ignore[index]
     assert not found.blended
     assert [chunk.reason for chunk in found.chunks] == ["not stored"] * 3
-
-
-def test_only_the_first_tokens_are_computed_until_as_many_as_are_wanted() -> None:
-    """The scheduler of a server keeps the last token; its slot in the buffer stays untouched."""
-    stack, until = FakeStack(), TOKENS - 1
-    found = finished(
-        prompt_pass(
-            filled(placed()), placed(), stack,
-            {"until": until, "needs_hidden": False, "reserve": 5}, recompute_ratio=0.0,
-        )
-    )  # fmt: skip
-    assert found.hidden is None
-    assert max(row for event in stack.log for row in event.rows) == until - 1
-    assert found.fused.tokens == TOKENS
-    assert found.fused.keys.shape[2] == TOKENS + 5
-    whole = by_hand(BlendConfig(recompute_ratio=0.0), needs_hidden=False)
-    first = slice(0, until)
-    torch.testing.assert_close(
-        found.fused.keys[:, :, first], whole.fused.keys[:, :, first], atol=1e-5, rtol=0
-    )
-    share = BlendPass(
-        stack, prompt_ids()[:until], found.fused, Candidates.none(until),
-        plan_schedule(BlendConfig(recompute_ratio=1.0), LAYERS), needs_hidden=False,
-    )  # fmt: skip
-    share.run()
-    assert 0 < found.compute_share < share.compute_share
 
 
 # What is known of chunks
@@ -294,73 +219,7 @@ def test_a_question_is_what_follows_the_last_chunk_or_the_last_token() -> None:
     assert found.chunks[2].reason == "not stored"
 
 
-@pytest.mark.parametrize(("reserve", "placings"), [(0, [3, 3, 3, 3]), (None, [6, 6, 6, 3])])
-def test_a_probe_that_ends_midway_loads_no_more(
-    reserve: int | None, placings: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A ring is loaded again from layer 0 on, a whole buffer goes on where the probe ended."""
-    placed_at: list[tuple[int, int]] = []
-    place = chunk_loader.place_parts
-    stack = FakeStack()
-
-    def noted(fused: FusedKV, layer: int, parts: Sequence[LayerPart]) -> None:
-        placed_at.extend((layer, len(stack.log)) for _ in parts)
-        place(fused, layer, parts)
-
-    monkeypatch.setattr(chunk_loader, "place_parts", noted)
-    options = {"reserve": reserve}
-    found = finished(
-        prompt_pass(
-            filled(placed()), placed(), stack, options,
-            selector="question_mid", selector_options={"layers": [2]},
-        )
-    )  # fmt: skip
-    ran = [layer for layer, _ in groupby(event.layer for event in stack.log)]
-    assert ran == [0, 1, 2, 0, 1, 2, 3]
-    assert [sum(layer == one for one, _ in placed_at) for layer in range(LAYERS)] == placings
-    last = [ran_before for layer, ran_before in placed_at if layer == LAYERS - 1]
-    assert last == [6] * len(SPANS), "after three layers of the probe and three of the pass"
-    assert found.selector == "question_mid"
-
-
 # Steps
-
-
-def test_a_step_is_the_buffer_or_a_chunk_or_a_block() -> None:
-    stack, told = FakeStack(row_block=4), []
-    work = prompt_pass(
-        filled(placed()), placed(), stack,
-        {"on_layer": lambda layer, fused: told.append((layer, fused.keys[layer].clone()))},
-        selector="question_mid", recompute_ratio=0.0001,
-    )  # fmt: skip
-    steps, before = work.steps(), 0
-    while not stack.log:
-        next(steps)
-        before += 1
-    assert before - 1 == 1 + len(SPANS) + 2, "before them, a chunk each, the choice, the buffer"
-    done = run(steps)
-    assert [layer for layer, _ in told] == list(range(LAYERS))
-    for layer, keys in told:
-        assert torch.equal(keys, done.fused.keys[layer])
-
-
-def test_seconds_are_charged_to_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter(range(10_000))
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(ticks))
-    watch = Stopwatch(torch.device("cpu"), {"load": 10.0})
-    watch.lap("load")
-    watch.skip()
-    watch.lap("recompute")
-    watch.move(0.25, "recompute", "selection")
-    assert watch.seconds == {"load": 11.0, "recompute": 0.75, "selection": 0.25}
-    assert watch.starts == {"load": 0, "recompute": 2}
-    watch.move(0.0, "recompute", "load", 7.0)
-    watch.move(0.0, "recompute", "selection", 8.0)
-    watch.lap("recompute")
-    assert watch.starts == {"load": 0, "recompute": 2, "selection": 8.0}, "of the first time"
-    watch.move(1e6, "recompute", "load")
-    assert watch.seconds["recompute"] == 0, "never below 0"
-    assert Stopwatch(torch.device("cpu")).seconds == {}
 
 
 def test_slow_layers_count_for_the_phase_that_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,17 +423,6 @@ def test_what_others_do_meanwhile_is_no_time_of_the_pass() -> None:
     found = finished(prompt_pass(filled(placed()), placed(), None, options))
     computing = sum(found.seconds.get(phase, 0.0) for phase in COMPUTING)
     assert rates.seconds == [pytest.approx(computing / 4, rel=0.5)]
-
-
-def test_a_controller_knows_which_chunks_are_not_recomputed() -> None:
-    controller = Decides()
-    finished(prompt_pass(filled(placed()), placed(protected="b"), None, {"controller": controller}))
-    told = [(part.start, part.end, part.protected) for part in controller.parts]
-    prior = chunk_kv(FakeStack(), placed()[1]).prior
-    assert prior is not None
-    kept = int((~free_by_hand(prior.tolist(), BlendConfig().protect_context)).sum())
-    assert told == [(*SPANS[name], kept if name == "b" else 0) for name in "abc"]
-    assert 0 < kept < len(prior)
 
 
 def test_a_ratio_that_was_left_open_is_the_controllers() -> None:

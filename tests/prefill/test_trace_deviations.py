@@ -15,9 +15,6 @@ from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.trace import Deviations, Trace
 from tests.blend.fake_stack import LAYERS, FakeStack
 from tests.blend.test_passes import ENDS, Case, Prompt, Slow
-from tests.prefill.prompts import (
-    traces_alone_and_of_ranks,
-)
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"selector": "hkvd", "check_layers": (1,)},
@@ -105,10 +102,3 @@ def test_protected_tokens_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     start, end = ENDS["between"], ENDS["b"]
     assert trace.protected == tuple(range(start, end))
     assert not slow.eligible & set(trace.protected)
-
-
-def test_ranks_trace_the_same_layers() -> None:
-    alone, first = traces_alone_and_of_ranks(selector="hkvd", recompute_ratio=0.3)
-    for one, both in zip(alone.layers, first.layers, strict=True):
-        assert both.values.mean == pytest.approx(2 * one.values.mean)
-        assert both.keys.size == pytest.approx(2 * one.keys.size)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend_rag.engines.sampling import LONGEST_STOP, ResolvedSampling, SamplingParams
-from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
+from cacheblend_rag.engines.sampling import LONGEST_STOP, SamplingParams
+from cacheblend_rag.engines.transformers.decoding import TextStream
 from cacheblend_rag.errors import ConfigError
 
 
@@ -93,18 +92,3 @@ def test_a_long_stop_string_costs_a_look_or_two_a_token() -> None:
     assert Counted.looks <= 6 * len(text)
     with pytest.raises(ConfigError, match="must hold strings of at most 4096 characters"):
         SamplingParams(stop=("a" * (LONGEST_STOP + 1),))
-
-
-def test_top_k_top_p_and_min_p_leave_only_the_best() -> None:
-    logits = torch.tensor([[0.0, 3.0, 2.0, -1.0]])
-    for sampling in (
-        ResolvedSampling(temperature=5, top_k=2, seed=0),
-        ResolvedSampling(temperature=1.0, top_p=0.9, seed=0),
-        ResolvedSampling(temperature=1.0, min_p=0.2, seed=0),
-    ):
-        sampler = Sampler(sampling, torch.device("cpu"))
-        assert {sampler.draw(logits, []) for _ in range(60)} == {1, 2}
-
-
-def test_one_stop_string_need_not_be_a_tuple() -> None:
-    assert SamplingParams(stop="end").stop == ("end",)

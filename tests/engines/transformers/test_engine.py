@@ -43,15 +43,6 @@ def test_an_end_token_ends_the_answer_unless_ignored(
     assert len(engine.generate(TEXT, SamplingParams(6, ignore_eos=True)).token_ids) == 6
 
 
-def test_a_repetition_penalty_reaches_the_prompt_too(make_engine: EngineFactory) -> None:
-    engine = make_engine()
-    seen = set(engine.tokenizer(TEXT)["input_ids"])
-    strong = SamplingParams(max_tokens=12, repetition_penalty=1e6)
-    drawn = engine.generate(TEXT, strong).token_ids
-    assert len(set(drawn)) == 12
-    assert not seen & set(drawn)
-
-
 def test_an_empty_prompt_is_refused_even_where_a_bos_token_is_added(
     make_engine: EngineFactory,
 ) -> None:

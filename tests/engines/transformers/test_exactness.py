@@ -10,7 +10,6 @@ from transformers.cache_utils import DynamicCache
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
-from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.transformers.compatibility import open_stack
@@ -96,19 +95,6 @@ def ordinary_kv(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor
     )
 
 
-def ordinary_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=ids[None], use_cache=False).logits[0, -1].float()
-
-
-@pytest.mark.parametrize("hits", [(), (1,), (0, 2)], ids=str)
-def test_ratio_one_is_exact_with_chunks_missing_anywhere(
-    model: PreTrainedModel, hits: tuple[int, ...]
-) -> None:
-    case = Case(model)
-    run = case.run(1.0, hits=hits)
-    assert (case.logits(run) - ordinary_logits(case.model, case.ids)).abs().max() <= 1e-4
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -153,23 +139,3 @@ def test_re_rotated_keys_equal_keys_computed_in_place(model: PreTrainedModel, of
         )
         moved = rotated(near, by.of(layer))
         assert (moved - far).abs().max() <= 1e-3
-
-
-def test_a_step_runs_one_block_of_rows_through_one_layer() -> None:
-    """So a neighbour's next token waits for a block, not for a layer of a long prompt."""
-    case = Case(make_model())
-    tokens, layers = case.ids.numel(), case.stack.geometry.layers
-    candidates = Candidates.none(tokens)
-    fused = FusedKV(case.stack.geometry, tokens)
-    finished: list[int] = []
-    run = BlendPass(
-        case.stack, case.ids, fused, candidates, REUSE_ONLY, row_block=50,
-        on_layer=lambda layer, _: finished.append(layer),
-    )  # fmt: skip
-    steps = []
-    for _ in run.steps():
-        steps.append(finished.copy())
-        finished.clear()
-    between: list[list[int]] = [[]] * (-(-tokens // 50) - 1)
-    assert steps == [step for layer in range(layers) for step in (*between, [layer])]
-    assert (case.logits(run) - ordinary_logits(case.model, case.ids)).abs().max() <= 1e-4

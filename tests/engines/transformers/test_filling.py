@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from weakref import ref
@@ -22,7 +21,6 @@ from cacheblend_rag import (
     TieredKVStore,
     TransformersEngine,
 )
-from cacheblend_rag.engines.transformers.model_steps import lock_of
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from tests.engines.transformers.conftest import EngineFactory
 from tests.kv.samples import until
@@ -85,18 +83,6 @@ def test_what_is_filled_is_what_precompute_stores(
         assert mine.prior is not None
         assert wanted.prior is not None
         torch.testing.assert_close(mine.prior, wanted.prior, atol=1e-4, rtol=1e-3)
-
-
-def test_nothing_is_filled_while_a_request_has_the_model(make_filling: EngineFactory) -> None:
-    engine, chunks = make_filling(), [Chunk(words(40, 3))]
-    engine.register(chunks)
-    with lock_of(engine.model).taken():
-        engine.generate(asking(chunks), SHORT)
-        assert engine.fill_report().waiting == 1
-        time.sleep(0.3)
-        assert stored(engine, chunks) == []
-        assert (engine.fill_report().waiting, engine.fill_report().computed) == (1, 0)
-    assert until(lambda: engine.fill_report().computed == 1, PATIENCE)
 
 
 def test_a_request_comes_between_the_layers_of_what_is_filled(make_filling: EngineFactory) -> None:

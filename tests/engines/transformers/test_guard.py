@@ -162,16 +162,6 @@ def test_waiting_prompts_are_bounded_and_go_with_the_engine(make_guarded: Engine
     assert engine.guard_report().compared == 0
 
 
-def test_long_prompts_are_not_kept(make_guarded: EngineFactory) -> None:
-    engine, chunks = (
-        make_guarded(GuardConfig(sample_share=1.0, most_tokens=30)),
-        [Chunk(words(40, 3))],
-    )
-    engine.precompute(chunks, progress=False)
-    engine.generate(asking(*chunks), GREEDY)
-    assert (engine.guard_report().dropped, engine.guard_report().waiting) == (1, 0)
-
-
 def test_evicted_chunks_are_dropped_and_other_work_is_not_sampled(
     make_guarded: EngineFactory,
 ) -> None:

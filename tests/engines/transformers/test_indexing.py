@@ -118,21 +118,6 @@ def test_editing_a_document_recomputes_only_what_follows_the_edit(
     assert old[2].text not in engine.registry
 
 
-def test_stored_kv_of_another_shape_is_no_part_of_a_document_pass(
-    make_engine: EngineFactory,
-) -> None:
-    engine, other = make_engine(instruction=INSTRUCTION), make_engine(instruction=INSTRUCTION)
-    other.precompute([DOCUMENT], progress=False)
-    chunks = DOCUMENT.to_chunks()
-    wrong = torch.zeros(4, 2, 3, 16)
-    engine.store.put(keys_of(other, chunks[1])[0], ChunkKV(wrong, wrong, 0))
-    engine.precompute([DOCUMENT], progress=False)
-    for chunk in chunks:
-        torch.testing.assert_close(
-            stored(engine, chunk).keys, stored(other, chunk).keys, atol=1e-5, rtol=0
-        )
-
-
 @pytest.mark.parametrize("lead_in", ["bos", "document"])
 def test_many_items_are_computed_part_by_part(make_engine: EngineFactory, lead_in: str) -> None:
     engine = make_engine(lead_in=lead_in)
@@ -146,19 +131,6 @@ def test_many_items_are_computed_part_by_part(make_engine: EngineFactory, lead_i
     report = engine.precompute([*items, *items[:5]], progress=False)
     assert (report.computed, report.skipped) == (90 + 80, 15)
     assert len(engine.store.keys()) == 170
-
-
-def test_the_prior_is_nothing_where_nothing_precedes_and_something_after(
-    make_engine: EngineFactory,
-) -> None:
-    for lead_in in ("document", "instruction"):
-        engine = make_engine(lead_in=lead_in, instruction=INSTRUCTION)
-        engine.precompute([DOCUMENT, Chunk(words(9, 9))], progress=False)
-        priors = [stored(engine, chunk).prior for chunk in DOCUMENT.to_chunks()]
-        assert priors[0] is not None
-        assert priors[0].abs().max() < 1e-6
-        assert all(p is not None and (p > 1e-4).all() for p in priors[1:])
-        assert stored(engine, Chunk(words(9, 9))).prior is None
 
 
 @pytest.mark.parametrize("lead_in", ["document", "instruction"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -243,18 +242,6 @@ def test_a_damaged_block_is_computed_and_stored_again(
     assert again.token_ids == alone.token_ids
     assert again.report.prefix_tokens in (0, BLOCK_TOKENS)  # the second block is sound
     assert asked(engine, with_chunks(QUESTIONS[2])).report.prefix_tokens == REUSED
-
-
-def test_threads_share_it(make_engine: EngineFactory) -> None:
-    engine = make_engine(recompute_ratio=0.3)
-    engine.precompute(CHUNKS, progress=False)
-    prompts = [kind(question) for question in QUESTIONS for kind in (with_chunks, without)]
-    wanted = [anew(engine, prompt).token_ids for prompt in prompts]
-    asked(engine, prompts[0])
-    with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(lambda prompt: engine.generate(prompt, GREEDY), prompts))
-    assert [answer.token_ids for answer in answers] == wanted
-    assert {answer.report.prefix_tokens for answer in answers} <= {REUSED, REUSED + BLOCK_TOKENS}
 
 
 def test_it_takes_no_more_than_the_store_gives(make_engine: EngineFactory) -> None:

@@ -48,19 +48,3 @@ def test_no_turn_is_left_over_while_one_is_taken_or_wanted() -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert gets_left_over(turns, PATIENCE)
-
-
-def test_a_turn_that_was_left_over_is_driven_alone() -> None:
-    turns, done = PriorityLock(), Event()
-
-    def drive() -> None:
-        with turns.taken():
-            done.set()
-
-    thread = Thread(target=drive)
-    with turns.left_over(PATIENCE) as is_mine:
-        assert is_mine
-        thread.start()
-        assert not done.wait(0.05)
-    assert done.wait(PATIENCE)
-    thread.join(PATIENCE)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cacheblend_rag import Chunk, OutOfMemoryError, SamplingParams, TransformersEngine
 from cacheblend_rag.engines.answer import Delta, Generation
@@ -330,20 +330,4 @@ def test_requests_of_two_adapters_decode_at_once(make_engine: EngineFactory) -> 
         return [cast(Generation, pieces[-1].generation).token_ids, answers[1].token_ids]
 
     assert after_change(beside=True) == after_change(beside=False)
-    engine.close()
-
-
-def test_a_model_that_cannot_be_blended_still_serves_threads_and_batches(
-    make_engine: EngineFactory,
-) -> None:
-    torch.manual_seed(7)
-    shape = GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=2, n_positions=256)
-    engine = make_engine(with_model=GPT2LMHeadModel(shape).eval())
-    assert engine.blend_refusal is not None
-    prompts = [words(9 + n, n) for n in range(3)]
-    wanted = [engine.generate(prompt, greedy()).token_ids for prompt in prompts]
-    batch = engine.generate_batch(prompts, greedy())
-    assert [answer.token_ids for answer in batch] == wanted
-    threads = in_threads([lambda p=p: engine.generate(p, greedy()) for p in prompts])
-    assert [answer.token_ids for answer in threads] == wanted
     engine.close()
