@@ -56,7 +56,6 @@ class ReasonCode(StrEnum):
     EXACT = "exact"
     NO_PRIOR = "no_prior"
     SOME_SLOW = "some_slow"
-    RETRIED = "retried"
     RATIO_MEASURED = "ratio_measured"
     RATIO_UNMEASURED = "ratio_unmeasured"
 

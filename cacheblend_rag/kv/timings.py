@@ -36,13 +36,11 @@ class Estimate:
     Args:
         latency: fixed seconds, whatever the size.
         units_per_second: rate beyond that.
-        spread: median distance of the measurements from the estimate, as a share of it.
         count: how many measurements there are.
     """
 
     latency: float
     units_per_second: float
-    spread: float = 0.0
     count: int = 0
 
     @property
@@ -78,9 +76,7 @@ class Timings:
         if not recent:
             return None
         latency, per_unit = _line(recent) or (0.0, median(s / units for units, s in recent))
-        estimate = Estimate(latency, 1 / max(per_unit, 1e-15), count=len(recent))
-        off = median(abs(seconds / estimate.seconds(units) - 1) for units, seconds in recent)
-        return Estimate(latency, estimate.units_per_second, off, len(recent))
+        return Estimate(latency, 1 / max(per_unit, 1e-15), len(recent))
 
 
 def _line(measured: list[tuple[float, float]]) -> tuple[float, float] | None:
@@ -98,29 +94,31 @@ def _line(measured: list[tuple[float, float]]) -> tuple[float, float] | None:
 
 
 class Speeds:
-    """Measurements of tiers, by name. May be used by several threads at once.
+    """Measurements by name, such as of tiers. May be used by several threads at once.
 
-    clock: returns the time in seconds.
+    clock: returns the time in seconds. keep_seconds: age at which measurements expire.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._reads: dict[str, Timings] = {}
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, keep_seconds: float = STALE_SECONDS
+    ) -> None:
+        self._clock, self._keep_seconds = clock, keep_seconds
+        self._timings: dict[str, Timings] = {}
         self._lock = threading.Lock()
 
-    def record(self, tier: str, nbytes: int, seconds: float) -> None:
-        """Record the duration of a read; a read of no bytes is ignored."""
-        if nbytes <= 0:
+    def record(self, name: str, units: float, seconds: float) -> None:
+        """Record the duration of work, such as a read of so many bytes; no work is ignored."""
+        if units <= 0:
             return
         with self._lock:
-            reads = self._reads.setdefault(tier, Timings(STALE_SECONDS, self._clock))
-            reads.add(nbytes, max(seconds, 0.0))
+            timings = self._timings.setdefault(name, Timings(self._keep_seconds, self._clock))
+            timings.add(units, max(seconds, 0.0))
 
-    def of(self, tier: str) -> Estimate | None:
-        """Return the recent speed of a tier, in bytes; None if unknown."""
+    def of(self, name: str) -> Estimate | None:
+        """Return the recent speed of a tier, say; None if unknown."""
         with self._lock:
-            reads = self._reads.get(tier)
-            return None if reads is None else reads.estimate()
+            timings = self._timings.get(name)
+            return None if timings is None else timings.estimate()
 
 
 class BusySeconds:

@@ -35,11 +35,6 @@ def test_few_measurements_are_known_to_be_few() -> None:
     assert estimate((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)).is_known
 
 
-def test_the_spread_is_how_far_measurements_lie_from_the_estimate() -> None:
-    assert estimate((1.0, 2.0), (2.0, 4.0), (3.0, 6.0)).spread == pytest.approx(0.0)
-    assert estimate((1.0, 0.8), (1.0, 1.0), (1.0, 1.3)).spread == pytest.approx(0.2)
-
-
 def test_sizes_that_are_much_alike_tell_no_fixed_part() -> None:
     measured = [(1000.0 + number, 1.0 - number / 100) for number in range(KEPT)]
     assert estimate(*measured).latency == 0.0
@@ -55,7 +50,7 @@ def test_each_measurement_ages_by_itself() -> None:
     assert (found and found.count) == 2
     now[0] = 61.0
     found = timings.estimate()
-    assert found == Estimate(0.0, 1.0, 0.0, 1)
+    assert found == Estimate(0.0, 1.0, 1)
     now[0] = 111.0
     assert timings.estimate() is None
 

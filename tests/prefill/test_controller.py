@@ -15,7 +15,6 @@ from cacheblend_rag.prefill import controller as controller_module
 from cacheblend_rag.prefill.controller import (
     KEEP_SECONDS,
     MARGIN,  # as it is shipped: tests/conftest.py changes it when tests begin
-    RETRY_SECONDS,
     Controller,
     Rates,
     StoredPart,
@@ -151,19 +150,6 @@ def test_below_break_even_it_is_ordinary_prefill() -> None:
     assert slow_rows.load == ()
 
 
-def test_a_short_prefill_is_preferred_to_a_load_that_takes_twice_as_long() -> None:
-    decision = controller(prefill=0.03, blend=0.03, disk=0.06 / 4).decide(TOKENS, PARTS, PLAIN)
-    assert decision.load == ()
-    assert decision.why == "ordinary prefill takes 30 ms, blending would take 66 ms"
-
-
-def test_a_short_blend_is_preferred_to_a_prefill_that_takes_twice_as_long() -> None:
-    part = computing(PLAIN.ratio)
-    made = controller(prefill=0.06, blend=0.03 / part, disk=0.03 / 4)
-    decision = made.decide(TOKENS, PARTS, PLAIN)
-    assert (decision.load, decision.why) == (tuple(PARTS), None)
-
-
 @pytest.mark.parametrize("times", [1, 2])
 def test_few_measurements_decide_nothing(times: int) -> None:
     for slow in (controller(disk=50.0, times=times), controller(blend=50.0, times=times)):
@@ -188,40 +174,6 @@ def test_one_bad_measurement_never_decides() -> None:
             made.speeds.record("s3", 2000, 60.0)
             decision = made.decide(TOKENS, parts, PLAIN)
             assert (decision.load, decision.why) == (tuple(parts), None)
-
-
-def test_what_differs_by_no_more_than_its_spread_is_not_given_up() -> None:
-    """Where such passes take 60 to 140 ms, 100 ms are not more than 80; and 500 are."""
-    made = controller(prefill=0.08, blend=None, disk=0.001)
-    part = computing(PLAIN.ratio)
-    for seconds in (0.06, 0.14, 0.1):
-        made.rates.record("blend", FULL, seconds / part)
-    assert made.decide(TOKENS, PARTS, PLAIN).load == tuple(PARTS)
-    steady = controller(prefill=0.08, blend=0.1 / part, disk=0.001)
-    assert steady.decide(TOKENS, PARTS, PLAIN).load == ()
-    for seconds in (0.3, 0.7, 0.5):
-        made.rates.record("blend", FULL, seconds / part)
-    assert made.decide(TOKENS, PARTS, PLAIN).load == ()
-
-
-def test_what_was_given_up_is_tried_again_and_recovers() -> None:
-    clock = Clock()
-    made = controller(prefill=1.0, blend=20.0, clock=clock, times=5)
-    assert made.decide(TOKENS, PARTS, PLAIN).load == ()
-    tried = 0
-    for _ in range(100):
-        clock.now += RETRY_SECONDS / 4
-        decisions = [made.decide(TOKENS, PARTS, PLAIN) for _ in range(3)]
-        blended = [one for one in decisions if one.load]
-        if len(blended) == 3:
-            break
-        tried += len(blended)
-        for one in blended:
-            assert (one.why or "").startswith("tried again, though ordinary prefill takes 1,000 ms")
-            assert len(blended) == 1, "one prompt in a while, however many there are"
-            made.rates.record("blend", FULL, 0.5)
-    assert tried == 3, "the median of five is that of the last three"
-    assert made.decide(TOKENS, PARTS, PLAIN).why is None
 
 
 def test_old_measurements_of_passes_are_forgotten() -> None:
@@ -268,24 +220,6 @@ def test_protected_tokens_are_not_recomputed(protected: int) -> None:
         halves = here[:100].sum(), here[100:].sum()
         assert abs(int(halves[0]) - int(halves[1])) <= 1, "spread evenly"
     assert eligible.sum() == 4 * (200 - protected)
-
-
-def test_rates_are_of_work_done_lately() -> None:
-    rates = Rates()
-    assert rates.of("blend") is None
-    rates.record("blend", 0.0, 1.0)
-    rates.record("blend", 1.0, 0.0)
-    assert rates.of("blend") is None
-    rates.record("blend", 100.0, 1.0)
-    found = rates.of("blend")
-    assert found is not None
-    assert found.units_per_second == 100.0
-    assert rates.of("prefill") is None
-    for _ in range(20):
-        rates.record("blend", 100.0, 10.0)
-    found = rates.of("blend")
-    assert found is not None
-    assert found.units_per_second == pytest.approx(10.0, rel=0.05)
 
 
 @pytest.mark.parametrize(

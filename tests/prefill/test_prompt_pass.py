@@ -21,7 +21,7 @@ from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
 from cacheblend_rag.kv.timings import Speeds
 from cacheblend_rag.prefill import prompt_pass as prompt_pass_module
 from cacheblend_rag.prefill import stopwatch
-from cacheblend_rag.prefill.controller import Decision, Kind, Rates, StoredPart
+from cacheblend_rag.prefill.controller import Decision, Rates, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NOT_STORED
 from cacheblend_rag.prefill.prompt_pass import (
@@ -378,7 +378,7 @@ class Recorded(Rates):
         super().__init__()
         self.seconds: list[float] = []
 
-    def record(self, kind: Kind, work: float, seconds: float) -> None:
+    def record(self, name: str, units: float, seconds: float) -> None:
         self.seconds.append(seconds)
 
 

@@ -35,8 +35,8 @@ class Recorded(Rates):
         super().__init__()
         self.told: list[tuple[str, float, float]] = []
 
-    def record(self, kind: Any, work: float, seconds: float) -> None:
-        self.told.append((kind, work, seconds))
+    def record(self, name: str, units: float, seconds: float) -> None:
+        self.told.append((name, units, seconds))
 
 
 class Device:
