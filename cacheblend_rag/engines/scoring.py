@@ -78,12 +78,6 @@ class ScoringEngine(Protocol):
             config: as for score.
             hints: as for score.
             full: as for score.
-
-        Raises:
-            PromptError: as score.
-            PromptTooLongError: as score.
-            ConfigError: as score.
-            OutOfMemoryError: as score.
         """
         ...
 
@@ -106,12 +100,6 @@ class ScoringEngine(Protocol):
             config: as for score.
             hints: as for score.
             full: as for score.
-
-        Raises:
-            PromptError: as score.
-            PromptTooLongError: as score.
-            ConfigError: as score.
-            OutOfMemoryError: as score.
         """
         ...
 

@@ -29,7 +29,7 @@ from cacheblend_rag.kv.shared_chunk import Found
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.stored_chunk import miss_of
 from cacheblend_rag.kv.timings import LayerWait
-from cacheblend_rag.prefill.stopwatch import LoadTimes
+from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import MissReason
 
 WAIT_SECONDS = 0.001
@@ -111,7 +111,7 @@ class ChunkLoader:
     """Copies chunks into the buffer of a pass, the same on all ranks.
 
     places: their destinations, in the order of ``source``. fused: the buffer, set by ``into``;
-    finding chunks needs none. times: of waiting for layers, and of copying them.
+    finding chunks needs none. watch: gets the times of waiting for layers, and of copying them.
 
     On a GPU a layer is copied on the copy stream, and the compute stream waits for it; while a
     layer is computed, the next one is copied if it has been read.
@@ -122,11 +122,17 @@ class ChunkLoader:
 
     fused: FusedKV
 
-    def __init__(self, stack: DecoderStack, places: Sequence[Place], source: LayerSource) -> None:
+    def __init__(
+        self,
+        stack: DecoderStack,
+        places: Sequence[Place],
+        source: LayerSource,
+        watch: Stopwatch | None = None,
+    ) -> None:
         self.stack, self.source = stack, source
         self.chunks = [LoadedChunk(*place) for place in places]
         self._laid: set[int] = set()
-        self.times = LoadTimes()
+        self.watch = watch or Stopwatch(stack.geometry.device)
         self._buffers = pinned_buffers_of(stack.geometry.device)
         self._parts: list[LayerKV | StoreError] | None = None
         self._upload: Upload | None = None
@@ -198,7 +204,7 @@ class ChunkLoader:
             return
         parts = yield from self._layer(layer, used)
         if self._buffers is None:
-            with self.times.laying():
+            with self.watch.laying():
                 place_parts(self.fused, layer, _placed(layer, used, parts))
         else:
             self._arrive()
@@ -207,7 +213,7 @@ class ChunkLoader:
 
     def _layer(self, layer: int, used: Sequence[LoadedChunk]) -> Steps[list[LayerKV]]:
         """Wait until all ranks have one layer of all chunks."""
-        laid = self.times.laid
+        laid = self.watch.laid
         if self._parts is None:
             wait = self.source.waiting(layer)
         else:
@@ -229,7 +235,7 @@ class ChunkLoader:
             if not self._all_read:
                 yield  # as often on all ranks
         self._parts = None
-        self.times.waited(wait.began, wait.seconds(without=self.times.laid - laid))
+        self.watch.waited(wait.began, wait.seconds(without=self.watch.laid - laid))
         if not all(sound):
             self._lose(used, parts or [], sound)
         return [part for part in parts or () if not isinstance(part, StoreError)]
@@ -239,7 +245,7 @@ class ChunkLoader:
         if self._buffers is None or self._is_planned:
             return self._planned
         self._is_planned = True
-        with self.times.laying():
+        with self.watch.laying():
             kvs = self.source.in_memory() if Laying.is_possible(self._buffers) else None
             if kvs is not None:
                 parts = [
@@ -255,7 +261,7 @@ class ChunkLoader:
         Unless that is laid already: rows may have been computed there.
         """
         wait = LayerWait((tier, None) for tier in self._tiers)
-        laid = self.times.laid
+        laid = self.watch.laid
         self._queue(laying, layer)
         while not self._all_read:  # other ranks may still read theirs
             here = [True, self.source.is_all_read(), *[True] * len(self._used)]
@@ -265,14 +271,14 @@ class ChunkLoader:
             if is_there:
                 break
             yield
-        self.times.waited(wait.began, wait.seconds(without=self.times.laid - laid))
+        self.watch.waited(wait.began, wait.seconds(without=self.watch.laid - laid))
         self._arrive()
         if layer + 1 < self.stack.geometry.layers and layer + 1 not in self._laid:
             self._queue(laying, layer + 1)
 
     def _queue(self, laying: Laying, layer: int) -> None:
         if self._queued is None or self._queued[0] != layer:
-            with self.times.laying():
+            with self.watch.laying():
                 self._arrive()
                 self._queued = layer, laying.queue(layer)
 
@@ -283,7 +289,7 @@ class ChunkLoader:
         sound = [part for part in parts if not isinstance(part, StoreError)]
         if self._buffers is None or len(sound) < len(parts):
             return True
-        with self.times.laying():
+        with self.watch.laying():
             if self._upload is None:
                 free = self._free or self._buffers.copy_stream.worked()
                 placed = _placed(layer, used, sound)

@@ -113,7 +113,6 @@ class PromptPass:
         self.watch = Stopwatch(self.stack.geometry.device)
         self._began, self._own_began = time.perf_counter(), self.own_seconds()
         self._work = self._looked_up = 0.0
-        self._load_by_tier: dict[str, float] = {}
         self._ratio_reason: Reason | None = None
 
     def steps(self) -> Steps[FusedPrompt | PrefillReport]:
@@ -128,7 +127,7 @@ class PromptPass:
         waiting for a layer.
         """
         yield  # before anything is taken: the caller waits for it first
-        loader = ChunkLoader(self.stack, self._places(), self.source)
+        loader = ChunkLoader(self.stack, self._places(), self.source, self.watch)
         before = self.watch.seconds.get("look_up", 0.0)
         yield from loader.heads()
         self.watch.lap("look_up")
@@ -138,7 +137,7 @@ class PromptPass:
         yield
         loader.into(self._buffer())
         yield
-        times = PassTimes(self.watch, loader.times, self._load_by_tier)
+        times = PassTimes(self.watch)
         while True:
             try:
                 done = yield from self._blended(loader, times)
@@ -275,7 +274,7 @@ class PromptPass:
             ratio_reason=self._ratio_reason,
             trace=None if recorder is None else recorder.trace(),
             prefix_tokens=self._held_tokens + len(self._blocks(loader)) * BLOCK_TOKENS,
-            load_by_tier=self._load_by_tier,
+            load_by_tier=self.watch.load_by_tier,
         )
 
     @property
@@ -286,7 +285,7 @@ class PromptPass:
         """Copy one layer of all cached KV into the buffer; raises LostChunkError."""
         yield from loader.load(layer)
         if self.held is not None:
-            with loader.times.laying():
+            with self.watch.laying():
                 self.held.place(layer, loader.fused)
 
     def _reports(self, loader: ChunkLoader) -> list[ChunkReport]:
