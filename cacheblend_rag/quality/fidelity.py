@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,20 +17,15 @@ from torch import Tensor
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.scoring import ContinuationScore, ScoringEngine
 from cacheblend_rag.settings import BlendConfig
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.transformers.engine import TransformersEngine
+    from cacheblend_rag.engines.transformers.prefill import ContinuationScore
 
 TOKENS = 16
 PLACE_OF_END = 0
 """Stands for the end token while its place is scored; any token would do there."""
-
-
-class MeasuredEngine(ScoringEngine, Protocol):
-    """What fidelity needs of an engine; the embedded one has it."""
-
-    def tokenize(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, without special tokens."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class Reference:
 
 
 def reference(
-    engine: MeasuredEngine,
+    engine: TransformersEngine,
     prompt: PromptLike,
     golds: Sequence[str] = (),
     tokens: int = TOKENS,
@@ -90,7 +85,7 @@ def reference(
 
     golds: gold answers, each tried with and without a space before it, as templates differ. tokens:
     most tokens of the answer that is compared. sampling: of the answer, greedy and without stop
-    strings; by default so many tokens. Raises the errors of ScoringEngine.score.
+    strings; by default so many tokens. Raises the errors of TransformersEngine.score.
     """
     tried = _gold_tokens(engine, golds)
     told, (found, *scores) = engine.generate_and_score(
@@ -112,7 +107,7 @@ def reference(
 
 def compare(
     reference: Reference,
-    engine: ScoringEngine,
+    engine: TransformersEngine,
     prompt: PromptLike,
     config: BlendConfig | None = None,
     *,
@@ -121,7 +116,7 @@ def compare(
     """Compare a setting's predictions with a reference, which may be of another prompt.
 
     config: how KV is blended. full: compare full prefill of ``prompt`` instead. Raises the errors
-    of ScoringEngine.score.
+    of TransformersEngine.score.
     """
     scores = engine.score_each(prompt, _asked(reference), config=config, full=full)
     return _compared(reference, scores)
@@ -129,7 +124,7 @@ def compare(
 
 def answer_and_compare(
     reference: Reference,
-    engine: ScoringEngine,
+    engine: TransformersEngine,
     prompt: PromptLike,
     sampling: SamplingParams,
     config: BlendConfig | None = None,
@@ -180,7 +175,7 @@ def _compared(reference: Reference, scores: Sequence[ContinuationScore]) -> Prom
     )
 
 
-def _gold_tokens(engine: MeasuredEngine, golds: Sequence[str]) -> list[tuple[int, ...]]:
+def _gold_tokens(engine: TransformersEngine, golds: Sequence[str]) -> list[tuple[int, ...]]:
     """Return the different ways in which the gold answers are tokenized."""
     texts = [f"{before}{gold}" for gold in golds for before in (" ", "")]
     return [tokens for tokens in dict.fromkeys(map(engine.tokenize, texts)) if tokens]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.base import Engine
@@ -15,7 +15,6 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.quality.dataset import OPENING, EvalQuestion, PromptFrame
 from cacheblend_rag.quality.fidelity import (
     TOKENS,
-    MeasuredEngine,
     PromptFidelity,
     Reference,
     answer_and_compare,
@@ -26,6 +25,9 @@ from cacheblend_rag.quality.rules import ALWAYS, BASELINES, FULL, NO_CONTEXT, PR
 from cacheblend_rag.result_log import Key
 from cacheblend_rag.settings import EMBEDDED, BlendConfig, LeadInConfig, LeadInKind
 from cacheblend_rag.text.prompt import BlendPrompt
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.transformers.engine import TransformersEngine
 
 ONE_TOKEN = SamplingParams.greedy(max_tokens=1)
 Configs = Mapping[Rule, BlendConfig]
@@ -236,8 +238,8 @@ class QuestionMeasurer:
         return self._first.sibling(lead_in=LeadInConfig(kind=kind, split_special_tokens=False))
 
 
-def _measured(engine: Engine) -> MeasuredEngine:
-    return cast(MeasuredEngine, engine)
+def _measured(engine: Engine) -> TransformersEngine:
+    return cast("TransformersEngine", engine)
 
 
 def _timed(answer: Generation) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.engines.answer import Generation
-from cacheblend_rag.engines.scoring import ContinuationScore, ScoringEngine
+from cacheblend_rag.engines.transformers.prefill import ContinuationScore
 from cacheblend_rag.quality.fidelity import (
     answer_and_compare,
     compare,
@@ -36,7 +36,7 @@ def engine() -> TransformersEngine:
     return engine
 
 
-class RoteEngine(ScoringEngine):
+class RoteEngine:
     """Predicts the same distribution at every step: one for full prefill, another for blends."""
 
     def __init__(self, full, blended, answer, finish):

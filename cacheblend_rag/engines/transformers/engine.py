@@ -27,7 +27,6 @@ from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.question_time import Hints
 from cacheblend_rag.engines.sampling import ResolvedSampling, SamplingParams
-from cacheblend_rag.engines.scoring import ContinuationScore, ScoringEngine, check_scored
 from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.transformers import loading
@@ -37,7 +36,13 @@ from cacheblend_rag.engines.transformers.guiding import Guides
 from cacheblend_rag.engines.transformers.loading import GivenModel
 from cacheblend_rag.engines.transformers.model_steps import in_idle_turns, in_turns, lock_of
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
-from cacheblend_rag.engines.transformers.prefill import Prefilled, all_forced_log_probs, decodable
+from cacheblend_rag.engines.transformers.prefill import (
+    ContinuationScore,
+    Prefilled,
+    all_forced_log_probs,
+    check_scored,
+    decodable,
+)
 from cacheblend_rag.engines.transformers.prefill_queue import queue_of
 from cacheblend_rag.engines.transformers.prefiller import Prefiller
 from cacheblend_rag.engines.transformers.prefixes import PrefixWriter
@@ -70,7 +75,7 @@ T = TypeVar("T")
 ASYNC_THREADS = 32
 
 
-class TransformersEngine(Engine, ScoringEngine):
+class TransformersEngine(Engine):
     """The embedded engine.
 
     Requests take turns, a layer at a time, and decode together, including those of other engines
@@ -297,6 +302,33 @@ class TransformersEngine(Engine, ScoringEngine):
                 tell=tell,
             )
 
+    def score(
+        self,
+        prompt: PromptLike,
+        continuation: Sequence[int],
+        *,
+        config: BlendConfig | None = None,
+        hints: Hints = (),
+        full: bool = False,
+    ) -> ContinuationScore:
+        """Return how likely every token was at each step of a given answer.
+
+        Args:
+            prompt: as for generate. It is prefilled as generate does, so that the given answer has
+                no part in the choice of what is recomputed.
+            continuation: the answer's tokens, at least one.
+            config: as for generate.
+            hints: as for generate.
+            full: whether to prefill without stored KV, as generate_full does.
+
+        Raises:
+            PromptError: when the prompt is empty.
+            PromptTooLongError: when prompt and answer are longer than the context window.
+            ConfigError: when there is no token to score, or ``config`` does not suit the model.
+            OutOfMemoryError: when there is no memory for it.
+        """
+        return self.score_each(prompt, [continuation], config=config, hints=hints, full=full)[0]
+
     def score_each(
         self,
         prompt: PromptLike,
@@ -306,7 +338,15 @@ class TransformersEngine(Engine, ScoringEngine):
         hints: Hints = (),
         full: bool = False,
     ) -> tuple[ContinuationScore, ...]:
-        """Return the scores of several given answers after one prefill."""
+        """Return the scores of several given answers after one prefill, each as if it were alone.
+
+        Args:
+            prompt: as for score.
+            continuations: the answers' tokens.
+            config: as for score.
+            hints: as for score.
+            full: as for score.
+        """
         request = self._questions.request(prompt, None, config, hints, steered=False, full=full)
         check_scored(len(request.prepared.token_ids), continuations, self.context_window)
         return self._after_prefill(
@@ -323,7 +363,16 @@ class TransformersEngine(Engine, ScoringEngine):
         hints: Hints = (),
         full: bool = False,
     ) -> tuple[Generation, tuple[ContinuationScore, ...]]:
-        """Generate an answer, and score given answers by teacher forcing, after one prefill."""
+        """Return an answer, and the scores of given answers, after one prefill.
+
+        Args:
+            prompt: as for score.
+            sampling: how the answer is drawn.
+            continuations: gets the answer, and returns the answers to score.
+            config: as for score.
+            hints: as for score.
+            full: as for score.
+        """
 
         def decode_and_score(
             request: Request, prefilled: Prefilled

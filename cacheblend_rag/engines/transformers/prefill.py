@@ -1,4 +1,4 @@
-"""Prefills a prompt, blended or ordinary: fills a cache and returns the first logits."""
+"""Prefills a prompt, blended or ordinary, and scores given answers behind it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.model_steps import PriorityLock, inference
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.errors import ConfigError, PromptTooLongError
 from cacheblend_rag.kv.fetch import LayerSource, Threshold
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.chunk_loader import begin_reading
@@ -29,7 +30,7 @@ from cacheblend_rag.prefill.policy import missed, threshold
 from cacheblend_rag.prefill.prefix import StoredPrefix
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from cacheblend_rag.prefill.stopwatch import Stopwatch
-from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
+from cacheblend_rag.report import BlendReport, ChunkReport, MissReason, PrefillReport
 from cacheblend_rag.settings import BlendConfig
 
 NOT_ASKED = PrefillReport()
@@ -134,6 +135,35 @@ def blended_prefill(
     logits = stack.logits(cast(Tensor, done.hidden))
     work.watch.lap("first_token")
     return Prefilled(FusedCache(done.fused, ids.numel(), stack.windows), logits, done)
+
+
+@dataclass(frozen=True)
+class ContinuationScore:
+    """The model's predictions at each step of a given answer.
+
+    Args:
+        log_probs: (tokens, vocabulary) float32, natural logarithms, on the host; row i predicts the
+            answer's token i after the prompt and its first i tokens.
+        report: how the prompt was prefilled.
+    """
+
+    log_probs: Tensor
+    report: BlendReport
+
+
+def check_scored(
+    prompt_tokens: int, continuations: Sequence[Sequence[int]], context_window: int
+) -> None:
+    """Check continuations before they are scored.
+
+    Raises ConfigError for one without tokens, and PromptTooLongError if the longest does not fit
+    behind the prompt.
+    """
+    if not all(continuations):
+        raise ConfigError("continuation is empty: give at least one token to score")
+    tokens = prompt_tokens + max(map(len, continuations), default=0)
+    if tokens > context_window:
+        raise PromptTooLongError(tokens, context_window)
 
 
 def all_forced_log_probs(

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.scoring import ContinuationScore
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.loading import is_quantized
+from cacheblend_rag.engines.transformers.prefill import ContinuationScore
 from cacheblend_rag.engines.transformers.rounding_noise import (
     ModelNoise,
     model_noise,
