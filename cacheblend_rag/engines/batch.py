@@ -18,7 +18,6 @@ from cacheblend_rag.engines.answer import Delta, Generation, Request
 from cacheblend_rag.engines.batch_order import (
     MOST_TOGETHER,
     Chunks,
-    Grouping,
     by_overlap,
     chunks_of,
 )
@@ -34,8 +33,6 @@ def answer_batch(
     start: Callable[[Request], Stream[Delta]],
     requests: Sequence[Request],
     wanting: Wanting,
-    *,
-    grouping: Grouping = by_overlap,
 ) -> list[Generation]:
     """Return the answers of requests, in their order.
 
@@ -47,10 +44,9 @@ def answer_batch(
         requests: begun and read in groups that share chunks.
         wanting: announces the chunks that a request shares with others of its group, from the
             beginning of the group until its prompt is prefilled.
-        grouping: returns the groups.
     """
     prompts = [chunks_of(request.prepared.placed) for request in requests]
-    groups = grouping(prompts)
+    groups = by_overlap(prompts)
     order = [*chain(*groups)]
     with ThreadPoolExecutor(MOST_TOGETHER, thread_name_prefix="cacheblend-batch") as pool:
         reader = _Reader(pool)

@@ -7,7 +7,7 @@ memory for the others, even if all requests together have more chunks than fit t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from cacheblend_rag.kv.chunk_kv import KVKey
@@ -22,8 +22,6 @@ GROUPS_AHEAD = 8
 
 Chunks = Mapping[KVKey, int]
 """The chunks of one prompt, each with its number of tokens."""
-Grouping = Callable[[Sequence[Chunks]], list[list[int]]]
-"""Returns groups of requests, by their index, in the order in which they run."""
 
 
 def chunks_of(placed: Iterable[PlacedChunk]) -> dict[KVKey, int]:
@@ -31,24 +29,15 @@ def chunks_of(placed: Iterable[PlacedChunk]) -> dict[KVKey, int]:
     return {one.key: one.end - one.start for one in placed}
 
 
-def in_order_of_arrival(prompts: Sequence[Chunks], *, most: int = MOST_TOGETHER) -> list[list[int]]:
-    """Return groups of ``most`` prompts, first come, first served."""
-    return [
-        list(range(start, min(start + most, len(prompts))))
-        for start in range(0, len(prompts), most)
-    ]
-
-
 def by_overlap(
     prompts: Sequence[Chunks], *, most: int = MOST_TOGETHER, most_wait: int = MOST_WAIT
 ) -> list[list[int]]:
-    """Return groups of ``most`` prompts (the last may be smaller) that share chunk KV.
+    """Return groups of ``most`` prompts (the last may be smaller) that share chunk KV, by index.
 
     One prompt at a time is added: of the oldest that wait, the one that shares most with the
     prompts of its group and of the group before (``Overlap``), the oldest of several. A prompt that
-    is due comes first: it is served at most ``most_wait`` groups later than by
-    ``in_order_of_arrival``. No more than ``most`` are due at a time, since those of a group arrived
-    together.
+    is due comes first: it is served at most ``most_wait`` groups later than in the order of
+    arrival. No more than ``most`` are due at a time, since those of a group arrived together.
     """
     overlap, waiting = Overlap(), dict.fromkeys(range(len(prompts)))
     groups: list[list[int]] = []

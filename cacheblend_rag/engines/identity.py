@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.settings import Precision
 
 SAMPLES_PER_WEIGHT = 16
-LONGEST_HEADER_BYTES = 1 << 28
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 HARMLESS = frozenset(
@@ -87,9 +85,10 @@ def weights_hash(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> s
     for weight_name, whole in weights:
         for name, weight in stored_parts(weight_name, whole.detach()):
             flat = weight.reshape(-1)
-            sample = flat[torch.tensor(_sampled(flat.numel()), device=flat.device)]
+            sample = flat[:: max(1, flat.numel() // SAMPLES_PER_WEIGHT)]
             digests[name] = _digest(name, list(weight.shape), sample, dtype)
-    return _together(digests)
+    text = json.dumps(sorted(digests.items()))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def stored_parts(name: str, weight: Any) -> Iterator[tuple[str, Tensor]]:
@@ -109,34 +108,18 @@ def weights_in_files(name: str | Path, dtype: torch.dtype, revision: str | None 
     sharded; in memory, too, unless its tensors are renamed on loading. Raises ModelLoadError when
     there are no such files on this machine, or when they are an adapter of another model.
     """
-    digests = {}
-    for path in _files(name, revision):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > LONGEST_HEADER_BYTES:
-                raise ModelLoadError(f"{path.name} of model {str(name)!r} is no safetensors file")
-            header = json.loads(file.read(size))
-            header.pop("__metadata__", None)
-            for tensor, entry in header.items():
-                sample = _read_sample(file, 8 + size, entry)
-                digests[tensor] = _digest(tensor, entry["shape"], sample, dtype)
-    return _together(digests)
+    return weights_hash(_tensors_in(_files(name, revision)), dtype)
 
 
-def _read_sample(file: BinaryIO, start: int, entry: Mapping[str, Any]) -> Tensor:
-    first, end = entry["data_offsets"]
-    numel = math.prod(entry["shape"])
-    width = (end - first) // max(1, numel)
-    values = bytearray()
-    for index in _sampled(numel):
-        file.seek(start + first + index * width)
-        values += file.read(width)
-    kind = _FLOATS.get(entry["dtype"], torch.uint8)
-    return torch.frombuffer(values, dtype=kind) if values else torch.empty(0)
-
-
-def _sampled(numel: int) -> list[int]:
-    return list(range(0, numel, max(1, numel // SAMPLES_PER_WEIGHT)))
+def _tensors_in(paths: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of files, which are mapped: only values that are looked at are read."""
+    for path in paths:
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise ModelLoadError(f"{path.name} is no safetensors file: {error}") from error
 
 
 def _digest(name: str, shape: Sequence[int], sample: Tensor, dtype: torch.dtype) -> str:
@@ -145,12 +128,6 @@ def _digest(name: str, shape: Sequence[int], sample: Tensor, dtype: torch.dtype)
     values = sample.cpu().numpy().tobytes()
     text = f"{name} {list(shape)} ".encode()
     return hashlib.blake2b(text + values, digest_size=16).hexdigest()
-
-
-def _together(digests: Mapping[str, str]) -> str:
-    """Hash what was found, in the order of the tensors' names."""
-    text = json.dumps(sorted(digests.items()))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _files(name: str | Path, revision: str | None) -> list[Path]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import Protocol
+from typing import Any
 
 from cacheblend_rag.errors import CacheBlendError
 
@@ -58,17 +58,6 @@ class IdleJob:
     waits: bool = True
 
 
-class IdleEngine(Protocol):
-    """The part of an engine that its idle queue uses."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the engine is still open."""
-
-    def _is_idle(self) -> bool:
-        """Whether no request is running."""
-
-
 class Activity:
     """Counts the running requests of an engine and its siblings.
 
@@ -100,10 +89,10 @@ class IdleQueue:
     """Runs jobs one after another, a step at a time, while ``engine`` is idle.
 
     Its thread starts with the first job and ends when none waits. Adding a job raises nothing.
-    ``engine`` may be a weak proxy: when the engine is freed, its idle work is dropped.
+    ``engine``, an Engine, may be a weak proxy: when it is freed, its idle work is dropped.
     """
 
-    def __init__(self, engine: IdleEngine) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine, self._pid = engine, os.getpid()
         self._lock, self._ending = threading.Lock(), threading.Event()
         self._jobs: list[IdleJob] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -17,10 +16,8 @@ from cacheblend_rag.engines.structured import (
 )
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chat import ChatPrompt
-from cacheblend_rag.text.tool_calls import OPENINGS, ContentStream, as_call, find_calls, new_id
+from cacheblend_rag.text.tool_calls import OPENINGS, ContentStream, find_calls
 from cacheblend_rag.text.tools import Tool, ToolCall, named_tool, tool_name
-
-logger = logging.getLogger(__name__)
 
 DEFINED = ("$defs", "definitions")
 """Where a JSON schema defines others by name."""
@@ -32,12 +29,11 @@ WHOLE = ("$schema", "$id")
 class ToolUse:
     """What one request's answer may call.
 
-    chat: the messages, and the tools. tokenizer: of the model. prompt: the whole text.
+    chat: the messages, and the tools. tokenizer: of the model.
     """
 
     chat: ChatPrompt
     tokenizer: Any
-    prompt: str
 
     @classmethod
     def of(cls, prepared: PreparedPrompt, tokenizer: Any) -> Self | None:
@@ -46,7 +42,7 @@ class ToolUse:
         chat = source.prompt if isinstance(source, TurnPrompt) else source
         if not isinstance(chat, ChatPrompt) or not chat.told_tools:
             return None
-        return cls(chat, tokenizer, prepared.text)
+        return cls(chat, tokenizer)
 
     def constrained(self, sampling: ResolvedSampling) -> ResolvedSampling:
         """Return sampling that holds the answer to a call if the request insists on one.
@@ -89,9 +85,6 @@ class ToolUse:
     ) -> tuple[str, tuple[ToolCall, ...]]:
         if is_json:
             return find_calls(text, self._known, is_json=True)
-        own = self._read_by_template(token_ids)
-        if own is not None:
-            return own
         content, calls = find_calls(text, self._known)
         if not calls and self._hides_an_opening(token_ids):
             content, calls = find_calls(self._whole(token_ids), self._known)
@@ -106,27 +99,6 @@ class ToolUse:
         openings = {text for text in OPENINGS if text in self.tokenizer.all_special_tokens}
         special = set(self.tokenizer.convert_tokens_to_ids(list(openings)))
         return not special.isdisjoint(token_ids)
-
-    def _read_by_template(
-        self, token_ids: Sequence[int]
-    ) -> tuple[str, tuple[ToolCall, ...]] | None:
-        """Return what the tokenizer's own response template finds, None if it is no call."""
-        if not getattr(self.tokenizer, "response_template", None):
-            return None
-        try:
-            found = self.tokenizer.parse_response(
-                self._whole(token_ids),
-                prefix=self.prompt,
-                tools=[dict(tool) for tool in self.chat.tools],
-            )
-        except Exception as error:  # whatever a template does to a text that it does not expect
-            logger.debug("the response template failed: %s", error)
-            return None
-        told = [as_call(one.get("function")) for one in found.get("tool_calls") or ()]
-        if not told or None in told:
-            return None
-        calls = tuple(ToolCall(new_id(), *one) for one in told if one is not None)
-        return str(found.get("content") or ""), calls
 
 
 def call_form(
