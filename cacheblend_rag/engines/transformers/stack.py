@@ -33,8 +33,8 @@ from cacheblend_rag.engines.transformers.interception import (
     SIGHT,
     AttentionWindow,
     Interception,
+    LayerCalls,
 )
-from cacheblend_rag.engines.transformers.layer_calls import LayerCalls
 from cacheblend_rag.engines.transformers.layer_graphs import LayerGraphs
 from cacheblend_rag.errors import UnsupportedModelError
 
