@@ -6,7 +6,6 @@ Subclassed once an engine, with a fixture ``engine`` around the bundled demo mod
 from __future__ import annotations
 
 import json
-import math
 import re
 from typing import Any
 
@@ -110,12 +109,6 @@ class FormsContract:
             assert re.fullmatch(pattern, answer.text), answer.text
             assert answer.finish_reason == "stop"
 
-    def test_a_batch_keeps_its_form(self, engine: Engine) -> None:
-        prompts = [[{"role": "user", "content": f"Question {i}:"}] for i in range(3)]
-        form = StructuredOutputs(json={"type": "array", "items": {"enum": [1, 22]}, "maxItems": 3})
-        for answer in engine.generate_batch(prompts, held(form)):
-            assert set(json.loads(answer.text)) <= {1, 22}
-
     def test_an_answer_that_is_cut_off_is_unfinished(self, engine: Engine) -> None:
         answer = engine.generate([QUESTION], held(StructuredOutputs(json=SCHEMA), tokens=3))
         assert answer.finish_reason == "length"
@@ -140,49 +133,6 @@ class FormsContract:
         assert "\n" not in str(refused.value)
 
     # Log-probabilities and penalties
-
-    @pytest.mark.parametrize("most", [0, 3])
-    def test_log_probabilities_are_the_models(self, engine: Engine, most: int) -> None:
-        asked = SamplingParams(8, temperature=0.0, repetition_penalty=1.0, logprobs=most)
-        answer = engine.generate([QUESTION], asked)
-        assert answer.logprobs is not None
-        assert [one.token_id for one in answer.logprobs] == list(answer.token_ids)
-        for one in answer.logprobs:
-            assert one.token == engine.tokenizer.decode([one.token_id])
-            assert len(one.top) == most
-            assert sum(math.exp(logprob) for _, _, logprob in one.top) < 1 + 1e-4
-            assert not most or one.top[0] == (one.token_id, one.token, one.logprob)
-            assert list(one.top) == sorted(one.top, key=lambda each: -each[2])
-        deltas = list(engine.stream([QUESTION], asked))
-        told = [one for delta in deltas for one in delta.logprobs]
-        assert [one.token_id for one in told] == list(answer.token_ids)
-        assert deltas[-1].generation is not None
-        assert deltas[-1].generation.logprobs == tuple(told)
-        plain = engine.generate([QUESTION], SamplingParams.greedy(8))
-        assert (plain.token_ids, plain.logprobs) == (answer.token_ids, None)
-
-    def test_they_are_told_before_temperature_and_penalties(self, engine: Engine) -> None:
-        plain = SamplingParams(1, temperature=0.0, repetition_penalty=1.0, logprobs=5)
-        hot = SamplingParams(
-            1, temperature=2.0, seed=1, repetition_penalty=1.5, presence_penalty=1.0, logprobs=5
-        )
-        first, second = (engine.generate([QUESTION], asked) for asked in (plain, hot))
-        assert first.logprobs is not None
-        assert second.logprobs is not None
-        for one, other in zip(first.logprobs[0].top, second.logprobs[0].top, strict=True):
-            assert one[0] == other[0]
-            assert one[2] == pytest.approx(other[2], abs=1e-3)
-
-    def test_penalties_count_what_was_said(self, engine: Engine) -> None:
-        def said(**penalties: Any) -> tuple[int, ...]:
-            asked = SamplingParams(24, temperature=0.0, repetition_penalty=1.0, ignore_eos=True,
-                                   **penalties)  # fmt: skip
-            return engine.generate([QUESTION], asked).token_ids
-
-        plain = said()
-        for name in ("presence_penalty", "frequency_penalty"):
-            assert len(set(said(**{name: 2.0}))) >= len(set(plain))
-            assert len(set(said(**{name: -2.0}))) < len(set(plain))
 
     # Tools
 

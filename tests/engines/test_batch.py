@@ -168,19 +168,6 @@ def test_an_error_cancels_the_others_and_is_raised() -> None:
     assert ("prefill", MOST_TOGETHER) not in log.events, "no other one is begun"
 
 
-def test_lack_of_memory_is_tried_again_after_the_others() -> None:
-    log, refused = Log(), list[int]()
-
-    def work(request: Request) -> None:
-        if request.name == 1 and not refused:
-            refused.append(request.name)
-            raise OutOfMemoryError("no memory")
-
-    assert answer([Request(name, log, work) for name in range(3)]) == [0, 1, 2]
-    ends = [name for event, name in log.events if event == "end"]
-    assert ends[-1] == 1
-
-
 def test_lack_of_memory_that_stays_is_raised() -> None:
     log = Log()
 

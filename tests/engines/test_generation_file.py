@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import ModelLoadError, SamplingParams, TransformersEngine
+from cacheblend_rag import SamplingParams, TransformersEngine
 from cacheblend_rag.engines.model_files import generation_values, repaired_generation_config
-from cacheblend_rag.engines.transformers import loading
 from tests.models import QWEN_SAMPLING, make_tokenizer, save_model
 
 
@@ -83,28 +82,3 @@ def test_a_file_that_is_only_on_the_hub_yet_is_repaired_as_well(
     assert repaired is not None
     assert repaired.top_k == QWEN_SAMPLING["top_k"]
     assert generation_values(folder) == {}
-
-
-@pytest.mark.parametrize("wrong", [{"watermarking_config": "x"}, {"max_new_tokens": -1}])
-def test_what_transformers_refuses_by_itself_is_told_in_a_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
-) -> None:
-    write(folder, wrong)
-    monkeypatch.setattr(loading, "repaired_generation_config", lambda name: None)
-    with pytest.raises(ModelLoadError, match="could not be loaded: ") as failure:
-        TransformersEngine(folder)
-    assert "\n" not in str(failure.value)
-
-
-def test_nothing_is_told_where_there_is_nothing_to_tell(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "cacheblend_rag"):
-        write(folder, QWEN_SAMPLING)
-        assert repaired_generation_config(folder) is None
-        assert generation_values(folder) == QWEN_SAMPLING
-        (folder / "generation_config.json").unlink()
-        assert repaired_generation_config(folder) is None
-        assert generation_values(folder) == {}
-        assert generation_values(folder / "nothing") == {}
-    assert caplog.records == []

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -26,68 +24,6 @@ PATIENCE = 60.0
 
 def chunks(*numbers: int) -> Chunks:
     return {make_key(number): 10 for number in numbers}
-
-
-class Threads:
-    """Requests that take their turns, each until it is told to end. begun: in their order."""
-
-    def __init__(self, queue: PrefillQueue, pool: ThreadPoolExecutor) -> None:
-        self.queue, self.pool, self.begun = queue, pool, list[int]()
-        self._cancels = dict[int, Cancellation]()
-        self._ends = dict[int, threading.Event]()
-        self._done = dict[int, Future[bool]]()
-
-    def ask(self, name: int, wanted: Chunks) -> None:
-        """Returns once the request has begun, or waits."""
-        before = len(self.begun) + self.queue.waiting
-        self._ends[name], self._cancels[name] = threading.Event(), Cancellation()
-        self._done[name] = self.pool.submit(self._run, name, wanted)
-        assert until(lambda: len(self.begun) + self.queue.waiting > before, PATIENCE)
-
-    def end(self, name: int) -> bool:
-        """Returns once the request is over; whether it had its turn."""
-        self._ends[name].set()
-        return self._done[name].result(PATIENCE)
-
-    def cancel(self, name: int) -> bool:
-        """Returns once the request is over; whether it had its turn."""
-        self._cancels[name].set()
-        return self._done[name].result(PATIENCE)
-
-    def end_all(self) -> None:
-        for end in self._ends.values():
-            end.set()
-
-    def _run(self, name: int, wanted: Chunks) -> bool:
-        with self.queue.turn(wanted, self._cancels[name]) as turn:
-            if turn is None:
-                return False
-            self.begun.append(name)
-            self._ends[name].wait(PATIENCE)
-        return True
-
-
-@contextmanager
-def threads(most: int, most_wait: int) -> Iterator[Threads]:
-    with ThreadPoolExecutor(32) as pool:
-        yield Threads(PrefillQueue(most, most_wait), pool)
-
-
-def next_of(asked: Threads) -> int:
-    """The request that began last."""
-    count = len(asked.begun)
-    asked.end(asked.begun[-1])
-    assert until(lambda: len(asked.begun) > count, PATIENCE)
-    return asked.begun[-1]
-
-
-def test_the_next_prompt_shares_most_with_the_last() -> None:
-    with threads(most=1, most_wait=9) as asked:
-        for name, wanted in enumerate([chunks(1, 2), chunks(7), chunks(2), chunks(1, 2)]):
-            asked.ask(name, wanted)
-        assert asked.begun == [0]
-        assert [next_of(asked) for _ in range(3)] == [3, 2, 1]
-        asked.end(1)
 
 
 @given(
@@ -112,14 +48,24 @@ def test_bounds_hold_for_any_queue(wanted: list[set[int]], most: int, most_wait:
     assert queue.waiting == 0
 
 
+def test_the_next_prompt_shares_most_with_the_last() -> None:
+    queue = PrefillQueue(most=1, most_wait=9)
+    turns = [Turn(queue, wanted) for wanted in (chunks(1, 2), chunks(7), chunks(2), chunks(1, 2))]
+    for turn in turns:
+        queue.enter(turn)
+    for ended, begun in ((0, 3), (3, 2), (2, 1)):
+        assert not turns[begun].has_begun.is_set()
+        queue.leave(turns[ended])
+        assert turns[begun].has_begun.is_set()
+
+
 def test_a_cancelled_request_leaves_the_queue() -> None:
-    with threads(most=1, most_wait=9) as asked:
-        asked.ask(0, chunks(1))
-        asked.ask(1, chunks(1))
-        asked.ask(2, chunks(2))
-        assert not asked.cancel(1)
-        assert next_of(asked) == 2
-        asked.end(2)
+    queue, cancel = PrefillQueue(most=1), Cancellation()
+    cancel.set()
+    with queue.turn(chunks(1), Cancellation()) as first, queue.turn(chunks(1), cancel) as second:
+        assert first
+        assert second is None
+    assert queue.waiting == 0
 
 
 def test_prompts_without_chunks_do_not_wait() -> None:

@@ -138,22 +138,6 @@ def test_every_family_gives_the_same_answers_from_fewer_rows(
         )
 
 
-@pytest.mark.parametrize("selector", ["question_mid", "hkvd", "prior"])
-def test_selectors_choose_the_same_tokens(make_engine: EngineFactory, selector: str) -> None:
-    engine = make_engine(recompute_ratio=0.2, selector=selector, trace=True)
-    engine.precompute(CHUNKS, progress=False)
-    asked(engine, with_chunks(QUESTIONS[0]))
-    alone, again = anew(engine, with_chunks(QUESTIONS[1])), asked(engine, with_chunks(QUESTIONS[1]))
-    assert again.report.prefix_tokens == REUSED
-    assert again.token_ids == alone.token_ids
-    found = [one.report.trace for one in (alone, again)]
-    assert found[0] is not None
-    assert found[1] is not None
-    assert found[0].rows == found[1].rows
-    chosen = [[(s.positions, s.chosen) for s in trace.selections] for trace in found if trace]
-    assert chosen[0] == chosen[1]
-
-
 def test_recomputing_everything_is_still_ordinary_prefill(make_engine: EngineFactory) -> None:
     engine = make_engine(recompute_ratio=1.0)
     engine.precompute(CHUNKS, progress=False)
