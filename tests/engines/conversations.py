@@ -69,17 +69,6 @@ class ConversationContract:
                 assert of_turns(conversation) >= turn * len(QUESTIONS[0].split())
         assert max(computed[1:]) <= computed[0] + 12, "however many turns there are"
 
-    def test_without_keeping_them_they_are_computed_in_every_turn(self, opened: Open) -> None:
-        engine = opened()
-        here, there = (
-            begun(engine),
-            begun(engine, config=engine.config.with_changes(reuse_prefix=False)),
-        )
-        for turn in range(3):
-            one, other = self.asked(here, turn).report, self.asked(there, turn).report
-        assert of_turns(there) == 0
-        assert other.computed_tokens > one.computed_tokens + 2 * len(QUESTIONS[0].split())
-
     @pytest.mark.parametrize("passages", [0, 2])
     def test_recomputing_everything_answers_as_full_prefill(
         self, opened: Open, passages: int
@@ -153,14 +142,6 @@ class ConversationContract:
         ]
         assert changed.computed_tokens <= usual.computed_tokens + 12
         assert of_turns(conversation) >= 4 * (24 + 12)
-
-    def test_texts_that_are_no_chunks_are_kept_with_their_turn(self, opened: Open) -> None:
-        conversation = begun(opened())
-        conversation.ask(QUESTIONS[0], [words(100, 77)])
-        self.settle(conversation.kv)
-        report = self.asked(conversation, 1).report
-        assert of_turns(conversation) >= 100 + 24
-        assert report.computed_tokens < 100
 
     def test_it_is_resumed_by_another_engine_over_the_same_store(self, opened: Open) -> None:
         conversation = begun(opened())

@@ -20,7 +20,7 @@ from tests.families.models import Family, with_outliers
 from tests.faulty_stacks import FAULTS
 from tests.models import make_model
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16]
 HALVES = Layout(interleaved=False, spread="halves")
 
 

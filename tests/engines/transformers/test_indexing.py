@@ -133,29 +133,6 @@ def test_many_items_are_computed_part_by_part(make_engine: EngineFactory, lead_i
     assert len(engine.store.keys()) == 170
 
 
-@pytest.mark.parametrize("lead_in", ["document", "instruction"])
-def test_the_prior_is_how_far_the_document_moves_layer_one_keys(
-    make_engine: EngineFactory, lead_in: str
-) -> None:
-    engine = make_engine(lead_in=lead_in, instruction=INSTRUCTION)
-    engine.precompute([DOCUMENT], progress=False)
-    chunk = DOCUMENT.to_chunks()[2]
-    whole = tokens(engine, f"{INSTRUCTION} {DOCUMENT.separator.join(PIECES[:3])}")
-    alone = tokens(engine, f"{INSTRUCTION} {PIECES[2]}")
-    with torch.no_grad():
-        there = ordinary_kv(engine.model, whole)[0][1, :, -14:]
-        here = ordinary_kv(engine.model, alone)[0][1, :, -14:]
-    half = here.shape[-1] // 2
-    angle = (whole.numel() - alone.numel()) * engine.model.model.rotary_emb.inv_freq
-    plain = torch.complex(here[..., :half], here[..., half:])
-    turned = plain * torch.complex(angle.cos(), angle.sin())
-    wanted = (torch.cat([turned.real, turned.imag], -1) - there).square().sum((0, 2))
-    wanted /= there.square().sum((0, 2)).mean()
-    found = stored(engine, chunk).prior
-    assert found is not None
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
-
-
 def test_long_documents_are_computed_within_a_window(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
