@@ -20,7 +20,6 @@ Item = Chunk | Document | str
 """Items to precompute or register; a string is a chunk that stands alone."""
 
 EMPTY = Reason(ReasonCode.EMPTY, "empty text")
-COMPARED = 8
 
 
 class KnownChunks:
@@ -64,7 +63,11 @@ class KnownChunks:
         bounded = [c for c in stale if documents[c.document_id or "", c.collection]]
         replaced = self._forget_priors(bounded) + self._drop(stale)
         if replaced:
-            _log_replaced(replaced, stale, given)
+            logger.info(
+                "%d chunks of changed documents were replaced; to keep other pieces of the same "
+                "documents, give each index a collection= of its own",
+                replaced,
+            )
         return given, replaced
 
     def forget(self, document_id: str, collection: str | None, kept: Collection[Chunk]) -> Evicted:
@@ -187,26 +190,3 @@ def whole_documents(chunks: Sequence[Chunk], size: int) -> Iterable[list[Chunk]]
         part.append(chunk)
     if part:
         yield part
-
-
-def _log_replaced(replaced: int, old: Sequence[Chunk], new: Sequence[Chunk]) -> None:
-    """Log that chunks with KV were replaced; a warning if another index may still hold them."""
-    if _is_cut_otherwise(old, new):
-        logger.warning(
-            "%d chunks were replaced by smaller or larger pieces of the same documents: to keep "
-            "both, give each index a collection= of its own",
-            replaced,
-        )
-    else:
-        logger.info("%d chunks of changed documents were replaced", replaced)
-
-
-def _is_cut_otherwise(old: Sequence[Chunk], new: Sequence[Chunk]) -> bool:
-    """Whether pieces of one version contain several of the other; a few old ones are checked."""
-    for one in old[:COMPARED]:
-        texts = {c.text for c in new if c.document_id == one.document_id} - {one.text}
-        siblings = {c.text for c in old if c.document_id == one.document_id}
-        larger = next((text for text in texts if one.text in text), "")
-        if sum(text in one.text for text in texts) > 1 or sum(s in larger for s in siblings) > 1:
-            return True
-    return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Self
 
 from cacheblend_rag.blend.copy_stream import (
     Event,
@@ -56,15 +56,6 @@ class LostChunkError(Exception):
     """A chunk turned out to be unreadable: the pass must start again without it."""
 
 
-class Place(NamedTuple):
-    """The destination of a chunk, or a run of its tokens; see LoadedChunk."""
-
-    start: int
-    end: int
-    skip: int = 0
-    beyond: int = 0
-
-
 @dataclass
 class LoadedChunk:
     """A chunk, or a run of its tokens, to copy to positions [start, end).
@@ -110,7 +101,7 @@ class LoadedChunk:
 class ChunkLoader:
     """Copies chunks into the buffer of a pass, the same on all ranks.
 
-    places: their destinations, in the order of ``source``. fused: the buffer, set by ``into``;
+    chunks: with their destinations, in the order of ``source``. fused: the buffer, set by ``into``;
     finding chunks needs none. watch: gets the times of waiting for layers, and of copying them.
 
     On a GPU a layer is copied on the copy stream, and the compute stream waits for it; while a
@@ -125,12 +116,12 @@ class ChunkLoader:
     def __init__(
         self,
         stack: DecoderStack,
-        places: Sequence[Place],
+        chunks: Sequence[LoadedChunk],
         source: LayerSource,
         watch: Stopwatch | None = None,
     ) -> None:
         self.stack, self.source = stack, source
-        self.chunks = [LoadedChunk(*place) for place in places]
+        self.chunks = chunks
         self._laid: set[int] = set()
         self.watch = watch or Stopwatch(stack.geometry.device)
         self._buffers = pinned_buffers_of(stack.geometry.device)

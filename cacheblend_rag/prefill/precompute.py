@@ -31,7 +31,12 @@ from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import give_back_unused, lack_of_memory
-from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LostChunkError, Place, begin_reading
+from cacheblend_rag.prefill.chunk_loader import (
+    ChunkLoader,
+    LoadedChunk,
+    LostChunkError,
+    begin_reading,
+)
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 
 PRIOR_LAYER = 1
@@ -198,8 +203,8 @@ def _cut_out(
     Those are the missing ones and those that turned out to be unreadable.
     """
     fused = RingKV(stack.geometry, ids.numel())
-    places = [Place(*_span(member)) for member in earlier]
-    loader = ChunkLoader(stack, places, source).into(fused)
+    chunks = [LoadedChunk(*_span(member)) for member in earlier]
+    loader = ChunkLoader(stack, chunks, source).into(fused)
     yield from loader.heads()
     while True:
         cached = torch.zeros(ids.numel(), dtype=torch.bool)

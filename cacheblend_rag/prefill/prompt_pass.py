@@ -20,7 +20,7 @@ from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.memory import NO_ROOM, no_room
-from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LoadedChunk, LostChunkError, Place
+from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LoadedChunk, LostChunkError
 from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NOT_STORED, UNREADABLE, free_tokens, refusal
@@ -127,7 +127,7 @@ class PromptPass:
         waiting for a layer.
         """
         yield  # before anything is taken: the caller waits for it first
-        loader = ChunkLoader(self.stack, self._places(), self.source, self.watch)
+        loader = ChunkLoader(self.stack, self._placed(), self.source, self.watch)
         before = self.watch.seconds.get("look_up", 0.0)
         yield from loader.heads()
         self.watch.lap("look_up")
@@ -151,11 +151,11 @@ class PromptPass:
                 self._measure(done)
                 return done
 
-    def _places(self) -> list[Place]:
-        """Return the places of the prefix's blocks, then those of the chunks."""
+    def _placed(self) -> list[LoadedChunk]:
+        """Return the prefix's blocks, then the chunks, with their destinations."""
         ends = range(BLOCK_TOKENS, (self.prefix_blocks + 1) * BLOCK_TOKENS, BLOCK_TOKENS)
-        blocks = [Place(end - BLOCK_TOKENS, end) for end in ends]
-        chunks = [Place(p.start, p.end, len(p.before), len(p.after)) for p in self.placed]
+        blocks = [LoadedChunk(end - BLOCK_TOKENS, end) for end in ends]
+        chunks = [LoadedChunk(p.start, p.end, len(p.before), len(p.after)) for p in self.placed]
         return blocks + chunks
 
     def _blocks(self, loader: ChunkLoader) -> list[LoadedChunk]:

@@ -14,7 +14,7 @@ from cacheblend_rag.engines.transformers.compatibility import open_stack
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.chunk_loader import ChunkLoader, Place, begin_reading
+from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LoadedChunk, begin_reading
 from cacheblend_rag.settings import Precision, StoreConfig
 from tests.benchmarks.gpu.layer import build_layers
 from tests.benchmarks.gpu.scene import Doing, Row, Scene
@@ -52,11 +52,11 @@ def _measured(scene: Scene, stack: TransformersStack, chunks: int, size: int, ro
         keys = [KVKey(chunk_id([number]), FINGERPRINT) for number in range(chunks)]
         for key in keys:
             store.put(key, _chunk(stack, size))
-        places = [Place(index * size, (index + 1) * size) for index in range(chunks)]
         loaders = []
         for _ in range(1 + REPEAT):
             source = open_things.enter_context(begin_reading(store, keys, stack))
-            loader = ChunkLoader(stack, places, source)
+            loaded = [LoadedChunk(index * size, (index + 1) * size) for index in range(chunks)]
+            loader = ChunkLoader(stack, loaded, source)
             run_to_end(loader.heads())
             loaders.append(loader.into(FusedKV(stack.geometry, chunks * size)))
         works = [partial(_load, loader) for loader in loaders]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import pytest
 
-from cacheblend_rag import Chunk, Document, SamplingParams, TieredKVStore, TransformersEngine
+from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEngine
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import words
 
@@ -107,26 +106,3 @@ def test_a_miss_that_is_being_filled_is_no_reason_to_warn(
     never_computed(engine)
     assert warnings(caplog) == []
     engine.close()
-
-
-def test_a_second_cutting_of_a_document_is_warned_of_unless_it_has_a_collection(
-    make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "cacheblend_rag.engines.known_chunks")
-    large = tuple(words(24, start) for start in (0, 30, 60))
-    small = tuple(
-        piece for text in large for piece in (text[: len(text) // 2], text[len(text) // 2 :])
-    )
-    engine = make_engine()
-    engine.precompute([Document("d", large)], progress=False)
-    beside = engine.precompute([Document("d", small, collection="fine")], progress=False)
-    assert (beside.replaced, caplog.messages) == (0, [])
-
-    edited = engine.precompute([Document("d", (*large[:2], words(9, 90)))], progress=False)
-    assert edited.replaced == 1
-    assert caplog.messages == ["1 chunks of changed documents were replaced"]
-    caplog.clear()
-    again = engine.precompute([Document("d", small)], progress=False)
-    assert again.replaced == 3
-    assert "give each index a collection= of its own" in caplog.text
-    assert caplog.records[0].levelno == logging.WARNING
