@@ -14,9 +14,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Condition
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from cacheblend_rag.errors import ConfigError
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from cacheblend_rag.errors import ConfigError, first_line
 from cacheblend_rag.kv.chunk_kv import NAMESPACE_DIGITS, KVKey, chunk_id, prefix_ids
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.text.token_index import TokenIndex, TokenRun
@@ -31,6 +33,8 @@ WAIT_SECONDS = 5.0
 """How long it is waited for KV that is being written."""
 ID_BYTES = 16
 
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+Count = Annotated[int, Field(strict=True, ge=0)]
 Span = tuple[int, int]
 """Tokens [start, end) of a prompt."""
 
@@ -53,12 +57,13 @@ class TurnSegment:
     of its KV.
     """
 
-    token_ids: tuple[int, ...]
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)]
     fingerprint: str
     before: str
-    start: int
-    is_exact: bool
-    nbytes: int
+    start: Count
+    is_exact: Annotated[bool, Field(strict=True)]
+    nbytes: Count
 
     def key(self, conversation_id: str) -> KVKey:
         """Return the key of its KV, which no one can make without the conversation's id."""
@@ -66,31 +71,8 @@ class TurnSegment:
         context = hashlib.blake2b(self.before.encode(), digest_size=16, key=secret).hexdigest()
         return KVKey(chunk_id(self.token_ids), self.fingerprint, context)
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        plain = {name: getattr(self, name) for name in self.__slots__}
-        return {**plain, "token_ids": list(self.token_ids)}
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Return the segment that ``to_plain`` made these values of.
-
-        Raises ConfigError for anything else.
-        """
-        names, tokens = set(cls.__slots__), plain.get("token_ids")
-        if set(plain) != names or not isinstance(tokens, list) or not tokens:
-            raise ConfigError(f"a segment must have {', '.join(sorted(names))}")
-        numbers = [*tokens, plain["start"], plain["nbytes"]]
-        if not all(type(one) is int and one >= 0 for one in numbers) or max(tokens) >= 1 << 32:
-            raise ConfigError("a segment's tokens, start and nbytes must be integers from 0")
-        if not isinstance(plain["before"], str) or type(plain["is_exact"]) is not bool:
-            raise ConfigError("a segment's before must be text, its is_exact true or false")
-        try:
-            made = cls(**{**plain, "token_ids": tuple(tokens)})
-            KVKey(chunk_id(made.token_ids), made.fingerprint)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"a segment is malformed: {error}") from error
-        return made
+_TURNS = TypeAdapter(list[list[TurnSegment]])
 
 
 @dataclass(eq=False)
@@ -315,7 +297,7 @@ class ConversationKV:
         """Return plain JSON values: the id and what is stored, no KV. Waits for what is written."""
         with self._changed:
             self._changed.wait_for(self._is_settled, WAIT_SECONDS)
-            turns = [[segment.to_plain() for segment in turn.segments] for turn in self._stored()]
+            turns = _TURNS.dump_python([turn.segments for turn in self._stored()], mode="json")
         return {
             "conversation_id": self.conversation_id,
             "most_turns": self._most_turns,
@@ -336,11 +318,17 @@ class ConversationKV:
         fields = {"conversation_id", "most_turns", "most_bytes", "turns"}
         if not isinstance(plain, Mapping) or set(plain) != fields:
             raise ConfigError(f"a conversation's KV must have {', '.join(sorted(fields))}")
-        options = {name: plain[name] for name in fields - {"turns"}}
-        turns, made = plain["turns"], cls(**options)
-        if plain["conversation_id"] is None or not _are_objects(turns):
-            raise ConfigError("a conversation's turns must be lists of segments")
-        made._turns = [KeptTurn([TurnSegment.from_plain(one) for one in turn]) for turn in turns]
+        if plain["conversation_id"] is None:
+            raise ConfigError("a conversation's KV must have an id")
+        made = cls(**{name: plain[name] for name in fields - {"turns"}})
+        try:
+            turns = _TURNS.validate_python(plain["turns"])
+            made._turns = [KeptTurn(segments) for segments in turns]
+            made.keys()  # which are malformed if a fingerprint is
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"a conversation's turns are malformed: {first_line(error)}"
+            ) from None
         return made
 
 
@@ -407,9 +395,3 @@ def gaps_between(begin: int, taken: Iterable[Span], end: int) -> Iterator[Span]:
 
 def _is_hex(text: str) -> bool:
     return all(digit in "0123456789abcdef" for digit in text)
-
-
-def _are_objects(turns: Any) -> bool:
-    return isinstance(turns, list) and all(
-        isinstance(turn, list) and all(isinstance(one, Mapping) for one in turn) for turn in turns
-    )
