@@ -162,7 +162,7 @@ class PromptPass:
         """Return the blocks of the prefix that are used."""
         return [block for block in loader.chunks[: self.prefix_blocks] if block.is_used]
 
-    def _chunks(self, loader: ChunkLoader) -> list[LoadedChunk]:
+    def _chunks(self, loader: ChunkLoader) -> Sequence[LoadedChunk]:
         return loader.chunks[self.prefix_blocks :]
 
     def _refused(self, loader: ChunkLoader) -> PrefillReport | None:
