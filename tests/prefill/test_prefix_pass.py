@@ -99,7 +99,7 @@ def test_a_prefix_that_is_gone_is_not_worth_a_pass() -> None:
     stack = FakeStack()
     refused = run(over(stored([]), stack, chunks=False).steps())
     assert not isinstance(refused, FusedPrompt)
-    assert refused.chunks == []
+    assert refused.chunks == ()
     assert not stack.log
 
 
