@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -27,8 +29,11 @@ from cacheblend_rag import (
     SamplingParams,
     StoreConfig,
     StoreError,
+    TieredKVStore,
+    TransformersEngine,
     open_engine,
 )
+from cacheblend_rag.__main__ import main
 from tests.contracts.places import Folder, Place, Servers
 from tests.faulty_proxy import FAULTS, PASSES, State
 from tests.local_servers import HOST, redis_server
@@ -642,6 +647,164 @@ def test_a_store_that_is_not_there_cannot_be_read_only(opened: Open, tmp_path: P
     with pytest.raises(StoreError, match="no chunk KV to read"):
         opened(kv_path=tmp_path / "none", read_only=True)
     assert not (tmp_path / "none").exists()
+
+
+# Pins
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> dict[str, Any]:
+    """Of engines on a place: what has commands know the documents that are in it."""
+    folder = tmp_path / "tiny"
+    MODEL.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return {"model": str(folder), "kv_path": str(tmp_path / "known")}
+
+
+Run = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture
+def run(
+    known: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """Run ``store`` on tiers; returns the exit code, what it tells in JSON, and stderr."""
+
+    def run_one(tiers: list[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
+        given = [part for url in tiers for part in ("--store", f"tiers={url}")]
+        command = ["cacheblend-rag", "store", *arguments, "--kv-path", known["kv_path"], "--json"]
+        monkeypatch.setattr(sys, "argv", [*command, *given])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        return int(ended.value.code or 0), json.loads(told.out or "{}"), told.err
+
+    return run_one
+
+
+@pytest.mark.parametrize("place", ["disk"], indirect=True)
+def test_what_is_pinned_is_evicted_for_no_room_and_no_age(
+    opened: Open, place: Place, servers: Servers, tmp_path: Path, known: dict[str, Any], run: Run
+) -> None:
+    opened(place.url(), **known).precompute(DOCUMENTS[:1], progress=False)
+    (size,) = map(len, place.objects().values())
+    pin = ("pin", "document 0", "--model", known["model"])
+    assert run([place.url()], *pin)[:2] == (0, {"path": known["kv_path"], "pinned": 1})
+    small = opened(place.url(f"capacity={int(2.5 * size)}"), **known)
+    for turn in range(4):
+        small.precompute([DOCUMENTS[1 + turn % 2]], progress=False)
+        assert len(place.objects()) == 2
+    assert hits(ask(small))[0]
+    time.sleep(0.6)
+    old = ("host://", place.url("ttl=0.5s"))
+    engine = opened(*old, **known)
+    for _ in range(2):
+        assert hits(ask(engine)) == (True, False, False)
+    redis = servers.place("redis", tmp_path)
+    code, told, said = run([place.url(), redis.url()], *pin)
+    assert (code, told["pinned"]) == (0, 1)
+    assert "no pins are kept in redis: chunks may be evicted there" in said
+    assert run([place.url()], *pin, "--undo")[1]["unpinned"] == 1
+    assert hits(ask(opened(*old, **known))) == NONE
+    assert until(lambda: not place.objects())
+
+
+@pytest.mark.parametrize("place", ["disk"], indirect=True)
+def test_who_evicts_what_is_pinned_evicts_it(
+    opened: Open, place: Place, known: dict[str, Any], run: Run
+) -> None:
+    engine = opened(place.url(), **known)
+    store_all(engine)
+    for document in ("document 0", "document 1"):
+        run([place.url()], "pin", document, "--model", known["model"])
+    assert engine.evict_document("document 0") == 1
+    told = run([place.url()], "evict", "--document", "document 1", "--model", known["model"])[1]
+    assert (told["evicted"], told["pending"]) == (1, [])
+    assert hits(ask(engine)) == (False, False, True)
+
+
+@pytest.mark.parametrize("place", ["file", *NETWORK], indirect=True)
+def test_a_place_that_keeps_no_pins_says_so(
+    opened: Open, place: Place, known: dict[str, Any], run: Run
+) -> None:
+    store_all(opened(place.url(), **known))
+    code, told, said = run([place.url()], "pin", "document 0", "--model", known["model"])
+    assert (code, told, said.count("\n")) == (2, {}, 1)
+    assert f"no pins are kept in {place.kind}" in said
+
+
+def test_what_is_pinned_in_memory_stays_there() -> None:
+    """By a program, for its own process."""
+    store = TieredKVStore.of(StoreConfig(tiers=["host://?capacity=75000"]))  # room for two
+    engine = TransformersEngine(MODEL, tokenizer=TOKENIZER, config=REUSE, store=store)
+    store.pin(engine.key(CHUNKS[0]))
+    for document in (*DOCUMENTS, *DOCUMENTS[1:]):
+        engine.precompute([document], progress=False)
+    assert (hits(ask(engine))[0], sum(hits(ask(engine)))) == (True, 2)
+    engine.release()
+    assert hits(ask(engine)) == (True, False, False)
+    engine.close()
+
+
+# Commands
+
+
+@pytest.mark.parametrize("place", LASTING, indirect=True)
+def test_commands_tell_what_is_there_and_evict_what_is_asked(
+    opened: Open, place: Place, known: dict[str, Any], run: Run
+) -> None:
+    engine, at = opened(place.url(), **known), [place.url()]
+    store_all(engine)
+    keys = [str(engine.key(chunk)) for chunk in CHUNKS]
+    assert {one["key"] for one in run(at, "ls")[1]["chunks"]} == {*keys}
+    told = run(at, "stats")[1]
+    assert told["entries"] == told["tiers"][place.kind]["entries"] == 3
+    assert told["bytes"] == sum(map(len, place.objects().values()))
+    assert [*told["models"].values()] == [engine.model_name]
+    document = ("--document", "document 1", "--model", known["model"])
+    assert [one["key"] for one in run(at, "ls", *document)[1]["chunks"]] == [keys[1]]
+    assert run(at, "evict", *document)[1]["evicted"] == 1
+    assert hits(ask(engine)) == (True, False, True)
+    assert run(at, "evict", keys[0])[1]["evicted"] == 1
+    assert hits(ask(engine)) == (False, False, True)
+    assert run(at, "evict", "--all", "--yes")[1]["evicted"] == 1
+    assert not place.objects()
+
+
+@pytest.mark.parametrize("place", LASTING, indirect=True)
+def test_verify_names_what_is_damaged_and_repair_sets_it_aside(
+    opened: Open, place: Place, known: dict[str, Any], run: Run
+) -> None:
+    at = [place.url()]
+    store_all(opened(*at, **known))
+    code, told, _ = run(at, "verify")
+    assert (code, told["checked"], told["damaged"]) == (0, 3, [])
+    name, data = next(iter(place.objects().items()))
+    place.put(name, altered(data, len(data) // 2))
+    for repair in ([], ["--repair"]):
+        code, told, _ = run(at, "verify", *repair)
+        assert (code, told["checked"], len(told["damaged"])) == (1, 3, 1)
+        assert told["damaged"][0]["key"] in name
+        assert told["quarantined"] == len(repair)
+    assert run(at, "verify")[0] == 0
+    engine = opened(*at, **known)
+    store_all_but(engine, 2)
+    assert hits(ask(engine)) == ALL
+
+
+@pytest.mark.parametrize("place", LASTING, indirect=True)
+def test_warm_brings_chunks_into_the_fastest_place(
+    opened: Open, place: Place, tmp_path: Path, known: dict[str, Any], run: Run
+) -> None:
+    store_all(opened(place.url(), **known))
+    fast = f"disk://{tmp_path}/fast?name=fast"
+    for warmed, there in ((3, 0), (0, 3)):
+        told = run([fast, place.url()], "warm")[1]
+        assert (told["warmed"], told["there"]) == (warmed, there)
+        assert (told["missing"], told["left"]) == (0, 0)
+    place.clear()
+    assert hits(ask(opened(fast))) == ALL
 
 
 # Secrets
