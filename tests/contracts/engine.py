@@ -179,12 +179,13 @@ class EngineContract:
         engine.precompute(chunks, progress=False)
         prompt = texts.asking(*chunks)
         whole = engine.generate(prompt, SamplingParams(max_tokens=12)).text
-        stop = whole.split()[7]
-        sampling = SamplingParams(max_tokens=12, stop=("never said", stop))
-        answer = WAYS[way](engine, prompt, sampling)
-        assert answer.finish_reason == "stop"
-        assert answer.text == whole.partition(stop)[0]
-        assert [chunk.hit for chunk in answer.report.chunks] == [True, True]
+        said = whole.split()
+        for stop in (said[7], f"{said[6]} {said[7]}"):  # of one token, and of two
+            sampling = SamplingParams(max_tokens=12, stop=("never said", stop))
+            answer = WAYS[way](engine, prompt, sampling)
+            assert answer.finish_reason == "stop"
+            assert answer.text == whole.partition(stop)[0]
+            assert [chunk.hit for chunk in answer.report.chunks] == [True, True]
 
     def test_a_seed_decides_what_is_drawn(self, engine: Engine, texts: Texts) -> None:
         prompt = texts.text(14)

@@ -34,11 +34,13 @@ from cacheblend_rag import (
     diagnose,
     open_engine,
 )
+from tests.contracts.engine import distance
 from tests.local_servers import HOST, Server, redis_server, redis_url, s3_server, s3_url
 from tests.models import make_model, make_tokenizer, prompt_of, save_model, words
 
 SHORT = SamplingParams.greedy(max_tokens=4, ignore_eos=True)
 ONE = SamplingParams.greedy(max_tokens=1)
+LIKELY = SamplingParams.greedy(max_tokens=1, logprobs=20)
 TOKENS = 64
 """Of a chunk."""
 PATIENCE = 60.0
@@ -104,6 +106,16 @@ def gauge(metrics: EngineMetrics, name: str, tier: str) -> float:
     return metrics.registry.get_sample_value(f"cacheblend_tier_{name}", {"tier": tier}) or 0.0
 
 
+def command_line(folder: Path, command: str) -> Any:
+    """Return what a command prints in a folder, with ``--json``."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cacheblend_rag", *command.split(), "--json"],
+        cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
 # Tuning
 
 
@@ -117,13 +129,8 @@ def test_tune_writes_the_cheapest_settings_that_keep_the_quality_as_a_profile(
     data = [{"question": words(4, at), "answers": ["w7"], "ctxs": contexts} for at in (50, 51)]
     (tmp_path / "questions.json").write_text(json.dumps(data))
     options = "--bar fidelity --least 0.5 --lead-ins none --selectors hkvd --ratios 0.1,0.9"
-    command = f"tune model --dataset questions.json {options} --out mine.toml --json"
-    done = subprocess.run(
-        [sys.executable, "-m", "cacheblend_rag", *command.split()],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    quality = {one["ratio"]: one["quality"] for one in json.loads(done.stdout)["candidates"]}
+    told = command_line(tmp_path, f"tune model --dataset questions.json {options} --out mine.toml")
+    quality = {one["ratio"]: one["quality"] for one in told["candidates"]}
     assert 0.5 < quality[0.1] < quality[0.9] < 1
     tuned = open_engine(
         "transformers", model=MODEL, tokenizer=TOKENIZER, profile=tmp_path / "mine.toml"
@@ -255,17 +262,35 @@ def test_released_memory_is_read_from_disk_again(opened: Open, tmp_path: Path) -
 def test_fp8_takes_a_quarter_of_float32_and_leaves_ratio_1_exact(
     opened: Open, tmp_path: Path
 ) -> None:
-    sizes, chunks = {}, chunks_of(1, 2)
+    sizes, likely, chunks = {}, {}, chunks_of(1, 2)
     for precision in ("native", "fp8"):
         engine = opened(kv_path=tmp_path / precision, precision=precision)
         engine.precompute(chunks, progress=False)
         sizes[precision] = gauge(EngineMetrics(engine), "bytes", "disk")
-        assert ask(engine, *chunks, recompute_ratio=0.0).reused_tokens == 2 * TOKENS
+        reuse = engine.config.with_changes(recompute_ratio=0.0)
+        likely[precision] = engine.generate(asking(*chunks), LIKELY, config=reuse)
+        assert likely[precision].report.reused_tokens == 2 * TOKENS
     assert 0.25 < sizes["fp8"] / sizes["native"] < 0.3
+    full = engine.generate_full(asking(*chunks), LIKELY)
+    assert distance(likely["fp8"], likely["native"]) < distance(full, likely["native"]) / 2
     all_of_it = engine.config.with_changes(recompute_ratio=1.0)
     answer = engine.generate(asking(*chunks), SHORT, config=all_of_it)
     assert answer.report.recomputed_tokens == 2 * TOKENS
     assert answer.token_ids == engine.generate_full(asking(*chunks), SHORT).token_ids
+
+
+def test_a_pinned_document_stays_while_others_go(opened: Open, tmp_path: Path) -> None:
+    documents = [Document(f"report{seed}", (words(TOKENS, seed),)) for seed in range(4)]
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    first = opened(kv_path=tmp_path / "kv", host_bytes=0)
+    first.precompute(documents[:1], progress=False)
+    size = gauge(EngineMetrics(first), "bytes", "disk")
+    pinned = command_line(tmp_path, "store pin report0 --kv-path kv --model model")
+    assert pinned["pinned"] == 1
+    engine = opened(kv_path=tmp_path / "kv", host_bytes=0, disk_bytes=int(2.5 * size))
+    engine.precompute(documents[1:], progress=False)
+    found = [tiers(ask(engine, *one.to_chunks())) for one in documents]
+    assert found == [["disk"], [None], [None], ["disk"]]
 
 
 def test_engines_of_other_precisions_share_no_chunks(opened: Open, tmp_path: Path) -> None:
@@ -404,6 +429,24 @@ def test_a_document_of_more_than_100_000_tokens_is_answered_by_windows(
     assert report.computed_chunks == report.chunks
     assert len(answers) == report.chunks - 4
     assert report.reused_tokens > 0.9 * report.prompt_tokens
+
+
+def test_a_file_that_is_deleted_leaves_the_index_with_its_kv(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "model", 16)
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    (tmp_path / "notes").mkdir()
+    for name in "ab":
+        (tmp_path / "notes" / f"{name}.txt").write_text(words(100, ord(name)))
+
+    def stored() -> int:
+        return len([*(tmp_path / ".cacheblend" / "kv").rglob("*.safetensors")])
+
+    assert command_line(tmp_path, "index notes --model model")["documents"] == 2
+    both = stored()
+    (tmp_path / "notes" / "b.txt").unlink()
+    told = command_line(tmp_path, "index notes --prune")
+    assert (told["removed"], told["documents"]) == (1, 1)
+    assert 0 < stored() < both
 
 
 def test_what_was_indexed_is_warm_for_the_first_request_of_a_new_process(

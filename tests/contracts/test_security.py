@@ -35,6 +35,7 @@ from tests.contracts.security import (
     refusal,
 )
 from tests.contracts.served import ASK, CHAT, DOCUMENTS, PASSAGE, STORE, Served, tiny_model
+from tests.contracts.wire import HALVES, half
 from tests.models import make_model, make_tokenizer, words
 
 BODIES = {
@@ -102,6 +103,11 @@ def test_each_key_reaches_its_routes_and_no_other(keyed: Served, who: str) -> No
 def test_a_key_is_the_whole_of_it_behind_bearer(keyed: Served, header: str) -> None:
     given = {"authorization": header.encode()}
     assert keyed.ask("GET", "/v1/models", headers=given).status_code == 401
+
+
+def test_a_key_is_asked_for_before_a_body_is_read(keyed: Served) -> None:
+    with closing(half(keyed.port, HALVES["half a body"])) as stranger:
+        assert stranger.recv(1 << 16).startswith(b"HTTP/1.1 401")
 
 
 @pytest.mark.parametrize("path", ["/health/", "/healthy", "//metrics", "/health/../metrics", "/"])
@@ -321,6 +327,7 @@ def test_namespaces_of_a_store_share_nothing(stored: Path, model: Path) -> None:
             report = engine.generate(f"Who? {PASSAGE}", SamplingParams(max_tokens=1)).report
             hits = [chunk.hit for chunk in report.chunks]
             assert hits == ([True] if namespace == "acme" else []), namespace
+            assert bool(report.reused_tokens) == bool(hits), "nor what prompts begin with"
 
 
 def test_a_tiers_password_is_told_by_nothing() -> None:

@@ -170,6 +170,24 @@ def test_others_choose_before_layer_0(engine: Engine, selector: str) -> None:
     assert [one.layer for one in answer.report.trace.selections] == [None]
 
 
+def test_a_prior_ranks_tokens_by_what_their_document_changed(engine: Engine) -> None:
+    """As keys deviate where a passage stands as it does alone: at the beginning of a prompt."""
+    told = {"prior": {}, "hkvd": {"deviation": "k"}}
+    for chunk in CHUNKS:
+        prompt = prompt_of(chunk, "w9 w10")
+        by_rule = [
+            engine.generate(
+                prompt,
+                SHORT,
+                config=engine.config.with_changes(
+                    selector=name, selector_options=options, recompute_ratio=0.25
+                ),
+            )
+            for name, options in told.items()
+        ]
+        assert chosen(by_rule[0]) == chosen(by_rule[1])
+
+
 def test_without_a_prior_chunk_head_stands_in_and_is_named(engine: Engine) -> None:
     """Chunks of no document have none."""
     bare = [Chunk(words(30, seed)) for seed in (60, 61)]

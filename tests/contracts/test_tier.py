@@ -640,7 +640,7 @@ def seen(place: Place) -> object:
     if not isinstance(place, Folder):
         return place.objects()
     files = sorted(path for path in place.folder.rglob("*") if path.is_file())
-    return [(path, path.stat().st_mtime_ns, path.read_bytes()) for path in files]
+    return [(path, path.stat().st_ctime_ns, path.read_bytes()) for path in files]
 
 
 def test_a_store_that_is_not_there_cannot_be_read_only(opened: Open, tmp_path: Path) -> None:

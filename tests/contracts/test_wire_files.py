@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -144,6 +145,30 @@ def test_a_stored_object_is_used_as_it_was_stored_or_not_at_all(place: Any) -> N
         assert told["damaged"] > sum(told.values()) / 2
         engine.precompute([CHUNK], progress=False)
         assert likely(engine.generate(PROMPT, LIKELY)) == used
+
+
+def test_a_number_of_a_stored_head_that_is_another_is_not_used(place: Any) -> None:
+    """Such as where the chunk stood, how many tokens it has, and where its bytes are."""
+    with closing(
+        open_engine(
+            "transformers",
+            model=make_model(),
+            tokenizer=make_tokenizer(),
+            config=REUSE,
+            tiers=[place.url],
+        )
+    ) as engine:
+        engine.precompute([CHUNK], progress=False)
+        name, value = place.read()
+        numbers = [*re.finditer(rb'(?<=["\[,])[0-9]{1,9}(?=["\],])', value[:2048])]
+        assert len(numbers) > 5
+        for number in numbers:
+            at = number.end() - 1
+            other = b"1" if value[at : at + 1] == b"0" else b"0"
+            place.write(name, value[:at] + other + value[at + 1 :])
+            (chunk,) = engine.generate(PROMPT, LIKELY).report.chunks
+            assert not chunk.hit, number
+            assert engine.precompute([CHUNK], progress=False).computed == 1
 
 
 # GGUF files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,12 +31,18 @@ def asked(tokens: int) -> SamplingParams:
 
 @torch.no_grad()
 def own_logits(
-    model: PreTrainedModel, prompt: BlendPrompt, answer: Generation, *, reusing: bool
+    model: PreTrainedModel,
+    prompt: BlendPrompt,
+    answer: Generation,
+    *,
+    reusing: bool,
+    edges: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> Tensor:
     """Logits that a model's own forward has at each token of an answer to a prompt.
 
     reusing: each chunk is computed in a cache of its own, at the positions that it has in the
-    prompt, and everything else in order, after what precedes it.
+    prompt, and everything else in order, after what precedes it. edges: tokens of each chunk before
+    and after those that stand in the prompt.
 
     Returns:
         (tokens of the answer, vocabulary), in float32.
@@ -49,16 +56,19 @@ def own_logits(
         return logits[0, -count:].float()
     cache: Any = DynamicCache()
     for start, end in pairwise([0, *(edge for span in spans for edge in span), len(ids)]):
-        into = DynamicCache() if (start, end) in spans else cache
+        is_chunk = (start, end) in spans
+        before, after = edges if is_chunk else ((), ())
+        into = DynamicCache() if is_chunk else cache
         logits = model(
-            input_ids=ids[None, start:end],
-            position_ids=torch.arange(start, end)[None],
+            input_ids=torch.tensor([[*before, *ids[start:end], *after]]),
+            position_ids=torch.arange(start - len(before), end + len(after))[None],
             past_key_values=into,
             use_cache=True,
         ).logits
-        if into is not cache:
+        if is_chunk:
+            here = slice(len(before), len(before) + end - start)
             for index, layer in enumerate(into.layers):
-                cache.update(layer.keys, layer.values, index)
+                cache.update(layer.keys[:, :, here], layer.values[:, :, here], index)
     return logits[0, -count:].float()
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cacheblend_rag import BlendConfig, TransformersEngine
+from cacheblend_rag import BlendConfig, BlendPrompt, TransformersEngine
 from tests.families.models import builders, with_outliers
 from tests.families.reference import asked, likely, own_logits, three_chunks
-from tests.models import make_tokenizer
+from tests.models import make_tokenizer, words
 
 BLENDED = (
     "afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4",
@@ -64,6 +64,24 @@ def test_a_family_is_blended_as_its_own_model_computes(name: str) -> None:
         assert off <= 1e-5 * logits.abs().max()
     first = wanted[True][0] - wanted[False][0]
     assert first.abs().max() > 1e-3, "the case must tell reuse from prefill"
+    engine.close()
+
+
+def test_a_passage_joined_with_the_text_beside_it_is_reused_where_it_stands() -> None:
+    """Its first and its last word make other tokens with the brackets beside them."""
+    model = builders()["llama"]()
+    engine = opened(model)
+    _, (chunk, *_) = three_chunks()
+    engine.precompute([chunk], progress=False)
+    prompt = BlendPrompt.of(f"{words(5, 8)} (", chunk, f") {words(3, 9)}")
+    answer = engine.generate(prompt, asked(4), config=NONE)
+    (found,) = answer.report.chunks
+    assert (found.hit, found.start, found.tokens) == (True, 6, 88)
+    first, *_, last = make_tokenizer()(chunk.text)["input_ids"]
+    wanted = own_logits(model, prompt, answer, reusing=True, edges=([first], [last]))
+    tokens, values = likely(answer)
+    off = (values - wanted.log_softmax(-1).gather(1, tokens)).abs().max()
+    assert off <= 1e-5 * wanted.abs().max()
     engine.close()
 
 
