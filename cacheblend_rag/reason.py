@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self
+
+from pydantic_core import core_schema
 
 
 class ReasonCode(StrEnum):
@@ -86,6 +88,17 @@ class Reason(str):
     def __getnewargs__(self) -> tuple[ReasonCode, str]:  # type: ignore[override]
         """Return the arguments for copying and unpickling."""
         return self.code, str(self)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _: Any, handler: Any) -> core_schema.CoreSchema:
+        """A reason travels as [code, sentence]; the code may be a newer version's."""
+        return core_schema.no_info_after_validator_function(
+            lambda row: cls(ReasonCode.named(row[0]), row[1]),
+            handler.generate_schema(tuple[str, str]),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda reason: [reason.code.value, str(reason)]
+            ),
+        )
 
 
 def count_codes(reasons: Mapping[Reason, int]) -> dict[ReasonCode, int]:

@@ -6,7 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import GetPydanticSchema
 
 from cacheblend_rag.reason import Reason, ReasonCode, count_codes
 from cacheblend_rag.trace import Trace
@@ -28,6 +30,8 @@ MissReason = Literal[
     "stopped by the guard",  # blended answers diverged too far from full prefill
 ]
 """Why a chunk was missed."""
+_MAY_BE_NEWER = GetPydanticSchema(lambda _, handler: handler.generate_schema(str | None))
+"""Reads a reason that a server of a newer version knows."""
 
 _NAMED_OTHERWISE: Mapping[str, ReasonCode] = {
     "not stored, being filled": ReasonCode.BEING_FILLED,
@@ -64,7 +68,7 @@ class ChunkReport:
     start: int
     tokens: int
     hit: bool
-    reason: MissReason | None = None
+    reason: Annotated[MissReason | None, _MAY_BE_NEWER] = None
     tier: str | None = None
     document_id: str | None = None
     recomputed: int = 0

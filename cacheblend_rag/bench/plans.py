@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.plain import read_object
 from cacheblend_rag.settings import Precision, StoreConfig
+from cacheblend_rag.settings.options import read_object
 from cacheblend_rag.settings.tier_url import TierUrl
 
 if TYPE_CHECKING:

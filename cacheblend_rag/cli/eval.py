@@ -12,10 +12,10 @@ import typer
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import DEFAULT_MODEL
-from cacheblend_rag.plain import read_object
 from cacheblend_rag.quality.questions import SINGLE_HOP, choose_questions
 from cacheblend_rag.rag import checks
 from cacheblend_rag.settings import EMBEDDED
+from cacheblend_rag.settings.options import read_object
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -22,7 +22,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "vllm": {"vllm": "vllm"},
     "vllm-server": {"openai": "openai"},
 }
-NOT_TOLD = ("active", "refusal", "identity", "store", "vllm", "cacheblend_rag", "wire")
+NOT_TOLD = ("active", "refusal", "identity", "store", "vllm", "cacheblend_rag")
 """What a server's status has beside the connector's settings."""
 
 

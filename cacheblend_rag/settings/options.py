@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
@@ -171,3 +172,17 @@ def _described(where: str, told: Sequence[str]) -> str:
         return f"{where} must be {' or '.join(kinds)}"
     text = "; ".join(text.removeprefix("Value error, ") for text in told)
     return f"{where}: {text}" if where else text
+
+
+def read_object(name: str, text: str, example: str) -> dict[str, Any]:
+    """Parse a command-line option that is a JSON object; an empty text is an empty object.
+
+    name: of the option. example: a valid value. Raises ConfigError.
+    """
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}={text!r:.60} must be a JSON object, such as {example}")
+    return found

@@ -29,8 +29,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     status_of,
 )
 from cacheblend_rag.engines.vllm.protocol.job import MOST_KEYS, SALT_PREFIX, Kind
-from cacheblend_rag.engines.vllm.protocol.result import NO_REPORT
-from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
+from cacheblend_rag.engines.vllm.protocol.result import NO_CONNECTOR, NO_REPORT
 from cacheblend_rag.engines.vllm.transport import Transport, VLLMRequest
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey

@@ -28,7 +28,7 @@ from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.vllm.connection import ServerConnection
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.generation import generation_values
-from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
+from cacheblend_rag.engines.vllm.protocol.result import NO_CONNECTOR
 from cacheblend_rag.engines.vllm.serve import reserved_port
 from cacheblend_rag.errors import (
     CacheBlendError,

@@ -13,7 +13,7 @@ from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.vllm import engine as vllm_engine
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.protocol.status import ConnectorStatus
+from cacheblend_rag.engines.vllm.protocol.result import ConnectorStatus
 from tests.toy import TOY
 
 SERVED = Profile(

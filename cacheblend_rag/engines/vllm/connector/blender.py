@@ -21,7 +21,7 @@ from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 from cacheblend_rag.engines.vllm.connector.tensor_parallel import all_reduce
 from cacheblend_rag.engines.vllm.connector.trial import Trial
-from cacheblend_rag.engines.vllm.protocol import Failed
+from cacheblend_rag.engines.vllm.protocol import BlendResult, Declined, Failed
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
@@ -174,7 +174,10 @@ class Blender:
                 return
             del self.at_work[request_id]
             self._leave(request_id)
-            yield request_id, replace(result, work_seconds=self._worked.pop(request_id))
+            seconds = self._worked.pop(request_id)
+            if isinstance(result, BlendResult | Declined | Failed):
+                result = replace(result, work_seconds=seconds)
+            yield request_id, result
 
     @torch.inference_mode()
     def _step(self, request_id: str, work: Work, until: float) -> WorkResult | None:

@@ -37,9 +37,7 @@ from cacheblend_rag.engines.vllm.connector.warm_up import Compilations, warm_up
 from cacheblend_rag.engines.vllm.generation import generation_values
 from cacheblend_rag.engines.vllm.namespaces import are_told_apart
 from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Failed, Result
-from cacheblend_rag.engines.vllm.protocol.job import VERSION
-from cacheblend_rag.engines.vllm.protocol.result import CANCELLED
-from cacheblend_rag.engines.vllm.protocol.status import StoredKV
+from cacheblend_rag.engines.vllm.protocol.result import CANCELLED, StoredKV
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import fingerprint, namespace_id
 from cacheblend_rag.kv.store import TieredKVStore
@@ -225,7 +223,6 @@ class ConnectorWorker:
             identity=fingerprint(blender.identity, namespace) if blender else "",
             vllm=vllm_version,
             cacheblend_rag=version("cacheblend-rag"),
-            wire=VERSION,
             replicas=settings.replicas,
             shared=settings.store.outlives,
             tensor_parallel=self._vllm_config.parallel_config.tensor_parallel_size,

@@ -3,9 +3,10 @@
 A job is sent with a request, a result comes back with the request's last output.
 """
 
-from cacheblend_rag.engines.vllm.protocol.find import OFF_PARAMS, FindJob
 from cacheblend_rag.engines.vllm.protocol.job import (
+    OFF_PARAMS,
     BlendJob,
+    FindJob,
     SentChunk,
     SentLeadIn,
     SentSegment,
@@ -13,6 +14,7 @@ from cacheblend_rag.engines.vllm.protocol.job import (
 from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
     CompareResult,
+    ConnectorStatus,
     Declined,
     EvictResult,
     Failed,
@@ -28,7 +30,6 @@ from cacheblend_rag.engines.vllm.protocol.result import (
     result_of,
     status_of,
 )
-from cacheblend_rag.engines.vllm.protocol.status import ConnectorStatus
 
 __all__ = [
     "OFF_PARAMS",

@@ -1,8 +1,9 @@
-"""A job from an engine to a worker, and its form in ``kv_transfer_params``.
+"""A job from an engine to a worker, a request's wish about finding chunks, and how they travel.
 
-Requests come from any client of the server, so everything is checked: shapes, ranges and
-types. A blend job refers to its request's own prompt. Every other job comes with any two tokens
-as prompt, which vLLM computes itself: no block is promised that would hold another request's KV.
+Both are in ``kv_transfer_params``. Requests come from any client of the server, so everything is
+checked: shapes, ranges and types. A blend job refers to its request's own prompt. Every other job
+comes with any two tokens as prompt, which vLLM computes itself: no block is promised that would
+hold another request's KV.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import FailFast, Field, TypeAdapter, ValidationError
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.errors import ConfigError
@@ -24,9 +27,12 @@ from cacheblend_rag.settings import BlendConfig, LeadInKind
 PARAMETER = "cacheblend"
 SALT_PREFIX = "cacheblend-"
 VERSION = 5
+FIND, OFF = "find", "off"
+OFF_PARAMS: Mapping[str, Any] = {PARAMETER: {"version": VERSION, "kind": OFF}}
+"""What a request says whose prompt is not to be searched: ordinary prefill answers it."""
 MOST_KEYS = 4096
 """Most keys, or segments to keep, in one job; clients split longer lists."""
-_HASH = re.compile(r"(?:[0-9a-f]{32})?")
+_HASH = re.compile(r"[0-9a-f]{32}")
 
 Kind = Literal[
     "blend",
@@ -41,13 +47,27 @@ Kind = Literal[
     "status",
     "report",
 ]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 ASKS = ("status", "report")
 """Kinds that only read: they are answered for any model."""
 CHANGES = ("precompute", "keep", "verify", "evict", "release")
 """Kinds that change the shared store."""
 IDLE = ("compare", "keep")
 """Kinds that are only worked on while nothing else is."""
+NEEDED: Mapping[Kind, Sequence[str]] = {
+    "blend": ("chunks",),
+    "precompute": ("chunks", "tokens"),
+    "compare": ("chunks", "tokens", "answer"),
+    "keep": ("tokens", "kept"),
+    "report": ("report_id",),
+}
+ALLOWED: Mapping[Kind, Sequence[str]] = {"compare": ("reference",), "keep": ("chunks",)}
+"""What else of a job's lists its kind may have, beside what it needs."""
+LISTS = ("chunks", "tokens", "answer", "reference", "kept")
+
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+MaybeHash = Annotated[str, Field(pattern="^(?:[0-9a-f]{32})?$")]
+Count = Annotated[int, Field(ge=0)]
+Tokens = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], FailFast()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +85,11 @@ class SentChunk:
 
     start: int
     end: int
-    context_id: str = ""
+    context_id: MaybeHash = ""
     protected: bool = False
-    context_start: int = 0
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
+    context_start: Count = 0
+    before: Tokens = ()
+    after: Tokens = ()
     turn: bool = False
     exact: bool = False
     lead_in: SentLeadIn | None = None
@@ -77,20 +97,6 @@ class SentChunk:
     def own_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of the chunk by itself; tokens: the prompt or document."""
         return (*self.before, *tokens[self.start : self.end], *self.after)
-
-    def to_row(self) -> list[Any]:
-        """Return plain JSON values."""
-        return [
-            self.start,
-            self.end,
-            self.context_id,
-            int(self.protected),
-            self.context_start,
-            list(self.before),
-            list(self.after),
-            int(self.turn),
-            int(self.exact),
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +106,17 @@ class SentSegment:
     context_id: of its key, which names the tokens before by the conversation's secret.
     """
 
-    start: int
+    start: Count
     end: int
-    context_id: str
+    context_id: Hash
 
 
 @dataclass(frozen=True, slots=True)
 class SentLeadIn:
     """A lead-in: its name, the hash of its tokens and the document window."""
 
-    name: str
-    tokens: str
+    name: Annotated[str, Field(pattern=f"^(?:{'|'.join(get_args(LeadInKind))})$")]
+    tokens: MaybeHash
     window: int
 
 
@@ -134,36 +140,21 @@ class BlendJob:
 
     kind: Kind
     lead_in: SentLeadIn
-    chunks: tuple[SentChunk, ...] = ()
-    tokens: tuple[int, ...] = ()
-    keys: tuple[tuple[str, str], ...] = ()
+    chunks: Annotated[tuple[SentChunk, ...], FailFast()] = ()
+    tokens: Tokens = ()
+    keys: Annotated[tuple[tuple[Hash, MaybeHash], ...], Field(max_length=MOST_KEYS)] = ()
     config: BlendConfig = field(default_factory=BlendConfig)
-    report_id: str = ""
+    report_id: MaybeHash = ""
     idle: bool = False
-    answer: tuple[int, ...] = ()
-    reference: tuple[int, ...] = ()
-    kept: tuple[SentSegment, ...] = ()
+    answer: Tokens = ()
+    reference: Tokens = ()
+    kept: Annotated[tuple[SentSegment, ...], Field(max_length=MOST_KEYS)] = ()
     turns: bool = False
 
     def to_params(self) -> dict[str, Any]:
         """Return plain JSON values for ``kv_transfer_params``."""
-        return {
-            PARAMETER: {
-                "version": VERSION,
-                "kind": self.kind,
-                "lead_in": [self.lead_in.name, self.lead_in.tokens, self.lead_in.window],
-                "chunks": [chunk.to_row() for chunk in self.chunks],
-                "tokens": list(self.tokens),
-                "keys": [list(key) for key in self.keys],
-                "config": self.config.to_dict(),
-                "report_id": self.report_id,
-                "idle": self.idle,
-                "answer": list(self.answer),
-                "reference": list(self.reference),
-                "kept": [[one.start, one.end, one.context_id] for one in self.kept],
-                "turns": self.turns,
-            }
-        }
+        plain = _JOB.dump_python(self, mode="json", exclude={"config"}, exclude_defaults=True)
+        return {PARAMETER: {"version": VERSION, **plain, "config": self.config.to_dict()}}
 
     def salt(self, token_ids: Sequence[int]) -> str:
         """Return what vLLM's blocks with a blend's KV are shared by: equal work has the same.
@@ -225,36 +216,62 @@ class BlendJob:
             return None
         if not isinstance(sent, Mapping) or sent.get("version") != VERSION:
             raise ConfigError(f"{PARAMETER}.version must be {VERSION}")
-        kind = sent.get("kind")
-        if kind not in KINDS:
-            known = ", ".join((*KINDS, "find", "off"))
-            raise ConfigError(f"{PARAMETER}.kind={kind!r} must be one of {known}")
-        config = sent.get("config", {})
-        if not isinstance(config, Mapping):
-            raise ConfigError(f"{PARAMETER}.config must be an object")
-        own = _tokens(sent.get("tokens"), needed=kind in {"compare", "keep", "precompute"})
-        has_reference, has_chunks = bool(sent.get("reference")), bool(sent.get("chunks"))
-        # A prompt's last token is in no chunk.
-        rooms = {"blend": tokens, "compare": len(own), "keep": len(own)}
-        return cls(
-            kind,
-            _lead_in(sent.get("lead_in")),
-            _chunks(
-                sent.get("chunks"),
-                rooms.get(kind, len(own) + 1),
-                needed=kind in {"blend", "compare", "precompute"}
-                or (kind == "keep" and has_chunks),
-            ),
-            own,
-            _keys(sent.get("keys", ())),
-            BlendConfig.of(config),
-            _report_id(sent.get("report_id", ""), required=kind == "report"),
-            kind in IDLE or (kind == "precompute" and sent.get("idle") is True),
-            _tokens(sent.get("answer"), needed=kind == "compare"),
-            _tokens(sent.get("reference"), needed=kind == "compare" and has_reference),
-            _kept(sent.get("kept"), len(own), needed=kind == "keep"),
-            kind == "evict" and _flag(sent.get("turns", False), "turns"),
+        try:
+            job = _JOB.validate_python(dict(sent))
+        except ValidationError as error:
+            raise ConfigError(f"{PARAMETER}.{problem_of(error)}") from None
+        job._check_lists(tokens)
+        return replace(
+            job,
+            idle=job.kind in IDLE or (job.kind == "precompute" and job.idle),
+            turns=job.kind == "evict" and job.turns,
         )
+
+    def _check_lists(self, prompt: int) -> None:
+        """Raise ConfigError unless a job has what its kind needs, in order and within its tokens.
+
+        prompt: tokens of the request's.
+        """
+        needed = NEEDED.get(self.kind, ())
+        if lacking := [name for name in needed if not getattr(self, name)]:
+            raise ConfigError(f"{PARAMETER}.{lacking[0]} must not be empty")
+        others = {*LISTS} - {*needed, *ALLOWED.get(self.kind, ())}
+        if foreign := [name for name in LISTS if name in others and getattr(self, name)]:
+            raise ConfigError(f"{PARAMETER}.{foreign[0]} is nothing for kind={self.kind!r}")
+        # A prompt's last token is in no chunk.
+        rooms = {"blend": prompt, "precompute": len(self.tokens) + 1}
+        room = rooms.get(self.kind, len(self.tokens))
+        for chunk in self.chunks:
+            if not chunk.context_start <= chunk.start < chunk.end < room:
+                where = f"[{chunk.start}, {chunk.end}) after {chunk.context_start}"
+                raise ConfigError(f"{PARAMETER}.chunks: {where} does not fit {room} tokens")
+            if chunk.turn and not chunk.context_id:
+                raise ConfigError(f"{PARAMETER}.chunks: a turn's context_id must be 32 hex digits")
+            if chunk.exact and not chunk.turn:
+                raise ConfigError(f"{PARAMETER}.chunks: only a turn's KV may be exact")
+            if chunk.lead_in is not None:
+                raise ConfigError(f"{PARAMETER}.chunks: a chunk's lead-in is its job's")
+        if any(b.start < a.end for a, b in pairwise(self.chunks)):
+            raise ConfigError(f"{PARAMETER}.chunks must be in order and not overlap")
+        ends = (0, *(one.end for one in self.kept))
+        if max(ends) > len(self.tokens) or any(
+            one.start < before or one.end - one.start < LEAST_TOKENS
+            for before, one in zip(ends, self.kept, strict=False)
+        ):
+            raise ConfigError(
+                f"{PARAMETER}.kept must be in order and not overlap, each of at least "
+                f"{LEAST_TOKENS} of the {len(self.tokens)} tokens"
+            )
+
+
+_JOB = TypeAdapter(BlendJob)
+
+
+def problem_of(error: ValidationError) -> str:
+    """Return one line about the first field that is wrong."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    line = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return " ".join(line.split())
 
 
 def sent_report_id(params: Mapping[str, Any] | None) -> str:
@@ -264,103 +281,29 @@ def sent_report_id(params: Mapping[str, Any] | None) -> str:
     return named if isinstance(named, str) and _HASH.fullmatch(named) else ""
 
 
-def _report_id(sent: Any, *, required: bool) -> str:
-    if not isinstance(sent, str) or not _HASH.fullmatch(sent) or (required and not sent):
-        raise ConfigError(f"{PARAMETER}.report_id must be 32 hex digits")
-    return sent
+@dataclass(frozen=True)
+class FindJob:
+    """A request's own wish about chunks in its prompt.
 
+    wanted: whether they are searched for. config: settings of a BlendConfig, as plain JSON values;
+    those that are missing are the server's.
+    """
 
-def _lead_in(sent: Any) -> SentLeadIn:
-    name, tokens, window = _row(sent, "lead_in", (str, str, int))
-    if name not in get_args(LeadInKind):
-        raise ConfigError(f"{PARAMETER}.lead_in={name!r:.100} is unknown")
-    if not _HASH.fullmatch(tokens):
-        raise ConfigError(f"{PARAMETER}.lead_in tokens must be 32 hex digits")
-    return SentLeadIn(name, tokens, window)
+    wanted: bool
+    config: Mapping[str, Any]
 
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any] | None) -> FindJob | None:
+        """Read a wish; None if there is none, or a job of another kind.
 
-def _tokens(sent: Any, *, needed: bool) -> tuple[int, ...]:
-    if not needed:
-        return ()
-    if not isinstance(sent, list | tuple) or not sent:
-        raise ConfigError(f"{PARAMETER}.tokens must be a non-empty list")
-    if any(type(token) is not int or not 0 <= token < 1 << 31 for token in sent):
-        raise ConfigError(f"{PARAMETER}.tokens must hold token ids")
-    return tuple(sent)
-
-
-def _chunks(sent: Any, tokens: int, *, needed: bool) -> tuple[SentChunk, ...]:
-    if not needed:
-        return ()
-    if not isinstance(sent, Sequence) or isinstance(sent, str) or not sent:
-        raise ConfigError(f"{PARAMETER}.chunks must be a non-empty list")
-    chunks = tuple(_chunk(row, tokens) for row in sent)
-    if any(b.start < a.end for a, b in pairwise(chunks)):
-        raise ConfigError(f"{PARAMETER}.chunks must be in order and not overlap")
-    return chunks
-
-
-def _keys(sent: Any) -> tuple[tuple[str, str], ...]:
-    if not isinstance(sent, Sequence) or isinstance(sent, str):
-        raise ConfigError(f"{PARAMETER}.keys must be a list")
-    if len(sent) > MOST_KEYS:
-        raise ConfigError(f"{PARAMETER}.keys names {len(sent)} chunks, more than {MOST_KEYS}")
-    keys = [_row(row, "keys", (str, str)) for row in sent]
-    if not all(chunk and all(map(_HASH.fullmatch, (chunk, context))) for chunk, context in keys):
-        raise ConfigError(f"{PARAMETER}.keys must hold 32 hex digits each")
-    return tuple((chunk, context) for chunk, context in keys)
-
-
-def _chunk(row: Any, tokens: int) -> SentChunk:
-    start, end, context_id, protected, context_start, before, after, turn, exact = _row(
-        row, "chunks", (int, int, str, int, int, list, list, int, int)
-    )
-    if not 0 <= context_start <= start < end < tokens or not _HASH.fullmatch(context_id):
-        raise ConfigError(f"{PARAMETER}.chunks: {list(row)!r} does not fit {tokens} tokens")
-    if turn and not context_id:
-        raise ConfigError(f"{PARAMETER}.chunks: a turn's context_id must be 32 hex digits")
-    if exact and not turn:
-        raise ConfigError(f"{PARAMETER}.chunks: only a turn's KV may be exact")
-    left, right = (_tokens(edge, needed=bool(edge)) for edge in (before, after))
-    return SentChunk(
-        start, end, context_id, bool(protected), context_start, left, right, bool(turn), bool(exact)
-    )
-
-
-def _kept(sent: Any, tokens: int, *, needed: bool) -> tuple[SentSegment, ...]:
-    """Read the segments to keep; they are as long as those of a conversation, and in order."""
-    if not needed:
-        return ()
-    if not isinstance(sent, Sequence) or isinstance(sent, str) or not sent:
-        raise ConfigError(f"{PARAMETER}.kept must be a non-empty list")
-    if len(sent) > MOST_KEYS:
-        raise ConfigError(f"{PARAMETER}.kept names {len(sent)} segments, more than {MOST_KEYS}")
-    kept, last = list[SentSegment](), 0
-    for row in sent:
-        start, end, context_id = _row(row, "kept", (int, int, str))
-        if not last <= start <= end - LEAST_TOKENS <= tokens - LEAST_TOKENS:
-            raise ConfigError(
-                f"{PARAMETER}.kept must be in order and not overlap, each of at least "
-                f"{LEAST_TOKENS} of the {tokens} tokens"
-            )
-        if not context_id or not _HASH.fullmatch(context_id):
-            raise ConfigError(f"{PARAMETER}.kept: a context_id must be 32 hex digits")
-        kept.append(SentSegment(start, end, context_id))
-        last = end
-    return tuple(kept)
-
-
-def _flag(sent: Any, name: str) -> bool:
-    if type(sent) is not bool:
-        raise ConfigError(f"{PARAMETER}.{name} must be true or false")
-    return sent
-
-
-def _row(sent: Any, name: str, types: tuple[type, ...]) -> list[Any]:
-    if (
-        not isinstance(sent, Sequence)
-        or len(sent) != len(types)
-        or any(type(value) is not kind for value, kind in zip(sent, types, strict=True))
-    ):
-        raise ConfigError(f"{PARAMETER}.{name} must hold {len(types)} values of the right types")
-    return list(sent)
+        Raises ConfigError when it is malformed.
+        """
+        sent = (params or {}).get(PARAMETER)
+        if not isinstance(sent, Mapping) or sent.get("kind") not in (FIND, OFF):
+            return None
+        if sent.get("version") != VERSION:
+            raise ConfigError(f"{PARAMETER}.version must be {VERSION}")
+        config = sent.get("config", {})
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"{PARAMETER}.config must be an object")
+        return cls(sent["kind"] == FIND, config)

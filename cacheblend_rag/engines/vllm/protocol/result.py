@@ -1,4 +1,4 @@
-"""The connector's results of jobs, and their conversion to plain JSON and back.
+"""The connector's results of jobs and its status, and their conversion to plain JSON and back.
 
 An answer comes from an untrusted server, so its fields are checked: a value of the wrong type makes
 it a failure with a reason.
@@ -7,14 +7,24 @@ it a failure with a reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeAlias, get_args, get_origin
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any, TypeAlias
 
-from cacheblend_rag.engines.vllm.protocol.job import PARAMETER
-from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR, ConnectorStatus
+from pydantic import (
+    AfterValidator,
+    Field,
+    FiniteFloat,
+    GetPydanticSchema,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic_core import core_schema
+
+from cacheblend_rag.engines.model_sampling import ModelSampling
+from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, problem_of
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.plain import field_types, read_plain
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.trace import Trace
@@ -23,8 +33,89 @@ MOST_SECONDS = 1e6
 MOST_NAMES = 32
 """Most phases, or tiers, that a result names."""
 LONGEST_NAME = 64
-INTERNAL = "internal"
-"""Marks fields of results that are for the connector's scheduler side, not for clients."""
+FOR_SCHEDULER = {"fresh", "lost"}
+"""Fields of results that are for the connector's scheduler side, not for clients."""
+
+
+def _printable(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("must be printable")
+    return name
+
+
+def _counts_schema(_: Any, handler: Any) -> core_schema.CoreSchema:
+    """Counts of reasons travel as [code, sentence, count]."""
+    return core_schema.no_info_after_validator_function(
+        lambda rows: {Reason(ReasonCode.named(code), said): count for code, said, count in rows},
+        handler.generate_schema(list[tuple[str, str, int]]),
+        serialization=core_schema.plain_serializer_function_ser_schema(
+            lambda counts: [[one.code.value, str(one), count] for one, count in counts.items()]
+        ),
+    )
+
+
+Counts = Annotated[Mapping[Reason, int], GetPydanticSchema(_counts_schema)]
+Name = Annotated[str, Field(max_length=LONGEST_NAME), AfterValidator(_printable)]
+Seconds = Annotated[
+    Mapping[Name, Annotated[float, Field(ge=0, le=MOST_SECONDS)]], Field(max_length=MOST_NAMES)
+]
+"""Seconds by phase, or by tier."""
+
+
+NO_CONNECTOR = Reason(
+    ReasonCode.NO_CONNECTOR,
+    "the server runs vLLM without the CacheBlend connector: start it with `cacheblend-rag serve`",
+)
+
+NO_REFUSAL = Reason(ReasonCode.NO_ANSWER, "the connector does not say why it blends nothing")
+
+
+@dataclass(frozen=True)
+class StoredKV:
+    """The number and bytes of chunks in one worker's store; None while a tier cannot be asked."""
+
+    chunks: int | None = 0
+    bytes: int | None = 0
+
+
+@dataclass(frozen=True)
+class ConnectorStatus:
+    """The status of a connector.
+
+    active: whether it blends; refusal: why not. identity: a hash of the model's weights, precision
+    and shard. replicas: engines behind one address, each with its own memory. shared: whether they
+    also keep chunk KV in one folder. namespace: its hash. read_only: whether its store is read-
+    only. sampling: the model's own sampling settings; None from an older connector. profile: the
+    one for clients without settings of their own, as JSON; "" is none. guard: the share of blended
+    answers that engines compare with full prefill unless they are told otherwise; 0 is none.
+    token_bytes: of one token's KV, on all ranks together. keeps_exact: whether KV that is stored
+    and reused is what it was computed as, quantized neither in the store nor in vLLM's cache.
+    compilations: of kernels while jobs ran on the first rank, after the start.
+    """
+
+    active: bool
+    refusal: Reason | None = None
+    identity: str = ""
+    vllm: str = ""
+    cacheblend_rag: str = ""
+    replicas: Annotated[int, Field(ge=1)] = 1
+    shared: bool = False
+    tensor_parallel: int = 1
+    attention: str = ""
+    namespace: str = ""
+    read_only: bool = False
+    store: StoredKV = field(default_factory=StoredKV)
+    sampling: ModelSampling | None = None
+    profile: str = ""
+    guard: FiniteFloat = 0.0
+    token_bytes: int = 0
+    keeps_exact: bool = False
+    compilations: int = 0
+
+    @property
+    def problem(self) -> Reason | None:
+        """Why nothing is blended; None where it is."""
+        return None if self.active else self.refusal or NO_REFUSAL
 
 
 @dataclass(frozen=True)
@@ -39,16 +130,16 @@ class BlendResult:
 
     chunks: tuple[ChunkReport, ...]
     selector: str = "none"
-    ratio: float = 1.0
-    compute_share: float = 1.0
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    ratio: FiniteFloat = 1.0
+    compute_share: FiniteFloat = 1.0
+    seconds: Seconds = field(default_factory=dict)
     selector_reason: Reason | None = None
-    work_seconds: float | None = None
+    work_seconds: FiniteFloat | None = None
     ratio_reason: Reason | None = None
-    starts: Mapping[str, float] = field(default_factory=dict)
+    starts: Seconds = field(default_factory=dict)
     trace: Trace | None = None
     prefix_tokens: int = 0
-    load_by_tier: Mapping[str, float] = field(default_factory=dict)
+    load_by_tier: Seconds = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,11 +153,10 @@ class PrecomputeResult:
     computed: int
     skipped: int = 0
     computed_tokens: int = 0
-    refused: Mapping[Reason, int] = field(default_factory=dict)
-    work_seconds: float | None = None
-    failed: Mapping[Reason, int] = field(default_factory=dict)
-    fresh: tuple[int, ...] = field(default=(), metadata={INTERNAL: True})
-    lost: tuple[int, ...] = field(default=(), metadata={INTERNAL: True})
+    refused: Counts = field(default_factory=dict)
+    failed: Counts = field(default_factory=dict)
+    fresh: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +167,6 @@ class LookupResult:
     """
 
     found: tuple[int, ...]
-    work_seconds: float | None = None
     unknown: tuple[int, ...] = ()
 
 
@@ -90,7 +179,6 @@ class VerifyResult:
 
     verified: int
     unreadable: Mapping[str, Reason] = field(default_factory=dict)
-    work_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -98,8 +186,7 @@ class EvictResult:
     """The result of evict: how many chunks were dropped; pending, noted: as in Evicted."""
 
     evicted: int
-    work_seconds: float | None = None
-    pending: tuple[str, ...] = ()
+    pending: Annotated[tuple[Name, ...], Field(max_length=MOST_NAMES)] = ()
     noted: bool = True
 
 
@@ -107,9 +194,8 @@ class EvictResult:
 class CompareResult:
     """The result of compare: divergences in nats per token, as in Comparison."""
 
-    divergence: float
-    prefill_divergence: float = 0.0
-    work_seconds: float | None = None
+    divergence: FiniteFloat
+    prefill_divergence: FiniteFloat = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,9 +207,8 @@ class KeepResult:
     """
 
     kept: tuple[int, ...]
-    refused: Mapping[Reason, int] = field(default_factory=dict)
-    compute_share: float = 0.0
-    work_seconds: float | None = None
+    refused: Counts = field(default_factory=dict)
+    compute_share: FiniteFloat = 0.0
 
 
 @dataclass(frozen=True)
@@ -131,14 +216,11 @@ class ReleaseResult:
     """The result of release: how many bytes were freed, on all ranks."""
 
     released: int
-    work_seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class PrefetchResult:
     """The result of prefetch: loading has begun; failures show when the chunks are used."""
-
-    work_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -153,11 +235,11 @@ class Declined:
 
     reason: Reason
     chunks: tuple[ChunkReport, ...] | None = None
-    work_seconds: float | None = None
+    work_seconds: FiniteFloat | None = None
     prefix_tokens: int | None = None
-    compute_share: float | None = None
-    seconds: Mapping[str, float] | None = None
-    starts: Mapping[str, float] | None = None
+    compute_share: FiniteFloat | None = None
+    seconds: Seconds | None = None
+    starts: Seconds | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +247,7 @@ class Failed:
     """The job failed; ordinary prefill answers. error: why."""
 
     error: Reason
-    work_seconds: float | None = None
+    work_seconds: FiniteFloat | None = None
 
 
 @dataclass(frozen=True)
@@ -215,32 +297,8 @@ TOLD_BY: Mapping[str, type[Any]] = {
 
 def params_of(result: Result) -> dict[str, Any]:
     """Return plain JSON values for ``kv_transfer_params``."""
-    hints = field_types(type(result))  # type: ignore[arg-type]  # a class is hashable
-    told = {
-        one.name: getattr(result, one.name)
-        for one in fields(result)
-        if INTERNAL not in one.metadata
-    }
-    plain = {name: _plain(value, hints[name]) for name, value in told.items() if value is not None}
-    return {PARAMETER: plain}
-
-
-def _plain(value: Any, hint: Any) -> Any:
-    """Return a field's value as JSON: a reason, also a counted one, as [code, sentence]."""
-    if isinstance(value, Reason):
-        return [value.code.value, str(value)]
-    if get_origin(hint) is Mapping:
-        key, inner = get_args(hint)
-        if key is Reason:
-            return [[*_plain(reason, key), count] for reason, count in value.items()]
-        return {name: _plain(one, inner) for name, one in value.items()}
-    if is_dataclass(value):
-        return {one.name: _plain(getattr(value, one.name), None) for one in fields(value)}
-    if not isinstance(value, tuple):
-        return value
-    # vLLM's scheduler waits for this, and a trace has many thousand numbers.
-    is_numbers = bool(value) and isinstance(value[0], int | float)
-    return list(value) if is_numbers else [_plain(one, None) for one in value]
+    plain = _adapter(type(result)).dump_python(result, mode="json", exclude=FOR_SCHEDULER)
+    return {PARAMETER: {name: value for name, value in plain.items() if value is not None}}
 
 
 def result_of(params: Mapping[str, Any] | None) -> Result | None:
@@ -253,33 +311,26 @@ def result_of(params: Mapping[str, Any] | None) -> Result | None:
         return None
     kind = next((kind for name, kind in TOLD_BY.items() if name in sent), PrefetchResult)
     try:
-        read: Result = read_plain(kind, sent)
-        if isinstance(read, BlendResult | Declined):
-            _check_times(read)
-        if isinstance(read, EvictResult):
-            _check_names("pending", read.pending)
-    except (TypeError, ValueError, OverflowError, ConfigError) as error:
-        why = f"the connector's answer cannot be read: {error!s:.100}"
-        return Failed(Reason(ReasonCode.NO_ANSWER, why))
-    return read
+        read: Result = _adapter(kind).validate_python(dict(sent))
+        if isinstance(read, BlendResult):
+            _check_load(read)
+        return read
+    except ValidationError as error:
+        said = problem_of(error)
+    except (ConfigError, ValueError) as error:
+        said = str(error)
+    why = f"the connector's answer cannot be read: {said:.100}"
+    return Failed(Reason(ReasonCode.NO_ANSWER, why))
 
 
-def _check_names(field: str, names: Collection[str]) -> None:
-    if len(names) > MOST_NAMES or any(
-        len(name) > LONGEST_NAME or not name.isprintable() for name in names
-    ):
-        raise ValueError(f"{field} holds too many or too long names, or unprintable ones")
+@cache
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
-def _check_times(told: BlendResult | Declined) -> None:
-    """Raise ValueError unless the times of a result are possible."""
-    by_tier = told.load_by_tier if isinstance(told, BlendResult) else {}
-    for name, of in (("seconds", told.seconds), ("starts", told.starts), ("load_by_tier", by_tier)):
-        _check_names(name, of or {})
-        if any(not 0 <= value <= MOST_SECONDS for value in (of or {}).values()):
-            raise ValueError(f"{name} must be between 0 and {MOST_SECONDS:,.0f} seconds")
-    waited, whole = math.fsum(by_tier.values()), (told.seconds or {}).get("load", 0.0)
-    if by_tier and not math.isclose(waited, whole, rel_tol=1e-6, abs_tol=1e-6):
+def _check_load(told: BlendResult) -> None:
+    waited, whole = math.fsum(told.load_by_tier.values()), told.seconds.get("load", 0.0)
+    if told.load_by_tier and not math.isclose(waited, whole, rel_tol=1e-6, abs_tol=1e-6):
         raise ValueError("load_by_tier does not add up to load")
 
 

@@ -127,7 +127,7 @@ def test_the_servers_share_is_every_clients_default(core: InProcessEngine) -> No
 def test_malformed_comparisons_are_refused(changes: dict[str, object]) -> None:
     job = BlendJob("compare", SentLeadIn("none", "", 0), tokens=(5,) * 9, answer=(3,), idle=True)
     params = job.to_params()
-    params["cacheblend"]["chunks"] = [[1, 5, "", 0, 0, [], [], 0, 0]]
+    params["cacheblend"]["chunks"] = [{"start": 1, "end": 5}]
     assert BlendJob.from_params(params, 2).idle
     params["cacheblend"] |= changes
     with pytest.raises(ConfigError):

@@ -25,8 +25,13 @@ from cacheblend_rag.engines.vllm.protocol import (
     result_of,
     status_of,
 )
-from cacheblend_rag.engines.vllm.protocol.result import CANCELLED, NO_REPORT, TOLD_BY
-from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR, StoredKV
+from cacheblend_rag.engines.vllm.protocol.result import (
+    CANCELLED,
+    NO_CONNECTOR,
+    NO_REPORT,
+    TOLD_BY,
+    StoredKV,
+)
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
 from tests.engines.vllm.hostile import HOSTILE, mutated
@@ -42,7 +47,6 @@ STATUS = ConnectorStatus(
     identity="a" * 64,
     vllm="0.32.0",
     cacheblend_rag="0.1.0",
-    wire=2,
     replicas=2,
     shared=True,
     attention="auto",
@@ -54,13 +58,12 @@ RESULTS: tuple[Result, ...] = (
     BLEND,
     BlendResult((MISS,)),
     BlendResult((HIT,), "none", selector_reason=Reason(ReasonCode.NO_PRIOR, "why not")),
-    PrecomputeResult(2, 1, 80, {FULL: 1}, 0.5),
+    PrecomputeResult(2, 1, 80, {FULL: 1}),
     PrecomputeResult(2, refused={FULL: 4, DISK: 3}, failed={DISK: 3}),
     VerifyResult(2, {"0/1": DISK}),
-    EvictResult(3, 0.5),
-    CompareResult(0.25, 0.5, 0.75),
+    EvictResult(3, ("disk",)),
+    CompareResult(0.25, 0.5),
     PrefetchResult(),
-    PrefetchResult(0.5),
     NO_REPORT,
     Declined(Reason(ReasonCode.TOO_SHORT, "too few"), (MISS,), 0.5),
     Declined(FULL, prefix_tokens=128, compute_share=0.75),
@@ -124,30 +127,28 @@ def test_where_no_connector_spoke_there_is_no_result(params: Any) -> None:
 @pytest.mark.parametrize(
     ("plain", "said"),
     [
-        ({"chunks": "all"}, "chunks is a str"),
-        ({"chunks": [{"chunk_id": "0"}]}, "missing"),
-        ({"chunks": [], "ratio": "much"}, "ratio is a str"),
-        ({"chunks": [], "ratio": float("nan")}, "ratio is no number"),
-        ({"chunks": [], "ratio": 10**400}, "too large"),
-        ({"chunks": [], "seconds": {"load": -0.5}}, "seconds must be between 0 and 1,000,000"),
-        ({"chunks": [], "seconds": {"load": float("inf")}}, "seconds is no number"),
-        ({"chunks": [], "starts": {"load": -1}}, "starts must be between 0 and"),
-        ({"chunks": [], "seconds": {str(n): 1 for n in range(33)}}, "seconds holds too many"),
-        ({"chunks": [], "load_by_tier": {"x" * 65: 0}}, "load_by_tier holds too many or too long"),
-        ({"chunks": [], "load_by_tier": {"disk": -1e-3}}, "load_by_tier must be between 0 and"),
+        ({"chunks": "all"}, "chunks: Input should be"),
+        ({"chunks": [{"chunk_id": "0"}]}, "chunks.0.start: Field required"),
+        ({"chunks": [], "ratio": "much"}, "ratio: Input should be a valid number"),
+        ({"chunks": [], "ratio": float("nan")}, "ratio: Input should be a finite number"),
+        ({"chunks": [], "ratio": 10**400}, "ratio: Input should be a valid number"),
+        ({"chunks": [], "seconds": {"load": -0.5}}, "seconds.load: Input should be greater"),
+        ({"chunks": [], "seconds": {"load": float("inf")}}, "seconds.load: Input should be less"),
+        ({"chunks": [], "seconds": {str(n): 1 for n in range(33)}}, "at most 32 items"),
+        ({"chunks": [], "load_by_tier": {"x" * 65: 0}}, "load_by_tier.xxx"),
+        ({"chunks": [], "load_by_tier": {"a\nb": 0}}, "must be printable"),
         ({"chunks": [], "load_by_tier": {"disk": 1}}, "load_by_tier does not add up to load"),
         (
             {"chunks": [], "seconds": {"load": 1}, "load_by_tier": {"a": 0.5, "b": 0.25}},
             "load_by_tier does not add up",
         ),
-        ({"computed": True}, "computed is a bool"),
-        ({"computed": 1, "refused": {3: 4}}, "refused is a dict"),
-        ({"computed": 1, "refused": [["slow", "x"]]}, "refused holds 2 values instead of 3"),
-        ({"error": ["slow"]}, "error holds 1 values instead of 2"),
-        ({"active": 1}, "active is a int"),
+        ({"computed": 1, "refused": {3: 4}}, "refused: Input should be a valid list"),
+        ({"computed": 1, "refused": [["slow", "x"]]}, "refused.0.2: Field required"),
+        ({"error": ["slow"]}, "error.1: Field required"),
+        ({"active": "perhaps"}, "active: Input should be a valid boolean"),
         ({"active": True, "replicas": 0}, "replicas"),
-        ({"active": True, "store": [1]}, "StoredKV must be an object"),
-        ({"work_seconds": "long"}, "work_seconds is a str"),
+        ({"active": True, "store": [1]}, "store: Input should be"),
+        ({"evicted": 1, "pending": ["a\n"]}, "must be printable"),
     ],
 )
 def test_what_is_no_result_is_a_failure_that_says_why(plain: dict[Any, Any], said: str) -> None:
