@@ -48,9 +48,15 @@ from cacheblend_rag.engines.vllm.protocol import (
     result_of,
 )
 from cacheblend_rag.engines.vllm.reporting import Sent, Times, prefill_report
-from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
+from cacheblend_rag.engines.vllm.transport import (
+    CANCEL_SECONDS,
+    Piece,
+    Transport,
+    VLLMRequest,
+    next_piece,
+    until_over,
+)
 from cacheblend_rag.engines.vllm.turn_keeper import TurnKeeper
-from cacheblend_rag.engines.vllm.waiting import CANCEL_SECONDS, next_piece, until_over
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,

@@ -12,10 +12,9 @@ from typing import Any
 
 from cacheblend_rag.engines.answer import RawLogprob
 from cacheblend_rag.engines.background import BackgroundLoop, GivenLoop
-from cacheblend_rag.engines.model_files import load_tokenizer
+from cacheblend_rag.engines.model_files import load_tokenizer, vllm_generation_values
 from cacheblend_rag.engines.structured import ONE_LINE, form_refused
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.generation import generation_values
 from cacheblend_rag.engines.vllm.namespaces import with_namespace
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.engines.vllm.versions import check_allocator, check_version, memory_share
@@ -104,7 +103,7 @@ class InProcessVLLM(Transport):
 
     def generation_values(self) -> Mapping[str, Any]:
         """Return the fields of the model's generation_config, overridden by vLLM's options."""
-        return generation_values(self.vllm.model_config)
+        return vllm_generation_values(self.vllm.model_config)
 
     async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
         """Answer a request, always piece by piece."""

@@ -19,9 +19,9 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.background import BackgroundLoop
+from cacheblend_rag.engines.model_files import vllm_generation_values
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.generation import generation_values
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from tests.models import make_tokenizer
@@ -86,7 +86,7 @@ class LockstepVLLM(Transport):
         return make_tokenizer()
 
     def generation_values(self) -> Mapping[str, Any]:
-        return generation_values(self.core.model_config)
+        return vllm_generation_values(self.core.model_config)
 
     def step(self) -> None:
         for output in self.core.step():

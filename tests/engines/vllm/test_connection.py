@@ -24,10 +24,10 @@ import pytest
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams, open_engine
 from cacheblend_rag.engines.after_answer import RequestWatcher
 from cacheblend_rag.engines.answer import Request
+from cacheblend_rag.engines.model_files import vllm_generation_values
 from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.vllm.connection import ServerConnection
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.generation import generation_values
 from cacheblend_rag.engines.vllm.protocol.result import NO_CONNECTOR
 from cacheblend_rag.engines.vllm.serve import reserved_port
 from cacheblend_rag.errors import (
@@ -387,7 +387,7 @@ class VLLMsModelConfig:
 
 def test_vllms_own_options_are_laid_over_the_models(caplog: pytest.LogCaptureFixture) -> None:
     def read(*arguments: str, **overrides: Any) -> ModelSampling:
-        return ModelSampling.read(generation_values(VLLMsModelConfig(*arguments, **overrides)))
+        return ModelSampling.read(vllm_generation_values(VLLMsModelConfig(*arguments, **overrides)))
 
     assert read() == read("auto") == ModelSampling(**QWEN_SAMPLING)
     assert read("vllm") == ModelSampling()

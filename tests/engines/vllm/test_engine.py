@@ -12,8 +12,7 @@ import pytest
 
 from cacheblend_rag import BlendConfig, Chunk
 from cacheblend_rag.engines.stream import Cancellation
-from cacheblend_rag.engines.vllm.transport import Piece, VLLMRequest
-from cacheblend_rag.engines.vllm.waiting import next_piece
+from cacheblend_rag.engines.vllm.transport import Piece, VLLMRequest, next_piece
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.inprocess import InProcessEngine

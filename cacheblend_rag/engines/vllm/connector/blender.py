@@ -18,8 +18,7 @@ from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices, steps_ahead
 from cacheblend_rag.engines.vllm.connector.paged_cache import paged_cache
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
-from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
-from cacheblend_rag.engines.vllm.connector.tensor_parallel import all_reduce
+from cacheblend_rag.engines.vllm.connector.stack import VLLMStack, all_reduce
 from cacheblend_rag.engines.vllm.connector.trial import Trial
 from cacheblend_rag.engines.vllm.protocol import BlendResult, Declined, Failed
 from cacheblend_rag.errors import CacheBlendError

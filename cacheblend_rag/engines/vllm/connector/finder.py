@@ -20,9 +20,9 @@ from threading import Event, Lock, Thread
 
 import numpy as np
 
-from cacheblend_rag.engines.vllm.connector.deletions import Deletions
 from cacheblend_rag.engines.vllm.connector.found_chunk import (
     EDGES,
+    Deletions,
     FoundChunk,
     Generation,
     Variant,

@@ -28,8 +28,7 @@ from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.stack import AttentionCall
-from cacheblend_rag.engines.vllm.connector.block_table import BlockTable
-from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
+from cacheblend_rag.engines.vllm.connector.paged_cache import BlockTable, PagedCache
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import WRITTEN_AT_ONCE
 from cacheblend_rag.prefill.prompt_pass import HeldPrefix

@@ -11,8 +11,9 @@ from inspect import isfunction
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.custom_op import CustomOp
 
@@ -30,7 +31,6 @@ from cacheblend_rag.engines.vllm.connector.stand_in import (
     softcap_of,
     window_of,
 )
-from cacheblend_rag.engines.vllm.connector.tensor_parallel import all_reduce, broadcast
 from cacheblend_rag.errors import UnsupportedModelError
 
 KEPT_ROTATIONS = 64
@@ -344,3 +344,31 @@ def decoder_layers(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     if len(found) != len(layers):
         raise UnsupportedModelError("some decoder layers have no attention")
     return [model.get_submodule(f"{listed}.{index}") for index in found]
+
+
+def all_reduce(part: Tensor, how: Reduction) -> Tensor:
+    """Return all tensor-parallel ranks' parts as one; see DecoderStack."""
+    ranks = get_tp_group()
+    if ranks.world_size == 1:
+        return part
+    kinds = {"sum": distributed.ReduceOp.SUM, "max": distributed.ReduceOp.MAX}
+    whole = part.clone()
+    distributed.all_reduce(whole, kinds[how], group=_group(part))
+    return whole
+
+
+def broadcast(part: Tensor) -> Tensor:
+    """Return the first tensor-parallel rank's part; see DecoderStack."""
+    ranks = get_tp_group()
+    if ranks.world_size == 1:
+        return part
+    whole = part.clone()
+    distributed.broadcast(whole, ranks.first_rank, group=_group(part))
+    return whole
+
+
+def _group(part: Tensor) -> distributed.ProcessGroup:
+    """Return the process group for tensors on the device of ``part``."""
+    ranks = get_tp_group()
+    here = ranks.cpu_group if part.device.type == "cpu" else ranks.device_group
+    return cast(distributed.ProcessGroup, here)

@@ -4,7 +4,7 @@ Layout, in ``tokens/<model>/`` after the tier's prefix: objects that are written
 chunks that one replica added and rows that it removed (token_segment.py), named by time and
 replica; and ``id-<hex>``, by which readers see that the store lost them. Readers list the folder
 every few seconds and read what is new; the order does not matter (token_rows.py). Small objects,
-and those with removed chunks, are replaced by one that holds what is left of them (token_merge.py).
+and those with removed chunks, are replaced by one that holds what is left of them (``to_merge``).
 
 Anyone who can write to the store can write to these. So sizes are bounded before anything is read,
 and what is read is checked, see stored_tokens.py; with a key (kv/mac.py), objects that were not
@@ -30,8 +30,7 @@ from cacheblend_rag.engines.vllm.connector.stored_tokens import (
     Row,
     StoredTokens,
 )
-from cacheblend_rag.engines.vllm.connector.token_merge import Kept, to_merge
-from cacheblend_rag.engines.vllm.connector.token_rows import TokenRows
+from cacheblend_rag.engines.vllm.connector.token_rows import Kept, TokenRows, to_merge
 from cacheblend_rag.engines.vllm.connector.token_segment import (
     OBJECT_BYTES,
     AddedRow,

@@ -19,8 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheblend_rag.engines.vllm.connector.stored_tokens import MOST_TOKENS, StoredTokens, checked
-from cacheblend_rag.engines.vllm.connector.token_room import LEAST_COUNTED
+from cacheblend_rag.engines.vllm.connector.stored_tokens import (
+    LEAST_COUNTED,
+    MOST_TOKENS,
+    StoredTokens,
+    checked,
+)
 from cacheblend_rag.kv.mac import Mac
 
 FORMAT = "cacheblend-tokens-1"

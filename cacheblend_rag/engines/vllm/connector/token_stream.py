@@ -22,9 +22,9 @@ from cacheblend_rag.engines.vllm.connector.stored_tokens import (
     Name,
     Row,
     StoredTokens,
+    TokenRoom,
     checked,
 )
-from cacheblend_rag.engines.vllm.connector.token_room import TokenRoom
 from cacheblend_rag.kv.tiers.redis import PREFIX, TIMEOUT_SECONDS, asking, connect
 from cacheblend_rag.kv.tiers.urls import redis_place
 from cacheblend_rag.settings.tier_url import TierUrl

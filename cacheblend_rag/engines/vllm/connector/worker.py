@@ -19,6 +19,7 @@ from vllm.forward_context import set_forward_context
 
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.engines.compatibility import explained
+from cacheblend_rag.engines.model_files import vllm_generation_values
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.vllm.connector.blender import DEVICE_ERRORS, Blender
@@ -32,9 +33,8 @@ from cacheblend_rag.engines.vllm.connector.metadata import (
 from cacheblend_rag.engines.vllm.connector.pace import OwnTime
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.connector.tensor_parallel import all_reduce
-from cacheblend_rag.engines.vllm.connector.warm_up import Compilations, warm_up
-from cacheblend_rag.engines.vllm.generation import generation_values
+from cacheblend_rag.engines.vllm.connector.stack import all_reduce
+from cacheblend_rag.engines.vllm.connector.trial import Compilations, warm_up
 from cacheblend_rag.engines.vllm.namespaces import are_told_apart
 from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Failed, Result
 from cacheblend_rag.engines.vllm.protocol.result import CANCELLED, StoredKV
@@ -79,7 +79,7 @@ class ConnectorWorker:
         self._own_time = OwnTime()
         self._compiled = Compilations()
         self._is_reset = False
-        generation = generation_values(vllm_config.model_config)
+        generation = vllm_generation_values(vllm_config.model_config)
         self._sampling = ModelSampling.read(generation)
         warn_of_ignored(generation)
 

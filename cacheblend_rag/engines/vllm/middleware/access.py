@@ -24,9 +24,9 @@ from cacheblend_rag.engines.vllm.middleware.bodies import (
     RefusedRequestError,
     check_json,
     end_at_first_errors,
+    error_body,
     order_in,
 )
-from cacheblend_rag.engines.vllm.middleware.error_body import error_body
 from cacheblend_rag.engines.vllm.middleware.hosts import refusal
 from cacheblend_rag.engines.vllm.middleware.tenants import (
     DEFAULT_NAMESPACE,

@@ -11,9 +11,9 @@ import pytest
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.vllm.connector import deletions as deletions_module
 from cacheblend_rag.engines.vllm.connector import finder as finder_module
-from cacheblend_rag.engines.vllm.connector.deletions import Deletions
 from cacheblend_rag.engines.vllm.connector.finder import Finder
 from cacheblend_rag.engines.vllm.connector.finding import Finding
+from cacheblend_rag.engines.vllm.connector.found_chunk import Deletions
 from cacheblend_rag.engines.vllm.connector.pending import Pending
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.stored_tokens import Name

@@ -26,7 +26,6 @@ from vllm.v1.kv_cache_interface import (
 from cacheblend_rag import BlendConfig, BlendPrompt, Document
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm.connector.block_table import BlockTable
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner
 from cacheblend_rag.engines.vllm.connector.kv_groups import (
     kept_tokens,
@@ -34,6 +33,7 @@ from cacheblend_rag.engines.vllm.connector.kv_groups import (
     smallest_window,
 )
 from cacheblend_rag.engines.vllm.connector.paged import PagedKV
+from cacheblend_rag.engines.vllm.connector.paged_cache import BlockTable
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from tests.engines.vllm.connector.test_finding import ask, find

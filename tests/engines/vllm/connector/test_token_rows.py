@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.engines.vllm.connector import token_merge, token_rows, token_segment
 from cacheblend_rag.engines.vllm.connector.stored_tokens import Name, Row, StoredTokens, id_of
-from cacheblend_rag.engines.vllm.connector.token_merge import Kept, to_merge
-from cacheblend_rag.engines.vllm.connector.token_rows import TokenRows
+from cacheblend_rag.engines.vllm.connector.token_rows import Kept, TokenRows, to_merge
 from cacheblend_rag.engines.vllm.connector.token_segment import (
     AddedRow,
     Segment,
