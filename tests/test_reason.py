@@ -17,7 +17,7 @@ import pytest
 
 import cacheblend_rag
 from cacheblend_rag.engines.tally import Stored
-from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Result
+from cacheblend_rag.engines.vllm.protocol.result import ConnectorStatus, Result
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv.stored_chunk import NOT_FINITE, STORE_FULL, PutResult
 from cacheblend_rag.prefill.controller import Decision

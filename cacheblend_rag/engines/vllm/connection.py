@@ -10,7 +10,7 @@ from typing import Any
 
 from cacheblend_rag.engines.answer import RawLogprob
 from cacheblend_rag.engines.structured import StructuredOutputs, form_refused
-from cacheblend_rag.engines.vllm.protocol import Late, params_of
+from cacheblend_rag.engines.vllm.protocol.result import Late, params_of
 from cacheblend_rag.engines.vllm.transport import Piece, RequestCounts, VLLMRequest
 from cacheblend_rag.errors import (
     CacheBlendError,

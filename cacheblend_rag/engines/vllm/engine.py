@@ -39,14 +39,8 @@ from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
 from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.turns import config_for, parts_of
 from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, sent_chunk, stored_by
-from cacheblend_rag.engines.vllm.protocol import (
-    BlendJob,
-    CompareResult,
-    Late,
-    Result,
-    SentLeadIn,
-    result_of,
-)
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.result import CompareResult, Late, Result, result_of
 from cacheblend_rag.engines.vllm.reporting import Sent, Times, prefill_report
 from cacheblend_rag.engines.vllm.transport import (
     CANCEL_SECONDS,

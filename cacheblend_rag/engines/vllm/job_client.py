@@ -10,8 +10,18 @@ from typing import Any, TypeVar
 
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.tally import Stored
-from cacheblend_rag.engines.vllm.protocol import (
+from cacheblend_rag.engines.vllm.protocol.job import (
+    MOST_KEYS,
+    SALT_PREFIX,
     BlendJob,
+    Kind,
+    SentChunk,
+    SentLeadIn,
+    SentSegment,
+)
+from cacheblend_rag.engines.vllm.protocol.result import (
+    NO_CONNECTOR,
+    NO_REPORT,
     ConnectorStatus,
     Declined,
     EvictResult,
@@ -21,15 +31,10 @@ from cacheblend_rag.engines.vllm.protocol import (
     PrecomputeResult,
     ReleaseResult,
     Result,
-    SentChunk,
-    SentLeadIn,
-    SentSegment,
     VerifyResult,
     result_of,
     status_of,
 )
-from cacheblend_rag.engines.vllm.protocol.job import MOST_KEYS, SALT_PREFIX, Kind
-from cacheblend_rag.engines.vllm.protocol.result import NO_CONNECTOR, NO_REPORT
 from cacheblend_rag.engines.vllm.transport import Transport, VLLMRequest
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey

@@ -6,8 +6,13 @@ import math
 from dataclasses import dataclass, replace
 
 from cacheblend_rag.engines.answer import FinishReason
-from cacheblend_rag.engines.vllm.protocol import BlendResult, Declined, Failed, Result
-from cacheblend_rag.engines.vllm.protocol.result import NO_CONNECTOR
+from cacheblend_rag.engines.vllm.protocol.result import (
+    NO_CONNECTOR,
+    BlendResult,
+    Declined,
+    Failed,
+    Result,
+)
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NOT_STORED

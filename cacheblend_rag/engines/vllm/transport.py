@@ -12,7 +12,7 @@ from cacheblend_rag.engines.answer import RawLogprob
 from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Cancellation
-from cacheblend_rag.engines.vllm.protocol import OFF_PARAMS, BlendJob
+from cacheblend_rag.engines.vllm.protocol.job import OFF_PARAMS, BlendJob
 
 T = TypeVar("T")
 

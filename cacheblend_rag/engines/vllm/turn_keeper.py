@@ -19,7 +19,8 @@ from cacheblend_rag.engines.lifetime import Lifetime
 from cacheblend_rag.engines.stream import Cancellation, PushedStream
 from cacheblend_rag.engines.turns import answered_prompt, config_for, hits_of
 from cacheblend_rag.engines.vllm.job_client import JobClient
-from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Failed, SentSegment
+from cacheblend_rag.engines.vllm.protocol.job import SentSegment
+from cacheblend_rag.engines.vllm.protocol.result import ConnectorStatus, Failed
 from cacheblend_rag.engines.vllm.transport import until_over
 from cacheblend_rag.errors import CacheBlendError, EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey

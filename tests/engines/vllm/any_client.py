@@ -13,8 +13,7 @@ import pytest
 
 from cacheblend_rag import Document
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.protocol import OFF_PARAMS
-from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, VERSION
+from cacheblend_rag.engines.vllm.protocol.job import OFF_PARAMS, PARAMETER, VERSION
 from cacheblend_rag.engines.vllm.serve import RunningServer
 from tests.models import words
 

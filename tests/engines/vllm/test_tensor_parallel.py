@@ -15,7 +15,7 @@ from cacheblend_rag import BlendConfig, Generation, StoreConfig
 from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, StepResults
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.protocol import BlendResult, Failed, PrecomputeResult
+from cacheblend_rag.engines.vllm.protocol.result import BlendResult, Failed, PrecomputeResult
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.reason import Reason, ReasonCode
 from tests.engines.vllm.conftest import EngineFactory

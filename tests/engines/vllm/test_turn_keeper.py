@@ -14,7 +14,8 @@ from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.idle import IdleQueue
 from cacheblend_rag.engines.lifetime import Lifetime
 from cacheblend_rag.engines.prepare import PreparedPrompt
-from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Failed, KeepResult, SentSegment
+from cacheblend_rag.engines.vllm.protocol.job import SentSegment
+from cacheblend_rag.engines.vllm.protocol.result import ConnectorStatus, Failed, KeepResult
 from cacheblend_rag.engines.vllm.turn_keeper import TurnKeeper
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey, fingerprint

@@ -20,7 +20,7 @@ from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack, all_reduce
 from cacheblend_rag.engines.vllm.connector.trial import Trial
-from cacheblend_rag.engines.vllm.protocol import BlendResult, Declined, Failed
+from cacheblend_rag.engines.vllm.protocol.result import BlendResult, Declined, Failed
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore

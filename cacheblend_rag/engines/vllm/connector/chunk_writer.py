@@ -11,7 +11,7 @@ from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.engines.vllm.protocol import KeepResult
+from cacheblend_rag.engines.vllm.protocol.result import KeepResult
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.stored_chunk import PutResult

@@ -38,7 +38,8 @@ from cacheblend_rag.engines.vllm.connector.stored_tokens import (
     id_of,
 )
 from cacheblend_rag.engines.vllm.connector.token_file import TokenFile
-from cacheblend_rag.engines.vllm.protocol import BlendJob, PrecomputeResult, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.result import PrecomputeResult
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id, prefix_ids
 from cacheblend_rag.settings.tier_url import TierUrl

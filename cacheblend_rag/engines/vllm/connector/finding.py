@@ -22,18 +22,16 @@ from cacheblend_rag.engines.vllm.connector.pending import Pending
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.tenants import NO_NAMESPACE, Tenants
 from cacheblend_rag.engines.vllm.connector.token_file import FILE_NAME
-from cacheblend_rag.engines.vllm.protocol import (
-    BlendJob,
+from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, SALT_PREFIX, BlendJob, FindJob
+from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
     Declined,
     EvictResult,
     Failed,
-    FindJob,
     PrecomputeResult,
     Result,
     VerifyResult,
 )
-from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, SALT_PREFIX
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import chunk_id, fingerprint, namespace_id
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from cacheblend_rag.engines.vllm.connector.stored_tokens import Name, Row
-from cacheblend_rag.engines.vllm.protocol import BlendJob, SentChunk
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk
 from cacheblend_rag.kv.chunk_kv import chunk_id
 
 EDGES = 4

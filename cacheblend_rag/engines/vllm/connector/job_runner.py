@@ -27,7 +27,8 @@ from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 from cacheblend_rag.engines.vllm.connector.tenants import NOT_FOR_TENANTS
-from cacheblend_rag.engines.vllm.protocol import (
+from cacheblend_rag.engines.vllm.protocol.job import SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
     CompareResult,
     Declined,
@@ -38,8 +39,6 @@ from cacheblend_rag.engines.vllm.protocol import (
     PrecomputeResult,
     PrefetchResult,
     ReleaseResult,
-    SentChunk,
-    SentLeadIn,
     VerifyResult,
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint

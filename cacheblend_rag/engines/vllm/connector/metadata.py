@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cacheblend_rag.engines.vllm.connector.prefill_timer import Spans
-from cacheblend_rag.engines.vllm.protocol import (
-    BlendJob,
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob
+from cacheblend_rag.engines.vllm.protocol.result import (
     Declined,
     Failed,
     KeepResult,

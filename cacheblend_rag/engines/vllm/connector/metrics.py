@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from cacheblend_rag.engines import metric_names
 from cacheblend_rag.engines.metric_names import Metric
-from cacheblend_rag.engines.vllm.protocol import (
+from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
     CompareResult,
     Declined,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.engines.vllm.protocol import BlendJob, Result
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob
+from cacheblend_rag.engines.vllm.protocol.result import Result
 from cacheblend_rag.reason import Reason, ReasonCode
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.turns import LEAST_SHARE
-from cacheblend_rag.engines.vllm.protocol import BlendJob, BlendResult, SentChunk
-from cacheblend_rag.engines.vllm.protocol.result import PREFIX_CACHE
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk
+from cacheblend_rag.engines.vllm.protocol.result import PREFIX_CACHE, BlendResult
 from cacheblend_rag.kv.chunk_kv import chunk_id
 from cacheblend_rag.prefill.prompt_pass import ALL_EXACT
 from cacheblend_rag.report import ChunkReport

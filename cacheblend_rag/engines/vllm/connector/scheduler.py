@@ -26,8 +26,11 @@ from cacheblend_rag.engines.vllm.connector.pending import Pending
 from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
 from cacheblend_rag.engines.vllm.connector.prefix import goes_on, gone_on, is_held, set_apart, undo
 from cacheblend_rag.engines.vllm.connector.tenants import NO_NAMESPACE
-from cacheblend_rag.engines.vllm.protocol import (
-    BlendJob,
+from cacheblend_rag.engines.vllm.protocol.job import ASKS, SALT_PREFIX, BlendJob, sent_report_id
+from cacheblend_rag.engines.vllm.protocol.result import (
+    CANCELLED,
+    NO_REPORT,
+    PREFIX_CACHE,
     BlendResult,
     CompareResult,
     Declined,
@@ -35,8 +38,6 @@ from cacheblend_rag.engines.vllm.protocol import (
     Result,
     params_of,
 )
-from cacheblend_rag.engines.vllm.protocol.job import ASKS, SALT_PREFIX, sent_report_id
-from cacheblend_rag.engines.vllm.protocol.result import CANCELLED, NO_REPORT, PREFIX_CACHE
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import chunk_id
 from cacheblend_rag.reason import Reason, ReasonCode

@@ -19,7 +19,7 @@ from typing import Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheblend_rag.engines.vllm.protocol import SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import SentLeadIn
 from cacheblend_rag.settings import LeadInKind
 
 MOST_TOKENS = 1 << 20

@@ -31,7 +31,7 @@ from cacheblend_rag.engines.vllm.connector.paged import PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
-from cacheblend_rag.engines.vllm.protocol import BlendJob, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk, SentLeadIn
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.settings import BlendConfig
 

@@ -36,8 +36,13 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.stack import all_reduce
 from cacheblend_rag.engines.vllm.connector.trial import Compilations, warm_up
 from cacheblend_rag.engines.vllm.namespaces import are_told_apart
-from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Failed, Result
-from cacheblend_rag.engines.vllm.protocol.result import CANCELLED, StoredKV
+from cacheblend_rag.engines.vllm.protocol.result import (
+    CANCELLED,
+    ConnectorStatus,
+    Failed,
+    Result,
+    StoredKV,
+)
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import fingerprint, namespace_id
 from cacheblend_rag.kv.store import TieredKVStore

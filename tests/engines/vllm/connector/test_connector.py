@@ -21,12 +21,12 @@ from vllm.v1.worker import gpu_model_runner
 
 from cacheblend_rag import BlendConfig, Generation
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm import protocol
 from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, PREFIX
 from cacheblend_rag.engines.vllm.connector.scheduler import KEPT_REPORTS, KEPT_TRACES
 from cacheblend_rag.engines.vllm.connector.trial import Compilations
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob, SentLeadIn
 from cacheblend_rag.engines.vllm.protocol.result import NO_REPORT
+from cacheblend_rag.engines.vllm.protocol.result import params_of as plain_params
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.reason import ReasonCode
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -254,7 +254,7 @@ def test_only_so_many_reports_are_kept(core: InProcessEngine) -> None:
     params_of(core, malformed(core, "f" * 32))
     assert len(connector.reports) == KEPT_REPORTS
     assert REPORT_ID not in connector.reports
-    assert protocol.params_of(connector.reports["f" * 32]) == {PARAMETER: told}
+    assert plain_params(connector.reports["f" * 32]) == {PARAMETER: told}
 
 
 def test_only_so_many_traces_are_kept(core: InProcessEngine) -> None:

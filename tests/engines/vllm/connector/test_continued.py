@@ -9,7 +9,7 @@ from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.vllm.connector.continued import Continued, Stretch
 from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.connector.token_file import Name
-from cacheblend_rag.engines.vllm.protocol import SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import SentChunk, SentLeadIn
 
 SIZE = 4
 CONFIG = BlendConfig()

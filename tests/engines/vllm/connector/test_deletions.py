@@ -18,8 +18,8 @@ from cacheblend_rag.engines.vllm.connector.pending import Pending
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.stored_tokens import Name
 from cacheblend_rag.engines.vllm.connector.token_file import FILE_NAME
-from cacheblend_rag.engines.vllm.protocol import BlendJob, EvictResult, SentChunk
-from cacheblend_rag.engines.vllm.protocol.job import PARAMETER
+from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob, SentChunk
+from cacheblend_rag.engines.vllm.protocol.result import EvictResult
 from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id
 from cacheblend_rag.settings.tier_url import TierUrl
 from tests.engines.vllm.connector.test_finder import BARE, found, job, learn, prompt, waited

@@ -11,7 +11,7 @@ import pytest
 from cacheblend_rag import BlendConfig, Chunk, Document
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.job_client import JobClient
-from cacheblend_rag.engines.vllm.protocol import PrecomputeResult
+from cacheblend_rag.engines.vllm.protocol.result import PrecomputeResult
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.prefill.precompute import document_plans
 from tests.engines.vllm.inprocess import InProcessEngine

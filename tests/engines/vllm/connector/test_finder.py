@@ -17,12 +17,8 @@ from cacheblend_rag.engines.vllm.connector import token_file
 from cacheblend_rag.engines.vllm.connector.finder import Finder
 from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk, Vocabulary
 from cacheblend_rag.engines.vllm.connector.token_file import FILE_NAME
-from cacheblend_rag.engines.vllm.protocol import (
-    BlendJob,
-    PrecomputeResult,
-    SentChunk,
-    SentLeadIn,
-)
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.result import PrecomputeResult
 from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
 

@@ -16,8 +16,7 @@ from vllm import SamplingParams
 from cacheblend_rag import BlendConfig, BlendPrompt, Document
 from cacheblend_rag.engines.vllm.connector import finding
 from cacheblend_rag.engines.vllm.connector.metrics import PREFIX
-from cacheblend_rag.engines.vllm.protocol import OFF_PARAMS
-from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, VERSION
+from cacheblend_rag.engines.vllm.protocol.job import OFF_PARAMS, PARAMETER, VERSION
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of

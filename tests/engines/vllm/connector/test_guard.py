@@ -20,7 +20,8 @@ from cacheblend_rag import (
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.protocol import BlendJob, CompareResult, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.result import CompareResult
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prefill.comparing import Compared

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.config import VllmConfig
 
 from cacheblend_rag.engines.vllm.connector.metrics import KEPT, BlendPromMetrics, BlendStats
-from cacheblend_rag.engines.vllm.protocol import BlendResult, CompareResult, Declined, Failed
+from cacheblend_rag.engines.vllm.protocol.result import BlendResult, CompareResult, Declined, Failed
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
 

@@ -29,7 +29,7 @@ from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import MOST_STEPS_AHEAD, Pace, steps_ahead
 from cacheblend_rag.engines.vllm.connector.paged import PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache, share_workspace
-from cacheblend_rag.engines.vllm.protocol import PrefetchResult
+from cacheblend_rag.engines.vllm.protocol.result import PrefetchResult
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.reason import ReasonCode
 from tests.engines.vllm.fp8_attention import QuantizedQueryBackend, fp8_backend

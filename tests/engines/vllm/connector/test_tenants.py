@@ -19,7 +19,7 @@ from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.job_client import ask_status
 from cacheblend_rag.engines.vllm.namespaces import FIELD, SECRET_VARIABLE, signed
-from cacheblend_rag.engines.vllm.protocol import BlendJob
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import namespace_id

@@ -21,7 +21,7 @@ from cacheblend_rag.engines.vllm.connector.token_segment import (
     encode,
     split,
 )
-from cacheblend_rag.engines.vllm.protocol import SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import SentLeadIn
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from cacheblend_rag.kv.mac import CHECKSUM, KeyedMac, Mac
 from cacheblend_rag.settings.secret import Secret

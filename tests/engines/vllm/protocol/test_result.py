@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.engines.model_sampling import ModelSampling
-from cacheblend_rag.engines.vllm.protocol import (
+from cacheblend_rag.engines.vllm.protocol.result import (
+    CANCELLED,
+    NO_CONNECTOR,
+    NO_REPORT,
+    TOLD_BY,
     BlendResult,
     CompareResult,
     ConnectorStatus,
@@ -20,17 +24,11 @@ from cacheblend_rag.engines.vllm.protocol import (
     PrecomputeResult,
     PrefetchResult,
     Result,
+    StoredKV,
     VerifyResult,
     params_of,
     result_of,
     status_of,
-)
-from cacheblend_rag.engines.vllm.protocol.result import (
-    CANCELLED,
-    NO_CONNECTOR,
-    NO_REPORT,
-    TOLD_BY,
-    StoredKV,
 )
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport

@@ -11,15 +11,8 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.engines.vllm.protocol import (
-    BlendJob,
-    BlendResult,
-    Failed,
-    SentChunk,
-    SentLeadIn,
-    params_of,
-    result_of,
-)
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.result import BlendResult, Failed, params_of, result_of
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.trace import (
