@@ -46,6 +46,7 @@ from cacheblend_rag.report import Evicted
 from cacheblend_rag.settings import BlendConfig
 
 T = TypeVar("T")
+ToldT = TypeVar("ToldT", bound=Result)
 
 
 class JobClient:
@@ -101,11 +102,7 @@ class JobClient:
         """
         lost = dict[str, Reason]()
         for request in self._by_keys("verify", keys):
-            for one in self._to_replicas(request):
-                result = _outcome(await self._params(one))
-                if not isinstance(result, VerifyResult):
-                    why: str = result.error if isinstance(result, Failed) else "no result came"
-                    raise EngineUnavailableError(f"vLLM did not check the stored KV: {why}")
+            for result in await self._told(request, VerifyResult, "check the stored KV"):
                 lost |= result.unreadable
         names = {f"{key.chunk_id}/{key.context_id}": key for key in keys}
         return {names[name]: why for name, why in lost.items() if name in names}
@@ -120,11 +117,8 @@ class JobClient:
         for request in self._by_keys("lookup", keys):
             named = request.job.keys if request.job is not None else ()
             held, unknown = set(range(len(named))), set[int]()
-            for one in [request] if self.status.shared else self._to_replicas(request):
-                result = _outcome(await self._params(one))
-                if not isinstance(result, LookupResult):
-                    why: str = result.error if isinstance(result, Failed) else "no result came"
-                    raise EngineUnavailableError(f"vLLM did not look chunks up: {why}")
+            everywhere = not self.status.shared
+            for result in await self._told(request, LookupResult, "look chunks up", everywhere):
                 held &= {*result.found, *result.unknown}
                 unknown |= set(result.unknown)
             stored += [
@@ -140,15 +134,10 @@ class JobClient:
         """
         evicted = Evicted()
         for request in self._by_keys("evict", keys, turns=turns):
-            most = 0
-            for params in await all_of(self._params(one) for one in self._to_replicas(request)):
-                result = _outcome(params)
-                if not isinstance(result, EvictResult):
-                    why: str = result.error if isinstance(result, Failed) else "no result came"
-                    raise EngineUnavailableError(f"vLLM did not evict KV: {why}")
-                most = max(most, result.evicted)
+            results = await self._told(request, EvictResult, "evict KV")
+            for result in results:
                 evicted += Evicted(0, result.pending, is_noted=result.noted)
-            evicted += most
+            evicted += max(result.evicted for result in results)
         return evicted
 
     async def keep(
@@ -178,9 +167,7 @@ class JobClient:
             idle=True,
             kept=tuple(kept[:MOST_KEYS]),
         )
-        request = carrier(job)
-        asked = [request] if self.status.shared else self._to_replicas(request)
-        results = [_outcome(one) for one in await all_of(self._params(one) for one in asked)]
+        results = await self._outcomes(carrier(job), everywhere=not self.status.shared)
         done = [result for result in results if isinstance(result, KeepResult)]
         failed = [result for result in results if isinstance(result, Failed)]
         if not done:
@@ -199,20 +186,13 @@ class JobClient:
         Raises EngineUnavailableError when one fails.
         """
         job = carrier(BlendJob("release", self._lead_in))
-        freed = 0
-        for params in await all_of(self._params(one) for one in self._to_replicas(job)):
-            result = _outcome(params)
-            if not isinstance(result, ReleaseResult):
-                why: str = result.error if isinstance(result, Failed) else "no result came"
-                raise EngineUnavailableError(f"vLLM's memory for chunk KV was not released: {why}")
-            freed += result.released
-        return freed
+        told = await self._told(job, ReleaseResult, "release the memory of chunk KV")
+        return sum(result.released for result in told)
 
     async def late_result(self, report_id: str) -> Result | None:
         """Fetch the result of a finished request, from the replica that served it."""
         request = carrier(BlendJob("report", self._lead_in, report_id=report_id))
-        params = await all_of(self._params(one) for one in self._to_replicas(request))
-        answers = [result_of(answer) for answer in params]
+        answers = [result_of(one) for one in await self._params(self._to_replicas(request))]
         told = [answer for answer in answers if answer != NO_REPORT]
         return (told or answers)[0]
 
@@ -229,11 +209,26 @@ class JobClient:
 
         everywhere: to each replica; a failure, or the result with most changes, is returned.
         """
-        asked = self._to_replicas(request) if everywhere else [request]
-        params = await all_of(self._params(one) for one in asked)
-        results = [_outcome(answer) for answer in params]
+        results = await self._outcomes(request, everywhere)
         failed = [result for result in results if isinstance(result, Failed)]
         return failed[0] if failed else max(results, key=_done)
+
+    async def _told(
+        self, request: VLLMRequest, kind: type[ToldT], what: str, everywhere: bool = True
+    ) -> list[ToldT]:
+        """Return the results of a kind; raises EngineUnavailableError when another one comes."""
+        told = list[ToldT]()
+        for result in await self._outcomes(request, everywhere):
+            if not isinstance(result, kind):
+                why: str = result.error if isinstance(result, Failed) else "no result came"
+                raise EngineUnavailableError(f"vLLM did not {what}: {why}")
+            told.append(result)
+        return told
+
+    async def _outcomes(self, request: VLLMRequest, everywhere: bool) -> list[Result]:
+        """Send a request that only carries a job, to each replica or to one."""
+        asked = self._to_replicas(request) if everywhere else [request]
+        return [_outcome(params) for params in await self._params(asked)]
 
     def _to_replicas(self, request: VLLMRequest) -> list[VLLMRequest]:
         """Return the request for each replica."""
@@ -241,8 +236,8 @@ class JobClient:
             return [request]
         return [replace(request, replica=index) for index in range(self.status.replicas)]
 
-    async def _params(self, request: VLLMRequest) -> Mapping[str, Any] | None:
-        return await params_of_last(self._transport, request)
+    async def _params(self, asked: Sequence[VLLMRequest]) -> list[Mapping[str, Any] | None]:
+        return await all_of(params_of_last(self._transport, one) for one in asked)
 
 
 def ask_status(transport: Transport) -> ConnectorStatus:
