@@ -108,13 +108,6 @@ def serve_command(
         str | None,
         typer.Option(help="Of all KV here; clients name the same.", show_default="default"),
     ] = None,
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            help="Of recomputed rows: auto, native (vLLM's own) or sdpa.",
-            show_default="auto",
-        ),
-    ] = None,
     slice_seconds: Annotated[
         float | None,
         typer.Option(

@@ -166,7 +166,7 @@ def test_serve_settles_what_is_not_given_as_the_connector_does_and_shows_it(cli,
     settled = told["kv_connector_extra_config"]
     assert settled == ConnectorSettings().to_extra_config()
     shown = " ".join(cli("serve", "--help").stdout.replace("│", " ").split())
-    for name in ("namespace", "attention", "find"):
+    for name in ("namespace", "find"):
         assert f"[default: ({settled[name]})]" in shown
 
 

@@ -185,7 +185,7 @@ WRONG = {
     ("serve", TOY, "--engine", "http://127.0.0.1:1"): "must be one of auto, vllm, transformers",
     (*SERVED, "--kv-path", "{new}"): "--kv-path: a collection has its own",
     (*SERVED, "--namespace", "mine"): "--namespace: a collection has its own",
-    (*SERVED, "--attention", "sdpa"): "--attention: an option of vLLM, and --collection is",
+    (*SERVED, "--find", "off"): "--find: an option of vLLM, and --collection is",
     (*SERVED, "--host", "10.0.0.1"): "set VLLM_API_KEY to a key that clients must send",
     (*SERVED, "--store", "kv_path=elsewhere"): "in its own folder",
     ("serve", TOY, "--collection", "{collection}"): "MODEL: a collection has its own",

@@ -197,7 +197,7 @@ def test_a_window_in_all_layers_is_blended(open_family: OpenFamily) -> None:
 @pytest.mark.skipif(not HAS_FP8, reason="vLLM's CPU build needs AVX-512 or AMX for it")
 def test_ratio_1_equals_ordinary_prefill_with_an_fp8_cache(open_family: OpenFamily) -> None:
     """Of vLLM's own backend; of others in connector/test_fp8.py and test_on_gpus.py."""
-    engine = open_family("llama", kv_cache_dtype="fp8", settings={"attention": "native"})
+    engine = open_family("llama", kv_cache_dtype="fp8")
     assert {a.kv_cache.itemsize for a in engine.worker_connector.blender.stack.attention} == {1}
     check_exact(engine)
 
@@ -270,7 +270,6 @@ def test_pytorchs_attention_is_ordinary_prefill_but_for_rounding(
 ) -> None:
     index(llama)
     blender = llama.worker_connector.blender
-    replace(blender.trial, mode="sdpa").run()  # as when vLLM starts with it
     monkeypatch.setattr(blender.jobs, "mode", "sdpa")
     assert difference(llama, retrieved(), 1.0) < 1e-4
 

@@ -17,7 +17,6 @@ from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, Allotted
 from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices, steps_ahead
 from cacheblend_rag.engines.vllm.connector.paged_cache import paged_cache
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
-from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack, all_reduce
 from cacheblend_rag.engines.vllm.connector.trial import Trial
 from cacheblend_rag.engines.vllm.protocol.result import BlendResult, Declined, Failed
@@ -58,7 +57,6 @@ class Blender:
         identify: Callable[[Sequence[int]], dict[str, Any]],
         *,
         namespace: str,
-        mode: AttentionMode,
         slice_seconds: float | None = None,
     ) -> None:
         context = vllm_config.compilation_config.static_forward_context
@@ -67,7 +65,7 @@ class Blender:
         on_cpu = vllm_config.device_config.device_type == "cpu"
         self.stack = VLLMStack(attention, vllm_config, min(ROW_BLOCK, most) if on_cpu else most)
         self.cache = paged_cache(vllm_config, kv_cache_config, self.stack)
-        self.jobs = JobRunner(self.stack, self.cache, store, namespace=namespace, mode=mode)
+        self.jobs = JobRunner(self.stack, self.cache, store, namespace=namespace)
         self.timer = PrefillTimer.of(self.stack.geometry.device, self.stack.costs, self.jobs.rates)
         self.trial = Trial(
             self.stack,
@@ -75,7 +73,6 @@ class Blender:
             blocks=int(kv_cache_config.num_blocks),
             window=int(vllm_config.model_config.max_model_len),
             vocabulary=int(vllm_config.model_config.get_vocab_size()),
-            mode=mode,
         )
         self._identify = identify
         self._pace = Pace.of(self.stack.geometry.device)

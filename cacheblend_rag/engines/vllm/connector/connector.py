@@ -66,7 +66,6 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config.model_config,
                 refusal,
                 block_size=block_size,
-                shares_prefix=settings.attention != "sdpa",
                 kept_tokens=kept_tokens(kv_cache_config, block_size),
                 finding=Finding.of(vllm_config, settings),
             )

@@ -22,9 +22,8 @@ from cacheblend_rag.engines.request_log import log_blend
 from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter, keep
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import OwnTime
-from cacheblend_rag.engines.vllm.connector.paged import PagedKV
+from cacheblend_rag.engines.vllm.connector.paged import AttentionMode, PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
-from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 from cacheblend_rag.engines.vllm.connector.tenants import NOT_FOR_TENANTS
 from cacheblend_rag.engines.vllm.protocol.job import SentChunk, SentLeadIn
@@ -89,7 +88,7 @@ class JobRunner:
     """Runs each kind of job over a worker's model, paged cache and store.
 
     identity: everything that this worker's KV depends on, the lead-in aside. rates: of passes and
-    of vLLM's own prefill. own_time: a clock that runs while jobs run.
+    of vLLM's own prefill. mode: see PagedKV. own_time: a clock that runs while jobs run.
     """
 
     def __init__(
@@ -99,11 +98,11 @@ class JobRunner:
         store: TieredKVStore,
         *,
         namespace: str,
-        mode: AttentionMode,
     ) -> None:
         self.stack, self.cache, self.store = stack, cache, store
         self.identity: dict[str, Any] = {}
-        self._namespace, self.mode = namespace, mode
+        self._namespace = namespace
+        self.mode: AttentionMode = "auto"
         self.rates, self.own_time = Rates(), OwnTime()
 
     def source(self, allotted: Allotted) -> LayerSource:

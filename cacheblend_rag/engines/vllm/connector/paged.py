@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,16 +29,18 @@ from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.stack import AttentionCall
 from cacheblend_rag.engines.vllm.connector.paged_cache import BlockTable, PagedCache
-from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import WRITTEN_AT_ONCE
 from cacheblend_rag.prefill.prompt_pass import HeldPrefix
+
+AttentionMode = Literal["auto", "native", "sdpa"]
+"""How rows attend: by vLLM's own kernel (native), over the fused KV (sdpa), or by either."""
 
 NATIVE_RUN = 8
 """With ``auto``, rows attend natively when their runs are at least this long on average."""
 NATIVE_RUN_AVX512 = 1
 """The same on CPUs with AVX-512, where vLLM's kernel is faster than `RowAttention` even for single
 rows: blends at 0.15 take 0.96 s, not 1.12 s, on AMD's and 1.73 s, not 1.90 s, on Intel's (``bench
-ttft --engine vllm --attention sdpa``)."""
+ttft --engine vllm``)."""
 
 
 @dataclass

@@ -64,9 +64,8 @@ class ConnectorScheduler:
     """Reads the jobs in requests, reserves their tokens, and returns their results.
 
     refusal: why nothing is blended here, or None. block_size: tokens a block of vLLM's cache.
-    shares_prefix: whether the blocks before a prompt's first chunk may be shared with ordinary
-    requests. kept_tokens: how long a prompt may be, up to its last chunk, to have blocks for all of
-    its tokens; longer ones share none, since the pass could not read them. None is without limit.
+    kept_tokens: how long a prompt may be, up to its last chunk, to have blocks for all of its
+    tokens; longer ones share none, since the pass could not read them. None is without limit.
     finding: makes jobs of requests that bring none.
     """
 
@@ -76,12 +75,11 @@ class ConnectorScheduler:
         refusal: Reason | None,
         *,
         block_size: int,
-        shares_prefix: bool,
         kept_tokens: int | None = None,
         finding: Finding,
     ) -> None:
         self.finding = finding
-        self._block_size, self._shares_prefix = block_size, shares_prefix
+        self._block_size = block_size
         self._kept_tokens = math.inf if kept_tokens is None else kept_tokens
         self.pending: dict[str, Pending] = {}
         self.late: dict[str, Pending] = {}
@@ -104,7 +102,7 @@ class ConnectorScheduler:
         self.pending[request.request_id] = pending
         if pending.job is None or not pending.blends:
             return
-        pending.may_go_on = self._may_share(pending.job) and goes_on(pending.job)
+        pending.may_go_on = pending.job.config.reuse_prefix and goes_on(pending.job)
         if not pending.may_go_on:
             self._set_apart(request, pending.job, shares=self._shares(pending.job))
 
@@ -191,11 +189,7 @@ class ConnectorScheduler:
 
     def _shares(self, job: BlendJob) -> bool:
         """Whether a blend shares the blocks before its first chunk."""
-        return self._may_share(job) and job.chunks[-1].end <= self._kept_tokens
-
-    def _may_share(self, job: BlendJob) -> bool:
-        """Whether a prompt of any length may use vLLM's own blocks."""
-        return self._shares_prefix and job.config.reuse_prefix
+        return job.config.reuse_prefix and job.chunks[-1].end <= self._kept_tokens
 
     def _note_repeat(self, pending: Pending, work: str, why: Reason) -> None:
         """Record why nothing is blended: vLLM's prefix cache has enough, perhaps from a blend."""

@@ -17,9 +17,6 @@ from cacheblend_rag.settings.profile import Profile, ProfileOption
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-AttentionMode = Literal["auto", "native", "sdpa"]
-"""How recomputed rows attend; see PagedKV. ``sdpa`` is over the fused KV always, by PyTorch."""
-
 FindMode = Literal["on", "asked", "off"]
 """In which requests chunks are searched for."""
 
@@ -53,8 +50,6 @@ class ConnectorSettings(Settings):
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, Must("a number above 0")
     ] = None
     """Seconds of work per step while other requests are decoding; None chooses by the device."""
-    attention: Annotated[AttentionMode, Must.choose(AttentionMode)] = "auto"
-    """Attention of recomputed rows: ``auto``, ``native`` (vLLM's own) or ``sdpa``."""
     profile: Annotated[ProfileOption, BeforeValidator(_profile)] = None
     """What clients use where they give no settings of their own."""
     guard: Annotated[Ratio, Must("a number from 0 to 1")] = 0.0

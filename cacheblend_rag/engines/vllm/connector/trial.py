@@ -27,23 +27,19 @@ from cacheblend_rag.blend.trial import (
 )
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
-from cacheblend_rag.engines.vllm.connector.paged import PagedKV
+from cacheblend_rag.engines.vllm.connector.paged import AttentionMode, PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
-from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk, SentLeadIn
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.settings import BlendConfig
-
-MODES: tuple[AttentionMode, ...] = ("native", "sdpa")
 
 
 @dataclass(frozen=True)
 class Trial:
     """The test of a worker's model.
 
-    blocks: of the paged cache. window: the model's context window. mode: how rows
-    attend; ``auto`` tests each way that it may choose.
+    blocks: of the paged cache. window: the model's context window. modes: how rows attend.
     """
 
     stack: VLLMStack
@@ -51,7 +47,7 @@ class Trial:
     blocks: int
     window: int
     vocabulary: int
-    mode: AttentionMode
+    modes: Sequence[AttentionMode] = ("native", "sdpa")
 
     @property
     def tokens(self) -> Tensor:
@@ -73,7 +69,7 @@ class Trial:
         dtypes = (layer.kv_cache.dtype for layer in self.cache.attention)
         step = cache_step(min(dtypes, key=lambda one: one.itemsize), self.stack.geometry.dtype)
         self.stack.layouts = find_layouts(self.stack, ids, self.window, cache_step=step)
-        for mode in MODES if self.mode == "auto" else (self.mode,):
+        for mode in self.modes:
             paged = PagedKV(self.cache, blocks, 0, fused.tokens, mode)
             check_layers(
                 self.stack,
@@ -119,7 +115,7 @@ def warm_up(jobs: JobRunner) -> None:
     Call it while no request holds blocks: it writes into some.
     """
     with TieredKVStore.open(precision=jobs.store.precision) as store:
-        own = JobRunner(jobs.stack, jobs.cache, store, namespace="", mode=jobs.mode)
+        own = JobRunner(jobs.stack, jobs.cache, store, namespace="")
         prompt, placed = [1] * TEXT_TOKENS, list[SentChunk]()
         for tokens in CHUNK_TOKENS:
             chunk = [token % 2 for token in range(tokens)]

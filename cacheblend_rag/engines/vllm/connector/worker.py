@@ -127,7 +127,6 @@ class ConnectorWorker:
             TieredKVStore.of(settings.store, device=self._vllm_config.device_config.device),
             self._identity,
             namespace=settings.namespace,
-            mode=settings.attention,
             slice_seconds=settings.slice_seconds,
         )
 
@@ -231,7 +230,6 @@ class ConnectorWorker:
             replicas=settings.replicas,
             shared=settings.store.outlives,
             tensor_parallel=self._vllm_config.parallel_config.tensor_parallel_size,
-            attention=settings.attention,
             namespace=namespace_id(namespace),
             read_only=settings.store.read_only,
             store=_stored(blender.store, tenant) if blender else StoredKV(),

@@ -101,7 +101,6 @@ class ConnectorStatus:
     replicas: Annotated[int, Field(ge=1)] = 1
     shared: bool = False
     tensor_parallel: int = 1
-    attention: str = ""
     namespace: str = ""
     read_only: bool = False
     store: StoredKV = field(default_factory=StoredKV)

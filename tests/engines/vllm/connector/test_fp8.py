@@ -40,7 +40,7 @@ def folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[InProcessEngine]:
-    settings = {"attention": "native", "precision": "fp8"}
+    settings = {"precision": "fp8"}
     config = BlendConfig(min_tokens=0, recompute_ratio=0.0)
     with fp8_backend():
         engine = InProcessEngine.open(folder, config, kv_cache_dtype="fp8", settings=settings)

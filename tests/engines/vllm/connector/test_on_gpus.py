@@ -60,10 +60,11 @@ def blender(llama: InProcessEngine) -> Any:
 def test_a_query_that_vllm_quantizes_with_an_fp8_cache(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = {"kv_cache_dtype": "fp8", "settings": {"attention": "native"}}
     with (
         fp8_backend(QuantizedQueryBackend),
-        closing(InProcessEngine.open(model_folder("llama"), CONFIG, **opened)) as engine,
+        closing(
+            InProcessEngine.open(model_folder("llama"), CONFIG, kv_cache_dtype="fp8")
+        ) as engine,
     ):
         assert engine.status.active, engine.status.refusal
         assert engine.precompute(DOCUMENTS, progress=False).computed == 4
@@ -71,7 +72,6 @@ def test_a_query_that_vllm_quantizes_with_an_fp8_cache(
         assert {a.kv_cache.itemsize for a in blender.stack.attention} == {1}
         check_exact(engine)
         # by PyTorch over KV that is not rounded: near, by the trial, but not bit for bit
-        replace(blender.trial, mode="sdpa").run()
         monkeypatch.setattr(blender.jobs, "mode", "sdpa")
         assert math.isfinite(difference(engine, retrieved(seed=11), 1.0))
         assert engine.generate(retrieved(seed=3), SHORT).report.blended

@@ -311,10 +311,9 @@ def test_a_prefix_is_reused_exactly_where_some_layers_are_not_in_fp8(
 ) -> None:
     """With --kv-cache-dtype-skip-layers, layers of one KV cache group differ."""
     options: dict[str, Any] = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "2"]}
-    settings = {"attention": "native"}
 
     def opened() -> InProcessEngine:
-        return InProcessEngine.open(model_folder("llama"), blend_config, settings, **options)
+        return InProcessEngine.open(model_folder("llama"), blend_config, **options)
 
     with fp8_backend(), closing(opened()) as engine:
         cache = engine.worker_connector.blender.cache

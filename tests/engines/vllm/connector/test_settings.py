@@ -19,7 +19,6 @@ from cacheblend_rag.errors import ConfigError
     ("given", "said"),
     [
         ({"colour": "red"}, "unknown setting 'colour'"),
-        ({"attention": "magic"}, "attention='magic'"),
         ({"slice_seconds": 0}, "slice_seconds=0"),
         ({"replicas": "many"}, "replicas='many'"),
         ({"store": {}}, "unknown setting 'store'"),
@@ -36,7 +35,6 @@ ALL = ConnectorSettings(
     store=StoreConfig(kv_path="kv", host_bytes=1 << 20, disk_bytes=1 << 30),
     namespace="tenant",
     slice_seconds=0.5,
-    attention="sdpa",
     replicas=3,
 )
 

@@ -47,7 +47,6 @@ STATUS = ConnectorStatus(
     cacheblend_rag="0.1.0",
     replicas=2,
     shared=True,
-    attention="auto",
     namespace="b" * 32,
     store=StoredKV(3, 1 << 40),
     sampling=ModelSampling(**QWEN_SAMPLING),
