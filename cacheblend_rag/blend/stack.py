@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -79,6 +79,21 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     finally:
         own.pop(name, None)
         own |= before
+
+
+@contextmanager
+def forwards_replaced(
+    layers: Sequence[Any], made: Callable[[int], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace layers' forward functions temporarily, each by what is made for its index."""
+    with ExitStack() as restore:
+        for index, layer in enumerate(layers):
+            restore.enter_context(replaced(layer, "forward", made(index)))
+        yield
+
+
+class RecordedError(Exception):
+    """Raised out of a layer of a recording pass: nothing after it is needed."""
 
 
 class DecoderStack(Protocol):

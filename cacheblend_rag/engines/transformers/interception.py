@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import repeat
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from cacheblend_rag.blend.stack import Attend, AttentionCall, replaced
+from cacheblend_rag.blend.stack import Attend, AttentionCall, RecordedError, forwards_replaced
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.reason import ReasonCode
 
@@ -177,10 +177,6 @@ AttentionInterface.register(SIGHT, _intercepted)
 AttentionMaskInterface.register(SIGHT, record_sight)
 
 
-class _RecordedError(Exception):
-    """Raised out of a layer of a recording pass: nothing after it is needed."""
-
-
 class LayerCalls:
     """The inputs that a model passes to its decoder layers.
 
@@ -201,9 +197,9 @@ class LayerCalls:
 
         def first(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
             recorded.append(hidden)
-            raise _RecordedError
+            raise RecordedError
 
-        with self.replaced({0: self._by_name(0, first)}):
+        with forwards_replaced(self.layers[:1], lambda layer: self._by_name(layer, first)):
             self._record(DRIVEN, input_ids=token_ids, position_ids=torch.zeros_like(token_ids))
         return recorded[0]
 
@@ -219,10 +215,10 @@ class LayerCalls:
         def record(hidden: Tensor, **arguments: Any) -> Tensor:
             recorded.append(arguments)
             if len(recorded) == len(self.layers):
-                raise _RecordedError
+                raise RecordedError
             return hidden
 
-        with self.replaced({i: self._by_name(i, record) for i in range(len(self.layers))}):
+        with forwards_replaced(self.layers, lambda layer: self._by_name(layer, record)):
             self._record(
                 implementation,
                 inputs_embeds=blank.expand(*positions.shape, -1),
@@ -236,14 +232,6 @@ class LayerCalls:
     def hidden_in(self, layer: int, given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
         """Return the hidden states among a layer's arguments."""
         return cast(Tensor, given[0] if given else named[self._names[layer][0]])
-
-    @contextmanager
-    def replaced(self, functions: dict[int, Callable[..., Any]]) -> Iterator[None]:
-        """Replace some layers' forward functions temporarily."""
-        with ExitStack() as restore:
-            for layer, function in functions.items():
-                restore.enter_context(replaced(self.layers[layer], "forward", function))
-            yield
 
     def _by_name(self, layer: int, function: Callable[..., Tensor]) -> Callable[..., Any]:
         """Return a forward that passes ``function`` the hidden state, and the rest by name."""
@@ -261,7 +249,7 @@ class LayerCalls:
         with self._interception.implementation(implementation):
             try:
                 self.decoder(**inputs, use_cache=False)
-            except _RecordedError:
+            except RecordedError:
                 return
         raise UnsupportedModelError(
             f"{self._model_type} does not call its {len(self.layers)} layers in order"

@@ -26,6 +26,7 @@ from cacheblend_rag.blend.stack import (
     Geometry,
     NoAttentionError,
     Reduction,
+    forwards_replaced,
     probe_layer,
 )
 from cacheblend_rag.engines.transformers.interception import (
@@ -189,7 +190,7 @@ class TransformersStack:
 
         blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         with (
-            self._calls.replaced(dict.fromkeys(range(len(self.layers)), layer)),
+            forwards_replaced(self.layers, lambda _: layer),
             self._interception.implementation(DRIVEN),
         ):
             out = self.model(input_ids=blank, position_ids=blank, use_cache=False, logits_to_keep=1)
@@ -235,7 +236,7 @@ class TransformersStack:
 
             return forward
 
-        with self._calls.replaced({layer: note(layer) for layer in range(len(self.layers))}):
+        with forwards_replaced(self.layers, note):
             yield inputs, outputs
 
     @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,13 +17,9 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 
-from cacheblend_rag.blend.stack import AttentionCall, Geometry, replaced
+from cacheblend_rag.blend.stack import AttentionCall, Geometry, RecordedError, forwards_replaced
 from cacheblend_rag.engines.vllm.connector.stand_in import StandIns
 from cacheblend_rag.errors import UnsupportedModelError
-
-
-class _RecordedError(Exception):
-    """Raised out of a layer of a recording pass: nothing after it is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +85,10 @@ class LayerCalls:
             more = (copies[0],) * (names.answers - len(copies))
             return (*copies, *more) if names.answers else copies[0]
 
-        every = dict.fromkeys(range(len(self._layers)), done)
-        with self._replaced(every), self._stand_ins.context(skip_compiled=True):
+        with (
+            forwards_replaced(self._layers, lambda _: done),
+            self._stand_ins.context(skip_compiled=True),
+        ):
             return cast(Tensor, self.call_model(rows, rows))
 
     def position_inputs(self, positions: Tensor) -> PositionInputs:
@@ -126,7 +124,7 @@ class LayerCalls:
             def forward(*given: Any, **named: Any) -> Any:
                 recorded.append(self._bound(layer, given, named))
                 if len(recorded) == len(self._layers):
-                    raise _RecordedError
+                    raise RecordedError
                 states = recorded[-1][self._convention.hidden]
                 return (states,) * self._convention.answers if self._convention.answers else states
 
@@ -135,7 +133,7 @@ class LayerCalls:
         blank = torch.zeros(
             positions.numel(), self.hidden_size, dtype=dtype, device=positions.device
         )
-        with self._replaced({layer: record(layer) for layer in range(len(self._layers))}):
+        with forwards_replaced(self._layers, record):
             self._call_until_recorded(None, positions, blank)
         return recorded
 
@@ -156,7 +154,7 @@ class LayerCalls:
 
             return forward
 
-        with self._replaced({layer: note(layer) for layer in range(len(self._layers))}):
+        with forwards_replaced(self._layers, note):
             yield inputs, outputs
 
     def call_model(
@@ -222,13 +220,13 @@ class LayerCalls:
 
         def first(*given: Any, **named: Any) -> Any:
             recorded.append(self._bound(0, given, named))
-            raise _RecordedError
+            raise RecordedError
 
         known = positions if input_ids is None else input_ids
         assert known is not None  # noqa: S101 (one of the two is given)
         input_ids = torch.zeros_like(known) if input_ids is None else input_ids
         positions = torch.zeros_like(known) if positions is None else positions
-        with self._replaced({0: first}):
+        with forwards_replaced(self._layers[:1], lambda _: first):
             self._call_until_recorded(input_ids, positions, None)
         return recorded[0]
 
@@ -238,7 +236,7 @@ class LayerCalls:
         try:
             with self._stand_ins.context(skip_compiled=True):
                 self.call_model(input_ids, positions, embeds)
-        except _RecordedError:
+        except RecordedError:
             return
         raise UnsupportedModelError(
             f"{type(self._model).__name__} does not call its {len(self._layers)} layers in order"
@@ -253,14 +251,6 @@ class LayerCalls:
             if parameter.kind is parameter.VAR_KEYWORD:
                 bound |= bound.pop(name, {})
         return bound
-
-    @contextmanager
-    def _replaced(self, functions: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
-        """Replace some layers' forward functions temporarily."""
-        with ExitStack() as restore:
-            for layer, function in functions.items():
-                restore.enter_context(replaced(self._layers[layer], "forward", function))
-            yield
 
 
 def _attend_to_nothing(call: AttentionCall) -> Tensor:
