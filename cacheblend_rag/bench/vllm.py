@@ -95,7 +95,7 @@ def running_vllm(
         with _engine_over(InProcessVLLM(model, settings, **arguments)) as engine:
             yield engine
     else:
-        from cacheblend_rag.engines.vllm.http import VLLMServer
+        from cacheblend_rag.engines.vllm.connection import VLLMServer
         from cacheblend_rag.engines.vllm.serve import running_server
 
         flags = ["--disable-log-stats", *_flags(options)]

@@ -95,8 +95,8 @@ def pick_engine(config: EngineConfig) -> str:
 
 
 def _open_server(config: EngineConfig) -> Engine:
+    from cacheblend_rag.engines.vllm.connection import VLLMServer
     from cacheblend_rag.engines.vllm.engine import VLLMEngine
-    from cacheblend_rag.engines.vllm.http import VLLMServer
 
     common = _common(config)
     server = VLLMServer(config.engine, model=config.model or None, api_key=config.api_key)

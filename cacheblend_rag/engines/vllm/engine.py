@@ -11,6 +11,7 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
+    Coroutine,
     Generator,
     Iterator,
     Mapping,
@@ -390,13 +391,18 @@ class VLLMEngine(Engine):
         return self.transport.run(self._jobs.verify(keys))
 
     def _prefetch(self, keys: Sequence[KVKey]) -> None:
-        async def load() -> None:
-            try:
-                await self._jobs.prefetch(keys)
-            except CacheBlendError as error:
-                logger.warning("chunks were not prefetched: %s", error)
+        self._begin(self._jobs.prefetch(keys), "chunks were not prefetched")
 
-        self.transport.background.start(load())
+    def _begin(self, work: Coroutine[Any, Any, Any], failure: str) -> None:
+        """Begin work in the background; failure: what is logged if it fails."""
+
+        async def done() -> None:
+            try:
+                await work
+            except CacheBlendError as error:
+                logger.warning("%s: %s", failure, error)
+
+        self.transport.background.start(done())
 
     def _evict(self, keys: Sequence[KVKey]) -> Evicted:
         return self.transport.run(self._jobs.evict(keys)) if keys else Evicted()
@@ -410,14 +416,8 @@ class VLLMEngine(Engine):
         return self.transport.run(self._jobs.release())
 
     def _forget(self, keys: Sequence[KVKey]) -> None:
-        async def evict() -> None:
-            try:
-                await self._jobs.evict(keys)
-            except CacheBlendError as error:
-                logger.warning("chunks that others evicted were not dropped: %s", error)
-
         if keys:
-            self.transport.background.start(evict())
+            self._begin(self._jobs.evict(keys), "chunks that others evicted were not dropped")
 
     def _close(self) -> None:
         self.transport.close()

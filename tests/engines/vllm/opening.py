@@ -9,8 +9,8 @@ import pytest
 
 from cacheblend_rag import BlendConfig, SamplingParams
 from cacheblend_rag.engines.prepare import PromptLike
+from cacheblend_rag.engines.vllm.connection import VLLMServer
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.http import VLLMServer
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 
 OF_SERVER = ("model", "api_key", "timeout_seconds", "max_retries")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, Work, WorkResult
+from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, Work
 from cacheblend_rag.engines.vllm.connector.live_weights import LiveWeights
 from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, Allotted
 from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices, steps_ahead
@@ -19,7 +19,7 @@ from cacheblend_rag.engines.vllm.connector.paged_cache import paged_cache
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack, all_reduce
 from cacheblend_rag.engines.vllm.connector.trial import Trial
-from cacheblend_rag.engines.vllm.protocol.result import BlendResult, Declined, Failed
+from cacheblend_rag.engines.vllm.protocol.result import BlendResult, Declined, Failed, Result
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
@@ -152,7 +152,7 @@ class Blender:
 
     def advance(
         self, seconds: float, resting: Collection[str] = ()
-    ) -> Iterator[tuple[str, WorkResult]]:
+    ) -> Iterator[tuple[str, Result]]:
         """Work for so many seconds, oldest job first; yields finished jobs with their results.
 
         Jobs for idle time run when no other job is left, which all ranks see alike. resting: jobs
@@ -176,7 +176,7 @@ class Blender:
             yield request_id, result
 
     @torch.inference_mode()
-    def _step(self, request_id: str, work: Work, until: float) -> WorkResult | None:
+    def _step(self, request_id: str, work: Work, until: float) -> Result | None:
         """Run a job until it is done or time is up; None if it is not done.
 
         Ranks stop after the same step, since all of them take part in each step: the first one's
@@ -205,14 +205,14 @@ class Blender:
             if late:
                 return None
 
-    def _given_up(self, request_id: str, lack: str) -> WorkResult:
+    def _given_up(self, request_id: str, lack: str) -> Result:
         """Free the resources of a job that ran out of memory, after its error, and log it."""
         give_back_unused()
         allotted = self.allotted[request_id]
         logger.warning("a %s job is abandoned: %s (%s)", allotted.job.kind, NO_ROOM, lack)
         return self.jobs.no_room(allotted, lack)
 
-    def _next_result(self, request_id: str, work: Work) -> WorkResult | _OutOfMemory | None:
+    def _next_result(self, request_id: str, work: Work) -> Result | _OutOfMemory | None:
         """Run a job's next step; returns its result after the last one, or if it failed.
 
         Once a job runs layers, ranks synchronize within its steps: a failure of one rank must then
@@ -223,7 +223,7 @@ class Blender:
         try:
             next(work)
         except StopIteration as done:
-            ended: WorkResult = done.value
+            ended: Result = done.value
             return ended
         except Exception as error:
             has_met = self.stack.met or request_id in self._together

@@ -75,7 +75,7 @@ class Finding:
         store = settings.store
         finder = Finder(
             place_of(store) if settings.find != "off" else None,
-            lambda: _model_of(vllm_config, settings),
+            lambda: fingerprint(identity_of(vllm_config, settings), ""),
             read_only=store.read_only,
             vocabulary=lambda: _vocabulary_of(vllm_config),
             unconfirmed_context=settings.takes_unconfirmed,
@@ -244,18 +244,24 @@ def _vocabulary_of(vllm_config: VllmConfig) -> Vocabulary:
     return Vocabulary(is_blank, PromptEncoder(tokenizer).opening)
 
 
-def _model_of(vllm_config: VllmConfig, settings: ConnectorSettings) -> str:
-    """Return a hash of what KV depends on, as far as the scheduler's process knows.
+def identity_of(
+    vllm_config: VllmConfig,
+    settings: ConnectorSettings,
+    keys: Sequence[int] = (),
+    *,
+    rank: int = 0,
+) -> dict[str, Any]:
+    """Return everything that a rank's KV depends on; keys: see ``key_traits``.
 
     Raises ModelLoadError when the model's weights are in no files on this machine.
     """
     model = vllm_config.model_config
-    identity = model_identity(
+    return model_identity(
         weights_in_files(model.model, model.dtype, model.revision),
         model.hf_config,
         model.dtype,
-        keys=(),
+        keys=keys,
+        rank=rank,
         ranks=vllm_config.parallel_config.tensor_parallel_size,
         precision=settings.store.precision,
     )
-    return fingerprint(identity, "")

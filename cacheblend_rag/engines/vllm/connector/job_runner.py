@@ -33,11 +33,11 @@ from cacheblend_rag.engines.vllm.protocol.result import (
     Declined,
     EvictResult,
     Failed,
-    KeepResult,
     LookupResult,
     PrecomputeResult,
     PrefetchResult,
     ReleaseResult,
+    Result,
     VerifyResult,
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
@@ -64,20 +64,7 @@ from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import ChunkReport, Evicted
 
-WorkResult = (
-    BlendResult
-    | CompareResult
-    | KeepResult
-    | LookupResult
-    | PrecomputeResult
-    | VerifyResult
-    | EvictResult
-    | PrefetchResult
-    | ReleaseResult
-    | Declined
-    | Failed
-)
-Work = Steps[WorkResult]
+Work = Steps[Result]
 WRITING = frozenset({"evict", "keep", "precompute", "verify"})
 """Kinds of job that change what is stored."""
 BLENDING = frozenset({"blend", "compare", "keep"})

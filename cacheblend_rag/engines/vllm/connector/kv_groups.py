@@ -60,20 +60,11 @@ def obstacle(kv_cache_config: Any, cache_config: Any) -> str | None:
     return None
 
 
-def smallest_window(kv_cache_config: Any) -> int | None:
-    """Return the smallest window of layers that get no blocks before it, in tokens.
-
-    None if all layers get blocks for all tokens.
-    """
-    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group)]
-    windows = [spec.sliding_window for spec in specs if isinstance(spec, SlidingWindowSpec)]
-    return min(windows, default=None)
-
-
 def kept_tokens(kv_cache_config: Any, block_size: int) -> int | None:
     """Return the length of the longest prompt part that has all blocks in all groups; None is any.
 
     vLLM drops the complete blocks before the window of the token after that part.
     """
-    window = smallest_window(kv_cache_config)
-    return None if window is None else window - 1 + block_size - 1
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group)]
+    windows = [spec.sliding_window for spec in specs if isinstance(spec, SlidingWindowSpec)]
+    return min(windows) - 1 + block_size - 1 if windows else None

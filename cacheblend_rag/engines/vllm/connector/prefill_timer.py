@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,21 +39,8 @@ def computed_spans(step: SchedulerOutput) -> Spans:
     return tuple((firsts[name], firsts[name] + count) for name, count in counts.items())
 
 
-class Event(Protocol):
-    """A point in a device's queue, like ``torch.Event``."""
-
-    def record(self) -> None:
-        """Record it after the work queued so far."""
-
-    def query(self) -> bool:
-        """Return whether it has been reached."""
-
-    def elapsed_time(self, end: Self, /) -> float:
-        """Return the milliseconds from this event to another; both must have been reached."""
-
-
 class HostEvent:
-    """An event on the host."""
+    """An event on the host, like ``torch.Event`` on a device."""
 
     def record(self) -> None:
         """Record the current time."""
@@ -79,12 +66,12 @@ class PrefillTimer:
         self,
         costs: tuple[LayerCost, ...],
         rates: Rates,
-        make_event: Callable[[], Event] = HostEvent,
+        make_event: Callable[[], Any] = HostEvent,
     ) -> None:
         self._costs, self.rates, self._make_event = costs, rates, make_event
         self._spans: Spans = ()
-        self._marks: list[Event] = []
-        self._steps: deque[tuple[Spans, list[Event]]] = deque(maxlen=KEPT_STEPS)
+        self._marks: list[Any] = []
+        self._steps: deque[tuple[Spans, list[Any]]] = deque(maxlen=KEPT_STEPS)
 
     @classmethod
     def of(cls, device: torch.device, costs: tuple[LayerCost, ...], rates: Rates) -> PrefillTimer:

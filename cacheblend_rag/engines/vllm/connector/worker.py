@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm import __version__ as vllm_version
@@ -20,9 +21,9 @@ from vllm.forward_context import set_forward_context
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.engines.compatibility import explained
 from cacheblend_rag.engines.model_files import vllm_generation_values
-from cacheblend_rag.engines.identity import model_identity, weights_in_files
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.vllm.connector.blender import DEVICE_ERRORS, Blender
+from cacheblend_rag.engines.vllm.connector.finding import identity_of
 from cacheblend_rag.engines.vllm.connector.kv_groups import FAILS_REQUESTS
 from cacheblend_rag.engines.vllm.connector.metadata import (
     Allotted,
@@ -125,22 +126,11 @@ class ConnectorWorker:
             self._vllm_config,
             self._kv_cache_config,
             TieredKVStore.of(settings.store, device=self._vllm_config.device_config.device),
-            self._identity,
+            partial(
+                identity_of, self._vllm_config, settings, rank=get_tensor_model_parallel_rank()
+            ),
             namespace=settings.namespace,
             slice_seconds=settings.slice_seconds,
-        )
-
-    def _identity(self, keys: Sequence[int]) -> dict[str, Any]:
-        """Return everything that this rank's KV depends on; keys: see ``key_traits``."""
-        model = self._vllm_config.model_config
-        return model_identity(
-            weights_in_files(model.model, model.dtype, model.revision),
-            model.hf_config,
-            model.dtype,
-            keys=keys,
-            rank=get_tensor_model_parallel_rank(),
-            ranks=self._vllm_config.parallel_config.tensor_parallel_size,
-            precision=self._settings.store.precision,
         )
 
     def begin_step(self, step: StepJobs) -> None:

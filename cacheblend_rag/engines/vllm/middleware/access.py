@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from contextvars import Token
 from http import HTTPStatus
@@ -98,8 +98,8 @@ class AccessMiddleware:
     def __init__(self, app: Application) -> None:
         self._app = app
         self._store_key = os.environ.get(STORE_KEY_VARIABLE, "")
-        self._max_body = _max_body(os.environ)
-        self._tenants = _tenants(os.environ)
+        self._max_body = _max_body()
+        self._tenants = _tenants()
         self._large = 0
         self._knows_routes = False
 
@@ -239,8 +239,8 @@ def _lacks_store_key(kind: str) -> RefusedRequestError:
     )
 
 
-def _tenants(environment: Mapping[str, str]) -> Tenants | None:
-    path = environment.get(TENANTS_VARIABLE)
+def _tenants() -> Tenants | None:
+    path = os.environ.get(TENANTS_VARIABLE)
     if not path:
         return None
     if not known_secret():
@@ -248,7 +248,7 @@ def _tenants(environment: Mapping[str, str]) -> Tenants | None:
             f"{TENANTS_VARIABLE} needs {SECRET_VARIABLE}, random hex digits that vLLM starts "
             "with: use cacheblend-rag serve --tenants"
         )
-    own = (environment.get(name) for name in (KEY_VARIABLE, STORE_KEY_VARIABLE))
+    own = (os.environ.get(name) for name in (KEY_VARIABLE, STORE_KEY_VARIABLE))
     return Tenants(path, filter(None, own))
 
 
@@ -274,8 +274,8 @@ def _check_documents(scope: Scope, granted: Grant) -> None:
         )
 
 
-def _max_body(environment: Mapping[str, str]) -> int:
-    given = environment.get(BODY_VARIABLE, str(MAX_BODY_MIB))
+def _max_body() -> int:
+    given = os.environ.get(BODY_VARIABLE, str(MAX_BODY_MIB))
     if not given.isdecimal() or int(given) < 1:
         raise ConfigError(f"{BODY_VARIABLE}={given!r} must be a number of at least 1")
     return int(given) << 20
@@ -343,21 +343,13 @@ async def _refuse(kind: str, refusal: RefusedRequestError, send: Send) -> None:
     if kind == "websocket":
         await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(refusal)})
         return
-    told = error_body(refusal.status, str(refusal))
-    more = [(b"connection", b"close")]
-    if refusal.status == HTTPStatus.SERVICE_UNAVAILABLE:
-        more.append((b"retry-after", RETRY_SECONDS))
-    await _answer(refusal.status, told, send, *more)
-
-
-async def _answer(
-    status: HTTPStatus, told: Mapping[str, Any], send: Send, *more: tuple[bytes, bytes]
-) -> None:
-    body = json.dumps(told).encode()
+    body = json.dumps(error_body(refusal.status, str(refusal))).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        *more,
+        (b"connection", b"close"),
     ]
-    await send({"type": "http.response.start", "status": status.value, "headers": headers})
+    if refusal.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers.append((b"retry-after", RETRY_SECONDS))
+    await send({"type": "http.response.start", "status": refusal.status.value, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -30,7 +30,6 @@ from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner
 from cacheblend_rag.engines.vllm.connector.kv_groups import (
     kept_tokens,
     obstacle,
-    smallest_window,
 )
 from cacheblend_rag.engines.vllm.connector.paged import PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import BlockTable
@@ -368,8 +367,6 @@ def test_groups_of_other_kinds_are_refused(other: Any, cache: dict[str, int], sa
 
 
 def test_the_smallest_window_decides_what_is_dropped() -> None:
-    assert smallest_window(config(FULL)) is None
-    assert smallest_window(config(FULL, WIDE, NARROW)) == 32
     assert kept_tokens(config(FULL), 16) is None
     # Of 46 tokens the next one sees the last 31: the first 15 fill no block of 16.
     assert kept_tokens(config(FULL, WIDE, NARROW), 16) == 46
