@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.model_files import generation_values, load_tokenizer
 from cacheblend_rag.engines.structured import StructuredOutputs, form_refused
 from cacheblend_rag.engines.vllm.protocol.result import Late, params_of
-from cacheblend_rag.engines.vllm.transport import Piece, RequestCounts, Transport, VLLMRequest
+from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -56,27 +55,40 @@ class ServedModel:
     context_window: int
 
 
-class ServerConnection:
-    """Requests to one server; all within one event loop.
+class VLLMServer(Transport):
+    """A server that ``cacheblend-rag serve`` started. vLLM need not be installed here."""
 
-    url: with or without ``/v1``. api_key: the environment's CACHEBLEND_API_KEY by default.
-    timeout_seconds: for each attempt to get an answer, and between two pieces of a stream.
-    max_retries: of requests that were not answered: no connection, one that broke off, a timeout, a
-    server that is overloaded or fails (408, 409, 429, 5xx), with pauses from half a second that
-    double. counts: where requests are counted.
-
-    Raises ConfigError when one of them is out of range, MissingExtraError without ``openai``.
-    """
+    name = "vllm-server"
 
     def __init__(
         self,
         url: str,
         *,
+        model: str | Path | None = None,
         api_key: str | Secret | None = None,
         timeout_seconds: float = 600.0,
         max_retries: int = 2,
-        counts: RequestCounts | None = None,
     ) -> None:
+        """Ask the server which models it serves.
+
+        Args:
+            url: with or without ``/v1``.
+            model: the model whose tokenizer is used; also selects one of several served models.
+                None is the name or folder that the server loaded.
+            api_key: the server's key, the environment's CACHEBLEND_API_KEY by default; it
+                is never logged.
+            timeout_seconds: for each attempt to get an answer, and between two pieces of a stream.
+            max_retries: of requests that were not answered: no connection, one that broke off, a
+                timeout, a server that is overloaded or fails (408, 409, 429, 5xx), with pauses from
+                half a second that double.
+
+        Raises:
+            MissingExtraError: without ``openai``.
+            EngineUnavailableError: when no vLLM answers.
+            ConfigError: when several models are served and none of them is ``model``, or an
+                argument is out of range.
+        """
+        super().__init__()
         api_key = Secret.of(api_key or os.environ.get(KEY_VARIABLE) or NO_KEY)
         check_server_url(url)
         if not (timeout_seconds > 0 and math.isfinite(timeout_seconds)):
@@ -87,17 +99,23 @@ class ServerConnection:
             import openai
         except ImportError as error:
             raise MissingExtraError("a vLLM server as engine", "vllm-server") from error
-        self._openai = openai
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.timeout_seconds = timeout_seconds
-        self.counts = counts or RequestCounts()
+        self._openai, self._timeout_seconds = openai, timeout_seconds
+        self.address = url.rstrip("/").removesuffix("/v1")
         self._client = openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1",
+            base_url=f"{self.address}/v1",
             api_key=api_key.reveal() if api_key else NO_KEY,
             timeout=openai.Timeout(timeout_seconds, connect=min(CONNECT_SECONDS, timeout_seconds)),
             max_retries=max_retries,
             http_client=openai.DefaultAsyncHttpxClient(event_hooks={"request": [self._count]}),
         )
+        self.background = BackgroundLoop("cacheblend-vllm-server")
+        self._model = model
+        try:
+            self._served = self.run(self._find_model(names_at_server(model)))
+        except BaseException:
+            self.close()
+            raise
+        self.model_name, self.context_window = self._served.name, self._served.context_window
 
     async def _count(self, request: Any) -> None:
         """Count a request that is about to be sent."""
@@ -106,7 +124,7 @@ class ServerConnection:
         else:
             self.counts.retried += 1
 
-    async def find_model(self, wanted: Sequence[str] = ()) -> ServedModel:
+    async def _find_model(self, wanted: Sequence[str]) -> ServedModel:
         """Return the served model that is called or comes from one of ``wanted``, or the only one.
 
         Raises EngineUnavailableError when no vLLM answers, ConfigError when it serves several
@@ -129,47 +147,75 @@ class ServerConnection:
         if not matching and len({model.source for model in served}) > 1:
             names = ", ".join(model.name for model in served)
             raise ConfigError(
-                f"model={next(iter(wanted), None)!r} is not served by {self.url}, which has {names}"
+                f"model={next(iter(wanted), None)!r} is not served by {self.address}, "
+                f"which has {names}"
             )
         return (matching or served)[0]
 
-    async def tokenize(self, model: str, text: str) -> tuple[int, ...]:
+    def load_tokenizer(self) -> Any:
+        """Return the tokenizer of the given model, or of the model that the server loaded."""
+        try:
+            return load_tokenizer(self._model or self._served.source)
+        except ModelLoadError as error:
+            raise ModelLoadError(
+                f"{error}: prompts are tokenized here, so give model= (a hub name or a folder with "
+                f"the tokenizer of served model {self._served.name!r}) or tokenizer="
+            ) from error
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Raise ConfigError unless the server tokenizes a text in the same way."""
+        if self.run(self._tokenize(VOCABULARY_SAMPLE)) != encode_plainly(
+            tokenizer, VOCABULARY_SAMPLE
+        ):
+            raise ConfigError(
+                f"the tokenizer here is not that of model {self._served.name!r} at {self.address}: "
+                "give the model that the server loaded as model="
+            )
+
+    async def _tokenize(self, text: str) -> tuple[int, ...]:
         """Return the server's tokens of ``text``, without special tokens around it."""
         extra = {"add_special_tokens": False, "return_token_ids": True}
         answer = await self._create(
-            None, model=model, prompt=text, max_tokens=1, temperature=0.0, extra_body=extra
+            None,
+            model=self._served.name,
+            prompt=text,
+            max_tokens=1,
+            temperature=0.0,
+            extra_body=extra,
         )
         return tuple(_extra(answer.choices[0], "prompt_token_ids") or ())
 
-    async def complete(self, model: str, request: VLLMRequest) -> Piece:
-        """Answer a request in one piece."""
-        answer = await self._create(request.sampling.structured_outputs, **_body(model, request))
-        params, metrics = _extra(answer, "kv_transfer_params"), _extra(answer, "metrics") or {}
-        milliseconds = metrics.get("generation_time_ms")
-        return _piece(
-            answer.choices[0],
-            request.sampling.logprobs,
-            params=params,
-            decode_seconds=None if milliseconds is None else milliseconds / 1000,
-        )
+    def generation_values(self) -> Mapping[str, Any]:
+        """Return the fields of the generation_config that is beside the tokenizer."""
+        return generation_values(self._model or self._served.source)
 
-    async def stream(self, model: str, request: VLLMRequest) -> AsyncGenerator[Piece]:
-        """Answer a request piece by piece; closing the iterator ends it at the server, too.
+    async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
+        """Answer a request in one piece, or piece by piece.
 
-        Raises EngineUnavailableError when it ends before the answer does.
+        Raises EngineUnavailableError when a stream ends before its answer does.
         """
-        finished, form = False, request.sampling.structured_outputs
-        async with await self._create(form, **_body(model, request), stream=True) as events:
+        body, most = _body(self._served.name, request), request.sampling.logprobs
+        form = request.sampling.structured_outputs
+        if not stream:
+            answer = await self._create(form, **body)
+            milliseconds = (_extra(answer, "metrics") or {}).get("generation_time_ms")
+            yield _piece(
+                answer.choices[0],
+                most,
+                params=_extra(answer, "kv_transfer_params"),
+                decode_seconds=None if milliseconds is None else milliseconds / 1000,
+            )
+            return
+        finished = False
+        async with await self._create(form, **body, stream=True) as events:
             async for event in self._told(events):
                 for choice in event.choices:
                     finished = finished or choice.finish_reason is not None
-                    params = None if request.job is None else LATE
-                    yield _piece(choice, request.sampling.logprobs, params=params)
+                    yield _piece(choice, most, params=None if request.job is None else LATE)
         if not finished:
-            raise EngineUnavailableError(f"engine={self.url!r}: {BROKE_OFF}: ask again")
+            raise EngineUnavailableError(f"engine={self.address!r}: {BROKE_OFF}: ask again")
 
-    async def close(self) -> None:
-        """Close its connections."""
+    async def _stop(self) -> None:
         await self._client.close()
 
     async def _create(self, form: StructuredOutputs | None, **body: Any) -> Any:
@@ -191,21 +237,21 @@ class ServerConnection:
             raise self._failure(error, has_begun=True) from None  # whose frames hold the key
 
     def _no_vllm(self, why: str) -> EngineUnavailableError:
-        return EngineUnavailableError(f"engine={self.url!r} is not a vLLM server: {why}")
+        return EngineUnavailableError(f"engine={self.address!r} is not a vLLM server: {why}")
 
     def _failure(self, error: Exception, *, has_begun: bool = False) -> CacheBlendError:
         """Return an error of one line with cause and fix, without the key.
 
         has_begun: whether an answer had begun.
         """
-        where, known = f"engine={self.url!r}", self._openai
+        where, known = f"engine={self.address!r}", self._openai
         if isinstance(error, known.PermissionDeniedError):
             body = error.body if isinstance(error.body, Mapping) else {}
             said = f"the server refuses: {_first_line(str(body.get('message', error.message)))}"
         elif isinstance(error, known.AuthenticationError):
             said = f"the server refuses the API key: give api_key= or set {KEY_VARIABLE}"
         elif isinstance(error, known.APITimeoutError):
-            said = f"no answer within timeout_seconds={self.timeout_seconds:g}"
+            said = f"no answer within timeout_seconds={self._timeout_seconds:g}"
         elif isinstance(error, known.APIConnectionError):
             cause = type(error.__cause__ or error).__name__
             said = f"no server answers there ({cause}); start it or give another URL"
@@ -317,85 +363,6 @@ def _first_line(message: str) -> str:
 VOCABULARY_SAMPLE = "The vocabulary of 2024: naïve, Größe, 漢字 🙂\n\t{'x': [0.5]}"
 
 
-class VLLMServer(Transport):
-    """A server that ``cacheblend-rag serve`` started. vLLM need not be installed here."""
-
-    name = "vllm-server"
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        model: str | Path | None = None,
-        api_key: str | Secret | None = None,
-        timeout_seconds: float = 600.0,
-        max_retries: int = 2,
-    ) -> None:
-        """Ask the server which models it serves.
-
-        Args:
-            url: with or without ``/v1``.
-            model: the model whose tokenizer is used; also selects one of several served models.
-                None is the name or folder that the server loaded.
-            api_key: the server's key, the environment's CACHEBLEND_API_KEY by default; it
-                is never logged.
-            timeout_seconds: for each attempt to get an answer, and between two pieces of a stream.
-            max_retries: of requests that were not answered.
-
-        Raises:
-            MissingExtraError: without ``openai``.
-            EngineUnavailableError: when no vLLM answers.
-            ConfigError: when several models are served and none of them is ``model``.
-        """
-        super().__init__()
-        self._connection = ServerConnection(
-            url,
-            api_key=Secret.of(api_key),
-            timeout_seconds=timeout_seconds,
-            max_retries=max_retries,
-            counts=self.counts,
-        )
-        self.address = self._connection.url
-        self.background = BackgroundLoop("cacheblend-vllm-server")
-        self._model = model
-        try:
-            self._served = self.run(self._connection.find_model(names_at_server(model)))
-        except BaseException:
-            self.close()
-            raise
-        self.model_name, self.context_window = self._served.name, self._served.context_window
-
-    def load_tokenizer(self) -> Any:
-        """Return the tokenizer of the given model, or of the model that the server loaded."""
-        try:
-            return load_tokenizer(self._model or self._served.source)
-        except ModelLoadError as error:
-            raise ModelLoadError(
-                f"{error}: prompts are tokenized here, so give model= (a hub name or a folder with "
-                f"the tokenizer of served model {self._served.name!r}) or tokenizer="
-            ) from error
-
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raise ConfigError unless the server tokenizes a text in the same way."""
-        self.run(check_vocabulary(self._connection, self._served, tokenizer))
-
-    def generation_values(self) -> Mapping[str, Any]:
-        """Return the fields of the generation_config that is beside the tokenizer."""
-        return generation_values(self._model or self._served.source)
-
-    async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
-        """Answer a request in one piece, or piece by piece."""
-        if not stream:
-            yield await self._connection.complete(self._served.name, request)
-            return
-        async with aclosing(self._connection.stream(self._served.name, request)) as pieces:
-            async for piece in pieces:
-                yield piece
-
-    async def _stop(self) -> None:
-        await self._connection.close()
-
-
 def names_at_server(model: str | Path | None) -> tuple[str, ...]:
     """Return the names that a server may have for a model."""
     if model is None:
@@ -405,15 +372,3 @@ def names_at_server(model: str | Path | None) -> tuple[str, ...]:
         return (*names, resolve(model))
     except ModelLoadError:  # the server has it, this machine need not
         return names
-
-
-async def check_vocabulary(
-    connection: ServerConnection, served: ServedModel, tokenizer: Any
-) -> None:
-    """Raise ConfigError unless the server tokenizes a text like ``tokenizer``."""
-    there = await connection.tokenize(served.name, VOCABULARY_SAMPLE)
-    if there != encode_plainly(tokenizer, VOCABULARY_SAMPLE):
-        raise ConfigError(
-            f"the tokenizer here is not that of model {served.name!r} at {connection.url}: "
-            "give the model that the server loaded as model="
-        )

@@ -242,7 +242,8 @@ class JobClient:
 
 def ask_status(transport: Transport) -> ConnectorStatus:
     """Return the connector's status."""
-    return status_of(transport.run(params_of_last(transport, status_request())))
+    asked = carrier(BlendJob("status", SentLeadIn("none", "", 0)))
+    return status_of(transport.run(params_of_last(transport, asked)))
 
 
 def sent_chunk(chunk: PlacedChunk) -> SentChunk:
@@ -257,11 +258,6 @@ def sent_chunk(chunk: PlacedChunk) -> SentChunk:
         turn=chunk.is_turn,
         exact=chunk.is_exact,
     )
-
-
-def status_request() -> VLLMRequest:
-    """Return a request for a connector's status."""
-    return carrier(BlendJob("status", SentLeadIn("none", "", 0)))
 
 
 async def params_of_last(transport: Transport, request: VLLMRequest) -> Mapping[str, Any] | None:

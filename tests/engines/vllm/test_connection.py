@@ -26,7 +26,7 @@ from cacheblend_rag.engines.after_answer import RequestWatcher
 from cacheblend_rag.engines.answer import Request
 from cacheblend_rag.engines.model_files import vllm_generation_values
 from cacheblend_rag.engines.model_sampling import ModelSampling
-from cacheblend_rag.engines.vllm.connection import ServerConnection
+from cacheblend_rag.engines.vllm.connection import VLLMServer
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol.result import NO_CONNECTOR
 from cacheblend_rag.engines.vllm.serve import reserved_port
@@ -555,7 +555,7 @@ def test_a_stream_that_breaks_off_is_an_error(canned: CannedServer, connect: Ope
 )
 def test_options_out_of_range(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
-        ServerConnection(**{"url": "http://localhost:8000", **options})
+        VLLMServer(**{"url": "http://localhost:8000", **options})
     one_line(caught.value)
 
 
@@ -581,7 +581,7 @@ def test_openai_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_vllm_need_not_be_installed() -> None:
-    modules = ", ".join(f"cacheblend_rag.engines.vllm.{name}" for name in ("http", "engine"))
+    modules = ", ".join(f"cacheblend_rag.engines.vllm.{name}" for name in ("connection", "engine"))
     code = f"import sys, {modules}; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
