@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.engines.vllm.connector import deletions as deletions_module
 from cacheblend_rag.engines.vllm.connector import finder as finder_module
+from cacheblend_rag.engines.vllm.connector import found_chunk as deletions_module
 from cacheblend_rag.engines.vllm.connector.finder import Finder
 from cacheblend_rag.engines.vllm.connector.finding import Finding
 from cacheblend_rag.engines.vllm.connector.found_chunk import Deletions

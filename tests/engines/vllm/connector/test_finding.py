@@ -327,7 +327,7 @@ def test_who_is_searched(
     [
         ({"kind": "find", "version": 1}, "version must be"),
         ({**TELLING, "config": {"recompute_ratio": 7}}, "recompute_ratio=7"),
-        ({"kind": "seek", "version": VERSION}, "release, status, report, find, off"),
+        ({"kind": "seek", "version": VERSION}, "kind: Input should be 'blend'"),
     ],
 )
 def test_a_malformed_wish_is_told(engine: InProcessEngine, sent: Any, said: str) -> None:

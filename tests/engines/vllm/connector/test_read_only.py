@@ -44,7 +44,7 @@ def test_jobs_that_change_the_store_are_refused(kind: Any, tmp_path: Path) -> No
         writer.put(key, make_kv(1))
         with TieredKVStore.open(kv_path=tmp_path, read_only=True) as store:
             nothing = cast("Any", None)
-            jobs = JobRunner(nothing, nothing, store, namespace="default", mode="auto")
+            jobs = JobRunner(nothing, nothing, store, namespace="default")
             job = BlendJob(kind, SentLeadIn("none", "", 0), keys=((key.chunk_id, ""),))
             with pytest.raises(StopIteration) as ended:
                 next(jobs.work(cast("Any", SimpleNamespace(job=job)), nothing))

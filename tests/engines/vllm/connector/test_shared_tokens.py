@@ -12,7 +12,7 @@ import pytest
 import redis as client_library
 
 from cacheblend_rag.engines.vllm.connector import finder as finder_module
-from cacheblend_rag.engines.vllm.connector import shared_log, token_room, token_stream
+from cacheblend_rag.engines.vllm.connector import shared_log, stored_tokens, token_stream
 from cacheblend_rag.engines.vllm.connector.finder import Finder
 from cacheblend_rag.engines.vllm.connector.finding import place_of
 from cacheblend_rag.engines.vllm.connector.stored_tokens import StoredTokens
@@ -121,7 +121,7 @@ def test_no_more_is_kept_than_there_is_room_for(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     learn(fleet.open(), job(FIRST, SECOND, THIRD))
-    monkeypatch.setattr(token_room, "MOST_KEPT", 2 * token_room.LEAST_COUNTED)
+    monkeypatch.setattr(stored_tokens, "MOST_KEPT", 2 * stored_tokens.LEAST_COUNTED)
     assert ids(found(fleet.open(), FIRST, SECOND, THIRD)) == [chunk_id(FIRST), chunk_id(SECOND)]
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.engines.vllm.connector import token_merge, token_rows, token_segment
+from cacheblend_rag.engines.vllm.connector import token_rows, token_segment
 from cacheblend_rag.engines.vllm.connector.stored_tokens import Name, Row, StoredTokens, id_of
 from cacheblend_rag.engines.vllm.connector.token_rows import Kept, TokenRows, to_merge
 from cacheblend_rag.engines.vllm.connector.token_segment import (
@@ -249,7 +249,7 @@ def kept(rows: Sequence[int] = (), removed: Sequence[int] = (), size: int = 10) 
     return Kept(size, frozenset(map(row, rows)), frozenset(map(row, removed)))
 
 
-LARGE = token_merge.SMALL_BYTES
+LARGE = token_rows.SMALL_BYTES
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ LARGE = token_merge.SMALL_BYTES
 def test_what_is_merged(
     objects: dict[str, Kept], removed: list[int], names: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_merge, "MERGE_AT", 4)
+    monkeypatch.setattr(token_rows, "MERGE_AT", 4)
     large = any(one.size == LARGE for one in objects.values())
-    monkeypatch.setattr(token_merge, "MERGED_BYTES", 4 * LARGE if large else 1000)
+    monkeypatch.setattr(token_rows, "MERGED_BYTES", 4 * LARGE if large else 1000)
     gone = {row(n): None for n in removed}.keys()
     assert "".join(to_merge(objects, gone, objects.keys())) == names

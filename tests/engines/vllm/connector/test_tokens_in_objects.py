@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cacheblend_rag.engines.vllm.connector import finder as finder_module
-from cacheblend_rag.engines.vllm.connector import token_merge, token_objects, token_segment
+from cacheblend_rag.engines.vllm.connector import token_objects, token_rows, token_segment
 from cacheblend_rag.engines.vllm.connector.finder import Finder
 from cacheblend_rag.engines.vllm.connector.stored_tokens import Name, StoredTokens, id_of
 from cacheblend_rag.engines.vllm.connector.token_objects import ObjectTokens
@@ -216,7 +216,7 @@ def test_many_objects_are_merged_and_nobody_notices(
     before = found(other, *many)
     other.forget("default", BARE, [(chunk_id(many[0]), "")])
     assert other.settle()
-    monkeypatch.setattr(token_merge, "MERGE_AT", 4)
+    monkeypatch.setattr(token_rows, "MERGE_AT", 4)
     waited(lambda: len(fleet.names()) < 4)
     learn(other, job(many[6]))
     waited(lambda: len(found(one, *many)) == 6)
@@ -317,7 +317,7 @@ def filled(place: Place, several: int) -> ObjectTokens:
 def test_who_reads_while_others_merge_misses_nothing(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_merge, "MERGE_AT", 5)
+    monkeypatch.setattr(token_rows, "MERGE_AT", 5)
     writer, reader = filled(place, 6), opened(place)
     read = reader._client.read_many
 
@@ -337,7 +337,7 @@ def test_who_reads_while_others_merge_misses_nothing(
 def test_who_is_ended_while_merging_leaves_no_copies_for_long(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(token_merge, "MERGE_AT", 5)
+    monkeypatch.setattr(token_rows, "MERGE_AT", 5)
     writer = filled(place, 6)
     delete = writer._client.delete
 
@@ -362,7 +362,7 @@ def test_who_is_ended_while_merging_leaves_no_copies_for_long(
 def test_where_nothing_may_be_deleted_nothing_is_copied(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(token_merge, "MERGE_AT", 5)
+    monkeypatch.setattr(token_rows, "MERGE_AT", 5)
     writer = filled(place, 6)
 
     def denied(path: str) -> None:
