@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -34,7 +33,6 @@ TOOL: dict[str, Any] = {
         },
     },
 }
-SCHEMA = TOOL["function"]["parameters"]
 EXACT = {
     "version": VERSION,
     "kind": "find",
@@ -91,23 +89,9 @@ class AnyClient:
         stream = self.chat(client, stream=True, stream_options={"include_usage": True})
         assert self.cached(list(stream)[-1]) > LEAST
 
-    def test_several_answers(self, client: openai.OpenAI) -> None:
-        answer = self.chat(client, n=3, temperature=1.0)
-        assert len(answer.choices) == 3
-        assert self.cached(answer) > LEAST
-
-    @pytest.mark.parametrize(
-        "choice", ["auto", "required", {"type": "function", "function": {"name": "look_up"}}]
-    )
-    def test_tools(self, client: openai.OpenAI, choice: Any) -> None:
+    def test_tools(self, client: openai.OpenAI) -> None:
         """The toy model writes calls letter by letter; valid ones are others' tests."""
-        answer = self.chat(client, tools=[TOOL], tool_choice=choice)
-        assert self.cached(answer) > LEAST
-
-    def test_guided_json(self, client: openai.OpenAI) -> None:
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-        answer = self.chat(client, response_format=form, max_tokens=60)
-        assert json.loads(answer.choices[0].message.content).keys() == {"number"}
+        answer = self.chat(client, tools=[TOOL])
         assert self.cached(answer) > LEAST
 
     def test_completions_and_lists_of_them(self, client: openai.OpenAI) -> None:

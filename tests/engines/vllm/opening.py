@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import BlendConfig, SamplingParams
+from cacheblend_rag import BlendConfig, Generation, SamplingParams
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.vllm.connection import VLLMServer
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
@@ -49,3 +49,7 @@ def share_cores(environment: pytest.MonkeyPatch) -> None:
     """Let several processes of one vLLM run on the same cores."""
     environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     environment.setenv("OMP_NUM_THREADS", "1")
+
+
+def same_tokens(answers: list[Generation], others: list[Generation]) -> bool:
+    return [a.token_ids for a in answers] == [b.token_ids for b in others]

@@ -400,16 +400,6 @@ def test_vllms_own_options_are_laid_over_the_models(caplog: pytest.LogCaptureFix
     assert "\n" not in caplog.records[0].getMessage()
 
 
-@pytest.mark.parametrize("key", ["wrong", None])
-def test_a_wrong_key_is_refused_and_never_shown(
-    connect: Open, monkeypatch: pytest.MonkeyPatch, key: str | None
-) -> None:
-    monkeypatch.delenv("CACHEBLEND_API_KEY", raising=False)
-    with pytest.raises(EngineUnavailableError, match="refuses the API key") as caught:
-        connect(api_key=key)
-    assert "wrong" not in one_line(caught.value)
-
-
 def test_the_key_may_come_from_the_environment(
     connect: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -483,19 +473,6 @@ def test_a_model_is_found_by_its_name_or_source(canned: CannedServer, connect: O
     assert connect(model="/where/the/tokenizer/is/b").model_name == "b"
     canned.models = [adapter, MODEL, {**MODEL, "id": "alias"}]
     assert connect(model="elsewhere").model_name == "tiny"
-
-
-def test_models_of_a_server_have_fingerprints_of_their_own(
-    canned: CannedServer, connect: Open
-) -> None:
-    first = connect().fingerprint
-    assert connect().fingerprint == first
-    canned.status = {**STATUS, "identity": "f" * 16}
-    assert connect().fingerprint != first
-    canned.status = None
-    nameless = connect().fingerprint
-    canned.models = [{**MODEL, "id": "other"}]
-    assert len({first, nameless, connect().fingerprint}) == 3
 
 
 def test_another_vocabulary_is_refused(connect: Open) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
 from threading import Event
 
 import pytest
@@ -13,23 +12,13 @@ import pytest
 from cacheblend_rag import BlendConfig, Chunk
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.vllm.transport import Piece, VLLMRequest, next_piece
-from cacheblend_rag.errors import ConfigError, EngineUnavailableError
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.opening import share_cores, vllm_in_process
+from tests.engines.vllm.opening import same_tokens, share_cores
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
-from tests.engines.vllm.test_protocol import same_tokens
 from tests.models import prompt_of, words
 
 REUSE = BlendConfig(min_tokens=0, recompute_ratio=0.0)
-
-
-def test_an_allocator_with_which_vllm_takes_no_connector_is_named(
-    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    with pytest.raises(ConfigError, match="PYTORCH_CUDA_ALLOC_CONF: "):
-        vllm_in_process(model_folder("llama"))
 
 
 class Pieces:
@@ -143,11 +132,3 @@ def test_every_replica_has_the_chunks_and_answers_for_its_reports(
     for seed in range(4):
         report = engine.generate(retrieved(seed=40 + seed), SHORT).report
         assert [chunk.hit for chunk in report.chunks] == [False] * 3
-
-
-def test_a_vllm_too_old_is_refused(
-    monkeypatch: pytest.MonkeyPatch, model_folder: Callable[[str], Path]
-) -> None:
-    monkeypatch.setattr("vllm.__version__", "0.25.2")
-    with pytest.raises(EngineUnavailableError, match=r"vLLM 0\.25\.2 is too old, 0\.26 or newer"):
-        vllm_in_process(model_folder("llama"))

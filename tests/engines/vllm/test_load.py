@@ -22,9 +22,8 @@ from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv.reading import FETCHED_AHEAD
 from tests.engines.vllm.forking import GPU_DEFAULTS
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.opening import request_of
+from tests.engines.vllm.opening import request_of, same_tokens
 from tests.engines.vllm.test_exactness import DOCUMENTS
-from tests.engines.vllm.test_protocol import same_tokens
 from tests.kv.samples import until
 from tests.models import prompt_of, words
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag import BlendConfig, Chunk, SamplingParams
 from cacheblend_rag.engines.model_sampling import ModelSampling
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
@@ -67,17 +67,3 @@ def test_answers_are_drawn_as_vllm_draws_them(engine: InProcessEngine) -> None:
         blended = engine.generate(PROMPT, sampling)
         assert blended.report.blended
         assert blended.token_ids == tokens
-
-
-def test_both_engines_follow_the_model_alike(engine: InProcessEngine, folder: Path) -> None:
-    embedded = TransformersEngine(folder, config=ALL)
-    assert embedded.model_sampling == engine.model_sampling
-    for asked in ({"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.0}):
-        sampling = SamplingParams(max_tokens=TOKENS, **asked)
-        there, here = (one.generate_full(PROMPT, sampling) for one in (engine, embedded))
-        assert there.token_ids == here.token_ids
-        assert there.sampling == here.sampling
-    penalized = embedded.generate_full(PROMPT, SamplingParams(max_tokens=TOKENS, temperature=0))
-    plain = embedded.generate_full(PROMPT, SamplingParams.greedy(TOKENS))
-    assert penalized.token_ids != plain.token_ids, "the model's repetition penalty counts"
-    embedded.close()

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import openai
 import pytest
@@ -32,7 +30,6 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.serve import RunningServer, reserved_port
 from cacheblend_rag.errors import CacheBlendError, EngineUnavailableError
-from tests.engines.forms_contract import FormsContract
 from tests.engines.vllm.any_client import FLAGS, LEAST, AnyClient
 from tests.engines.vllm.conftest import ServerFactory
 from tests.engines.vllm.demo_prompts import HEAD, documents, text
@@ -110,12 +107,6 @@ def indexed(engine: VLLMEngine) -> PrecomputeReport:
     return engine.precompute(documents(*PROMPTS), progress=False)
 
 
-class TestForms(FormsContract):
-    @pytest.fixture
-    def engine(self, engine: VLLMEngine) -> VLLMEngine:
-        return engine
-
-
 def test_the_readmes_program_asks_it(server: RunningServer) -> None:
     """As it stands but for the address, model, key and namespace of the server that is here."""
     (program,) = [block for block in blocks("python") if "http://" in block]
@@ -125,46 +116,6 @@ def test_the_readmes_program_asks_it(server: RunningServer) -> None:
     environment = {**os.environ, "CACHEBLEND_API_KEY": KEY}
     run = [sys.executable, "-c", there]
     assert subprocess.run(run, env=environment, check=True, capture_output=True).stdout.strip()
-
-
-def send(
-    server: RunningServer, path: str, body: bytes | None = None, *, key: str | None = None
-) -> tuple[int, bytes]:
-    """Return the status of what the server answers, and what it says."""
-    headers = {"Content-Type": "application/json"}
-    if key is not None:
-        headers["Authorization"] = f"Bearer {key}"
-    try:
-        with urlopen(Request(f"{server.url}{path}", body, headers)) as response:  # noqa: S310
-            return response.status, response.read()
-    except HTTPError as error:
-        return error.code, error.read()
-
-
-def metrics(server: RunningServer, name: str) -> list[float]:
-    """The values of all metrics with ``name`` in theirs."""
-    lines = send(server, "/metrics", key=KEY)[1].decode().splitlines()
-    return [float(line.split()[-1]) for line in lines if name in line and not line.startswith("#")]
-
-
-def test_metrics_show_what_blending_did(
-    engine: VLLMEngine, server: RunningServer, indexed: PrecomputeReport
-) -> None:
-    def counted(name: str) -> float:
-        return sum(metrics(server, f"vllm:cacheblend_{name}_total{{"))
-
-    before = {name: counted(name) for name in ("chunk_hits", "reused_tokens", "recomputed_tokens")}
-    config = CONFIG.with_changes(recompute_ratio=0.25)
-    report = engine.generate(text(PROMPTS[2]), ANSWER, config=config).report
-    deadline = time.monotonic() + 30
-    while counted("chunk_hits") == before["chunk_hits"] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert {name: counted(name) - value for name, value in before.items()} == {
-        "chunk_hits": len(report.chunks),
-        "reused_tokens": report.reused_tokens,
-        "recomputed_tokens": report.recomputed_tokens,
-    }
-    assert counted("blend_seconds") > 0
 
 
 class TestAnyClient(AnyClient):

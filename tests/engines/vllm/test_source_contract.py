@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cache
@@ -175,52 +174,3 @@ def test_what_it_is_told_by_dictionary_is_in_it() -> None:
     assert set(ConnectorSettings().to_transfer_config()) == set(told)
     sampled = set(CONTRACT["vllm.sampling_params"]["SamplingParams"].parameters)
     assert {each.name for each in fields(SamplingParams)} <= sampled
-
-
-WHOLE = {
-    "vllm/__init__.py": "from .a import One\nfrom typing import TYPE_CHECKING\n"
-    "if TYPE_CHECKING:\n    from vllm.b import two\n",
-    "vllm/a.py": "from vllm.b import Base\n\nclass One(Base[int]):\n    x: int\n"
-    "    def call(self, given, /, *, named): ...\n",
-    "vllm/b.py": "class Base:\n    def __init__(self, size):\n        self.size = size\n\n"
-    "def two(first, **rest): ...\n\ndef three(first, second=1): ...\n",
-}
-KEPT = {"vllm": {
-    "None": Name(since={"": "2"}),
-    "One": Name(
-        ("size",),
-        {"x": (), "size": (), "call": ("given", "named"), "later": ()},
-        since={"later": "2"},
-    ),
-    "two": Name(("first", "any")),
-}, "vllm.b": {"three": Name(("first",), later=("second", "third"))}}  # fmt: skip
-BREAKS = {
-    "vllm: no such module": ("vllm/__init__.py", None, None),
-    "vllm.One: no such name": ("vllm/a.py", "class One", "class Other"),
-    "vllm.One.x: no such member": ("vllm/a.py", "x: int", "y: int"),
-    "vllm.One.size: no such member": ("vllm/b.py", "self.size", "self.length"),
-    "vllm.One: no parameter size": ("vllm/b.py", "size):", "*sizes):"),
-    "vllm.One.call: no parameter named": ("vllm/a.py", "named)", "other)"),
-    "vllm.two: no parameter any": ("vllm/b.py", "**rest", "rest"),
-    "vllm.b.three: the first parameters are not first, second, third": (
-        "vllm/b.py",
-        "second=1",
-        "other=1",
-    ),
-}
-
-
-@pytest.mark.parametrize("told", [None, *BREAKS])
-def test_a_difference_is_told_by_name(told: str | None, tmp_path: Path) -> None:
-    files = dict(WHOLE)
-    if told is not None:
-        file, old, new = BREAKS[told]
-        if old is None or new is None:
-            del files[file]
-        else:
-            files[file] = files[file].replace(old, new)
-    with zipfile.ZipFile(tmp_path / "vllm-1.whl", "w") as wheel:
-        for file, text in files.items():
-            wheel.writestr(file, text)
-    lines: Sequence[str] = broken(sources_at(tmp_path / "vllm-1.whl"), KEPT)
-    assert lines == ([] if told is None else [told])

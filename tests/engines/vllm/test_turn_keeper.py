@@ -174,14 +174,3 @@ def test_a_turn_that_closing_ends_may_be_stored_so_it_is_not_lost(client: Client
     client.idle.close()
     assert client.settled()
     assert len(client.kv.keys()) == 2
-
-
-def test_a_prompt_does_not_wait_long_for_a_busy_vllm(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(client.kv._changed, "wait_for", lambda _, seconds: waited.append(seconds))
-    client.jobs.is_held = True
-    client.answered(CHUNK)
-    client.kv.find(PROMPT, 0, [], len(PROMPT), OF_CHUNKS)
-    assert waited == [0.2]

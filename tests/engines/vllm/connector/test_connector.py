@@ -22,11 +22,8 @@ from vllm.v1.worker import gpu_model_runner
 from cacheblend_rag import BlendConfig, Generation
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, PREFIX
-from cacheblend_rag.engines.vllm.connector.scheduler import KEPT_REPORTS, KEPT_TRACES
 from cacheblend_rag.engines.vllm.connector.trial import Compilations
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob, SentLeadIn
-from cacheblend_rag.engines.vllm.protocol.result import NO_REPORT
-from cacheblend_rag.engines.vllm.protocol.result import params_of as plain_params
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.reason import ReasonCode
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -245,34 +242,6 @@ def test_why_an_order_was_not_carried_out_can_be_asked_for(core: InProcessEngine
     assert params_of(core, report_order(REPORT_ID)) == told
 
 
-def test_only_so_many_reports_are_kept(core: InProcessEngine) -> None:
-    connector = core.scheduler_connector
-    connector.reports.clear()
-    told = params_of(core, malformed(core))
-    for index in range(KEPT_REPORTS - 1):
-        connector.reports[f"{index:032x}"] = NO_REPORT
-    params_of(core, malformed(core, "f" * 32))
-    assert len(connector.reports) == KEPT_REPORTS
-    assert REPORT_ID not in connector.reports
-    assert plain_params(connector.reports["f" * 32]) == {PARAMETER: told}
-
-
-def test_only_so_many_traces_are_kept(core: InProcessEngine) -> None:
-    connector = core.scheduler_connector
-    connector.reports.clear()
-    config = core.config.with_changes(trace=True)
-    first = asked(core, "w11", report_id=REPORT_ID, config=config)
-    told = params_of(core, first)
-    assert len(told["trace"]["rows"]) > 1
-    kept = connector.reports[REPORT_ID]
-    for index in range(KEPT_TRACES):
-        connector.reports[f"{index:032x}"] = kept
-        connector.note_traced(f"{index:032x}")
-    assert params_of(core, report_order(REPORT_ID)).items() <= told.items()
-    assert connector.reports[f"{0:032x}"].trace is not None
-    connector.reports[REPORT_ID] = kept
-
-
 def counted() -> dict[str, float]:
     """What vLLM's metrics endpoint would show."""
     return {
@@ -309,18 +278,3 @@ def test_metrics_count_what_reports_say(core: InProcessEngine) -> None:
         "found_tokens": 0,
         "find_seconds": 0,
     }
-
-
-def test_a_repeat_out_of_the_prefix_cache_is_reported_as_the_blend_it_was(
-    core: InProcessEngine,
-) -> None:
-    long_question = f"{retrieved().text} {words(300, 77)}"
-    first, again = (core.generate(long_question, SHORT) for _ in range(2))
-    assert again.token_ids == first.token_ids
-    assert first.report.blended
-    assert first.report.recomputed_tokens > 0
-    assert again.report.blended
-    assert {chunk.tier for chunk in again.report.chunks} == {"prefix cache"}
-    assert again.report.recomputed_tokens == 0
-    assert again.report.compute_share == 0.0
-    assert again.report.reused_tokens == sum(chunk.tokens for chunk in first.report.chunks)

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TieredKVStore
-from cacheblend_rag.kv import HostTier, StoredChunk, codec
+from cacheblend_rag.kv import HostTier, StoredChunk
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.kv.samples import SlowBytes, SlowTier
+from tests.kv.samples import SlowTier
 from tests.models import prompt_of, words
 
 CHUNKS = [Chunk(words(20, seed)) for seed in range(8)]
@@ -42,21 +42,3 @@ def test_chunks_are_read_at_once_and_once_each(engine: InProcessEngine) -> None:
     assert [chunk.tier for chunk in second.chunks] == ["host"] * len(CHUNKS)
     assert slow.most_at_once == len(CHUNKS)
     assert len(slow.keys) == len(set(slow.keys)) == len(CHUNKS)
-
-
-def test_the_worker_reads_heads_alone_of_what_is_too_little(engine: InProcessEngine) -> None:
-    blender = engine.worker_connector.blender
-    kvs = {key: blender.store.get(key).kv for key in blender.store.keys()}  # noqa: SIM118
-    config = engine.config.with_changes(min_tokens=61)
-    with pytest.MonkeyPatch.context() as settings:
-        settings.setattr(codec, "HEAD_BYTES", 1 << 10)
-        far = SlowBytes()
-        far.fill(dict(list(kvs.items())[:3]))
-        with TieredKVStore([far]) as store:
-            settings.setattr(blender.jobs, "store", store)
-            report = engine.generate(prompt_of(*CHUNKS, words(6, 50)), SHORT, config=config).report
-    assert report.reason == "60 reusable tokens are fewer than min_tokens=61"
-    assert sorted(chunk.reason or "" for chunk in report.chunks) == sorted(
-        ["not stored"] * 5 + ["too short"] * 3
-    )
-    assert (len(far.opened), far.looked_up, far.ranges) == (len(CHUNKS), [], [])

@@ -338,24 +338,6 @@ def test_a_loss_that_is_told_late_forgets_nothing_that_was_stored_again(
         assert ids(found(one, FIRST, SECOND)) == [chunk_id(FIRST)], "and for good"
 
 
-def test_nor_what_another_replica_has_stored_again(
-    opened: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, other = opened(), opened()
-    learn(other, job(FIRST))
-    waited(lambda: len(found(one, FIRST)) == 1)
-    lost = [(chunk.name, chunk.generation) for chunk in found(one, FIRST)]
-    monkeypatch.setattr(one, "_read_news", lambda: None)
-    assert one.settle()
-    learn(other, job(FIRST), fresh=(0,))
-    monkeypatch.undo()
-    monkeypatch.setattr(finder_module, "REFRESH_SECONDS", 0.02)
-    one.forget_lost(lost)
-    assert one.settle()
-    assert len(found(one, FIRST)) == 1
-    assert len(found(opened(), FIRST)) == 1
-
-
 def test_of_too_many_chunks_those_stored_first_are_forgotten(
     finder: Finder, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -239,20 +238,6 @@ def test_a_prompt_that_a_preempted_one_began_with_is_counted_once(
     assert told.cached == cached[0] > 301, "as many as its first prefill had"
     for document in DOCUMENTS:
         engine.evict_document(document.document_id)
-
-
-def test_what_is_left_of_a_prompt_may_be_too_little(engine: InProcessEngine) -> None:
-    some = find(min_tokens=100)
-    first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, 45)))
-    [answer] = ask(engine, first, params=some, max_tokens=140)
-    new = engine.tokenize(SPACED.to_chunks()[0].text)
-    later = (*first, *answer.tokens, *new, *engine.tokenize(words(30, 46)))
-    work = counted("blend_seconds")
-    [told] = ask(engine, later, params=some)
-    assert counted("blend_seconds") == work
-    code, sentence = told.params[PARAMETER]["reason"]
-    assert code == "too_short"
-    assert re.fullmatch(r".* holds the first \d{3} tokens; the 70 .* min_tokens=100", sentence)
 
 
 def test_parts_of_cut_and_edited_text_are_reused(engine: InProcessEngine) -> None:

@@ -19,7 +19,6 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentLeadIn
 from cacheblend_rag.engines.vllm.protocol.result import CompareResult
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
@@ -99,26 +98,6 @@ def test_it_is_compared_when_nobody_decodes(core: InProcessEngine) -> None:
 
     core.transport.run(both())
     assert ended == ["answered", "compared"]
-
-
-def test_what_cannot_be_blended_is_declined(core: InProcessEngine) -> None:
-    unknown = prompt_of("w5", chunk := Chunk(words(40, 99)), "w9")
-    core.register([chunk])
-    prepared = core.prepare(unknown)
-    sent = core._sent(core._questions.request(prepared, GREEDY)).request.job
-    assert sent is not None
-    found = core.transport.run(
-        core._jobs.compare(sent.chunks, Compared(prepared.token_ids, (5,)), CONFIG)
-    )
-    assert not isinstance(found, CompareResult)
-
-
-def test_the_servers_share_is_every_clients_default(core: InProcessEngine) -> None:
-    assert ConnectorSettings().guard == core.status.guard == 0.0
-    settings = ConnectorSettings.from_extra_config(ConnectorSettings(guard=0.25).to_extra_config())
-    assert settings.guard == 0.25
-    with pytest.raises(ConfigError, match="guard=2 must be a number from 0 to 1"):
-        ConnectorSettings(guard=2)
 
 
 @pytest.mark.parametrize(

@@ -115,21 +115,6 @@ def test_scattered_rows_attend_to_the_same_in_vllms_kernel_and_over_dense_kv(
     assert found["native"] == pytest.approx(found["sdpa"], abs=1e-4)
 
 
-def test_missing_chunks_are_computed(engine: InProcessEngine) -> None:
-    unknown = Document("new", (words(80, 31),)).to_chunks()[0]
-    engine.register([unknown])
-    prompt = prompt_of(
-        unknown, " w7 ", DOCUMENTS[0].to_chunks()[0], " w7 ", unknown, " ", words(20, 9)
-    )
-    assert difference(engine, prompt, 1.0) <= OTHER_BLOCKS
-    report = blended(engine, prompt, 0.2)
-    assert [(c.hit, c.reason) for c in report.chunks] == [
-        (False, "not stored"),
-        (True, None),
-        (False, "not stored"),
-    ]
-
-
 @pytest.mark.parametrize("ends", ["declined", "failed"])
 def test_what_is_not_blended_is_computed_by_vllm(engine: InProcessEngine, ends: str) -> None:
     """vLLM takes no failed blocks where there are several groups, but failed requests."""
@@ -151,15 +136,6 @@ def test_what_is_not_blended_is_computed_by_vllm(engine: InProcessEngine, ends: 
         found = logprobs(engine, replace(asked, salt=uuid.uuid4().hex))
     assert found == pytest.approx(expected, abs=OTHER_BLOCKS)
     assert engine.free_blocks() == free
-
-
-def test_a_repeat_comes_out_of_the_prefix_cache(engine: InProcessEngine) -> None:
-    """A complete block after the last chunk, with the window before it, is what vLLM needs."""
-    prompt = prompt_of(words(9, 30), *DOCUMENTS[0].to_chunks(), " w7 ", words(2 * BLOCK, 31))
-    first = blended(engine, prompt, 0.2)
-    again = blended(engine, prompt, 0.2)
-    assert first.recomputed_tokens > again.recomputed_tokens == 0
-    assert {chunk.tier for chunk in again.chunks} == {"prefix cache"}
 
 
 @pytest.mark.parametrize("ratio", [0.2, 1.0])

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,13 +22,11 @@ from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import probe_layer
-from cacheblend_rag.engines.vllm.connector import blender as blender_module
 from cacheblend_rag.engines.vllm.connector import job_runner
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
-from cacheblend_rag.engines.vllm.connector.pace import MOST_STEPS_AHEAD, Pace, steps_ahead
+from cacheblend_rag.engines.vllm.connector.pace import Pace
 from cacheblend_rag.engines.vllm.connector.paged import PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache, share_workspace
-from cacheblend_rag.engines.vllm.protocol.result import PrefetchResult
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.reason import ReasonCode
 from tests.engines.vllm.fp8_attention import QuantizedQueryBackend, fp8_backend
@@ -236,11 +233,6 @@ def test_a_layer_that_is_driven_sees_nothing_of_the_step_under_way(
     assert (inner.attn_metadata, inner.slot_mapping, inner.all_moe_layers) == (None, {}, None)
 
 
-def test_a_preempted_request_keeps_its_output(llama: InProcessEngine) -> None:
-    assert llama.scheduler.connector.requires_kv_delivery is False
-    assert llama.scheduler.requires_kv_delivery is False
-
-
 # Memory
 
 
@@ -367,46 +359,3 @@ def test_the_host_stays_one_step_ahead_of_an_accelerator(monkeypatch: pytest.Mon
         ahead.append(device.queued - device.done)
     assert set(ahead) == {1}
     assert device.queued == 6, "five steps' worth, and the one that was queued meanwhile"
-
-
-@pytest.mark.parametrize(
-    ("left", "seconds", "steps", "ahead"),
-    [
-        (1.0, 0.5, 5, 10),
-        (0.05, 0.5, 5, 1),
-        (-1.0, 0.5, 5, 1),
-        (0.29, 0.3, 3, 2),
-        (9.0, 0.1, 4, MOST_STEPS_AHEAD),
-        (1.0, 0.0, 1, 1),
-    ],
-)
-def test_as_many_steps_are_taken_as_fit(
-    left: float, seconds: float, steps: int, ahead: int
-) -> None:
-    assert steps_ahead(left, seconds, steps) == ahead
-
-
-@pytest.mark.parametrize("meets", [True, False])
-def test_ranks_ask_one_another_rarely_once_layers_run(
-    blender: Any, monkeypatch: pytest.MonkeyPatch, meets: bool
-) -> None:
-    """Before, any rank may fail by itself, so they agree after each step."""
-    ranks, asked = SimpleNamespace(world_size=2, is_first_rank=True), list[list[int]]()
-
-    def all_reduce(part: torch.Tensor, how: str) -> torch.Tensor:
-        asked.append(part.tolist())
-        return part
-
-    def work() -> Any:
-        for _ in range(40):
-            blender.stack.met = meets
-            yield
-        return PrefetchResult()
-
-    monkeypatch.setattr(blender_module, "get_tp_group", lambda: ranks)
-    monkeypatch.setattr(blender_module, "all_reduce", all_reduce)
-    blender.at_work["x"], blender._worked["x"] = work(), 0.0
-    ((done, result),) = blender.advance(60.0)
-    assert (done, type(result)) == ("x", PrefetchResult)
-    assert len(asked) == (3 if meets else 41)
-    assert {tuple(part) for part in asked} == {(0, 0, MOST_STEPS_AHEAD)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TieredKVStore
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
-from cacheblend_rag.engines.vllm.connector.pace import Slices
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.timings import LEAST
@@ -19,13 +17,11 @@ from cacheblend_rag.prefill import controller
 from cacheblend_rag.prefill.controller import Rates
 from tests.engines.contract import check_prefilled_instead
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.shared import STEP_TOKENS
 from tests.models import prompt_of, words
 
 COSTS = (LayerCost(1e6, 2e5, 10.0), LayerCost(1e6, 2e5, 10.0, window=300))
 CHUNKS = [Chunk(words(200, 3)), Chunk(words(150, 4))]
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
-SLOW_SECONDS = 0.2
 
 
 class Recorded(Rates):
@@ -107,41 +103,6 @@ def engine(
 
 def asked(seed: int) -> BlendPrompt:
     return prompt_of(words(5, seed), *CHUNKS, words(9, 5))
-
-
-def test_ordinary_prefill_is_timed_by_steps(
-    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blender, rates = engine.worker_connector.blender, Recorded()
-    monkeypatch.setattr(blender.timer, "rates", rates)
-    hook = blender.stack.layers[0].register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
-    assert engine.generate(asked(20), SHORT).report.blended
-    assert rates.told == [], "neither passes nor decoding are ordinary prefill"
-    engine.generate_full(asked(21), SHORT)
-    hook.remove()
-    # The rest of the prompt's 364 tokens is too little to time.
-    ((kind, work, seconds),) = rates.told
-    assert (kind, work) == ("prefill", prefill_cost(blender.stack.costs, STEP_TOKENS))
-    assert seconds >= SLOW_SECONDS
-
-
-def test_what_others_do_between_slices_is_no_time_of_a_pass(
-    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blender, rates, step = engine.worker_connector.blender, Recorded(), engine.vllm.step
-    monkeypatch.setattr(blender.jobs, "rates", rates)
-    monkeypatch.setattr(blender, "slices", Slices(0.0, 0.0))
-
-    def slow_step() -> None:
-        time.sleep(SLOW_SECONDS)
-        step()
-
-    monkeypatch.setattr(engine.vllm, "step", slow_step)
-    report = engine.generate(asked(40), SHORT).report
-    ((kind, _, seconds),) = rates.told
-    assert kind == "blend"
-    assert seconds > 0
-    assert seconds < report.seconds.recompute / 2, "it took several steps"
 
 
 def test_a_tier_that_is_slower_than_prefill_is_not_waited_for(engine: InProcessEngine) -> None:

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +19,6 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Generation
-from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.stack import Geometry
 from cacheblend_rag.engines.vllm.connector import paged
 from cacheblend_rag.engines.vllm.connector.block_layout import FP8, block_layout
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
@@ -339,42 +337,6 @@ def check_read_back(cache: PagedCache, plain: set[int]) -> None:
         kept = kv if place in plain else kv.to(torch.float8_e4m3fn).float()
         for read, wanted in zip(cache.read(place, blocks), kept, strict=True):
             assert torch.equal(read, wanted.transpose(0, 1))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "is_run", "parts"),
-    [
-        (torch.float32, True, [10]),
-        (torch.float32, False, [4]),
-        (torch.bfloat16, True, [4, 4, 2]),
-        (torch.bfloat16, False, [4]),
-    ],
-)
-def test_on_a_cpu_runs_in_float32_are_written_from_views(
-    dtype: torch.dtype, is_run: bool, parts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paged, "WRITTEN_AT_ONCE", 4)
-    fused = FusedKV(Geometry(1, 3, 3, 8, dtype, torch.device("cpu")), 12)
-    fused.keys.copy_(torch.randn(fused.keys.shape))
-    fused.values.copy_(torch.randn(fused.values.shape))
-    written: list[tuple[torch.Tensor, ...]] = []
-
-    def write(_layer: object, *handed: torch.Tensor) -> None:
-        written.append(handed)
-
-    layer = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=write))
-    own = cast("paged.PagedKV", SimpleNamespace(cache=SimpleNamespace(attention=[layer])))
-    rows = slice(1, 11) if is_run else torch.tensor([2, 3, 7, 9])
-    slots = torch.arange(100, 112)
-    paged.PagedKV._write(own, 0, fused, rows, torch.empty(0), slots)
-    assert [len(handed[0]) for handed in written] == parts
-    for place, whole in enumerate((fused.keys, fused.values)):
-        found = [handed[place] for handed in written]
-        assert torch.equal(torch.cat(found), whole[0, :, rows].transpose(0, 1))
-        is_view = found[0].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        assert is_view is (is_run and dtype is torch.float32)
-        assert is_view or dtype is torch.float32 or all(part.is_contiguous() for part in found)
-    assert torch.equal(torch.cat([handed[3] for handed in written]), slots[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

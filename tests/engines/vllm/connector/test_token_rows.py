@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.engines.vllm.connector import token_rows, token_segment
+from cacheblend_rag.engines.vllm.connector import token_segment
 from cacheblend_rag.engines.vllm.connector.stored_tokens import Name, Row, StoredTokens, id_of
-from cacheblend_rag.engines.vllm.connector.token_rows import Kept, TokenRows, to_merge
+from cacheblend_rag.engines.vllm.connector.token_rows import TokenRows
 from cacheblend_rag.engines.vllm.connector.token_segment import (
     AddedRow,
     Segment,
@@ -78,13 +78,6 @@ def described(change: Callable[[dict[str, list[object]]], object]) -> bytes:
 def test_an_object_holds_what_was_written(mac: Mac) -> None:
     assert plain(decode(PATH, encode(PATH, WHOLE, mac), mac)) == plain(WHOLE)
     assert plain(decode(PATH, encode(PATH, Segment(), mac), mac)) == ([], [])
-
-
-def test_a_token_takes_about_two_bytes() -> None:
-    draw = np.random.default_rng(0)
-    tokens = draw.integers(0, 120_000, 100_000, dtype=np.uint32)
-    one = StoredTokens(Name(namespace_id(""), id_of(tokens), "", BARE), tokens)
-    assert len(encode(PATH, Segment([added(1, one)]), CHECKSUM)) < 2.5 * len(tokens)
 
 
 @pytest.mark.parametrize("at", [0, 25, 60, 90, -1])
@@ -235,44 +228,4 @@ def test_a_chunk_stored_anew_is_told_though_another_row_is_there() -> None:
     assert rows.take(Segment([added(3, FIRST)])) == {}, "it was removed"
 
 
-def test_only_so_many_removals_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_rows, "KEPT_REMOVALS", 3)
-    rows = TokenRows()
-    rows.take(Segment((), [row(n) for n in range(5)]))
-    assert list(rows.removed) == [row(2), row(3), row(4)]
-
-
 # Which objects are merged
-
-
-def kept(rows: Sequence[int] = (), removed: Sequence[int] = (), size: int = 10) -> Kept:
-    return Kept(size, frozenset(map(row, rows)), frozenset(map(row, removed)))
-
-
-LARGE = token_rows.SMALL_BYTES
-
-
-@pytest.mark.parametrize(
-    ("objects", "removed", "names"),
-    [
-        ({}, [], ""),
-        ({"a": kept([1]), "b": kept([2], [7]), "c": kept([3], size=LARGE)}, [7], ""),
-        ({"a": kept([1]), "b": kept([2], [1]), "c": kept([3], size=LARGE)}, [1], "a"),
-        ({"c": kept([3, 4], size=LARGE), "b": kept([], [3])}, [3], "c"),
-        ({"a": kept([1, 2], size=LARGE), "b": kept([2]), "c": kept([3])}, [], "ab"),
-        ({"a": kept([], [7]), "b": kept([1])}, [], "a"),
-        ({n: Kept(10, is_held=False) for n in "abcde"}, [], ""),
-        ({"d": kept([1]), "b": kept([2]), "c": kept([3]), "a": kept([4])}, [], "abcd"),
-        ({"a": kept([1], size=LARGE), **{n: kept([ord(n)]) for n in "bcd"}}, [], ""),
-        ({n: kept([1, ord(n)], size=400) for n in "abc"}, [], "ab"),
-        ({n: kept([1, ord(n)], size=2000) for n in "abc"}, [], "a"),
-    ],
-)
-def test_what_is_merged(
-    objects: dict[str, Kept], removed: list[int], names: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(token_rows, "MERGE_AT", 4)
-    large = any(one.size == LARGE for one in objects.values())
-    monkeypatch.setattr(token_rows, "MERGED_BYTES", 4 * LARGE if large else 1000)
-    gone = {row(n): None for n in removed}.keys()
-    assert "".join(to_merge(objects, gone, objects.keys())) == names

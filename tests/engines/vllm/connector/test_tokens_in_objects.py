@@ -314,26 +314,6 @@ def filled(place: Place, several: int) -> ObjectTokens:
     return log
 
 
-def test_who_reads_while_others_merge_misses_nothing(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(token_rows, "MERGE_AT", 5)
-    writer, reader = filled(place, 6), opened(place)
-    read = reader._client.read_many
-
-    def merged_before(*arguments: Any) -> Any:
-        for _ in range(2):
-            list(writer.news())
-        assert len(place.names()) == 1
-        monkeypatch.setattr(reader._client, "read_many", read)
-        return read(*arguments)
-
-    monkeypatch.setattr(reader._client, "read_many", merged_before)
-    assert names(reader) == set(), "what was listed is gone"
-    assert names(reader) == {chunk(n).name for n in range(6)}
-    assert not reader.has_lost()
-
-
 def test_who_is_ended_while_merging_leaves_no_copies_for_long(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -359,46 +339,6 @@ def test_who_is_ended_while_merging_leaves_no_copies_for_long(
     assert names(opened(place)) == expected
 
 
-def test_where_nothing_may_be_deleted_nothing_is_copied(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(token_rows, "MERGE_AT", 5)
-    writer = filled(place, 6)
-
-    def denied(path: str) -> None:
-        raise OSError("access denied")
-
-    monkeypatch.setattr(writer._client, "delete", denied)
-    for _ in range(3):
-        list(writer.news())
-    assert len(place.names()) == 6
-    assert len(warnings(caplog)) == 1
-
-
-def test_what_cannot_be_read_holds_nothing_else_up(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(token_objects, "BATCH_OBJECTS", 1)
-    filled(place, 3)
-    [first, *_] = place.names()
-    reader = opened(place)
-    read = reader._client.read_many
-
-    def denied(paths: list[str], most: int) -> Any:
-        return [OSError("denied") if path == first else read([path], most)[0] for path in paths]
-
-    monkeypatch.setattr(reader._client, "read_many", denied)
-    for _ in range(token_objects.TRIES - 1):
-        with pytest.raises(OSError, match="denied"):
-            names(reader)
-    assert names(reader) == {chunk(1).name, chunk(2).name}
-    assert len(warnings(caplog)) == 1
-    monkeypatch.setattr(token_objects, "RETRY_SECONDS", 0.0)
-    reader._later.clear()
-    monkeypatch.setattr(reader._client, "read_many", read)
-    assert names(reader) == {chunk(0).name}
-
-
 def test_a_folder_of_too_many_objects_is_read_no_further(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,17 +346,3 @@ def test_a_folder_of_too_many_objects_is_read_no_further(
     monkeypatch.setattr(token_objects, "MOST_OBJECTS", 3)
     with pytest.raises(OSError, match="more than 3 objects"):
         names(opened(place))
-
-
-def test_what_the_store_lost_is_noticed_once(place: Place) -> None:
-    log, new = filled(place, 2), opened(place)
-    assert names(log) == {chunk(0).name, chunk(1).name}
-    for path in place.names(""):
-        place.client.delete(path)
-    assert names(log) == set()
-    assert (log.has_lost(), log.has_lost()) == (True, False)
-    log.add([chunk(0)])
-    assert names(new) == {chunk(0).name}
-    assert names(log) == {chunk(0).name}
-    assert not log.has_lost()
-    assert not new.has_lost()

@@ -150,24 +150,6 @@ def test_what_clients_do_is_understood() -> None:
     assert refused.said == "the body is compressed (Content-Encoding): send it as it is"
 
 
-@pytest.mark.parametrize("kind", ["precompute", "keep", "evict"])
-def test_another_key_for_who_changes_the_store(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    order = json.dumps({"kv_transfer_params": {"cacheblend": {"kind": kind}}}).encode()
-    assert Asked(order, keys=[ASK], key=ASK).status is None
-    monkeypatch.setenv(access.STORE_KEY_VARIABLE, STORE)
-    refused = Asked(order, keys=[ASK], key=ASK)
-    assert refused.status == 403
-    assert refused.said == f"to {kind}, the key in the server's CACHEBLEND_STORE_KEY is needed"
-    assert Asked(order, key="wrong").status == 403, "whoever may ask may not store"
-    assert Asked(order, keys=[ASK], key="wrong").status == 401
-    passed = Asked(order, keys=[ASK], key=STORE)
-    assert (passed.status, passed.body) == (None, order)
-    assert passed.headers == {b"authorization": b"Bearer sesame"}, "all that vLLM knows of"
-    assert Asked(order, key=STORE).status is None
-    blend = json.dumps({"kv_transfer_params": {"cacheblend": {"kind": "blend"}}}).encode()
-    assert Asked(blend, keys=[ASK], key=ASK).status is None
-
-
 def test_a_form_is_read_as_one_where_forms_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(access.STORE_KEY_VARIABLE, STORE)
     form = [(b"content-type", b"multipart/form-data; boundary=x")]

@@ -26,14 +26,13 @@ from cacheblend_rag.engines.vllm.namespaces import (
     FIELD,
     SECRET_VARIABLE,
     block_mark,
-    carry_namespaces,
     current,
     new_secret,
     read_signed,
     signed,
     with_namespace,
 )
-from cacheblend_rag.errors import ConfigError, EngineUnavailableError
+from cacheblend_rag.errors import ConfigError
 
 SECRET = "5" * 64
 OWN, OWN_STORE = "own key", "own store key"
@@ -164,28 +163,6 @@ class Client:
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
         yield await self.add_request(request_id, prompt, params, session_id="s")
-
-
-def test_the_client_carries_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    client = Client()
-    for _ in range(3):
-        carry_namespaces(client)
-
-    async def ask(namespace: str | None) -> list[str]:
-        marked = current.set(namespace)
-        try:
-            return [one async for one in client.generate("?", Params(), "r")]
-        finally:
-            current.reset(marked)
-
-    async def ask_all() -> None:
-        await asyncio.gather(*(ask(name) for name in ("acme", "globex", None)))
-
-    asyncio.run(ask_all())
-    assert client.seen == [(name, {"session_id": "s"}) for name in ("acme", "globex", None)]
-    with pytest.raises(EngineUnavailableError, match="no add_request"):
-        carry_namespaces(None)
 
 
 # The middleware
