@@ -51,21 +51,19 @@ from tests.engines.vllm.test_exactness import (
 from tests.models import prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", cost_model=False)
-GROUPS = {"gemma2": 2, "gemma3": 3}
+FAMILY, GROUPS = "gemma3", 3
 WINDOW, BLOCK = 48, 128
 SMALL = Document("small", (words(30, 71),))
 
 
-@pytest.fixture(scope="module", params=GROUPS)
-def engine(
-    request: pytest.FixtureRequest, model_folder: Callable[[str], Path]
-) -> Iterator[InProcessEngine]:
+@pytest.fixture(scope="module")
+def engine(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
     """An engine over a mixed model; a blend's blocks are in several groups."""
-    with closing(InProcessEngine.open(model_folder(request.param), CONFIG)) as engine:
+    with closing(InProcessEngine.open(model_folder(FAMILY), CONFIG)) as engine:
         index(engine)
         engine.precompute([SMALL], progress=False)
         groups = engine.scheduler.kv_cache_config.kv_cache_groups
-        assert len(groups) == GROUPS[request.param], "vLLM's hybrid manager is on"
+        assert len(groups) == GROUPS, "vLLM's hybrid manager is on"
         assert engine.status.active, engine.status.refusal
         yield engine
 
