@@ -6,9 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 from transformers import LlamaConfig
 
-from cacheblend_rag.engines.vllm.connector.compatibility import check_attention, refusal_of
+from cacheblend_rag.engines.vllm.connector.compatibility import (
+    check_attention,
+    check_weights,
+    refusal_of,
+)
 from cacheblend_rag.errors import UnsupportedModelError
 from tests.models import SHAPE
 
@@ -89,3 +94,11 @@ def test_attention_of_another_kind_is_refused_by_name(changes: dict[str, Any], s
     check_attention([attention(), attention()])
     with pytest.raises(UnsupportedModelError, match=said):
         check_attention([attention(), attention(**changes)])
+
+
+def test_weights_that_are_loaded_by_a_function_around_a_layer_are_refused() -> None:
+    check_weights([nn.Linear(1, 1)])
+    offloaded = nn.Linear(1, 1)
+    offloaded.forward = lambda given: given  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedModelError, match="offloaded weights cannot be blended"):
+        check_weights([offloaded])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,8 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client import REGISTRY
-from torch import nn
 from transformers import AutoModelForCausalLM
 from triton import knobs
-from vllm.model_executor.offloader.base import NoopOffloader
-from vllm.v1.worker import gpu_model_runner
 
 from cacheblend_rag import BlendConfig, Generation
 from cacheblend_rag.engines.sampling import ResolvedSampling
@@ -141,41 +137,6 @@ def test_a_refused_model_is_served_by_ordinary_prefill(
 ) -> None:
     with closing(InProcessEngine.open(model_folder("gpt2"), CONFIG)) as engine:
         check_refused(engine, "learned positions")
-
-
-class Offloader(NoopOffloader):
-    """Hooks each layer's forward as vLLM's own do on a GPU, to load weights; counts the loads."""
-
-    def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> Any:
-        self.loads = Counter[int]()
-        layers = list(modules_generator)
-        for index, layer in enumerate(layers):
-            self._hook(index, layer)
-        return layers
-
-    def _hook(self, index: int, layer: Any) -> None:
-        own = layer.forward
-
-        def forward(*given: Any, **named: Any) -> Any:
-            layer.forward = own
-            self.loads[index] += 1
-            done = own(*given, **named)
-            layer.forward = forward
-            return done
-
-        layer.forward = forward
-
-
-def test_offloaded_weights_are_refused_and_go_on_being_loaded(
-    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offloader = Offloader()
-    monkeypatch.setattr(gpu_model_runner, "create_offloader", lambda _: offloader)
-    with closing(InProcessEngine.open(model_folder("llama"), CONFIG)) as engine:
-        offloader.loads.clear()
-        answer = engine.generate_full(retrieved(), SHORT)
-        assert offloader.loads == dict.fromkeys(range(4), len(answer.token_ids))
-        check_refused(engine, "offloaded weights cannot be blended")
 
 
 # Other weights

@@ -330,19 +330,6 @@ def test_a_chunk_right_at_the_end_leaves_vllm_the_last_token(engine: InProcessEn
     assert told.cached == len(chunk) - 1
 
 
-def test_chunks_of_several_lead_ins_are_reused_in_one_prompt(engine: InProcessEngine) -> None:
-    other = InProcessEngine(engine.vllm, CONFIG, lead_in="none")
-    text = words(80, 71)
-    other.precompute([Document("d", (text,))], progress=False)
-    assert engine.scheduler_connector.finding.finder.settle()
-    prompt = (*tokens_of(engine, retrieved()), *engine.tokenize(f"{text} {words(9, 72)}"))
-    [told] = ask(engine, prompt, params=find(recompute_ratio=0.0))
-    chunks = told.params[PARAMETER]["chunks"]
-    assert [chunk["hit"] for chunk in chunks] == [True] * 4
-    assert told.cached == 301 + 80
-    other.evict_document("d")
-
-
 def test_a_search_that_fails_is_its_requests_only(
     engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -284,26 +284,6 @@ def test_a_chunk_right_after_the_prefix_leaves_nothing_to_compute(
 # Reading back
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("strided", [False, True])
-def test_what_is_read_back_was_written(engine: InProcessEngine, strided: bool) -> None:
-    cache = engine.worker_connector.blender.cache
-    size = cache.kernel_block_size
-    layer = cache.attention[1]
-    tokens = 3 * size
-    shape = (tokens, layer.num_kv_heads, layer.head_size)
-    keys, values = torch.randn(2, *shape)
-    if strided:  # as views of fused KV are, whose heads come first
-        heads_first = (keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous())
-        keys, values = (part.transpose(0, 1) for part in heads_first)
-    blocks = torch.tensor([5, 2, 4])
-    slots = (blocks[:, None] * size + torch.arange(size)).flatten()
-    layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
-    found = cache.read(1, blocks)
-    assert torch.equal(found[0], keys.transpose(0, 1))
-    assert torch.equal(found[1], values.transpose(0, 1))
-
-
 def test_a_prefix_is_reused_exactly_where_some_layers_are_not_in_fp8(
     model_folder: Callable[[str], Path], blend_config: BlendConfig
 ) -> None:
@@ -393,19 +373,6 @@ def test_a_cache_in_fp8_is_read_in_its_own_format_and_scale(
     write(layer, keys, values, cache, torch.arange(tokens))
     for told, kv in zip(found.read(layer, cache, dtype), (keys, values), strict=True):
         torch.testing.assert_close(told, kv.transpose(0, 1), rtol=0.13, atol=0.01)
-
-
-def test_a_cache_of_another_format_with_8_bits_has_no_layout() -> None:
-    def write(_: Any, keys: Any, values: Any, cache: torch.Tensor, slots: torch.Tensor) -> None:
-        cache[0, 0, slots], cache[0, 1, slots] = keys.to(torch.uint8), values.to(torch.uint8)
-
-    layer = SimpleNamespace(
-        impl=SimpleNamespace(do_kv_cache_update=write),
-        _k_scale=torch.tensor(1.0),
-        _v_scale=torch.tensor(1.0),
-    )
-    cache = torch.zeros(1, 2, BLOCK, 1, 8, dtype=torch.uint8)
-    assert block_layout(layer, cache, (BLOCK, 1, 8), torch.float32) is None
 
 
 @pytest.mark.parametrize("fault", ["quantized", "unknown backend"])
