@@ -107,7 +107,7 @@ class Finding:
         if wish is not None and not wish.wanted:
             return Pending(None, blends=False)
         found: Pending | Reason | None = NEVER if self.mode == "off" else refusal
-        found = found or _obstacle(request)
+        found = found or obstacle_of(request)
         if found is None:
             try:
                 found = self._find(request, config, stats)
@@ -197,8 +197,8 @@ def place_of(store: StoreConfig) -> Path | TierUrl | None:
     return Path(store.kv_path) / FILE_NAME if store.kv_path and store.outlives else None
 
 
-def _obstacle(request: Request) -> Reason | None:
-    """Return why a prompt is not searched, or None."""
+def obstacle_of(request: Request) -> Reason | None:
+    """Return why a prompt is not blended, or None."""
     sampling = request.sampling_params
     obstacles = {
         "LoRA requests": request.lora_request is not None,

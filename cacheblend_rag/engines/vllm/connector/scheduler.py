@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from cacheblend_rag.engines.vllm.connector.continued import Stretch
-from cacheblend_rag.engines.vllm.connector.finding import LONGEST_REASON, Finding
+from cacheblend_rag.engines.vllm.connector.finding import LONGEST_REASON, Finding, obstacle_of
 from cacheblend_rag.engines.vllm.connector.metadata import (
     Allotted,
     StepJobs,
@@ -353,12 +353,7 @@ def _decline(request: Request, job: BlendJob, refusal: Reason | None) -> Reason 
     if job.kind != "blend" and not (request.cache_salt or "").startswith(SALT_PREFIX):
         why = f"cache_salt must begin with {SALT_PREFIX!r}"
         return Reason(ReasonCode.MALFORMED_JOB, why)
-    if request.lora_request is not None:
-        return Reason(ReasonCode.UNSUPPORTED_REQUEST, "LoRA requests are not blended")
-    if request.mm_features or request.prompt_embeds is not None:
-        why = "prompts that are not text only are not blended"
-        return Reason(ReasonCode.UNSUPPORTED_REQUEST, why)
-    return None
+    return obstacle_of(request)
 
 
 def tell_reused(request: Request, result: Result | None, first: int) -> None:
