@@ -13,10 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.vllm.connector.paged import PagedKV
-from cacheblend_rag.engines.vllm.protocol.job import PARAMETER
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.kv.packed_kv import PackedKV
-from tests.engines.vllm.connector.test_finding import ask, find, plain, tokens_of
 from tests.engines.vllm.fp8_attention import FP8, fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, check_exact, retrieved
@@ -120,38 +118,3 @@ def test_keys_are_too_of_a_chunk_that_stands_where_it_was_computed(
 
 def test_ratio_1_is_exact_with_chunks_in_fp8_too(engine: InProcessEngine) -> None:
     check_exact(engine)
-
-
-@torch.inference_mode()
-def test_what_is_read_back_is_what_attention_reads(engine: InProcessEngine) -> None:
-    cache = engine.worker_connector.blender.cache
-    size, layer = cache.kernel_block_size, cache.attention[1]
-    keys, values = 3 * torch.randn(2, 2 * size, layer.num_kv_heads, layer.head_size)
-    blocks = torch.tensor([5, 2])
-    slots = (blocks[:, None] * size + torch.arange(size)).flatten()
-    layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
-    found = cache.read(1, blocks)
-    for told, kv in zip(found, (keys, values), strict=True):
-        assert torch.equal(told, kv.to(FP8).float().transpose(0, 1))
-
-
-@pytest.mark.parametrize("ratio", [1.0, 0.3])
-def test_only_what_is_new_in_a_longer_prompt_is_computed(
-    engine: InProcessEngine, ratio: float
-) -> None:
-    assert engine.scheduler_connector.finding.finder.settle()
-    params = find(min_tokens=0, recompute_ratio=ratio, cost_model=False)
-    first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, 43)))
-    [answer] = ask(engine, first, params=params, max_tokens=140)
-    new = engine.tokenize(DOCUMENTS[1].to_chunks()[0].text)
-    later = (*first, *answer.tokens, *new, *engine.tokenize(words(30, 44)))
-    [told] = ask(engine, later, params=params)
-    told_of = told.params[PARAMETER]
-    assert [chunk["tokens"] for chunk in told_of["chunks"]] == [len(new)]
-    assert told_of["prefix_tokens"] > 301
-    assert told_of["compute_share"] < 0.4
-    [alone] = ask(engine, later, params=params, salt="nothing is held")
-    assert len(alone.params[PARAMETER]["chunks"]) > 1
-    if ratio == 1.0:
-        assert told.logprobs == pytest.approx(plain(engine, later).logprobs, abs=1e-4)
-        assert alone.logprobs == pytest.approx(told.logprobs, abs=1e-4)
