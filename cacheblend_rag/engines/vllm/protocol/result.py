@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, get_args
 
 from pydantic import (
     AfterValidator,
@@ -257,7 +257,11 @@ class Late:
 
 
 Result: TypeAlias = (
-    BlendResult
+    Late
+    | ConnectorStatus
+    | Failed
+    | Declined
+    | BlendResult
     | PrecomputeResult
     | CompareResult
     | KeepResult
@@ -266,10 +270,6 @@ Result: TypeAlias = (
     | EvictResult
     | ReleaseResult
     | PrefetchResult
-    | Declined
-    | Failed
-    | Late
-    | ConnectorStatus
 )
 
 CANCELLED = Failed(Reason(ReasonCode.CANCELLED, "cancelled"))
@@ -278,18 +278,7 @@ NO_REPORT = Declined(Reason(ReasonCode.NO_ANSWER, "no such report"))
 PREFIX_CACHE = "prefix cache"
 """The tier, in reports, of KV that vLLM's own prefix cache holds."""
 TOLD_BY: Mapping[str, type[Any]] = {
-    "late": Late,
-    "active": ConnectorStatus,
-    "error": Failed,
-    "reason": Declined,
-    "chunks": BlendResult,
-    "computed": PrecomputeResult,
-    "divergence": CompareResult,
-    "kept": KeepResult,
-    "found": LookupResult,
-    "verified": VerifyResult,
-    "evicted": EvictResult,
-    "released": ReleaseResult,
+    fields(kind)[0].name: kind for kind in get_args(Result) if fields(kind)
 }
 """The field that identifies each kind of result; the first match counts."""
 
