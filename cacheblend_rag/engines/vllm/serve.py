@@ -224,18 +224,15 @@ def running_server(
     port: int | None = None,
     start_seconds: float = START_SECONDS,
     environment: Mapping[str, str] | None = None,
-    tenants: Path | None = None,
     **options: Any,
 ) -> Iterator[RunningServer]:
     """Serve ``model`` on this machine until the block is left.
 
-    port: a free one by default. environment: added to this process' own. tenants: a tenants' file.
-    options: as for server_command. Raises what server_command raises, and EngineUnavailableError
-    when the server does not start.
+    port: a free one by default. environment: added to this process' own. options: as for
+    server_command. Raises what server_command raises, and EngineUnavailableError when the server
+    does not start.
     """
-    if tenants is not None:
-        options["settings"] = _with_tenants(options.get("settings"))
-    added = server_environment(tenants) if options.get("connector", True) else {}
+    added = server_environment() if options.get("connector", True) else {}
     with ExitStack() as held:
         port = port or held.enter_context(reserved_port())
         command = server_command(model, host=HOST, port=port, **options)
@@ -257,12 +254,6 @@ def running_server(
                 yield server
             finally:
                 server.stop()
-
-
-def _with_tenants(settings: ConnectorSettings | None) -> ConnectorSettings:
-    from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-
-    return (settings or ConnectorSettings()).with_changes(tenants=True)
 
 
 @contextmanager
