@@ -68,9 +68,12 @@ class Asked:
             "path": path,
             "method": method,
             "headers": [*given, *headers],
-            "app": SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(api_key=list(keys)))),
+            "app": SimpleNamespace(state=self._state(list(keys))),
         }
         asyncio.run(AccessMiddleware(self._application)(scope, self._receive, self._send))
+
+    def _state(self, keys: list[str]) -> Any:
+        return SimpleNamespace(args=SimpleNamespace(api_key=keys))
 
     async def _application(self, scope: Any, receive: Any, send: Any) -> None:
         self.headers, self.path = dict(scope["headers"]), scope["path"]

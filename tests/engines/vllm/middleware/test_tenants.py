@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +31,7 @@ from cacheblend_rag.engines.vllm.namespaces import (
     with_namespace,
 )
 from cacheblend_rag.errors import ConfigError
+from tests.engines.vllm.middleware import test_access
 
 SECRET = "5" * 64
 OWN, OWN_STORE = "own key", "own store key"
@@ -168,41 +167,29 @@ class Client:
 # The middleware
 
 
-class Asked:
+class Asked(test_access.Asked):
     """A server with tenants, and what came of one request to it."""
 
     def __init__(
         self,
         path: str,
         key: str | None,
-        body: Any = None,
         *,
-        method: str = "POST",
         keys: Iterable[str] = (OWN,),
-        kind: str = "http",
-        headers: Iterable[tuple[bytes, bytes]] = (),
         has_documents: bool = True,
+        **more: Any,
     ) -> None:
-        self.status: int | None = None
         self.grant: Grant | None = None
-        self.sent: list[Any] = []
-        self.client = Client()
-        self._body = b"" if body is None else json.dumps(body).encode()
-        given = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
-        state = SimpleNamespace(
-            args=SimpleNamespace(api_key=list(keys)),
-            engine_client=self.client,
-            **({access.DOCUMENTS_STATE: object()} if has_documents else {}),
-        )
-        scope = {
-            "type": kind,
-            "path": path,
-            "method": method,
-            "headers": [*headers, *given],
-            "app": SimpleNamespace(state=state),
-        }
-        asyncio.run(AccessMiddleware(self._application)(scope, self._receive, self._send))
+        self.client, self._has_documents = Client(), has_documents
+        super().__init__(path=path, key=key, keys=keys, **more)
         assert current.get() is None
+
+    def _state(self, keys: list[str]) -> Any:
+        state = super()._state(keys)
+        state.engine_client = self.client
+        if self._has_documents:
+            vars(state)[access.DOCUMENTS_STATE] = object()
+        return state
 
     async def _application(self, scope: Any, receive: Any, send: Any) -> None:
         """Ask the model as vLLM's routes do: in a task of its own, too."""
@@ -214,21 +201,9 @@ class Asked:
         async for _ in self.client.generate("?", Params(), "r2"):
             pass
 
-    async def _receive(self) -> Any:
-        body, self._body = self._body, b""
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def _send(self, event: Any) -> None:
-        self.sent.append(event)
-        self.status = event.get("status", self.status)
-
     @property
     def namespaces(self) -> set[str | None]:
         return {name for name, _ in self.client.seen}
-
-    @property
-    def said(self) -> str:
-        return str(json.loads(self.sent[-1]["body"])["error"]["message"])
 
 
 @pytest.fixture
