@@ -381,36 +381,6 @@ def waited(check: Any) -> None:
     raise AssertionError("it did not come")
 
 
-def test_replicas_tell_each_other(opened: Any) -> None:
-    one, other = opened(), opened()
-    learn(one, job(FIRST, SECOND))
-    waited(lambda: len(found(other, FIRST, SECOND)) == 2)
-    first = found(one, FIRST)[0].generation
-    other.forget("default", BARE, [(chunk_id(FIRST), "")])
-    waited(lambda: ids(found(one, FIRST, SECOND)) == [chunk_id(SECOND)])
-    learn(other, job(FIRST), fresh=(0,))
-    waited(lambda: len(found(one, FIRST)) == 1)
-    assert found(one, FIRST)[0].generation != first
-
-
-def test_other_models_chunks_are_not_found(opened: Any) -> None:
-    learn(opened("one"), job(FIRST))
-    assert found(opened("other"), FIRST) == []
-    assert len(found(opened("one"), FIRST)) == 1
-
-
-def test_a_store_that_is_only_read_changes_no_file(opened: Any, tmp_path: Path) -> None:
-    early = opened(read_only=True)
-    assert not (tmp_path / FILE_NAME).exists()
-    learn(opened(), job(FIRST, SECOND))
-    waited(lambda: len(found(early, FIRST, SECOND)) == 2)
-    reader = opened(read_only=True)
-    reader.forget("default", BARE, [(chunk_id(FIRST), "")])
-    learn(reader, job(THIRD))
-    assert ids(found(reader, FIRST, SECOND, THIRD)) == [chunk_id(SECOND), chunk_id(THIRD)]
-    assert ids(found(opened(), FIRST, SECOND, THIRD)) == [chunk_id(FIRST), chunk_id(SECOND)]
-
-
 def test_who_only_reads_a_file_waits_until_it_has_been_made(opened: Any, tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).touch(mode=0o600)
     early = opened(read_only=True)

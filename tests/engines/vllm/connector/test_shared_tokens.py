@@ -1,9 +1,9 @@
-"""Replicas that share a Redis, and no folder, find what one of them has stored."""
+"""Replicas find what one of them has stored, by a folder, Redis or S3; and Redis that fails."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,16 @@ import pytest
 import redis as client_library
 
 from cacheblend_rag.engines.vllm.connector import finder as finder_module
-from cacheblend_rag.engines.vllm.connector import shared_log, stored_tokens, token_stream
+from cacheblend_rag.engines.vllm.connector import (
+    shared_log,
+    stored_tokens,
+    token_objects,
+    token_stream,
+)
 from cacheblend_rag.engines.vllm.connector.finder import Finder
 from cacheblend_rag.engines.vllm.connector.finding import place_of
 from cacheblend_rag.engines.vllm.connector.stored_tokens import StoredTokens
+from cacheblend_rag.engines.vllm.connector.token_file import FILE_NAME
 from cacheblend_rag.kv.chunk_kv import chunk_id
 from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.settings.tier_url import TierUrl
@@ -33,7 +39,7 @@ from tests.engines.vllm.connector.test_finder import (
     waited,
 )
 from tests.local_servers import Server, redis_server
-from tests.servers import redis, redis_place  # noqa: F401 - a fixture
+from tests.servers import redis, redis_place, s3_place  # noqa: F401 - a fixture
 
 
 class Fleet:
@@ -59,6 +65,7 @@ class Fleet:
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder_module, "REFRESH_SECONDS", 0.02)
+    monkeypatch.setattr(token_objects, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr("cacheblend_rag.kv.tiers.breaker.FIRST_SECONDS", 0.05)
     monkeypatch.setattr("cacheblend_rag.kv.tiers.breaker.MOST_SECONDS", 0.1)
 
@@ -76,12 +83,36 @@ def own_fleet() -> Iterator[Fleet]:
         yield made
 
 
-def test_replicas_tell_each_other(fleet: Fleet) -> None:
-    one, other = fleet.open(), fleet.open()
+Open = Callable[..., Finder]
+
+
+@pytest.fixture(params=["folder", "redis", "s3"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Open finders over one place that keeps tokens."""
+    places: dict[str, Callable[[], Path | TierUrl]] = {
+        "folder": lambda: tmp_path / FILE_NAME,
+        "redis": lambda: TierUrl(redis_place(request.getfixturevalue("redis"), "timeout=1")),
+        "s3": lambda: TierUrl(s3_place(request.getfixturevalue("s3"), "timeout=5").rstrip("&?")),
+    }
+    place, made = places[request.param](), list[Finder]()
+
+    def open_finder(model: str = "m", **options: Any) -> Finder:
+        made.append(Finder(place, lambda: model, **options))
+        assert made[-1].settle()
+        return made[-1]
+
+    yield open_finder
+    for one in made:
+        one.close()
+
+
+def test_replicas_tell_each_other(opened: Open) -> None:
+    one, other = opened(), opened()
     learn(one, job(FIRST, SECOND))
     learn(one, job(OTHER), "tenant")
     waited(lambda: len(found(other, FIRST, SECOND)) == 2)
     waited(lambda: ids(found(other, OTHER, namespace="tenant")) == [chunk_id(OTHER)])
+    assert found(other, OTHER) == found(opened("another model"), FIRST) == []
     first = found(one, FIRST)[0].generation
     learn(other, job(FIRST))
     assert found(one, FIRST)[0].generation == first, "it was stored already"
@@ -90,6 +121,18 @@ def test_replicas_tell_each_other(fleet: Fleet) -> None:
     learn(other, job(FIRST, SECOND), fresh=(0, 1))
     waited(lambda: len(found(one, FIRST)) == 1)
     assert found(one, FIRST)[0].generation != first
+
+
+def test_a_store_that_is_only_read_changes_nothing_there(opened: Open) -> None:
+    reader = opened(read_only=True)
+    learn(reader, job(THIRD))
+    assert found(opened(), THIRD) == []
+    learn(opened(), job(FIRST, SECOND))
+    waited(lambda: len(found(reader, FIRST, SECOND)) == 2)
+    reader.forget("default", BARE, [(chunk_id(FIRST), "")])
+    assert reader.settle()
+    assert ids(found(reader, FIRST, SECOND, THIRD)) == [chunk_id(SECOND), chunk_id(THIRD)]
+    assert ids(found(opened(), FIRST, SECOND, THIRD)) == [chunk_id(FIRST), chunk_id(SECOND)]
 
 
 def test_a_restart_finds_what_was_not_forgotten(fleet: Fleet) -> None:
@@ -124,18 +167,6 @@ def test_no_more_is_kept_than_there_is_room_for(
     monkeypatch.setattr(stored_tokens, "MOST_KEPT", 2 * stored_tokens.LEAST_COUNTED)
     assert ids(found(fleet.open(), FIRST, SECOND, THIRD)) == [chunk_id(FIRST), chunk_id(SECOND)]
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-
-
-def test_a_store_that_is_only_read_changes_nothing_there(fleet: Fleet) -> None:
-    reader = fleet.open(read_only=True)
-    learn(reader, job(THIRD))
-    assert fleet.client.keys(f"{fleet.start}*") == []
-    learn(fleet.open(), job(FIRST, SECOND))
-    waited(lambda: len(found(reader, FIRST, SECOND)) == 2)
-    reader.forget("default", BARE, [(chunk_id(FIRST), "")])
-    assert reader.settle()
-    assert ids(found(reader, FIRST, SECOND, THIRD)) == [chunk_id(SECOND), chunk_id(THIRD)]
-    assert ids(found(fleet.open(), FIRST, SECOND, THIRD)) == [chunk_id(FIRST), chunk_id(SECOND)]
 
 
 @pytest.mark.parametrize(

@@ -110,24 +110,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
 
 
-def test_replicas_tell_each_other(fleet: Fleet) -> None:
-    one, other = fleet.open(), fleet.open()
-    learn(one, job(FIRST, SECOND))
-    learn(one, job(OTHER), "tenant")
-    waited(lambda: len(found(other, FIRST, SECOND)) == 2)
-    waited(lambda: ids(found(other, OTHER, namespace="tenant")) == [chunk_id(OTHER)])
-    assert found(other, OTHER) == []
-    first = found(one, FIRST)[0].generation
-    learn(other, job(FIRST))
-    assert found(one, FIRST)[0].generation == first, "it was stored already"
-    assert len(fleet.chunks()) == 3
-    other.forget("default", BARE, [(chunk_id(FIRST), "")])
-    waited(lambda: ids(found(one, FIRST, SECOND)) == [chunk_id(SECOND)])
-    learn(other, job(FIRST, SECOND), fresh=(0, 1))
-    waited(lambda: len(found(one, FIRST)) == 1)
-    assert found(one, FIRST)[0].generation != first
-
-
 def test_a_restart_finds_what_was_not_forgotten(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,18 +128,6 @@ def test_a_restart_finds_what_was_not_forgotten(
     monkeypatch.setattr(token_objects, "OWN_SECONDS", 0.1)
     second.forget("default", DOCUMENT, [(chunk_id(SECOND), told[0].name.context_id)])
     waited(lambda: fleet.chunks() == [chunk_id(THIRD)])
-
-
-def test_a_store_that_is_only_read_changes_nothing_there(fleet: Fleet) -> None:
-    reader = fleet.open(read_only=True)
-    learn(reader, job(THIRD))
-    assert fleet.names("") == []
-    learn(fleet.open(), job(FIRST, SECOND))
-    waited(lambda: len(found(reader, FIRST, SECOND)) == 2)
-    reader.forget("default", BARE, [(chunk_id(FIRST), "")])
-    assert reader.settle()
-    assert ids(found(reader, FIRST, SECOND, THIRD)) == [chunk_id(SECOND), chunk_id(THIRD)]
-    assert ids(found(fleet.open(), FIRST, SECOND, THIRD)) == [chunk_id(FIRST), chunk_id(SECOND)]
 
 
 def _flip(data: bytes) -> bytes:
