@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
 from typing import Annotated, Any, TypeAlias, get_args
 
 from pydantic import (
@@ -281,11 +280,12 @@ TOLD_BY: Mapping[str, type[Any]] = {
     fields(kind)[0].name: kind for kind in get_args(Result) if fields(kind)
 }
 """The field that identifies each kind of result; the first match counts."""
+_ADAPTERS: Mapping[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in get_args(Result)}
 
 
 def params_of(result: Result) -> dict[str, Any]:
     """Return plain JSON values for ``kv_transfer_params``."""
-    plain = _adapter(type(result)).dump_python(result, mode="json", exclude=FOR_SCHEDULER)
+    plain = _ADAPTERS[type(result)].dump_python(result, mode="json", exclude=FOR_SCHEDULER)
     return {PARAMETER: {name: value for name, value in plain.items() if value is not None}}
 
 
@@ -299,7 +299,7 @@ def result_of(params: Mapping[str, Any] | None) -> Result | None:
         return None
     kind = next((kind for name, kind in TOLD_BY.items() if name in sent), PrefetchResult)
     try:
-        read: Result = _adapter(kind).validate_python(dict(sent))
+        read: Result = _ADAPTERS[kind].validate_python(dict(sent))
         if isinstance(read, BlendResult):
             _check_load(read)
         return read
@@ -309,11 +309,6 @@ def result_of(params: Mapping[str, Any] | None) -> Result | None:
         said = str(error)
     why = f"the connector's answer cannot be read: {said:.100}"
     return Failed(Reason(ReasonCode.NO_ANSWER, why))
-
-
-@cache
-def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def _check_load(told: BlendResult) -> None:
