@@ -18,8 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from cacheblend_rag.api.wire import json_response
-from cacheblend_rag.engines.vllm.middleware.bodies import LARGE_BYTES
-from cacheblend_rag.engines.vllm.middleware.bodies import error_body
+from cacheblend_rag.engines.vllm.middleware.bodies import LARGE_BYTES, error_body
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,

@@ -44,7 +44,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 KEY_FLAG = "--api-key"
 SOCKET_FLAG = "--uds"
 DTYPE_FLAG = "--dtype"
-OF_VLLM = ("attention", "slice_seconds", "tenants", "find")
+OF_VLLM = ("slice_seconds", "tenants", "find")
 OF_MODELS = ("model", "namespace", "dtype", "kv_path", "verify")
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 """vLLM's other names of dtypes."""
@@ -245,7 +245,6 @@ def serve_command(
         )
         return
     of_vllm = {
-        "attention": attention,
         "slice_seconds": slice_seconds,
         "tenants": True if tenants else None,
         "find": find,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import platform
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -83,16 +83,29 @@ def examine_server(url: str, model: str | None, namespace: str) -> dict[str, Any
     one; servers report only a hash of theirs. Raises EngineUnavailableError and other errors of a
     request.
     """
-    from cacheblend_rag.engines.vllm.connection import ServerConnection
+    from cacheblend_rag.engines.model_files import load_tokenizer
+    from cacheblend_rag.engines.vllm.connection import VLLMServer
+    from cacheblend_rag.engines.vllm.job_client import ask_status
 
-    async def ask() -> dict[str, Any]:
-        connection = ServerConnection(url, timeout_seconds=60.0)
-        try:
-            return await _ask(connection, model, namespace)
-        finally:
-            await connection.close()
-
-    return {"url": url, **asyncio.run(ask())}
+    with closing(VLLMServer(url, model=model, timeout_seconds=60.0)) as server:
+        if model is not None:
+            quiet_libraries()
+            server.check_tokenizer(load_tokenizer(model))
+        status = ask_status(server)
+    return {
+        "url": url,
+        "problem": status.problem,
+        "problem_code": status.problem and status.problem.code,
+        "model": server.model_name,
+        "context_window": server.context_window,
+        "blending": status.active,
+        "versions": {"vllm": status.vllm, "cacheblend-rag": status.cacheblend_rag},
+        "store": asdict(status.store),
+        "connector": {
+            **{k: v for k, v in asdict(status).items() if k not in NOT_TOLD},
+            "namespace": namespace_name(status.namespace, namespace),
+        },
+    }
 
 
 def examine_extras() -> dict[str, dict[str, Any]]:
@@ -111,33 +124,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-async def _ask(connection: Any, model: str | None, namespace: str) -> dict[str, Any]:
-    from cacheblend_rag.engines.model_files import load_tokenizer
-    from cacheblend_rag.engines.vllm.http import check_vocabulary, names_at_server
-    from cacheblend_rag.engines.vllm.job_client import status_request
-    from cacheblend_rag.engines.vllm.protocol import status_of
-
-    served = await connection.find_model(names_at_server(model))
-    if model is not None:
-        quiet_libraries()
-        await check_vocabulary(connection, served, load_tokenizer(model))
-    answer = await connection.complete(served.name, status_request())
-    status = status_of(answer.params)
-    return {
-        "problem": status.problem,
-        "problem_code": status.problem and status.problem.code,
-        "model": served.name,
-        "context_window": served.context_window,
-        "blending": status.active,
-        "versions": {"vllm": status.vllm, "cacheblend-rag": status.cacheblend_rag},
-        "store": asdict(status.store),
-        "connector": {
-            **{k: v for k, v in asdict(status).items() if k not in NOT_TOLD},
-            "namespace": namespace_name(status.namespace, namespace),
-        },
-    }
 
 
 def namespace_name(told: str, asked: str) -> str:
