@@ -10,9 +10,9 @@ import pytest
 
 from cacheblend_rag import TieredKVStore
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, verify
-from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentLeadIn
 from cacheblend_rag.engines.vllm.protocol.result import Failed, VerifyResult
+from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.kv.tiers import disk
 from tests.kv.samples import make_key, make_kv
 from tests.prefill.prompts import run

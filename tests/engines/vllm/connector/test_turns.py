@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cacheblend_rag import BlendConfig, Conversation, ConversationKV
-from cacheblend_rag.kv.stored_chunk import PutResult
 from cacheblend_rag.engines.vllm.protocol.job import SentSegment
 from cacheblend_rag.engines.vllm.protocol.result import Failed, KeepResult
+from cacheblend_rag.kv.stored_chunk import PutResult
 from tests.engines.conversations import (
     CONFIG,
     INSTRUCTION,
