@@ -5,17 +5,21 @@ On random weights of a shape and random words, or on a model's own weights and r
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import random
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cacheblend_rag.bench.memory import peak_extra_bytes
+import torch
+
 from cacheblend_rag.bench.plans import PromptTokens, TtftPlan
 from cacheblend_rag.bench.shapes import NamedModel
 from cacheblend_rag.bench.workload import (
@@ -33,6 +37,7 @@ from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.memory import give_back_unused
 from cacheblend_rag.models import public_name
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.settings import Precision, StoreConfig
@@ -43,6 +48,9 @@ from cacheblend_rag.text.prompt import BlendPrompt
 DOCUMENT = "bench"
 """The document of all chunks, by which their KV is evicted at the end."""
 _SEED = 7
+_CLEAR = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_RESET_PEAK = "5"
 
 
 @dataclass(frozen=True)
@@ -280,3 +288,53 @@ def draw_texts(plan: TtftPlan) -> Texts:
         rng, plan.chunks, plan.chunk_tokens, vocabulary, selector=plan.selector, name=DOCUMENT
     )
     return Texts(chunks, draw_words(rng, plan.question_tokens, vocabulary), plan.prompt_tokens)
+
+
+def peak_extra_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """Run ``call`` once and return its peak of additional bytes, None if unmeasurable.
+
+    CUDA: the allocator's own peak, exact to the byte. Linux: the kernel's peak of the process's
+    resident memory, reset before the call. That peak counts whole pages, other threads, and pages
+    of files that the call maps. It misses memory that the allocator reuses from earlier work, so
+    freed memory is first returned to the system.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        return _cuda_peak(call, device)
+    if _CLEAR.exists():
+        return _resident_peak(call)
+    return None
+
+
+def _cuda_peak(call: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device)) - before
+
+
+def _resident_peak(call: Callable[[], object]) -> int | None:
+    _give_back_freed_memory()
+    try:
+        _CLEAR.write_text(_RESET_PEAK)
+    except OSError:
+        return None
+    before = _status_bytes("VmRSS")
+    call()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
+def _give_back_freed_memory() -> None:
+    give_back_unused()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _status_bytes(name: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -3,14 +3,14 @@
 `EvalDataset.save` writes it, ``quality.forms`` reads it and other data sets' files::
 
     {"format": "cacheblend-rag/eval", "version": 1, "name": str, "instruction": str,
-     "questions": [{"question": str, "answers": [str, ...], "setting": str, "kind": str,
+     "questions": [{"question": str, "answers": [str, ...], "setting": str,
                     "documents": [{"id": str, "separator": str, "chunks": [str, ...]}, ...],
                     "passages": [[document, chunk], ...], "gold": [[document, chunk], ...]}, ...]}
 
 where ``passages`` names the retrieved chunks by index, in prompt order, and ``gold`` those that
 hold the answer. The whole documents beside the retrieved chunks allow the lead-in ``document``.
-``setting`` and ``kind`` are labels that results are grouped by; ``name``, ``instruction``,
-``setting``, ``kind``, ``separator`` and ``gold`` are optional.
+``setting`` is a label that results are grouped by; ``name``, ``instruction``, ``setting``,
+``separator`` and ``gold`` are optional.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ FORMAT = "cacheblend-rag/eval"
 VERSION = 1
 DEFAULT_INSTRUCTION = "Read the notes below and answer the question. Give a short answer."
 DEFAULT_SETTING = "retrieved"
-DEFAULT_KIND = "question"
 PASSAGE_SEPARATOR = "\n\n"
 ANSWER = "\nAnswer:"
 OPENING = "opening"
@@ -41,7 +40,7 @@ class EvalQuestion:
     """One question over retrieved passages.
 
     answers: gold answers, at least one. passages: the retrieved chunks in prompt order.
-    documents: the documents to index; every passage is a chunk of one. setting, kind: labels.
+    documents: the documents to index; every passage is a chunk of one. setting: a label.
     gold: the chunks that hold the answer, as far as the data tells; empty if it does not.
     """
 
@@ -50,7 +49,6 @@ class EvalQuestion:
     passages: tuple[Chunk, ...]
     documents: tuple[Document, ...]
     setting: str = DEFAULT_SETTING
-    kind: str = DEFAULT_KIND
     gold: tuple[Chunk, ...] = ()
 
     def first_passages(self, count: int) -> EvalQuestion:
@@ -157,7 +155,6 @@ def _question_to_json(question: EvalQuestion) -> dict[str, Any]:
         "question": question.question,
         "answers": list(question.answers),
         "setting": question.setting,
-        "kind": question.kind,
         "documents": [
             {"id": d.document_id, "separator": d.separator, "chunks": list(d.chunks)}
             for d in question.documents

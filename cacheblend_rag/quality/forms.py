@@ -23,7 +23,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from cacheblend_rag.errors import DatasetError
 from cacheblend_rag.quality.dataset import (
     DEFAULT_INSTRUCTION,
-    DEFAULT_KIND,
     DEFAULT_SETTING,
     PASSAGE_SEPARATOR,
     EvalDataset,
@@ -56,7 +55,6 @@ class _Question(_Form):
     passages: Annotated[list[Place], Field(min_length=1)]
     gold: list[Place] = []
     setting: Text = DEFAULT_SETTING
-    kind: Text = DEFAULT_KIND
 
     def read(self) -> EvalQuestion:
         documents = tuple(Document(d.id, tuple(d.chunks), d.separator) for d in self.documents)
@@ -69,7 +67,6 @@ class _Question(_Form):
             tuple(_chunks("passages", self.passages, chunks)),
             documents,
             self.setting,
-            self.kind,
             tuple(_chunks("gold", self.gold, chunks)),
         )
 

@@ -18,6 +18,8 @@ from cacheblend_rag.errors import MissingExtraError
 if TYPE_CHECKING:
     import numpy as np
 
+LEVEL, RESAMPLES = 0.95, 2000
+"""Of intervals."""
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -51,55 +53,35 @@ def holds_answer(answer: str, golds: Sequence[str]) -> bool:
     return _best(_holds, answer, golds) == 1.0
 
 
-def bootstrap_interval(
-    scores: Sequence[float], *, level: float = 0.95, resamples: int = 2000, seed: int = 0
-) -> tuple[float, float]:
-    """Return the percentile bootstrap confidence interval of the mean score.
+def bootstrap_interval(scores: Sequence[float]) -> tuple[float, float]:
+    """Return the percentile bootstrap confidence interval (95 %) of the mean score.
 
-    scores: one score per question. level: coverage, above 0 and below 1. The same seed gives the
-    same interval; scores that are all equal give an interval of width zero.
-    Raises ValueError when there are no scores or the level is out of range.
+    scores: one score per question. The same scores give the same interval; scores that are all
+    equal give an interval of width zero.
+    Raises ValueError when there are no scores.
     """
     if not len(scores):
         raise ValueError("scores=[] must hold at least one score")
-    return _quantiles(_resampled_means(_columns(scores), resamples, seed)[:, 0], level)
+    return _quantiles(_resampled_means(scores)[:, 0])
 
 
-def paired_interval(
-    first: Sequence[float],
-    second: Sequence[float],
-    *,
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> tuple[float, float]:
+def paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
     """Return the percentile bootstrap confidence interval of the mean of ``first - second``.
 
     first, second: values of the same prompts, in order; whole prompts are drawn.
     Raises ValueError when there are none, or not as many of each.
     """
-    pairs = _paired(first, second)
-    means = _resampled_means(pairs, resamples, seed)
-    return _quantiles(means[:, 0] - means[:, 1], level)
+    means = _paired_means(first, second)
+    return _quantiles(means[:, 0] - means[:, 1])
 
 
-def ratio_interval(
-    first: Sequence[float],
-    second: Sequence[float],
-    *,
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> tuple[float, float] | None:
+def ratio_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
     """Return the interval of ``mean(first) / mean(second)``; as paired_interval.
 
     None when ``second`` holds so many zeros that its mean may be zero.
     """
-    pairs = _paired(first, second)
-    means = _resampled_means(pairs, resamples, seed)
-    if not means[:, 1].all():
-        return None
-    return _quantiles(means[:, 0] / means[:, 1], level)
+    means = _paired_means(first, second)
+    return _quantiles(means[:, 0] / means[:, 1]) if means[:, 1].all() else None
 
 
 def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
@@ -117,33 +99,25 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
     return min(1.0, 2 * tail / float(2**odd))
 
 
-def _paired(first: Sequence[float], second: Sequence[float]) -> np.ndarray:
+def _paired_means(first: Sequence[float], second: Sequence[float]) -> np.ndarray:
     if not len(first) or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} values must be as many, at least one")
-    return _columns(first, second)
+    return _resampled_means(first, second)
 
 
-def _columns(*values: Sequence[float]) -> np.ndarray:
-    import numpy as np
-
-    return np.stack([np.asarray(one, np.float64) for one in values], axis=1)
-
-
-def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+def _resampled_means(*columns: Sequence[float]) -> np.ndarray:
     """Return the means of prompts drawn with replacement, (resamples, columns)."""
     import numpy as np
 
-    rng = np.random.default_rng(seed)
-    count = len(values)
-    return np.stack([values[rng.integers(count, size=count)].mean(0) for _ in range(resamples)])
+    values = np.stack([np.asarray(one, np.float64) for one in columns], axis=1)
+    rng, count = np.random.default_rng(0), len(values)
+    return np.stack([values[rng.integers(count, size=count)].mean(0) for _ in range(RESAMPLES)])
 
 
-def _quantiles(means: np.ndarray, level: float) -> tuple[float, float]:
+def _quantiles(means: np.ndarray) -> tuple[float, float]:
     import numpy as np
 
-    if not 0 < level < 1:
-        raise ValueError(f"level={level!r} must be above 0 and below 1")
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 

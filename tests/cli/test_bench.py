@@ -8,9 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cacheblend_rag import TransformersEngine, models
 from cacheblend_rag.bench import shapes
-from cacheblend_rag.bench.memory import peak_extra_bytes
 from cacheblend_rag.bench.plans import PromptTokens, TtftPlan
-from cacheblend_rag.bench.ttft import TtftRow
+from cacheblend_rag.bench.ttft import TtftRow, peak_extra_bytes
 from cacheblend_rag.demo.passages import load_real_texts
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds

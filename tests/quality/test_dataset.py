@@ -46,7 +46,7 @@ FIRST, SECOND = Document("a", ("One.", "Two.", "Three.")), Document("b", ("Four.
 
 def question(setting: str = "adjacent") -> EvalQuestion:
     a, b = FIRST.to_chunks(), SECOND.to_chunks()
-    return EvalQuestion("Which?", ("two",), (a[1], b[0], a[2]), (FIRST, SECOND), setting, "direct")
+    return EvalQuestion("Which?", ("two",), (a[1], b[0], a[2]), (FIRST, SECOND), setting)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_optional_fields_have_defaults(write):
         ],
     }
     (loaded,) = load_dataset(write(plain)).questions
-    assert (loaded.setting, loaded.kind) == ("retrieved", "question")
+    assert loaded.setting == "retrieved"
     assert loaded.documents == (Document("a", ("One.",), "\n\n"),)
 
 

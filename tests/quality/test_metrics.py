@@ -91,17 +91,11 @@ def test_interval_of_a_share_is_close_to_the_normal_approximation():
     assert high == pytest.approx(0.75 + half_width, abs=0.01)
 
 
-def test_interval_repeats_with_its_seed_and_widens_with_its_level():
+def test_interval_repeats_and_needs_scores():
     scores = np.linspace(0, 1, 57).tolist()
-    assert bootstrap_interval(scores, seed=3) == bootstrap_interval(scores, seed=3)
-    narrow, wide = bootstrap_interval(scores, level=0.5), bootstrap_interval(scores, level=0.99)
-    assert wide[0] < narrow[0] < narrow[1] < wide[1]
-
-
-@pytest.mark.parametrize(("scores", "level"), [([], 0.95), ([1.0], 0.0), ([1.0], 1.0)])
-def test_interval_refuses_bad_input(scores, level):
+    assert bootstrap_interval(scores) == bootstrap_interval(scores)
     with pytest.raises(ValueError, match="must"):
-        bootstrap_interval(scores, level=level)
+        bootstrap_interval([])
 
 
 def test_rouge_without_its_package_names_the_extra(monkeypatch):
@@ -128,10 +122,8 @@ def all_draws(figure):
     ],
 )
 def test_paired_intervals_are_those_of_all_draws(interval, figure):
-    wanted = np.quantile(all_draws(figure), [0.1, 0.9])
-    found = interval(FIRST, SECOND, level=0.8, resamples=20_000)
-    assert found == pytest.approx(wanted, abs=0.03)
-    assert found == interval(FIRST, SECOND, level=0.8, resamples=20_000)
+    wanted = np.quantile(all_draws(figure), [0.025, 0.975])
+    assert interval(FIRST, SECOND) == pytest.approx(wanted, rel=0.05)
 
 
 def test_pairs_that_differ_by_the_same_have_an_interval_of_no_width():

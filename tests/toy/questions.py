@@ -35,5 +35,4 @@ def _toy_question(prompt: DemoPrompt) -> EvalQuestion:
         passages=tuple(chunks[d][c] for d, c in prompt.retrieved),
         documents=documents,
         setting=prompt.setting,
-        kind=prompt.question.kind,
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel
 
-from cacheblend_rag.bench.memory import peak_extra_bytes
+from cacheblend_rag.bench.ttft import peak_extra_bytes
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.prompt import BlendPrompt
