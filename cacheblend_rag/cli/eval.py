@@ -116,7 +116,7 @@ def evaluate_command(
         checks.check_placement(device, dtype)
         kept = options.collection_store(store) if store else None
         log = RecordLog.resumed(resume) if resume else RecordLog()
-        from cacheblend_rag.engines.model_files import load_tokenizer, text_config
+        from cacheblend_rag.engines.model_files import load_tokenizer
         from cacheblend_rag.engines.sampling import SamplingParams
         from cacheblend_rag.quality.dataset import PromptFrame
         from cacheblend_rag.quality.evaluator import (
@@ -166,7 +166,6 @@ def evaluate_command(
                 Measures(fidelity, ttft),
                 log,
                 owns_store=kept is None and "://" not in engine,
-                layers=int(text_config(model).num_hidden_layers),
             )
             first = next(iter(engines.values()))
             evaluations = evaluate_settings(

@@ -24,7 +24,6 @@ from cacheblend_rag.quality.rules import (
     Options,
     Rule,
     exactness,
-    kv_before,
 )
 from cacheblend_rag.quality.summary import EvalRow, not_blended, summarize
 from cacheblend_rag.settings import EMBEDDED, VLLM, BlendConfig, LeadInKind, StoreConfig
@@ -52,8 +51,7 @@ class Evaluator:
     engines: one engine per lead-in, around the same model and with the same instruction, the
     frame's opening. base: the config that rules override; its cost model is switched off, so that
     rules decide. options: selector options by selector name. measures: what is measured beside
-    answers. log, owns_store: as in QuestionMeasurer. layers: of the model; without it, a probe
-    counts as if it needed the KV of all layers.
+    answers. log, owns_store: as in QuestionMeasurer.
     """
 
     engines: Mapping[LeadInKind, Engine]
@@ -64,7 +62,6 @@ class Evaluator:
     measures: Measures = ANSWERS_ONLY
     log: RecordLog = field(default_factory=RecordLog)
     owns_store: bool = True
-    layers: int = 1
 
     def run(
         self,
@@ -104,10 +101,7 @@ class Evaluator:
             except PromptError as error:
                 raise PromptError(f"question {question.question!r}: {error}") from error
             on_question()
-        blends = [rule for rule in configs if rule not in BASELINES]
-        early = {rule: kv_before(configs[rule], self.layers) for rule in blends}
-        rows = summarize(questions[0].setting, results, early)
-        return Evaluation(rows, not_blended(results))
+        return Evaluation(summarize(questions[0].setting, results), not_blended(results))
 
     def _all(self, rules: Sequence[Rule]) -> list[Rule]:
         """Return the rules with those that stand beside them, each once."""

@@ -71,14 +71,6 @@ def exactness(lead_in: LeadInKind) -> Rule:
     return Rule(lead_in, "all", 1.0)
 
 
-def kv_before(config: BlendConfig, layers: int) -> float:
-    """Return the share of the cached KV that is needed before layer 0 can run.
-
-    layers: of the model.
-    """
-    return make_selector(config.selector, config.selector_options).kv_before(layers)
-
-
 DEFAULT_RATIOS = (0.05, 0.1, 0.15)
 DEFAULT_SELECTORS = ("hkvd", "prior", "random")
 DEFAULT_LEAD_INS: tuple[LeadInKind, ...] = ("instruction", "document")

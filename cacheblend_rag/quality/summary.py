@@ -68,8 +68,6 @@ class EvalRow:
     holds_answer_p: p-value of McNemar's test against full prefill's. recomputed_share: recomputed
     chunk tokens of all chunk tokens. compute_share: work of the pass over all layers and the probe,
     as a share of full prefill's; the mean over questions; without passages, the share of tokens.
-    kv_before: share of the bytes of cached
-    KV that is read before layer 0.
     """
 
     setting: str
@@ -85,7 +83,6 @@ class EvalRow:
     holds_answer_p: float
     recomputed_share: float
     compute_share: float
-    kv_before: float
     fidelity: FidelityRow | None = None
     ttft: TtftRow | None = None
 
@@ -97,17 +94,9 @@ class EvalRow:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
 
 
-def summarize(
-    setting: str, results: Results, kv_before: Mapping[Rule, float]
-) -> tuple[EvalRow, ...]:
-    """Return a row per rule, paired with full prefill, which must be among them.
-
-    kv_before: of the rules that blend.
-    """
-    return tuple(
-        _row(setting, rule, found, results, kv_before.get(rule, 0.0))
-        for rule, found in results.items()
-    )
+def summarize(setting: str, results: Results) -> tuple[EvalRow, ...]:
+    """Return a row per rule, paired with full prefill, which must be among them."""
+    return tuple(_row(setting, rule, found, results) for rule, found in results.items())
 
 
 def not_blended(results: Results) -> Counter[str]:
@@ -121,7 +110,6 @@ def _row(
     rule: Rule,
     found: Sequence[PromptRecord],
     results: Results,
-    kv_before: float,
 ) -> EvalRow:
     full = results[FULL]
     chunk_tokens = sum(one.chunk_tokens for one in found)
@@ -141,7 +129,6 @@ def _row(
         holds_answer_p=mcnemar([bool(r.holds) for r in found], [bool(r.holds) for r in full]),
         recomputed_share=fresh / chunk_tokens if chunk_tokens else 1.0,
         compute_share=mean(one.compute_share for one in found),
-        kv_before=kv_before,
         fidelity=_fidelity_row(rule, found, results),
         ttft=_ttft_row(found, full),
     )

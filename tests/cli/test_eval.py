@@ -10,7 +10,7 @@ from cacheblend_rag.text.chunk import Document
 
 FIELDS = {
     "setting", "lead_in", "selector", "ratio", "default", "exact_match", "f1", "rouge_l", "ci95",
-    "holds_answer", "holds_answer_p", "recomputed_share", "compute_share", "kv_before",
+    "holds_answer", "holds_answer_p", "recomputed_share", "compute_share",
 }  # fmt: skip
 FIDELITY = {
     "kl_first", "kl_first_ci95", "kl", "kl_ci95", "top1", "top1_ci95", "same_answer",

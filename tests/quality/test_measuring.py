@@ -175,10 +175,3 @@ def test_the_default_rule_is_what_an_engine_does_unasked():
     same = {"min_tokens": 256, "cost_model": True, "reuse_prefix": True}
     assert config.with_changes(**same) == BlendConfig()
     assert rule.lead_in == made_once().lead_in.kind
-
-
-def test_a_row_says_how_much_kv_is_read_before_layer_0():
-    mid = Rule("document", "question_mid", 0.1)
-    found = rows_of(evaluator(layers=20).run(WHOLE[:1], [REUSE, RANDOM, mid]))
-    assert (found["none"].kv_before, found["random"].kv_before) == (0.0, 0.0)
-    assert found["question_mid"].kv_before == pytest.approx(0.75)

@@ -57,10 +57,6 @@ class Selector:
         """What the probe pass observes, if ``needs_question``."""
         return Probe()
 
-    def kv_before(self, layers: int) -> float:
-        """Return the share of a model's layers whose cached KV is read before layer 0 is run."""
-        return self.probe.depth(layers) / layers if self.needs_question else 0.0
-
     def score(self, evidence: Evidence) -> Tensor:
         """Return (tokens,) float32 scores; the highest are recomputed, -inf never is."""
         raise TypeError(f"{type(self).__name__} must define score()")
