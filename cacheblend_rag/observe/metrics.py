@@ -13,7 +13,7 @@ from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.metric_names import COUNTERS, HISTOGRAMS, SECONDS, Metric
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.reason import ReasonCode
-from cacheblend_rag.report import PREFILL_PHASES, BlendReport, count_chunks, reused_and_recomputed
+from cacheblend_rag.report import PREFILL_PHASES, count_chunks, reused_and_recomputed
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -117,11 +117,8 @@ class EngineMetrics:
 
     def _see(self, request: Request, answer: Generation) -> None:
         """Count an answer; an AnswerHook."""
-        self.count(answer.report)
-
-    def count(self, report: BlendReport) -> None:
-        """Count one report."""
-        counters, seconds = self._counters, report.seconds
+        report, counters = answer.report, self._counters
+        seconds = report.seconds
         counters["requests"].inc()
         for name, counts in zip(
             ("chunk_hits", "chunk_misses"), count_chunks(report.chunks), strict=True
