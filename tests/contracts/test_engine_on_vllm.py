@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 from prometheus_client import REGISTRY
@@ -18,6 +18,7 @@ from cacheblend_rag import Engine, TransformersEngine, open_engine
 from tests.contracts.engine import (
     CONFIG,
     LIKELY,
+    REUSE,
     WINDOW,
     EngineContract,
     Texts,
@@ -29,6 +30,8 @@ from tests.models import save_model
 
 START_SECONDS = 400
 TOKENS = "vllm:generation_tokens_total"
+OFF = {"cacheblend": {"version": 5, "kind": "off"}}
+"""With which a request says that its prompt is not to be searched."""
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
@@ -120,6 +123,26 @@ def test_answers_are_the_embedded_engines(
     assert distance(here, there) < 1e-3
     assert here.report.blended
     assert here.report.recomputed_tokens == there.report.recomputed_tokens
+
+
+def test_plain_requests_never_see_blended_blocks(
+    url: str, on_server: Engine, request: pytest.FixtureRequest
+) -> None:
+    """Neither those of the prompt that was blended just before."""
+    texts = Texts(request.node.name)
+    document = texts.document(150, 140, 130)
+    on_server.precompute([document], progress=False)
+    prompt = texts.asking(*document.to_chunks()[::-1])
+    blended = on_server.generate(prompt, LIKELY, config=REUSE.with_changes(reuse_prefix=True))
+    asked = {"prompt": prompt.text, "max_tokens": 1, "temperature": 0, "logprobs": 1}
+    sent = json.dumps({**asked, "kv_transfer_params": OFF}).encode()
+    headers = {"content-type": "application/json"}
+    with urlopen(Request(f"{url}/v1/completions", sent, headers)) as answer:  # noqa: S310
+        (plain,) = json.load(answer)["choices"][0]["logprobs"]["token_logprobs"]
+    full = on_server.generate_full(prompt, LIKELY)
+    assert distance(blended, full) > 1e-3
+    assert full.logprobs is not None
+    assert plain == pytest.approx(full.logprobs[0].logprob, abs=1e-4)
 
 
 class TestInProcess(EngineContract):
