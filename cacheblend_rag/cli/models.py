@@ -8,7 +8,7 @@ import typer
 
 from cacheblend_rag.cli.options import JsonOption
 from cacheblend_rag.cli.output import print_json, print_rows, side_console
-from cacheblend_rag.models import catalogue, packaged
+from cacheblend_rag.models import packaged
 from cacheblend_rag.settings.sizes import size
 
 models_app = typer.Typer(
@@ -32,18 +32,18 @@ def get(name: NameArgument) -> None:
 @models_app.command("ls")
 def list_models(as_json: JsonOption = False) -> None:
     """List packaged models, fetched or not, and the GGUF files that were converted."""
-    found = catalogue.all_models()
+    found = packaged.all_models()
     if as_json:
-        print_json({"models": [model.to_dict() for model in found]})
+        print_json({"models": found})
         return
     columns = ("name", "title", "licence", "size", "where")
     rows = [
         (
-            model.name,
-            model.title,
-            model.licence or "",
-            "" if model.nbytes is None else size(model.nbytes),
-            "not fetched" if model.folder is None else str(model.folder),
+            model["name"],
+            model["title"],
+            model["licence"] or "",
+            "" if model["nbytes"] is None else size(model["nbytes"]),
+            model["folder"] or "not fetched",
         )
         for model in found
     ]

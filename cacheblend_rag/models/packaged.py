@@ -1,4 +1,7 @@
-"""Fetches packaged models: wheels with a GGUF file, downloaded by pip and converted once."""
+"""Fetches packaged models: wheels with a GGUF file, downloaded by pip and converted once.
+
+Lists them, and converted GGUF files.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cacheblend_rag.errors import ModelLoadError, first_line
 from cacheblend_rag.models import converted, gguf
@@ -68,6 +72,30 @@ MODELS = {
     )
 }
 """The packaged models, by the names that users give."""
+
+
+def all_models() -> list[dict[str, Any]]:
+    """Return the packaged and the converted models as plain JSON values.
+
+    name, title. kind: packaged or gguf. licence: None if unknown. source: the package or file it
+    comes from. nbytes: of its folder; None if it was not fetched, like ``folder``.
+    """
+    found: dict[Path, dict[str, Any]] = {
+        model.folder: {
+            **{"name": model.name, "kind": "packaged", "licence": model.licence},
+            **{"title": f"{model.title}, weights {model.weights}", "source": model.source},
+        }
+        for model in MODELS.values()
+    }
+    for folder, record in converted.converted_models():
+        title = f"made from {record.source}"
+        made = {"name": record.name, "kind": "gguf", "licence": None, "title": title}
+        found.setdefault(folder, {**made, "source": record.source})
+    for folder, model in found.items():
+        is_there = folder.is_dir()
+        model["folder"] = str(folder) if is_there else None
+        model["nbytes"] = converted.size_of(folder) if is_there else None
+    return list(found.values())
 
 
 def known(name: str) -> PackagedModel:

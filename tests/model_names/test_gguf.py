@@ -23,9 +23,8 @@ from cacheblend_rag import (
     load_tokenizer,
     models,
 )
-from cacheblend_rag.models.gguf.header import CannotConvertError
-from cacheblend_rag.models.gguf.settings import llama3_factors
-from cacheblend_rag.models.gguf.tokenizer import check_vocabulary
+from cacheblend_rag.models.gguf_header import CannotConvertError
+from cacheblend_rag.models.gguf_tokenizer import check_vocabulary
 from tests.model_names.tiny_gguf import CONTROL, VOCABULARY, tiny_llama, write_gguf
 
 TOKENS = torch.randint(0, len(VOCABULARY), (1, 40), generator=torch.Generator().manual_seed(1))
@@ -81,9 +80,9 @@ def test_llama3s_rotary_scaling_is_taken_over(model_cache: Path, tmp_path: Path)
         "original_max_position_embeddings": 8192,
     }
     scaled = tiny_llama(rope_parameters=rope)
-    factors = llama3_factors(32.0, 500000.0, scaled.config.head_dim // 2)
-    assert factors[0] == 1
-    assert factors[-1] == 32
+    plain = tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    factors = (plain.model.rotary_emb.inv_freq / scaled.model.rotary_emb.inv_freq).tolist()
+    assert (factors[0], factors[-1]) == (1, pytest.approx(32))
     file = write_gguf(tmp_path / "scaled.gguf", scaled, rope_factors=factors)
     model = load(file)
     torch.testing.assert_close(
@@ -316,7 +315,7 @@ def test_a_conversion_that_fails_is_told_in_a_line(
     def failing(*arguments: object) -> None:
         raise failure
 
-    monkeypatch.setattr("cacheblend_rag.models.gguf.weights.save_weights", failing)
+    monkeypatch.setattr("cacheblend_rag.models.gguf.save_weights", failing)
     with pytest.raises(ModelLoadError) as raised:
         models.resolve(gguf_file)
     line = str(raised.value)

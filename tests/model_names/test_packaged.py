@@ -7,11 +7,12 @@ import hashlib
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cacheblend_rag import ModelLoadError, TransformersEngine, models
-from cacheblend_rag.models import catalogue, packaged
+from cacheblend_rag.models import packaged
 from cacheblend_rag.models.packaged import PackagedModel
 
 
@@ -119,16 +120,16 @@ def test_a_full_folder_of_temporary_files_is_told_in_a_line(
 
 
 def test_models_are_listed(offered: PackagedModel, gguf_file: Path) -> None:
-    def listed() -> dict[str, catalogue.KnownModel]:
-        return {model.name: model for model in catalogue.all_models()}
+    def listed() -> dict[str, Any]:
+        return {model["name"]: model for model in packaged.all_models()}
 
     assert list(listed()) == ["smollm2", "tiny"]
-    assert listed()["tiny"].folder is None
+    assert listed()["tiny"]["folder"] is None
     folder = packaged.fetch("tiny")
-    by_file = Path(models.resolve(gguf_file))
+    by_file = models.resolve(gguf_file)
     assert list(listed()) == ["smollm2", "tiny", "tiny.F32"]
-    assert (listed()["tiny"].folder, listed()["tiny.F32"].folder) == (folder, by_file)
-    assert listed()["tiny"].nbytes == sum(path.stat().st_size for path in folder.iterdir())
+    assert (listed()["tiny"]["folder"], listed()["tiny.F32"]["folder"]) == (str(folder), by_file)
+    assert listed()["tiny"]["nbytes"] == sum(path.stat().st_size for path in folder.iterdir())
 
 
 def test_unknown_names_are_told_which_there_are() -> None:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cacheblend_rag.errors import first_line
-from cacheblend_rag.models.gguf.header import HUB_FORMAT, CannotConvertError, GgufHeader
+from cacheblend_rag.models.gguf_header import HUB_FORMAT, CannotConvertError, GgufHeader
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,6 @@ WHOLE_WORDS_FIRST = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", 
 """Byte-level vocabularies that use whole words without merging, and begin with BOS unless the file
 says otherwise."""
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-SAMPLE = "The year 1984,  10 naïve\n\n\tpeople's 漢字 🙂 {'x': [0.5]} don't  "
 ANSWER = "xyzzy"
 BYTE_LETTERS = bytes_to_unicode()
 SPACE = "\u2581"
@@ -39,13 +38,8 @@ def save_tokenizer(file: Path, header: GgufHeader, folder: Path) -> list[int]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if header.tokenizer("model") == BYTE_LEVEL:
-        check_merges(header.tokens, header.merges)
-    try:
-        read = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except Exception as error:  # the library's own, of many kinds
-        raise CannotConvertError(
-            f"its tokenizer cannot be read ({first_line(error)}): {HUB_FORMAT}"
-        ) from error
+        check_merges(header.tokens, header.tokenizer("merges", ()))
+    read = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     backend: Tokenizer = read.backend_tokenizer
     check_vocabulary(backend, header.tokens)
     _split_as_trained(backend, header)
@@ -62,10 +56,7 @@ def save_tokenizer(file: Path, header: GgufHeader, folder: Path) -> list[int]:
         **names,
     )
     tokenizer.save_pretrained(folder)
-    loaded = AutoTokenizer.from_pretrained(folder)
-    if loaded(SAMPLE).input_ids != backend.encode(SAMPLE).ids:
-        raise CannotConvertError(f"its tokenizer gives other tokens after saving: {HUB_FORMAT}")
-    return _end_tokens(loaded, header)
+    return _end_tokens(tokenizer, header)
 
 
 def _split_as_trained(backend: Tokenizer, header: GgufHeader) -> None:
@@ -114,7 +105,7 @@ def _put_around(backend: Tokenizer, header: GgufHeader, names: dict[str, str]) -
         last = names["eos_token"]
     one = " ".join(part for part in (first, "$A", last) if part)
     two = " ".join(part for part in (first, "$B", last) if part)
-    special = [(token, backend.token_to_id(token)) for token in {first, last} if token]
+    special = [(token, backend.token_to_id(token)) for token in {first, last} - {""}]
     backend.post_processor = processors.TemplateProcessing(
         single=one, pair=f"{one} {two}", special_tokens=special
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -17,10 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 from cacheblend_rag.errors import first_line
 
 HUB_FORMAT = "give the model's folder in hub format instead"
-TOKENIZER = "tokenizer.ggml."
 ROLES = ("bos", "eos", "unknown", "padding")
 """Roles of special tokens; a file may give the token id of each."""
-FLOATS = ("F32", "F16", "BF16")
 WIDTHS = (
     *("embedding_length", "feed_forward_length", "expert_feed_forward_length", "vocab_size"),
     *("expert_shared_feed_forward_length", "expert_count", "attention.head_count"),
@@ -33,23 +31,27 @@ class CannotConvertError(Exception):
     """A GGUF file cannot be converted; the message says why and what to do, but not which file."""
 
 
+class Tensor(NamedTuple):
+    """A line of the tensor table. offset: of its first byte after the header."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    offset: int
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class GgufHeader:
     """The header of a GGUF file.
 
-    metadata: values by key; for arrays with more than LONG_ARRAY items only their length. tokens:
-    the vocabulary, by id. merges: of a byte-pair vocabulary. tensors: number of values by name.
-    types: names of the tensors' types. widest: the largest dimension of a tensor. rope_factors:
-    divisors of the rotary frequencies, one per pair of components; None without any.
+    metadata: values by key. tensors: by name. rope_factors: divisors of the rotary frequencies, one
+    per pair of components; empty without any.
     """
 
     metadata: Mapping[str, Any]
-    tokens: tuple[str, ...]
-    merges: tuple[str, ...]
-    tensors: Mapping[str, int]
-    widest: int
-    types: frozenset[str]
-    rope_factors: tuple[float, ...] | None
+    tensors: Mapping[str, Tensor]
+    rope_factors: tuple[float, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -57,9 +59,14 @@ class GgufHeader:
         return str(self.metadata["general.architecture"])
 
     @property
-    def quantized(self) -> bool:
-        """Whether weights are quantized."""
-        return not self.types <= set(FLOATS)
+    def types(self) -> set[str]:
+        """Names of the tensors' types."""
+        return {one.kind for one in self.tensors.values()}
+
+    @property
+    def tokens(self) -> Sequence[str]:
+        """The vocabulary, by id."""
+        return self.tokenizer("tokens") or ()
 
     def settings(self) -> dict[str, Any]:
         """Return the architecture's settings, by key without the architecture's name."""
@@ -72,7 +79,7 @@ class GgufHeader:
 
     def tokenizer(self, key: str, default: Any = None) -> Any:
         """Return a tokenizer setting."""
-        return self.metadata.get(f"{TOKENIZER}{key}", default)
+        return self.metadata.get(f"tokenizer.ggml.{key}", default)
 
     def special_token(self, role: str) -> int | None:
         """Return the id of the token with a role (``bos``); None if no token has it."""
@@ -81,7 +88,7 @@ class GgufHeader:
 
 
 ROPE_FACTORS = "rope_freqs.weight"
-LONG_ARRAY = 1024
+MOST_FACTORS = 1024
 MOST_LETTERS = 1024
 """Characters of a token; the longest of known vocabularies, runs of spaces, have a few hundred."""
 MOST_BYTES = 1 << 28
@@ -157,16 +164,6 @@ class _Bytes:
         return list(self.numbers(FORMS[kind], self.count(struct.calcsize(FORMS[kind]))))
 
 
-class _Tensor(NamedTuple):
-    """A line of the tensor table. offset: of its first byte after the header."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: str
-    offset: int
-    nbytes: int
-
-
 def _read(data: _Bytes) -> GgufHeader:
     data.take(4)  # the magic bytes
     if (version := data.number("I")) not in {2, 3}:
@@ -176,32 +173,23 @@ def _read(data: _Bytes) -> GgufHeader:
     tensors = {one.name: one for one in (_tensor(data) for _ in range(count))}
     if (len(metadata), len(tensors)) != (pairs, count):
         raise ValueError("a name comes twice")
-    start = _start(data.place, metadata.get("general.alignment", 32))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment={alignment!r} is no power of 2")
+    start = -(-data.place // alignment) * alignment  # of the weights
     for one in tensors.values():
         if start + one.offset + one.nbytes > data.size:
             raise ValueError(f"the tensor {one.name!r} ends beyond the file's {data.size} bytes")
     if sum(one.nbytes for one in tensors.values()) > data.size - start:
         raise ValueError("tensors overlap")
-    factors = None
-    if (held := tensors.get(ROPE_FACTORS)) is not None:
-        if held.kind != "F32" or math.prod(held.shape) > LONG_ARRAY:
-            raise ValueError(f"the tensor {ROPE_FACTORS!r} has the shape {held.shape}")
-        factors = data.floats(start + held.offset, math.prod(held.shape))
-    return GgufHeader(
-        {
-            key: len(value) if isinstance(value, list) and len(value) > LONG_ARRAY else value
-            for key, value in metadata.items()
-        },
-        _strings(metadata, "tokens"),
-        _strings(metadata, "merges"),
-        {one.name: math.prod(one.shape) for one in tensors.values()},
-        max((max(one.shape, default=1) for one in tensors.values()), default=0),
-        frozenset(one.kind for one in tensors.values()),
-        factors,
-    )
+    if (held := tensors.get(ROPE_FACTORS)) is None:
+        return GgufHeader(metadata, tensors)
+    if held.kind != "F32" or math.prod(held.shape) > MOST_FACTORS:
+        raise ValueError(f"the tensor {ROPE_FACTORS!r} has the shape {held.shape}")
+    return GgufHeader(metadata, tensors, data.floats(start + held.offset, math.prod(held.shape)))
 
 
-def _tensor(data: _Bytes) -> _Tensor:
+def _tensor(data: _Bytes) -> Tensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     name, dimensions = data.text(), data.number("I")
@@ -213,21 +201,7 @@ def _tensor(data: _Bytes) -> _Tensor:
     if 0 in shape or math.prod(shape[:1]) % block:
         raise ValueError(f"the tensor {name!r} has the shape {shape}")
     nbytes = math.prod(shape) // block * block_bytes
-    return _Tensor(name, shape, str(kind.name), data.number("Q"), nbytes)
-
-
-def _start(place: int, alignment: Any) -> int:
-    """Return where the weights begin: at the next multiple of the alignment."""
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment={alignment!r} is no power of 2")
-    return -(-place // alignment) * alignment
-
-
-def _strings(metadata: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    found = metadata.get(f"{TOKENIZER}{key}", [])
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise ValueError(f"{TOKENIZER}{key} is no list of strings")
-    return tuple(found)
+    return Tensor(name, shape, str(kind.name), data.number("Q"), nbytes)
 
 
 def _check(header: GgufHeader) -> None:
@@ -260,11 +234,12 @@ def _check(header: GgufHeader) -> None:
 
 def _check_counts(header: GgufHeader) -> None:
     """Refuse counts from which transformers would make layers and weights that no file holds."""
-    bounds = dict.fromkeys(WIDTHS, header.widest) | {"block_count": len(header.tensors)}
-    for key, most in bounds.items():
-        value = header.settings().get(key)
+    widest = max(max(one.shape, default=1) for one in header.tensors.values())
+    settings = header.settings()
+    for key, most in {**dict.fromkeys(WIDTHS, widest), "block_count": len(header.tensors)}.items():
+        value = settings.get(key, 0)
         for number in value if isinstance(value, list) else [value]:
-            if number is not None and not (isinstance(number, int) and 0 <= number <= most):
+            if not (isinstance(number, int) and 0 <= number <= most):
                 raise CannotConvertError(
                     f"{header.architecture}.{key}={number!r} does not fit its tensors: {HUB_FORMAT}"
                 )

@@ -1,0 +1,248 @@
+"""Converts GGUF files into folders in hub format, by transformers' own loader.
+
+The engines load safetensors; a GGUF file is converted once, into the folder of converted models.
+transformers ignores what it does not know, and the model would then silently compute something
+else. So a file is refused unless all its weights and settings are in the model. Floating-point
+weights keep their precision. Quantized ones are stored in bfloat16: that rounds each by less than
+one part in 256 and, as with published checkpoints, makes them the same for engines of any
+precision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.errors import ModelLoadError, first_line
+from cacheblend_rag.models import converted
+from cacheblend_rag.models.gguf_header import (
+    HUB_FORMAT,
+    CannotConvertError,
+    GgufHeader,
+    read_header,
+)
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"GGUF"
+SUFFIX = ".gguf"
+PANIC = "PanicException"
+"""A failed assertion of a Rust library, which cannot be imported and is no Exception."""
+NOT_ALL = "transformers does not read all weights of this GGUF"
+NOT_OF_THE_MODEL = {"quantization_config", "_name_or_path"}
+OF_NO_EFFECT = {
+    *("block_count", "embedding_length", "feed_forward_length", "expert_feed_forward_length"),
+    *("expert_shared_feed_forward_length", "vocab_size", "context_length", "tensor_data_layout"),
+    "rope.scaling.finetuned",
+}
+"""Settings that compute nothing, or whose wrong value would not fit the weights."""
+IN_CONFIG = {
+    "attention.head_count": ("num_attention_heads", "n_head"),
+    "attention.head_count_kv": ("num_key_value_heads", "num_attention_heads", "n_head"),
+    "attention.key_length": ("head_dim",),
+    "attention.value_length": ("head_dim",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    "attention.sliding_window": ("sliding_window",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "expert_count": ("num_experts", "num_local_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "logit_scale": ("logit_scale",),
+    "use_parallel_residual": ("use_parallel_residual",),
+    "rope.freq_base": ("rope_theta",),
+    "rope.dimension_count": ("rope_width",),
+}
+"""Each GGUF setting's names in Hugging Face configs; one of them must have its value."""
+NEUTRAL = {"rope.scaling.type": "none", "attention.causal": True}
+LLAMA3_LENGTH = 8192
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins with GGUF's magic bytes."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def stem(file_name: str) -> str | None:
+    """Return a GGUF file's name without ``.gguf``; None for other names."""
+    return file_name[: -len(SUFFIX)] if file_name.lower().endswith(SUFFIX) else None
+
+
+def converted_folder(file: Path, name: str) -> Path:
+    """Return the folder that a GGUF file was converted into; converts it the first time.
+
+    name: as the user gave it, for messages. Equal content is converted once, whatever its path.
+    Raises ModelLoadError when it cannot be converted.
+    """
+    state = converted.FileState.of(file)
+    for folder, record in converted.converted_models():
+        if state in record.files:
+            return folder
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    folder = converted.models_folder() / f"gguf-{digest[:32]}-{converted.FORMAT}"
+    if not folder.is_dir():
+        logger.info("converting %s, once", file.name)
+    record = converted.Record(stem(file.name) or file.name, state.path, (state,))
+    converted.make_once(folder, record, lambda target: convert(file, target, name))
+    converted.add_file(folder, state)
+    return folder
+
+
+def convert(file: Path, folder: Path, name: str) -> None:
+    """Write a GGUF file's model into a folder in hub format.
+
+    Raises ModelLoadError, naming the reason, when it cannot be converted.
+    """
+    from cacheblend_rag.models.gguf_tokenizer import save_tokenizer
+
+    try:
+        header = read_header(file)
+        with _alone(file) as linked:
+            end_tokens = save_tokenizer(linked, header, folder)
+            save_weights(linked, header, folder, end_tokens)
+    except CannotConvertError as error:
+        raise ModelLoadError(f"model={name!r}: {first_line(error)}") from error
+    except BaseException as error:  # of transformers and Rust libraries, of many kinds
+        if not (isinstance(error, Exception) or type(error).__name__ == PANIC):
+            raise
+        why = f"its conversion failed ({type(error).__name__}: {first_line(error)}): {HUB_FORMAT}"
+        if isinstance(error, OSError) and error.errno is not None:  # the system's, no library's
+            why = (
+                f"the converted model cannot be written: {first_line(error)}: free space or set "
+                f"{converted.VARIABLE} to another folder"
+            )
+        raise ModelLoadError(f"model={name!r}: {why}") from error
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[Path]:
+    """Yield a link to a file in a folder that holds nothing else.
+
+    transformers also reads tokenizer, templates and adapter settings from a GGUF file's folder,
+    which may belong to another model.
+    """
+    with tempfile.TemporaryDirectory(prefix="cacheblend-") as folder:
+        link = Path(folder) / f"model{SUFFIX}"
+        link.symlink_to(file.resolve())
+        yield link
+
+
+def save_weights(file: Path, header: GgufHeader, folder: Path, end_tokens: Sequence[int]) -> None:
+    """Write a GGUF file's config and weights into a folder.
+
+    end_tokens: end an answer, for the generation config. Raises CannotConvertError when
+    transformers would ignore weights or settings.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    is_quantized = not header.types <= {"F32", "F16", "BF16"}
+    if is_quantized or "BF16" in header.types:
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float16 if "F16" in header.types else torch.float32
+    model = _read(file, header, dtype)
+    plain = {n: value for n, value in model.config.to_dict().items() if n not in NOT_OF_THE_MODEL}
+    config = type(model.config).from_dict(plain)
+    _put_rope_factors(config.get_text_config(), header)
+    _check_settings(config.get_text_config(), header)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    whole.load_state_dict(model.state_dict(), assign=True)
+    whole.tie_weights()
+    whole.generation_config = GenerationConfig(
+        bos_token_id=header.special_token("bos"),
+        eos_token_id=end_tokens[0] if len(end_tokens) == 1 else list(end_tokens) or None,
+        pad_token_id=header.special_token("padding"),
+    )
+    whole.save_pretrained(folder)
+
+
+def _read(file: Path, header: GgufHeader, dtype: Any) -> Any:
+    """Load the model, after its config has proved to describe as many weights as the file holds."""
+    import torch
+    import transformers
+
+    options: dict[str, Any] = {"gguf_file": file.name}
+    auto = transformers.AutoModelForCausalLM
+    config = transformers.AutoConfig.from_pretrained(file.parent, **options)
+    with torch.device("meta"):
+        described = auto.from_config(config, dtype=dtype)
+    held = sum(parameter.numel() for parameter in described.parameters())
+    expected = sum(math.prod(one.shape) for one in header.tensors.values())
+    expected -= len(header.rope_factors)
+    if held != expected:
+        raise CannotConvertError(f"{NOT_ALL} ({held:,} of {expected:,} values): {HUB_FORMAT}")
+    if (quantization := getattr(transformers, "GgufConfig", None)) is not None:
+        options["quantization_config"] = quantization(dequantize=True)
+    model, found = auto.from_pretrained(
+        file.parent, config=config, dtype=dtype, output_loading_info=True, **options
+    )
+    for name in (*found["missing_keys"], *found["mismatched_keys"]):
+        raise CannotConvertError(f"{NOT_ALL} (no {name}): {HUB_FORMAT}")
+    return model
+
+
+def _check_settings(config: Any, header: GgufHeader) -> None:
+    """Raise CannotConvertError unless a config has all of a GGUF file's settings."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    plain = getattr(config, "rope_parameters", None) or {}
+    ropes = [
+        {**rope, "rope_width": width * rope.get("partial_rotary_factor", 1)}
+        for rope in [one for one in plain.values() if isinstance(one, dict)] or [plain]
+    ]  # one for each kind of layer if they differ
+    for key, value in header.settings().items():
+        names = IN_CONFIG.get(key, ())
+        held = [getattr(config, name, None) for name in names]
+        held += [rope.get(name) for rope in ropes for name in names]
+        if key in OF_NO_EFFECT or NEUTRAL.get(key) == value:
+            continue
+        if not any(_same(one, value) for one in held):
+            raise CannotConvertError(
+                f"transformers ignores the setting {header.architecture}.{key}={value!r}: "
+                f"{HUB_FORMAT}"
+            )
+
+
+def _same(held: Any, value: Any) -> bool:
+    if isinstance(held, int | float) and isinstance(value, int | float):
+        return math.isclose(held, value, rel_tol=1e-6)
+    return bool(held == value)
+
+
+def _put_rope_factors(config: Any, header: GgufHeader) -> None:
+    """Set Llama 3's scaling of rotary frequencies, which GGUF files store as a tensor.
+
+    Raises CannotConvertError when the factors do not follow Llama 3's formula.
+    """
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if not header.rope_factors:
+        return
+    factors = torch.tensor(header.rope_factors)
+    config.rope_parameters = config.rope_parameters | {
+        "rope_type": "llama3",
+        "factor": factors.max().item(),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": LLAMA3_LENGTH,
+    }
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    theta = float(config.rope_parameters["rope_theta"])
+    plain = theta ** -(torch.arange(len(factors)) / len(factors))
+    if len(scaled) != len(plain) or not torch.allclose(plain / factors, scaled, rtol=1e-4, atol=0):
+        raise CannotConvertError(
+            f"its rotary frequencies are scaled in an unknown way: {HUB_FORMAT}"
+        )
