@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self, get_args
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.options import Arguments, names_of
+from cacheblend_rag.settings.options import Arguments, described, names_of
 
-
-@dataclass(frozen=True)
-class Must:
-    """Describes the valid values of a field in its error: ``NAME=VALUE must be WANTED``.
-
-    Args:
-        wanted: such as "a number from 0 to 1".
-        name: the field's name for users, if it differs from its own.
-    """
-
-    wanted: str
-    name: str = ""
-
-    @classmethod
-    def choose(cls, choices: Any, name: str = "") -> Must:
-        """Return the description of a Literal type's values."""
-        return cls(f"one of {', '.join(get_args(choices))}", name)
-
-
-Flag = Annotated[bool, Strict(), Must("true or false")]
-Ratio = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
-Count = Annotated[int, Field(strict=True, ge=0), Must("an integer of at least 0")]
-Positive = Annotated[int, Field(strict=True, ge=1), Must("an integer of at least 1")]
+Ratio = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
 
 
 def as_tuple(value: Any) -> Any:
@@ -63,25 +42,19 @@ class Settings(BaseModel):
 
     def __init__(self, /, **values: Any) -> None:
         known = Arguments(self._noun, names_of(type(self))).read(values)
-        if problem := self._validate(known):
-            raise ConfigError(problem)  # outside of except: no error in its context holds a value
-
-    def _validate(self, values: dict[str, Any]) -> str:
-        """Set the fields; return the error, or an empty text."""
+        problem = ""
         try:
-            super().__init__(**values)
+            super().__init__(**known)
         except ConfigError as error:
-            return str(error)
+            problem = str(error)
         except ValidationError as error:
-            return self._problem(error, values)
-        return ""
-
-    def _problem(self, error: ValidationError, values: Mapping[str, Any]) -> str:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0])
-        field = type(self).model_fields[name]
-        must = next((one for one in field.metadata if isinstance(one, Must)), Must("in range"))
-        return f"{must.name or name}={values[name]!r:.100} must be {must.wanted}"
+            errors = error.errors(include_url=False, include_input=False)
+            name = str(errors[0]["loc"][0])
+            told = [one["msg"] for one in errors if one["loc"][0] == name]
+            shown = type(self).model_fields[name].title or name
+            problem = described(f"{shown}={known[name]!r:.100}", told)
+        if problem:
+            raise ConfigError(problem)  # outside of except: no error in its context holds a value
 
     @classmethod
     def of(cls, value: Self | Mapping[str, Any] | None) -> Self:

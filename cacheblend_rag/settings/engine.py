@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.base import Flag, Must, Settings
+from cacheblend_rag.settings.base import Settings
 from cacheblend_rag.settings.guard import GuardConfig
 from cacheblend_rag.settings.options import (
     AUTO,
@@ -54,7 +54,7 @@ class EngineConfig(Settings):
 
     _noun: ClassVar[str] = "option of an engine"
 
-    engine: Annotated[str, AfterValidator(_engine), Must("the name of an engine, or a URL")] = AUTO
+    engine: Annotated[str, AfterValidator(_engine)] = AUTO
     """``transformers`` (embedded), ``vllm`` (in this process), the URL of a server that
     ``cacheblend-rag serve`` started, or ``auto``."""
     model: Annotated[Any, _TEXT] = ""
@@ -63,7 +63,7 @@ class EngineConfig(Settings):
     server loaded."""
     tokenizer: Annotated[Any, WithJsonSchema({"type": "null"})] = Field(default=None, repr=False)
     """The model's own by default; must be given with a loaded model."""
-    instruction: Annotated[str | Callable[[Any], str], _TEXT, Must("a text")] = ""
+    instruction: Annotated[str | Callable[[Any], str], _TEXT] = ""
     """The text of prompts before their first chunk; lead-ins compute chunks after it. A function
     gets the model's tokenizer and returns the text."""
     namespace: Namespace = "default"
@@ -85,24 +85,16 @@ class EngineConfig(Settings):
     )
     """Where their KV is kept. A server has its own store: with a URL, only the registry in
     ``kv_path`` is used."""
-    fill_on_miss: Flag = False
+    fill_on_miss: bool = False
     """Compute and store registered chunks whose KV a request missed, when no request waits. Off by
     default, since this work continues after a call has returned, on a model that its owner may be
     using, and into a store that may be shared."""
-    guard: Annotated[
-        GuardConfig | None,
-        BeforeValidator(GuardConfig.optional),
-        Must("the settings of a guard, or its share of answers"),
-    ] = None
+    guard: Annotated[GuardConfig | None, BeforeValidator(GuardConfig.optional)] = None
     """How the quality of blended answers is watched: settings, or the share of answers that are
     compared. None is not at all, or what the server was started with."""
-    device: Annotated[
-        str | None, BeforeValidator(_own_name), Must("a device's name, such as cuda:0")
-    ] = None
+    device: Annotated[str | None, BeforeValidator(_own_name)] = None
     """Where the model runs, such as ``cpu`` or ``cuda``; fixed for a server."""
-    dtype: Annotated[
-        str | None, BeforeValidator(_own_name), Must("a dtype's name, such as bfloat16")
-    ] = None
+    dtype: Annotated[str | None, BeforeValidator(_own_name)] = None
     """Precision of the model's weights, such as ``bfloat16``; fixed for a server."""
     api_key: Annotated[
         Secret | None,

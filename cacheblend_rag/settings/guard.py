@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.base import Must, Positive, Ratio, Settings, as_tuple
+from cacheblend_rag.settings.base import Positive, Ratio, Settings, as_tuple
 
-Share = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
 def _rising(ratios: tuple[float, ...]) -> tuple[float, ...]:
@@ -29,15 +29,14 @@ class GuardConfig(Settings):
 
     _noun: ClassVar[str] = "setting of a guard"
 
-    sample_share: Annotated[Share, Must("a number above 0, up to 1")] = 0.01
+    sample_share: Share = 0.01
     """Share of blended answers that are compared with full prefill, in idle time."""
-    limit: Annotated[float, Field(strict=True, gt=0, le=3), Must("a number above 0, up to 3")] = 0.1
+    limit: Annotated[float, Field(gt=0, le=3)] = 0.1
     """Divergence from full prefill that is too much, in nats per token of the answer."""
     ratios: Annotated[
         tuple[Ratio, ...],
         BeforeValidator(as_tuple),
         AfterValidator(_rising),
-        Must("a list of numbers from 0 to 1"),
     ] = (0.3, 0.5)
     """Least recompute ratios, tried one after another while the divergence is above the limit;
     after the last one blending stops."""

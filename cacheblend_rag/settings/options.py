@@ -162,12 +162,14 @@ def describe_errors(errors: Iterable[Mapping[str, Any]]) -> str:
     found: dict[str, list[str]] = {}
     for error in errors:
         where = str(error["loc"][0]) if error["loc"] else ""
-        found.setdefault(where, []).append(" ".join(str(error["msg"]).split()))
-    return "; ".join(_described(where, told) for where, told in found.items())
+        found.setdefault(where, []).append(str(error["msg"]))
+    return "; ".join(described(where, told) for where, told in found.items())
 
 
-def _described(where: str, told: Sequence[str]) -> str:
-    kinds = [text.removeprefix(KIND) for text in told if text.startswith(KIND)]
+def described(where: str, told: Sequence[str]) -> str:
+    """Return what pydantic said of one argument, in one line."""
+    told = [" ".join(text.split()) for text in told]
+    kinds = dict.fromkeys(text.removeprefix(KIND) for text in told if text.startswith(KIND))
     if kinds:
         return f"{where} must be {' or '.join(kinds)}"
     text = "; ".join(text.removeprefix("Value error, ") for text in told)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, Field, PlainSerializer
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.base import Flag, Must, Positive, Settings
+from cacheblend_rag.settings.base import Positive, Settings
 from cacheblend_rag.settings.options import PROFILES, LeadInKind
 from cacheblend_rag.settings.request import BlendConfig
 
@@ -29,16 +29,16 @@ class LeadInConfig(Settings):
 
     _noun: ClassVar[str] = "setting of a lead-in"
 
-    kind: Annotated[LeadInKind, Must.choose(LeadInKind, name="lead_in")] = "document"
+    kind: Annotated[LeadInKind, Field(title="lead_in")] = "document"
     """``none``, ``bos``, ``instruction`` or ``document`` (contextual chunk KV)."""
     document_window: Positive = 2048
     """Most tokens of its own document that a chunk is precomputed after."""
-    unconfirmed_context: Flag = True
+    unconfirmed_context: bool = True
     """With the lead-in ``document``: whether a passage that a single document holds is answered for
     by its KV in that document although neither a hint nor the text before it in the prompt confirms
     that this document is meant. Off, its KV without document context is used, and stored too: for
     servers on which others store than those who ask."""
-    split_special_tokens: Flag = True
+    split_special_tokens: bool = True
     """Encode text in a chunk that looks like a special token as plain text, so that passages cannot
     imitate chat roles."""
 
@@ -59,7 +59,7 @@ class Profile(Settings):
 
     _noun: ClassVar[str] = "entry of a profile"
 
-    name: Annotated[str, Field(min_length=1), Must("a name")] = "own"
+    name: Annotated[str, Field(min_length=1)] = "own"
     """What reports call it."""
     model: str = ""
     """The public name of the model that it was tuned on; "" suits any."""
@@ -71,9 +71,7 @@ class Profile(Settings):
         default_factory=LeadInConfig
     )
     """The text that chunks are computed after; only the fields that are given count."""
-    measured: Annotated[dict[str, Any], Field(strict=False), Must("a table of figures")] = Field(
-        default_factory=dict
-    )
+    measured: Annotated[dict[str, Any], Field(strict=False)] = Field(default_factory=dict)
     """What was measured with these settings, and where: for readers, no program uses it."""
 
     @classmethod

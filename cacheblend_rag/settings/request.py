@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.base import Count, Flag, Must, Ratio, Settings, as_tuple
+from cacheblend_rag.settings.base import Count, Ratio, Settings, as_tuple
 from cacheblend_rag.settings.options import (
     AUTO,
     DEFAULT_RATIO,
@@ -18,6 +18,11 @@ from cacheblend_rag.settings.options import (
 
 
 def _rising(layers: tuple[int, ...]) -> tuple[int, ...]:
+    if layers[0] < 1:
+        raise ConfigError(
+            f"check_layers={layers} must be at least 1 each: the KV of layer 0 is exact and ranks "
+            "nothing"
+        )
     if any(b <= a for a, b in pairwise(layers)):
         raise ConfigError(f"check_layers={layers} must rise strictly")
     return layers
@@ -31,7 +36,7 @@ def _falling(ratios: tuple[float, ...] | None) -> tuple[float, ...] | None:
 
 def _bounds(ratios: tuple[float, float]) -> tuple[float, float]:
     if ratios[0] > ratios[1]:
-        raise ValueError("they fall")
+        raise ConfigError(f"ratio_bounds={ratios} must not fall")
     return ratios
 
 
@@ -44,20 +49,14 @@ class BlendConfig(Settings):
 
     _noun: ClassVar[str] = "setting of a request"
 
-    recompute_ratio: Annotated[
-        Ratio | Literal["auto"], Must(f'a number from 0 to 1 or "{AUTO}"')
-    ] = DEFAULT_RATIO
+    recompute_ratio: Ratio | Literal["auto"] = DEFAULT_RATIO
     """Share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill); ``auto`` is the
     largest whose recompute takes no longer than loading the chunks does."""
     check_layers: Annotated[
-        tuple[Annotated[int, Field(ge=1)], ...],
+        tuple[int, ...],
         Field(min_length=1),
         BeforeValidator(as_tuple),
         AfterValidator(_rising),
-        Must(
-            "a list of one layer index or more, each an integer of at least 1: "
-            "the KV of layer 0 is exact and ranks nothing"
-        ),
     ] = (1,)
     """Layers at which a selector that needs fresh KV compares it with cached KV; ignored by
     selectors that choose rows before layer 0."""
@@ -65,33 +64,30 @@ class BlendConfig(Settings):
         tuple[Ratio, ...] | None,
         BeforeValidator(as_tuple),
         AfterValidator(_falling),
-        Must("a list of numbers from 0 to 1"),
     ] = None
     """One ratio per check layer, never rising; None uses recompute_ratio for all."""
-    selector: Annotated[str, Field(min_length=1), Must("a selector's name")] = "question_mid"
+    selector: Annotated[str, Field(min_length=1)] = "question_mid"
     """Name of the rule that ranks tokens (see ``cacheblend_rag.blend.selectors``)."""
-    selector_options: Annotated[
-        dict[str, Any], Field(strict=False), Must("an object of named values")
-    ] = Field(default_factory=dict)
+    selector_options: Annotated[dict[str, Any], Field(strict=False)] = Field(default_factory=dict)
     """The selector's own fields, such as ``{"deviation": "k"}`` for ``hkvd``."""
     min_tokens: Count = 256
     """Prompts with fewer reusable chunk tokens are served by ordinary prefill."""
-    protect_context: Annotated[Ratio, Must("a number from 0 to 1")] = PROTECTED_SHARE
+    protect_context: Ratio = PROTECTED_SHARE
     """In a contextual chunk whose own document context is absent from the prompt, never recompute
     the tokens that depend on that context most, since fresh KV would forget it: the fewest that
     hold this share of the chunk's prior, less those whose keys the context changed by less than
     half their length. 1 protects every token, 0 none; a chunk stored without a prior is protected
     whole, unless this is 0. Off at ratio 1."""
-    cost_model: Flag = True
+    cost_model: bool = True
     """Compute a chunk, or the whole prompt, if that is measured to be faster than loading and
     blending. Off: stored chunks are blended however long that takes, so that quality comparisons
     and benchmarks do not depend on the machine's load."""
-    reuse_prefix: Flag = True
+    reuse_prefix: bool = True
     """Prefix caching: reuse the KV of a prefix that earlier requests had, too, and store this
     prompt's. The prefix is the text up to the first chunk; without chunks, the whole prompt and its
     answer. In vLLM its own prefix cache does so, block by block. Off: measurements do not depend on
     earlier requests, and no KV of prompts is stored; in vLLM the request shares no cached block."""
-    trace: Flag = False
+    trace: bool = False
     """Put the chosen tokens and their scores, and how far fresh KV is from stored KV, into the
     report. It costs a little: fresh KV is compared in each layer, scores are copied back from the
     accelerator, and vLLM computes such a request anew each time."""
@@ -99,7 +95,6 @@ class BlendConfig(Settings):
         tuple[Ratio, Ratio],
         BeforeValidator(as_tuple),
         AfterValidator(_bounds),
-        Must("a list of two ratios that rise, each a number from 0 to 1"),
     ] = RATIO_BOUNDS
     """The smallest and the largest ratio that ``auto`` may choose."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, Field, InstanceOf, ValidationInfo, model_validator
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.base import Must, Settings
+from cacheblend_rag.settings.base import Settings
 from cacheblend_rag.settings.options import Precision, names_of
 from cacheblend_rag.settings.sizes import QUANTITY, read_bytes, read_seconds
 from cacheblend_rag.settings.tier_url import TierUrl, passwords, read_tiers
@@ -65,7 +65,7 @@ class StoreConfig(Settings):
 
     _noun: ClassVar[str] = "setting of a store"
 
-    kv_path: Annotated[Path, Must("a folder")] = None
+    kv_path: Path = None
     """Folder for chunk KV and the registry of known chunks, shared between processes and runs;
     None keeps both in this process' memory."""
     host_bytes: Bytes = 4 << 30
@@ -79,14 +79,14 @@ class StoreConfig(Settings):
     """Where chunk KV is kept, fastest first, as URLs: ``host://?capacity=8GiB``,
     ``disk:///folder``, ``redis://host:6379/0``, ``s3://bucket/prefix``, ...; None is memory and
     ``kv_path``. With tiers, ``kv_path`` holds only the registry."""
-    read_only: Annotated[bool, BeforeValidator(_flag), Must("true or false")] = False
+    read_only: Annotated[bool, BeforeValidator(_flag)] = False
     """Only read what others store: nothing outside this process's memory is written, evicted,
     quarantined or marked as used."""
-    access_log: Annotated[Path, Must("a file")] = None
+    access_log: Path = None
     """Regular file that logs the stored chunks that prompts ask for, as JSON lines. If the file
     exists when a store is opened, the store loads the most requested chunks into its fastest tier,
     in the background."""
-    precision: Annotated[Precision, Must.choose(Precision)] = "native"
+    precision: Precision = "native"
     """Precision of stored numbers: ``native`` as computed, ``fp8`` one byte each.
     Engines do not find chunks of another precision."""
 

@@ -225,16 +225,13 @@ def test_protected_tokens_are_not_recomputed(protected: int) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"recompute_ratio": "most"}, 'recompute_ratio=.* from 0 to 1 or "auto"'),
+        ({"recompute_ratio": "most"}, "recompute_ratio='most' must be a valid number or 'auto'"),
         ({"recompute_ratio": "auto", "recompute_ratios": (0.5,)}, "leave recompute_ratios out"),
-        ({"ratio_bounds": (0.3, 0.1)}, "two ratios that rise"),
-        ({"ratio_bounds": (0.3,)}, "two ratios that rise"),
-        ({"ratio_bounds": 0.3}, "must be a list"),
-        (
-            {"ratio_bounds": (0.3, 2)},
-            r"ratio_bounds=\(0.3, 2\) must be .* each a number from 0 to 1$",
-        ),
-        ({"cost_model": "yes"}, "cost_model='yes' must be true or false"),
+        ({"ratio_bounds": (0.3, 0.1)}, "must not fall"),
+        ({"ratio_bounds": (0.3,)}, "ratio_bounds"),
+        ({"ratio_bounds": 0.3}, "must be a valid tuple"),
+        ({"ratio_bounds": (0.3, 2)}, r"ratio_bounds=\(0.3, 2\) must be less than or equal to 1"),
+        ({"cost_model": "yes"}, "cost_model='yes' must be a valid boolean"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, object], said: str) -> None:

@@ -103,7 +103,7 @@ def test_a_servers_settings_carry_one_to_its_clients(file: Path) -> None:
         ("= 3", "is not TOML"),
         ('name = "x"\n[blend]\nratio = 3', "unknown setting 'ratio' of a request"),
         ('name = "x"\n[blend]\nrecompute_ratio = 3.0', "recompute_ratio=3.0 must be"),
-        ('name = ""', "name='' must be a name"),
+        ('name = ""', "name='': String should have at least 1 character"),
         ('name = "x"\ncolour = "red"', "unknown entry 'colour' of a profile"),
     ],
 )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import BeforeValidator, Field
 
 from cacheblend_rag.engines.vllm.middleware.access import has_storers
 from cacheblend_rag.settings import StoreConfig, names_of
-from cacheblend_rag.settings.base import Flag, Must, Positive, Ratio, Settings
+from cacheblend_rag.settings.base import Positive, Ratio, Settings
 from cacheblend_rag.settings.engine import Namespace
 from cacheblend_rag.settings.options import Arguments
 from cacheblend_rag.settings.profile import Profile, ProfileOption
@@ -43,22 +43,20 @@ class ConnectorSettings(Settings):
     """Where each worker keeps chunk KV."""
     namespace: Namespace = "default"
     """The namespace of all KV of this server."""
-    tenants: Flag = False
+    tenants: bool = False
     """Whether clients' keys decide the namespace of each request (``serve --tenants``); requests
     that came past the access middleware then reuse nothing."""
-    slice_seconds: Annotated[
-        Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, Must("a number above 0")
-    ] = None
+    slice_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Seconds of work per step while other requests are decoding; None chooses by the device."""
     profile: Annotated[ProfileOption, BeforeValidator(_profile)] = None
     """What clients use where they give no settings of their own."""
-    guard: Annotated[Ratio, Must("a number from 0 to 1")] = 0.0
+    guard: Ratio = 0.0
     """Share of blended answers that clients' engines have compared with full prefill while vLLM is
     idle, unless they bring settings of their own; 0 is none."""
-    find: Annotated[FindMode, Must.choose(FindMode)] = "on"
+    find: FindMode = "on"
     """Whether stored chunks are found in the prompts of requests that bring no job: ``on`` in all,
     ``asked`` in those whose ``kv_transfer_params`` have a job of kind ``find``, ``off`` in none."""
-    unconfirmed_context: Annotated[bool | None, Strict(), Must("true, false or null")] = None
+    unconfirmed_context: bool | None = None
     """Whether KV computed in a document answers for a passage although nothing but the passage is
     in the prompt, as LeadInConfig says; by default yes, unless keys tell those who ask from those
     who store (``--tenants``, or CACHEBLEND_STORE_KEY in the environment)."""
