@@ -14,7 +14,7 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS
 from cacheblend_rag.observe import diagnosis
 from cacheblend_rag.settings import check_namespace
-from cacheblend_rag.settings.secret import check_server_url
+from cacheblend_rag.settings.options import check_server_url
 
 OF_COLLECTIONS = ("model", "kv_path", "instruction", "lead_in")
 

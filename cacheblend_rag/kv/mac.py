@@ -14,7 +14,7 @@ from hashlib import blake2b
 import xxhash
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.secret import Secret
+from cacheblend_rag.settings.options import Secret
 
 VARIABLE = "CACHEBLEND_MAC_KEY"
 """The environment variable that holds a store's key."""

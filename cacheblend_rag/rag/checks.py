@@ -12,7 +12,7 @@ from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
 from cacheblend_rag.models import check, is_local
 from cacheblend_rag.rag.retrieval import BUNDLED
 from cacheblend_rag.settings import EMBEDDED, VLLM
-from cacheblend_rag.settings.secret import check_server_url
+from cacheblend_rag.settings.options import check_server_url
 
 if TYPE_CHECKING:
     from cacheblend_rag.settings import BlendConfig

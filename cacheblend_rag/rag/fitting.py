@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from cacheblend_rag.errors import PromptError, PromptTooLongError
 from cacheblend_rag.rag.ordering import Source
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
+from cacheblend_rag.text.chat import SEPARATOR
 from cacheblend_rag.text.encoder import EDGE_TOKENS
-from cacheblend_rag.text.instructed import SEPARATOR
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine

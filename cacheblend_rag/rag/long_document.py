@@ -33,8 +33,8 @@ from cacheblend_rag.rag.document_windows import (
 )
 from cacheblend_rag.rag.progress import ProgressCallbacks, Task
 from cacheblend_rag.rag.window_prompts import SUMMARY, WindowPrompts, heading
+from cacheblend_rag.text.chat import SEPARATOR
 from cacheblend_rag.text.encoder import EDGE_TOKENS
-from cacheblend_rag.text.instructed import SEPARATOR
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine

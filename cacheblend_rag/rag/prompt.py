@@ -13,9 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from cacheblend_rag.text.chat import RenderedChat, begins_as_rendered, on_day
+from cacheblend_rag.text.chat import (
+    PLACE,
+    SEPARATOR,
+    InstructedChat,
+    RenderedChat,
+    begins_as_rendered,
+    on_day,
+)
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.instructed import PLACE, SEPARATOR, InstructedChat
 from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:

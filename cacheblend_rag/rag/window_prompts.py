@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cacheblend_rag.text.chat import begins_as_rendered, on_day
+from cacheblend_rag.text.chat import PLACE, SEPARATOR, InstructedChat, begins_as_rendered, on_day
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.instructed import PLACE, SEPARATOR, InstructedChat
 from cacheblend_rag.text.prompt import BlendPrompt
 
 INSTRUCTION = (

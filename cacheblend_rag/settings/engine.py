@@ -15,13 +15,13 @@ from cacheblend_rag.settings.options import (
     AUTO,
     ENGINES,
     Arguments,
+    Secret,
     check_engine_name,
     check_namespace,
     names_of,
 )
 from cacheblend_rag.settings.profile import LeadInConfig, Profile, ProfileOption
 from cacheblend_rag.settings.request import BlendConfig
-from cacheblend_rag.settings.secret import Secret
 from cacheblend_rag.settings.store import StoreConfig
 
 

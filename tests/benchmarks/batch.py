@@ -20,8 +20,8 @@ from cacheblend_rag.bench.workload import draw_real_texts
 from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.transformers.loading import GivenModel
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.text.chat import SEPARATOR
 from cacheblend_rag.text.encoder import PromptEncoder
-from cacheblend_rag.text.instructed import SEPARATOR
 from tests.benchmarks.command import run, say
 from tests.benchmarks.draws import draw_ranks, zipf_weights
 

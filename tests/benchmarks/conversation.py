@@ -21,7 +21,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.comparing import divergence
 from cacheblend_rag.rag.conversation import Answered
-from cacheblend_rag.text.instructed import InstructedChat
+from cacheblend_rag.text.chat import InstructedChat
 from cacheblend_rag.text.prompt import Segment
 from tests.benchmarks.command import run, say
 

@@ -22,7 +22,7 @@ from cacheblend_rag.settings import (
     LeadInConfig,
     StoreConfig,
 )
-from cacheblend_rag.settings.secret import Secret
+from cacheblend_rag.settings.options import Secret
 from tests.engines.toy_engine import ToyEngine
 from tests.toy import TOY
 
@@ -131,8 +131,6 @@ def test_a_lead_in_may_be_given_by_its_kind() -> None:
     assert LeadInConfig.of("bos") == LeadInConfig.of({"kind": "bos"}) == LeadInConfig(kind="bos")
     with pytest.raises(ConfigError, match=r"^lead_in='everything' must be 'none', 'bos', 'instr"):
         LeadInConfig.of("everything")
-
-
 
 
 @pytest.mark.parametrize(

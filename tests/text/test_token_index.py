@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.text import token_index
 from cacheblend_rag.text.anchors import Tokens
-from cacheblend_rag.text.token_index import TokenIndex, TokenRun
-from cacheblend_rag.text.token_runs import LEAST_COMPARED, Diagonals, Runs, budget, equal_runs
+from cacheblend_rag.text.token_index import (
+    LEAST_COMPARED,
+    Diagonals,
+    Runs,
+    TokenIndex,
+    TokenRun,
+    budget,
+    equal_runs,
+)
 
 
 def index_of(*sequences: list[int], least: int = 3) -> TokenIndex[int]:

@@ -23,7 +23,7 @@ from cacheblend_rag.errors import (
     ModelLoadError,
 )
 from cacheblend_rag.models import public_name, resolve
-from cacheblend_rag.settings.secret import Secret, check_server_url
+from cacheblend_rag.settings.options import Secret, check_server_url
 from cacheblend_rag.text.encoder import encode_plainly
 
 REPLICA_HEADER = "X-data-parallel-rank"

@@ -25,7 +25,7 @@ from cacheblend_rag.kv.tiers.admission import RefusedError
 from cacheblend_rag.kv.tiers.bytes import BytesTier, tensor_of
 from cacheblend_rag.kv.tiers.contract import TierPolicy
 from cacheblend_rag.kv.tiers.deadline import BoundedSocket, deadline
-from cacheblend_rag.settings.secret import Secret
+from cacheblend_rag.settings.options import Secret
 
 PREFIX = "cacheblend:"
 TIMEOUT_SECONDS = 5.0
