@@ -95,12 +95,11 @@ class Anchors:
     """Anchors by their hash, never changed once made.
 
     hashes: (distinct,), sorted. starts: (distinct + 1,) into ``places``, in which the places of one
-    hash stand in the order in which their sequences were added. Two tables shorten a search: a bit
-    for every value of a hash's first bits that occurs, and, by fewer of them, where in ``hashes``
-    those begin.
+    hash stand in the order in which their sequences were added. A table of bits, one for every
+    value of a hash's first bits, tells most hashes that are no anchors without a search.
     """
 
-    __slots__ = ("_begins", "_begins_shift", "_marks", "_marks_shift", "hashes", "places", "starts")
+    __slots__ = ("_marks", "_marks_shift", "hashes", "places", "starts")
 
     def __init__(self, hashes: Hashes, places: Integers) -> None:
         """Take sorted hashes, and the place of each."""
@@ -110,11 +109,6 @@ class Anchors:
         self.hashes, self.places = hashes[firsts], places
         self.starts = np.append(firsts, hashes.size).astype(np.uint32)
         bits = max(FEWEST_BITS, firsts.size.bit_length() - 1)
-        self._begins_shift = np.uint64(64 - bits)
-        counts = np.bincount(self._cells(self.hashes), minlength=1 << bits)
-        self._begins = np.zeros(counts.size + 1, np.uint32)
-        self._begins[1:] = np.cumsum(counts, out=counts)
-        del counts
         self._marks_shift = np.uint64(64 - bits - MARK_BITS)
         self._marks = self._marked(bits + MARK_BITS)
 
@@ -133,7 +127,7 @@ class Anchors:
     @property
     def nbytes(self) -> int:
         """Memory that the arrays take, in bytes."""
-        arrays = (self.hashes, self.starts, self.places, self._begins, self._marks)
+        arrays = (self.hashes, self.starts, self.places, self._marks)
         return sum(array.nbytes for array in arrays)
 
     def joined(self, later: Anchors, gone: Integers) -> Anchors:
@@ -158,9 +152,10 @@ class Anchors:
         most_places: of one anchor; the first ones added.
         """
         slots = (seen >> self._marks_shift).view(np.int64)
-        maybe = np.flatnonzero(self._marks[slots >> 3] & (1 << (slots & 7)))
-        is_anchor, low = self._look_up(seen[maybe])
-        positions, low = maybe[is_anchor], low[is_anchor]
+        positions = np.flatnonzero(self._marks[slots >> 3] & (1 << (slots & 7)))
+        low = np.searchsorted(self.hashes, seen[positions])
+        is_anchor = self.hashes[np.minimum(low, self.hashes.size - 1)] == seen[positions]
+        positions, low = positions[is_anchor], low[is_anchor]
         crowds = (self.starts[low + 1] - self.starts[low]).astype(np.int64)
         crowds = np.minimum(crowds, most_places)
         if crowds.sum() > most:
@@ -170,25 +165,6 @@ class Anchors:
         at = np.repeat(self.starts[low], crowds) + ramps(crowds)
         positions = np.repeat(positions, crowds)
         return Hits(self.places[at] + positions, positions, np.repeat(crowds, crowds))
-
-    def _look_up(self, seen: Hashes) -> tuple[NDArray[np.bool_], Integers]:
-        """Return which hashes there are, and their indices; binary search in all cells at once."""
-        cells = self._cells(seen)
-        low = self._begins[cells].astype(np.int64)
-        high = self._begins[cells + 1].astype(np.int64)
-        is_there = low < high
-        wide = np.flatnonzero(high - low > 1)
-        while wide.size:
-            middle = (low[wide] + high[wide]) // 2
-            is_above = self.hashes[middle] > seen[wide]
-            high[wide[is_above]] = middle[is_above]
-            low[wide[~is_above]] = middle[~is_above]
-            wide = wide[high[wide] - low[wide] > 1]
-        is_there[is_there] = self.hashes[low[is_there]] == seen[is_there]
-        return is_there, low
-
-    def _cells(self, hashes: Hashes) -> Integers:
-        return (hashes >> self._begins_shift).view(np.int64)
 
     def _without(self, gone: Integers) -> tuple[Hashes, Integers]:
         hashes = np.repeat(self.hashes, np.diff(self.starts))
