@@ -20,9 +20,9 @@ ARGUMENTS = ("arguments", "parameters")
 FIRST_KEYS = ("name", "type", "id", *ARGUMENTS)
 """What a call in plain JSON begins with."""
 WORD = re.compile(r"[a-zA-Z0-9_.:-]+")
-BLANKS = re.compile(r"\s*")
-STRING = re.compile(r'[^"\\]*\\?')
-"""A JSON string's text as far as it has no escape."""
+BEGUN = re.compile(r"[\s,;]*(\[\s*)?")
+OBJECT = re.compile(r'\{\s*(?:"([^"\\]*)("?)(?:\s*:\s*"([^"\\]*)("?))?)?')
+"""An object's first key, and its value if that is a text; each with its end if it has no escape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _found(text: str, form: Form, known: Collection[str]) -> tuple[str, list[Cal
 def _calls_in(body: str, known: Collection[str] | None) -> tuple[list[Call], int]:
     """Return the calls that a text begins with, and how many of its characters they take."""
     calls, at = list[Call](), 0
-    if known is not None and may_be_calls(body, known) is False:
+    if known is not None and not may_be_calls(body, known):
         return calls, at
     for value, end in _values(body):
         found = [as_call(one, known) for one in (value if isinstance(value, list) else [value])]
@@ -138,74 +138,37 @@ def _calls_in(body: str, known: Collection[str] | None) -> tuple[list[Call], int
     return calls, at
 
 
-def may_be_calls(text: str, known: Collection[str], at: int = 0) -> bool | None:
-    """Whether a text that may go on begins with calls in plain JSON, from ``at`` on.
+def may_be_calls(text: str, known: Collection[str], at: int = 0) -> bool:
+    """Whether a text that may go on begins, or may begin, with calls in plain JSON.
 
-    False if certainly not, None while so little is there that it may become either.
+    at: where it begins. A call is told by its first key, and by the name if that is it.
     """
-    at = _skipped(text, at)
-    if text.startswith("[", at):
-        at = _after_blanks(text, at + 1)
-        return _may_be_call(text, at, known) if at < len(text) else None
-    named = WORD.match(text, at)
-    if named is None:
-        return _may_be_call(text, at, known) if at < len(text) else None
-    if named.end() == len(text):
-        return None if _begins_one_of(known, named[0]) else False
-    if named[0] not in known:
-        return False
-    rest = text[named.end() :]
-    if "[ARGS]".startswith(rest) or not (rest := rest.removeprefix("[ARGS]").lstrip()):
-        return None
-    return rest[0] == "{"
-
-
-def _may_be_call(text: str, at: int, known: Collection[str]) -> bool | None:
-    """As ``may_be_calls``, for one object: by its first key, and by the name if that is it."""
-    if text[at] != "{":
-        return False
-    key, at = _string(text, _after_blanks(text, at + 1))
-    if key is None or at < 0:
-        return None if key is None else False
-    if "\\" in key:
-        return True  # whatever it stands for
+    begun = BEGUN.match(text, at)
+    is_list, at = (False, at) if begun is None else (begun[1] is not None, begun.end())
     if at == len(text):
-        return None if _begins_one_of(FIRST_KEYS, key) else False
-    if key != "name":
-        return key in FIRST_KEYS
-    at = _after_blanks(text, at + 1)
-    if at < len(text) and text[at] != ":":
-        return False
-    name, at = _string(text, _after_blanks(text, at + 1))
-    if name is None or at < 0:
-        return None if name is None else False
-    if "\\" in name:
         return True
-    if at == len(text):
-        return None if _begins_one_of(known, name) else False
-    return name in known
+    if (found := OBJECT.match(text, at)) is not None:
+        key, key_end, name, name_end = found.groups()
+        if key is None:
+            return found.end() == len(text)
+        if not key_end:
+            return _goes_on(text, found.end(), key, FIRST_KEYS)
+        if key != "name" or name is None:
+            return key in FIRST_KEYS
+        return name in known if name_end else _goes_on(text, found.end(), name, known)
+    named = WORD.match(text, at)
+    if named is None or is_list:
+        return False
+    if named.end() == len(text):
+        return any(one.startswith(named[0]) for one in known)
+    rest = text[named.end() :]
+    is_called = "[ARGS]".startswith(rest) or rest.removeprefix("[ARGS]").lstrip()[:1] in ("", "{")
+    return named[0] in known and is_called
 
 
-def _string(text: str, at: int) -> tuple[str | None, int]:
-    """Return the text of a JSON string up to its end, or its first escape, and where that is.
-
-    None where the text ends before it; -1 where it is no string.
-    """
-    if at >= len(text):
-        return None, at
-    if text[at] != '"':
-        return "", -1
-    found = STRING.match(text, at + 1)
-    return (found[0], found.end()) if found else ("", -1)
-
-
-def _begins_one_of(words: Collection[str], beginning: str) -> bool:
-    return any(word.startswith(beginning) for word in words)
-
-
-def _after_blanks(text: str, at: int) -> int:
-    blanks = BLANKS.match(text, at)
-    return at if blanks is None else blanks.end()
+def _goes_on(text: str, at: int, word: str, words: Collection[str]) -> bool:
+    """Whether a JSON string, read up to a place, may become one of some words."""
+    return at < len(text) or any(one.startswith(word) for one in words)  # at an escape: whatever
 
 
 def _values(body: str) -> Iterator[tuple[Any, int]]:
@@ -256,12 +219,9 @@ class ContentStream:
         if not self._is_open:
             return ""
         self._held += piece
-        if self._begins:
-            may_be = may_be_calls(self._held, self._known)
-            if may_be is not False:
-                self._is_open = may_be is None
-                return ""
-            self._begins = False
+        if self._begins and may_be_calls(self._held, self._known):
+            return ""
+        self._begins = False
         shown = self._held[: self._content_end()].rstrip()
         self._held, self.sent = self._held[len(shown) :], self.sent + shown
         return shown
@@ -271,11 +231,8 @@ class ContentStream:
         if self._is_json:
             return len(self._held)
         for found in _opening.finditer(self._held):
-            may_be: bool | None = True
-            if found[0] in MAY_BE_OTHER:
-                may_be = may_be_calls(self._held, self._known, found.end())
-            if may_be is not False:
-                self._is_open = may_be is None
+            self._is_open = found[0] in MAY_BE_OTHER
+            if not self._is_open or may_be_calls(self._held, self._known, found.end()):
                 return found.start()
         return len(self._held) - self._pending()
 
