@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from cacheblend_rag.errors import PromptError
@@ -26,10 +26,8 @@ from cacheblend_rag.text.known_texts import (
     SHORTEST,
     KnownText,
     KnownTexts,
-    completed,
     find_inside,
     has_cuts,
-    shortened,
 )
 from cacheblend_rag.text.special_tokens import Markers, special_tokens
 
@@ -116,9 +114,8 @@ class EncodedParts:
 class PromptEncoder:
     """Encodes prompts with one tokenizer. May be used by several threads at once.
 
-    It keeps the tokens of texts, and encodes only what it has not seen and the edges of what it
-    has (see ``known_texts``). The tokenizer must not be changed meanwhile. An engine has an encoder
-    of its own, so tenants, which have engines of their own, share none.
+    It keeps the tokens of texts, and encodes only what is new and the seams (see ``known_texts``).
+    The tokenizer must not be changed meanwhile. Each tenant has an engine, and so an encoder.
 
     split_special_tokens: whether chunk text that looks like a special token is encoded as text.
     known_bytes: memory for known texts.
@@ -239,25 +236,31 @@ class PromptEncoder:
 
     def _joined(self, parts: Sequence[tuple[str, bool]], known: Sequence[KnownText]) -> array[int]:
         """Return the tokens of all parts as one text; known: each part, if it is known."""
-        if any(one.inside is not None for one in known):
-            short = [
-                (shortened(text, one), is_chunk)
-                for (text, is_chunk), one in zip(parts, known, strict=True)
-            ]
-            whole = completed(array("i", self._whole(short)), known)
-            if whole is not None:
-                return whole
-        return array("i", self._whole(parts))
+        ids, seam = array("i"), list[tuple[str, bool]]()
+        is_first = True
+        for (text, is_chunk), one in zip_longest(parts, known):
+            if one is None or (inside := one.inside) is None:
+                seam.append((text, is_chunk))
+                continue
+            ids.extend(self._whole([*seam, (text[: inside.start], is_chunk)], is_first))
+            ids += one.ids[inside.first : inside.last]
+            seam, is_first = [(text[inside.stop :], is_chunk)], False
+        ids.extend(self._whole(seam, is_first))
+        return ids
 
-    def _whole(self, parts: Sequence[tuple[str, bool]]) -> TokenIds:
-        """Return the tokens of all parts as one text, without special tokens in its chunks."""
+    def _whole(self, parts: Sequence[tuple[str, bool]], is_first: bool) -> Iterator[int]:
+        """Return the tokens of parts as one text, without special tokens in its chunks.
+
+        is_first: whether it begins the prompt.
+        """
         guarded, end = [], 0
         for text, is_chunk in parts:
             if is_chunk and self.splits_special_tokens:
                 guarded.append((end, end + len(text)))
             end += len(text)
         first, *rest = self.pieces("".join(text for text, _ in parts), guarded)
-        return tuple(chain(self._plain(first), *map(self._behind, rest)))
+        begins = self._plain(first) if is_first else self._behind(first)
+        return chain(begins, *map(self._behind, rest))
 
     def _adds_no_control(
         self, ids: array[int], parts: Sequence[tuple[str, bool]], alone: Sequence[array[int]]

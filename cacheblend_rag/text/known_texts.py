@@ -1,10 +1,10 @@
 """Keeps the tokens of texts that were encoded before, and puts prompts together of them.
 
-A prompt is encoded as one text, so the tokens at the edges of a passage in it depend on the text
-beside it; those inside do not. What is encoded is therefore the prompt without the inner part of
-each known text, and the inner tokens are inserted afterwards.
+The tokens at the edges of a passage in a prompt depend on the text beside it; those inside do not.
+What is encoded is therefore each seam: the text from the last safe cut in one known text to the
+first one in the next.
 
-Texts are cut before a space between two ASCII letters or digits, and only for tokenizers of which
+A safe cut is before a space between two ASCII letters or digits, and only for tokenizers of which
 ``has_cuts`` shows that no token lies across such a place.
 """
 
@@ -13,10 +13,9 @@ from __future__ import annotations
 import re
 import sys
 from array import array
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +35,6 @@ SAMPLES = (
     "x y Zulu\n\nQ7 it's 3 o'clock in A B",
 )
 """Texts that must have the same tokens if they are cut at any place."""
-MATCHED_CHARACTERS = 32
-"""Fewest characters on each side of a removed part by whose tokens its place is found."""
 SHORTEST = 400
 """Characters of the shortest text of which the inner part is skipped."""
 ENTRY_BYTES = 700
@@ -50,17 +47,13 @@ Encode = Callable[[str], Sequence[int]]
 class Inside:
     """The part of a text that need not be encoded again.
 
-    start, stop: its characters. first, last: its tokens [first, last) among the text's. matched:
-    the tokens around it, as bytes, whatever stands beside the text. matched_before: how many of
-    them precede it.
+    start, stop: its characters. first, last: its tokens [first, last) among the text's.
     """
 
     start: int
     stop: int
     first: int
     last: int
-    matched: bytes
-    matched_before: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,57 +138,10 @@ def find_inside(text: str, ids: Ids, encode_behind: Encode) -> Inside | None:
     and from the last such place on.
     """
     places = [found.start() for found in CUT.finditer(text)]
-    if not places:
+    if not places or places[-1] - places[0] < len(text) // 2:
         return None
-    first, last = places[0], places[-1]
-    start = next((at for at in places if at >= first + MATCHED_CHARACTERS), last)
-    stop = next((at for at in reversed(places) if at <= last - MATCHED_CHARACTERS), first)
-    if stop - start < len(text) // 2:
-        return None
-    cuts = pairwise((0, first, start, stop, last, len(text)))
-    edge, before, _, after, end = (
-        array("i", () if (here, there) == (start, stop) else encode_behind(text[here:there]))
-        for here, there in cuts
-    )
-    head, tail = edge + before, after + end
+    start, stop = places[0], places[-1]
+    head, tail = array("i", encode_behind(text[:start])), array("i", encode_behind(text[stop:]))
     if ids[: len(head)] != head or ids[len(ids) - len(tail) :] != tail:
         return None
-    matched = (before + after).tobytes()
-    return Inside(start, stop, len(head), len(ids) - len(tail), matched, len(before))
-
-
-def shortened(text: str, known: KnownText) -> str:
-    """Return a text without the part that need not be encoded."""
-    inside = known.inside
-    return text if inside is None else text[: inside.start] + text[inside.stop :]
-
-
-def completed(ids: Ids, known: Sequence[KnownText]) -> Ids | None:
-    """Return a shortened prompt's tokens, with those of what was left out inserted.
-
-    known: the prompt's texts, in order. None if the places are not certain: the tokens around one
-    also occur elsewhere.
-    """
-    skipped = [(one.ids, one.inside) for one in known if one.inside is not None]
-    encoded, expected = ids.tobytes(), Counter(inside.matched for _, inside in skipped)
-    found = {tokens: deque(_places(encoded, tokens, ids.itemsize)) for tokens in expected}
-    if any(len(found[tokens]) != times for tokens, times in expected.items()):
-        return None
-    whole, done = array("i"), 0
-    for own, inside in skipped:
-        place = found[inside.matched].popleft() + inside.matched_before
-        if place < done:
-            return None
-        whole += ids[done:place]
-        whole += own[inside.first : inside.last]
-        done = place
-    return whole + ids[done:]
-
-
-def _places(encoded: bytes, tokens: bytes, size: int) -> Iterator[int]:
-    """Yield each token index at which ``tokens`` occur in ``encoded``; size: bytes of an id."""
-    at = encoded.find(tokens)
-    while at >= 0:
-        if at % size == 0:
-            yield at // size
-        at = encoded.find(tokens, at + 1)
+    return Inside(start, stop, len(head), len(ids) - len(tail))

@@ -91,9 +91,6 @@ def test_only_the_edges_of_known_chunks_are_encoded_again(kind: str) -> None:
     prompt.encode(encoder)
     size = sum(len(chunk.text) for chunk in chunks)
     assert (tokenizer.characters < size / 2) == (kind not in UNSKIPPED)
-    tokenizer.texts.clear()
-    BlendPrompt.of("Context: ", *reversed(chunks), "\nWhy?").encode(encoder)
-    assert len(tokenizer.texts) == 1
 
 
 def test_a_long_text_before_the_chunks_is_encoded_once() -> None:
@@ -115,21 +112,6 @@ def test_the_same_chunk_twice_and_chunks_that_differ_inside_keep_their_places() 
     kept, new = both_ways(tokenizer_of("tiktoken"), prompt)
     assert kept == new
     assert list(kept.token_ids) == tokenizer_of("tiktoken").encode(prompt.text)
-
-
-def test_text_that_repeats_the_surroundings_of_what_is_skipped_is_encoded_whole() -> None:
-    tokenizer, encoder = counting()
-    text = passage(1)
-    encoder.chunk(text)
-    prompt = BlendPrompt.of(Chunk(text), f"\n{text[:100]}{text[-100:]}", "\nWhy?")
-    assert list(prompt.encode(encoder).token_ids) == tokenizer_of("tiktoken").encode(prompt.text)
-    known = next(iter(encoder._known_texts._texts.values())).inside
-    assert known is not None
-    around = f"{text[: known.start]}{text[known.stop :]}"
-    prompt = BlendPrompt.of(Chunk(text), f"\n{around}\nWhy?")
-    tokenizer.texts.clear()
-    assert list(prompt.encode(encoder).token_ids) == tokenizer_of("tiktoken").encode(prompt.text)
-    assert prompt.text in tokenizer.texts
 
 
 def test_special_tokens_in_a_known_chunk_stay_text_and_in_text_stay_special() -> None:
