@@ -18,13 +18,14 @@ SCHEME = "://"
 """Part of a storage URL, which vLLM reads by itself."""
 
 
-def resolve(name: str | Path) -> str:
+def resolve(name: str | Path, *, converts: bool = True) -> str:
     """Return the folder or hub name that transformers and vLLM load.
 
     Args:
         name: a packaged model (``smollm2``), a ``.gguf`` file, a folder that
             holds one, a folder in hub format, or a hub name. A GGUF file is converted into a folder
             the first time, which takes a while.
+        converts: whether a GGUF file may be converted; else its name is returned.
 
     Raises:
         ModelLoadError: when a packaged model was not fetched, a local path holds no model, or a
@@ -35,7 +36,7 @@ def resolve(name: str | Path) -> str:
         return str(packaged.fetched_folder(text))
     path = Path(os.path.expanduser(name))
     if (file := _gguf_file(path, text)) is not None:
-        return str(gguf.converted_folder(file, text))
+        return str(gguf.converted_folder(file, text)) if converts else text
     _check_folder(path, text)
     return os.path.expanduser(text)
 
@@ -57,13 +58,7 @@ def tokenizer_source(name: str | Path) -> str:
 
 def check(name: str | Path) -> None:
     """Raise ModelLoadError when a local path holds no model; nothing is loaded or converted."""
-    text = str(name)
-    if text in packaged.MODELS:
-        packaged.fetched_folder(text)
-        return
-    path = Path(os.path.expanduser(name))
-    if _gguf_file(path, text) is None:
-        _check_folder(path, text)
+    resolve(name, converts=False)
 
 
 def public_name(name: str) -> str:

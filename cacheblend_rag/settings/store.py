@@ -12,7 +12,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.base import Settings
 from cacheblend_rag.settings.options import Precision, names_of
 from cacheblend_rag.settings.sizes import QUANTITY, read_bytes, read_seconds
-from cacheblend_rag.settings.tier_url import TierUrl, passwords, read_tiers
+from cacheblend_rag.settings.tier_url import TierUrl, read_tiers
 
 
 def _bytes(value: Any, info: ValidationInfo) -> Any:
@@ -116,7 +116,8 @@ class StoreConfig(Settings):
 
     def environment(self) -> dict[str, str]:
         """Return the passwords of tiers as environment variables for a worker process."""
-        return passwords(self.urls)
+        urls = self.urls
+        return {url.variable: url.password.reveal() for url in urls if url.password is not None}
 
     @classmethod
     def spread(cls, options: Mapping[str, Any]) -> dict[str, Any]:

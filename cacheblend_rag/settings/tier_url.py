@@ -126,11 +126,6 @@ def read_tiers(value: object) -> tuple[TierUrl, ...] | None:
     return tuple(_told_apart(urls))
 
 
-def passwords(urls: Iterable[TierUrl]) -> dict[str, str]:
-    """Return the environment variables that a worker process needs."""
-    return {url.variable: url.password.reveal() for url in urls if url.password is not None}
-
-
 def _again(text: str, name: str) -> TierUrl:
     return TierUrl(text).named(name)
 
