@@ -124,12 +124,6 @@ class Anchors:
         """Number of anchors."""
         return self.places.size
 
-    @property
-    def nbytes(self) -> int:
-        """Memory that the arrays take, in bytes."""
-        arrays = (self.hashes, self.starts, self.places, self._marks)
-        return sum(array.nbytes for array in arrays)
-
     def joined(self, later: Anchors, gone: Integers) -> Anchors:
         """Return these and later ones, without those of sequences that are gone (numbers)."""
         if not self.size and not gone.size:

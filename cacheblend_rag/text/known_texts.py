@@ -96,14 +96,6 @@ class KnownTexts:
                 self._bytes -= _size(old, dropped)
         return made
 
-    @property
-    def bytes(self) -> int:
-        """Memory of the texts and their tokens, about."""
-        return self._bytes
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
 
 def _size(text: str, known: KnownText) -> int:
     return sys.getsizeof(text) + known.ids.itemsize * len(known.ids) + ENTRY_BYTES

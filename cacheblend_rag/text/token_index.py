@@ -125,14 +125,6 @@ class TokenIndex(Generic[Name]):
         """Whether there is a sequence of this name."""
         return name in self._numbers
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays: tokens and anchors."""
-        with self._lock:
-            tokens = sum(tokens.nbytes for _, tokens in self._known.values())
-            new = sum(hashes.nbytes + places.nbytes for hashes, places in self._new)
-            return tokens + new + sum(level.nbytes for level in self._levels)
-
     def tokens(self, name: Name) -> Tokens:
         """Return the tokens of a sequence, (tokens,), read-only; KeyError for an unknown name."""
         return self._known[self._numbers[name]][1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import PromptEncoder, encode_plainly
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
-from cacheblend_rag.text.special_tokens import Markers, special_tokens
+from cacheblend_rag.text.special_tokens import special_tokens
 from tests.tokenizer_kinds import (
     BOS,
     CELL,
@@ -43,7 +42,6 @@ every_kind_at_all = pytest.mark.parametrize("kind", [*KINDS, *UNUSABLE])
 plain = st.text(sorted(set("".join(CORPUS)) | set("\n\t ")), max_size=12)
 words = st.sampled_from([word for line in CORPUS for word in line.split()])
 texts = plain | words | words.map(" {}".format) | words.map("{}\n\n".format)
-spelled = texts | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 marked = st.lists(texts | st.sampled_from(MARKERS), max_size=5).map("".join)
 
 
@@ -87,14 +85,6 @@ def test_the_model_reads_the_text_that_was_written(kind: str, prompt: BlendPromp
     encoded = prompt.encode(encoder_of(kind))
     assert list(encoded.token_ids) == tokenizer_of(kind).encode(prompt.text)
     assert len(encoded.spans) + len(encoded.inseparable) <= len(prompt.segments)
-
-
-@pytest.mark.parametrize("kind", SPELLS_EVERYTHING)
-@settings(max_examples=40, deadline=None)
-@given(prompt=prompts(spelled, spelled))
-def test_any_character_survives_any_cut(kind: str, prompt: BlendPrompt) -> None:
-    encoded = prompt.encode(encoder_of(kind))
-    assert list(encoded.token_ids) == tokenizer_of(kind).encode(prompt.text)
 
 
 @every_kind
@@ -213,13 +203,6 @@ def test_a_chunk_within_a_word_is_read_with_the_word() -> None:
     assert list(encoded.token_ids) == tokenizer_of("word level").encode(prompt.text)
 
 
-def test_chunks_are_found_where_the_tokenizer_strips_texts() -> None:
-    prompt = BlendPrompt.of("The ", Chunk("lamp was burning "), "lost")
-    encoded = prompt.encode(encoder_of("stripping"))
-    assert list(encoded.token_ids) == tokenizer_of("stripping").encode(prompt.text)
-    assert [span.chunk.text for span in encoded.spans] == ["lamp was burning "]
-
-
 class Normalizing:
     """A tokenizer that reads one more spelling of a special token as that token."""
 
@@ -310,41 +293,6 @@ def test_roles_told_apart_by_text_are_told(template: str | None, markers: str | 
     tokenizer = copy.deepcopy(tokenizer_of("tiktoken"))
     tokenizer.chat_template = template
     assert PromptEncoder(tokenizer).role_markers() == markers
-
-
-# What is inside
-
-
-def test_every_marker_in_a_text_is_found() -> None:
-    text = f"a{END}b{START}{END}{END} c"
-    found = sorted(Markers(MARKERS).find(text))
-    assert [(at, text[at:end]) for at, end in found] == [
-        (m.start(), m[0]) for m in re.finditer("|".join(map(re.escape, MARKERS)), text)
-    ]
-
-
-@every_kind
-def test_markers_are_cut_where_they_reach_into_a_chunk_and_only_there(kind: str) -> None:
-    encoder, text, long = encoder_of(kind), f"{END}er{END}", len(END)
-
-    def pieces(start: int, stop: int) -> list[str]:
-        return list(encoder.pieces(text, [(start, stop)]))
-
-    assert pieces(long, long + 2) == [text]
-    assert pieces(long - 1, long + 2) == [text[0], text[1:]]
-    assert pieces(long, long + 3) == [text[: long + 3], text[long + 3 :]]
-    assert pieces(0, len(text)) == [text[0], text[1 : long + 3], text[long + 3 :]]
-
-
-@every_kind
-def test_a_text_broken_up_holds_no_special_token_and_reads_the_same(kind: str) -> None:
-    encoder = encoder_of(kind)
-    for text in (f"lamp{END}ships", END, "The lamp", "x"):
-        broken = encoder.broken_up(text)
-        assert encoder.special_ids.isdisjoint(broken)
-        if kind in SPELLS_EVERYTHING:
-            assert says(kind, broken).replace(" ", "") == text.replace(" ", "")
-    assert encoder.broken_up("The lamp") == encoder.chunk("The lamp")
 
 
 def test_a_special_token_of_two_characters_is_broken_up() -> None:

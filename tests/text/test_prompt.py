@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -81,34 +80,17 @@ def byte_level(bos_in_front: bool) -> PreTrainedTokenizerFast:
     return wrap(tokenizer, bos_in_front)
 
 
-def metaspace(bos_in_front: bool) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-    trainer = trainers.UnigramTrainer(
-        vocab_size=200,
-        special_tokens=list(SPECIAL.values()),
-        unk_token=SPECIAL["unk_token"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return wrap(tokenizer, bos_in_front)
-
-
 TOKENIZERS = {
     "byte-level": byte_level(False),
     "byte-level, BOS": byte_level(True),
-    "metaspace": metaspace(False),
-    "metaspace, BOS": metaspace(True),
 }
-ADDS_BOS = {"byte-level, BOS", "metaspace, BOS"}
+ADDS_BOS = {"byte-level, BOS"}
 every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(
     [*CORPUS, "{chunk}", "{{ m }}", "\ue000\ue001", "\x00\x1f", "\r\n", '"', "\\n", "{% raw %}"]
 )
 chunks = texts.filter(lambda t: bool(t.strip())).map(Chunk)
-prompts = st.lists(texts | chunks, max_size=8).map(lambda parts: BlendPrompt.of(*parts))
 
 
 def with_template(name: str, template: str) -> PreTrainedTokenizerFast:
@@ -158,30 +140,6 @@ def test_explicit_parts_keep_text_and_chunks(parts: list[str | Chunk]) -> None:
 
 
 @every_tokenizer
-@settings(max_examples=60, deadline=None)
-@given(prompt=prompts)
-def test_spans_hold_the_chunk_tokenized_alone(name: str, prompt: BlendPrompt) -> None:
-    tokenizer = TOKENIZERS[name]
-    encoded = prompt.encode(tokenizer)
-    encoder = PromptEncoder(tokenizer)
-    alone = [(s.chunk, encoder.chunk(s.text)) for s in prompt.segments if s.chunk]
-    expected = [(chunk, ids) for chunk, ids in alone if ids]
-    found = [span.chunk for span in encoded.spans]
-    assert Counter([*found, *encoded.inseparable]) == Counter(chunk for chunk, _ in expected)
-    assert span_tokens(encoded) == [encoder.chunk(chunk.text) for chunk in found]
-    assert encoded.token_ids.count(tokenizer.bos_token_id) == (name in ADDS_BOS)
-    assert tokenizer.eos_token_id not in encoded.token_ids
-
-
-@every_tokenizer
-def test_a_prompt_without_chunks_is_tokenized_as_usual(name: str) -> None:
-    text = " ".join(CORPUS[:2])
-    encoded = BlendPrompt.from_text(text, ChunkRegistry()).encode(TOKENIZERS[name])
-    usual = TOKENIZERS[name].encode(text)
-    assert list(encoded.token_ids) == (usual[:-1] if name in ADDS_BOS else usual)
-
-
-@every_tokenizer
 def test_bos_is_not_doubled(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     token_ids = BlendPrompt.of("<s>The lamp").encode(tokenizer).token_ids
@@ -195,11 +153,6 @@ def test_an_empty_prompt_is_the_opening_alone(name: str) -> None:
     opening = (tokenizer.bos_token_id,) if name in ADDS_BOS else ()
     assert PromptEncoder(tokenizer).opening == opening
     assert BlendPrompt.of("").encode(tokenizer) == EncodedPrompt(opening, ())
-
-
-def test_an_unpaired_surrogate_is_named() -> None:
-    with pytest.raises(PromptError, match=r"character 2 .* unpaired surrogate"):
-        BlendPrompt.of("ab\ud800c").encode(TOKENIZERS["byte-level"])
 
 
 def test_a_segment_must_hold_its_chunk() -> None:
@@ -243,16 +196,6 @@ def test_chunks_are_found_in_messages(template: str) -> None:
     messages = [{"role": "system", "content": "Answer."}, {"role": "user", "content": content}]
     prompt = BlendPrompt.from_messages(messages, ChunkRegistry(known), tokenizer)
     assert [s.chunk for s in prompt.segments if s.chunk] == known
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_results_of_tools_stand_word_for_word(template: str) -> None:
-    tokenizer = with_template("byte-level", template)
-    known = [Chunk(CORPUS[0]), Chunk('He said "no"\nand left.')]
-    messages = [{"role": "tool", "content": f" {known[0].text}\n{known[1].text} "}]
-    prompt = BlendPrompt.from_messages(messages, ChunkRegistry(known), tokenizer)
-    assert [s.chunk for s in prompt.segments if s.chunk] == known
-    assert messages[0]["content"] in prompt.text
 
 
 def test_hints_reach_the_registry() -> None:

@@ -295,36 +295,6 @@ def test_texts_of_one_character_are_searched_within_bounds() -> None:
     assert compared(distinct, text) < 1500
 
 
-def test_a_longer_prompt_may_be_compared_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "COMPARED_CHARACTERS", 0)
-    texts = [f"Passage {n} says {n * 7919} in words." for n in range(200)]
-    assert len(ChunkRegistry(map(Chunk, texts)).find(" ".join(texts))) == 200
-
-
-class CountingBudget(search.SearchBudget):
-    """Allows everything. asked: for how many texts."""
-
-    asked = 0
-
-    def allows(self, text: str) -> bool:
-        self.asked += 1
-        return True
-
-
-def test_texts_of_the_same_windows_share_them_evenly() -> None:
-    """So that no window of a prompt stands for all of them."""
-    table = search.AnchorTable()
-    for pairs in range(20, 120):
-        text = "ab" * pairs
-        ((_, hashes),) = [found for found in search.windows(text) if found[0] == 32]
-        table.add(text, hashes)
-    for window in ("ab" * 16, "ba" * 16):
-        ((_, hashes),) = [found for found in search.windows(window) if found[0] == 32]
-        budget = CountingBudget(0)
-        assert list(table.occurrences(window, hashes, budget)) == []
-        assert budget.asked == 50
-
-
 def test_boilerplate_of_many_documents_is_named_without_asking_them_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -102,32 +102,6 @@ def test_added_together_or_one_by_one_and_merged_or_not_the_same_is_found() -> N
         one_by_one.merge()
 
 
-def test_space_of_forgotten_sequences_is_given_back() -> None:
-    texts = [text(seed, 200) for seed in range(400)]
-    index = index_of(*texts[:100], least=32)
-    index.merge()
-    before = index.nbytes
-    for name in range(100, 400):
-        index.add(texts[name], name)
-    index.merge()
-    assert index.nbytes > 3 * before
-    for name in range(100, 400):
-        index.discard(name)
-    index.merge()
-    assert index.nbytes == before
-
-
-def test_the_callers_array_is_neither_kept_nor_shared() -> None:
-    tokens = np.array(text(1, 40), np.uint32)
-    known = tokens.tolist()
-    index = TokenIndex[str]()
-    index.add(tokens, "one")
-    tokens[:] = 0
-    assert index.tokens("one").tolist() == known
-    with pytest.raises(ValueError, match="read-only"):
-        index.tokens("one")[0] = 1
-
-
 def test_a_thread_merges_while_others_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_index, "LEAST_MERGED", 16)
     texts = [text(seed, 64) for seed in range(600)]
