@@ -340,9 +340,3 @@ def test_the_cache_is_where_the_user_keeps_caches(
     assert models_folder() == expected
     monkeypatch.setenv("CACHEBLEND_MODELS", "~/here")
     assert models_folder() == tmp_path / "home" / "here"
-
-
-def test_hub_format_folders_are_taken_as_they_are(model_cache: Path, tmp_path: Path) -> None:
-    tiny_llama().save_pretrained(tmp_path / "hub")
-    assert models.resolve(tmp_path / "hub") == str(tmp_path / "hub")
-    assert not model_cache.exists()

@@ -169,13 +169,6 @@ def test_within_a_document_nothing_behind_a_boundary_answers_for_what_others_may
         assert registry.find("Contact us.", hints)[0].chunk.context == ()
 
 
-def test_nothing_is_found_in_nothing() -> None:
-    assert ChunkRegistry([Chunk("a")]).find("") == []
-    assert ChunkRegistry().find("some text") == []
-    assert ChunkRegistry().variants("some text") == ()
-    assert ChunkRegistry().document("none such") == ()
-
-
 @pytest.mark.parametrize("text", ["", " ", "\r\n\t\u2003"])
 def test_blank_chunks_are_refused(text: str) -> None:
     registry = ChunkRegistry()

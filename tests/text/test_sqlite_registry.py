@@ -112,19 +112,6 @@ def test_only_what_others_remove_is_told(path: Path) -> None:
     assert heard["two"] == REPORT.to_chunks()
 
 
-def test_two_open_registries_see_each_others_changes(path: Path) -> None:
-    one, two = SharedChunkRegistry(path), SharedChunkRegistry(path)
-    one.add_many(REPORT.to_chunks())
-    two.add_many(LETTER.to_chunks())
-    assert len(one) == len(two) == 5
-    assert one.variants("It was founded in Rome.") == two.variants("It was founded in Rome.")
-
-    one.discard_many(one.document("letter"))
-    assert two.document("letter") == ()
-    assert two.find("Dear reader,") == []
-    assert [m.chunk.document_id for m in two.find("It was founded in Rome.")] == ["report"]
-
-
 def test_another_process_adds_and_removes(path: Path) -> None:
     here = SharedChunkRegistry(path)
     here.add_many(REPORT.to_chunks())
@@ -291,18 +278,6 @@ def test_a_damaged_row_is_left_out_by_name_and_the_rest_works(
     assert len(SharedChunkRegistry(path).find(REPORT.chunks[2])) == 1
 
 
-def test_a_row_is_not_named_twice(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    registry = SharedChunkRegistry(path)
-    with sqlite3.connect(path) as file:
-        file.execute("INSERT INTO chunks (text, context) VALUES (77, 0)")
-    for number in range(3):
-        registry.find("anything")
-        registry.add(Chunk(f"more of {number}"))
-    assert caplog.messages == [
-        f"chunk registry {path}: row 1 of its chunks is left out: text 77 is missing"
-    ]
-
-
 FOREIGN = {
     "CREATE TRIGGER t AFTER INSERT ON chunks BEGIN SELECT 1; END": "trigger 't'",
     "CREATE VIEW v AS SELECT 1": "view 'v'",
@@ -402,19 +377,6 @@ def test_a_document_is_forgotten_though_its_rows_were_deleted_by_hand(path: Path
     registry.discard_many(registry.document("report"))
     assert registry.document("report") == ()
     assert len(SharedChunkRegistry(path)) == 2
-
-
-def test_searches_go_on_when_the_file_is_damaged_later(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    registry = SharedChunkRegistry(path)
-    registry.add_many(REPORT.to_chunks())
-    with sqlite3.connect(path) as file:
-        file.execute("DROP TABLE removals")
-    assert len(registry.find("Alpha is first.")) == 1
-    assert "cannot be read" in caplog.text
-    with pytest.raises(StoreError, match="cannot be changed"):
-        registry.add(Chunk("more"))
 
 
 def test_a_document_registered_again_and_in_part_is_whole_after_a_restart(tmp_path: Path) -> None:

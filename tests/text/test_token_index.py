@@ -246,15 +246,3 @@ def test_what_a_naive_search_finds_is_found(
     for length, start, stop in naive:  # what is left of it, if anything, is shorter than least
         left = np.flatnonzero(np.concatenate([[True], is_found[start:stop], [True]]))
         assert max(np.diff(left)) - 1 < least, (length, start, stop)
-
-
-@given(st.lists(st.integers(0, 19), max_size=12, unique=True), st.integers(0, 2**32))
-def test_long_sequences_are_all_found_in_any_order(names: list[int], seed: int) -> None:
-    texts = [text(name, 40 + 5 * name) for name in range(20)]
-    index = index_of(*texts, least=32)
-    prompt, wanted = list[int](), []
-    for name in names:
-        prompt += [60_000] * random.Random(seed + name).randrange(40)
-        wanted.append(TokenRun(name, len(prompt), len(prompt) + len(texts[name]), 0))
-        prompt += texts[name]
-    assert index.find(prompt) == wanted
