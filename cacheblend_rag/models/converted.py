@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from filelock import FileLock
@@ -26,31 +26,14 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class FileState:
-    """A file's path, size and modification time, to recognize it without reading it again."""
-
-    path: str
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, path: Path) -> FileState:
-        """Return a file's state now."""
-        status = path.stat()
-        return cls(str(path.resolve()), status.st_size, status.st_mtime_ns)
-
-
-@dataclass(frozen=True)
 class Record:
     """The record in a converted model's folder.
 
-    name: of the model in reports. source: the package or file that it was made from. files:
-    states of files known to have this content.
+    name: of the model in reports. source: the package or file that it was made from.
     """
 
     name: str
     source: str
-    files: tuple[FileState, ...] = ()
     format: int = FORMAT
 
 
@@ -71,8 +54,7 @@ def read_record(folder: Path) -> Record | None:
     """Return a converted model's record; None when the folder is not one."""
     try:
         plain = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        files = tuple(FileState(**state) for state in plain.pop("files"))
-        record = Record(**plain, files=files)
+        record = Record(plain["name"], plain["source"], plain["format"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return record if record.format == FORMAT else None
@@ -105,22 +87,13 @@ def make_once(folder: Path, record: Record, write: Callable[[Path], None]) -> Pa
                     make_folder(partial)
                 write(partial)
                 with _usable(folder):
-                    _write_record(partial, record)
+                    told = json.dumps(asdict(record), indent=1)
+                    (partial / RECORD).write_text(f"{told}\n", encoding="utf-8")
                     _flush(partial)
                     partial.rename(folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return folder
-
-
-def add_file(folder: Path, state: FileState) -> None:
-    """Record that a file has the content that a converted model was made from."""
-    with _locked(folder), _usable(folder):
-        record = read_record(folder)
-        if record is None or state in record.files:
-            return
-        others = tuple(file for file in record.files if file.path != state.path)
-        _write_record(folder, replace(record, files=(*others, state)))
 
 
 def size_of(folder: Path) -> int:
@@ -151,13 +124,6 @@ def _usable(folder: Path) -> Iterator[None]:
             f"the folder of converted models {folder.parent} cannot be used: {first_line(error)}; "
             f"set {VARIABLE} to another folder"
         ) from error
-
-
-def _write_record(folder: Path, record: Record) -> None:
-    text = json.dumps(asdict(record), indent=1)
-    partial = folder / f".{RECORD}.partial"
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(folder / RECORD)
 
 
 def _flush(folder: Path) -> None:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,18 +85,20 @@ def converted_folder(file: Path, name: str) -> Path:
     name: as the user gave it, for messages. Equal content is converted once, whatever its path.
     Raises ModelLoadError when it cannot be converted.
     """
-    state = converted.FileState.of(file)
-    for folder, record in converted.converted_models():
-        if state in record.files:
-            return folder
+    state, path = file.stat(), file.resolve()
+    told = f"{path} {state.st_size} {state.st_mtime_ns} {converted.FORMAT}"
+    seen = converted.models_folder() / f".{hashlib.sha256(os.fsencode(told)).hexdigest()}"
+    if seen.is_dir():  # a link: the file need not be read again
+        return seen.parent / seen.readlink()
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     folder = converted.models_folder() / f"gguf-{digest[:32]}-{converted.FORMAT}"
     if not folder.is_dir():
         logger.info("converting %s, once", file.name)
-    record = converted.Record(stem(file.name) or file.name, state.path, (state,))
+    record = converted.Record(stem(file.name) or file.name, str(path))
     converted.make_once(folder, record, lambda target: convert(file, target, name))
-    converted.add_file(folder, state)
+    with suppress(OSError):
+        seen.symlink_to(folder.name)
     return folder
 
 
