@@ -138,7 +138,7 @@ def serve_collection(
         from cacheblend_rag.api.collection import Retriever, name_of
         from cacheblend_rag.settings import GuardConfig
 
-        asker.engine.guard = GuardConfig.optional(guard)
+        asker.engine.guard = None if guard is None else GuardConfig.of(guard)
         retriever = Retriever(asker, top_k, order, cites)
         name = name_of(folder)
         made = create_app(asker.engine, name=name, retriever=retriever, documents=False)

@@ -89,7 +89,7 @@ class EngineConfig(Settings):
     """Compute and store registered chunks whose KV a request missed, when no request waits. Off by
     default, since this work continues after a call has returned, on a model that its owner may be
     using, and into a store that may be shared."""
-    guard: Annotated[GuardConfig | None, BeforeValidator(GuardConfig.optional)] = None
+    guard: Annotated[GuardConfig, BeforeValidator(GuardConfig.of)] | None = None
     """How the quality of blended answers is watched: settings, or the share of answers that are
     compared. None is not at all, or what the server was started with."""
     device: Annotated[str | None, BeforeValidator(_own_name)] = None

@@ -62,12 +62,3 @@ class GuardConfig(Settings):
                 f"guard={value!r} must be a share of answers, above 0 and up to 1, or settings"
             )
         return cls(sample_share=float(value))
-
-    @classmethod
-    def optional(cls, value: Any) -> Any:
-        """Return settings as ``of`` does; None for None, which is no guard.
-
-        Raises:
-            ConfigError: for an unknown name, or a value out of range.
-        """
-        return None if value is None else cls.of(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 from cacheblend_rag.errors import ConfigError
 
@@ -71,13 +71,7 @@ class Context(Sequence[str]):
         """Yield the pieces in order."""
         return reversed([*reversed(self)])
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+    def __getitem__(self, index: Any) -> Any:
         """Return a piece, or several; takes as long as the context is."""
         return tuple(self)[index]
 

@@ -43,11 +43,13 @@ class ChunkRegistry:
 
     def __len__(self) -> int:
         """Return how many chunks are registered, each variant counted."""
+        self._catch_up()
         with self._lock:
             return sum(map(len, self._variants.values()))
 
     def __contains__(self, text: object) -> bool:
         """Return whether ``text`` is the text of a registered chunk."""
+        self._catch_up()
         with self._lock:
             return text in self._variants
 
@@ -57,6 +59,7 @@ class ChunkRegistry:
 
         While it stays the same, searches of the same text find the same chunks.
         """
+        self._catch_up()
         return self._generation
 
     def add(self, chunk: Chunk) -> None:
@@ -94,12 +97,14 @@ class ChunkRegistry:
             document_id: the document.
             collection: only chunks of this collection; None is all.
         """
+        self._catch_up()
         with self._lock:
             chunks = self._chunks_of(document_id)
         return tuple(c for c in chunks if collection is None or c.collection == collection)
 
     def chunks(self) -> tuple[Chunk, ...]:
         """Return all registered chunks, each variant by itself."""
+        self._catch_up()
         with self._lock:
             return tuple(chunk for variants in self._variants.values() for chunk in variants)
 
@@ -116,11 +121,13 @@ class ChunkRegistry:
 
     def variants(self, text: str) -> tuple[Chunk, ...]:
         """Return the registered chunks with this text, the most recently added last."""
+        self._catch_up()
         with self._lock:
             return tuple(self._variants.get(text, ()))
 
     def is_ambiguous(self, text: str) -> bool:
         """Whether chunks with this text have different contexts."""
+        self._catch_up()
         with self._lock:
             return differ(self._variants.get(text, ()))
 
@@ -141,6 +148,7 @@ class ChunkRegistry:
             text: the text to search.
             hints: chunks, or document ids, that are expected.
         """
+        self._catch_up()
         found = list(windows(text))
         with self._lock:
             hinted = _Hints(hints)
@@ -157,6 +165,9 @@ class ChunkRegistry:
                 return not self._is_hinted(text[start:end], hinted), start - end, start
 
             return self._name(text, without_overlaps(spans, precedence), hinted)
+
+    def _catch_up(self) -> None:
+        """Read what other processes changed; does nothing in memory."""
 
     @staticmethod
     def check(chunk: Chunk) -> None:

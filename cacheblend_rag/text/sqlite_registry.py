@@ -17,7 +17,7 @@ from threading import RLock
 
 from cacheblend_rag.errors import PromptError, StoreError
 from cacheblend_rag.folders import make_folder
-from cacheblend_rag.text.chunk import EMPTY, Chunk, Context, Match
+from cacheblend_rag.text.chunk import EMPTY, Chunk, Context
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.registry_file import (
     MOST_BYTES,
@@ -87,22 +87,6 @@ class SharedChunkRegistry(ChunkRegistry):
                 self._make_tables()
             self._read_news()
 
-    def __len__(self) -> int:
-        """Return how many chunks are registered, each variant counted."""
-        self._catch_up()
-        return super().__len__()
-
-    def __contains__(self, text: object) -> bool:
-        """Return whether ``text`` is the text of a registered chunk."""
-        self._catch_up()
-        return super().__contains__(text)
-
-    @property
-    def generation(self) -> object:
-        """An object that is replaced with each chunk that is added or forgotten, by others too."""
-        self._catch_up()
-        return super().generation
-
     def add_many(self, chunks: Iterable[Chunk]) -> None:
         """Register chunks in order, all of them or, on an error, none.
 
@@ -135,16 +119,6 @@ class SharedChunkRegistry(ChunkRegistry):
             for chunk in dict.fromkeys(chunks):
                 self._delete_row(chunk)
 
-    def document(self, document_id: str, collection: str | None = None) -> tuple[Chunk, ...]:
-        """Return a document's chunks, in the order of their registration; empty when unknown."""
-        self._catch_up()
-        return super().document(document_id, collection)
-
-    def chunks(self) -> tuple[Chunk, ...]:
-        """Return all registered chunks, each variant by itself."""
-        self._catch_up()
-        return super().chunks()
-
     def refresh(self) -> None:
         """Read changes by other processes, waiting for a writer.
 
@@ -160,16 +134,6 @@ class SharedChunkRegistry(ChunkRegistry):
     def watch(self, removed: Callable[[Sequence[Chunk]], None]) -> None:
         """Call a function with chunks that other processes, or other registries, forget."""
         self._watchers.append(removed)
-
-    def variants(self, text: str) -> tuple[Chunk, ...]:
-        """Return the registered chunks with this text, the most recently added last."""
-        self._catch_up()
-        return super().variants(text)
-
-    def find(self, text: str, hints: Sequence[Chunk | str] = ()) -> list[Match]:
-        """Return the registered chunks in ``text``; see ChunkRegistry.find."""
-        self._catch_up()
-        return super().find(text, hints)
 
     def close(self) -> None:
         """Close the file; this object still knows the chunks read so far."""
