@@ -335,10 +335,9 @@ def kept_runs(runs: Runs, numbers: Sequence[int], least: int) -> list[Kept]:
     The others keep what is left of them, if it has ``least`` tokens. numbers: of the diagonals'
     sequences.
     """
-    waiting = [
-        (start - end, number, start, end, source)
-        for number, start, end, source in _not_inside_others(runs, numbers)
-    ]
+    own = np.array(numbers, np.int64)[runs.sources]
+    columns = (runs.starts - runs.ends, own, runs.starts, runs.ends, runs.sources)
+    waiting = list(zip(*(column.tolist() for column in columns), strict=True))
     heapify(waiting)
     taken: list[Kept] = []
     while waiting:
@@ -356,19 +355,3 @@ def kept_runs(runs: Runs, numbers: Sequence[int], least: int) -> list[Kept]:
             if stop - begin >= least:
                 heappush(waiting, (begin - stop, number, begin, stop, source))
     return taken
-
-
-def _not_inside_others(runs: Runs, numbers: Sequence[int]) -> list[list[int]]:
-    """Return number, start, end and source of the runs that lie in no other one.
-
-    What is left of a run that lies inside another is never more than what is left of the other.
-    """
-    own = np.array(numbers, np.int64)[runs.sources]
-    order = np.lexsort((own, -runs.ends, runs.starts))
-    ends = runs.ends[order]
-    is_outer = np.ones(ends.size, np.bool_)
-    is_outer[1:] = ends[1:] > np.maximum.accumulate(ends)[:-1]
-    order = order[is_outer]
-    columns = (own, runs.starts, runs.ends, runs.sources)
-    found: list[list[int]] = np.stack([column[order] for column in columns], axis=1).tolist()
-    return found
