@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text.known_texts import (
@@ -62,34 +62,8 @@ KNOWN_TEXTS_BYTES = 64 << 20
 """Memory for the tokens of known texts: about 12,000 chunks of 512 tokens."""
 
 
-class Tokenizer(Protocol):
-    """The methods of a tokenizer that prompts use; every Hugging Face tokenizer has them."""
-
-    @property
-    def chat_template(self) -> Any:
-        """The Jinja template (or templates by name) that renders messages; None without one."""
-
-    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
-        """Return token ids; ``verbose`` warns when there are more than the model takes."""
-
-    def decode(
-        self,
-        token_ids: list[int],
-        *,
-        skip_special_tokens: bool,
-        clean_up_tokenization_spaces: bool,
-    ) -> str:
-        """Return the text of token ids."""
-
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        *,
-        tokenize: bool,
-        add_generation_prompt: bool,
-    ) -> Any:
-        """Return the rendered messages, a str when ``tokenize`` is False."""
+Tokenizer: TypeAlias = Any
+"""A Hugging Face tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,8 +307,10 @@ class PromptEncoder:
         return encode_plainly(self.tokenizer, text)
 
     def _says(self, ids: Iterable[int]) -> str:
-        return self.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        return str(
+            self.tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
         )
 
     def _find_anchors(self) -> None:
