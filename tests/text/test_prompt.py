@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend_rag.errors import PromptError
@@ -21,17 +22,8 @@ from cacheblend_rag.text.prompt import (
     segment,
 )
 from cacheblend_rag.text.registry import ChunkRegistry
+from tests.tokenizer_kinds import CHATML, CORPUS, tokenizer_of
 
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-CORPUS = [
-    "The lighthouse at Vell was built in 1821 by a widow who had lost two ships.",
-    "She kept the lamp burning for forty years, and no vessel was lost again.",
-    "system user assistant tool Question Answer { } [ ] \n\n\t\r\n \"quoted\" 'text'",
-]
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 WITH_BOS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 JSON_TOOLS = (
     "{% for m in messages %}{{ m.role }}: "
@@ -53,48 +45,14 @@ SYSTEM_FIRST = (
 DROPS = "{% set messages = messages | rejectattr('role', 'equalto', 'system') %}"
 
 
-def wrap(tokenizer: Tokenizer, bos_in_front: bool) -> PreTrainedTokenizerFast:
-    if bos_in_front:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<s> $A </s>",
-            special_tokens=[("<s>", 0), ("</s>", 1)],
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        **SPECIAL,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def byte_level(bos_in_front: bool) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=list(SPECIAL.values()),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return wrap(tokenizer, bos_in_front)
-
-
-TOKENIZERS = {
-    "byte-level": byte_level(False),
-    "byte-level, BOS": byte_level(True),
-}
-ADDS_BOS = {"byte-level, BOS"}
-every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
-
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(
     [*CORPUS, "{chunk}", "{{ m }}", "\ue000\ue001", "\x00\x1f", "\r\n", '"', "\\n", "{% raw %}"]
 )
 chunks = texts.filter(lambda t: bool(t.strip())).map(Chunk)
 
 
-def with_template(name: str, template: str) -> PreTrainedTokenizerFast:
-    tokenizer = TOKENIZERS[name]
+def with_template(template: str | None, *, opens: bool = False) -> PreTrainedTokenizerFast:
+    tokenizer = copy.deepcopy(tokenizer_of("byte-level", opens=opens))
     tokenizer.chat_template = template
     return tokenizer
 
@@ -139,18 +97,21 @@ def test_explicit_parts_keep_text_and_chunks(parts: list[str | Chunk]) -> None:
     assert not any(a and b for a, b in pairwise(kinds))
 
 
-@every_tokenizer
-def test_bos_is_not_doubled(name: str) -> None:
-    tokenizer = TOKENIZERS[name]
+@pytest.mark.parametrize("opens", [True, False])
+def test_bos_is_not_doubled(opens: bool) -> None:
+    tokenizer = tokenizer_of("byte-level", opens=opens)
     token_ids = BlendPrompt.of("<s>The lamp").encode(tokenizer).token_ids
     assert token_ids[0] == tokenizer.bos_token_id
     assert token_ids.count(tokenizer.bos_token_id) == 1
 
 
-@every_tokenizer
-def test_an_empty_prompt_is_the_opening_alone(name: str) -> None:
-    tokenizer = TOKENIZERS[name]
-    opening = (tokenizer.bos_token_id,) if name in ADDS_BOS else ()
+@pytest.mark.parametrize("single", ["<s> $A </s>", "<s> $A", "$A </s>"])
+def test_an_empty_prompt_is_the_opening_alone(single: str) -> None:
+    tokenizer = with_template(None)
+    ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "</s>")]
+    own = processors.TemplateProcessing(single=single, special_tokens=ids)
+    tokenizer.backend_tokenizer.post_processor = own
+    opening = (tokenizer.bos_token_id,) if single.startswith("<s>") else ()
     assert PromptEncoder(tokenizer).opening == opening
     assert BlendPrompt.of("").encode(tokenizer) == EncodedPrompt(opening, ())
 
@@ -174,7 +135,7 @@ conversations = st.lists(
 def test_the_text_is_the_plain_rendering(
     template: str, turns: list[tuple[str, str]], generation: bool
 ) -> None:
-    tokenizer = with_template("byte-level, BOS", template)
+    tokenizer = with_template(template, opens=True)
     messages = [{"role": role, "content": content} for role, content in turns]
     registry = ChunkRegistry(Chunk(text) for text in CORPUS)
     prompt = BlendPrompt.from_messages(
@@ -190,7 +151,7 @@ def test_the_text_is_the_plain_rendering(
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_chunks_are_found_in_messages(template: str) -> None:
-    tokenizer = with_template("byte-level", template)
+    tokenizer = with_template(template)
     known = Document("vell", (CORPUS[0], CORPUS[1])).to_chunks()
     content = f"  {CORPUS[0]}\n\n{CORPUS[1]}\n\nWho built it? {{braces}} \ue000"
     messages = [{"role": "system", "content": "Answer."}, {"role": "user", "content": content}]
@@ -199,7 +160,7 @@ def test_chunks_are_found_in_messages(template: str) -> None:
 
 
 def test_hints_reach_the_registry() -> None:
-    tokenizer = with_template("byte-level", CHATML)
+    tokenizer = with_template(CHATML)
     old, new = Chunk("Shared.", "old"), Chunk("Shared.", "new")
     registry = ChunkRegistry([old, new])
     messages = [{"role": "user", "content": "Shared."}]
@@ -210,7 +171,7 @@ def test_hints_reach_the_registry() -> None:
 
 def test_text_parts_are_joined_and_other_fields_kept() -> None:
     template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{{ m.name }}{% endfor %}"
-    tokenizer = with_template("byte-level", template)
+    tokenizer = with_template(template)
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": parts, "name": "ann"},
@@ -226,7 +187,7 @@ def test_a_failing_template_is_explained(template: str) -> None:
         BlendPrompt.from_messages(
             [{"role": "user", "content": "hello"}],
             ChunkRegistry(),
-            with_template("byte-level", template),
+            with_template(template),
         )
 
 
@@ -264,7 +225,7 @@ def test_a_failing_template_is_explained(template: str) -> None:
 )
 def test_what_is_wrong_with_messages_is_said_whole(messages: Any, said: str) -> None:
     with pytest.raises(PromptError) as refused:
-        BlendPrompt.from_messages(messages, ChunkRegistry(), with_template("byte-level", CHATML))
+        BlendPrompt.from_messages(messages, ChunkRegistry(), with_template(CHATML))
     assert str(refused.value) == said
 
 
@@ -282,7 +243,7 @@ def test_what_is_wrong_with_a_prompt_is_said_whole() -> None:
         BlendPrompt.from_messages(
             [{"role": "user", "content": "a"}],
             ChunkRegistry(),
-            with_template("byte-level", None),  # type: ignore[arg-type]
+            with_template(None),
         )
     assert str(refused.value) == (
         "the tokenizer has no chat template: pass the prompt as a plain string or set "
@@ -313,6 +274,5 @@ def test_system_messages_that_a_template_does_not_take_are_the_users(
         {"role": names[role], "content": chr(ord("A") + place)}
         for place, role in enumerate(roles.split())
     ]
-    tokenizer = byte_level(bos_in_front=False)
-    tokenizer.chat_template = head + MARKED
+    tokenizer = with_template(head + MARKED)
     assert BlendPrompt.from_messages(messages, ChunkRegistry(), tokenizer).text == wanted
