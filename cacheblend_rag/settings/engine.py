@@ -46,11 +46,7 @@ _TEXT = WithJsonSchema({"type": "string"})
 
 
 class EngineConfig(Settings):
-    """Which engine serves, and the settings that are fixed when it is opened.
-
-    Raises:
-        ConfigError: when a field is out of range.
-    """
+    """Which engine serves, and the settings that are fixed when it is opened."""
 
     _noun: ClassVar[str] = "option of an engine"
 

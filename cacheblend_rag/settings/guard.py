@@ -21,11 +21,7 @@ def _rising(ratios: tuple[float, ...]) -> tuple[float, ...]:
 
 
 class GuardConfig(Settings):
-    """How an engine watches the quality of its blended answers, and what it does about it.
-
-    Raises:
-        ConfigError: when a field is out of range.
-    """
+    """How an engine watches the quality of its blended answers, and what it does about it."""
 
     _noun: ClassVar[str] = "setting of a guard"
 
@@ -50,11 +46,7 @@ class GuardConfig(Settings):
 
     @classmethod
     def of(cls, value: GuardConfig | Mapping[str, Any] | float | None) -> Self:
-        """As for all settings; a number is the share of answers.
-
-        Raises:
-            ConfigError: for an unknown name, or a value out of range.
-        """
+        """As for all settings; a number is the share of answers."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return super().of(value)  # type: ignore[arg-type]
         if not 0 < value <= 1:

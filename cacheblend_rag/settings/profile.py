@@ -21,11 +21,7 @@ FOLDER = Path(__file__).parent / "profiles"
 
 
 class LeadInConfig(Settings):
-    """The text that an engine computes chunks after, fixed for its lifetime.
-
-    Raises:
-        ConfigError: when a field is out of range.
-    """
+    """The text that an engine computes chunks after, fixed for its lifetime."""
 
     _noun: ClassVar[str] = "setting of a lead-in"
 
@@ -52,9 +48,6 @@ class Profile(Settings):
     """Settings under one name; `tune` writes one.
 
     A setting that is given beside a profile overrides the profile's, which overrides the default.
-
-    Raises:
-        ConfigError: when a field is out of range.
     """
 
     _noun: ClassVar[str] = "entry of a profile"
@@ -76,30 +69,18 @@ class Profile(Settings):
 
     @classmethod
     def of(cls, value: Profile | Mapping[str, Any] | str | Path | None) -> Self:
-        """As for all settings; a text or a path is the name of a packaged profile, or a file.
-
-        Raises:
-            ConfigError: when there is none, or it is no profile.
-        """
+        """As for all settings; a text or a path is the name of a packaged profile, or a file."""
         return cls.load(value) if isinstance(value, str | Path) else super().of(value)  # type: ignore[arg-type]
 
     @classmethod
     def chosen(cls, value: Profile | Mapping[str, Any] | str | Path | None) -> Self | None:
-        """Return a given profile, or the one that the environment names, or None.
-
-        Raises:
-            ConfigError: as ``of``.
-        """
+        """Return a given profile, or the one that the environment names, or None."""
         found = value or os.environ.get(VARIABLE)
         return cls.of(found) if found else None
 
     @classmethod
     def load(cls, name: str | Path) -> Self:
-        """Return a packaged profile, or the one in a TOML file.
-
-        Raises:
-            ConfigError: when there is none, or it is no profile.
-        """
+        """Return a packaged profile, or the one in a TOML file."""
         path = FOLDER / f"{name}.toml" if str(name) in PROFILES else Path(name).expanduser()
         try:
             plain = tomllib.loads(path.read_text(encoding="utf-8"))

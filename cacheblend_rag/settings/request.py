@@ -41,11 +41,7 @@ def _bounds(ratios: tuple[float, float]) -> tuple[float, float]:
 
 
 class BlendConfig(Settings):
-    """How one request's cached chunk KV is fused.
-
-    Raises:
-        ConfigError: when a field is out of range.
-    """
+    """How one request's cached chunk KV is fused."""
 
     _noun: ClassVar[str] = "setting of a request"
 

@@ -58,9 +58,6 @@ class StoreConfig(Settings):
 
     Sizes and times may be given as text, such as ``"8GiB"`` and ``"12h"``. A password in a tier's
     URL is never printed or serialized.
-
-    Raises:
-        ConfigError: when a field is out of range.
     """
 
     _noun: ClassVar[str] = "setting of a store"

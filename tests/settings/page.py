@@ -44,8 +44,6 @@ def settings_schema() -> dict[str, Any]:
     """Return the JSON schema of each model, by its name."""
     asked = [(model, "validation", TypeAdapter(model)) for model in MODELS]
     _, schema = TypeAdapter.json_schemas(asked)
-    for model in schema["$defs"].values():
-        model["description"] = model["description"].partition("\n\nRaises:")[0]
     return schema["$defs"]
 
 

@@ -29,11 +29,7 @@ def _profile(value: Any) -> Profile | None:
 
 
 class ConnectorSettings(Settings):
-    """The settings of the connector, fixed when vLLM starts.
-
-    Raises:
-        ConfigError: when a field is out of range.
-    """
+    """The settings of the connector, fixed when vLLM starts."""
 
     _noun: ClassVar[str] = "setting of the connector"
 
@@ -73,11 +69,7 @@ class ConnectorSettings(Settings):
 
     @classmethod
     def of_vllm(cls, vllm_config: VllmConfig) -> Self:
-        """Read them from vLLM's config.
-
-        Raises:
-            ConfigError: for an unknown name, or a value out of range.
-        """
+        """Read them from vLLM's config."""
         transfer = vllm_config.kv_transfer_config
         return cls.from_extra_config(
             (transfer.kv_connector_extra_config if transfer else None) or {}
@@ -85,11 +77,7 @@ class ConnectorSettings(Settings):
 
     @classmethod
     def from_extra_config(cls, given: Mapping[str, Any]) -> Self:
-        """Read ``kv_connector_extra_config``, where a store's settings stand beside the others.
-
-        Raises:
-            ConfigError: for an unknown name, or a value out of range.
-        """
+        """Read ``kv_connector_extra_config``, where a store's settings stand beside the others."""
         known = names_of(cls) - {"store"} | names_of(StoreConfig)
         return cls(**StoreConfig.gather(Arguments(cls._noun, known).read(given)))
 
