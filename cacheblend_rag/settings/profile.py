@@ -80,7 +80,11 @@ class Profile(Settings):
 
     @classmethod
     def load(cls, name: str | Path) -> Self:
-        """Return a packaged profile, or the one in a TOML file."""
+        """Return a packaged profile, or the one in a TOML file.
+
+        Raises:
+            ConfigError: when there is none, or it is no profile.
+        """
         path = FOLDER / f"{name}.toml" if str(name) in PROFILES else Path(name).expanduser()
         try:
             plain = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -103,9 +103,12 @@ class BlendPrompt:
     def from_text(
         cls, text: str, registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
     ) -> BlendPrompt:
-        """Return a whole prompt, split at the registered chunks in it.
+        """Return ``text``, split at the registered chunks in it.
 
-        hints: chunks, or document ids, that are expected (see ChunkRegistry.find).
+        Args:
+            text: the whole prompt.
+            registry: known chunks.
+            hints: chunks, or document ids, that are expected (see ChunkRegistry.find).
         """
         return cls(segment(text, registry, hints))
 
@@ -118,9 +121,14 @@ class BlendPrompt:
         hints: Sequence[Chunk | str] = (),
         add_generation_prompt: bool = True,
     ) -> BlendPrompt:
-        """Return messages as the tokenizer's template renders them, split as ``from_text`` does.
+        """Return chat messages as the tokenizer's template renders them, split at known chunks.
 
-        add_generation_prompt: whether the prompt ends where the answer begins.
+        Args:
+            messages: the chat so far.
+            registry: known chunks.
+            tokenizer: the one whose chat template is used.
+            hints: chunks, or document ids, that are expected (see ChunkRegistry.find).
+            add_generation_prompt: whether the prompt ends where the answer begins.
 
         Raises:
             PromptError: when a message is malformed, the tokenizer has no chat template, or the
@@ -134,7 +142,13 @@ class BlendPrompt:
     def from_rendered(
         cls, rendered: RenderedChat, registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
     ) -> BlendPrompt:
-        """Return a chat that ``render_chat`` rendered, split as ``from_text`` does."""
+        """Return a rendered chat, split at the registered chunks in it.
+
+        Args:
+            rendered: the chat, by ``render_chat``.
+            registry: known chunks.
+            hints: chunks, or document ids, that are expected (see ChunkRegistry.find).
+        """
         found = segment(rendered.text, registry, hints)
         return cls(tuple(_told_apart(found, rendered.data)), is_rendered=True)
 
