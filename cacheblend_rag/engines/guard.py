@@ -26,7 +26,7 @@ from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import GuardReport
 from cacheblend_rag.settings import AUTO, BlendConfig
-from cacheblend_rag.settings.guard import GuardConfig
+from cacheblend_rag.settings.engine import GuardConfig
 from cacheblend_rag.text.chunk import Chunk, Context
 
 logger = logging.getLogger(__name__)

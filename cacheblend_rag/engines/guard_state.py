@@ -9,7 +9,7 @@ import math
 from collections import deque
 from typing import Literal
 
-from cacheblend_rag.settings.guard import GuardConfig
+from cacheblend_rag.settings.engine import GuardConfig
 
 Step = Literal["up", "down", "stop"]
 

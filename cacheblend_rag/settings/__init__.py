@@ -24,8 +24,7 @@ from cacheblend_rag.settings.options import (
 
 if TYPE_CHECKING:
     from cacheblend_rag.settings.base import Settings
-    from cacheblend_rag.settings.engine import EngineConfig
-    from cacheblend_rag.settings.guard import GuardConfig
+    from cacheblend_rag.settings.engine import EngineConfig, GuardConfig
     from cacheblend_rag.settings.profile import LeadInConfig, Profile
     from cacheblend_rag.settings.request import BlendConfig
     from cacheblend_rag.settings.store import StoreConfig
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "BlendConfig": "cacheblend_rag.settings.request",
     "EngineConfig": "cacheblend_rag.settings.engine",
-    "GuardConfig": "cacheblend_rag.settings.guard",
+    "GuardConfig": "cacheblend_rag.settings.engine",
     "LeadInConfig": "cacheblend_rag.settings.profile",
     "Profile": "cacheblend_rag.settings.profile",
     "Settings": "cacheblend_rag.settings.base",

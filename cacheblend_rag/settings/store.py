@@ -10,8 +10,7 @@ from pydantic import BeforeValidator, Field, InstanceOf, ValidationInfo, model_v
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.base import Settings
-from cacheblend_rag.settings.options import Precision, names_of
-from cacheblend_rag.settings.sizes import QUANTITY, read_bytes, read_seconds
+from cacheblend_rag.settings.options import QUANTITY, Precision, names_of, read_bytes, read_seconds
 from cacheblend_rag.settings.tier_url import TierUrl, read_tiers
 
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.options import Arguments, check_engine_name, describe_errors
+from cacheblend_rag.settings.options import Arguments, check_engine_name, describe_errors, size
 
 TAKEN = Arguments(
     "option of Model",
@@ -137,3 +137,11 @@ def test_what_pydantic_finds_is_told_in_a_line(given: dict[str, object], told: s
     assert re.match(told, line), line
     assert "\n" not in line
     assert "s3cret" not in line
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (2048, "2.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.00 GiB")],
+)
+def test_sizes_carry_their_unit(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text
