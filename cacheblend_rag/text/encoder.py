@@ -67,22 +67,15 @@ Tokenizer: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedChunk:
-    """A chunk in a prompt.
+class EncodedParts:
+    """A prompt's tokens, and those of its parts; without chunks, of none.
 
-    token_ids: of the chunk by itself. run: their position in the prompt, None if not found.
+    alone: each part's by itself. runs: where those of a chunk are in the prompt, None if not found.
     """
 
     token_ids: TokenIds
-    run: Run | None
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedParts:
-    """A prompt's tokens, and each part as an encoded chunk; None for parts that are no chunk."""
-
-    token_ids: TokenIds
-    chunks: tuple[EncodedChunk | None, ...]
+    alone: Sequence[array[int]] = ()
+    runs: Sequence[Run | None] = ()
 
 
 class PromptEncoder:
@@ -205,8 +198,8 @@ class PromptEncoder:
         has_opening = parts and not parts[0][1] and ids[: len(opening)] == opening
         start = 0 if has_opening or not opens else len(opening)
         ids = opening[:start] + ids
-        chunks = _placed(parts, alone, ids, start) if known else (None,) * len(parts)
-        return EncodedParts(tuple(ids), chunks)
+        runs = _placed(parts, alone, ids, start) if known else ()
+        return EncodedParts(tuple(ids), alone, runs)
 
     def _joined(self, parts: Sequence[tuple[str, bool]], known: Sequence[KnownText]) -> array[int]:
         """Return the tokens of all parts as one text; known: each part, if it is known."""
@@ -332,7 +325,7 @@ def _placed(
     alone: Sequence[array[int]],
     ids: array[int],
     start: int,
-) -> tuple[EncodedChunk | None, ...]:
+) -> list[Run | None]:
     """Find each chunk's run among a prompt's tokens; start: where its text begins."""
     import numpy as np
 
@@ -340,14 +333,14 @@ def _placed(
 
     tokens: Ids = np.asarray(ids, dtype=np.int64)
     near, after = start, start
-    found: list[EncodedChunk | None] = []
+    found: list[Run | None] = []
     for own, (_, is_chunk) in zip(alone, parts, strict=True):
         run = find_run(tokens, np.asarray(own, dtype=np.int64), near, after) if is_chunk else None
         if run is not None:
             near, after = run.start - run.skip, run.end
         near += len(own)
-        found.append(EncodedChunk(tuple(own), run) if is_chunk else None)
-    return tuple(found)
+        found.append(run)
+    return found
 
 
 def encode_plainly(tokenizer: Tokenizer, text: str) -> TokenIds:

@@ -19,7 +19,6 @@ from cacheblend_rag.text.tools import Message
 
 if TYPE_CHECKING:
     from cacheblend_rag.text.registry import ChunkRegistry
-    from cacheblend_rag.text.runs import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +175,15 @@ class BlendPrompt:
         done = encoder.encode(parts, opens=not self.is_rendered)
         spans: list[ChunkSpan] = []
         inseparable: list[Chunk] = []
-        for part, found in zip(self.segments, done.chunks, strict=True):
-            if part.chunk is None or found is None or not found.token_ids:
+        for part, own, run in zip(self.segments, done.alone, done.runs, strict=False):
+            if part.chunk is None or not own:
                 continue
-            if found.run is None:
+            if run is None:
                 inseparable.append(part.chunk)
             else:
-                spans.append(_span(part.chunk, found.token_ids, found.run))
+                before, after = own[: run.skip], own[run.skip + run.tokens :]
+                span = ChunkSpan(part.chunk, run.start, run.end, tuple(before), tuple(after))
+                spans.append(span)
         return EncodedPrompt(done.token_ids, tuple(spans), tuple(inseparable))
 
 
@@ -217,11 +218,6 @@ def _told_apart(segments: Iterable[Segment], data: Sequence[tuple[int, int]]) ->
                 text = found.text[left - start : right - start]
                 yield Segment(text, is_data=(first + i) % 2 == 1)
         start = end
-
-
-def _span(chunk: Chunk, token_ids: tuple[int, ...], run: Run) -> ChunkSpan:
-    end = run.skip + run.tokens
-    return ChunkSpan(chunk, run.start, run.end, token_ids[: run.skip], token_ids[end:])
 
 
 def _segment_of(part: str | Chunk, index: int) -> Segment:
