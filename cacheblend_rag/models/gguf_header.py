@@ -66,7 +66,8 @@ class GgufHeader:
     @property
     def tokens(self) -> Sequence[str]:
         """The vocabulary, by id."""
-        return self.tokenizer("tokens") or ()
+        found = self.tokenizer("tokens")
+        return found if isinstance(found, list) else []
 
     def settings(self) -> dict[str, Any]:
         """Return the architecture's settings, by key without the architecture's name."""
