@@ -33,9 +33,3 @@ def test_a_model_is_fetched_listed_and_asked(cli, tmp_path: Path) -> None:
     assert str(folder) in shown
     found = cli("doctor", "--model", "tiny", "--json")
     assert found.json["model"]["architecture"] == "LlamaForCausalLM"
-
-
-def test_wrong_names_are_told_in_a_line(cli) -> None:
-    got = cli("models", "get", "nothing")
-    assert got.code == 2
-    assert got.stderr == "cacheblend-rag: no packaged model is called 'nothing': there is smollm2\n"

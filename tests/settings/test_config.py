@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.errors import ConfigError
@@ -45,31 +43,6 @@ from tests.toy import TOY
 def test_a_bad_setting_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
         BlendConfig(**{field: value})
-
-
-ratios = st.floats(0, 1)
-
-
-@st.composite
-def configs(draw: st.DrawFn) -> BlendConfig:
-    layers = sorted(draw(st.sets(st.integers(1, 40), min_size=1, max_size=4)))
-    schedule = sorted(
-        draw(st.lists(ratios, min_size=len(layers), max_size=len(layers))), reverse=True
-    )
-    return BlendConfig(
-        recompute_ratio=draw(ratios),
-        check_layers=tuple(layers),
-        recompute_ratios=draw(st.none() | st.just(tuple(schedule))),
-        min_tokens=draw(st.integers(0, 1000)),
-    )
-
-
-@given(configs())
-def test_plain_values_make_the_same_config(config: BlendConfig) -> None:
-    values = dict(config)
-    lists = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-    assert BlendConfig.of(values) == BlendConfig.of(lists) == config
-    assert BlendConfig.of(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_an_unknown_setting_is_refused() -> None:
