@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, InstanceOf, ValidationInfo, model_v
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.base import Settings
-from cacheblend_rag.settings.options import QUANTITY, Precision, names_of, read_bytes, read_seconds
+from cacheblend_rag.settings.options import Precision, names_of, read_bytes, read_seconds
 from cacheblend_rag.settings.tier_url import TierUrl, read_tiers
 
 
@@ -32,24 +32,10 @@ def _flag(value: Any) -> Any:
 
 
 FilledText = Annotated[str, Field(min_length=1)]
-Quantity = Annotated[str, Field(pattern=rf"^{QUANTITY}$", examples=["8GiB", "12h"])]
-Path = Annotated[
-    FilledText | None, BeforeValidator(_path, json_schema_input_type=FilledText | None)
-]
-Bytes = Annotated[
-    int | None,
-    BeforeValidator(_bytes, json_schema_input_type=Annotated[int, Field(ge=0)] | Quantity | None),
-]
-Seconds = Annotated[
-    float | None,
-    BeforeValidator(
-        _seconds, json_schema_input_type=Annotated[float, Field(gt=0)] | Quantity | None
-    ),
-]
-Tiers = Annotated[
-    tuple[InstanceOf[str], ...] | None,
-    BeforeValidator(read_tiers, json_schema_input_type=list[str] | str | None),
-]
+Path = Annotated[FilledText | None, BeforeValidator(_path)]
+Bytes = Annotated[int | None, BeforeValidator(_bytes)]
+Seconds = Annotated[float | None, BeforeValidator(_seconds)]
+Tiers = Annotated[tuple[InstanceOf[str], ...] | None, BeforeValidator(read_tiers)]
 
 
 class StoreConfig(Settings):
