@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.api.answers import Asked, sources_text
 from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.rag.answering import clean_question
-from cacheblend_rag.rag.fitting import AskedTurn, FittedPrompt
 from cacheblend_rag.rag.ordering import PassageOrder
-from cacheblend_rag.rag.prompt import Turn
+from cacheblend_rag.rag.prompt import AskedTurn, FittedPrompt, Turn
 
 if TYPE_CHECKING:
     from cacheblend_rag.api.gate import Gate

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
 from cacheblend_rag.engines.model_files import quiet_libraries
@@ -14,10 +13,9 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import Collection, CollectionSettings
 from cacheblend_rag.rag.collection_engine import Placement, open_known
-from cacheblend_rag.rag.fitting import AskedTurn, FittedPrompt, PromptFitter
 from cacheblend_rag.rag.ordering import PassageOrder, Source, arranged
 from cacheblend_rag.rag.progress import ProgressCallbacks
-from cacheblend_rag.rag.prompt import RagPrompt
+from cacheblend_rag.rag.prompt import AskedTurn, FittedPrompt, PromptFitter, RagPrompt
 from cacheblend_rag.rag.readers import EXTRA
 from cacheblend_rag.rag.retrieval import Embedder, VectorSearch
 
@@ -91,12 +89,7 @@ class Asker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.engine.close()
 
     def stopping(self, sampling: SamplingParams) -> SamplingParams:

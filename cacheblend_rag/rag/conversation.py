@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prefill.conversation_kv import MOST_BYTES, MOST_TURNS, ConversationKV
 from cacheblend_rag.rag.answering import clean_question, finished
-from cacheblend_rag.rag.fitting import AskedTurn, FittedPrompt, PromptFitter
 from cacheblend_rag.rag.ordering import Source
-from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt, Turn
+from cacheblend_rag.rag.prompt import (
+    INSTRUCTION,
+    AskedTurn,
+    FittedPrompt,
+    PromptFitter,
+    RagPrompt,
+    Turn,
+)
 from cacheblend_rag.text.chunk import Chunk
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, Literal
 
 from cacheblend_rag.errors import PromptError, PromptTooLongError
-from cacheblend_rag.rag.fitting import ANSWER_SHARE
+from cacheblend_rag.rag.prompt import ANSWER_SHARE
 from cacheblend_rag.result_log import ResultLog
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ import pytest
 
 from cacheblend_rag import Chunk, SamplingParams
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.rag.fitting import AskedTurn, PromptFitter
 from cacheblend_rag.rag.ordering import Source
-from cacheblend_rag.rag.prompt import RagPrompt, Turn
+from cacheblend_rag.rag.prompt import AskedTurn, PromptFitter, RagPrompt, Turn
 from tests.engines.toy_engine import ToyEngine
 from tests.models import make_tokenizer, words
 from tests.tokenizer_kinds import CORPUS, KINDS, tokenizer_of
