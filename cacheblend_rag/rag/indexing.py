@@ -160,7 +160,7 @@ class Indexing:
         """Compute the KV that earlier runs could not store.
 
         repair: instead check the stored KV of each document that this run did not store, compute
-        missing or damaged chunks, and drop KV of no document, as killed runs may leave.
+        missing or damaged chunks, and drop KV of no document from the collection's folder.
         """
         if self._register_only:
             return
@@ -177,8 +177,12 @@ class Indexing:
             collection.note_unfinished(document.document_id, failed)
             task.advance()
         task.end()
-        if repair and self._collection is not None and self._collection.settings.engine == EMBEDDED:
+        if repair and self._collection is not None and self._has_own_store(self._collection):
             self.report.evicted_chunks = self._ready()[1].engine.evict_unregistered()
+
+    def _has_own_store(self, collection: Collection) -> bool:
+        """Whether no other collection keeps KV where this one does: in its folder."""
+        return collection.settings.engine == EMBEDDED and self._placement.store.tiers is None
 
     def _left_over(self, *, repair: bool) -> Iterator[Document]:
         """Read the documents to finish or, with ``repair``, to check."""

@@ -399,3 +399,14 @@ def test_kv_that_no_document_knows_is_found_and_removed(cli, index, notes, into)
     assert disk.put(lost, StoredChunk(TieredKVStore([disk]).get(some).kv, time.time()))
     assert index("--repair")["evicted_chunks"] == 1
     assert stored_kv(into) == known
+
+
+def test_a_repair_drops_no_kv_of_other_collections_in_a_shared_tier(cli, notes, tmp_path, letters):
+    shared = ("--store", f"tiers=disk://{tmp_path / 'shared'}", "--json")
+    (tmp_path / "other.txt").write_text("A text of another collection.")
+    for path, name in ((notes, "one"), (tmp_path / "other.txt", "two")):
+        made = cli("index", path, "--into", tmp_path / name, *OPTIONS, *shared)
+        assert made.code == 0, made.stderr
+    repair = ("index", "--repair", *shared, "--into")
+    found = [cli(*repair, tmp_path / name).json for name in ("two", "one")]
+    assert [(one["evicted_chunks"], one["computed_chunks"]) for one in found] == [(0, 0)] * 2
