@@ -375,6 +375,24 @@ class PrecomputeReport:
     failed: Mapping[Reason, int] = field(default_factory=dict)
 
     @property
+    def chunks(self) -> int:
+        """How many chunks were computed, skipped or refused."""
+        return self.computed + self.skipped + sum(self.refused.values())
+
+    def __add__(self, other: PrecomputeReport) -> PrecomputeReport:
+        """Add up the counts and the seconds."""
+        return PrecomputeReport(
+            computed=self.computed + other.computed,
+            skipped=self.skipped + other.skipped,
+            computed_tokens=self.computed_tokens + other.computed_tokens,
+            seconds=self.seconds + other.seconds,
+            refused=dict(Counter(self.refused) + Counter(other.refused)),
+            replaced=self.replaced + other.replaced,
+            registered=self.registered + other.registered,
+            failed=dict(Counter(self.failed) + Counter(other.failed)),
+        )
+
+    @property
     def refused_codes(self) -> dict[ReasonCode, int]:
         """How many chunks were not stored, by the code of the reason."""
         return count_codes(self.refused)

@@ -16,7 +16,6 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 import cacheblend_rag
-from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.vllm.protocol.result import ConnectorStatus, Result
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv.stored_chunk import NOT_FINITE, STORE_FULL, PutResult
@@ -79,7 +78,7 @@ def test_every_miss_of_a_chunk_has_a_code_of_its_own() -> None:
 def test_no_field_holds_a_reason_that_is_no_reason() -> None:
     kinds: list[Any] = [
         BlendReport, PrefillReport, FusedPrompt, Decision, PrecomputeReport,
-        FillReport, Stored, ConnectorStatus, *get_args(Result),
+        FillReport, ConnectorStatus, *get_args(Result),
     ]  # fmt: skip
     found = set()
     for kind in kinds:
@@ -136,9 +135,6 @@ def test_what_a_store_refuses_has_a_code() -> None:
     ):
         assert put.refusal is not None
         assert put.refusal.code is code
-        stored = Stored.after_put(put, 3)
-        assert count_codes(stored.refused) == {code: 1}
-        assert count_codes(stored.failed) == ({code: 1} if put.failure else {})
     assert NOT_FINITE.code is ReasonCode.NOT_FINITE
 
 

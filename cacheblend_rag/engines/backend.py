@@ -16,14 +16,13 @@ from cacheblend_rag.engines.answer import Delta, Request
 from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Stream
-from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.reason import Reason
-from cacheblend_rag.report import Evicted
+from cacheblend_rag.report import Evicted, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig, LeadInConfig
 
 UNSUPPORTED: Final = "unsupported model"
@@ -139,13 +138,13 @@ class Backend(ABC):
     # The store
 
     @abstractmethod
-    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
         """Compute and store the KV of those chunks that are not stored, a few at a time.
 
         plans: distinct chunks, whole documents in order. Closing the generator stops the work.
         """
 
-    def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+    def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
         """As ``_store``, at idle priority, in a thread of its own.
 
         Closing the engine waits for it, so it must yield or end soon.

@@ -16,9 +16,8 @@ from threading import Lock
 from cacheblend_rag.engines.answer import Generation, Request
 from cacheblend_rag.engines.idle import IdleJob, IdleQueue
 from cacheblend_rag.engines.index_time import IndexTime
-from cacheblend_rag.engines.tally import Tally
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.report import ChunkReport, Evicted, FillReport, MissReason
+from cacheblend_rag.report import ChunkReport, FillReport, MissReason, PrecomputeReport
 from cacheblend_rag.text.chunk import Chunk
 
 KIND = "fill"
@@ -45,7 +44,7 @@ class Filling:
         self._waiting: dict[KVKey, Chunk] = {}
         self._at_work: dict[KVKey, Chunk] = {}
         self._has_job = False
-        self._tally, self._seconds, self._dropped = Tally(), 0.0, 0
+        self._done, self._seconds, self._dropped = PrecomputeReport(), 0.0, 0
 
     def see(self, request: Request, answer: Generation) -> Generation | None:
         """Queue the chunks that a prompt missed; returns the answer with updated reports."""
@@ -63,13 +62,13 @@ class Filling:
     def report(self) -> FillReport:
         """Return the counts so far."""
         with self._lock:
-            done = self._tally.report(self._seconds, Evicted())
+            done = self._done
             return FillReport(
                 waiting=len(self._waiting) + len(self._at_work),
                 computed=done.computed,
                 skipped=done.skipped,
                 computed_tokens=done.computed_tokens,
-                seconds=done.seconds,
+                seconds=self._seconds,
                 refused=done.refused,
                 dropped=self._dropped,
             )
@@ -121,7 +120,7 @@ class Filling:
                 for done in steps:
                     told += done.chunks
                     with self._lock:
-                        self._tally.add(done)
+                        self._done += done
                     yield
         finally:
             with self._lock:

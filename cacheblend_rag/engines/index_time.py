@@ -15,7 +15,6 @@ from tqdm import tqdm
 from cacheblend_rag.engines.backend import Backend
 from cacheblend_rag.engines.known_chunks import EMPTY, Item, KnownChunks, whole_documents
 from cacheblend_rag.engines.lifetime import Lifetime, working
-from cacheblend_rag.engines.tally import Stored, Tally
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.stored_chunk import READ_ONLY
@@ -78,23 +77,25 @@ class IndexTime:
     ) -> PrecomputeReport:
         """Register chunks and store their KV; chunks that are stored already are skipped."""
         self._begin_writing()
-        started, tally = time.perf_counter(), Tally()
-        chunks, replaced = self._known.replace(items, tally.refused)
+        started, refused = time.perf_counter(), Counter[Reason]()
+        chunks, replaced = self._known.replace(items, refused)
+        total = PrecomputeReport(refused=dict(refused), replaced=replaced)
         if register_only:
-            report = tally.report(time.perf_counter() - started, replaced)
-            return replace(report, registered=len(chunks))
+            seconds = time.perf_counter() - started
+            return replace(total, registered=len(chunks), seconds=seconds)
         refusal = self._backend._storing_refusal() if chunks else None
         with tqdm(total=len(chunks), desc="precompute", unit="chunk", disable=not progress) as bar:
             for part in whole_documents(chunks, self._backend.part_chunks):
                 with closing(self._stored(part, refusal, verify)) as steps:  # also if interrupted
                     for done in steps:
-                        tally.add(done)
+                        total += done
                         bar.update(done.chunks)
                         self._lifetime.check()
-                tally.refused[FORGOTTEN] += self._known.drop_forgotten(part)
-        return tally.report(time.perf_counter() - started, replaced)
+                forgotten = {FORGOTTEN: self._known.drop_forgotten(part)}
+                total += PrecomputeReport(refused=forgotten)
+        return replace(total, seconds=time.perf_counter() - started)
 
-    def fill(self, chunks: Sequence[Chunk]) -> Generator[Stored, None, None]:
+    def fill(self, chunks: Sequence[Chunk]) -> Generator[PrecomputeReport]:
         """Store chunks in idle time, except those that are forgotten before or meanwhile."""
         with working():
             self._backend._refresh()
@@ -105,7 +106,7 @@ class IndexTime:
         if plans:
             yield from self._stored_with_bare(known, plans, self._backend._fill)
         lost = len(chunks) - len(known) + self._known.drop_forgotten(known)
-        yield Stored(refused={FORGOTTEN: lost} if lost else {})
+        yield PrecomputeReport(refused={FORGOTTEN: lost} if lost else {})
 
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:
         """Start loading chunks into the fastest tier; returns at once."""
@@ -147,7 +148,7 @@ class IndexTime:
 
     def _stored(
         self, chunks: Sequence[Chunk], refusal: Reason | None, verify: bool
-    ) -> Generator[Stored, None, None]:
+    ) -> Generator[PrecomputeReport]:
         """Store chunks; yields results, a few at a time."""
         plans, done = self._admitted(chunks, refusal)
         yield done
@@ -156,7 +157,7 @@ class IndexTime:
         if verify:
             plans, lost = self._verified(plans)
             for reason in lost:
-                yield Stored.failure(reason)
+                yield PrecomputeReport(refused={reason: 1}, failed={reason: 1})
         if plans:
             store = self._backend._store
             yield from self._stored_with_bare(chunks, plans, store, verify=verify)
@@ -165,10 +166,10 @@ class IndexTime:
         self,
         chunks: Sequence[Chunk],
         plans: Sequence[ChunkPlan],
-        store: Callable[[Sequence[ChunkPlan]], Generator[Stored, None, None]],
+        store: Callable[[Sequence[ChunkPlan]], Generator[PrecomputeReport]],
         *,
         verify: bool = False,
-    ) -> Generator[Stored, None, None]:
+    ) -> Generator[PrecomputeReport]:
         """Store planned chunks, then the bare chunks they need.
 
         Yields the results; those others count nothing. None are stored after a chunk could not be:
@@ -190,7 +191,7 @@ class IndexTime:
             with closing(store(others)) as steps:
                 for done in steps:
                     _log_refused(done.refused)
-                    yield Stored()
+                    yield PrecomputeReport()
 
     def _plans_of_others(
         self, chunks: Sequence[Chunk], plans: Sequence[ChunkPlan]
@@ -208,7 +209,7 @@ class IndexTime:
 
     def _admitted(
         self, chunks: Iterable[Chunk], refusal: Reason | None
-    ) -> tuple[list[ChunkPlan], Stored]:
+    ) -> tuple[list[ChunkPlan], PrecomputeReport]:
         """Return the distinct chunks that can be stored, and the results of the others."""
         plans: dict[KVKey, ChunkPlan] = {}
         refused: Counter[Reason] = Counter()
@@ -220,7 +221,9 @@ class IndexTime:
             else:
                 plans[plan.key] = plan
                 admitted += 1
-        return list(plans.values()), Stored(skipped=admitted - len(plans), refused=refused)
+        return list(plans.values()), PrecomputeReport(
+            skipped=admitted - len(plans), refused=refused
+        )
 
     def _unfit(self, plan: ChunkPlan) -> Reason | None:
         """Return why a chunk cannot be computed, or None."""

@@ -31,10 +31,10 @@ from cacheblend_rag.engines import idle
 from cacheblend_rag.engines.answer import Delta, Request
 from cacheblend_rag.engines.idle import IdleJob
 from cacheblend_rag.engines.prepare import PromptLike
-from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.report import PrecomputeReport
 from cacheblend_rag.text.encoder import PromptEncoder
 from tests.contracts.engine import CLOSED, LONG, MANY, SHORT, Texts, joined, read
 from tests.models import make_tokenizer
@@ -78,12 +78,12 @@ class Fills:
         self.gate.set()
         fill = engine._fill
 
-        def watched(plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+        def watched(plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
             self.keys += [plan.key for plan in plans]
             self.begun.set()
             try:
                 while not self.gate.wait(0.01):
-                    yield Stored()
+                    yield PrecomputeReport()
                 yield from fill(plans)
             finally:
                 self.ended.set()
@@ -340,8 +340,8 @@ class EngineContract:
         sibling, (first, second) = self._filling_sibling(engine), texts.chunks(20, 30)
         sibling.register([first, second])
 
-        def fail(plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
-            yield Stored()
+        def fail(plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
+            yield PrecomputeReport()
             raise RuntimeError("no way")
 
         with monkeypatch.context() as patched:

@@ -12,12 +12,11 @@ from cacheblend_rag.engines.backend import STOPPED
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.stream import PulledStream, Stream
-from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
-from cacheblend_rag.report import Evicted, PrefillReport
+from cacheblend_rag.report import Evicted, PrecomputeReport, PrefillReport
 from cacheblend_rag.trace import Trace
 
 KV = tuple[int, ...]
@@ -99,13 +98,13 @@ class ToyEngine(Engine):
 
     # The store's verbs
 
-    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
         for plan in plans:
             if plan.key in self._kv:
-                yield Stored(skipped=1)
+                yield PrecomputeReport(skipped=1)
             else:
                 self._kv[plan.key] = _computed(plan.token_ids)
-                yield Stored(computed=1, computed_tokens=len(plan.token_ids))
+                yield PrecomputeReport(computed=1, computed_tokens=len(plan.token_ids))
 
     def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Any]:
         return {}  # a number is never damaged

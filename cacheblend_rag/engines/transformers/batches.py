@@ -10,7 +10,6 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from cacheblend_rag.engines.lifetime import working
-from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
@@ -18,6 +17,7 @@ from cacheblend_rag.memory import NO_ROOM
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.precompute import Computed, NoRoom, or_no_room
 from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.report import PrecomputeReport
 
 logger = logging.getLogger(__name__)
 
@@ -82,24 +82,28 @@ def store_computed(
     plans: Sequence[ChunkPlan],
     steps: Computed,
     is_current: Callable[[KVKey], bool],
-) -> Generator[Stored, None, None]:
+) -> Generator[PrecomputeReport]:
     """Run the steps that compute chunks, and store each chunk; yields after each step.
 
     is_current: whether the model is still the one that a key is for.
     """
-    yield Stored(skipped=sum(store.contains_many([plan.key for plan in plans])))
+    yield PrecomputeReport(skipped=sum(store.contains_many([plan.key for plan in plans])))
     for computed in steps:
         if computed is None:
-            yield Stored()
+            yield PrecomputeReport()
             continue
         if isinstance(computed, NoRoom):
             logger.warning("%d chunks not computed: %s", len(computed.chunks), computed.lack)
-            yield Stored.failure(NOT_COMPUTED, len(computed.chunks))
+            failed = {NOT_COMPUTED: len(computed.chunks)}
+            yield PrecomputeReport(refused=failed, failed=failed)
             continue
         plan, kv = computed
         with working():
             put = store.put_computed(plan.key, kv) if is_current(plan.key) else None
         if put is None:
-            yield Stored(refused={MODEL_CHANGED: 1})
+            yield PrecomputeReport(refused={MODEL_CHANGED: 1})
+        elif put.refusal:
+            refused = {put.refusal: 1}
+            yield PrecomputeReport(refused=refused, failed=refused if put.failure else {})
         else:
-            yield Stored.after_put(put, kv.tokens)
+            yield PrecomputeReport(computed=1, computed_tokens=kv.tokens)

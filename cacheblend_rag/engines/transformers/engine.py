@@ -28,7 +28,6 @@ from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.question_time import Hints
 from cacheblend_rag.engines.sampling import ResolvedSampling, SamplingParams
 from cacheblend_rag.engines.stream import PulledStream, Stream
-from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches, store_computed
 from cacheblend_rag.engines.transformers.decoding import decoded, eos_token_ids
@@ -63,7 +62,7 @@ from cacheblend_rag.prefill.precompute import (
     compute_one_by_one,
 )
 from cacheblend_rag.reason import Reason
-from cacheblend_rag.report import Evicted
+from cacheblend_rag.report import Evicted, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -426,19 +425,19 @@ class TransformersEngine(Engine):
 
     # The store's operations
 
-    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
         """Each chunk is stored as soon as it is computed."""
         stack = cast(TransformersStack, self._stack)
         steps = self._compute(plans, lambda chunks: compute_batches(stack, chunks))
         return self._kept(plans, in_turns(self._priority_lock, steps))
 
-    def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+    def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
         """As ``_store``, one layer of one chunk at a time, while the model is idle."""
         stack = cast(TransformersStack, self._stack)
         steps = self._compute(plans, lambda chunks: compute_one_by_one(stack, chunks, self.store))
         return self._kept(plans, in_idle_turns(self._priority_lock, steps))
 
-    def _kept(self, plans: Sequence[ChunkPlan], steps: Computed) -> Generator[Stored, None, None]:
+    def _kept(self, plans: Sequence[ChunkPlan], steps: Computed) -> Generator[PrecomputeReport]:
         return store_computed(self.store, plans, steps, self._is_current)
 
     def _is_current(self, key: KVKey) -> bool:

@@ -37,7 +37,6 @@ from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
-from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.turns import config_for, parts_of
 from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, sent_chunk, stored_by
 from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentLeadIn
@@ -65,7 +64,7 @@ from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
 from cacheblend_rag.reason import Reason
-from cacheblend_rag.report import Evicted
+from cacheblend_rag.report import Evicted, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig, Profile
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -331,23 +330,23 @@ class VLLMEngine(Engine):
             self.status = self._jobs.status = ask_status(self.transport)
         return READ_ONLY if self.read_only else self.blend_refusal
 
-    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
         """The work is done by vLLM's workers, several documents at once."""
         yield from self._carried_out(plans, Cancellation())
 
-    def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+    def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
         """As ``_store``, while vLLM's workers are idle."""
         yield from self._carried_out(plans, Cancellation(is_over=lambda: not self.is_open), True)
 
     def _carried_out(
         self, plans: Sequence[ChunkPlan], cancel: Cancellation, idle: bool = False
-    ) -> Iterator[Stored]:
+    ) -> Iterator[PrecomputeReport]:
         work = self._stored(self._runs(plans), cancel, idle)
         return iter(PushedStream(work, cancel, self.transport.background))
 
     async def _stored(
         self, runs: Sequence[DocumentPlan], cancel: Cancellation, idle: bool
-    ) -> AsyncIterator[Stored]:
+    ) -> AsyncIterator[PrecomputeReport]:
         waiting = iter(runs)
         at_work: dict[asyncio.Task[Result], DocumentPlan] = {}
         try:

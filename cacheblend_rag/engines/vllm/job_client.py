@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.vllm.protocol.job import (
     MOST_KEYS,
     SALT_PREFIX,
@@ -42,7 +41,7 @@ from cacheblend_rag.prefill.comparing import Compared
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.precompute import DocumentPlan
 from cacheblend_rag.reason import Reason
-from cacheblend_rag.report import Evicted
+from cacheblend_rag.report import Evicted, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig
 
 T = TypeVar("T")
@@ -285,21 +284,22 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-def stored_by(result: Result, run: DocumentPlan) -> Stored:
+def stored_by(result: Result, run: DocumentPlan) -> PrecomputeReport:
     """Return the results of the chunks of a run."""
     match result:
         case PrecomputeResult():
-            return Stored(
+            return PrecomputeReport(
                 result.computed,
                 result.skipped,
                 result.computed_tokens,
-                result.refused,
-                result.failed,
+                refused=result.refused,
+                failed=result.failed,
             )
         case Failed(error=why):
-            return Stored.failure(why, len(run.members))
+            failed = {why: len(run.members)}
+            return PrecomputeReport(refused=failed, failed=failed)
         case _:
-            return Stored()
+            return PrecomputeReport()
 
 
 def _outcome(params: Mapping[str, Any] | None) -> Result:
