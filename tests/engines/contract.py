@@ -7,7 +7,6 @@ Prepared prompts, keys, hooks, idle work, siblings. Subclassed once an engine, w
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -184,27 +183,6 @@ class EngineContract:
         assert engine.generate(prompt, SHORT).prompt_tokens == len(ids)
 
     # What is reused
-
-    def test_a_report_tells_when_its_phases_began(self, engine: Engine, texts: Texts) -> None:
-        chunks = texts.chunks(40, 30)
-        engine.precompute(chunks, progress=False)
-        unchecked = CONFIG.with_changes(selector="chunk_head")
-        for prompt, config in (
-            (texts.asking(*chunks), CONFIG),
-            (texts.asking(*reversed(chunks)), unchecked),
-            (texts.text(20), CONFIG),
-        ):
-            begun = time.perf_counter()
-            report = engine.generate(prompt, SHORT, config=config).report
-            took = time.perf_counter() - begun
-            told = json.loads(json.dumps(report.to_dict()))
-            starts, seconds = told["starts"], told["seconds"]
-            assert starts["find"] == 0.0
-            for phase, start in starts.items():
-                assert start is None or 0 <= start <= took, phase
-                assert start is not None or seconds[phase] == 0, phase
-            if config is unchecked or not report.blended:
-                assert (seconds["early_layers"], starts["early_layers"]) == (0, None)
 
     def test_a_prompt_is_compared_with_full_prefill_at_once(
         self, engine: Engine, texts: Texts
