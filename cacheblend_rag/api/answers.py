@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cacheblend_rag.api.errors import ApiError
 from cacheblend_rag.api.gate import Gate
+from cacheblend_rag.api.wire import DONE, event
 from cacheblend_rag.engines.answer import LEAST_LOGPROB, Delta, Generation, TokenLogprob
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import SEED_LIMIT, SamplingParams
@@ -233,3 +236,75 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str
         ],
         "text_offset": offsets,
     }
+
+
+@dataclass(kw_only=True)
+class ChoicesForm(ABC):
+    """The form of one answer.
+
+    Args:
+        model: the model's name for clients.
+        n: choices for each prompt.
+        usage_in_stream: whether a stream ends with the usage.
+    """
+
+    kind: ClassVar[str]
+    """What ``object`` is in an answer."""
+    chunk_kind: ClassVar[str]
+    """And in a chunk of a stream."""
+    id_prefix: ClassVar[str]
+    prompt_field: ClassVar[str]
+
+    model: str
+    n: int
+    usage_in_stream: bool
+    id: str = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+
+    @abstractmethod
+    def choice(self, asked: Asked, index: int, answer: Generation) -> dict[str, Any]:
+        """Return a choice of a whole answer."""
+
+    @abstractmethod
+    def beginning(self, asked: Asked) -> list[bytes]:
+        """Return the server-sent events that a stream begins with."""
+
+    @abstractmethod
+    def of_piece(self, asked: Asked, piece: Piece) -> list[bytes]:
+        """Return the server-sent events for a piece of an answer."""
+
+    def whole(self, asked: Asked, answers: Sequence[Generation]) -> dict[str, Any]:
+        """Return the JSON body of a response that is not streamed."""
+        return {
+            **self._head(self.kind),
+            "choices": [self.choice(asked, index, one) for index, one in enumerate(answers)],
+            "usage": usage(answers, self.n),
+            "cacheblend": extra_of(asked, answers),
+        }
+
+    async def events(self, asked: Asked, pieces: Pieces) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a streamed answer."""
+        for sent in self.beginning(asked):
+            yield sent
+        async for piece in pieces:
+            for sent in self.of_piece(asked, piece):
+                yield sent
+        if self.usage_in_stream:
+            counted = usage(pieces.in_order(), self.n)
+            yield event({**self._head(self.chunk_kind), "choices": [], "usage": counted})
+        yield DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the event for an error after the first one."""
+        return event(error.body()) + DONE
+
+    def chunk(self, choice: Mapping[str, Any], **extra: Any) -> bytes:
+        """Return the event with a choice's next part."""
+        told = {**self._head(self.chunk_kind), "choices": [choice], **extra}
+        return event({**told, "usage": None} if self.usage_in_stream else told)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -9,8 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cacheblend_rag.api import fields
-from cacheblend_rag.api.answers import Asked, Piece, chat_logprobs, extra_of
-from cacheblend_rag.api.choices import ChoicesForm
+from cacheblend_rag.api.answers import Asked, ChoicesForm, Piece, chat_logprobs, extra_of
 from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.api.serving import Serving
 from cacheblend_rag.engines.answer import Generation

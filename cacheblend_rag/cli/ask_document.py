@@ -12,10 +12,9 @@ import typer
 from cacheblend_rag.cli import asking, output
 from cacheblend_rag.errors import PromptError, StoreError
 from cacheblend_rag.rag import checks
-from cacheblend_rag.rag.document_report import AnswerLog
+from cacheblend_rag.rag.document_report import SUMMARY, AnswerLog, default_lead_in
 from cacheblend_rag.rag.extracting import EXTRACTORS
 from cacheblend_rag.rag.readers import FileReader, UnreadableFileError
-from cacheblend_rag.rag.window_prompts import SUMMARY, default_lead_in
 from cacheblend_rag.settings import EMBEDDED
 
 if TYPE_CHECKING:

@@ -96,10 +96,10 @@ def list_chunks(
     "of" names the model of chunks, or says that a conversation's turns hold it; it is empty for
     prefixes, and for chunks that vLLM has stored.
     """
-    from cacheblend_rag.admin import select
+    from cacheblend_rag.admin import inspect
 
     with _opened(path, store, read_only=True) as found:
-        choice = select.Choice(
+        choice = inspect.Choice(
             fingerprint=fingerprint,
             older_than=older_than,
             newer_than=newer_than,
@@ -177,10 +177,10 @@ def evict(
     Chunks that other documents share stay. Documents stay registered: an application removes
     them through its framework, or with `index --prune`.
     """
-    from cacheblend_rag.admin import select
+    from cacheblend_rag.admin import inspect
 
     with _opened(path, store) as opened:
-        choice = select.Choice(
+        choice = inspect.Choice(
             fingerprint=fingerprint,
             older_than=older_than,
             newer_than=newer_than,
@@ -194,7 +194,7 @@ def evict(
                 "give keys, or --all, or some of --document, --namespace, --model, --fingerprint, "
                 "--older-than and --newer-than"
             )
-        condition = select.named(keys) if keys else choice.condition(path)
+        condition = inspect.named(keys) if keys else choice.condition(path)
         if everything and not yes:
             typer.confirm(f"Evict all chunks in {path}?", abort=True, err=True)
         evicted = opened.store.evict_where(condition)
@@ -220,15 +220,15 @@ def pin_document(
     as_json: JsonOption = False,
 ) -> None:
     """Keep a document's stored chunks from eviction for room and age, in all processes."""
-    from cacheblend_rag.admin import select
+    from cacheblend_rag.admin import inspect
 
     if document is None and not undo:
         raise StoreError("give a document, or --undo")
     with _opened(path, store) as opened:
-        choice = select.Choice(document=document, namespace=namespace, model=model)
-        done, change = ("unpinned", select.unpin) if undo else ("pinned", select.pin)
+        choice = inspect.Choice(document=document, namespace=namespace, model=model)
+        done, change = ("unpinned", inspect.unpin) if undo else ("pinned", inspect.pin)
         count = change(opened.store, None if document is None else choice.condition(path))
-        elsewhere = select.without_pins(opened.store)
+        elsewhere = inspect.without_pins(opened.store)
     _show({"path": str(path), done: count}, as_json, (done,), [(count,)])
     if elsewhere and not undo:
         typer.echo(
@@ -251,10 +251,10 @@ def warm(
     as_json: JsonOption = False,
 ) -> None:
     """Load the most used chunks into the fastest tier that outlives this command."""
-    from cacheblend_rag.admin import inspect, select
+    from cacheblend_rag.admin import inspect
 
     with _opened(path, store) as opened, _progress("warm", shown=not as_json) as progress:
-        choice = select.Choice(namespace=namespace, model=model, document=document)
+        choice = inspect.Choice(namespace=namespace, model=model, document=document)
         keys = inspect.most_used(opened.store, choice.condition(path), log)
         most = None if max_gib is None else int(max_gib * (1 << 30))
         done = inspect.warm(opened.store, keys, most, progress)

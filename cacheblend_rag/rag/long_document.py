@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any, Self
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.rag.document_report import (
+    SUMMARY,
     AnswerLog,
     Combine,
     LongDocumentReport,
     PromptAnswer,
     PromptAsker,
     WindowAnswer,
+    WindowPrompts,
+    heading,
 )
 from cacheblend_rag.rag.document_windows import (
     AnalysisPlan,
@@ -32,7 +35,6 @@ from cacheblend_rag.rag.document_windows import (
     fitting_window,
 )
 from cacheblend_rag.rag.progress import ProgressCallbacks, Task
-from cacheblend_rag.rag.window_prompts import SUMMARY, WindowPrompts, heading
 from cacheblend_rag.text.chat import SEPARATOR
 from cacheblend_rag.text.encoder import EDGE_TOKENS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.admin import inspect
-from cacheblend_rag.admin.select import Choice, named
+from cacheblend_rag.admin.inspect import Choice, named
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, TieredKVStore
 from cacheblend_rag.kv.access_log import AccessLog

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cacheblend_rag import Chunk, LeadInConfig
-from cacheblend_rag.rag.window_prompts import INSTRUCTION, WindowPrompts, default_lead_in
+from cacheblend_rag.rag.document_report import INSTRUCTION, WindowPrompts, default_lead_in
 from tests.engines.toy_engine import ToyEngine
 from tests.models import make_tokenizer
 
