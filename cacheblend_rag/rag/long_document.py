@@ -144,6 +144,15 @@ class LongDocumentAnalysis:
     Nothing is computed before the first answer is asked for. Not to be shared between threads;
     ``analyze_long_document`` makes it.
 
+    Args:
+        engine: answers the windows.
+        asker: asks it, with the request's settings.
+        prompts: the prompts of windows and of what joins their answers.
+        cut: the document's chunks.
+        plan: how many chunks a window has, and how answers are combined.
+        progress: told of each window.
+        started: when the analysis began, by ``time.perf_counter``.
+
     Attributes:
         report: the plan and the results so far.
     """
