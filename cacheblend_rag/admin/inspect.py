@@ -16,7 +16,6 @@ from cacheblend_rag.engines.labels import Label, labels_in
 from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, Entry, KVKey, TieredKVStore, chunk_id
-from cacheblend_rag.kv.access_log import AccessLog
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
@@ -283,7 +282,7 @@ def opened(path: Path, settings: StoreConfig | None = None) -> Iterator[OpenStor
 
     path: its folder or, with tiers in the settings, the folder of its registry.
     """
-    config = (settings or StoreConfig()).with_changes(access_log=None)
+    config = settings or StoreConfig()
     if config.tiers is not None:
         config = config.with_changes(tiers=tuple(url for url in config.urls if url.outlives))
     else:
@@ -314,22 +313,10 @@ def examine_store(path: Path) -> dict[str, Any]:
     }
 
 
-def most_used(store: TieredKVStore, condition: Condition, log: Path | None) -> list[KVKey]:
-    """Return the keys of chunks, the most used first.
-
-    log: an access log whose entries are counted; without one, the most recently used come first.
-    Raises StoreError when there is no such log, or it is no regular file.
-    """
-    if log is not None:
-        AccessLog(log).check()
+def latest_used(store: TieredKVStore, condition: Condition) -> list[KVKey]:
+    """Return the keys of chunks, the most recently used first."""
     entries = {key: entry for key, entry in store.entries().items() if condition(key, entry)}
-    if log is None:
-        return sorted(entries, key=lambda key: entries[key].used_at, reverse=True)
-    if not log.is_file():
-        raise StoreError(
-            f"{log} is not an access log: an engine writes one with `--store access_log=FILE`"
-        )
-    return [key for key in AccessLog(log).most_used() if key in entries]
+    return sorted(entries, key=lambda key: entries[key].used_at, reverse=True)
 
 
 def warm(

@@ -241,21 +241,18 @@ def warm(
     path: KvPathOption = DEFAULT_STORE,
     *,
     store: StoreOption = None,
-    log: Annotated[
-        Path | None, typer.Option("--log", help="An access log; else what was used latest.")
-    ] = None,
     max_gib: MaxGibOption = None,
     namespace: NamespaceOption = None,
     model: OfModelOption = None,
     document: DocumentOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Load the most used chunks into the fastest tier that outlives this command."""
+    """Load the chunks that were used latest into the fastest tier that outlives this command."""
     from cacheblend_rag.admin import inspect
 
     with _opened(path, store) as opened, _progress("warm", shown=not as_json) as progress:
         choice = inspect.Choice(namespace=namespace, model=model, document=document)
-        keys = inspect.most_used(opened.store, choice.condition(path), log)
+        keys = inspect.latest_used(opened.store, choice.condition(path))
         most = None if max_gib is None else int(max_gib * (1 << 30))
         done = inspect.warm(opened.store, keys, most, progress)
     _show({"path": str(path), **done}, as_json, tuple(done), [tuple(done.values())])

@@ -12,7 +12,6 @@ from typing import Self, cast
 from weakref import ref
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv.access_log import FoundChunks
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.opening import Way
 from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV
@@ -67,8 +66,8 @@ class LayerSource:
     taken is always read. A layer is read of all chunks before the next layer. Use it from one
     thread at a time, and close it unless everything was taken.
 
-    reads: the reads of all prompts of a store. way: the options of this one. found: collects the
-    found chunks for the access log. threshold: how much must be found before layers are read ahead.
+    reads: the reads of all prompts of a store. way: the options of this one. threshold: how much
+    must be found before layers are read ahead.
     """
 
     def __init__(
@@ -76,12 +75,11 @@ class LayerSource:
         keys: Iterable[KVKey],
         reads: SharedReads,
         way: Way,
-        found: FoundChunks | None = None,
         threshold: Threshold | None = None,
     ) -> None:
         self._keys = list(keys)
         self._places = [_Place() for _ in self._keys]
-        self._shared, self._way, self._found = reads, way, found
+        self._shared, self._way = reads, way
         self._tokens = [0] * len(self._keys) if threshold is None else list(threshold.tokens)
         self._lacking = 0 if threshold is None else threshold.least
         self._lock = threading.RLock()
@@ -264,8 +262,6 @@ class LayerSource:
         place.opened = opened = self._shared.begin_open(key, self._way)
         self._begun += 1  # not before: after an interrupt it continues here
         self.busy.watch(opened)
-        if self._found is not None:
-            self._found.watch(key, opened)
 
         def settle(opened: Future[Found]) -> None:
             if (source := me()) is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Never, Self
 from weakref import WeakSet
@@ -13,7 +12,6 @@ from weakref import WeakSet
 import torch
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv.access_log import AccessLog, FoundChunks
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, NotFiniteError, NumbersCheck
 from cacheblend_rag.kv.deletions import Deletions
 from cacheblend_rag.kv.expiry import Expiry
@@ -73,7 +71,6 @@ class TieredKVStore:
         reads, prefetching: the running reads of prompts, and the loads ahead of them.
         expiry, locks: removes expired chunks; the locks of chunks in use.
         deletions: those that wait for a tier.
-        access_log: the log of chunks that prompts ask for, or None.
         speeds: recent read speeds of tiers, measured by the readers.
     """
 
@@ -100,7 +97,6 @@ class TieredKVStore:
             tier.join(mac, ttl_seconds)
         disk = next((tier.path for tier in self.tiers if isinstance(tier, DiskTier)), None)
         self._folder = disk if folder is None else Path(folder).expanduser().absolute()
-        self.access_log: AccessLog | None = None
         self.speeds = Speeds()
         self._process = os.getpid()
         self.locks = KeyLocks()
@@ -134,29 +130,16 @@ class TieredKVStore:
             device: where the engine computes, and where a device tier keeps chunks.
 
         Raises:
-            StoreError: when there is neither memory nor disk, a tier cannot be opened, or the
-                access log is no regular file.
+            StoreError: when there is neither memory nor disk, or a tier cannot be opened.
             MissingExtraError: when a tier's library is not installed.
         """
-        log = None if config.access_log is None else AccessLog(config.access_log)
-        if log is not None:
-            log.check()
-        store = cls(
+        return cls(
             open_tiers(config, device),
             ttl_seconds=config.ttl_seconds,
             precision=config.precision,
             mac=mac_of(),
             folder=config.kv_path,
         )
-        if log is not None:
-            store.follow(log)
-        return store
-
-    def follow(self, log: AccessLog) -> None:
-        """Write found chunks to ``log``, and prefetch those that it shows as most requested."""
-        self.access_log = log
-        most_used = partial(log.most_used, self._closing.is_set)
-        self.prefetching.submit(lambda: self.prefetching.begin(most_used()))
 
     @property
     def read_only(self) -> bool:
@@ -248,11 +231,7 @@ class TieredKVStore:
             The source of the layers; close it unless all are taken.
         """
         self.expiry.sweep_now_and_then()
-        keys, found = list(keys), None
-        if promote and (log := self.access_log) is not None:
-            note = self.prefetching.submit
-            found = FoundChunks(keys, lambda there: note(partial(log.note, there)))
-        return LayerSource(keys, self.reads, Way(promote, unpack), found, threshold)
+        return LayerSource(keys, self.reads, Way(promote, unpack), threshold)
 
     def put(self, key: KVKey, kv: ChunkKV, *, written_at: float | None = None) -> PutResult:
         """Store a chunk in every tier that takes puts, fastest first.

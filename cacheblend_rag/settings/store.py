@@ -64,10 +64,6 @@ class StoreConfig(Settings):
     read_only: Annotated[bool, BeforeValidator(_flag)] = False
     """Only read what others store: nothing outside this process's memory is written, evicted,
     quarantined or marked as used."""
-    access_log: Path = None
-    """Regular file that logs the stored chunks that prompts ask for, as JSON lines. If the file
-    exists when a store is opened, the store loads the most requested chunks into its fastest tier,
-    in the background."""
     precision: Precision = "native"
     """Precision of stored numbers: ``native`` as computed, ``fp8`` one byte each.
     Engines do not find chunks of another precision."""

@@ -1,4 +1,4 @@
-"""Warming: the most used chunks come into the fastest tier, as far as there is room."""
+"""Warming: the chunks that were used latest come into the fastest tier, as far as there is room."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pytest
 
 from cacheblend_rag.admin import inspect
 from cacheblend_rag.admin.inspect import Choice, named
-from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, TieredKVStore
-from cacheblend_rag.kv.access_log import AccessLog
 from tests.kv.samples import chunk_files, make_key, make_kv
 
 KEYS = [make_key(number) for number in range(5)]
@@ -37,14 +35,9 @@ def held(store: TieredKVStore) -> set[object]:
     return {key for key, _ in store.tiers[0].entries()}
 
 
-def test_the_most_used_by_a_log_come_first(slow: DiskTier, tmp_path: Path) -> None:
-    log = AccessLog(tmp_path / "log")
-    for numbers in ((3, 1), (3,), (1, 3), (0,)):
-        log.note([KEYS[number] for number in numbers])
-    log.note([make_key(77)] * 9)  # no longer stored
+def test_chunks_come_in_the_order_given(slow: DiskTier, tmp_path: Path) -> None:
     store = opened(slow, tmp_path / "fast")
-    order = inspect.most_used(store, ALL, log.path)
-    assert order == [KEYS[3], KEYS[1], KEYS[0]]
+    order = [KEYS[3], KEYS[1], KEYS[0]]
     size = store.nbytes(KEYS[0]) or 0
     report = inspect.warm(store, order, 2 * size)
     assert (report["warmed"], report["left"], report["bytes"]) == (2, 1, 2 * size)
@@ -53,10 +46,10 @@ def test_the_most_used_by_a_log_come_first(slow: DiskTier, tmp_path: Path) -> No
     assert (again["warmed"], again["there"], again["left"]) == (1, 2, 0)
 
 
-def test_without_a_log_what_was_used_latest_comes_first(slow: DiskTier, tmp_path: Path) -> None:
+def test_what_was_used_latest_comes_first(slow: DiskTier, tmp_path: Path) -> None:
     store = opened(slow, tmp_path / "fast")
-    assert inspect.most_used(store, ALL, None) == KEYS[::-1]
-    assert inspect.most_used(store, named([str(KEYS[2])]), None) == [KEYS[2]]
+    assert inspect.latest_used(store, ALL) == KEYS[::-1]
+    assert inspect.latest_used(store, named([str(KEYS[2])])) == [KEYS[2]]
 
 
 def test_no_more_is_brought_than_the_tier_holds(slow: DiskTier, tmp_path: Path) -> None:
@@ -73,8 +66,3 @@ def test_what_is_gone_or_damaged_is_counted(slow: DiskTier, tmp_path: Path) -> N
     damaged.write_bytes(damaged.read_bytes()[:-1])
     report = inspect.warm(opened(slow, tmp_path / "fast"), [KEYS[1], make_key(77), KEYS[2]])
     assert (report["warmed"], report["missing"]) == (1, 2)
-
-
-def test_a_log_that_is_none_is_said(slow: DiskTier, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is not an access log"):
-        inspect.most_used(opened(slow, tmp_path / "fast"), ALL, tmp_path / "none")

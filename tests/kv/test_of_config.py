@@ -38,14 +38,13 @@ def held(store: TieredKVStore) -> dict[str, Any]:
         "disk_bytes": disk.capacity_bytes,
         "ttl_seconds": store.ttl_seconds,
         "read_only": disk.policy.read_only,
-        "access_log": store.access_log and str(store.access_log.path),
         "precision": store.precision,
     }
 
 
 @pytest.mark.parametrize("way", ["whole", "engine", "server", "command line"])
 def test_each_setting_reaches_the_store(way: str, tmp_path: Path) -> None:
-    given = {"kv_path": str(tmp_path), "access_log": str(tmp_path / "log.jsonl"), **GIVEN}
+    given = {"kv_path": str(tmp_path), **GIVEN}
     assert {*given, "tiers"} == names_of(StoreConfig)
     if way == "engine":
         engine = open_engine("transformers", model=TOY, **given)

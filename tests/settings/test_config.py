@@ -199,7 +199,7 @@ def test_devices_and_dtypes_are_told_by_their_names() -> None:
             EngineConfig(**wrong)
 
 
-TEXTS = {"kv_path", "access_log", "selector", "instruction", "namespace", "device", "dtype"}
+TEXTS = {"kv_path", "selector", "instruction", "namespace", "device", "dtype"}
 
 
 @pytest.mark.parametrize(
