@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from cacheblend_rag.errors import ConfigError, DatasetError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Key = Mapping[str, Any]
 """What a result depends on, in plain JSON values."""
-ResultT = TypeVar("ResultT")
+ResultT = TypeVar("ResultT", bound="DataclassInstance")
 
 
 class ResultLog(ABC, Generic[ResultT]):
@@ -31,13 +35,8 @@ class ResultLog(ABC, Generic[ResultT]):
 
     @staticmethod
     @abstractmethod
-    def to_plain(result: ResultT) -> Mapping[str, Any]:
-        """Return a result as plain JSON values."""
-
-    @staticmethod
-    @abstractmethod
     def from_plain(plain: Mapping[str, Any]) -> ResultT:
-        """Return the result that ``to_plain`` made these values of.
+        """Return the result, a dataclass, whose ``asdict`` these values are.
 
         Raises ValueError, KeyError or TypeError for values of another form.
         """
@@ -68,7 +67,7 @@ class ResultLog(ABC, Generic[ResultT]):
         """Keep a result."""
         self._results[_text(key)] = result
         if self._path is not None:
-            plain = {"key": key, "record": self.to_plain(result)}
+            plain = {"key": key, "record": asdict(result)}
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{json.dumps(plain, ensure_ascii=False)}\n")
 

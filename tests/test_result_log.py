@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,48 +13,49 @@ from cacheblend_rag.errors import ConfigError, DatasetError
 from cacheblend_rag.result_log import ResultLog
 
 
-class Numbers(ResultLog[int]):
+@dataclass(frozen=True)
+class Number:
+    number: int
+
+
+class Numbers(ResultLog[Number]):
     work = "count"
 
     @staticmethod
-    def to_plain(result: int) -> dict[str, Any]:
-        return {"number": result}
-
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> int:
-        return int(plain["number"])
+    def from_plain(plain: Mapping[str, Any]) -> Number:
+        return Number(int(plain["number"]))
 
 
 def test_results_are_there_again_whatever_the_order_of_a_keys_fields(tmp_path) -> None:
     path = tmp_path / "results.jsonl"
     log = Numbers.resumed(path)
-    log.put({"a": 1, "b": [2]}, 10)
-    log.put({"a": 2, "b": [2]}, 20)
+    log.put({"a": 1, "b": [2]}, Number(10))
+    log.put({"a": 2, "b": [2]}, Number(20))
     assert [json.loads(line)["record"] for line in path.read_text().splitlines()] == [
         {"number": 10},
         {"number": 20},
     ]
     again = Numbers.resumed(path)
-    assert again.get({"b": [2], "a": 1}) == 10
+    assert again.get({"b": [2], "a": 1}) == Number(10)
     assert again.get({"a": 3}) is None
-    assert list(again) == [10, 20]
+    assert list(again) == [Number(10), Number(20)]
 
 
 def test_a_line_that_was_not_finished_is_dropped(tmp_path) -> None:
     path = tmp_path / "results.jsonl"
-    Numbers.resumed(path).put({"a": 1}, 10)
+    Numbers.resumed(path).put({"a": 1}, Number(10))
     whole = path.read_text()
     path.write_text(whole + whole[:9])
     log = Numbers.resumed(path)
-    assert list(log) == [10]
-    log.put({"a": 2}, 20)
-    assert list(Numbers.resumed(path)) == [10, 20]
+    assert list(log) == [Number(10)]
+    log.put({"a": 2}, Number(20))
+    assert list(Numbers.resumed(path)) == [Number(10), Number(20)]
 
 
 def test_without_a_file_results_are_in_memory() -> None:
     log = Numbers()
-    log.put({"a": 1}, 10)
-    assert log.get({"a": 1}) == 10
+    log.put({"a": 1}, Number(10))
+    assert log.get({"a": 1}) == Number(10)
 
 
 @pytest.mark.parametrize("line", ["{}", "no", '{"key": {}, "record": {"number": "x"}}'])

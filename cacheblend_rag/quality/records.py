@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_rag.engines.answer import Generation
@@ -57,12 +57,6 @@ class PromptRecord:
             **measured,
         )
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> PromptRecord:
-        """Read what asdict gives."""
-        found = plain["fidelity"]
-        return cls(**{**plain, "fidelity": found and PromptFidelity(**found)})
-
 
 def question_key(question: EvalQuestion, prompt: BlendPrompt) -> str:
     """Return a hash of all that a question's results depend on."""
@@ -78,11 +72,7 @@ class RecordLog(ResultLog[PromptRecord]):
     work = "evaluation"
 
     @staticmethod
-    def to_plain(result: PromptRecord) -> dict[str, Any]:
-        """Return a result as plain JSON values."""
-        return asdict(result)
-
-    @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> PromptRecord:
-        """Return the record that ``to_plain`` made these values of."""
-        return PromptRecord.from_plain(plain)
+        """Return the record whose ``asdict`` these values are."""
+        found = plain["fidelity"]
+        return PromptRecord(**{**plain, "fidelity": found and PromptFidelity(**found)})

@@ -65,13 +65,8 @@ class AnswerLog(ResultLog[PromptAnswer]):
     work = "analysis"
 
     @staticmethod
-    def to_plain(result: PromptAnswer) -> dict[str, Any]:
-        """Return an answer as plain JSON values."""
-        return asdict(result)
-
-    @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> PromptAnswer:
-        """Return the answer that ``to_plain`` made these values of."""
+        """Return the answer whose ``asdict`` these values are."""
         return PromptAnswer(**plain)
 
 

@@ -128,13 +128,7 @@ def analyze_long_document(
             collection=f"{COLLECTION} {chunk_tokens}/{overlap}",
         )
     return LongDocumentAnalysis(
-        engine,
-        asker=asker,
-        prompts=prompts,
-        cut=cut,
-        plan=plan,
-        progress=progress,
-        started=started,
+        engine, asker=asker, prompts=prompts, cut=cut, plan=plan, progress=progress, started=started
     )
 
 
@@ -145,13 +139,10 @@ class LongDocumentAnalysis:
     ``analyze_long_document`` makes it.
 
     Args:
-        engine: answers the windows.
-        asker: asks it, with the request's settings.
-        prompts: the prompts of windows and of what joins their answers.
-        cut: the document's chunks.
+        engine, asker: the engine, and what asks it with the request's settings.
+        prompts, cut: the prompts of windows and of joined answers; the document's chunks.
         plan: how many chunks a window has, and how answers are combined.
-        progress: told of each window.
-        started: when the analysis began, by ``time.perf_counter``.
+        progress, started: is told of each window; the beginning, by ``time.perf_counter``.
 
     Attributes:
         report: the plan and the results so far.

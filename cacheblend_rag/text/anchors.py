@@ -151,8 +151,7 @@ class Anchors:
         low = np.searchsorted(self.hashes, seen[positions])
         is_anchor = self.hashes[np.minimum(low, self.hashes.size - 1)] == seen[positions]
         positions, low = positions[is_anchor], low[is_anchor]
-        crowds = (self.starts[low + 1] - self.starts[low]).astype(np.int64)
-        crowds = np.minimum(crowds, most_places)
+        crowds = np.minimum(self.starts[low + 1] - self.starts[low], most_places).astype(np.int64)
         if crowds.sum() > most:
             order = np.argsort(crowds, kind="stable")
             order = order[np.cumsum(crowds[order]) <= most]
