@@ -77,6 +77,13 @@ def test_no_message_is_an_error_of_the_server(honest: Served) -> None:
     assert min(told[200], told[400]) > CASES // 10
 
 
+def test_requests_that_fail_give_their_places_back(honest: Served) -> None:
+    body = {"messages": [{"role": "user", "content": "x" * 2000}]}
+    for _ in range(80):  # more than may run and wait at once
+        answer = honest.ask("POST", CHAT, json=body)
+        assert answer.status_code == 400, "longer than the model's window"
+
+
 @pytest.mark.parametrize(("route", "field", "value"), giants())
 def test_lists_and_maps_are_bounded(
     honest: Served, route: tuple[str, str], field: str, value: Any
