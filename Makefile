@@ -12,12 +12,12 @@ READY_VLLM := $(ENV)/.ready-vllm
 # Contracts start vLLM as its users do, and run apart from tests that fork it.
 VLLM_CONTRACTS := tests/contracts/test_engine_on_vllm.py tests/contracts/test_strangers_on_vllm.py
 # The longest files of few tests first: at the end the other process would wait for them.
-VLLM_TESTS := tests/examples/test_fleet.py tests/cli/test_on_vllm.py tests/engines/vllm \
-	tests/real/test_both_engines.py tests/examples/test_observed_server.py
+VLLM_TESTS := tests/examples/test_fleet.py tests/cli/test_on_vllm.py tests/families/test_on_vllm.py \
+	tests/engines/vllm tests/real/test_both_engines.py tests/examples/test_observed_server.py
 # What is run again with vLLM's defaults on a GPU: see tests/engines/vllm/forking.py.
 GPU_DEFAULTS := $(addprefix tests/engines/vllm/,connector/test_kv_groups.py test_load.py \
-	test_exactness.py::test_ratio_1_equals_ordinary_prefill \
-	test_exactness.py::test_with_a_gpus_defaults_what_is_not_blended_is_computed_by_vllm)
+	connector/test_passes.py::test_ratio_1_equals_ordinary_prefill \
+	connector/test_passes.py::test_with_a_gpus_defaults_what_is_not_blended_is_computed_by_vllm)
 # One thread a process: threads that wait for each other on shared cores cost more than they bring.
 PYTEST := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest --durations=30
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile

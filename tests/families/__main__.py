@@ -8,15 +8,14 @@ by name: only these.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag import BlendConfig, CacheBlendError, SamplingParams, TransformersEngine
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.rotary import pair_sizes, rotated
@@ -38,9 +37,18 @@ from tests.families.models import (
     builders,
     families,
     own_tokens,
+    save_family,
     with_outliers,
 )
-from tests.models import make_tokenizer, prompt_of, words
+from tests.families.reference import (
+    CHUNK_TOKENS,
+    DOCUMENTS,
+    PROMPTS,
+    retrieved,
+    three_chunks,
+    together,
+)
+from tests.models import make_tokenizer
 
 Found = TypeVar("Found")
 
@@ -48,10 +56,7 @@ Found = TypeVar("Found")
 # What is measured
 
 GREEDY = SamplingParams(max_tokens=16)
-CHUNK_TOKENS = 90
 MOVED_BY = (1, 511, 8192)
-LOW_PROMPTS = range(1, 41, 5)
-"""Seeds of the prompts that errors in 16 bits are averaged over: one alone is a matter of luck."""
 LARGEST_MODEL = 60_000_000
 SLOW = {"kimi_linear", "prophetnet"}
 """Their plain code on a CPU takes minutes for what is measured."""
@@ -120,7 +125,7 @@ def measure_low(name: str, model: PreTrainedModel, dtype: torch.dtype) -> LowRow
     if engine.blend_refusal is not None:
         return LowRow(name, engine.blend_refusal)
     everything, nothing, own = [], [], []
-    for seed in LOW_PROMPTS:
+    for seed in PROMPTS:
         ids = torch.tensor(three_chunks(seed)[0].encode(tokenizer).token_ids)
         wanted = _own_logits(wide, ids)
         own.append(_error(_own_logits(model, ids), wanted))
@@ -129,7 +134,7 @@ def measure_low(name: str, model: PreTrainedModel, dtype: torch.dtype) -> LowRow
     return LowRow(
         name,
         None,
-        *(_together(errors) for errors in (own, everything, nothing)),
+        *(together(errors) for errors in (own, everything, nothing)),
         moved=max(_moved_pairs(engine, ids[:CHUNK_TOKENS], by) for by in MOVED_BY),
     )
 
@@ -139,22 +144,10 @@ def _own_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return logits
 
 
-def _together(errors: Sequence[float]) -> float:
-    """Root mean square."""
-    return float(torch.tensor(errors).square().mean().sqrt())
-
-
 def _error(found: Tensor, wanted: Tensor) -> float:
     """Root mean square of a difference, but for what all tokens of the vocabulary share."""
     off = found.float() - wanted.float()
     return float((off - off.mean()).norm() / (wanted - wanted.mean()).float().norm())
-
-
-def three_chunks(seed: int = 1) -> tuple[BlendPrompt, list[Chunk]]:
-    """A prompt of three chunks, each longer than the families' windows, and the chunks."""
-    chunks = [Chunk(words(CHUNK_TOKENS, seed + more)) for more in (1, 2, 3)]
-    parts = (part for chunk in chunks for part in (chunk, " w9 "))
-    return prompt_of(words(5, seed), *parts, "w5 w6"), chunks
 
 
 @torch.no_grad()
@@ -313,23 +306,26 @@ def print_low(names: Sequence[str], dtype: torch.dtype) -> None:
 
 
 def print_in_vllm(names: Sequence[str]) -> None:
-    """Try families in vLLM, each in a process of its own, and print the table."""
+    """Try families in vLLM, which computes each in a process of its own, and print the table."""
     print("| family | in vLLM | ratio 1 | ratio 0 |")
     print("| --- | --- | --- | --- |")
     for name in tqdm(names):
-        run = subprocess.run(
-            [sys.executable, "-m", "tests.engines.vllm.one_family", name],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        lines = run.stdout.splitlines() or ["{}"]
-        found = json.loads(lines[-1]) if lines[-1].startswith("{") else {}
-        state = "blended" if "everything" in found else f"refused: {found.get('refusal')}"
-        if not found or "failed" in found:
-            state = f"FAILED: {found.get('failed', 'the process ended')}"
-        values = [f"{found[key]:.0e}" if key in found else "" for key in ("everything", "nothing")]
+        with TemporaryDirectory() as folder:
+            try:
+                state, values = _in_vllm(save_family(name, Path(folder)))
+            except CacheBlendError as error:
+                state, values = f"FAILED: {error}", ["", ""]
         print(f"| {name} | {state} | {' | '.join(values)} |", flush=True)
+
+
+def _in_vllm(folder: Path) -> tuple[str, list[str]]:
+    from tests.families.test_on_vllm import ALL, NONE, difference, opened
+
+    with opened(folder) as engine:
+        if engine.blend_refusal is not None:
+            return f"refused: {engine.blend_refusal}", ["", ""]
+        engine.precompute(DOCUMENTS, progress=False)
+        return "blended", [f"{difference(engine, retrieved(), c):.0e}" for c in (ALL, NONE)]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What a model's own forward says of a prompt, and of plain reuse of passages in it."""
+"""Prompts, and what a model's own forward says of them, and of plain reuse of passages in them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from cacheblend_rag import BlendPrompt, Chunk, Generation, SamplingParams
+from cacheblend_rag import BlendPrompt, Chunk, Document, Generation, SamplingParams
 from tests.models import make_tokenizer, prompt_of, words
 
 CHUNK_TOKENS = 90
 """Longer than the families' windows."""
+PROMPTS = range(1, 41, 5)
+"""Seeds of the prompts that errors in 16 bits are averaged over: one alone is a matter of luck."""
+DOCUMENTS = (
+    Document("a", (words(60, 1), words(150, 2)), separator=" w77 "),
+    Document("b", (words(203, 3), words(91, 4)), separator=" w77 "),
+)
+OTHER_BLOCKS = 5e-6
+"""Rounding where rows are computed in other blocks than vLLM's: on some processors (those with AVX2
+only) a matrix product rounds a row by how many rows there are."""
 
 
 def three_chunks(seed: int = 1) -> tuple[BlendPrompt, list[Chunk]]:
@@ -22,6 +31,20 @@ def three_chunks(seed: int = 1) -> tuple[BlendPrompt, list[Chunk]]:
     chunks = [Chunk(words(CHUNK_TOKENS, seed + more)) for more in (1, 2, 3)]
     parts = (part for chunk in chunks for part in (chunk, " w9 "))
     return prompt_of(words(5, seed), *parts, "w5 w6"), chunks
+
+
+def retrieved(count: int = 3, seed: int = 9, opening: int = 50) -> BlendPrompt:
+    """A prompt over chunks out of order: one document whole, the other without its beginning.
+
+    seed: of the question; vLLM knows a prompt it has seen already. opening: seed of the words
+    before the chunks; with another, vLLM's prefix cache has nothing of the prompt.
+    """
+    first, second = (document.to_chunks() for document in DOCUMENTS)
+    chosen = (second[1], *first)[:count]
+    parts: list[Any] = [words(9, opening)]
+    for chunk in chosen:
+        parts += [chunk, " w7 "]
+    return prompt_of(*parts, words(23, seed))
 
 
 def asked(tokens: int) -> SamplingParams:
@@ -78,3 +101,30 @@ def likely(answer: Generation) -> tuple[Tensor, Tensor]:
     tops = [one.top for one in answer.logprobs]
     tokens = torch.tensor([[token for token, _, _ in top] for top in tops])
     return tokens, torch.tensor([[value for _, _, value in top] for top in tops])
+
+
+def off(answer: Generation, logits: Tensor) -> float:
+    """How far an answer's log-probabilities are from these logits', as a share of the largest."""
+    tokens, found = likely(answer)
+    apart = (found - logits.log_softmax(-1).gather(1, tokens)).abs().max()
+    return float(apart / logits.abs().max())
+
+
+def error(answer: Generation, logits: Tensor, by: Tensor | None = None) -> float:
+    """Root mean square of a difference to ``logits``, as a share of their spread.
+
+    What all tokens of a place share does not count. by: other logits, in the answer's place.
+    """
+    tokens, found = likely(answer)
+    wanted = logits.gather(1, tokens)
+    apart = (found if by is None else by.gather(1, tokens)) - wanted
+    return float(_spread(apart) / _spread(wanted))
+
+
+def _spread(values: Tensor) -> Tensor:
+    return (values - values.mean(-1, keepdim=True)).norm()
+
+
+def together(errors: list[float]) -> float:
+    """Root mean square."""
+    return float(torch.tensor(errors).square().mean().sqrt())

@@ -6,12 +6,19 @@ from copy import deepcopy
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from cacheblend_rag import BlendConfig, BlendPrompt, TransformersEngine
 from tests.families.models import builders, with_outliers
-from tests.families.reference import asked, likely, own_logits, three_chunks
+from tests.families.reference import (
+    PROMPTS,
+    asked,
+    error,
+    off,
+    own_logits,
+    three_chunks,
+    together,
+)
 from tests.models import make_tokenizer, words
 
 BLENDED = (
@@ -37,8 +44,6 @@ REFUSED = {
 }
 CONFIG = BlendConfig(min_tokens=0, cost_model=False, reuse_prefix=False)
 ALL, NONE = CONFIG.with_ratio(1.0), CONFIG.with_ratio(0.0)
-PROMPTS = range(1, 41, 5)
-"""Seeds of the prompts that errors in 16 bits are averaged over: one alone is a matter of luck."""
 
 
 def opened(model: PreTrainedModel) -> TransformersEngine:
@@ -59,9 +64,7 @@ def test_a_family_is_blended_as_its_own_model_computes(name: str) -> None:
         assert answer.report.recomputed_tokens == (0 if reusing else 270)
         logits = wanted[reusing] = own_logits(model, prompt, answer, reusing=reusing)
         assert logits.argmax(-1).tolist() == list(answer.token_ids)
-        tokens, found = likely(answer)
-        off = (found - logits.log_softmax(-1).gather(1, tokens)).abs().max()
-        assert off <= 1e-5 * logits.abs().max()
+        assert off(answer, logits) <= 1e-5
     first = wanted[True][0] - wanted[False][0]
     assert first.abs().max() > 1e-3, "the case must tell reuse from prefill"
     engine.close()
@@ -79,9 +82,7 @@ def test_a_passage_joined_with_the_text_beside_it_is_reused_where_it_stands() ->
     assert (found.hit, found.start, found.tokens) == (True, 6, 88)
     first, *_, last = make_tokenizer()(chunk.text)["input_ids"]
     wanted = own_logits(model, prompt, answer, reusing=True, edges=([first], [last]))
-    tokens, values = likely(answer)
-    off = (values - wanted.log_softmax(-1).gather(1, tokens)).abs().max()
-    assert off <= 1e-5 * wanted.abs().max()
+    assert off(answer, wanted) <= 1e-5
     engine.close()
 
 
@@ -97,25 +98,12 @@ def test_a_family_with_outliers_is_as_precise_in_bfloat16_as_its_own_model(name:
             prompt, chunks = three_chunks(seed)
             engine.precompute(chunks, progress=False)
             answer = engine.generate(prompt, asked(8), config=config)
-            tokens, found = likely(answer)
-            wanted = own_logits(wide, prompt, answer, reusing=reusing).gather(1, tokens)
-            itself = own_logits(model, prompt, answer, reusing=reusing).gather(1, tokens)
-            errors.append(error(found, wanted))
-            own.append(error(itself, wanted))
+            wanted = own_logits(wide, prompt, answer, reusing=reusing)
+            itself = own_logits(model, prompt, answer, reusing=reusing)
+            errors.append(error(answer, wanted))
+            own.append(error(answer, wanted, by=itself))
         assert together(errors) < 1.5 * together(own)
     engine.close()
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Root mean square of a difference, but for what all tokens of a place share."""
-    off = found - wanted
-    return float(
-        (off - off.mean(-1, keepdim=True)).norm() / (wanted - wanted.mean(-1, keepdim=True)).norm()
-    )
-
-
-def together(errors: list[float]) -> float:
-    return float(torch.tensor(errors).square().mean().sqrt())
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,7 +1,7 @@
 """vLLM's processes forked from the tests' own, which starts an engine in a quarter of the time.
 
-On CPUs vLLM has each of them import everything anew. Servers, which tests start as users do, go on
-doing that.
+On CPUs vLLM has each of them import everything anew, and a class of models that it has not seen yet
+be looked at in one more. Servers, which tests start as users do, go on doing that.
 
 With ``TRITON_INTERPRET=1`` engines have what vLLM uses by default on a GPU: asynchronous scheduling
 and model runner V2. V2's kernels are in Triton, which has no backend for CPUs: its interpreter runs
@@ -43,6 +43,7 @@ def fork_engines() -> None:
         from triton.backends import Backend, backends
 
         backends["cpu"] = Backend(compiler=None, driver=_Driver)
+    from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
 
     torch.set_num_threads(1)
@@ -57,6 +58,7 @@ def fork_engines() -> None:
         os.environ[START_METHOD] = "spawn" if needs_threads else "fork"
 
     patch.object(CpuPlatform, decide.__name__, classmethod(decide_to_fork)).start()
+    patch.object(registry, "_run_in_subprocess", lambda look: look()).start()
     os.register_at_fork(after_in_child=_use_own_stdout)
 
 

@@ -22,10 +22,10 @@ from cacheblend_rag.engines.vllm.protocol.job import (
 )
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv import KVKey, TieredKVStore
+from tests.engines.vllm.exactness import SHORT, logprobs
 from tests.engines.vllm.hostile import HOSTILE, mutated
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
-from tests.engines.vllm.test_exactness import SHORT, logprobs
 from tests.models import make_tokenizer, prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)

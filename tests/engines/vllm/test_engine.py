@@ -13,9 +13,10 @@ from cacheblend_rag import BlendConfig, Chunk
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.vllm.transport import Piece, VLLMRequest, next_piece
 from tests.engines.vllm.conftest import EngineFactory
+from tests.engines.vllm.exactness import SHORT
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import same_tokens, share_cores
-from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
+from tests.families.reference import DOCUMENTS, retrieved
 from tests.models import prompt_of, words
 
 REUSE = BlendConfig(min_tokens=0, recompute_ratio=0.0)

@@ -23,7 +23,7 @@ from cacheblend_rag.kv.reading import FETCHED_AHEAD
 from tests.engines.vllm.forking import GPU_DEFAULTS
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of, same_tokens
-from tests.engines.vllm.test_exactness import DOCUMENTS
+from tests.families.reference import DOCUMENTS
 from tests.kv.samples import until
 from tests.models import prompt_of, words
 

@@ -12,8 +12,9 @@ from cacheblend_rag import BlendConfig, StoreConfig, TieredKVStore, Transformers
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from tests.engines.vllm.conftest import EngineFactory
+from tests.engines.vllm.exactness import SHORT, difference, logprobs
 from tests.engines.vllm.opening import request_of
-from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, difference, logprobs, retrieved
+from tests.families.reference import DOCUMENTS, retrieved
 from tests.local_servers import Server
 from tests.models import make_tokenizer
 from tests.servers import redis_place, s3_place, tier_at

@@ -19,10 +19,11 @@ from cacheblend_rag.engines.vllm.protocol.result import BlendResult, Failed, Pre
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.reason import Reason, ReasonCode
 from tests.engines.vllm.conftest import EngineFactory
+from tests.engines.vllm.exactness import SHORT, difference, logprobs
 from tests.engines.vllm.failing import GIVEN_UP_BY, TOLD, WEIGHED, FailingConnector
 from tests.engines.vllm.opening import request_of, share_cores
 from tests.engines.vllm.shared import shared_engine
-from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, difference, logprobs, retrieved
+from tests.families.reference import DOCUMENTS, retrieved
 from tests.models import words
 from tests.servers import tier_at
 

@@ -22,9 +22,10 @@ from cacheblend_rag.engines.vllm.connector.trial import Compilations
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob, SentLeadIn
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.reason import ReasonCode
+from tests.engines.vllm.exactness import SHORT
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
-from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
+from tests.families.reference import DOCUMENTS, retrieved
 from tests.models import words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)

@@ -24,8 +24,9 @@ from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id
 from cacheblend_rag.settings.tier_url import TierUrl
 from tests.engines.vllm.connector.test_finder import BARE, found, job, learn, prompt, waited
 from tests.engines.vllm.connector.test_finding import CONFIG, ask, find, tokens_of
+from tests.engines.vllm.exactness import SHORT, index
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, index, retrieved
+from tests.families.reference import DOCUMENTS, retrieved
 from tests.local_servers import Server
 from tests.models import prompt_of, words
 from tests.servers import redis, redis_place  # noqa: F401 - a fixture

@@ -17,9 +17,10 @@ from cacheblend_rag.engines.vllm.connector import finding
 from cacheblend_rag.engines.vllm.connector.metrics import PREFIX
 from cacheblend_rag.engines.vllm.protocol.job import OFF_PARAMS, PARAMETER, VERSION
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
+from tests.engines.vllm.exactness import SHORT, index
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
-from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, index, retrieved
+from tests.families.reference import DOCUMENTS, retrieved
 from tests.models import prompt_of, words
 
 SPACED = Document("c", (words(70, 81), words(120, 82)), separator="\n\n")

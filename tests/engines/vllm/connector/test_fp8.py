@@ -15,9 +15,10 @@ from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.vllm.connector.paged import PagedKV
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.kv.packed_kv import PackedKV
+from tests.engines.vllm.exactness import SHORT, check_exact
 from tests.engines.vllm.fp8_attention import FP8, fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, check_exact, retrieved
+from tests.families.reference import DOCUMENTS, retrieved
 from tests.models import make_tokenizer, prompt_of, words
 
 SMALLEST = 2.0**-6

@@ -17,7 +17,7 @@ from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner
 from cacheblend_rag.prefill.precompute import compute_document
 from cacheblend_rag.prefill.prompt_pass import PromptPass
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.test_exactness import DOCUMENTS, retrieved
+from tests.families.reference import DOCUMENTS, retrieved
 from tests.models import words
 from tests.refusing import RefusingDevice, on_device
 

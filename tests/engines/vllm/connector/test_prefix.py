@@ -26,10 +26,11 @@ from cacheblend_rag.engines.vllm.connector.prefix import set_apart
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.reason import ReasonCode
+from tests.engines.vllm.exactness import SHORT, check_exact, index
 from tests.engines.vllm.fp8_attention import fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
-from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, check_exact, index
+from tests.families.reference import DOCUMENTS
 from tests.models import prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", cost_model=False)

@@ -24,9 +24,9 @@ from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from cacheblend_rag.reason import ReasonCode
+from tests.engines.vllm.exactness import SHORT
 from tests.engines.vllm.inprocess import InProcessEngine, LockstepVLLM
 from tests.engines.vllm.opening import request_of
-from tests.engines.vllm.test_exactness import SHORT
 from tests.models import make_tokenizer, prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", cost_model=False)

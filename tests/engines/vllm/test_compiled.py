@@ -1,0 +1,53 @@
+"""Models that vLLM compiles: ratio 1 is ordinary prefill bit for bit, as where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.forward_context import set_forward_context
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.blend.stack import probe_layer
+from cacheblend_rag.engines.vllm.job_client import ask_status
+from tests.engines.vllm.exactness import check_exact, index
+from tests.engines.vllm.inprocess import InProcessEngine
+
+COMPILED = ("llama", "gemma3", "qwen3-moe")
+"""Compiling takes a minute each; these have all that is compiled for the layers alone, and two of
+them what no other family here has: two rotary tables, and experts alone."""
+
+
+@pytest.mark.parametrize("family", COMPILED)
+def test_a_compiled_model_is_exact_too(model_folder: Callable[[str], Path], family: str) -> None:
+    config = BlendConfig(min_tokens=0, selector="hkvd")
+    opened = InProcessEngine.open(model_folder(family), config, enforce_eager=False)
+    with closing(opened) as engine:
+        index(engine)
+        check_exact(engine)
+        assert ask_status(engine.transport).compilations == 0, "all kernels are compiled at start"
+        check_single_rows(engine)
+
+
+def check_single_rows(engine: InProcessEngine) -> None:
+    """Rows are computed alone as among others, by kernels that are there already.
+
+    The kernels of one row are others, and the compiler would begin only when a request needs one.
+    """
+    stack = engine.worker_connector.blender.stack
+    no_recompiling = torch._dynamo.config.patch(error_on_recompile=True)
+    in_worker = set_forward_context(None, engine.core.vllm_config)
+    with in_worker, torch.inference_mode(), no_recompiling:
+        hidden = torch.randn_like(stack.embed(torch.arange(5)[None]))
+        calls = [
+            probe_layer(
+                stack, 1, hidden[:, rows], stack.position_inputs(torch.arange(5)[None, rows])
+            )
+            for rows in (slice(None), *(slice(i, i + 1) for i in range(5)))
+        ]
+    for name in ("query", "key", "value"):
+        together, *alone = [getattr(call, name) for call in calls]
+        assert torch.equal(together, torch.cat(alone, 2))
