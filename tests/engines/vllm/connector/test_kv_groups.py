@@ -37,10 +37,10 @@ from cacheblend_rag.engines.vllm.protocol.job import PARAMETER
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from tests.engines.vllm.connector.test_finding import ask, find
 from tests.engines.vllm.connector.test_finding import plain as ordinary
-from tests.engines.vllm.exactness import OTHER_BLOCKS, SHORT, difference, index, logprobs
+from tests.engines.vllm.exactness import SHORT, difference, index, logprobs
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
-from tests.families.reference import DOCUMENTS, retrieved
+from tests.families.reference import DOCUMENTS, OTHER_BLOCKS, retrieved
 from tests.models import prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", cost_model=False)
