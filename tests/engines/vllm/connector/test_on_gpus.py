@@ -29,12 +29,12 @@ from cacheblend_rag.engines.vllm.connector.paged import PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache, share_workspace
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.reason import ReasonCode
-from tests.engines.vllm.exactness import OTHER_BLOCKS, SHORT, check_exact, difference
+from tests.engines.vllm.exactness import SHORT, check_exact, difference
 from tests.engines.vllm.fp8_attention import QuantizedQueryBackend, fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.shared import KERNEL_BLOCK
-from tests.families.reference import DOCUMENTS, retrieved
+from tests.families.reference import DOCUMENTS, OTHER_BLOCKS, retrieved
 from tests.memory import PeakBytes
 from tests.models import words
 
