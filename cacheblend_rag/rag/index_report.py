@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import PrecomputeReport
-from cacheblend_rag.settings.options import size
+from cacheblend_rag.settings.base import size
 from cacheblend_rag.text.chunk import Chunk
 
 if TYPE_CHECKING:

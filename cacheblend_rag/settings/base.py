@@ -1,11 +1,21 @@
-"""The base of settings: frozen pydantic models whose errors are ConfigErrors of one line."""
+"""The base of settings: frozen pydantic models with errors of one line; secrets, sizes, times."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, NoReturn, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+)
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.options import Arguments, described, names_of
@@ -13,6 +23,22 @@ from cacheblend_rag.settings.options import Arguments, described, names_of
 Ratio = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+TIME = r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*"
+"""A number and a unit, as a regular expression."""
+SECOND_UNITS: Mapping[str, int] = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+class Secret(SecretStr):
+    """A string that appears in no repr, pickle or traceback with locals."""
+
+    @classmethod
+    def of(cls, value: str | Secret | None) -> Secret | None:
+        """Return ``value`` as a secret; None and "" are none."""
+        return value if isinstance(value, Secret) else cls(value) if value else None
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied elsewhere. Raises TypeError."""
+        raise TypeError("a secret is not pickled: give it again, or by the environment")
 
 
 def as_tuple(value: Any) -> Any:
@@ -82,3 +108,37 @@ class Settings(BaseModel):
     def with_given(self, **changes: Any) -> Self:
         """Return a copy as ``with_changes`` does; changes that are None were not given."""
         return self.with_changes(**{n: value for n, value in changes.items() if value is not None})
+
+
+def read_bytes(name: str, value: object) -> int | None:
+    """Return a size in bytes; text may name a unit, such as ``"8GiB"``. Raises ConfigError."""
+    if isinstance(value, str):
+        try:
+            return int(TypeAdapter(ByteSize).validate_python(value))
+        except ValidationError:
+            raise ConfigError(f"{name}={value!r:.100} must be a size, such as 8GiB") from None
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least 0")
+    return value
+
+
+def read_seconds(name: str, value: object) -> float | None:
+    """Return a time above 0 in seconds; text may name a unit, as ``"12h"``. Raises ConfigError."""
+    if isinstance(value, str):
+        found = re.fullmatch(TIME, value)
+        unit = SECOND_UNITS.get(found[2].lower()) if found else None
+        if found is None or unit is None:
+            raise ConfigError(f"{name}={value!r:.100} must be a time, such as 12h")
+        value = float(found[1]) * unit
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name}={value!r:.100} must be a number above 0")
+    return value
+
+
+def size(nbytes: int) -> str:
+    """Return bytes in a unit that suits them, such as ``"1.5 MiB"``."""
+    return ByteSize(nbytes).human_readable(separator=" ")

@@ -13,12 +13,11 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.base import Positive, Ratio, Settings, as_tuple
+from cacheblend_rag.settings.base import Positive, Ratio, Secret, Settings, as_tuple
 from cacheblend_rag.settings.options import (
     AUTO,
     ENGINES,
     Arguments,
-    Secret,
     check_engine_name,
     check_namespace,
     names_of,

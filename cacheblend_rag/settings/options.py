@@ -1,14 +1,12 @@
-"""Names that settings choose among; checks of options, engines, sizes and times; secrets."""
+"""Names that settings choose among; checks of options and engines."""
 
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from cacheblend_rag.errors import ConfigError
@@ -34,13 +32,6 @@ ALIASES: Mapping[str, str] = {
     "stop_sequences": "stop",
 }
 """Other libraries' names of these arguments."""
-BYTE_UNITS: Mapping[str, int] = {
-    "": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-}  # fmt: skip
-QUANTITY = r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*"
-"""A number and a unit, as a regular expression."""
-SECOND_UNITS: Mapping[str, int] = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 KIND = "Input should be "
 """The beginnings of pydantic's messages."""
 
@@ -199,37 +190,6 @@ def read_object(name: str, text: str, example: str) -> dict[str, Any]:
     return found
 
 
-class Secret:
-    """A string that appears in no repr, pickle or traceback with locals."""
-
-    __slots__ = ("_text",)
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    @classmethod
-    def of(cls, value: str | Secret | None) -> Secret | None:
-        """Return ``value`` as a secret; None and "" are none."""
-        return value if isinstance(value, Secret) else cls(value) if value else None
-
-    def reveal(self) -> str:
-        """Return the string."""
-        return self._text
-
-    def __repr__(self) -> str:
-        return "Secret(...)"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash((Secret, self._text))
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied elsewhere. Raises TypeError."""
-        raise TypeError("a secret is not pickled: give it again, or by the environment")
-
-
 def check_server_url(url: str) -> None:
     """Raise ConfigError unless ``url`` is a server's, without a secret in it."""
     parts = urlsplit(url)
@@ -239,43 +199,3 @@ def check_server_url(url: str) -> None:
         raise ConfigError("the server's URL holds a query: give its key as api_key=")
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ConfigError(f"url={url!r} must be like http://host:8000")
-
-
-def read_bytes(name: str, value: object) -> int | None:
-    """Return a size in bytes; text may name a unit, such as ``"8GiB"``. Raises ConfigError."""
-    if isinstance(value, str):
-        return int(_quantity(name, value, BYTE_UNITS, "a size, such as 8GiB"))
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{name}={value!r} must be an integer of at least 0")
-    return value
-
-
-def read_seconds(name: str, value: object) -> float | None:
-    """Return a time above 0 in seconds; text may name a unit, as ``"12h"``. Raises ConfigError."""
-    if isinstance(value, str):
-        value = _quantity(name, value, SECOND_UNITS, "a time, such as 12h")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{name}={value!r:.100} must be a number above 0")
-    return value
-
-
-def _quantity(name: str, text: str, units: Mapping[str, int], wanted: str) -> float:
-    """Read a number with one of ``units`` behind it."""
-    found = re.fullmatch(QUANTITY, text)
-    unit = units.get(found[2].lower()) if found else None
-    if found is None or unit is None:
-        raise ConfigError(f"{name}={text!r:.100} must be {wanted}")
-    return float(found[1]) * unit
-
-
-def size(nbytes: float) -> str:
-    """Return bytes in the largest binary unit that is not larger."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} GiB"

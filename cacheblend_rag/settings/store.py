@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, Field, InstanceOf, ValidationInfo, model_validator
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.base import Settings
-from cacheblend_rag.settings.options import Precision, names_of, read_bytes, read_seconds
+from cacheblend_rag.settings.base import Settings, read_bytes, read_seconds
+from cacheblend_rag.settings.options import Precision, names_of
 from cacheblend_rag.settings.tier_url import TierUrl, read_tiers
 
 
@@ -95,7 +95,11 @@ class StoreConfig(Settings):
     def environment(self) -> dict[str, str]:
         """Return the passwords of tiers as environment variables for a worker process."""
         urls = self.urls
-        return {url.variable: url.password.reveal() for url in urls if url.password is not None}
+        return {
+            url.variable: url.password.get_secret_value()
+            for url in urls
+            if url.password is not None
+        }
 
     @classmethod
     def spread(cls, options: Mapping[str, Any]) -> dict[str, Any]:

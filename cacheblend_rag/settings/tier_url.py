@@ -13,7 +13,7 @@ from typing import Any, Self
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.options import Secret, read_bytes, read_seconds
+from cacheblend_rag.settings.base import Secret, read_bytes, read_seconds
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 OBJECT_SCHEMES = ("s3", "gs", "az", "file", "memory")

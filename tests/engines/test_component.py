@@ -110,7 +110,7 @@ def test_an_engine_is_opened_by_all_that_is_told() -> None:
     with pytest.raises(ConfigError, match="guard=2 must be a share of answers, above 0 and up to"):
         Component(guard=2)
     assert config.api_key is not None
-    assert config.api_key.reveal() == "s3cret"
+    assert config.api_key.get_secret_value() == "s3cret"
     assert Component().opened_with().blend == BlendConfig()
 
 

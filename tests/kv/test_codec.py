@@ -15,7 +15,7 @@ import cacheblend_rag.kv
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import ChunkKV, KVKey, chunk_id, codec
 from cacheblend_rag.kv.mac import CHECKSUM, KeyedMac
-from cacheblend_rag.settings.options import Secret
+from cacheblend_rag.settings.base import Secret
 
 from .samples import OTHER_FINGERPRINT, decode, encode, make_key, make_kv, rounded, same
 

@@ -4,7 +4,7 @@ import pytest
 
 from cacheblend_rag.errors import BadSignatureError, ConfigError, DamagedChunkError
 from cacheblend_rag.kv.mac import CHECKSUM, VARIABLE, KeyedMac, mac_of
-from cacheblend_rag.settings.options import Secret
+from cacheblend_rag.settings.base import Secret
 
 from .samples import decode, encode, make_key, make_kv, rounded, same
 from .test_codec import header_of, with_header

@@ -9,7 +9,7 @@ import pytest
 from cacheblend_rag.kv import TieredKVStore
 from cacheblend_rag.kv.mac import KeyedMac
 from cacheblend_rag.kv.tiers import disk
-from cacheblend_rag.settings.options import Secret
+from cacheblend_rag.settings.base import Secret
 from tests.kv.samples import make_key, make_kv
 from tests.servers import redis_name, redis_place, s3_place, tier_at
 

@@ -18,7 +18,7 @@ from cacheblend_rag.settings import (
     Settings,
     StoreConfig,
 )
-from cacheblend_rag.settings.options import size
+from cacheblend_rag.settings.base import size
 
 MODELS: Mapping[type[Settings], str] = {
     EngineConfig: "An engine",

@@ -20,7 +20,7 @@ from cacheblend_rag.settings import (
     LeadInConfig,
     StoreConfig,
 )
-from cacheblend_rag.settings.options import Secret
+from cacheblend_rag.settings.base import Secret
 from tests.engines.toy_engine import ToyEngine
 from tests.toy import TOY
 

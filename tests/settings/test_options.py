@@ -8,7 +8,8 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.options import Arguments, check_engine_name, describe_errors, size
+from cacheblend_rag.settings.base import size
+from cacheblend_rag.settings.options import Arguments, check_engine_name, describe_errors
 
 TAKEN = Arguments(
     "option of Model",
@@ -141,7 +142,7 @@ def test_what_pydantic_finds_is_told_in_a_line(given: dict[str, object], told: s
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (2048, "2.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.00 GiB")],
+    [(0, "0 B"), (2048, "2.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5.0 TiB")],
 )
 def test_sizes_carry_their_unit(nbytes: int, text: str) -> None:
     assert size(nbytes) == text

@@ -132,7 +132,7 @@ def test_a_worker_process_finds_the_password_in_its_environment(monkeypatch):
     for name, value in sent.store.environment().items():
         monkeypatch.setenv(name, value)
     got = ConnectorSettings.from_extra_config(plain).store
-    assert got.urls[0].password.reveal() == SECRET
+    assert got.urls[0].password.get_secret_value() == SECRET
     assert got.urls[1].password is None
     again = pickle.loads(pickle.dumps(got))  # noqa: S301 - our own
     assert again == got

@@ -23,7 +23,8 @@ from cacheblend_rag.errors import (
     ModelLoadError,
 )
 from cacheblend_rag.models import public_name, resolve
-from cacheblend_rag.settings.options import Secret, check_server_url
+from cacheblend_rag.settings.base import Secret
+from cacheblend_rag.settings.options import check_server_url
 from cacheblend_rag.text.encoder import encode_plainly
 
 REPLICA_HEADER = "X-data-parallel-rank"
@@ -103,7 +104,7 @@ class VLLMServer(Transport):
         self.address = url.rstrip("/").removesuffix("/v1")
         self._client = openai.AsyncOpenAI(
             base_url=f"{self.address}/v1",
-            api_key=api_key.reveal() if api_key else NO_KEY,
+            api_key=api_key.get_secret_value() if api_key else NO_KEY,
             timeout=openai.Timeout(timeout_seconds, connect=min(CONNECT_SECONDS, timeout_seconds)),
             max_retries=max_retries,
             http_client=openai.DefaultAsyncHttpxClient(event_hooks={"request": [self._count]}),

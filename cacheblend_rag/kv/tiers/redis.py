@@ -25,7 +25,7 @@ from cacheblend_rag.kv.tiers.admission import RefusedError
 from cacheblend_rag.kv.tiers.bytes import BytesTier, tensor_of
 from cacheblend_rag.kv.tiers.contract import TierPolicy
 from cacheblend_rag.kv.tiers.deadline import BoundedSocket, deadline
-from cacheblend_rag.settings.options import Secret
+from cacheblend_rag.settings.base import Secret
 
 PREFIX = "cacheblend:"
 TIMEOUT_SECONDS = 5.0
@@ -238,7 +238,7 @@ def connect(
 
     pool = ConnectionPool(
         connection_class=Bounded, **place, db=db, username=user or None,
-        password=password.reveal() if password else None, socket_timeout=seconds,
+        password=password.get_secret_value() if password else None, socket_timeout=seconds,
         retry=Retry(NoBackoff(), 0),  # one try: a failed tier is skipped for a while
     )  # fmt: skip
     return Redis(connection_pool=pool)

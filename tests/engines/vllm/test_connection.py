@@ -38,7 +38,7 @@ from cacheblend_rag.errors import (
     ModelLoadError,
 )
 from cacheblend_rag.kv.chunk_kv import namespace_id
-from cacheblend_rag.settings.options import Secret
+from cacheblend_rag.settings.base import Secret
 from tests.engines.vllm.opening import vllm_server
 from tests.models import QWEN_SAMPLING, make_tokenizer, words
 from tests.toy import TOY

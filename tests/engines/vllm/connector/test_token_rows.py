@@ -24,7 +24,7 @@ from cacheblend_rag.engines.vllm.connector.token_segment import (
 from cacheblend_rag.engines.vllm.protocol.job import SentLeadIn
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from cacheblend_rag.kv.mac import CHECKSUM, KeyedMac, Mac
-from cacheblend_rag.settings.options import Secret
+from cacheblend_rag.settings.base import Secret
 
 PATH = "tokens/m/000000000001-0123456789abcdef-0"
 BARE, LEAD = SentLeadIn("none", "", 0), SentLeadIn("document", "", 2048)
