@@ -126,20 +126,22 @@ def test_answers_are_the_embedded_engines(
 
 
 def test_plain_requests_never_see_blended_blocks(
-    url: str, on_server: Engine, request: pytest.FixtureRequest
+    url: str, folder: Path, request: pytest.FixtureRequest
 ) -> None:
     """Neither those of the prompt that was blended just before."""
     texts = Texts(request.node.name)
     document = texts.document(150, 140, 130)
-    on_server.precompute([document], progress=False)
+    engine = open_engine(url, model=folder, config=CONFIG)
+    engine.precompute([document], progress=False)
     prompt = texts.asking(*document.to_chunks()[::-1])
-    blended = on_server.generate(prompt, LIKELY, config=REUSE.with_changes(reuse_prefix=True))
+    blended = engine.generate(prompt, LIKELY, config=REUSE.with_changes(reuse_prefix=True))
     asked = {"prompt": prompt.text, "max_tokens": 1, "temperature": 0, "logprobs": 1}
     sent = json.dumps({**asked, "kv_transfer_params": OFF}).encode()
     headers = {"content-type": "application/json"}
     with urlopen(Request(f"{url}/v1/completions", sent, headers)) as answer:  # noqa: S310
         (plain,) = json.load(answer)["choices"][0]["logprobs"]["token_logprobs"]
-    full = on_server.generate_full(prompt, LIKELY)
+    full = engine.generate_full(prompt, LIKELY)
+    engine.close()
     assert distance(blended, full) > 1e-3
     assert full.logprobs is not None
     assert plain == pytest.approx(full.logprobs[0].logprob, abs=1e-4)

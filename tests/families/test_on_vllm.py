@@ -15,9 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cacheblend_rag import BlendConfig, BlendPrompt, Document, Engine, Generation
-from tests.engines.vllm.forking import fork_engines
-from tests.engines.vllm.opening import vllm_in_process
+from cacheblend_rag import BlendConfig, BlendPrompt, Document, Engine, Generation, open_engine
 from tests.families.models import LAYERS, WINDOW, save_family, with_outliers
 from tests.families.reference import (
     DOCUMENTS,
@@ -31,11 +29,15 @@ from tests.families.reference import (
     three_chunks,
     together,
 )
-from tests.models import make_tokenizer, prompt_of, words
+from tests.models import prompt_of, words
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+os.environ.setdefault("VLLM_CPU_CI_ENV", "1")  # no compiler, which takes a minute a family
+pytestmark = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.usefixtures("_forked"),
+]
 
 KINDS = {
     "llama": "full attention in all layers",
@@ -75,23 +77,9 @@ ALL, SOME, NONE = (CONFIG.with_ratio(ratio) for ratio in (1.0, 0.3, 0.0))
 UNKNOWN = Document("unknown", (words(80, 31),))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forked() -> None:
-    if find_spec("vllm") is not None:
-        fork_engines()
-
-
 @contextmanager
 def opened(folder: Path, dtype: str = "float32") -> Iterator[Engine]:
-    engine = vllm_in_process(
-        folder,
-        tokenizer=make_tokenizer(),
-        config=CONFIG,
-        dtype=dtype,
-        enforce_eager=True,
-        max_model_len=2048,
-        disable_log_stats=True,
-    )
+    engine = open_engine("vllm", model=folder, config=CONFIG, dtype=dtype)
     try:
         yield engine
     finally:
