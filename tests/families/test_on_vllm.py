@@ -29,14 +29,13 @@ from tests.families.reference import (
     three_chunks,
     together,
 )
-from tests.models import prompt_of, words
+from tests.models import make_tokenizer, prompt_of, words
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_CPU_CI_ENV", "1")  # no compiler, which takes a minute a family
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
-    pytest.mark.usefixtures("_forked"),
+    pytest.mark.usefixtures("_forked_and_eager"),
 ]
 
 KINDS = {
@@ -79,7 +78,8 @@ UNKNOWN = Document("unknown", (words(80, 31),))
 
 @contextmanager
 def opened(folder: Path, dtype: str = "float32") -> Iterator[Engine]:
-    engine = open_engine("vllm", model=folder, config=CONFIG, dtype=dtype)
+    options = {"tokenizer": make_tokenizer(), "dtype": dtype}
+    engine = open_engine("vllm", model=folder, config=CONFIG, **options)
     try:
         yield engine
     finally:
