@@ -71,6 +71,9 @@ def test_whatever_is_wrong_with_an_order_is_its_requests_reason() -> None:
             lora_request=None,
             mm_features=[],
             prompt_embeds=None,
+            sampling_params=SimpleNamespace(prompt_logprobs=None),
+            skip_reading_prefix_cache=False,
+            resumable=False,
         )
         pending = read_job(request, None, model)  # type: ignore[arg-type]
         read[pending.job is not None] += 1
