@@ -10,17 +10,18 @@ def test_a_model_answers_from_the_passages_in_three_ways(cli, slow_blends, small
     assert outcome.code == 0, outcome.stderr
     told, sample = outcome.json, load_passages()
     assert (told["model"], told["passages"]) == (str(small_model), len(sample.passages))
-    assert [one["question"] for one in told["questions"]] == [q.question for q in sample.questions]
+    asked_of_it = [one["question"] for one in told["questions"]]
+    assert asked_of_it == [one.question for one in sample.questions[:6]]
     for asked in told["questions"]:
         full, reuse, blend = (asked[name]["report"] for name in ("full", "reuse", "blend"))
         assert (full["reused_tokens"], full["blended"]) == (0, False)
         assert full["prompt_tokens"] == reuse["prompt_tokens"] == blend["prompt_tokens"]
         assert reuse["recomputed_tokens"] == 0
         assert reuse["reused_tokens"] > blend["reused_tokens"] > blend["prompt_tokens"] / 2
-    totals, count = told["totals"], len(sample.questions)
+    totals = told["totals"]
     assert totals["speedup"] == pytest.approx(totals["full_seconds"] / totals["blend_seconds"])
     assert totals["not_blended"] == []
-    assert f"{totals['full_right']} of {count} by full prefill" in outcome.stderr
+    assert f"{totals['full_right']} of 6 by full prefill" in outcome.stderr
 
 
 def test_without_smollm2_the_demo_names_what_fetches_it(cli, tmp_path, monkeypatch):
