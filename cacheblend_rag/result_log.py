@@ -36,7 +36,7 @@ class ResultLog(ABC, Generic[ResultT]):
     @staticmethod
     @abstractmethod
     def from_plain(plain: Mapping[str, Any]) -> ResultT:
-        """Return the result, a dataclass, whose ``asdict`` these values are.
+        """Return the dataclass that ``dataclasses.asdict`` made these values of.
 
         Raises ValueError, KeyError or TypeError for values of another form.
         """

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SHOWN_CHARACTERS = 100
 ASKED = 6
-"""Questions asked of the sample's eight: two CPU cores take a minute at most."""
+"""How many of the sample's eight questions are asked: a minute's worth on two CPU cores."""
 
 
 def demo_command(

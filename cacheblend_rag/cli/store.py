@@ -247,7 +247,7 @@ def warm(
     document: DocumentOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Load the chunks that were used latest into the fastest tier that outlives this command."""
+    """Load the most recently used chunks into the fastest tier that outlives this command."""
     from cacheblend_rag.admin import inspect
 
     with _opened(path, store) as opened, _progress("warm", shown=not as_json) as progress:

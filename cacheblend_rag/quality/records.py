@@ -73,6 +73,6 @@ class RecordLog(ResultLog[PromptRecord]):
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> PromptRecord:
-        """Return the record whose ``asdict`` these values are."""
+        """Return the record that ``dataclasses.asdict`` made these values of."""
         found = plain["fidelity"]
         return PromptRecord(**{**plain, "fidelity": found and PromptFidelity(**found)})

@@ -66,7 +66,7 @@ class AnswerLog(ResultLog[PromptAnswer]):
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> PromptAnswer:
-        """Return the answer whose ``asdict`` these values are."""
+        """Return the answer that ``dataclasses.asdict`` made these values of."""
         return PromptAnswer(**plain)
 
 

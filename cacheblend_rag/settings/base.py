@@ -1,4 +1,4 @@
-"""The base of settings: frozen pydantic models with errors of one line; secrets, sizes, times."""
+"""The base of settings, a frozen pydantic model; how secrets, sizes and times are read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Ratio = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 TIME = r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*"
-"""A number and a unit, as a regular expression."""
+"""Regular expression for a number with an optional unit."""
 SECOND_UNITS: Mapping[str, int] = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -33,7 +33,7 @@ class Secret(SecretStr):
 
     @classmethod
     def of(cls, value: str | Secret | None) -> Secret | None:
-        """Return ``value`` as a secret; None and "" are none."""
+        """Return ``value`` as a Secret, and None for None or an empty string."""
         return value if isinstance(value, Secret) else cls(value) if value else None
 
     def __reduce__(self) -> NoReturn:
@@ -140,5 +140,5 @@ def read_seconds(name: str, value: object) -> float | None:
 
 
 def size(nbytes: int) -> str:
-    """Return bytes in a unit that suits them, such as ``"1.5 MiB"``."""
+    """Format a number of bytes with a binary unit, such as ``"1.5 MiB"``."""
     return ByteSize(nbytes).human_readable(separator=" ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from cacheblend_rag import BlendPrompt, Chunk, Document, Generation, SamplingParams
+from cacheblend_rag import (
+    BlendConfig,
+    BlendPrompt,
+    Chunk,
+    Document,
+    Engine,
+    Generation,
+    SamplingParams,
+)
 from tests.models import make_tokenizer, prompt_of, words
 
 CHUNK_TOKENS = 90
@@ -45,6 +53,17 @@ def retrieved(count: int = 3, seed: int = 9, opening: int = 50) -> BlendPrompt:
     for chunk in chosen:
         parts += [chunk, " w7 "]
     return prompt_of(*parts, words(23, seed))
+
+
+def in_16_bits(
+    engine: Engine, wide: PreTrainedModel, config: BlendConfig, tokens: int, *, reusing: bool
+) -> Iterator[tuple[BlendPrompt, Generation, Tensor]]:
+    """Yield prompts, an engine's answers of so many tokens, and the logits of the wide model."""
+    for seed in PROMPTS if reusing else PROMPTS[:3]:
+        prompt, chunks = three_chunks(seed)
+        engine.precompute(chunks, progress=False)
+        answer = engine.generate(prompt, asked(tokens), config=config)
+        yield prompt, answer, own_logits(wide, prompt, answer, reusing=reusing)
 
 
 def asked(tokens: int) -> SamplingParams:

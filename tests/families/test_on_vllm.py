@@ -20,9 +20,9 @@ from tests.families.models import LAYERS, WINDOW, save_family, with_outliers
 from tests.families.reference import (
     DOCUMENTS,
     OTHER_BLOCKS,
-    PROMPTS,
     asked,
     error,
+    in_16_bits,
     off,
     own_logits,
     retrieved,
@@ -167,13 +167,9 @@ def test_a_family_with_outliers_is_as_precise_in_bfloat16_as_vllm_and_its_own_mo
     wide = deepcopy(model).float()
     with opened(folder, "bfloat16") as engine:
         assert engine.blend_refusal is None
-        for config, reusing, seeds in ((ALL, False, PROMPTS[:3]), (NONE, True, PROMPTS)):
+        for config, reusing in ((ALL, False), (NONE, True)):
             errors, own = [], []
-            for seed in seeds:
-                prompt, chunks = three_chunks(seed)
-                engine.precompute(chunks, progress=False)
-                answer = engine.generate(prompt, asked(4), config=config)
-                wanted = own_logits(wide, prompt, answer, reusing=reusing)
+            for prompt, answer, wanted in in_16_bits(engine, wide, config, 4, reusing=reusing):
                 errors.append(error(answer, wanted))
                 if reusing:
                     itself = own_logits(model, prompt, answer, reusing=True)
