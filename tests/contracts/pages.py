@@ -17,7 +17,7 @@ NAMES = ("tuning", "troubleshooting", "deployment", "scenarios", "from-the-origi
 ENGLISH = {name: DOCS / f"{name}.md" for name in NAMES}
 CHINESE = {name: DOCS / "zh" / f"{name}.md" for name in NAMES}
 PAIRS = {
-    "README": (ROOT / "README.md", ROOT / "README.zh.md"),
+    "README": (ROOT / "README.md", ROOT / "docs" / "zh" / "README.md"),
     **{name: (ENGLISH[name], CHINESE[name]) for name in NAMES},
 }
 PROGRAM = "cacheblend-rag"
