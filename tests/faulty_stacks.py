@@ -25,6 +25,13 @@ class OffByOne(TransformersStack):
         return super().position_inputs(positions + 1)
 
 
+class Mirrored(TransformersStack):
+    """Queries and keys are turned the wrong way."""
+
+    def position_inputs(self, positions: Tensor) -> Any:
+        return super().position_inputs(-positions)
+
+
 class TurnedTooFar(TransformersStack):
     """Keys are moved by one position too many."""
 
@@ -101,6 +108,7 @@ class LeftOut(Altered):
 
 FAULTS: dict[str, type[TransformersStack]] = {
     "rotary off by one": OffByOne,
+    "rotary of the wrong sign": Mirrored,
     "keys turned too far": TurnedTooFar,
     "window one short": ShortWindow,
     "two percent of one layer": TwoPercent,

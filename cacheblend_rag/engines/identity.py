@@ -44,19 +44,15 @@ def model_identity(
     rank: int = 0,
     ranks: int = 1,
     precision: Precision = "native",
-    adapters: str | None = None,
 ) -> dict[str, Any]:
     """Return everything that KV depends on, for ``fingerprint``.
 
     weights: their hash. config: the model's Hugging Face config; its whole text part counts, except
     HARMLESS settings. dtype: the model's. keys: the result of ``key_traits``, since two libraries
     may interpret one config differently. rank, ranks: the tensor-parallel shard. precision: to
-    which the store rounds. adapters: a hash of the active ones, None if there are none.
+    which the store rounds.
     """
     text = config.get_text_config()
-    own: dict[str, str] = {} if precision == "native" else {"precision": precision}
-    if adapters is not None:
-        own["adapters"] = adapters
     return {
         "weights": weights,
         "dtype": str(dtype).removeprefix("torch."),
@@ -65,7 +61,7 @@ def model_identity(
         "vocabulary": int(text.vocab_size),
         "keys": list(keys),
         "tensor_parallel": [rank, ranks],
-        **own,
+        "precision": precision,
     }
 
 

@@ -20,19 +20,22 @@ UNLIMITED = 1 << 20
 """The context window of a model that does not state one, in tokens."""
 
 
-def text_config(model: str) -> Any:
-    """Return the config of a model's text part; raises ModelLoadError if there is none.
+def whole_config(model: str | Path) -> Any:
+    """Return the config of a model; raises ModelLoadError if there is none.
 
     model: as for models.resolve.
     """
     from transformers import AutoConfig
 
-    source = resolve(model)
     try:
-        config = AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(resolve(model))
     except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"model={model!r}: its config cannot be read: {error}") from error
-    return config.get_text_config()
+        raise ModelLoadError(f"{unloaded('config of', model)}: {first_line(error)}") from error
+
+
+def text_config(model: str | Path) -> Any:
+    """Return the config of a model's text part; raises ModelLoadError if there is none."""
+    return whole_config(model).get_text_config()
 
 
 def context_window_in(config: Any) -> int:

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig
 
 from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
-from cacheblend_rag.engines.transformers.adapters import base_weights_hash
 from cacheblend_rag.engines.transformers.compatibility import open_stack
+from cacheblend_rag.engines.transformers.weights import hash_in_memory
 from cacheblend_rag.errors import ModelLoadError
 from tests.models import VOCABULARY, make_model, save_model
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_files_and_memory_agree(folder: Path, dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    assert weights_in_files(folder, dtype) == base_weights_hash(model, dtype)
+    assert weights_in_files(folder, dtype) == hash_in_memory(model, dtype)
 
 
 def test_shards_and_places_do_not_matter(folder: Path, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_quantized_weights_are_told_apart_by_codes_and_scales() -> None:
         model.weight = nn.Parameter(
             Quantized(codes, torch.full((4, 1), scale)), requires_grad=False
         )
-        return base_weights_hash(model, FLOAT32)
+        return hash_in_memory(model, FLOAT32)
 
     assert len({hashed(1, 0.5), hashed(2, 0.5), hashed(1, 0.25)}) == 3
     assert hashed(1, 0.5) == hashed(1, 0.5)

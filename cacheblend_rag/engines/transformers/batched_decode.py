@@ -16,8 +16,8 @@ from torch import Tensor
 from cacheblend_rag.blend.attention import attend_token
 from cacheblend_rag.blend.stack import AttentionCall
 from cacheblend_rag.engines.transformers.cache import FusedCache
-from cacheblend_rag.engines.transformers.rounding_noise import ModelNoise, same_logits
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.engines.transformers.tolerance import same_logits
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +64,12 @@ def _attended(call: AttentionCall, row: int, cache: FusedCache) -> Tensor:
 
 
 def can_decode_batches(
-    stack: TransformersStack,
-    cache: FusedCache,
-    token_ids: Sequence[int],
-    wanted: Tensor,
-    noise: ModelNoise | None,
+    stack: TransformersStack, cache: FusedCache, token_ids: Sequence[int], wanted: Tensor
 ) -> bool:
     """Whether texts of different lengths, decoded together, get the logits they get alone.
 
     cache: the KV of a text, ``token_ids``. wanted: (tokens, vocabulary), the logits of its last
-    tokens, each of which ends one of the texts. noise: see ``model_noise``.
+    tokens, each of which ends one of the texts.
     """
     count = len(wanted)
     ends = range(len(token_ids) - count, len(token_ids))
@@ -86,4 +82,4 @@ def can_decode_batches(
         logger.debug("%s cannot decode texts together", type(stack.model).__name__, exc_info=error)
         return False
     # Also of quantized weights: some quantize activations by the rows they come with.
-    return same_logits(found, wanted, noise, quantized=False)
+    return same_logits(found, wanted, stack.geometry.dtype)

@@ -140,7 +140,7 @@ class TransformersEngine(Engine):
         self._priority_lock, self._scheduler = lock_of(self.model), scheduler_of(self.model)
         self._queue = queue_of(self.model)
         self._watched = WatchedModel(
-            self.model, self._priority_lock, self.store, name=given.loaded_by, wrapper=given.wrapper
+            self.model, self._priority_lock, self.store, name=given.loaded_by
         )
         self._refreshing = threading.Lock()
         self.prefixes = PrefixWriter(self.store)

@@ -1,30 +1,26 @@
-"""Loads a model by its name, or takes a loaded one out of torch.compile, PEFT and other wrappers.
+"""Loads a model by its name, or takes a loaded one out of torch.compile and PEFT.
 
 A model's layers are run one at a time, on varying numbers of rows, so compiled parts are run
-uncompiled. A wrapper is tested for computing the same as the model inside; if it does, the model is
-used, if not, the wrapper is run unchanged.
+uncompiled.
 """
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cacheblend_rag.blend.trial import trial_tokens
-from cacheblend_rag.engines.identity import weights_in_files
 from cacheblend_rag.engines.model_files import (
     REFUSED,
     load_tokenizer,
     repaired_generation_config,
     unloaded,
+    whole_config,
 )
-from cacheblend_rag.engines.transformers.adapters import base_weights_hash
-from cacheblend_rag.engines.transformers.rounding_noise import model_noise, same_logits
 from cacheblend_rag.errors import ConfigError, ModelLoadError, first_line
 from cacheblend_rag.models import resolve
 
@@ -98,10 +94,7 @@ def checkpoint_dtype(name: str | Path) -> torch.dtype | None:
 
     Raises ModelLoadError when the config cannot be read.
     """
-    try:
-        config = AutoConfig.from_pretrained(resolve(name))
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"{unloaded('config', name)}: {first_line(error)}") from error
+    config = whole_config(name)
     stated = config.dtype or config.get_text_config().dtype
     return getattr(torch, stated, None) if isinstance(stated, str) else stated
 
@@ -128,20 +121,6 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def weights_identity(model: PreTrainedModel, name: str | Path | None) -> str:
-    """Return a hash of a model's weights without its adapters.
-
-    It is taken from its files where it was loaded by name, so that it is what other engines say of
-    them, else from memory.
-    """
-    if name is not None:
-        try:
-            return weights_in_files(resolve(name), model.dtype)
-        except ModelLoadError as reason:
-            logger.debug("weights are told apart in memory: %s", reason)
-    return base_weights_hash(model, model.dtype)
-
-
 def vocabulary_size(model: PreTrainedModel, tokenizer: Any) -> int:
     """Return how many tokens a model's logits, or its tokenizer, tell apart; the larger one."""
     return max(int(model.config.get_text_config().vocab_size), len(tokenizer))
@@ -155,14 +134,13 @@ def is_quantized(model: PreTrainedModel) -> bool:
 class GivenModel(NamedTuple):
     """A model that is ready to run, with its tokenizer and name.
 
-    wrapper: the user's module around it, if there is one. name: what it is called. loaded_by: the
-    name by which it was loaded, None if it was loaded before.
+    name: what it is called. loaded_by: the name by which it was loaded, None if it was loaded
+    before.
     """
 
     model: PreTrainedModel
     tokenizer: Any
     name: str
-    wrapper: nn.Module | None = None
     loaded_by: str | Path | None = None
 
     @classmethod
@@ -179,33 +157,37 @@ class GivenModel(NamedTuple):
             return cls(loaded, tokenizer or load_tokenizer(model), str(model), loaded_by=model)
         if tokenizer is None:
             raise ConfigError("tokenizer must be given together with a loaded model")
-        outer = without_compiling(model)
-        inner = prepare(model_in(outer))
-        name = inner.config.name_or_path or inner.config.model_type
-        return cls(inner, tokenizer, name, None if outer is inner else outer.eval())
+        inner = prepare(_without_peft(without_compiling(model)))
+        return cls(inner, tokenizer, inner.config.name_or_path or inner.config.model_type)
 
 
-def model_in(outer: nn.Module) -> PreTrainedModel:
-    """Return the Hugging Face model that a module is or holds; raises ConfigError for none."""
-    for module in outer.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise ConfigError(
-        f"model={type(outer).__name__} is not a Hugging Face model: give a causal language model "
-        "(AutoModelForCausalLM loads one)"
-    )
+def _without_peft(outer: nn.Module) -> PreTrainedModel:
+    """Return the Hugging Face model that PEFT put adapters into; raises ConfigError for none.
+
+    PEFT is not imported: its models are recognized by ``get_base_model``.
+    """
+    kind = type(outer).__name__
+    if isinstance(outer, PreTrainedModel):
+        return outer
+    if not hasattr(outer, "get_base_model"):
+        raise ConfigError(
+            f"model={kind} is not a Hugging Face model: give a causal language model "
+            "(AutoModelForCausalLM loads one)"
+        )
+    if getattr(outer.active_peft_config, "is_prompt_learning", False):
+        raise ConfigError(
+            f"model={kind} computes something else than the model in it "
+            f"({type(outer.active_peft_config).__name__}): give a model, or one with adapters"
+        )
+    inner: PreTrainedModel = outer.get_base_model()
+    return inner
 
 
 def without_compiling(given: nn.Module) -> nn.Module:
-    """Return a module without `torch.compile`; a wrapper around the whole stays usable.
-
-    Parts that were compiled in place are restored in place.
-    """
+    """Return a module without `torch.compile`; parts that were compiled in place are restored."""
     whole = _original(given)
-    undone = whole is not given
-    for module in list(whole.modules()):
-        undone |= _put_back(module)
-    if undone:
+    restored = [_restore(module) for module in list(whole.modules())]
+    if whole is not given or any(restored):
         logger.warning(
             "%s is run without torch.compile: its layers are run one at a time, on varying "
             "numbers of rows",
@@ -214,50 +196,23 @@ def without_compiling(given: nn.Module) -> nn.Module:
     return whole
 
 
-def _original(module: Any) -> nn.Module:
+def _original(module: Any) -> Any:
     while COMPILED_MODULE in getattr(module, "_modules", {}):
         module = module._modules[COMPILED_MODULE]
-    found: nn.Module = module
-    return found
+    return module
 
 
-def _put_back(module: nn.Module) -> bool:
+def _restore(module: nn.Module) -> bool:
     """Undo in-place compilation of a module; returns whether there was any."""
-    undone = False
+    own, is_changed = vars(module), False
     for name, child in list(module._modules.items()):
-        if child is not None and (original := _original(child)) is not child:
-            module._modules[name], undone = original, True
-    if module.__dict__.get("_compiled_call_impl") is not None:
-        module._compiled_call_impl, undone = None, True
-    forward = module.__dict__.get("forward")
-    if (plain := getattr(forward, COMPILED_FUNCTION, None)) is not None:
+        if (original := _original(child)) is not child:
+            module._modules[name], is_changed = original, True
+    if own.get("_compiled_call_impl") is not None:
+        module._compiled_call_impl, is_changed = None, True
+    if (plain := getattr(own.get("forward"), COMPILED_FUNCTION, None)) is not None:
         del module.forward
         if getattr(plain, "__func__", None) is not type(module).forward:
             module.forward = plain
-        undone = True
-    return undone
-
-
-@torch.no_grad()
-def changes_result(outer: nn.Module, inner: PreTrainedModel) -> bool:
-    """Whether a wrapper computes something else than the model in it.
-
-    Raises ConfigError when it cannot be run as the model is.
-    """
-    ids = trial_tokens(int(inner.config.get_text_config().vocab_size), inner.device)[None]
-
-    def logits(model: nn.Module) -> Tensor:
-        return cast(Tensor, model(input_ids=ids, use_cache=False).logits[0].float())
-
-    wanted = logits(inner)
-    try:
-        found = logits(outer)
-    except Exception as error:
-        raise ConfigError(
-            f"model={type(outer).__name__} cannot be run as the {type(inner).__name__} in it: "
-            f"{first_line(error)}"
-        ) from error
-    if found.shape != wanted.shape:
-        return True
-    noise = model_noise(inner, lambda: logits(inner))
-    return not same_logits(found, wanted, noise, quantized=is_quantized(inner))
+        is_changed = True
+    return is_changed

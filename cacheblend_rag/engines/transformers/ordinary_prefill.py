@@ -25,8 +25,8 @@ from cacheblend_rag.blend.trial import trial_tokens
 from cacheblend_rag.engines.transformers.batched_decode import can_decode_batches
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.loading import is_quantized
-from cacheblend_rag.engines.transformers.rounding_noise import ModelNoise, model_noise, same_logits
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.engines.transformers.tolerance import same_logits
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.reason import ReasonCode
 
@@ -72,26 +72,15 @@ class OrdinaryPrefill:
 
     def decode(self, cache: Cache | None, token_ids: Sequence[int]) -> Tensor:
         """Return the logits after ``token_ids``; ``cache`` holds all of them but the last."""
-        if cache is None:
-            return self._run(token_ids, None)[:, -1]
         return self.continued(cache, token_ids, 1)
 
     def continued(self, cache: Cache | None, token_ids: Sequence[int], count: int) -> Tensor:
         """Return the logits after each of the last tokens, (count, vocabulary) float32.
 
-        cache: holds all but those, and gets them, too.
+        cache: holds all but those, and gets them, too; without one the whole text is computed.
         """
-        if cache is None:
-            return self.last_logits(token_ids, count)
-        start = len(token_ids) - count
+        start = 0 if cache is None else len(token_ids) - count
         return self._run(token_ids[start:], cache, start=start, keep=count)[0]
-
-    def last_logits(self, token_ids: Sequence[int], count: int) -> Tensor:
-        """Return the logits after each of the last tokens, (count, vocabulary) float32.
-
-        No cache is used, so these are the logits of the whole text.
-        """
-        return self._run(token_ids, None, keep=count)[0]
 
     def _run(
         self, token_ids: Sequence[int], cache: Cache | None, start: int = 0, keep: int = 1
@@ -123,15 +112,14 @@ def find_ordinary_prefill(
     ids = trial_tokens(vocabulary, torch.device("cpu")).tolist()
     alone = OrdinaryPrefill(model, cache_name="", positioned=False)
     try:
-        wanted = alone.last_logits(ids, CONTINUED_TOKENS + 1)
+        wanted = alone.continued(None, ids, CONTINUED_TOKENS + 1)
     except Exception as error:
         kind = f"{type(model).__name__} ({type(error).__name__}: {error})"
         raise ConfigError(f"model cannot be run on text alone: {kind}") from error
-    noise = model_noise(model, lambda: alone.last_logits(ids, CONTINUED_TOKENS + 1))
     for name, positioned in product(CACHE_NAMES, (True, False)):
         way = OrdinaryPrefill(model, stack, name, positioned)
-        if name in way.parameters and _continues(way, ids, wanted, noise):
-            return replace(way, decodes_batches=_decodes_batches(way, ids, wanted, noise))
+        if name in way.parameters and _continues(way, ids, wanted):
+            return replace(way, decodes_batches=_decodes_batches(way, ids, wanted))
     if stack is not None:
         raise UnsupportedModelError(
             "it does not continue from its cached KV", ReasonCode.UNSUPPORTED_MODEL
@@ -143,13 +131,10 @@ def find_ordinary_prefill(
     return alone
 
 
-def _continues(
-    way: OrdinaryPrefill, ids: list[int], wanted: Tensor, noise: ModelNoise | None
-) -> bool:
+def _continues(way: OrdinaryPrefill, ids: list[int], wanted: Tensor) -> bool:
     """Whether continuing a text from its cache gives the same logits as the whole text.
 
-    wanted: (CONTINUED_TOKENS + 1, vocabulary), logits of the last tokens of the whole text. noise:
-    see ``model_noise``.
+    wanted: (CONTINUED_TOKENS + 1, vocabulary), logits of the last tokens of the whole text.
     """
     try:
         cache, first = way.prefill(ids[:-CONTINUED_TOKENS], CONTINUED_TOKENS)
@@ -158,20 +143,19 @@ def _continues(
     except Exception as error:
         logger.debug("%s does not take our cache", type(way.model).__name__, exc_info=error)
         return False
-    return same_logits(torch.cat(found), wanted, noise, quantized=is_quantized(way.model))
+    quantized = is_quantized(way.model)
+    return same_logits(torch.cat(found), wanted, way.model.dtype, quantized=quantized)
 
 
-def _decodes_batches(
-    way: OrdinaryPrefill, ids: list[int], wanted: Tensor, noise: ModelNoise | None
-) -> bool:
+def _decodes_batches(way: OrdinaryPrefill, ids: list[int], wanted: Tensor) -> bool:
     """Whether texts that are decoded together get the logits that each gets alone.
 
-    wanted, noise: see ``_continues``.
+    wanted: see ``_continues``.
     """
     if way.stack is None:
         return False
     cache, _ = way.prefill(ids, 0)
-    if can_decode_batches(way.stack, cast(FusedCache, cache), ids, wanted, noise):
+    if can_decode_batches(way.stack, cast(FusedCache, cache), ids, wanted):
         return True
     logger.info("%s decodes its requests one at a time", type(way.model).__name__)
     return False

@@ -15,11 +15,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.loading import is_quantized
 from cacheblend_rag.engines.transformers.prefill import ContinuationScore
-from cacheblend_rag.engines.transformers.rounding_noise import (
-    ModelNoise,
-    model_noise,
-    same_logits,
-)
+from cacheblend_rag.engines.transformers.tolerance import same_logits
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import EvalQuestion, PromptFrame
 from cacheblend_rag.quality.fidelity import divergences, reference
@@ -70,9 +66,11 @@ class Prompted:
         return self.full().log_probs
 
     @cached_property
-    def noise(self) -> ModelNoise | None:
-        """Samples of the rounding error of these; None in float32."""
-        return model_noise(self.engine.model, lambda: self.full().log_probs)
+    def one_by_one(self) -> Tensor:
+        """The same of a part of the answer at a time: other numbers of rows round differently."""
+        parts = [self.answer[:end] for end in range(1, len(self.answer) + 1)]
+        scores = self.engine.score_each(self.prompt, parts, full=True)
+        return torch.stack([score.log_probs[-1] for score in scores])
 
     def full(self) -> ContinuationScore:
         """Score the answer after full prefill."""
@@ -92,8 +90,9 @@ class Prompted:
             "largest_difference": float(off),
             "reused_tokens": score.report.reused_tokens,
         }
-        quantized = is_quantized(self.engine.model)
-        if same_logits(score.log_probs, self.wanted, self.noise, quantized=quantized):
+        model = self.engine.model
+        quantized = is_quantized(model)
+        if same_logits(score.log_probs, self.wanted, model.dtype, quantized=quantized):
             return asked.ok(f"the same but for rounding, KL {measured['kl']:.1e}", measured)
         return asked.failed(f"KL {measured['kl']:.3g} is more than rounding", remedy, measured)
 
@@ -183,13 +182,11 @@ def check_precision(prompted: Prompted, checkpoint: torch.dtype | None) -> Check
 
 
 def _noise_figures(prompted: Prompted) -> dict[str, float]:
-    wanted, noise = prompted.wanted, prompted.noise
-    repeat = divergences(wanted, prompted.full().log_probs).mean()
-    rounding = 0.0
-    if noise is not None:
-        other = (wanted + noise.logits[0]).log_softmax(-1)
-        rounding = _finite(divergences(wanted, other).mean())
-    return {"repeat_kl": _finite(repeat), "rounding_kl": rounding}
+    again, rounded = prompted.full().log_probs, prompted.one_by_one
+    return {
+        "repeat_kl": _finite(divergences(prompted.wanted, again).mean()),
+        "rounding_kl": _finite(divergences(prompted.wanted, rounded).mean()),
+    }
 
 
 def _finite(value: Tensor) -> float:

@@ -55,6 +55,18 @@ def swap(model: nn.Module) -> None:
     model.load_state_dict(other)
 
 
+def replace_a_weight(peft: Any) -> None:
+    """By one that counts no writes."""
+    norm = peft.base_model.model.model.norm
+    with torch.inference_mode():
+        norm.weight = nn.Parameter(0.9 * norm.weight, requires_grad=False)
+
+
+def add_a_buffer(peft: Any) -> None:
+    norm = peft.base_model.model.model.norm
+    norm.register_buffer("kept", torch.ones(2))
+
+
 def replace_a_module(peft: Any) -> None:
     mlp = peft.base_model.model.model.layers[1].mlp
     mlp.up_proj = nn.Linear(mlp.up_proj.in_features, mlp.up_proj.out_features, bias=False)
@@ -79,6 +91,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "weights elsewhere": lambda peft: [
         setattr(weight, "data", 0.9 * weight.data) for weight in peft.parameters()
     ],
+    "a weight": replace_a_weight,
+    "a buffer": add_a_buffer,
     "a module": replace_a_module,
     "adapters taken out": lambda peft: peft.unload(),
 }

@@ -84,11 +84,11 @@ class Forgetful(OrdinaryPrefill):
         return self.prefill(token_ids[-1:], 4)[1]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 def test_a_model_goes_on_from_what_was_kept_in_every_precision(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_model("llama", dtype)
+    model = make_model("gemma3", dtype)
     opened = open_stack(model)
     assert find_ordinary_prefill(model, opened).cache_name == "past_key_values"
     monkeypatch.setattr(ordinary_prefill, "OrdinaryPrefill", WrongPositions)

@@ -89,32 +89,16 @@ def test_a_compiled_model_is_driven_uncompiled_and_it_is_said(
     assert "forward" not in vars(engine.model.model)
 
 
-def test_a_wrapper_that_computes_something_else_is_run_as_it_stands() -> None:
-    torch.manual_seed(3)
+def test_other_modules_are_refused_in_one_line() -> None:
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
-    wrapper = get_peft_model(make_model(), config).eval()
-    engine = TransformersEngine(wrapper, tokenizer=make_tokenizer())
-    assert engine.blend_refusal == (
-        "its wrapper (PeftModelForCausalLM) computes something else than the LlamaForCausalLM in it"
-    )
-    ids = torch.tensor([PROMPT.encode(make_tokenizer()).token_ids])
-    with torch.no_grad():
-        wanted = own_tokens(wrapper, ids, TOKENS)
-    answer = engine.generate(PROMPT, GREEDY)
-    assert list(answer.token_ids) == wanted
-    assert engine.precompute(CHUNKS, progress=False).refused == {"unsupported model": 3}
-
-
-def test_a_module_that_holds_no_model_is_refused_in_one_line() -> None:
-    with pytest.raises(
-        ConfigError, match="model=Linear is not a Hugging Face model: give a causal"
-    ):
-        TransformersEngine(nn.Linear(2, 2), tokenizer=make_tokenizer())
+    tuned, tokenizer = get_peft_model(make_model(), config), make_tokenizer()
+    with pytest.raises(ConfigError, match=r"else than the model in it \(PromptTuningConfig\)"):
+        TransformersEngine(tuned, tokenizer=tokenizer)
+    for other in (nn.Linear(2, 2), nn.Sequential(make_model())):
+        with pytest.raises(ConfigError, match="is not a Hugging Face model: give a causal"):
+            TransformersEngine(other, tokenizer=tokenizer)
     with pytest.raises(ConfigError, match="tokenizer must be given"):
         TransformersEngine(torch.compile(make_model()))
-    holder = nn.Sequential(make_model())
-    with pytest.raises(ConfigError, match="cannot be run as the LlamaForCausalLM in it"):
-        TransformersEngine(holder, tokenizer=make_tokenizer())
 
 
 def test_layers_on_several_devices_are_told_by_name() -> None:
