@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import repeat
 from typing import Any, cast
 
 import torch
@@ -68,30 +67,17 @@ class Interception:
         return any("flash" in str(config[ACTIVE]) for config in self._configs)
 
     @contextmanager
-    def attending(self, layer: int, window: int | None, attend: Attend) -> Iterator[None]:
-        """Let a layer's attention use ``attend``, on this thread."""
-        with self._passing(repeat((layer, window)), attend):
-            yield
+    def attending(self, calls: Iterable[tuple[int, int | None]], attend: Attend) -> Iterator[None]:
+        """Let attention use ``attend``, on this thread.
 
-    @contextmanager
-    def attending_in_order(self, windows: Sequence[int | None], attend: Attend) -> Iterator[None]:
-        """Let the attention of all layers use ``attend``, on this thread, while the model runs.
-
-        windows: of each layer. The model must call the layers in order, and each of them its
-        attention once.
+        calls: the layer and its window, of each call of attention in turn.
         """
-        with self._passing(enumerate(windows), attend):
-            yield
-
-    @contextmanager
-    def _passing(self, layers: Iterable[tuple[int, int | None]], attend: Attend) -> Iterator[None]:
-        """Pass calls to ``attend``; layers: the layer and the window of each call."""
-        _active.layers, _active.attend = iter(layers), attend
+        _active.calls, _active.attend = iter(calls), attend
         try:
             with self.implementation(DRIVEN):
                 yield
         finally:
-            del _active.layers, _active.attend
+            del _active.calls, _active.attend
 
     @contextmanager
     def implementation(self, name: str) -> Iterator[None]:
@@ -120,7 +106,7 @@ def _intercepted(
 ) -> tuple[Tensor, None]:
     """The registered attention function: passes the call to this thread's runner of the layers."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer, window = next(_active.layers)
+    layer, window = next(_active.calls)
     call = AttentionCall(layer, query, key, value, scaling, window, softcap, s_aux)
     return _active.attend(call), None
 

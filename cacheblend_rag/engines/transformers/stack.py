@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, cast
 
 import torch
@@ -143,7 +144,7 @@ class TransformersStack:
         arguments = position_inputs.arguments[layer]
         if self._is_wide:
             arguments = in_float32(arguments)
-        with self._interception.attending(layer, self._windows[layer], attend):
+        with self._interception.attending(repeat((layer, self._windows[layer])), attend):
             out = self.layers[layer](hidden, **arguments)
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
@@ -202,7 +203,7 @@ class TransformersStack:
         token_ids, positions: (batch, 1). attend: attention of each layer, in order, to all the KV
         that the texts have before; it gets the tokens' own.
         """
-        with self._interception.attending_in_order(self._windows, attend):
+        with self._interception.attending(enumerate(self._windows), attend):
             out = self.model(
                 input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=1
             )
@@ -316,8 +317,8 @@ class TransformersStack:
         def attend(call: AttentionCall) -> Tensor:
             return torch.zeros_like(call.query).transpose(1, 2)
 
-        with self._interception.attending(0, self._windows[0], attend):
-            arguments = self._layer_arguments(position, hidden.dtype)[0]
+        arguments = self._layer_arguments(position, hidden.dtype)[0]
+        with self._interception.attending(repeat((0, self._windows[0])), attend):
             return isinstance(self.layers[0](hidden, **arguments), tuple)
 
     def _cost(self, layer: int) -> LayerCost:
