@@ -161,31 +161,31 @@ class GivenModel(NamedTuple):
         return cls(inner, tokenizer, inner.config.name_or_path or inner.config.model_type)
 
 
-def _without_peft(outer: nn.Module) -> PreTrainedModel:
+def _without_peft(outer: Any) -> PreTrainedModel:
     """Return the Hugging Face model that PEFT put adapters into; raises ConfigError for none.
 
     PEFT is not imported: its models are recognized by ``get_base_model``.
     """
-    kind = type(outer).__name__
-    if isinstance(outer, PreTrainedModel):
-        return outer
-    if not hasattr(outer, "get_base_model"):
+    kind, inner = type(outer).__name__, outer
+    if hasattr(outer, "get_base_model"):
+        tuned = getattr(outer, "active_peft_config", None)
+        if getattr(tuned, "is_prompt_learning", False):
+            raise ConfigError(
+                f"model={kind} computes something else than the model in it "
+                f"({type(tuned).__name__}): give a model, or one with adapters"
+            )
+        inner = outer.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
         raise ConfigError(
             f"model={kind} is not a Hugging Face model: give a causal language model "
             "(AutoModelForCausalLM loads one)"
         )
-    if getattr(outer.active_peft_config, "is_prompt_learning", False):
-        raise ConfigError(
-            f"model={kind} computes something else than the model in it "
-            f"({type(outer.active_peft_config).__name__}): give a model, or one with adapters"
-        )
-    inner: PreTrainedModel = outer.get_base_model()
     return inner
 
 
 def without_compiling(given: nn.Module) -> nn.Module:
     """Return a module without `torch.compile`; parts that were compiled in place are restored."""
-    whole = _original(given)
+    whole: nn.Module = _original(given)
     restored = [_restore(module) for module in list(whole.modules())]
     if whole is not given or any(restored):
         logger.warning(

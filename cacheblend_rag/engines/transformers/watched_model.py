@@ -102,7 +102,8 @@ class WatchedModel:
             self._trials.clear()
         prepare(self.model)
         now = ModelState.of(self.model)
-        self._use(now, self._trials.pop(now.adapters, None) or self._try())
+        known = self._trials.pop(now.adapters) if now.adapters in self._trials else self._try()
+        self._use(now, known)
 
     def _use(self, state: ModelState, tried: TriedModel) -> None:
         self._state, self._tried = state, tried

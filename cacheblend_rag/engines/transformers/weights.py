@@ -42,7 +42,7 @@ class ModelState:
         """Look at a model: about a microsecond for each module and weight."""
         modules = list(model.modules())
         tensors = [weight for module in modules for _, weight in _own(module)]
-        layers = [module for module in modules if _has_adapters(module)]
+        layers: list[Any] = [module for module in modules if _has_adapters(module)]
         merged = [tuple(layer.merged_adapters) for layer in layers]
         active = [
             tuple((name, *_settings(layer, name).items()) for name in _active(layer))
@@ -90,7 +90,8 @@ def _in_effect(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple
             seen.add(id(weight))
             yield prefix + name, weight
     is_adapted = _has_adapters(module)
-    for name, child in module.named_children():
+    children: dict[str, Any] = dict(module.named_children())
+    for name, child in children.items():
         if is_adapted and hasattr(child, "keys"):
             for place, adapter in enumerate(one for one in _active(module) if one in child):
                 yield from _part(child[adapter], f"{prefix}{name}.{place}.", seen)
