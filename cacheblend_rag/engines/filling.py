@@ -15,7 +15,7 @@ from threading import Lock
 
 from cacheblend_rag.engines.answer import Generation, Request
 from cacheblend_rag.engines.idle import IdleJob, IdleQueue
-from cacheblend_rag.engines.index_time import IndexTime
+from cacheblend_rag.engines.indexing import Indexing
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.report import ChunkReport, FillReport, MissReason, PrecomputeReport
 from cacheblend_rag.text.chunk import Chunk
@@ -34,12 +34,12 @@ BEING_FILLED: MissReason = "not stored, being filled"
 class Filling:
     """An AnswerHook that queues the chunks that prompts missed, and fills them by an IdleQueue.
 
-    index_time: computes and stores. is_on: whether newly missed chunks are queued.
+    engine: computes and stores; may be a weak proxy. is_on: whether newly missed chunks are queued.
     """
 
-    def __init__(self, index_time: IndexTime, idle: IdleQueue) -> None:
+    def __init__(self, engine: Indexing, idle: IdleQueue) -> None:
         self.is_on = False
-        self._index_time, self._idle = index_time, idle
+        self._engine, self._idle = engine, idle
         self._lock = Lock()
         self._waiting: dict[KVKey, Chunk] = {}
         self._at_work: dict[KVKey, Chunk] = {}
@@ -49,7 +49,7 @@ class Filling:
     def see(self, request: Request, answer: Generation) -> Generation | None:
         """Queue the chunks that a prompt missed; returns the answer with updated reports."""
         chunks = answer.report.chunks
-        if not self.is_on or not self._index_time.is_writable or all(one.hit for one in chunks):
+        if not self.is_on or self._engine.read_only or all(one.hit for one in chunks):
             return None
         prepared = request.prepared
         there = {
@@ -81,7 +81,7 @@ class Filling:
 
     def _want(self, key: KVKey, chunk: Chunk) -> bool:
         """Queue a chunk unless it is queued; returns whether it will be filled."""
-        if not self._index_time.has(chunk):
+        if not self._engine._known.has(chunk):
             return False
         with self._lock:
             if key in self._at_work or key in self._waiting:
@@ -101,7 +101,7 @@ class Filling:
             self._filled,
             when_failed="chunks that requests missed are not filled",
             ended=self._ended,
-            waits=not self._index_time.fills_last,
+            waits=not self._engine.fills_last,
         )
         self._has_job = self._has_job or self._idle.add(job)
         if not self._has_job:
@@ -116,7 +116,7 @@ class Filling:
         chunks, started = self._take(), time.perf_counter()
         told = 0
         try:
-            with closing(self._index_time.fill(chunks)) as steps:
+            with closing(self._engine._fill_missed(chunks)) as steps:
                 for done in steps:
                     told += done.chunks
                     with self._lock:

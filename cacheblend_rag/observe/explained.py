@@ -10,9 +10,9 @@ from cacheblend_rag.explanation import Explanation
 from cacheblend_rag.report import BlendReport
 
 if TYPE_CHECKING:
+    from cacheblend_rag.engines.answering import Hints
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.prepare import PreparedPrompt
-    from cacheblend_rag.engines.question_time import Hints
     from cacheblend_rag.settings import BlendConfig
 
 COMPARED_TOKENS = 16

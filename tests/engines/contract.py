@@ -585,7 +585,7 @@ class EngineContract:
     def test_closing_ends_siblings_and_what_follows(self, engine: Engine, texts: Texts) -> None:
         """Last: it closes the engine that the others may share."""
         sibling = engine.sibling(lead_in="none")
-        checked = engine._questions.request(texts.text(20), SHORT)
+        checked = engine._request(texts.text(20), SHORT)
         stream = sibling.stream(texts.text(20), LONG)
         next(stream)
         engine.close()

@@ -19,14 +19,14 @@ from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.copy_stream import release_buffers
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import CANCELLED, Delta, Generation, Request
+from cacheblend_rag.engines.answering import Hints
 from cacheblend_rag.engines.backend import engine_settings
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.model_files import context_window_in
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
-from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.prepare import PromptLike
-from cacheblend_rag.engines.question_time import Hints
 from cacheblend_rag.engines.sampling import ResolvedSampling, SamplingParams
+from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches, store_computed
@@ -346,7 +346,7 @@ class TransformersEngine(Engine):
             hints: as for score.
             full: as for score.
         """
-        request = self._questions.request(prompt, None, config, hints, steered=False, full=full)
+        request = self._request(prompt, None, config, hints, steered=False, full=full)
         check_scored(len(request.prepared.token_ids), continuations, self.context_window)
         return self._after_prefill(
             request, lambda request, prefilled: self._scores(request, prefilled, continuations)
@@ -383,7 +383,7 @@ class TransformersEngine(Engine):
             check_scored(told.prompt_tokens, answers, self.context_window)
             return told, self._scores(request, prefilled, answers)
 
-        request = self._questions.request(prompt, sampling, config, hints, steered=False, full=full)
+        request = self._request(prompt, sampling, config, hints, steered=False, full=full)
         return self._after_prefill(request, decode_and_score)
 
     def _after_prefill(self, request: Request, work: Callable[[Request, Prefilled], T]) -> T:
@@ -404,7 +404,7 @@ class TransformersEngine(Engine):
     def _scores(
         self, request: Request, prefilled: Prefilled, answers: Sequence[Sequence[int]]
     ) -> tuple[ContinuationScore, ...]:
-        ids, report = request.prepared.token_ids, self._questions.report(request, prefilled.report)
+        ids, report = request.prepared.token_ids, self._report(request, prefilled.report)
         found = all_forced_log_probs(self._ordinary, self._priority_lock, prefilled, ids, answers)
         return tuple(ContinuationScore(one, report) for one in found)
 

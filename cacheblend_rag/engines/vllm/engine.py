@@ -34,8 +34,8 @@ from cacheblend_rag.engines.answer import (
 from cacheblend_rag.engines.backend import STOPPED, engine_settings
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
-from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.sampling import ResolvedSampling
+from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
 from cacheblend_rag.engines.turns import config_for, parts_of
 from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, sent_chunk, stored_by
@@ -165,9 +165,7 @@ class VLLMEngine(Engine):
         window = led.window if led.name == "document" else 0
         self._sent_lead_in = SentLeadIn(led.name, chunk_id(led.tokens), window)
         self._jobs = JobClient(self.transport, self._sent_lead_in, self.status)
-        self._keeper = TurnKeeper(
-            self._jobs, self.transport.background, self._parts.idle, self._lifetime
-        )
+        self._keeper = TurnKeeper(self._jobs, self.transport.background, self._idle, self._lifetime)
 
     # Facts
 
@@ -366,7 +364,7 @@ class VLLMEngine(Engine):
 
     def _runs(self, plans: Sequence[ChunkPlan]) -> list[DocumentPlan]:
         """Group chunks into runs; chunks of a document that does not fit have no prior."""
-        fits = self._index.fits
+        fits = self._fits
         return document_plans(
             plan if fits(plan, plan.context) else replace(plan, context=()) for plan in plans
         )

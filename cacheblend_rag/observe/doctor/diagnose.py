@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from cacheblend_rag.engines.answering import Hints
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.prepare import PromptLike
-from cacheblend_rag.engines.question_time import Hints
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.observe.doctor import quality, reuse, speed
 from cacheblend_rag.observe.doctor.evidence import Evidence, Verified

@@ -131,12 +131,12 @@ def _first_layer(
     Both are (kv_heads, tokens, head_dim), keys rotated. At last, how many tokens were reused.
     """
     greedy = SamplingParams.greedy(max_tokens=1)
-    request = engine._questions.request(prompt, greedy, config, full=config is None)
+    request = engine._request(prompt, greedy, config, full=config is None)
     prefilled = engine._prefiller.run(engine._renewed(request))
     if prefilled is None or not isinstance(prefilled.cache, FusedCache):
         raise ConfigError("the KV of a prompt is known of models that can be blended only")
     fused, tokens = prefilled.cache.fused, len(request.prepared.token_ids)
-    told = engine._questions.report(request, prefilled.report).reused_tokens
+    told = engine._report(request, prefilled.report).reused_tokens
     return fused.keys[0, :, :tokens].clone(), fused.values[0, :, :tokens].clone(), told
 
 

@@ -78,7 +78,7 @@ def test_a_worker_finds_what_the_embedded_engine_finds(
 def test_it_is_compared_when_nobody_decodes(core: InProcessEngine) -> None:
     ended: list[str] = []
     prepared = core.prepare(prompt_of("w5", *ALONE, "w9"))
-    sent = core._sent(core._questions.request(prepared, GREEDY)).request.job
+    sent = core._sent(core._request(prepared, GREEDY)).request.job
     assert sent is not None
 
     async def compare() -> None:
