@@ -94,7 +94,7 @@ class Indexing(Backend):
         refusal = self._storing_refusal() if chunks else None
         with tqdm(total=len(chunks), desc="precompute", unit="chunk", disable=not progress) as bar:
             for part in whole_documents(chunks, self.part_chunks):
-                with closing(self._store_part(part, refusal, verify)) as steps:  # also if interrupted
+                with closing(self._store_part(part, refusal, verify)) as steps:
                     for done in steps:
                         total += done
                         bar.update(done.chunks)
