@@ -3,7 +3,7 @@
 There is one object per chunk, ``<aa>/<key>.safetensors`` after the prefix, where aa are the chunk
 id's first hex digits; ``quarantine/`` holds unusable ones. The object's metadata holds the time at
 which the chunk was first stored, which listings lack; object stores record no last use.
-(``tokens/`` holds what vLLM's connector keeps beside the chunks, see token_objects.py there.)
+(``tokens/`` holds what engines/catalog_places.py keeps beside the chunks.)
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ``kv:<key>`` after the prefix holds a chunk: the time at which it was first stored, as a double of 8
 bytes, and its object. Redis expires it and may evict it by its own policy: what is gone is a miss.
 Its last use is the server's to know.
-(``tokens:`` begins what vLLM's connector keeps beside the chunks, see token_stream.py there.)
+(``tokens/`` begins what engines/catalog_places.py keeps beside the chunks.)
 """
 
 from __future__ import annotations

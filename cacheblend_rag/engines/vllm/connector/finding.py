@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.blend.selectors import make_selector
+from cacheblend_rag.engines.catalog import Catalog, LeadInId
+from cacheblend_rag.engines.catalog_places import open_place, place_of
+from cacheblend_rag.engines.finder import Finder, Run, Span
+from cacheblend_rag.engines.found_chunk import FoundChunk, Vocabulary
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
 from cacheblend_rag.engines.model_files import load_tokenizer
-from cacheblend_rag.engines.vllm.connector.continued import Continued, Stretch
-from cacheblend_rag.engines.vllm.connector.finder import Finder
-from cacheblend_rag.engines.vllm.connector.found_chunk import FoundChunk, Vocabulary
+from cacheblend_rag.engines.vllm.connector.marks import Marks, Stretch
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
 from cacheblend_rag.engines.vllm.connector.pending import Pending
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.tenants import NO_NAMESPACE, Tenants
-from cacheblend_rag.engines.vllm.connector.token_file import FILE_NAME
-from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, SALT_PREFIX, BlendJob, FindJob
+from cacheblend_rag.engines.vllm.protocol.job import (
+    PARAMETER,
+    BlendJob,
+    FindJob,
+    SentChunk,
+    SentLeadIn,
+)
 from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
     Declined,
@@ -30,14 +32,14 @@ from cacheblend_rag.engines.vllm.protocol.result import (
     Failed,
     PrecomputeResult,
     Result,
-    VerifyResult,
 )
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import chunk_id, fingerprint, namespace_id
-from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
+from cacheblend_rag.kv.mac import mac_of
+from cacheblend_rag.prefill.policy import NO_CHUNK, NOT_STORED, too_little
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.settings import BlendConfig, StoreConfig
-from cacheblend_rag.settings.tier_url import OBJECT_SCHEMES, REDIS_SCHEMES, TierUrl
+from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.text.encoder import PromptEncoder
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_REASON = 500
-MISSING = "not stored"
+MISSING: MissReason = "not stored"
 """The miss reason of a chunk that is in no tier."""
 NEVER = Reason(ReasonCode.UNSUPPORTED_REQUEST, "the server searches no prompts (serve --find off)")
 
@@ -58,29 +60,33 @@ class Finding:
     Args:
         finder: knows the stored chunks.
         settings: of the connector: which requests are searched, and how they are blended.
-        block_size: tokens a block of vLLM's cache.
     """
 
-    def __init__(self, finder: Finder, settings: ConnectorSettings, block_size: int) -> None:
+    def __init__(self, finder: Finder, settings: ConnectorSettings) -> None:
         self.finder, self.mode = finder, settings.find
         self.tenants = Tenants(settings)
         profile = settings.profile
         self.config = profile.blended(BlendConfig()) if profile else BlendConfig()
-        self.continued = Continued(block_size)
+        self._marks = Marks()
         self._gives_up = False
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, settings: ConnectorSettings) -> Finding:
         """Make one whose chunks are kept beside their KV, if that outlives the process."""
         store = settings.store
+        place = place_of(store) if settings.find != "off" else None
+
+        def opened() -> Catalog:
+            assert place is not None  # noqa: S101 (else it is not called)
+            model = fingerprint(identity_of(vllm_config, settings), "")
+            return Catalog(open_place(place, model), mac_of(), read_only=store.read_only)
+
         finder = Finder(
-            place_of(store) if settings.find != "off" else None,
-            lambda: fingerprint(identity_of(vllm_config, settings), ""),
-            read_only=store.read_only,
+            opened if place else None,
             vocabulary=lambda: _vocabulary_of(vllm_config),
             unconfirmed_context=settings.takes_unconfirmed,
         )
-        return cls(finder, settings, vllm_config.cache_config.block_size)
+        return cls(finder, settings)
 
     def pending(
         self, request: Request, refusal: Reason | None, stats: BlendStats
@@ -129,72 +135,106 @@ class Finding:
         namespace = self.tenants.namespace_of(request)
         if namespace is None:
             return NO_NAMESPACE
-        found = self.finder.find(namespace, tokens)
-        reusable = sum(one.sent.end - one.sent.start for one in found)
+        found = tuple(self.finder.find(namespace, tokens))
+        stored = [one for one in found if not one.is_missing]
+        reusable = sum(one.end - one.start for one in found) if stored else 0
         refused = too_little(reusable, config.min_tokens) if found else (NO_CHUNK, None)
         seconds = time.perf_counter() - started
         stats.record_found(0 if refused else reusable, seconds)
         logger.debug(
-            "request %s: %d stored chunks found, %d of %d tokens, in %.2f ms",
+            "request %s: %d chunks found, %d of %d tokens, in %.2f ms",
             *(request.request_id, len(found), reusable, len(tokens), seconds * 1000),
         )
+        if found and not stored:
+            missed = tuple(_missed(one) for one in found)
+            return Pending(None, result=Declined(NOT_STORED, missed))
         if refused:
             return refused[0]
-        sent = tuple(one.sent for one in found)
-        lead_in = sent[0].lead_in
-        assert lead_in is not None  # noqa: S101 (the finder gives each chunk its own)
-        alone = Stretch(sent[0].start, _mark(request, found, config))
-        stretches, held = self.continued.stretches(request, found, config, alone)
-        return Pending(
-            BlendJob("blend", lead_in, sent, config=config),
-            mark=stretches[-1].mark,
-            found=tuple((one.name, one.generation) for one in found),
-            stretches=stretches,
-            held=held,
-            alone=alone,
-        )
+        sent = tuple(map(_sent, found))
+        assert sent[0].lead_in is not None  # noqa: S101 (each has its own)
+        job = BlendJob("blend", sent[0].lead_in, sent, config=config)
+        return Pending(job, found=found, stretches=self.stretches(request, found, config))
+
+    def stretches(
+        self,
+        request: Request,
+        found: Sequence[FoundChunk],
+        config: BlendConfig,
+        *,
+        anew: bool = False,
+    ) -> tuple[Stretch, ...]:
+        """Return how the blocks of found chunks are set apart; see Marks."""
+        tokens = request.prompt_token_ids or ()
+        return self._marks.stretches(request.request_id, tokens, found, config, anew=anew)
 
     def mark_of_deleted(self, pending: Pending, request: Request) -> str:
-        """Return what a blend's blocks depend on, beside its own job: deletions of its chunks."""
-        if pending.job is None or not pending.mark or pending.namespace is None:
+        """Return what a blend's blocks depend on beside the job that it brought: deletions."""
+        job = pending.job
+        if job is None or pending.namespace is None or not self.finder.deletions.happened:
             return ""
-        deletions, namespace = self.finder.deletions, namespace_id(pending.namespace)
-        return deletions.mark(namespace, pending.job, request.prompt_token_ids or ())
+        namespace, tokens = namespace_id(pending.namespace), request.prompt_token_ids or ()
+        numbers = [
+            self.finder.deletions.number(namespace, chunk_id(chunk.own_tokens(tokens)))
+            for chunk in job.chunks
+            if not chunk.turn
+        ]
+        return f" {numbers}" if any(numbers) else ""
 
     def note_result(self, pending: Pending, result: Result) -> None:
-        """Learn from the result of a job which chunks are stored, and which are no longer."""
-        job = pending.job
-        namespace = pending.namespace
+        """Learn from the result of a job which chunks are stored, and which are deleted."""
+        job, namespace = pending.job, pending.namespace
         if job is None or namespace is None:
             return
         if isinstance(result, EvictResult) and not job.turns:
-            self.finder.forget(namespace, job.lead_in, job.keys)
+            self.finder.forget(namespace, _lead_in_id(job.lead_in), job.keys)
         if self.mode == "off":
             return
         match result:
             case PrecomputeResult() if job.kind == "precompute":
-                self.finder.learn(namespace, job, result)
-            case VerifyResult() if result.unreadable:
-                keys = [key for key in job.keys if f"{key[0]}/{key[1]}" in result.unreadable]
-                self.finder.forget(namespace, job.lead_in, keys)
+                self.finder.learn(namespace, _run(job, result))
             case BlendResult() | Declined() if pending.found:
-                told = zip(pending.found, result.chunks or (), strict=False)
-                self.finder.forget_lost([one for one, chunk in told if chunk.reason == MISSING])
+                told = zip(pending.work_found, result.chunks or (), strict=False)
+                self.finder.note_missing(one.name for one, it in told if it.reason == MISSING)
             case Failed(error=why) if pending.found and why.code.startswith("unsupported_"):
                 self._gives_up = True  # the worker blends nothing, ever
 
 
-def place_of(store: StoreConfig) -> Path | TierUrl | None:
-    """Return what keeps the tokens of stored chunks, None if that is the process' memory.
+def _run(job: BlendJob, result: PrecomputeResult) -> Run:
+    """Return the chunks of a precompute job."""
+    return Run(
+        _lead_in_id(job.lead_in),
+        job.tokens,
+        [Span(one.start, one.end, one.context_id) for one in job.chunks],
+        job.chunks[0].context_start,
+        result.fresh,
+        result.lost,
+    )
 
-    A tier in Redis, or else in an object store, comes before a folder: it is what all replicas
-    share.
-    """
-    for schemes in (REDIS_SCHEMES, OBJECT_SCHEMES):
-        for url in store.urls:
-            if url.scheme in schemes and url.outlives:
-                return url
-    return Path(store.kv_path) / FILE_NAME if store.kv_path and store.outlives else None
+
+def _lead_in_id(sent: SentLeadIn) -> LeadInId:
+    return LeadInId(sent.name, sent.tokens, sent.window)  # type: ignore[arg-type] # checked
+
+
+def _sent(found: FoundChunk) -> SentChunk:
+    """Return a found chunk as jobs name it, with its own lead-in."""
+    lead = found.name.lead_in
+    return SentChunk(
+        found.start,
+        found.end,
+        found.name.context_id,
+        protected=found.protected,
+        before=found.before,
+        after=found.after,
+        lead_in=SentLeadIn(lead.kind, lead.tokens, lead.window),
+    )
+
+
+def _missed(found: FoundChunk) -> ChunkReport:
+    """Return the report of a chunk that the store lacked just now."""
+    edges = len(found.before) + len(found.after)
+    tokens = found.end - found.start
+    own = found.name.chunk_id
+    return ChunkReport(own, found.start, tokens, hit=False, reason=MISSING, edge_tokens=edges)
 
 
 def obstacle_of(request: Request) -> Reason | None:
@@ -214,24 +254,6 @@ def obstacle_of(request: Request) -> Reason | None:
         if is_there:
             return Reason(ReasonCode.UNSUPPORTED_REQUEST, f"{name} are not blended")
     return None
-
-
-def _mark(request: Request, found: Sequence[FoundChunk], config: BlendConfig) -> str:
-    """Return what the KV of a blend depends on, beside tokens and the client's own salt.
-
-    The question is part of it if it affects the choice of rows. Chunks that were stored anew make
-    another mark, so that what was blended of forgotten ones is not found again.
-    """
-    parts: dict[str, Any] = {
-        "config": config.to_dict(),
-        "chunks": [(astuple(name), *others) for name, *others in (one.at for one in found)],
-    }
-    if make_selector(config.selector, config.selector_options).needs_question:
-        parts["prompt"] = chunk_id(request.prompt_token_ids or ())
-    if config.trace or not config.reuse_prefix:
-        parts["request"] = request.request_id  # shared with nobody
-    text = json.dumps(parts, sort_keys=True, default=list)
-    return SALT_PREFIX + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _vocabulary_of(vllm_config: VllmConfig) -> Vocabulary:

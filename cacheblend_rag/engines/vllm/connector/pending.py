@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from cacheblend_rag.engines.found_chunk import FoundChunk
+from cacheblend_rag.engines.vllm.connector.marks import Stretch
 from cacheblend_rag.engines.vllm.protocol.job import BlendJob
 from cacheblend_rag.engines.vllm.protocol.result import Result
 from cacheblend_rag.reason import Reason, ReasonCode
@@ -12,89 +14,90 @@ from cacheblend_rag.reason import Reason, ReasonCode
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from cacheblend_rag.engines.vllm.connector.continued import Stretch
-    from cacheblend_rag.engines.vllm.connector.found_chunk import Generation
-
 
 @dataclass
 class Pending:
     """The state of a request: its job, and why it was not blended.
 
-    tokens: of the prompt to provide. sent: whether a worker has the job, so that a result will
-    come. report_id: under which the result is kept, or "". blends: whether the job is a blend.
-    mark: a blend's, see ``set_apart``; equal work has the same. work: the blend's, see
-    ``_work_of``. shared: tokens in the blocks that it shares with ordinary requests. may_go_on:
-    whether it is a blend of exact KV only, looked up as an ordinary request until it is begun.
-    first: tokens that vLLM's prefix cache has. found: the chunks that were found here, if the
-    request brought none. answers: whether the client, which knows of jobs, gets the result.
-    request: vLLM's. namespace: of the KV that it may use; None is of none. stretches: how the
-    blocks of found chunks are set apart. held: how many of the job's first chunks an earlier prompt
-    may have left in vLLM's prefix cache. alone: how blocks are set apart if it has not. salt: the
-    request's, before its blocks were set apart. parts: all of the job, and what is left if the
-    cache has the held chunks. is_rest: whether the job is what is left.
+    As it arrived: job; reason: why there is none. blends: whether the job is a blend. found: its
+    chunks if they were found here. stretches: how its blocks are set apart. report_id: under which
+    the result is kept, or "". answers: whether the client, which knows of jobs, gets the result.
+    request: vLLM's. namespace: of the KV that it may use; None is of none.
+
+    Its blocks: may_go_on: whether it is a blend of exact KV only, looked up as an ordinary request
+    until it is begun. salt: the request's, before its blocks were set apart. shared_by: tokens in
+    the blocks before each stretch; 0 if it shares none.
+
+    What is promised: left_out: how many of the job's first chunks vLLM's prefix cache has, blended
+    for earlier prompts. tokens: of the prompt to provide. first: those that the prefix cache has.
+    work: the blend's, see ``_work_of``. sent: whether a worker has the job, so that a result will
+    come. result: that came.
     """
 
     job: BlendJob | None
     reason: Reason | None = None
     report_id: str = ""
     blends: bool = True
-    mark: str = ""
-    sent: bool = False
-    tokens: int = 0
-    work: str = ""
-    shared: int = 0
-    may_go_on: bool = False
-    result: Result | None = None
-    first: int = 0
-    found: tuple[Generation, ...] = ()
+    found: tuple[FoundChunk, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
     answers: bool = True
     request: Request | None = None
     namespace: str | None = None
-    stretches: tuple[Stretch, ...] = ()
-    held: int = 0
-    alone: Stretch | None = None
+    may_go_on: bool = False
     salt: str | None = None
-    is_rest: bool = False
-    parts: tuple[Part, Part] | None = None
+    shared_by: list[int] = field(default_factory=lambda: [0])
+    left_out: int = 0
+    tokens: int = 0
+    first: int = 0
+    work: str = ""
+    sent: bool = False
+    result: Result | None = None
 
-    def split(self, shared: int) -> None:
-        """Split the job at the chunks that are held, if there are others.
+    @property
+    def mark(self) -> str:
+        """Of the chunks that are blended for this prompt; equal work has the same."""
+        return self.stretches[-1].mark if self.stretches else ""
 
-        shared: tokens in the blocks before the first of the others.
+    @property
+    def shared(self) -> int:
+        """Tokens in the blocks before those of the work, whose KV is taken as it is."""
+        return self.shared_by[-1 if self.left_out else 0]
+
+    @property
+    def work_found(self) -> tuple[FoundChunk, ...]:
+        """The found chunks that are blended."""
+        return self.found[self.left_out :]
+
+    def leave_out(self, computed: int) -> None:
+        """Leave out chunks that were blended for earlier prompts, if the cache has all of them.
+
+        computed: tokens that vLLM's prefix cache has.
         """
-        if self.job is not None and 0 < self.held < len(self.job.chunks):
-            later = replace(self.job, chunks=self.job.chunks[self.held :])
-            self.parts = (
-                Part(self.job, self.found, self.shared),
-                Part(later, self.found[self.held :], shared),
-            )
+        self.left_out = 0
+        if 1 < len(self.stretches) == len(self.shared_by) and computed >= self.shared_by[-1]:
+            last = self.stretches[-1]
+            self.left_out = last.first if last.is_own else 0
 
-    def choose(self, computed: int) -> None:
-        """Blend only what vLLM's prefix cache lacks; computed: tokens that it has."""
-        if self.parts is not None and self.job is not None:
-            whole, later = self.parts
-            self.is_rest = computed >= later.shared
-            part = later if self.is_rest else whole
-            self.job, self.found, self.shared = part.job, part.found, part.shared
+    def work_job(self) -> BlendJob | None:
+        """Return the job, without the chunks that are left out."""
+        if self.job is None or not self.left_out:
+            return self.job
+        return replace(self.job, chunks=self.job.chunks[self.left_out :])
 
     @property
     def lacks_earlier(self) -> bool:
         """Whether a blend would write into blocks that are marked as an earlier prompt's.
 
-        Their KV is not that prompt's then, so they need marks of their own: ``begin_anew``.
+        Their KV is not that prompt's then, so they need marks of this prompt's own.
         """
-        is_alone = self.alone is None or self.stretches == (self.alone,)
-        return not is_alone and not self.is_rest
-
-    def begin_anew(self, alone: Stretch) -> None:
-        """Blend all of the prompt's chunks, as if it continued no other."""
-        self.stretches, self.mark, self.held, self.parts = (alone,), alone.mark, 0, None
+        is_all_own = len(self.stretches) <= 1 and all(one.is_own for one in self.stretches)
+        return not is_all_own and not self.left_out
 
     def too_little(self, computed: int) -> Reason | None:
         """Return why what is left to blend after so many cached tokens is not worth it, or None."""
-        if self.job is None or not self.is_rest:
+        if self.job is None or not self.left_out:
             return None
-        tokens, least = sum(c.end - c.start for c in self.job.chunks), self.job.config.min_tokens
+        tokens, least = sum(c.end - c.start for c in self.work_found), self.job.config.min_tokens
         if tokens >= least:
             return None
         return Reason(
@@ -102,12 +105,3 @@ class Pending:
             f"vLLM's prefix cache holds the first {computed} tokens; the {tokens} reusable tokens "
             f"after them are fewer than min_tokens={least}",
         )
-
-
-@dataclass(frozen=True)
-class Part:
-    """A blend of some chunks. shared: tokens in the blocks before, whose KV is taken as it is."""
-
-    job: BlendJob
-    found: tuple[Generation, ...]
-    shared: int

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from cacheblend_rag.engines.vllm.connector.continued import Stretch
 from cacheblend_rag.engines.vllm.connector.finding import LONGEST_REASON, Finding, obstacle_of
+from cacheblend_rag.engines.vllm.connector.marks import Stretch
 from cacheblend_rag.engines.vllm.connector.metadata import (
     Allotted,
     StepJobs,
@@ -26,6 +26,7 @@ from cacheblend_rag.engines.vllm.connector.pending import Pending
 from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
 from cacheblend_rag.engines.vllm.connector.prefix import goes_on, gone_on, is_held, set_apart, undo
 from cacheblend_rag.engines.vllm.connector.tenants import NO_NAMESPACE
+from cacheblend_rag.engines.vllm.connector.usage import tell_reused
 from cacheblend_rag.engines.vllm.protocol.job import ASKS, SALT_PREFIX, BlendJob, sent_report_id
 from cacheblend_rag.engines.vllm.protocol.result import (
     CANCELLED,
@@ -104,7 +105,7 @@ class ConnectorScheduler:
             return
         pending.may_go_on = pending.job.config.reuse_prefix and goes_on(pending.job)
         if not pending.may_go_on:
-            self._set_apart(request, pending.job, shares=self._shares(pending.job))
+            self._set_apart(request, pending, pending.job)
 
     def _read(self, request: Request) -> Pending:
         """Return the state of a new request, for its own namespace."""
@@ -116,23 +117,23 @@ class ConnectorScheduler:
         if namespace is None and (pending.job or pending.reason):
             pending = Pending(None, NO_NAMESPACE, blends=pending.blends)
         pending.request, pending.namespace = request, namespace
-        if found is None:
-            pending.mark += self.finding.mark_of_deleted(pending, request)
+        if pending.mark and found is None:
+            deleted = self.finding.mark_of_deleted(pending, request)
+            pending.stretches = (replace(pending.stretches[0], mark=pending.mark + deleted),)
         if pending.report_id and namespace != tenants.own:
             pending.report_id = f"{pending.report_id} {namespace}"
         return pending
 
-    def _set_apart(self, request: Request, job: BlendJob, *, shares: bool) -> None:
+    def _set_apart(self, request: Request, pending: Pending, job: BlendJob) -> None:
         """Set a blend's blocks apart: all of them, or those from its first chunk on."""
-        pending, size = self.pending[request.request_id], self._block_size
         pending.salt = request.cache_salt
-        if not shares:
-            set_apart(request, 0, size, pending.mark)
-            return
-        stretches = pending.stretches or (Stretch(job.chunks[0].start, pending.mark),)
-        ends = [set_apart(request, one.start, size, one.mark) for one in stretches]
-        pending.shared = ends[0]
-        pending.split(ends[-1])
+        if job.config.reuse_prefix and job.chunks[-1].end <= self._kept_tokens:
+            pending.shared_by = [
+                set_apart(request, one.start, self._block_size, one.mark)
+                for one in pending.stretches
+            ]
+        else:
+            set_apart(request, 0, self._block_size, pending.mark)
 
     def promise(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the computed ones will be provided, between steps if any.
@@ -140,33 +141,42 @@ class ConnectorScheduler:
         They end at the prompt's last chunk, or there are none; None makes a request wait a step.
         """
         pending = self.pending.get(request.request_id)
-        if pending is None or pending.job is None or pending.job.kind == "report":
+        job = None if pending is None else pending.job
+        if pending is None or job is None or job.kind == "report":
             return 0, False
         if not pending.blends:
             request.max_tokens = min(request.max_tokens, CARRIER_TOKENS)
-        pending.choose(computed)
-        tokens = pending.job.chunks[-1].end if pending.blends else 1
         if pending.may_go_on:
-            if is_held(pending.job, request.num_prompt_tokens, computed, self._block_size):
-                pending.result = gone_on(pending.job, tuple(request.prompt_token_ids), computed)
+            if is_held(job, request.num_prompt_tokens, computed, self._block_size):
+                pending.result = gone_on(job, tuple(request.prompt_token_ids), computed)
                 return 0, False
             pending.may_go_on = False
-            self._set_apart(request, pending.job, shares=self._shares(pending.job))
-        # Of what was blended before, only an incomplete last block is missing: vLLM computes it.
-        is_repeat = bool(pending.found) and computed > pending.shared
-        least = self._block_size if is_repeat else 1
+            self._set_apart(request, pending, job)
+        tokens = job.chunks[-1].end if pending.blends else 1
+        pending.leave_out(computed)
         work = _work_of(request, pending.mark, tokens)
-        why = CACHED if tokens - computed < least else pending.too_little(computed)
+        why = self._needless(pending, tokens, computed)
         if why is not None:
-            self._note_repeat(pending, work, why)
+            if pending.result is None and work in self._blended:
+                pending.result = _repeated(self._blended[work], pending.shared)
+            pending.reason = why
             return 0, False
         if self._is_under_way(work, request):
             return None, False
         if pending.lacks_earlier:
-            self._begin_anew(request, pending)
+            self._begin_anew(request, pending, job)
             return None, False
         pending.tokens, pending.work = tokens, work
         return tokens - computed, True
+
+    def _needless(self, pending: Pending, tokens: int, computed: int) -> Reason | None:
+        """Return why nothing is to be blended: vLLM's prefix cache has enough; None if it has not.
+
+        Of what was blended before, only an incomplete last block is missing: vLLM computes it.
+        """
+        is_repeat = bool(pending.found) and computed > pending.shared
+        least = self._block_size if is_repeat else 1
+        return CACHED if tokens - computed < least else pending.too_little(computed)
 
     def _is_under_way(self, work: str, request: Request) -> bool:
         """Whether a prompt with found chunks is being blended for another request already."""
@@ -175,32 +185,20 @@ class ConnectorScheduler:
             return False
         return bool(other.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
-    def _begin_anew(self, request: Request, pending: Pending) -> None:
+    def _begin_anew(self, request: Request, pending: Pending, job: BlendJob) -> None:
         """Set a prompt's blocks apart as its own: those of the one that it continues are gone.
 
         vLLM looks it up again in the next step.
         """
-        assert pending.job is not None  # noqa: S101 (it is to be blended)
-        assert pending.alone is not None  # noqa: S101 (its chunks were found here)
         undo(request, pending.salt)
-        self.finding.continued.begins_anew(request, pending.stretches, pending.alone)
-        pending.begin_anew(pending.alone)
-        self._set_apart(request, pending.job, shares=self._shares(pending.job))
-
-    def _shares(self, job: BlendJob) -> bool:
-        """Whether a blend shares the blocks before its first chunk."""
-        return job.config.reuse_prefix and job.chunks[-1].end <= self._kept_tokens
-
-    def _note_repeat(self, pending: Pending, work: str, why: Reason) -> None:
-        """Record why nothing is blended: vLLM's prefix cache has enough, perhaps from a blend."""
-        if pending.result is None and work in self._blended:
-            pending.result = _repeated(self._blended[work], pending.shared)
-        pending.reason = why
+        pending.stretches = self.finding.stretches(request, pending.found, job.config, anew=True)
+        self._set_apart(request, pending, job)
 
     def allot(self, request: Request, blocks: KVCacheBlocks, promised: int) -> None:
         """Queue the job of a request whose blocks were allocated."""
         pending = self.pending.get(request.request_id)
-        if pending is None or pending.job is None or promised == 0:
+        job = None if pending is None else pending.work_job()
+        if pending is None or job is None or promised == 0:
             return
         pending.sent, pending.result, pending.first = False, None, pending.tokens - promised
         if pending.blends:
@@ -209,8 +207,8 @@ class ConnectorScheduler:
         self._new.append(
             Allotted(
                 request_id=request.request_id,
-                job=pending.job,
-                tokens=pending.job.tokens or tuple(request.prompt_token_ids),
+                job=job,
+                tokens=job.tokens or tuple(request.prompt_token_ids),
                 first=pending.first,
                 until=pending.tokens,
                 block_ids=tuple(map(tuple, blocks.get_block_ids())),
@@ -343,7 +341,9 @@ def read_job(request: Request, refusal: Reason | None, model: ModelConfig) -> Pe
         said = str(error) if isinstance(error, CacheBlendError) else type(error).__name__
         why = f"malformed job: {said[:LONGEST_REASON]}"
         return Pending(None, Reason(ReasonCode.MALFORMED_JOB, why), named)
-    return Pending(None if reason else job, reason, named, job.kind == "blend", mark)
+    stretches = (Stretch(0, job.chunks[0].start, mark),) if mark else ()
+    blends = job.kind == "blend"
+    return Pending(None if reason else job, reason, named, blends, stretches=stretches)
 
 
 def _decline(request: Request, job: BlendJob, refusal: Reason | None) -> Reason | None:
@@ -354,36 +354,3 @@ def _decline(request: Request, job: BlendJob, refusal: Reason | None) -> Reason 
         why = f"cache_salt must begin with {SALT_PREFIX!r}"
         return Reason(ReasonCode.MALFORMED_JOB, why)
     return obstacle_of(request)
-
-
-def tell_reused(request: Request, result: Result | None, first: int) -> None:
-    """Have vLLM count those tokens as cached that a blend reuses.
-
-    It takes all tokens that a connector provides for cached, those that the blend computes too. As
-    vLLM does, only a request's first prefill is counted: what is blended again after a preemption
-    stands where the first one had cached tokens already.
-
-    Args:
-        request: vLLM's.
-        result: of the blend; None before there is one.
-        first: tokens that vLLM's own prefix cache had.
-    """
-    stats = request.prefill_stats
-    if stats is None or request.num_preemptions:  # None: the first token was sent
-        return
-    prompt, local = stats.num_prompt_tokens, stats.num_local_cached_tokens
-    reused = reused_after(result, first) if isinstance(result, BlendResult) else 0
-    stats.set(prompt, local, min(reused, prompt - local))
-
-
-def reused_after(result: BlendResult, first: int) -> int:
-    """Return how many tokens from ``first`` on kept their stored KV.
-
-    Which tokens of a chunk were recomputed is not known: of a part of one, its share is counted.
-    """
-    reused = 0.0
-    for chunk in result.chunks:
-        if chunk.hit:
-            behind = chunk.start + chunk.tokens - max(first, chunk.start)
-            reused += (chunk.tokens - chunk.recomputed) * max(0, behind) / chunk.tokens
-    return int(reused)

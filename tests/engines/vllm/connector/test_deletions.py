@@ -9,86 +9,26 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.engines.vllm.connector import finder as finder_module
-from cacheblend_rag.engines.vllm.connector import found_chunk as deletions_module
-from cacheblend_rag.engines.vllm.connector.finder import Finder
+from cacheblend_rag.engines import finder as finder_module
+from cacheblend_rag.engines.catalog import Catalog, Name
+from cacheblend_rag.engines.catalog_places import InFolder
+from cacheblend_rag.engines.finder import Finder
 from cacheblend_rag.engines.vllm.connector.finding import Finding
-from cacheblend_rag.engines.vllm.connector.found_chunk import Deletions
 from cacheblend_rag.engines.vllm.connector.pending import Pending
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.connector.stored_tokens import Name
-from cacheblend_rag.engines.vllm.connector.token_file import FILE_NAME
-from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob, SentChunk
+from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob, SentLeadIn
 from cacheblend_rag.engines.vllm.protocol.result import EvictResult
-from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id
-from cacheblend_rag.settings.tier_url import TierUrl
-from tests.engines.vllm.connector.test_finder import BARE, found, job, learn, prompt, waited
+from cacheblend_rag.kv.mac import CHECKSUM
 from tests.engines.vllm.connector.test_finding import CONFIG, ask, find, tokens_of
 from tests.engines.vllm.exactness import SHORT, index
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.families.reference import DOCUMENTS, retrieved
-from tests.local_servers import Server
+from tests.kv.samples import until
 from tests.models import prompt_of, words
-from tests.servers import redis, redis_place  # noqa: F401 - a fixture
-
-TOKENS = tuple(range(100))
-JOB = BlendJob("blend", BARE, (SentChunk(0, 40), SentChunk(50, 90)))
-FIRST, SECOND = (chunk_id(TOKENS[one.start : one.end]) for one in JOB.chunks)
 
 
-def name(chunk: str, namespace: str = "n") -> Name:
-    return Name(namespace, chunk, "", BARE)
-
-
-def test_only_deleted_chunks_change_the_marks_of_blends() -> None:
-    deletions = Deletions()
-    deletions.note([name("elsewhere"), name(FIRST, "another namespace")])
-    assert deletions.mark("n", JOB, TOKENS) == ""
-    marks = set()
-    for chunk in (FIRST, SECOND, FIRST):
-        deletions.note([name(chunk)])
-        marks.add(deletions.mark("n", JOB, TOKENS))
-        assert deletions.mark("n", JOB, TOKENS) in marks
-    assert len(marks) == 3
-    assert "" not in marks
-
-
-def test_no_deletion_is_undone_by_forgetting_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deletions_module, "KEPT", 2)
-    deletions = Deletions()
-    deletions.note([name(FIRST)])
-    marks = {"", deletions.mark("n", JOB, TOKENS)}
-    for other in "abc":
-        deletions.note([name(other)])
-    assert deletions.mark("n", JOB, TOKENS) not in marks
-
-
-@pytest.mark.parametrize("kind", ["folder", "redis"])
-def test_replicas_tell_each_other_of_deletions(
-    kind: str,
-    redis: Server,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(finder_module, "REFRESH_SECONDS", 0.02)
-    shared = TierUrl(redis_place(redis, "timeout=1"))
-    place = shared if kind == "redis" else tmp_path / FILE_NAME
-    document = tuple(range(1000, 1040))
-    blend = BlendJob("blend", BARE, (SentChunk(2, 42),))
-    with closing(Finder(place, lambda: "m")) as one, closing(Finder(place, lambda: "m")) as other:
-
-        def mark() -> str:
-            return one.deletions.mark(namespace_id("default"), blend, prompt(document))
-
-        learn(one, job(document))
-        waited(lambda: len(found(other, document)) == 1)
-        assert mark() == ""
-        other.forget("default", BARE, [(chunk_id(document), "")])
-        waited(lambda: mark() != "")
-        first = mark()
-        learn(other, job(document))
-        waited(lambda: len(found(one, document)) == 1)
-        assert mark() == first, "what was blended since may be shared"
+def waited(check: Callable[[], object]) -> None:
+    assert until(check, 20)
 
 
 # Two replicas with a common folder: the vLLM of these tests, and the connector's other side alone
@@ -99,12 +39,17 @@ def blend_config() -> BlendConfig:
     return CONFIG
 
 
+def sharing(folder: Path) -> Finder:
+    return Finder(lambda: Catalog(InFolder(folder, "m"), CHECKSUM))
+
+
 @pytest.fixture
 def engine(
     llama: InProcessEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[InProcessEngine]:
     monkeypatch.setattr(finder_module, "REFRESH_SECONDS", 0.02)
-    with closing(Finder(tmp_path / FILE_NAME, lambda: "m")) as finder:
+    monkeypatch.setattr(InFolder, "seconds", 0.02)
+    with closing(sharing(tmp_path)) as finder:
         monkeypatch.setattr(llama.scheduler_connector.finding, "finder", finder)
         index(llama)
         assert finder.settle()
@@ -115,8 +60,8 @@ def engine(
 
 @pytest.fixture
 def replica(engine: InProcessEngine, tmp_path: Path) -> Iterator[Finding]:
-    with closing(Finder(tmp_path / FILE_NAME, lambda: "m")) as finder:
-        yield Finding(finder, ConnectorSettings(), 128)
+    with closing(sharing(tmp_path)) as finder:
+        yield Finding(finder, ConnectorSettings())
 
 
 def tiers(engine: InProcessEngine) -> set[str | None]:
@@ -135,7 +80,8 @@ def found_tiers(engine: InProcessEngine) -> set[str | None]:
 
 def evict(connector: Finding, chunk: Name) -> None:
     """Tell a connector that its worker has evicted a chunk."""
-    work = BlendJob("evict", chunk.lead_in, (), keys=((chunk.chunk_id, chunk.context_id),))
+    lead = SentLeadIn(chunk.lead_in.kind, chunk.lead_in.tokens, chunk.lead_in.window)
+    work = BlendJob("evict", lead, (), keys=((chunk.chunk_id, chunk.context_id),))
     connector.note_result(Pending(work, blends=False, namespace="default"), EvictResult(1))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +12,6 @@ from prometheus_client import REGISTRY
 from vllm import SamplingParams
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Document
-from cacheblend_rag.engines.vllm.connector import finding
 from cacheblend_rag.engines.vllm.connector.metrics import PREFIX
 from cacheblend_rag.engines.vllm.protocol.job import OFF_PARAMS, PARAMETER, VERSION
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
@@ -271,18 +269,29 @@ def test_what_was_evicted_is_not_found_nor_what_was_blended_of_it(engine: InProc
     assert {chunk["tier"] for chunk in told.params[PARAMETER]["chunks"]} == {"host"}, "blended anew"
 
 
-def test_what_the_store_has_lost_is_looked_for_once(engine: InProcessEngine) -> None:
+def test_what_the_store_has_lost_stays_known(engine: InProcessEngine) -> None:
+    """It is told as not stored, looked for once, and shares blocks as any prompt meanwhile."""
     store = engine.worker_connector.blender.store
     for key in list(store.entries()):
         store.evict(key)
-    prompt = tokens_of(engine, retrieved())
-    codes = []
-    for _ in range(8):  # a chunk may be known in several contexts
-        [told] = ask(engine, prompt, params=find())
-        codes.append(told.params[PARAMETER]["reason"][0])
-    assert codes[0] == "not_stored"
-    assert codes[-1] == "no_chunk"
-    assert codes == sorted(codes, reverse=True)
+    first = tokens_of(engine, retrieved())
+    blended = counted("find_seconds")
+    told = [ask(engine, first, params=find())[0] for _ in range(2)]
+    assert counted("find_seconds") > blended
+    for one in told:
+        said = one.params[PARAMETER]
+        assert said["reason"][0] == "not_stored"
+        assert [chunk["reason"] for chunk in said["chunks"]] == ["not stored"] * 3
+    assert "work_seconds" in told[0].params[PARAMETER]
+    assert "work_seconds" not in told[1].params[PARAMETER], "no worker had it"
+    long = (*first, *engine.tokenize(words(300, 91)))
+    ask(engine, long)
+    [plain_one] = ask(engine, long, params=dict(OFF_PARAMS))
+    assert plain_one.cached > len(first), "nothing is set apart"
+    index(engine)
+    assert engine.scheduler_connector.finding.finder.settle()
+    [again] = ask(engine, first, params=find())
+    assert {chunk["tier"] for chunk in again.params[PARAMETER]["chunks"]} == {"host"}
 
 
 @pytest.mark.parametrize(
@@ -342,18 +351,3 @@ def test_a_search_that_fails_is_its_requests_only(
     [told] = ask(engine, prompt, params=find())
     assert told.params[PARAMETER]["reason"][0] == "no_chunk"
     assert told.cached == 0
-
-
-def test_the_mark_is_of_all_that_kv_depends_on(engine: InProcessEngine) -> None:
-    class Asked:
-        request_id = "one"
-        prompt_token_ids = tokens_of(engine, retrieved())
-
-    connector = engine.scheduler_connector.finding
-    found = connector.finder.find("default", Asked.prompt_token_ids)
-    mark = finding._mark(Asked, found, CONFIG)  # type: ignore[arg-type]
-    assert mark == finding._mark(Asked, found, CONFIG)  # type: ignore[arg-type]
-    assert json.dumps(mark)
-    for other in (CONFIG.with_changes(recompute_ratio=0.3), CONFIG.with_changes(trace=True)):
-        assert finding._mark(Asked, found, other) != mark  # type: ignore[arg-type]
-    assert finding._mark(Asked, found[1:], CONFIG) != mark  # type: ignore[arg-type]

@@ -1,0 +1,315 @@
+"""The catalogue of a store: the tokens of its chunks, whether or not their KV is there just now.
+
+A record holds chunks that were precomputed together. It is named by the hash of its content, so
+writing it twice makes no difference, and it is never changed: of chunks that are left of it, there
+is a new record. The servers of a store keep records beside its KV (catalog_places.py), and look
+for those of others. Nothing that was kept is trusted: a record's name must be the hash of its
+content, its digest must be right, under the store's key if there is one (kv/mac.py), and its values
+must be hashes and known names. What is found by it is still looked up in the store, whose KV has
+checks of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from cacheblend_rag.engines.catalog_places import Place
+from cacheblend_rag.kv.mac import Mac
+from cacheblend_rag.kv.tiers.breaker import Breaker
+from cacheblend_rag.settings import LeadInKind
+
+logger = logging.getLogger(__name__)
+
+MOST_TOKENS = 1 << 20
+"""Of one chunk."""
+MOST_CHUNKS = 1 << 16
+"""Of one record."""
+MOST_WAITING = 10_000
+"""Records that wait to be written or removed; the oldest are given up."""
+READ_AT_ONCE, TAKEN_AT_ONCE = 32, 8192
+"""Records that are read together, and chunks that are told of together, at least."""
+
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+MaybeHash = Annotated[str, Field(pattern="^(?:[0-9a-f]{32})?$")]
+
+
+@dataclass(frozen=True, slots=True)
+class LeadInId:
+    """What chunks were computed after: the kind, the hash of its tokens, the document window."""
+
+    kind: LeadInKind
+    tokens: MaybeHash
+    window: Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a stored chunk is found and looked up by.
+
+    namespace: its namespace_id. chunk_id, context_id: of its KV's key. lead_in: that it was
+    computed after.
+    """
+
+    namespace: str
+    chunk_id: str
+    context_id: str
+    lead_in: LeadInId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CatalogChunk:
+    """A chunk of the catalogue: tokens (tokens,) uint32.
+
+    follows: the ``chain`` of the chunks that it was computed behind, "" if it was computed behind
+    none, or behind other text too.
+    """
+
+    name: Name
+    tokens: NDArray[np.uint32]
+    follows: str = ""
+
+
+class _Head(BaseModel):
+    """What a record says of its tokens. chunks: how many tokens, context id, and follows."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    namespace: Hash
+    lead_in: LeadInId
+    chunks: Annotated[
+        list[tuple[Annotated[int, Field(gt=0, le=MOST_TOKENS)], MaybeHash, MaybeHash]],
+        Field(min_length=1, max_length=MOST_CHUNKS),
+    ]
+
+
+def id_of(tokens: NDArray[np.uint32]) -> str:
+    """Return the chunk id, as kv/chunk_kv.py's ``chunk_id`` does, many times faster."""
+    return hashlib.blake2b(tokens.astype("<u4").tobytes(), digest_size=16).hexdigest()
+
+
+def encoded(chunks: Sequence[CatalogChunk]) -> bytes:
+    """Return the content of a record; the chunks have one namespace and one lead-in."""
+    name = chunks[0].name
+    told = [(len(one.tokens), one.name.context_id, one.follows) for one in chunks]
+    head = _Head(namespace=name.namespace, lead_in=name.lead_in, chunks=told)
+    tokens = (one.tokens.astype("<u4").tobytes() for one in chunks)
+    return b"".join((head.model_dump_json().encode(), b"\n", *tokens))
+
+
+def record_name(content: bytes) -> str:
+    """Return the name of a record."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def decoded(content: bytes) -> list[CatalogChunk]:
+    """Return the chunks of a record; raises ValueError for what is none."""
+    line, _, rest = content.partition(b"\n")
+    head = _Head.model_validate_json(line)
+    ends = np.cumsum([count for count, _, _ in head.chunks])
+    if len(rest) != 4 * ends[-1]:
+        raise ValueError(f"{len(rest)} bytes of tokens, of {4 * ends[-1]}")
+    tokens = np.frombuffer(rest, "<u4").astype(np.uint32, copy=False)
+    if int(tokens.max()) >= 1 << 31:
+        raise ValueError("no token has such a number")
+    namespace = sys.intern(head.namespace)
+    lead_in = same_lead_in(head.lead_in)
+    return [
+        CatalogChunk(Name(namespace, id_of(own), context, lead_in), own, follows)
+        for own, (_, context, follows) in zip(np.split(tokens, ends[:-1]), head.chunks, strict=True)
+    ]
+
+
+@lru_cache
+def same_lead_in(lead_in: LeadInId) -> LeadInId:
+    """Return an equal lead-in, the same object for many chunks."""
+    return lead_in
+
+
+@dataclass(frozen=True)
+class News:
+    """What changed: records that others added and removed, and those that the tier has lost."""
+
+    added: Mapping[str, Sequence[CatalogChunk]] = field(default_factory=dict)
+    removed: Collection[str] = ()
+    lost: Collection[str] = ()
+
+
+class Catalog:
+    """The records of one model in a place that servers share.
+
+    It never raises for a place that fails, nor for what it finds there: what fails is tried again,
+    after a second, later less often. Until then changes wait in memory. The first failure of
+    several is a warning.
+
+    Args:
+        place: where records are kept.
+        mac: of the store.
+        read_only: whether nothing is written there.
+    """
+
+    def __init__(self, place: Place, mac: Mac, *, read_only: bool = False) -> None:
+        self._place, self._mac, self.read_only = place, mac, read_only
+        self._reading, self._writing = Breaker(), Breaker()
+        self._known: set[str] = set()
+        self._unusable: set[str] = set()
+        self._waiting: dict[str, bytes | None] = {}
+        self._identity: bytes | None = None
+        self._looks_at = 0.0
+        self._has_failed = self._has_warned = False
+
+    def add(self, content: bytes, *, anew: bool = False) -> None:
+        """Write a record that is missing.
+
+        anew: whether it is written even if it is known, since another server may be removing it.
+        """
+        name = record_name(content)
+        if self.read_only:
+            return
+        if anew or name not in self._known or name in self._waiting:
+            self._wait(name, f"{self._mac.name} {self._digest(name, content)}\n".encode() + content)
+            self._known.add(name)
+            self._unusable.discard(name)
+
+    def remove(self, name: str) -> None:
+        """Remove a record."""
+        if not self.read_only:
+            self._wait(name, None)
+
+    def refresh(self, take: Callable[[News], None], *, at_once: bool = False) -> None:
+        """Look for what others changed if it is time to, or ``at_once``, and write what waits.
+
+        take: is called with the news, any number of times.
+        """
+        if at_once or time.monotonic() >= self._looks_at:
+            if self._try(self._reading, partial(self._look, take)):
+                self._looks_at = time.monotonic() + self._place.seconds
+            else:
+                self._place.seen = None
+        self._write()
+
+    def close(self) -> None:
+        """Write what waits if the place answers, and close it."""
+        self._write()
+        self._place.close()
+
+    # Reading
+
+    def _look(self, take: Callable[[News], None]) -> None:
+        names = self._place.names()
+        if names is None:
+            return
+        gone = self._known - names - self._waiting.keys()
+        unread = sorted(names - self._known - self._unusable)
+        added: dict[str, Sequence[CatalogChunk]] = {}
+        for first in range(0, len(unread), READ_AT_ONCE):
+            added.update(self._checked(self._place.read(unread[first : first + READ_AT_ONCE])))
+            if sum(map(len, added.values())) >= TAKEN_AT_ONCE:
+                take(News(added=added))
+                added = {}
+        has_lost = self._identity not in (None, self._place.identity)
+        self._identity = self._place.identity
+        self._known -= gone
+        self._unusable &= names
+        # What is left of a record that was removed is in another one, so it is told before.
+        take(News(added, () if has_lost else gone, gone if has_lost else ()))
+        if left := sorted({*unread} - self._known - self._unusable):
+            self._place.seen = None  # so that they are asked for again
+            self._warn(f"{len(left)} records, such as {left[0]}, cannot be read for now")
+
+    def _checked(self, read: Mapping[str, bytes]) -> Iterator[tuple[str, Sequence[CatalogChunk]]]:
+        for name, data in read.items():
+            try:
+                chunks = self._chunks(name, data)
+            except ValueError as error:
+                self._unusable.add(name)
+                self._warn(f"record {name} is left out: {' '.join(str(error).split())}")
+            else:
+                self._known.add(name)
+                yield name, chunks
+
+    def _warn(self, said: str) -> None:
+        """Log what is wrong with a record, the first one as a warning."""
+        level = logging.DEBUG if self._has_warned else logging.WARNING
+        logger.log(level, "%s: %.200s", self._place, said)
+        self._has_warned = True
+
+    def _chunks(self, name: str, data: bytes) -> Sequence[CatalogChunk]:
+        line, _, content = data.partition(b"\n")
+        kind, _, digest = line.decode("ascii", "ignore").partition(" ")
+        if kind != self._mac.name:
+            raise ValueError(f"it has no digest of the kind {self._mac.name}")
+        if not self._mac.holds(digest, *self._signed(name, content)):
+            raise ValueError("its digest does not match")
+        if record_name(content) != name:
+            raise ValueError("its name is not the hash of its content")
+        return decoded(content)
+
+    def _digest(self, name: str, content: bytes) -> str:
+        return self._mac.digest(*self._signed(name, content))
+
+    def _signed(self, name: str, content: bytes) -> tuple[bytes, bytes]:
+        """Return what a digest covers: under another name or in another place it does not hold."""
+        return f"{self._place.folder}{name}\n".encode(), content
+
+    # Writing
+
+    def _wait(self, name: str, data: bytes | None) -> None:
+        self._waiting.pop(name, None)
+        self._waiting[name] = data
+        if len(self._waiting) > MOST_WAITING:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            self._known.discard(oldest)
+        self._write()
+
+    def _write(self) -> None:
+        while self._waiting:
+            name, data = next(iter(self._waiting.items()))
+            if not self._try(self._writing, partial(self._put, name, data)):
+                return
+            del self._waiting[name]
+
+    def _put(self, name: str, data: bytes | None) -> None:
+        if data is None:
+            self._place.remove(name)
+            self._known.discard(name)  # if another server adds it again, it is news
+        else:
+            self._place.write(name, data)
+            self._identity = self._identity or self._place.identity
+
+    def _try(self, breaker: Breaker, task: Callable[[], None]) -> bool:
+        """Run a task unless it failed just now; returns whether it was done."""
+        permit = breaker.ask()
+        permit = breaker.ask_for_trial() if permit is None else permit
+        if permit is None:
+            return False
+        try:
+            task()
+        except Exception as error:  # whatever a server sends
+            breaker.failed(permit)
+            if not self._has_failed:
+                logger.warning(
+                    "%s: chunks that other servers store are not found in prompts for now "
+                    "(%s: %.200s); it is tried again",
+                    self._place,
+                    type(error).__name__,
+                    " ".join(str(error).split()),
+                )
+            self._has_failed = True
+            return False
+        breaker.succeeded(permit)
+        if self._has_failed and not self._reading.is_failing and not self._writing.is_failing:
+            logger.info("%s: chunks that other servers store are found again", self._place)
+            self._has_failed = False
+        return True

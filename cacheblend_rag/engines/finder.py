@@ -1,0 +1,430 @@
+"""Finds stored chunks in the tokens of prompts, whoever sends them.
+
+A search must not wait: the catalogue is read and written, and chunks are added to the index, on a
+thread of the finder's own. A chunk is found a moment after it was stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
+
+import numpy as np
+
+from cacheblend_rag.engines.catalog import (
+    Catalog,
+    CatalogChunk,
+    LeadInId,
+    Name,
+    News,
+    encoded,
+    id_of,
+    record_name,
+    same_lead_in,
+)
+from cacheblend_rag.engines.found_chunk import (
+    Deletions,
+    FoundChunk,
+    Variant,
+    Vocabulary,
+    chain,
+    chosen,
+)
+from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id, prefix_ids
+from cacheblend_rag.text.token_index import TokenIndex, TokenRun
+
+logger = logging.getLogger(__name__)
+
+LEAST_RUN = 32
+"""Tokens of the shortest chunk, or part of one, that is found."""
+EDGES = 4
+"""Most tokens that a chunk may lack in a prompt to count as the document before the next one."""
+STEP = 16
+"""A part of a chunk begins and ends at a multiple of so many of its tokens. Whoever knows a part
+could otherwise try, one token after another, what comes next: ``cached_tokens`` would tell."""
+LONGEST_CHAIN = 64
+"""Most chunks before another that are compared with its document context."""
+LONGEST_LEAD = 8192
+"""Most tokens at the beginning of a prompt that are compared with lead-ins."""
+MOST_ABSENT = 1 << 16
+"""Tokens of its chunks that a prompt may lack, all together, besides one for each of its own: they
+are handed on with each part, and the KV of whole chunks is read for their parts."""
+MOST_CHUNKS, MOST_TOKENS = 1 << 20, 1 << 29
+"""Of all namespaces; of more, those that became known first are forgotten."""
+MANY = 256
+"""Chunks from which on they are added to the index together."""
+MISSING_SECONDS = 30.0
+"""For so long KV is believed to be missing that the store lacked."""
+MOST_MISSING = 1 << 16
+REFRESH_SECONDS, CLOSE_SECONDS = 0.5, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of a run are a chunk; context_id: of its KV's key."""
+
+    start: int
+    end: int
+    context_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Chunks of one document that were precomputed together.
+
+    tokens: of the lead-in, and of the document from ``context_start`` on. fresh, lost: indices of
+    the chunks whose KV was computed just now, and of those whose KV is not stored.
+    """
+
+    lead_in: LeadInId
+    tokens: Sequence[int]
+    chunks: Sequence[Span]
+    context_start: int = 0
+    fresh: Collection[int] = ()
+    lost: Collection[int] = ()
+
+
+@dataclass(slots=True)
+class KnownTokens:
+    """The chunks of a namespace: an index from tokens to ids, and each chunk's variants."""
+
+    index: TokenIndex[str] = field(default_factory=lambda: TokenIndex(LEAST_RUN))
+    variants: dict[str, tuple[Variant, ...]] = field(default_factory=dict)
+
+
+class Finder:
+    """Knows the tokens of chunks that were stored, by namespace; ``deletions`` those deleted.
+
+    A chunk stays known when its KV is lost, until it is deleted.
+
+    Args:
+        open_catalog: opens what keeps them; it may take a while, and is called on the finder's
+            thread. None keeps them in this process' memory.
+        vocabulary: returns what the model's tokenizer says, on the finder's thread.
+        unconfirmed_context: see LeadInConfig.
+    """
+
+    def __init__(
+        self,
+        open_catalog: Callable[[], Catalog] | None = None,
+        *,
+        vocabulary: Callable[[], Vocabulary] = Vocabulary,
+        unconfirmed_context: bool = True,
+    ) -> None:
+        self._open_catalog = open_catalog
+        self._catalog: Catalog | None = None
+        self._find_vocabulary, self._vocabulary = vocabulary, Vocabulary()
+        self._unconfirmed_context = unconfirmed_context
+        self.deletions = Deletions()
+        self._known: defaultdict[str, KnownTokens] = defaultdict(KnownTokens)
+        self._records: dict[str, tuple[Name, ...]] = {}
+        self._missing: dict[Name, float] = {}
+        self._tokens = 0
+        self._going = Counter[Name]()
+        self._lock = Lock()
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name="cacheblend-finder", daemon=True)
+        self._thread.start()
+
+    # For any thread: nothing here waits
+
+    def find(self, namespace: str, token_ids: Sequence[int]) -> list[FoundChunk]:
+        """Return the chunks in a prompt, in order; its last token is in none."""
+        known = self._known.get(namespace_id(namespace))
+        if known is None:
+            return []
+        found: list[FoundChunk] = []
+        left = MOST_ABSENT + len(token_ids)
+        chains: list[str] = []  # of the chunks right before a run, from each of them on
+        runs = known.index.find(token_ids, 0, len(token_ids) - 1)
+        leads = cache(lambda: self._confirmed_leads(token_ids[: runs[0].start]))
+        for run in runs:
+            before, chains = chains, []
+            variants = [
+                one for one in known.variants.get(run.name, ()) if not self._going[one.name]
+            ]
+            if not variants:
+                continue
+            try:
+                tokens = known.index.tokens(run.name)
+            except KeyError:  # forgotten this very moment
+                continue
+            run = _in_steps(run, len(tokens))
+            absent = len(tokens) - (run.end - run.start)
+            if run.end - run.start < LEAST_RUN or absent > left:
+                continue
+            if absent <= EDGES:
+                chains = [chain(one, run.name) for one in (*before[1 - LONGEST_CHAIN :], "")]
+            variant = chosen(
+                variants,
+                before,
+                leads,
+                self._is_missing,
+                unconfirmed_context=self._unconfirmed_context,
+            )
+            if variant is not None:
+                left -= absent
+                found.append(self._found(variant, run, tokens, before))
+        return found
+
+    def _found(
+        self,
+        variant: Variant,
+        run: TokenRun[str],
+        tokens: np.ndarray[tuple[int], np.dtype[np.uint32]],
+        before: Sequence[str],
+    ) -> FoundChunk:
+        name = variant.name
+        return FoundChunk(
+            name,
+            run.start,
+            run.end,
+            before=tuple(tokens[: run.skip].tolist()),
+            after=tuple(tokens[run.skip + run.end - run.start :].tolist()),
+            protected=variant.is_contextual and variant.follows not in before,
+            is_missing=self._is_missing(name),
+            deletions=self.deletions.number(name.namespace, name.chunk_id),
+        )
+
+    def _confirmed_leads(self, beginning: Sequence[int]) -> Collection[str]:
+        """Return the hashes of all prefixes of a prompt's beginning, of BOS, and of no token."""
+        lengths = range(min(len(beginning), LONGEST_LEAD) + 1)
+        plain = chunk_id(()), chunk_id(self._vocabulary.opening)
+        return {*plain, *prefix_ids(beginning, lengths)}
+
+    def _is_missing(self, name: Name) -> bool:
+        return time.monotonic() < self._missing.get(name, 0.0)
+
+    def note_missing(self, names: Iterable[Name]) -> None:
+        """Note that the store lacks the KV of some chunks, which stay known."""
+        until = time.monotonic() + MISSING_SECONDS
+        if len(self._missing) > MOST_MISSING:
+            self._missing = {}
+        self._missing.update((name, until) for name in names)
+
+    def learn(self, namespace: str, run: Run) -> None:
+        """Add the chunks that were precomputed and stored, or found to be stored."""
+        self._tasks.put(lambda: self._learn(namespace_id(namespace), run))
+
+    def forget(self, namespace: str, lead_in: LeadInId, keys: Iterable[tuple[str, str]]) -> None:
+        """Forget deleted chunks by their chunk and context ids: they are not found from now on."""
+        known = namespace_id(namespace)
+        names = {Name(known, chunk, context, lead_in) for chunk, context in keys}
+        if names:
+            self.deletions.note(names)
+            with self._lock:
+                self._going.update(names)
+            self._tasks.put(lambda: self._forget(names))
+
+    def settle(self, seconds: float = CLOSE_SECONDS) -> bool:
+        """Wait until all that was learned so far can be found; returns whether it can."""
+        done = Event()
+        self._tasks.put(done.set)
+        return done.wait(seconds)
+
+    def close(self) -> None:
+        """Write what is left to write, and end the thread."""
+        self._tasks.put(None)
+        self._thread.join(CLOSE_SECONDS)
+
+    # On the finder's own thread
+
+    def _run(self) -> None:
+        self._try(self._read_vocabulary)
+        self._try(self._open)
+        while True:
+            try:
+                task = self._tasks.get(timeout=REFRESH_SECONDS if self._catalog else None)
+                if task is None:
+                    break
+                self._try(task)
+            except Empty:
+                pass
+            self._try(self._refresh)
+            self._try(self._trim)
+        if self._catalog is not None:
+            self._catalog.close()
+
+    def _try(self, task: Callable[[], None]) -> None:
+        """Run a task; whatever fails, chunks that are known stay known."""
+        try:
+            task()
+        except Exception:
+            logger.warning("chunks of some documents are not found in prompts", exc_info=True)
+
+    def _read_vocabulary(self) -> None:
+        self._vocabulary = self._find_vocabulary()
+
+    def _open(self) -> None:
+        if self._open_catalog is None:
+            return
+        try:
+            self._catalog = self._open_catalog()
+        except CacheBlendError as error:  # no weights in files, say: nothing tells models apart
+            logger.warning("tokens of stored chunks are kept in memory only: %s", error)
+        self._refresh()
+
+    def _refresh(self, *, at_once: bool = False) -> None:
+        if self._catalog is not None:
+            self._catalog.refresh(self._take, at_once=at_once)
+
+    def _take(self, news: News) -> None:
+        """Take what other servers changed in the catalogue."""
+        chunks = [one for several in news.added.values() for one in several]
+        if len(chunks) >= MANY:  # many at once are many times faster than one by one
+            for namespace in {one.name.namespace for one in chunks}:
+                self._known[namespace].index.add_many(
+                    (one.tokens, one.name.chunk_id)
+                    for one in chunks
+                    if one.name.namespace == namespace
+                )
+        for record, several in news.added.items():
+            self._enter(record, several)
+        for record in news.removed:
+            self.deletions.note(self._strike(record))
+        for record in news.lost:
+            if told := self._told(record):
+                self._record(told)
+
+    def _enter(self, record: str, chunks: Sequence[CatalogChunk]) -> None:
+        """Know the chunks of a record from now on."""
+        if record in self._records:
+            return
+        told = {one.name: one for one in chunks}
+        self._records[record] = tuple(told)
+        for name, one in told.items():
+            known = self._known[name.namespace]
+            if name.chunk_id not in known.index:
+                known.index.add(one.tokens, name.chunk_id)
+            old = known.variants.get(name.chunk_id, ())
+            self._tokens += 0 if old else len(one.tokens)
+            known.variants[name.chunk_id] = (*old, Variant(name, one.follows, record))
+
+    def _strike(self, record: str) -> list[Name]:
+        """Know the chunks of a record no longer; returns those that no other record tells of."""
+        gone = []
+        for name in self._records.pop(record, ()):
+            known = self._known[name.namespace]
+            left = [one for one in known.variants[name.chunk_id] if one.record != record]
+            known.variants[name.chunk_id] = tuple(left)
+            if not any(one.name == name for one in left):
+                gone.append(name)
+            if not left:
+                self._tokens -= len(known.index.tokens(name.chunk_id))
+                del known.variants[name.chunk_id]
+                known.index.discard(name.chunk_id)
+        return gone
+
+    def _learn(self, namespace: str, run: Run) -> None:
+        placed = dict(self._stored(namespace, run))
+        for one in placed.values():
+            self._missing.pop(one.name, None)
+        fresh = [one for place, one in placed.items() if place in run.fresh]
+        again = {one.record for each in fresh for one in self._variants(each.name)}
+        for record in again:  # another server may be removing it
+            self._record(self._told(record), anew=True)
+        new = {one.name: one for one in placed.values() if not self._variants(one.name)}
+        if new:
+            self._enter(self._record([*new.values()]), [*new.values()])
+
+    def _record(self, chunks: Sequence[CatalogChunk], *, anew: bool = False) -> str:
+        """Write a record, where there is a catalogue, and return its name."""
+        content = encoded(chunks)
+        if self._catalog is not None:
+            self._catalog.add(content, anew=anew)
+        return record_name(content)
+
+    def _stored(self, namespace: str, run: Run) -> Iterator[tuple[int, CatalogChunk]]:
+        """Yield the chunks of a run that are stored and long enough to be found, with their places.
+
+        The chain of what is before a chunk is None where there is other text between.
+        """
+        lead, tokens = same_lead_in(run.lead_in), run.tokens
+        context, end = self._context(namespace, run), run.chunks[0].start
+        for place, span in enumerate(run.chunks):
+            own = np.asarray(tokens[span.start : span.end], dtype=np.uint32)
+            name = Name(namespace, id_of(own), span.context_id, lead)
+            if not self._vocabulary.is_blank(tokens[end : span.start]):
+                context = None
+            if place not in run.lost and len(own) >= LEAST_RUN:
+                follows = (context or "") if span.context_id else ""
+                yield place, CatalogChunk(name, own, follows)
+            context, end = None if context is None else chain(context, name.chunk_id), span.end
+
+    def _context(self, namespace: str, run: Run) -> str | None:
+        """Return the ``chain`` of the known chunks before a run's first one.
+
+        None if there is other text, too.
+        """
+        index, first = self._known[namespace].index, run.chunks[0].start
+        context, end = "", run.context_start
+        for one in index.find(run.tokens, run.context_start, first):
+            if one.end - one.start < len(index.tokens(one.name)):
+                continue
+            if not self._vocabulary.is_blank(run.tokens[end : one.start]):
+                return None
+            context, end = chain(context, one.name), one.end
+        return context if self._vocabulary.is_blank(run.tokens[end:first]) else None
+
+    def _forget(self, names: Collection[Name]) -> None:
+        """Remove deleted chunks from their records, those that others have just added included."""
+        self._refresh(at_once=True)
+        for record in {one.record for name in names for one in self._variants(name)}:
+            self._remove(record, names)
+        with self._lock:
+            self._going -= Counter(names)
+
+    def _remove(self, record: str, names: Collection[Name]) -> None:
+        """Remove a record; what it tells beside these names goes to another one."""
+        left = [one for one in self._told(record) if one.name not in names]
+        if left:
+            self._enter(self._record(left), left)
+        self._strike(record)
+        if self._catalog is not None:
+            self._catalog.remove(record)
+
+    def _told(self, record: str) -> list[CatalogChunk]:
+        """Return the chunks of a record that is known."""
+        return [
+            CatalogChunk(name, self._known[name.namespace].index.tokens(name.chunk_id), one.follows)
+            for name in self._records.get(record, ())
+            for one in self._variants(name)
+            if one.record == record
+        ]
+
+    def _variants(self, name: Name) -> list[Variant]:
+        """Return what is known of a chunk, once for each record that tells of it."""
+        variants = self._known[name.namespace].variants.get(name.chunk_id, ())
+        return [one for one in variants if one.name == name]
+
+    def _trim(self) -> None:
+        """Forget what became known first in the namespace with most chunks, if there are too many.
+
+        Nobody tells of documents that are never deleted, so that they would grow for ever.
+        """
+        while (
+            sum(len(known.variants) for known in self._known.values()) > MOST_CHUNKS
+            or self._tokens > MOST_TOKENS
+        ):
+            most = max(self._known, key=lambda one: len(self._known[one].variants))
+            first = next(r for r, names in self._records.items() if names[0].namespace == most)
+            self._remove(first, self._records[first])
+
+
+def _in_steps(run: TokenRun[str], length: int) -> TokenRun[str]:
+    """Cut off what is known of a chunk's part beyond whole steps, but for the chunk's own edges."""
+    first, end = run.skip, run.skip + run.end - run.start
+    if first > EDGES:
+        first = -(-first // STEP) * STEP
+    if length - end > EDGES:
+        end = max(end // STEP * STEP, first)
+    return replace(
+        run, start=run.start + first - run.skip, end=run.start + end - run.skip, skip=first
+    )
