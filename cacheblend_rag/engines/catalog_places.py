@@ -210,7 +210,7 @@ class InObjects(Place):
     Raises MissingExtraError and StoreError as ``open_store``; the store is not contacted.
     """
 
-    seconds: ClassVar[float] = 60.0  # each listing is a request to pay for
+    seconds: ClassVar[float] = 55.0  # each listing is a request to pay for
     timeout_seconds: ClassVar[float] = 10.0
 
     def __init__(self, url: TierUrl, model: str) -> None:

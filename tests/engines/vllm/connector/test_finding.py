@@ -290,7 +290,7 @@ def test_what_the_store_has_lost_stays_known(engine: InProcessEngine) -> None:
     assert plain_one.cached > len(first), "nothing is set apart"
     index(engine)
     assert engine.scheduler_connector.finding.finder.settle()
-    [again] = ask(engine, first, params=find())
+    [again] = ask(engine, first, salt="anew", params=find())
     assert {chunk["tier"] for chunk in again.params[PARAMETER]["chunks"]} == {"host"}
 
 
