@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
 
-from cacheblend_rag.api import chat, completions, errors, responses
-from cacheblend_rag.api.document_models import Released
-from cacheblend_rag.api.documents import documents_router, release_memory
+from cacheblend_rag.api import errors
+from cacheblend_rag.api.chat import ChatRequest
+from cacheblend_rag.api.completions import CompletionRequest
+from cacheblend_rag.api.documents import documents_router
 from cacheblend_rag.api.gate import RUNNING, WAITING, Gate
+from cacheblend_rag.api.responses import ResponseRequest
 from cacheblend_rag.api.serving import Serving
 from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE, AccessMiddleware
-from cacheblend_rag.engines.vllm.middleware.tenants import RELEASES
 
 if TYPE_CHECKING:
     from cacheblend_rag.api.collection import Retriever
@@ -50,24 +51,26 @@ def create_app(
     app = FastAPI(title="cacheblend-rag", version=version("cacheblend-rag"))
     serving = Serving(engine, name or engine.model_name, Gate(running, waiting), retriever)
     app.state.serving = serving
+    app.router.route_class = errors.OneLineRoute
     errors.install(app)
-    _guard(app)
+    _add_access(app, engine)
     _add_facts(app, serving)
     _add_answers(app, serving)
-    setattr(app.state, DOCUMENTS_STATE, engine)
-    if documents:
-        app.include_router(documents_router(engine_of))
-    else:
-        _add_release(app, engine)
+    app.include_router(documents_router(lambda _: engine, documents=documents))
     if find_spec("prometheus_client") is not None:
         _add_metrics(app, engine)
     return app
 
 
-def engine_of(request: Request) -> Engine:
-    """Return the engine of the application that a request is for."""
-    serving: Serving = request.app.state.serving
-    return serving.engine
+def _add_access(app: FastAPI, engine: Engine) -> None:
+    """Add checks of the key (VLLM_API_KEY) and of bodies: length, depth, number of values."""
+    app.state.args = SimpleNamespace()  # vLLM has its flags there
+    setattr(app.state, DOCUMENTS_STATE, engine)
+    anything: Any = ["*"]  # as by vLLM: who may ask is checked before
+    app.add_middleware(
+        CORSMiddleware, allow_origins=anything, allow_methods=anything, allow_headers=anything
+    )
+    app.add_middleware(AccessMiddleware)
 
 
 def _add_facts(app: FastAPI, serving: Serving) -> None:
@@ -100,23 +103,16 @@ def _add_facts(app: FastAPI, serving: Serving) -> None:
 
 def _add_answers(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/chat/completions")
-    async def create_chat(request: Request, body: chat.ChatRequest) -> Response:
-        return await chat.respond(serving, request, body)
+    async def create_chat(request: Request, body: ChatRequest) -> Response:
+        return await serving.respond(request, body)
 
     @app.post("/v1/completions")
-    async def create_completion(request: Request, body: completions.CompletionRequest) -> Response:
-        return await completions.respond(serving, request, body)
+    async def create_completion(request: Request, body: CompletionRequest) -> Response:
+        return await serving.respond(request, body)
 
     @app.post("/v1/responses")
-    async def create_response(request: Request, body: responses.ResponseRequest) -> Response:
-        return await responses.respond(serving, request, body)
-
-
-def _add_release(app: FastAPI, engine: Engine) -> None:
-    @app.post(RELEASES)
-    def release() -> Released:
-        """Free the memory of chunk KV; what is stored elsewhere too is read again when needed."""
-        return release_memory(engine)
+    async def create_response(request: Request, body: ResponseRequest) -> Response:
+        return await serving.respond(request, body)
 
 
 def _add_metrics(app: FastAPI, engine: Engine) -> None:
@@ -127,14 +123,3 @@ def _add_metrics(app: FastAPI, engine: Engine) -> None:
     @app.get("/metrics")
     def metrics() -> Response:
         return Response(counted.text(), media_type=METRICS_TYPE)
-
-
-def _guard(app: FastAPI) -> None:
-    """Add checks of the key (VLLM_API_KEY) and of bodies: length, depth, number of values."""
-    app.router.route_class = errors.OneLineRoute
-    app.state.args = SimpleNamespace()  # vLLM has its flags there
-    anything: Any = ["*"]  # as by vLLM: who may ask is checked before
-    app.add_middleware(
-        CORSMiddleware, allow_origins=anything, allow_methods=anything, allow_headers=anything
-    )
-    app.add_middleware(AccessMiddleware)

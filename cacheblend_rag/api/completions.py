@@ -1,20 +1,21 @@
-"""The route POST /v1/completions: the fields of its requests, and the form of its answers."""
+"""POST /v1/completions: the fields of its requests, and the form of its answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 from pydantic import Field
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from cacheblend_rag.api import fields
-from cacheblend_rag.api.answers import Asked, ChoicesForm, Piece, completion_logprobs, extra_of
+from cacheblend_rag.api.answers import Asked, Piece
+from cacheblend_rag.api.choices import ChoicesForm
 from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.api.serving import Serving
-from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.answer import LEAST_LOGPROB, Generation, TokenLogprob
+from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.errors import PromptTooLongError
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
@@ -23,14 +24,37 @@ MOST_ALTERNATIVES = 5
 """As many as the API has for completions."""
 
 
-class CompletionRequest(fields.Request):
+class CompletionRequest(fields.ChoicesBody):
     """The body of a completion."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
 
-    def prompts(self) -> list[str] | list[list[int]]:
+    def check(self) -> None:
+        """Raise ApiError for a field that the server lacks, or that goes with no other one."""
+        super().check()
+        if self.echo and self.logprobs is not None:
+            raise bad_field("echo", "with logprobs is not supported: leave one of them out")
+
+    async def asked(self, serving: Serving) -> Asked:
+        """Return what the engine is asked."""
+        sampling, prompts = self.sampling(logprobs=self.logprobs), list[PreparedPrompt]()
+        for prompt in self._prompts():
+            if isinstance(prompt, str):
+                prompts.append(await serving.prepare(prompt))
+            else:
+                made = partial(of_tokens, serving.engine, prompt)
+                prompts.append(await serving.gate.prepared(made))
+        return Asked(prompts, sampling, self.n or 1)
+
+    def form(self, model: str) -> CompletionForm:
+        """Return the form of the answer."""
+        return CompletionForm(
+            model=model, n=self.n or 1, usage_in_stream=self.wants_usage, echo=bool(self.echo)
+        )
+
+    def _prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts, texts or token ids; raises ApiError when there are none."""
         given = cast(Any, self.prompt)
         if isinstance(given, str) or (given and isinstance(given[0], int)):
@@ -44,39 +68,13 @@ class CompletionRequest(fields.Request):
         return list(given)
 
 
-async def respond(serving: Serving, request: HttpRequest, body: CompletionRequest) -> Response:
-    """Answer a request; raises ApiError."""
-
-    async def ask() -> Asked:
-        serving.check_model(body.model)
-        body.check()
-        if body.echo and body.logprobs is not None:
-            raise bad_field("echo", "with logprobs is not supported: leave one of them out")
-        sampling = body.sampling(logprobs=body.logprobs)
-        prompts = [await _prepared(serving, prompt) for prompt in body.prompts()]
-        return Asked(prompts, sampling, body.n or 1)
-
-    form = CompletionForm(
-        model=serving.name, n=body.n or 1, usage_in_stream=body.wants_usage, echo=bool(body.echo)
-    )
-    return await serving.respond(
-        request, ask, form, streamed=bool(body.stream), cache_salt=body.cache_salt
-    )
-
-
-async def _prepared(serving: Serving, prompt: str | list[int]) -> PreparedPrompt:
-    if isinstance(prompt, str):
-        return await serving.prepare(prompt)
-    return await serving.gate.prepared(lambda: _of_tokens(serving, prompt))
-
-
-def _of_tokens(serving: Serving, token_ids: Sequence[int]) -> PreparedPrompt:
+def of_tokens(engine: Engine, token_ids: Sequence[int]) -> PreparedPrompt:
     """Return a prompt of exactly these tokens.
 
     Chunks are found in the text that they decode to. If that text encodes to other tokens, no chunk
-    is reused.
+    is reused. Raises ApiError for what are no tokens, PromptTooLongError for too many.
     """
-    tokenizer, engine = serving.engine.tokenizer, serving.engine
+    tokenizer = engine.tokenizer
     if not token_ids:
         raise bad_field("prompt", "holds an empty list of token ids: give at least one")
     if len(token_ids) >= engine.context_window:
@@ -112,14 +110,14 @@ class CompletionForm(ChoicesForm):
 
     def choice(self, asked: Asked, index: int, answer: Generation) -> dict[str, Any]:
         """Return a choice of a whole answer."""
-        told = None if answer.logprobs is None else completion_logprobs(answer.logprobs, 0)
+        told = None if answer.logprobs is None else _logprobs(answer.logprobs, 0)
         text = self._echoed(asked, index) + answer.text
-        return self._choice(index, text, answer.finish_reason, told)
+        return _choice(index, text, answer.finish_reason, told)
 
     def beginning(self, asked: Asked) -> list[bytes]:
         """Return the server-sent events that a stream begins with."""
-        texts = [self._echoed(asked, index) for index in range(len(asked.prompts) * self.n)]
-        return [self.chunk(self._choice(at, text)) for at, text in enumerate(texts) if self.echo]
+        indices = range(len(asked.prompts) * self.n if self.echo else 0)
+        return [self.chunk(_choice(index, self._echoed(asked, index))) for index in indices]
 
     def of_piece(self, asked: Asked, piece: Piece) -> list[bytes]:
         """Return the server-sent events for a piece of an answer."""
@@ -127,21 +125,33 @@ class CompletionForm(ChoicesForm):
         if not (piece.delta.text or new or answer):
             return []
         length = self._lengths.get(index, 0)
-        told = completion_logprobs(new, length) if new else None
+        told = _logprobs(new, length) if new else None
         self._lengths[index] = length + sum(len(one.token) for one in new)
-        extra = {} if answer is None else {"cacheblend": extra_of(asked, [answer])}
+        extra = {} if answer is None else {"cacheblend": asked.told([answer])}
         reason = None if answer is None else answer.finish_reason
-        return [self.chunk(self._choice(index, piece.delta.text, reason, told), **extra)]
-
-    @staticmethod
-    def _choice(
-        index: int,
-        text: str,
-        reason: str | None = None,
-        logprobs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return [self.chunk(_choice(index, piece.delta.text, reason, told), **extra)]
 
     def _echoed(self, asked: Asked, index: int) -> str:
-        prompt = asked.prompts[index // self.n]
-        return prompt.text if self.echo and isinstance(prompt, PreparedPrompt) else ""
+        return asked.prompts[index // self.n].text if self.echo else ""
+
+
+def _choice(
+    index: int, text: str, reason: str | None = None, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    """Return log-probabilities; offset: where the first token's text begins."""
+    told, offsets = [one.to_openai() for one in tokens], list[int]()
+    for one in told:
+        offsets.append(offset)
+        offset += len(one["token"])
+    return {
+        "tokens": [one["token"] for one in told],
+        "token_logprobs": [one["logprob"] for one in told],
+        "top_logprobs": [
+            {text: max(logprob, LEAST_LOGPROB) for _, text, logprob in one.top} for one in tokens
+        ],
+        "text_offset": offsets,
+    }

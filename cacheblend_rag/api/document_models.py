@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from cacheblend_rag.api.errors import bad_field, of_validation
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LONGEST_ID = 512
 LONGEST_NAME = 256
 MOST_CHUNKS = 4096
 MOST_CHARACTERS = 4 << 20
 LONGEST_CHUNK = 1 << 20
-LONGEST_SEPARATOR = 256
 LEAST_CHUNK_TOKENS, CHUNK_TOKENS, MOST_CHUNK_TOKENS = 16, 512, 8192
 MOST_LISTED = 1000
 SHOWN = 40
+"""So much of a name is told in errors."""
 UNREADABLE = "\ufffd"
 """What a server reads bytes of a path as that are not UTF-8."""
 
-PENDING = "Tiers that did not answer: KV there is not read any more, and is deleted once they do."
-MESSAGE = "What waits to be deleted; null if nothing does."
-
+Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 Text = Annotated[str, Field(min_length=1, max_length=LONGEST_CHUNK)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MOST_CHUNKS)]
+Names = Annotated[list[Name], Field(max_length=MOST_CHUNKS)]
+WholeText = Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
 
 
-class DocumentIn(BaseModel):
+def is_id(document_id: str) -> bool:
+    """Whether a text can be logged and listed as an id, unlike one with a line end."""
+    return document_id.isprintable() and bool(document_id.strip()) and UNREADABLE not in document_id
+
+
+class Told(BaseModel):
+    """A model whose fields are described by the texts below them."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class DocumentIn(Told):
     """A document to store: either its ``chunks``, or its ``text``, which the server splits.
 
     Prompts must hold chunks verbatim, as they are here, or as the answer to GET has them.
@@ -34,35 +45,19 @@ class DocumentIn(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    chunks: Annotated[list[Text], Field(min_length=1, max_length=MOST_CHUNKS)] | None = Field(
-        None, description="The passages, in order."
-    )
-    text: Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)] | None = Field(
-        None,
-        description="The whole text; it is split at paragraphs, lines, sentences and words.",
-    )
-    chunk_tokens: int | None = Field(
-        None,
-        ge=LEAST_CHUNK_TOKENS,
-        le=MOST_CHUNK_TOKENS,
-        description=f"With text: most tokens of a chunk, {CHUNK_TOKENS} by default.",
-    )
-    separator: str = Field(
-        "\n\n", max_length=LONGEST_SEPARATOR, description="What prompts have between two chunks."
-    )
-    boundaries: (
-        Annotated[
-            list[Annotated[str, Field(max_length=LONGEST_NAME)]], Field(max_length=MOST_CHUNKS)
-        ]
-        | None
-    ) = Field(
-        None,
-        description="For each chunk, who may read it: a chunk's KV depends on no text beyond a "
-        "change. None: who reads one chunk may read all.",
-    )
-    collection: str = Field(
-        "", max_length=LONGEST_NAME, description="The index that the document belongs to."
-    )
+    chunks: Texts | None = None
+    """The passages, in order."""
+    text: WholeText | None = None
+    """The whole text; it is split at paragraphs, lines, sentences and words."""
+    chunk_tokens: int | None = Field(None, ge=LEAST_CHUNK_TOKENS, le=MOST_CHUNK_TOKENS)
+    """With text: most tokens of a chunk, 512 by default."""
+    separator: Name = "\n\n"
+    """What prompts have between two chunks."""
+    boundaries: Names | None = None
+    """For each chunk, who may read it: a chunk's KV depends on no text beyond a change. None: who
+    reads one chunk may read all."""
+    collection: Name = ""
+    """The index that the document belongs to."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -85,7 +80,7 @@ class DocumentIn(BaseModel):
         return self
 
 
-def _check_chunks(chunks: list[str]) -> None:
+def _check_chunks(chunks: Sequence[str]) -> None:
     seen: dict[str, int] = {}
     for index, chunk in enumerate(chunks):
         if not chunk.strip():
@@ -100,36 +95,32 @@ def _check_chunks(chunks: list[str]) -> None:
         )
 
 
-def read_document(body: bytes) -> DocumentIn:
-    """Read the body of a PUT; raises ApiError, which names the field."""
-    try:
-        return DocumentIn.model_validate_json(body)
-    except ValidationError as error:
-        raise of_validation(error.errors()) from error
+class Waiting(Told):
+    """What could not be deleted yet."""
+
+    pending: list[str] = []
+    """Tiers that did not answer: KV there is not read any more, and is deleted once they do."""
+    message: str | None = None
+    """What waits to be deleted; null if nothing does."""
 
 
-def check_id(document_id: str) -> None:
-    """Raise ApiError for an id that cannot be logged or listed, such as one with a line end."""
-    if not document_id.isprintable() or not document_id.strip() or UNREADABLE in document_id:
-        raise bad_field(
-            "document_id", f"{document_id[:SHOWN]!r} must be printable characters, in UTF-8"
-        )
-
-
-class StoredDocument(BaseModel):
+class StoredDocument(Waiting):
     """What came of storing a document; the counts are of chunks."""
 
     object: Literal["document"] = "document"
     id: str
     collection: str = ""
     chunks: int
-    computed: int = Field(description="Whose KV was computed and stored.")
-    skipped: int = Field(description="Whose KV was stored already.")
-    refused: dict[str, int] = Field(description="That are not stored, by reason.")
-    failed: int = Field(description="Those of refused that another try may store.")
-    replaced: int = Field(description="Of the version before, whose KV was evicted.")
-    pending: list[str] = Field([], description=PENDING)
-    message: str | None = Field(None, description=MESSAGE)
+    computed: int
+    """Whose KV was computed and stored."""
+    skipped: int
+    """Whose KV was stored already."""
+    refused: dict[str, int]
+    """That are not stored, by reason."""
+    failed: int
+    """Those of refused that another try may store."""
+    replaced: int
+    """Of the version before, whose KV was evicted."""
     computed_tokens: int
     seconds: float
 
@@ -167,29 +158,29 @@ class DocumentList(BaseModel):
     has_more: bool
 
 
-class DeletedDocument(BaseModel):
+class DeletedDocument(Waiting):
     """A document that was forgotten. evicted: the chunks whose KV was stored, and is no longer."""
 
     object: Literal["document.deleted"] = "document.deleted"
     id: str
-    deleted: bool = Field(description="Whether its KV is gone everywhere.")
+    deleted: bool
+    """Whether its KV is gone everywhere."""
     evicted: int
-    pending: list[str] = Field([], description=PENDING)
-    message: str | None = Field(None, description=MESSAGE)
 
 
-class Stats(BaseModel):
+class Stats(Told):
     """The state of a namespace's documents."""
 
     object: Literal["cacheblend.stats"] = "cacheblend.stats"
     model: str
     documents: int
     chunks: int
-    stored_chunks: int | None = Field(
-        description="With KV; None if the engine cannot tell. In vLLM, those of all documents."
-    )
-    reuses: bool = Field(description="Whether requests reuse chunks.")
-    reason: str | None = Field(description="Why they do not.")
+    stored_chunks: int | None
+    """With KV; None if the engine cannot tell. In vLLM, those of all documents."""
+    reuses: bool
+    """Whether requests reuse chunks."""
+    reason: str | None
+    """Why they do not."""
     read_only: bool
 
 

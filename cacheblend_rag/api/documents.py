@@ -12,14 +12,16 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from threading import Lock
 from typing import Annotated, Any, TypeVar
-from weakref import WeakValueDictionary
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
 from cacheblend_rag.api.document_models import (
     CHUNK_TOKENS,
     LONGEST_ID,
     MOST_LISTED,
+    SHOWN,
     DeletedDocument,
     Document,
     DocumentChunk,
@@ -30,12 +32,11 @@ from cacheblend_rag.api.document_models import (
     Released,
     Stats,
     StoredDocument,
-    check_id,
-    read_document,
+    is_id,
 )
-from cacheblend_rag.api.errors import ApiError, OneLineRoute, busy
+from cacheblend_rag.api.errors import ApiError, OneLineRoute, bad_field
+from cacheblend_rag.api.gate import Gate, in_place
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.lifetime import in_thread
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.rag.document_windows import AnalysisPlan, cut_document
 from cacheblend_rag.text import chunk as text_chunk
@@ -44,22 +45,42 @@ from cacheblend_rag.text.chunk import Chunk
 T = TypeVar("T")
 EngineOf = Callable[[Request], Engine]
 
-PREFIX = "/v1/cacheblend"
-MOST_BODY_BYTES = 16 << 20
 MOST_WAITING = 32
 """Requests that are answered or wait for it; more are refused for now."""
 CHANGES, READS = 4, 8
 """Requests that are answered at a time."""
+TURNS = 64
 
-DocumentId = Annotated[
-    str, Path(min_length=1, max_length=LONGEST_ID, description="Your own name of the document.")
-]
+
+async def _of_path(
+    document_id: Annotated[
+        str, Path(min_length=1, max_length=LONGEST_ID, description="Your own name of the document.")
+    ],
+) -> str:
+    """Return an id; raises ApiError for one that cannot be logged or listed."""
+    if not is_id(document_id):
+        told = f"{document_id[:SHOWN]!r} must be printable characters, in UTF-8"
+        raise bad_field("document_id", told)
+    return document_id
+
+
+async def _of_body(request: Request) -> DocumentIn:
+    """Read a document off the event loop, whatever the body's type is said to be."""
+    try:
+        return await asyncio.to_thread(DocumentIn.model_validate_json, await request.body())
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from error
+
+
+DocumentId = Annotated[str, Depends(_of_path)]
+Sent = Annotated[DocumentIn, Depends(_of_body)]
 Collection = Annotated[
     str | None, Query(description="Only the document of this collection; all by default.")
 ]
+After = Annotated[str, Query(max_length=LONGEST_ID, description="The last id of the page before.")]
 
 
-def documents_router(engine_of: EngineOf) -> APIRouter:
+def documents_router(engine_of: EngineOf, *, documents: bool = True) -> APIRouter:
     """Return the routes below ``/v1/cacheblend``.
 
     Whoever includes them must check keys before: they read and change all of an engine's documents.
@@ -67,68 +88,16 @@ def documents_router(engine_of: EngineOf) -> APIRouter:
     Args:
         engine_of: returns the engine of a request. It is called in a thread, so it may take a
             while, and raises a CacheBlendError when there is none.
+        documents: whether there are routes for documents, beside those for the store.
 
     Returns:
         A router to include in a FastAPI application.
     """
-    failures: dict[int | str, dict[str, Any]] = {
-        status: {"model": Failure} for status in ("4XX", 503)
-    }
+    failures: dict[int | str, dict[str, Any]] = {one: {"model": Failure} for one in ("4XX", 503)}
     router = APIRouter(
-        prefix=PREFIX, route_class=OneLineRoute, tags=["documents"], responses=failures
+        prefix="/v1/cacheblend", route_class=OneLineRoute, tags=["documents"], responses=failures
     )
     work = _Work(engine_of)
-    body = {"requestBody": {"required": True, "content": _json_of(DocumentIn)}}
-
-    @router.put("/documents/{document_id:path}", openapi_extra=body)
-    async def put_document(document_id: DocumentId, request: Request) -> StoredDocument:
-        """Store a document: the KV of its chunks is computed, and an earlier version replaced.
-
-        The answer comes once all of it is stored. ``failed`` above 0 means that a part of it may be
-        stored by another try.
-        """
-        check_id(document_id)
-        asked = await asyncio.to_thread(read_document, await _body(request))
-        started = time.perf_counter()
-        return await work.change(
-            request,
-            document_id,
-            lambda engine: store_document(engine, document_id, asked, started),
-        )
-
-    @router.get("/documents/{document_id:path}")
-    async def get_one(
-        document_id: DocumentId, request: Request, collection: Collection = None
-    ) -> Document:
-        """Return a document's chunks, and which of them are stored."""
-        check_id(document_id)
-        return await work.read(
-            request, lambda engine: get_document(engine, document_id, collection)
-        )
-
-    @router.delete("/documents/{document_id:path}")
-    async def delete_one(
-        document_id: DocumentId, request: Request, collection: Collection = None
-    ) -> DeletedDocument:
-        """Forget a document, and evict the KV of those chunks that no other document has."""
-        check_id(document_id)
-        return await work.change(
-            request, document_id, lambda engine: delete_document(engine, document_id, collection)
-        )
-
-    @router.get("/documents")
-    async def get_list(
-        request: Request,
-        limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = 100,
-        after: Annotated[
-            str, Query(max_length=LONGEST_ID, description="The last id of the page before.")
-        ] = "",
-        collection: Collection = None,
-    ) -> DocumentList:
-        """Return the documents, by their ids, a page at a time."""
-        return await work.read(
-            request, lambda engine: list_documents(engine, limit, after, collection)
-        )
 
     @router.get("/stats")
     async def get_stats(request: Request) -> Stats:
@@ -138,90 +107,97 @@ def documents_router(engine_of: EngineOf) -> APIRouter:
     @router.post("/release")
     async def post_release(request: Request) -> Released:
         """Free the memory of chunk KV; what is stored elsewhere too is read again when needed."""
-        return await work.read(request, release_memory)
+        return await work.read(request, lambda engine: Released(released_bytes=engine.release()))
 
+    if documents:
+        _add_documents(router, work)
     return router
 
 
+def _add_documents(router: APIRouter, work: _Work) -> None:
+    content = {"application/json": {"schema": DocumentIn.model_json_schema()}}
+    body = {"requestBody": {"required": True, "content": content}}
+
+    @router.put("/documents/{document_id:path}", openapi_extra=body)
+    async def put_document(document_id: DocumentId, request: Request, sent: Sent) -> StoredDocument:
+        """Store a document: the KV of its chunks is computed, and an earlier version replaced.
+
+        The answer comes once all of it is stored. ``failed`` above 0 means that a part of it may be
+        stored by another try.
+        """
+        begun = time.perf_counter()
+        return await work.change(
+            request, document_id, lambda engine: store_document(engine, document_id, sent, begun)
+        )
+
+    @router.get("/documents/{document_id:path}")
+    async def get_one(
+        document_id: DocumentId, request: Request, collection: Collection = None
+    ) -> Document:
+        """Return a document's chunks, and which of them are stored."""
+        return await work.read(
+            request, lambda engine: get_document(engine, document_id, collection)
+        )
+
+    @router.delete("/documents/{document_id:path}")
+    async def delete_one(
+        document_id: DocumentId, request: Request, collection: Collection = None
+    ) -> DeletedDocument:
+        """Forget a document, and evict the KV of those chunks that no other document has."""
+        return await work.change(
+            request, document_id, lambda engine: delete_document(engine, document_id, collection)
+        )
+
+    @router.get("/documents")
+    async def get_list(
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = 100,
+        after: After = "",
+        collection: Collection = None,
+    ) -> DocumentList:
+        """Return the documents, by their ids, a page at a time."""
+        return await work.read(
+            request, lambda engine: list_documents(engine, limit, after, collection)
+        )
+
+
 class _Work:
-    """Runs an engine's work in threads: reading, and a little storing, at a time.
+    """Runs an engine's work in threads, to its end: reading, and a little storing, at a time.
 
     The threads are daemons: a server that ends does not wait for a document.
     """
 
     def __init__(self, engine_of: EngineOf) -> None:
         self._engine_of = engine_of
+        self._gate = Gate(MOST_WAITING, 0)
         self._changing, self._reading = asyncio.Semaphore(CHANGES), asyncio.Semaphore(READS)
-        self._turns: WeakValueDictionary[tuple[int, str], Lock] = WeakValueDictionary()
-        self._finding_turn = Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._turns = [Lock() for _ in range(TURNS)]
 
     async def read(self, request: Request, work: Callable[[Engine], T]) -> T:
-        """Return the result of work with a request's engine."""
-        return await self._run(self._reading, lambda: work(self._engine_of(request)))
+        """Return the result of work with a request's engine; raises ApiError if too much waits."""
+        with self._gate.entered():
+            return await in_place(self._reading, lambda: work(self._engine_of(request)))
 
     async def change(self, request: Request, name: str, work: Callable[[Engine], T]) -> T:
         """Return the result of work that changes a document; each has one change at a time."""
 
         def in_turn() -> T:
             engine = self._engine_of(request)
-            with self._finding_turn:  # the dictionary's setdefault is not atomic
-                turn = self._turns.setdefault((id(engine), name), Lock())
-            with turn:
+            with self._turns[hash((id(engine), name)) % TURNS]:
                 return work(engine)
 
-        return await self._run(self._changing, in_turn)
-
-    async def _run(self, room: asyncio.Semaphore, work: Callable[[], T]) -> T:
-        """Run work in a thread, also to its end if the client has left.
-
-        Raises ApiError when too much is waiting.
-        """
-        if len(self._tasks) >= MOST_WAITING:
-            raise busy(
-                f"{MOST_WAITING} requests about documents are being answered: try again later"
-            )
-        task = asyncio.create_task(_in_turn(room, work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
-
-
-async def _in_turn(room: asyncio.Semaphore, work: Callable[[], T]) -> T:
-    async with room:
-        return await in_thread(work)
-
-
-async def _body(request: Request) -> bytes:
-    """Read a body that is not too long."""
-    parts, size = list[bytes](), 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MOST_BODY_BYTES:
-            raise ApiError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the body is longer than {MOST_BODY_BYTES >> 20} MiB: send the document in parts, "
-                "each with an id of its own",
-            )
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _json_of(model: type[DocumentIn]) -> dict[str, Any]:
-    return {"application/json": {"schema": model.model_json_schema()}}
+        with self._gate.entered():
+            return await in_place(self._changing, in_turn)
 
 
 def store_document(
-    engine: Engine, document_id: str, asked: DocumentIn, started: float
+    engine: Engine, document_id: str, sent: DocumentIn, begun: float
 ) -> StoredDocument:
-    """Store a document; started: when it was asked for, by ``time.perf_counter``."""
-    chunks = asked.chunks or split(engine, asked.text or "", asked.chunk_tokens or CHUNK_TOKENS)
+    """Store a document; begun: when it was asked for, by ``time.perf_counter``."""
+    chunks = sent.chunks or split(engine, sent.text or "", sent.chunk_tokens or CHUNK_TOKENS)
+    boundaries = tuple(sent.boundaries or ())
     document = text_chunk.Document(
-        document_id,
-        tuple(chunks),
-        asked.separator,
-        asked.collection,
-        tuple(asked.boundaries or ()),
+        document_id, tuple(chunks), sent.separator, sent.collection, boundaries
     )
     report = engine.precompute([document], progress=False)
     refused = Counter[str]()
@@ -229,7 +205,7 @@ def store_document(
         refused[str(reason)] += count
     return StoredDocument(
         id=document_id,
-        collection=asked.collection,
+        collection=sent.collection,
         chunks=len(chunks),
         computed=report.computed,
         skipped=report.skipped,
@@ -239,7 +215,7 @@ def store_document(
         pending=list(report.replaced.pending),
         message=report.replaced.waiting,
         computed_tokens=report.computed_tokens,
-        seconds=round(time.perf_counter() - started, 6),
+        seconds=round(time.perf_counter() - begun, 6),
     )
 
 
@@ -259,14 +235,11 @@ def split(engine: Engine, text: str, chunk_tokens: int) -> list[str]:
 def get_document(engine: Engine, document_id: str, collection: str | None) -> Document:
     """Return a document; raises ApiError when there is none."""
     chunks = _known(engine, document_id, collection)
-    stored = _stored(engine, chunks)
-    return Document(
-        id=document_id,
-        chunks=[
-            DocumentChunk(text=chunk.text, stored=there, collection=chunk.collection)
-            for chunk, there in zip(chunks, stored, strict=True)
-        ],
-    )
+    told = [
+        DocumentChunk(text=chunk.text, stored=there, collection=chunk.collection)
+        for chunk, there in zip(chunks, _stored(engine, chunks), strict=True)
+    ]
+    return Document(id=document_id, chunks=told)
 
 
 def delete_document(engine: Engine, document_id: str, collection: str | None) -> DeletedDocument:
@@ -293,14 +266,12 @@ def list_documents(engine: Engine, limit: int, after: str, collection: str | Non
     )
     ids = sorted({document_id for document_id, _ in counts})
     shown = set(ids[:limit])
-    return DocumentList(
-        data=[
-            ListedDocument(id=document_id, collection=of, chunks=counts[document_id, of])
-            for document_id, of in sorted(counts)
-            if document_id in shown
-        ],
-        has_more=len(ids) > limit,
-    )
+    listed = [
+        ListedDocument(id=document_id, collection=of, chunks=counts[document_id, of])
+        for document_id, of in sorted(counts)
+        if document_id in shown
+    ]
+    return DocumentList(data=listed, has_more=len(ids) > limit)
 
 
 def store_stats(engine: Engine) -> Stats:
@@ -318,19 +289,14 @@ def store_stats(engine: Engine) -> Stats:
     )
 
 
-def release_memory(engine: Engine) -> Released:
-    """Free the memory of chunk KV."""
-    return Released(released_bytes=engine.release())
-
-
 def _known(engine: Engine, document_id: str, collection: str | None) -> tuple[Chunk, ...]:
     engine.registry.refresh()
     chunks = engine.registry.document(document_id, collection)
     if not chunks:
-        within = "" if collection is None else f" in collection {collection[:40]!r}"
+        within = "" if collection is None else f" in collection {collection[:SHOWN]!r}"
         raise ApiError(
             HTTPStatus.NOT_FOUND,
-            f"there is no document {document_id[:40]!r}{within}: GET /v1/cacheblend/documents "
+            f"there is no document {document_id[:SHOWN]!r}{within}: GET /v1/cacheblend/documents "
             "lists them",
             param="document_id",
             code="document_not_found",

@@ -14,10 +14,9 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
-from cacheblend_rag.api.wire import json_response
 from cacheblend_rag.engines.vllm.middleware.bodies import LARGE_BYTES, error_body
 from cacheblend_rag.errors import (
     CacheBlendError,
@@ -35,14 +34,23 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 2
 """What a client that came while too many others wait is told to wait."""
-TOO_LONG = "context_length_exceeded"
 NAMED = re.compile(
-    r"[a-z][a-z_.]*(?==)|(?:structured_outputs|response_format|text\.format|tools|tool_choice)[a-z_.]*\b"
+    r"[a-z][a-z_.]*(?==)|structured_outputs|(?:response_format|text\.format|tool)[a-z_.]*\b"
 )
 """The field that an error begins with."""
 PLACES = ("body", "query", "path", "header")
 BRANCHES = frozenset({"str", "list", "int", "dict"})
 """Names of a union's branches, which follow a field that they are no part of."""
+KNOWN: Sequence[tuple[type[Exception], HTTPStatus, str | None]] = (
+    (PromptTooLongError, HTTPStatus.BAD_REQUEST, "context_length_exceeded"),
+    (PromptError, HTTPStatus.BAD_REQUEST, None),
+    (ConfigError, HTTPStatus.BAD_REQUEST, None),
+    (MissingExtraError, HTTPStatus.BAD_REQUEST, None),
+    (StoreError, HTTPStatus.CONFLICT, "store"),
+    (OutOfMemoryError, HTTPStatus.SERVICE_UNAVAILABLE, "out_of_memory"),
+    (EngineUnavailableError, HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"),
+)
+"""The status and the code of an engine's errors."""
 
 
 class ApiError(Exception):
@@ -61,29 +69,20 @@ class ApiError(Exception):
         super().__init__(" ".join(message.split()))
         self.status, self.param, self.code = status, param, code
 
-    @classmethod
-    def of_field(cls, param: str, message: str) -> ApiError:
-        """Return the error for a field, told by a message that names it."""
-        return cls(HTTPStatus.BAD_REQUEST, message, param=param)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """The headers of the answer."""
-        is_busy = self.status == HTTPStatus.SERVICE_UNAVAILABLE
-        return {"retry-after": str(RETRY_SECONDS)} if is_busy else {}
-
     def body(self) -> dict[str, Any]:
         """Return the body of the answer."""
         return error_body(self.status, str(self), param=self.param, code=self.code)
 
     def response(self) -> Response:
         """Return the answer."""
-        return json_response(self.body(), self.status, self.headers)
+        is_busy = self.status == HTTPStatus.SERVICE_UNAVAILABLE
+        headers = {"retry-after": str(RETRY_SECONDS)} if is_busy else None
+        return JSONResponse(self.body(), self.status, headers)
 
 
 def bad_field(param: str, message: str) -> ApiError:
     """Return the error for a field; message: what is wrong with it, and how to change it."""
-    return ApiError.of_field(param, f"{param} {message}")
+    return ApiError(HTTPStatus.BAD_REQUEST, f"{param} {message}", param=param)
 
 
 def busy(message: str) -> ApiError:
@@ -91,86 +90,27 @@ def busy(message: str) -> ApiError:
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="overloaded")
 
 
-def of_engine(error: Exception, prompt_field: str | None) -> ApiError:
-    """Return what a client is told of an engine's error.
+def of_engine(error: Exception, prompt_field: str | None = None) -> ApiError:
+    """Return what a client is told of an error.
 
     prompt_field: the field of the body that holds the prompt, if one does. Errors of the server
     itself are logged with their traceback, and told in general words.
     """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return of_validation(error.errors())
     said = first_line(error)
-    named = NAMED.match(said)
-    param = named.group() if named else None
-    match error:
-        case ApiError():
-            return error
-        case RequestValidationError():
-            return of_validation(error.errors())
-        case PromptTooLongError():
-            return ApiError(HTTPStatus.BAD_REQUEST, said, param=prompt_field, code=TOO_LONG)
-        case PromptError():
-            is_of_tools = param is not None and param.startswith("tool")
-            return ApiError(
-                HTTPStatus.BAD_REQUEST, said, param=param if is_of_tools else prompt_field
-            )
-        case ConfigError() | MissingExtraError():
-            return ApiError(HTTPStatus.BAD_REQUEST, said, param=param)
-        case StoreError():
-            return ApiError(HTTPStatus.CONFLICT, said, code="store")
-        case OutOfMemoryError():
-            return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, said, code="out_of_memory")
-        case EngineUnavailableError():
-            return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, said, code="unavailable")
+    for kind, status, code in KNOWN:
+        if isinstance(error, kind):
+            named = NAMED.match(said) if status == HTTPStatus.BAD_REQUEST else None
+            param = named and named.group()
+            if isinstance(error, PromptError) and not (param or "").startswith("tool"):
+                param = prompt_field
+            return ApiError(status, said, param=param, code=code)
     logger.error("a request failed", exc_info=error)
     told = said if isinstance(error, CacheBlendError) else "the server failed; its log says why"
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, told)
-
-
-class OneLineRoute(APIRoute):
-    """Answers every exception with OpenAI's error object, and reads large bodies in a thread."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler of the route, which answers every exception as well."""
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            try:
-                return await handle(_BodyRequest(request.scope, request.receive))
-            except HTTPException:
-                raise
-            except Exception as error:
-                return of_engine(error, None).response()
-
-        return answer
-
-
-class _BodyRequest(Request):
-    async def json(self) -> Any:
-        body = await self.body()
-        if len(body) <= LARGE_BYTES:
-            return await super().json()
-        return await asyncio.to_thread(json.loads, body)
-
-
-def install(app: FastAPI) -> None:
-    """Let an application answer HTTP's own errors in this form; others, see OneLineRoute."""
-
-    async def other(request: Request, error: Any) -> Response:
-        told = str(error.detail)
-        if error.status_code == HTTPStatus.NOT_FOUND:
-            told = f"there is no path {request.url.path!r:.100}"
-        if error.status_code != HTTPStatus.METHOD_NOT_ALLOWED:
-            return ApiError(HTTPStatus(error.status_code), told).response()
-        matching = (one for one in app.routes if one.matches(request.scope)[0] is not Match.NONE)
-        known = {name for one in matching for name in getattr(one, "methods", None) or ()}
-        allow = {"allow": ", ".join(sorted({*known, "OPTIONS"}))}
-        if request.method == "OPTIONS":
-            return Response(status_code=HTTPStatus.NO_CONTENT, headers=allow)
-        told = f"{request.url.path!r:.100} takes {allow['allow']}, not {request.method}"
-        answer = ApiError(HTTPStatus.METHOD_NOT_ALLOWED, told).response()
-        answer.headers.update(allow)
-        return answer
-
-    app.add_exception_handler(HTTPException, other)
 
 
 def of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -197,5 +137,56 @@ def of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         return bad_field(field, f"has too many entries: send at most {most}")
     if kind == "extra_forbidden":
         field = str(place[0])[:100]
-    said = "is missing: give it" if kind == "missing" else f"is invalid: {why}"
-    return bad_field(field, said)
+    return bad_field(field, "is missing: give it" if kind == "missing" else f"is invalid: {why}")
+
+
+class OneLineRoute(APIRoute):
+    """Answers every exception with OpenAI's error object, and reads large bodies in a thread."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return FastAPI's handler of the route, which answers every exception as well."""
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(_BodyRequest(request.scope, request.receive))
+            except HTTPException:
+                raise
+            except Exception as error:
+                return of_engine(error).response()
+
+        return answer
+
+
+class _BodyRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        if len(body) <= LARGE_BYTES:
+            return await super().json()
+        return await asyncio.to_thread(json.loads, body)
+
+
+def install(app: FastAPI) -> None:
+    """Let an application answer HTTP's own errors in this form; others, see OneLineRoute."""
+
+    async def other(request: Request, error: Any) -> Response:
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            return _other_method(app, request)
+        is_missing = error.status_code == HTTPStatus.NOT_FOUND
+        told = f"there is no path {request.url.path!r:.100}" if is_missing else str(error.detail)
+        return ApiError(HTTPStatus(error.status_code), told).response()
+
+    app.add_exception_handler(HTTPException, other)
+
+
+def _other_method(app: FastAPI, request: Request) -> Response:
+    """Answer OPTIONS, or a method that a path does not take, with those that it takes."""
+    matching = (one for one in app.routes if one.matches(request.scope)[0] is not Match.NONE)
+    known = {name for one in matching for name in getattr(one, "methods", None) or ()}
+    takes = ", ".join(sorted({*known, "OPTIONS"}))
+    if request.method == "OPTIONS":
+        return Response(status_code=HTTPStatus.NO_CONTENT, headers={"allow": takes})
+    told = f"{request.url.path!r:.100} takes {takes}, not {request.method}"
+    answer = ApiError(HTTPStatus.METHOD_NOT_ALLOWED, told).response()
+    answer.headers["allow"] = takes
+    return answer

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 
@@ -38,24 +38,6 @@ class Gate:
         self._preparing = asyncio.Semaphore(PREPARING)
         self._most, self._inside = running + waiting, 0
 
-    async def prepared(self, prepare: Callable[[], T]) -> T:
-        """Prepare a prompt off the event loop.
-
-        A place is kept until the thread has ended, also after the client has left.
-        """
-
-        def work() -> T:
-            with working():
-                return prepare()
-
-        async with self._preparing:
-            done = asyncio.ensure_future(in_thread(work))
-            try:
-                return await asyncio.shield(done)
-            except asyncio.CancelledError:
-                await asyncio.wait({done})
-                raise
-
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Let a request in; raises ApiError (503, with Retry-After) when too many wait."""
@@ -67,12 +49,35 @@ class Gate:
         finally:
             self._inside -= 1
 
+    async def prepared(self, prepare: Callable[[], T]) -> T:
+        """Prepare a prompt off the event loop."""
+
+        def work() -> T:
+            with working():
+                return prepare()
+
+        return await in_place(self._preparing, work)
+
+
+async def in_place(places: asyncio.Semaphore, work: Callable[[], T]) -> T:
+    """Return the result of work in a thread, which takes one of some places.
+
+    The place is kept until the thread has ended, also after the client has left.
+    """
+    async with places:
+        done = asyncio.ensure_future(in_thread(work))
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            await asyncio.wait({done})
+            raise
+
 
 class ClientGoneError(Exception):
     """The client has hung up: nobody reads the answer."""
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """Return what ``work`` returns; cancel it, and raise ClientGoneError, once the client goes."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_gone(request))

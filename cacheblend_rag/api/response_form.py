@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheblend_rag.api.answers import Asked, Pieces, extra_of, response_logprobs
+from cacheblend_rag.api.answers import Answers, Asked
 from cacheblend_rag.api.errors import ApiError
-from cacheblend_rag.api.wire import event
-from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.api.serving import event
+from cacheblend_rag.engines.answer import Generation, TokenLogprob
 from cacheblend_rag.text.tools import ToolCall
 
 
@@ -22,16 +23,10 @@ class ResponseForm:
     Args:
         model: the model's name for clients.
         told: fields of the request that the response repeats.
-        tools, tool_choice, format: as in the request.
-        one_call: whether an answer calls one tool at most.
     """
 
     model: str
     told: Mapping[str, Any]
-    tools: Sequence[Mapping[str, Any]]
-    tool_choice: Any
-    format: Mapping[str, Any]
-    one_call: bool
     prompt_field: str = "input"
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     message_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
@@ -40,55 +35,40 @@ class ResponseForm:
 
     def whole(self, asked: Asked, answers: Sequence[Generation]) -> dict[str, Any]:
         """Return the body of an answer."""
-        answer = answers[0]
-        calls = answer.tool_calls
+        (answer,) = answers
         text = answer.content + asked.closing
-        output = [self._message(text, answer)] if text or not calls else []
-        output += [_call_item(call, "completed") for call in calls]
-        return self._ended(asked, answer, output)
+        output = [self._message(text, answer)] if text or not answer.tool_calls else []
+        return self._ended(asked, answer, [*output, *map(_call_item, answer.tool_calls)])
 
-    async def events(self, asked: Asked, pieces: Pieces) -> AsyncGenerator[bytes, None]:
+    async def events(self, asked: Asked, answers: Answers) -> AsyncGenerator[bytes, None]:
         """Yield the events of a streamed answer."""
         begun = self._response("in_progress", [])
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
-        text, opened = "", False
-        place = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
-        async for piece in pieces:
-            delta, answer = piece.delta, piece.delta.generation
-            new = piece.logprobs
-            more = delta.content + (asked.closing if answer else "")
-            if answer and not (text + more) and not answer.tool_calls and not opened:
-                opened = True
-                for sent in self._opening(place):
-                    yield sent
-            if more or (new and opened):
-                if not opened:
-                    opened = True
-                    for sent in self._opening(place):
-                        yield sent
-                text += more
-                lines = response_logprobs(new)
-                kind = "response.output_text.delta"
-                yield self._event(kind, **place, delta=more, logprobs=lines)
-        answer = pieces.in_order()[0]
-        output = []
-        if opened:
-            message = self._message(text, answer)
-            for sent in self._closing(place, text, message):
-                yield sent
-            output.append(message)
-        for call in answer.tool_calls:
-            index = len(output)
-            item = _call_item(call, "completed")
-            where = {"item_id": item["id"], "output_index": index}
-            begun_item = {**item, "arguments": "", "status": "in_progress"}
-            yield self._event("response.output_item.added", output_index=index, item=begun_item)
-            kind = "response.function_call_arguments"
-            yield self._event(f"{kind}.delta", **where, delta=call.arguments)
-            yield self._event(f"{kind}.done", **where, arguments=call.arguments, name=call.name)
-            yield self._event("response.output_item.done", output_index=index, item=item)
-            output.append(item)
+        sent = [
+            self._event(f"response.{one}", response=begun) for one in ("created", "in_progress")
+        ]
+        text: str | None = None  # until the message is opened, which an answer of calls has not
+        async with aclosing(answers.pieces()) as pieces:
+            async for piece in pieces:
+                answer = piece.delta.generation
+                more = piece.delta.content + (asked.closing if answer else "")
+                if text is None and (more or (answer and not answer.tool_calls)):
+                    text = ""
+                    sent += self._opening()
+                if text is not None and (more or piece.logprobs):
+                    text += more
+                    sent.append(self._text("delta", delta=more, logprobs=_told(piece.logprobs)))
+                for one in sent:
+                    yield one
+                sent = []
+        (answer,) = answers.finished
+        output = [] if text is None else [self._message(text, answer)]
+        for message in output:
+            for one in self._closing(message):
+                yield one
+        for call in map(_call_item, answer.tool_calls):
+            for one in self._called(call, len(output)):
+                yield one
+            output.append(call)
         ended = self._ended(asked, answer, output)
         yield self._event(f"response.{ended['status']}", response=ended)
 
@@ -97,44 +77,47 @@ class ResponseForm:
         told = error.body()["error"]
         return self._event("error", message=told["message"], code=told["code"], param=told["param"])
 
-    def _opening(self, place: Mapping[str, Any]) -> list[bytes]:
-        item = self._message("", None)
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return [
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._event("response.content_part.added", **place, part=part),
-        ]
-
-    def _closing(
-        self, place: Mapping[str, Any], text: str, message: Mapping[str, Any]
-    ) -> list[bytes]:
-        (part,) = message["content"]
-        lines = part["logprobs"]
-        return [
-            self._event("response.output_text.done", **place, text=text, logprobs=lines),
-            self._event("response.content_part.done", **place, part=part),
-            self._event("response.output_item.done", output_index=0, item=message),
-        ]
-
     def _event(self, kind: str, **told: Any) -> bytes:
         sent = event({"type": kind, "sequence_number": self._sent, **told}, kind)
         self._sent += 1
         return sent
 
+    def _text(self, what: str, **told: Any) -> bytes:
+        return self._event(f"response.output_text.{what}", **self._place, **told)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.message_id, "output_index": 0, "content_index": 0}
+
+    def _opening(self) -> Iterator[bytes]:
+        item = self._message("", None)
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        yield self._event("response.output_item.added", output_index=0, item=item)
+        yield self._event("response.content_part.added", **self._place, part=part)
+
+    def _closing(self, message: Mapping[str, Any]) -> Iterator[bytes]:
+        (part,) = message["content"]
+        yield self._text("done", text=part["text"], logprobs=part["logprobs"])
+        yield self._event("response.content_part.done", **self._place, part=part)
+        yield self._event("response.output_item.done", output_index=0, item=message)
+
+    def _called(self, item: Mapping[str, Any], index: int) -> Iterator[bytes]:
+        where, told = {"item_id": item["id"], "output_index": index}, item["arguments"]
+        begun, kind = {**item, "arguments": "", "status": "in_progress"}, "function_call_arguments"
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event(f"response.{kind}.delta", **where, delta=told)
+        yield self._event(f"response.{kind}.done", **where, arguments=told, name=item["name"])
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
     def _message(self, text: str, answer: Generation | None) -> dict[str, Any]:
         """Return the message with the text; answer: None while it is in progress."""
-        part = {
-            "type": "output_text",
-            "text": text,
-            "annotations": [],
-            "logprobs": response_logprobs((answer and answer.logprobs) or ()),
-        }
-        status = "in_progress" if answer is None else _status(answer)
+        told = _told((answer and answer.logprobs) or ())
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": told}
         return {
             "id": self.message_id,
             "type": "message",
             "role": "assistant",
-            "status": status,
+            "status": "in_progress" if answer is None else _status(answer),
             "content": [] if answer is None else [part],
         }
 
@@ -143,21 +126,19 @@ class ResponseForm:
     ) -> dict[str, Any]:
         """Return the whole response."""
         tokens = len(answer.token_ids)
+        cached = {"cached_tokens": answer.report.reused_tokens, "cache_write_tokens": 0}
         why = {"reason": "max_output_tokens"} if answer.finish_reason == "length" else None
         return {
             **self._response(_status(answer), output),
             "incomplete_details": why,
             "usage": {
                 "input_tokens": answer.prompt_tokens,
-                "input_tokens_details": {
-                    "cached_tokens": answer.report.reused_tokens,
-                    "cache_write_tokens": 0,
-                },
+                "input_tokens_details": cached,
                 "output_tokens": tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": answer.prompt_tokens + tokens,
             },
-            "cacheblend": extra_of(asked, [answer]),
+            "cacheblend": asked.told([answer]),
         }
 
     def _response(self, status: str, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -170,10 +151,6 @@ class ResponseForm:
             "incomplete_details": None,
             "model": self.model,
             "output": output,
-            "parallel_tool_calls": not self.one_call,
-            "tool_choice": self.tool_choice,
-            "tools": self.tools,
-            "text": {"format": self.format},
             "previous_response_id": None,
             "store": False,
             "usage": None,
@@ -181,15 +158,19 @@ class ResponseForm:
         }
 
 
-def _call_item(call: ToolCall, status: str) -> dict[str, Any]:
+def _call_item(call: ToolCall) -> dict[str, Any]:
     return {
         "id": f"fc_{call.id}",
         "type": "function_call",
         "call_id": call.id,
         "name": call.name,
         "arguments": call.arguments,
-        "status": status,
+        "status": "completed",
     }
+
+
+def _told(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    return [one.to_openai() for one in tokens]
 
 
 def _status(answer: Generation) -> str:

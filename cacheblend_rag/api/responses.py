@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from cacheblend_rag.api import fields
 from cacheblend_rag.api.answers import Asked
@@ -19,10 +17,11 @@ from cacheblend_rag.text.chat import ChatPrompt
 from cacheblend_rag.text.tools import ToolChoice
 
 LOGPROBS = "message.output_text.logprobs"
-ROLES = {"developer": "system"}
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 PARTS = ("input_text", "output_text", "text")
-_STATE = ("previous_response_id", "conversation", "background", "prompt")
+STATE = ("previous_response_id", "conversation", "background", "prompt")
 """Fields that need responses to be kept."""
+REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata")
 
 
 class TextFormat(fields.Fields):
@@ -39,44 +38,61 @@ class TextOptions(fields.Fields):
     format: TextFormat | None = None
 
 
-class ResponseRequest(fields.Fields):
+class ResponseRequest(fields.Body):
     """The body of a request for a response."""
 
-    model: str | None = None
     input: str | Annotated[list[dict[str, Any]], Field(max_length=fields.MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     include: list[str] | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=fields.MOST_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    stream: bool | None = None
     metadata: dict[str, str] | None = None
-    cache_salt: fields.CacheSalt | None = None
 
     def check(self) -> None:
         """Raise ApiError for a field that the server lacks."""
-        fields.refuse_unsupported(self)
-        for name in _STATE:
+        super().check()
+        for name in STATE:
             if (self.model_extra or {}).get(name):
                 raise bad_field(name, "is not supported: the server keeps nothing; send all input")
 
-    def chat_tools(self) -> list[dict[str, Any]]:
-        """Return the tools as chat completions have them; raises ApiError for others."""
-        return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
+    async def asked(self, serving: Serving) -> Asked:
+        """Return what the engine is asked."""
+        wants_logprobs = self.top_logprobs or LOGPROBS in (self.include or ())
+        sampling = self.sampling(
+            max_tokens=self.max_output_tokens,
+            logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
+            structured_outputs=self._text_form(),
+        )
+        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
+        several = self.parallel_tool_calls is not False
+        chat = ChatPrompt(self._messages(), tools, self._chat_choice(), several)
+        return await serving.ask_chat(chat, sampling)
 
-    def chat_choice(self) -> ToolChoice:
+    def form(self, model: str) -> ResponseForm:
+        """Return the form of the answer."""
+        asked = self.text and self.text.format
+        text = asked.model_dump(by_alias=True, exclude_none=True) if asked else {"type": "text"}
+        told = {
+            **self.model_dump(include=set(REPEATED)),
+            "tools": [{"strict": None, "parameters": None, **tool} for tool in self.tools or []],
+            "tool_choice": self.tool_choice or "auto",
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "text": {"format": text},
+        }
+        return ResponseForm(model, told)
+
+    def _chat_choice(self) -> ToolChoice:
         """Return the choice of a tool as chat completions have it."""
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
             return {"type": "function", "function": {"name": choice["name"]}}
         return cast(ToolChoice, choice or "auto")
 
-    def messages(self) -> list[dict[str, Any]]:
+    def _messages(self) -> list[dict[str, Any]]:
         """Return the input as chat messages; raises ApiError."""
         told: list[dict[str, Any]] = []
         if self.instructions:
@@ -89,10 +105,10 @@ class ResponseRequest(fields.Fields):
             raise bad_field("input", "is empty: give a text, or a list of messages")
         return told
 
-    def form(self) -> StructuredOutputs | None:
+    def _text_form(self) -> StructuredOutputs | None:
         """Return the form of the text, None for free text; raises ApiError."""
-        asked = self.text.format if self.text else None
-        if asked is None:
+        asked = self.text and self.text.format
+        if not asked:
             return None
         if asked.type == "json_schema" and asked.schema_ is None:
             raise bad_field("text.format.schema", "is missing: give a JSON schema")
@@ -101,45 +117,8 @@ class ResponseRequest(fields.Fields):
         return form and form.named("text.format")
 
 
-async def respond(serving: Serving, request: HttpRequest, body: ResponseRequest) -> Response:
-    """Answer a request; raises ApiError."""
-
-    async def ask() -> Asked:
-        serving.check_model(body.model)
-        body.check()
-        wants_logprobs = body.top_logprobs or LOGPROBS in (body.include or ())
-        sampling = fields.sampling_of(
-            max_tokens=body.max_output_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
-            structured_outputs=body.form(),
-        )
-        messages, tools = body.messages(), body.chat_tools()
-        if serving.retriever is not None and not tools:
-            return await serving.retriever.ask(messages, sampling, 1, serving.gate)
-        several = body.parallel_tool_calls is not False
-        prompt = ChatPrompt(messages, tools, body.chat_choice(), several)
-        return Asked([await serving.prepare(prompt)], sampling)
-
-    form = ResponseForm(
-        serving.name,
-        told=body.model_dump(
-            include={"instructions", "max_output_tokens", "temperature", "top_p", "metadata"}
-        ),
-        tools=[_told_tool(tool) for tool in body.tools or []],
-        tool_choice=body.tool_choice or "auto",
-        format=body.text.format.model_dump(by_alias=True, exclude_none=True)
-        if body.text and body.text.format
-        else {"type": "text"},
-        one_call=body.parallel_tool_calls is False,
-    )
-    return await serving.respond(
-        request, ask, form, streamed=bool(body.stream), cache_salt=body.cache_salt
-    )
-
-
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a tool as chat completions have it; raises ApiError for other kinds."""
     if tool.get("type") != "function":
         raise bad_field(f"{where}.type", "must be 'function': the server runs no tools itself")
     kept = ("name", "description", "parameters", "strict")
@@ -147,36 +126,34 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _told_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {"strict": None, "parameters": None, **tool}
-
-
 def _add_item(told: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
     """Add an item of the input to the messages."""
-    kind = item.get("type", "message")
-    if kind == "message":
-        role = item.get("role")
-        if role not in {"user", "assistant", "system", "developer"}:
-            raise bad_field(f"{where}.role", "must be user, assistant, system or developer")
-        content = _content(item.get("content"), f"{where}.content")
-        told.append({"role": ROLES.get(str(role), role), "content": content})
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        if not all(isinstance(value, str) for value in (*function.values(), item.get("call_id"))):
-            raise bad_field(where, "must have call_id, name and arguments, which are strings")
-        call = {"id": item["call_id"], "type": "function", "function": function}
-        if not told or told[-1]["role"] != "assistant":  # text and calls are one turn
-            told.append({"role": "assistant", "content": ""})
-        told[-1].setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
-        if not isinstance(item.get("call_id"), str):
-            raise bad_field(f"{where}.call_id", "must be the id of a function_call")
-        output = _content(item.get("output"), f"{where}.output")
-        told.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
-    elif kind != "reasoning":  # which other models may have put there
-        raise bad_field(
-            f"{where}.type", "must be message, function_call, function_call_output or reasoning"
-        )
+    match item.get("type", "message"):
+        case "message":
+            role = ROLES.get(str(item.get("role")))
+            if role is None:
+                raise bad_field(f"{where}.role", "must be user, assistant, system or developer")
+            content = _content(item.get("content"), f"{where}.content")
+            told.append({"role": role, "content": content})
+        case "function_call":
+            names = ("call_id", "name", "arguments")
+            if not all(isinstance(item.get(name), str) for name in names):
+                raise bad_field(where, "must have call_id, name and arguments, which are strings")
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            if not told or told[-1]["role"] != "assistant":  # text and calls are one turn
+                told.append({"role": "assistant", "content": ""})
+            told[-1].setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            if not isinstance(item.get("call_id"), str):
+                raise bad_field(f"{where}.call_id", "must be the id of a function_call")
+            output = _content(item.get("output"), f"{where}.output")
+            told.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+        case "reasoning":
+            pass  # which other models may have put there
+        case _:
+            kinds = "message, function_call, function_call_output or reasoning"
+            raise bad_field(f"{where}.type", f"must be {kinds}")
 
 
 def _content(content: Any, where: str) -> str:

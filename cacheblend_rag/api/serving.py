@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from cacheblend_rag.api.answers import Asked, Log, Pieces
+from cacheblend_rag.api.answers import Answers, Asked
 from cacheblend_rag.api.errors import ApiError, of_engine
 from cacheblend_rag.api.gate import ClientGoneError, Gate, while_connected
-from cacheblend_rag.api.wire import EventStream, json_response
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
+from cacheblend_rag.text.chat import ChatPrompt
 
 if TYPE_CHECKING:
     from cacheblend_rag.api.collection import Retriever
+    from cacheblend_rag.api.fields import Body
     from cacheblend_rag.engines.answer import Generation
     from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.engines.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
 """The status of an answer that nobody reads, as nginx calls it."""
+DONE = b"data: [DONE]\n\n"
 
 
 class Form(Protocol):
@@ -37,8 +45,8 @@ class Form(Protocol):
     def whole(self, asked: Asked, answers: Sequence[Generation]) -> dict[str, Any]:
         """Return the body of an answer."""
 
-    def events(self, asked: Asked, pieces: Pieces) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a streamed answer."""
+    def events(self, asked: Asked, answers: Answers) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a streamed answer; the first one once the first piece is there."""
 
     def failure(self, error: ApiError) -> bytes:
         """Return the event for an error after the first one."""
@@ -76,63 +84,116 @@ class Serving:
         """Prepare a prompt, off the event loop: once, however many answers it gets."""
         return await self.gate.prepared(lambda: self.engine.prepare(prompt))
 
-    async def respond(
-        self,
-        request: Request,
-        ask: Callable[[], Awaitable[Asked]],
-        form: Form,
-        *,
-        streamed: bool,
-        cache_salt: str | None,
-    ) -> Response:
-        """Answer a request.
+    async def ask_chat(self, chat: ChatPrompt, sampling: SamplingParams, n: int = 1) -> Asked:
+        """Return what the engine is asked for a chat; without tools, from the collection if any."""
+        if self.retriever is not None and not chat.tools:
+            return await self.retriever.ask(chat.messages, sampling, n, self.gate)
+        return Asked([await self.prepare(chat)], sampling, n)
 
-        Args:
-            request: of the client; its work stops when the client hangs up.
-            ask: checks the body, and returns what the engine is asked.
-            form: of the answer.
-            streamed: whether the answer is sent piece by piece. Its first piece is computed before
-                the status is sent, so that errors until then have theirs.
-            cache_salt: of its prompts.
+    async def respond(self, request: Request, body: Body) -> Response:
+        """Answer a request; its work stops when the client hangs up.
 
-        Raises:
-            ApiError: when the request is refused or has failed.
+        The first piece of a stream is computed before the status is sent, so that errors until then
+        have theirs. Raises ApiError when the request is refused or has failed.
         """
-        log = Log(f"{request.method} {request.url.path}")
-        async with AsyncExitStack() as held:
-            try:
-                held.enter_context(self.gate.entered())
-                asked = await while_connected(request, _run(ask))
-                asked = asked.salted(cache_salt)
-                pieces = Pieces(self.engine, self.gate, asked)
-                held.push_async_callback(pieces.aclose)
-                if streamed:
-                    await while_connected(request, pieces.begin())
-                    return EventStream(_events(form, asked, pieces, log), held.pop_all())
-                answers = await while_connected(request, pieces.read())
-                log.done(answers)
-                return json_response(form.whole(asked, answers))
-            except ClientGoneError:
-                return Response(status_code=CLIENT_GONE)
-            except Exception as error:
-                told = of_engine(error, form.prompt_field)
-                log.failed(told)
-                raise told from error
+        log = _Log(f"{request.method} {request.url.path}")
+        form = body.form(self.name)
+        try:
+            if body.stream:
+                events = self._events(body, form, log)
+                return EventStream(await while_connected(request, anext(events)), events)
+            return await while_connected(request, self._whole(body, form, log))
+        except ClientGoneError:
+            return Response(status_code=CLIENT_GONE)
+        except Exception as error:
+            told = of_engine(error, form.prompt_field)
+            log.failed(told)
+            raise told from error
+
+    async def _whole(self, body: Body, form: Form, log: _Log) -> Response:
+        async with self._answering(body) as (asked, answers):
+            async with aclosing(answers.pieces()) as pieces:
+                async for _ in pieces:
+                    pass
+            log.done(answers.finished)
+            return JSONResponse(form.whole(asked, answers.finished))
+
+    async def _events(self, body: Body, form: Form, log: _Log) -> AsyncGenerator[bytes, None]:
+        """Yield the events of an answer; an error after the first one becomes the last one."""
+        has_begun = False
+        try:
+            async with (
+                self._answering(body) as (asked, answers),
+                aclosing(form.events(asked, answers)) as events,
+            ):
+                async for sent in events:
+                    has_begun = True
+                    yield sent
+                log.done(answers.finished)
+        except Exception as error:
+            if not has_begun:
+                raise
+            told = of_engine(error, form.prompt_field)
+            log.failed(told)
+            yield form.failure(told)
+
+    @asynccontextmanager
+    async def _answering(self, body: Body) -> AsyncIterator[tuple[Asked, Answers]]:
+        """Let a request in, and check it."""
+        with self.gate.entered():
+            self.check_model(body.model)
+            body.check()
+            asked = (await body.asked(self)).salted(body.cache_salt)
+            yield asked, Answers(self.engine, self.gate, asked)
 
 
-async def _run(ask: Callable[[], Awaitable[Asked]]) -> Asked:
-    return await ask()
+class EventStream(StreamingResponse):
+    """Server-sent events, the first of which is there; however it ends, the others are closed."""
 
+    def __init__(self, first: bytes, others: AsyncGenerator[bytes, None]) -> None:
+        self._first, self._others = first, others
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(self._all(), headers=headers, media_type="text/event-stream")
 
-async def _events(
-    form: Form, asked: Asked, pieces: Pieces, log: Log
-) -> AsyncGenerator[bytes, None]:
-    """Yield the events of an answer; an error becomes the last one."""
-    try:
-        async for sent in form.events(asked, pieces):
+    async def _all(self) -> AsyncGenerator[bytes, None]:
+        yield self._first
+        async for sent in self._others:
             yield sent
-        log.done(pieces.in_order())
-    except Exception as error:
-        told = of_engine(error, form.prompt_field)
-        log.failed(told)
-        yield form.failure(told)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events (ASGI)."""
+        async with aclosing(self._others):
+            await super().__call__(scope, receive, send)
+
+
+def event(plain: Any, name: str | None = None) -> bytes:
+    """Return one server-sent event with JSON data; name: its type, if it has one."""
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {text}\n\n".encode()
+
+
+class _Log:
+    """Logs one line for a request: no text, only what was reused and how long it took."""
+
+    def __init__(self, route: str) -> None:
+        self._route, self._started = route, time.perf_counter()
+
+    def done(self, answers: Sequence[Generation]) -> None:
+        reports = [answer.report for answer in answers]
+        reason = reports[0].reason
+        logger.info(
+            "%s: %d prompt tokens, %d reused, %d recomputed%s; %d answered; first token %.2f s, "
+            "all %.2f s",
+            self._route,
+            sum(report.prompt_tokens for report in reports),
+            sum(report.reused_tokens for report in reports),
+            sum(report.recomputed_tokens for report in reports),
+            f" ({reason.code.value})" if reason else "",
+            sum(len(answer.token_ids) for answer in answers),
+            max(report.seconds.time_to_first_token for report in reports),
+            time.perf_counter() - self._started,
+        )
+
+    def failed(self, error: ApiError) -> None:
+        logger.info("%s: %d %s", self._route, error.status, error)

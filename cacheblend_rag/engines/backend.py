@@ -13,8 +13,7 @@ from typing import ClassVar, Final
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.answer import Delta, Request
-from cacheblend_rag.engines.model_sampling import ModelSampling
-from cacheblend_rag.engines.sampling import ResolvedSampling
+from cacheblend_rag.engines.sampling import ModelSampling, ResolvedSampling
 from cacheblend_rag.engines.stream import Stream
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey

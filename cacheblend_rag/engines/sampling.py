@@ -1,14 +1,24 @@
-"""Validated sampling parameters of an answer."""
+"""How an answer's tokens are sampled: what a request asks for, and a model's own settings."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, Self, TypeVar, cast, dataclass_transform
+
+from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, StrictBool, ValidationError
+from pydantic.dataclasses import dataclass
 
 from cacheblend_rag.engines.structured import StructuredOutputs
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings.base import as_tuple
+from cacheblend_rag.settings.options import described
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MOST_LOGPROBS = 20
 """As many alternatives as vLLM and the OpenAI API tell of by default."""
@@ -17,8 +27,45 @@ LONGEST_STOP = 4096
 SEED_LIMIT = 1 << 63
 """Seeds are 64-bit signed integers, in PyTorch as in vLLM's API."""
 
+Number = Annotated[float, Field(strict=True)]
+Whole = Annotated[int, Field(strict=True)]
+Temperature = Annotated[Number, Field(ge=0)]
+TopP = Annotated[Number, Field(gt=0, le=1)]
+TopK = Annotated[Whole, Field(ge=0)]
+MinP = Annotated[Number, Field(ge=0, le=1)]
+Repetition = Annotated[Number, Field(gt=0)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP, strict=True)]
 
-@dataclass(frozen=True)
+
+@dataclass_transform(frozen_default=True)
+def checked(of: type[T]) -> type[T]:
+    """Make a frozen dataclass of a class; pydantic checks its fields, by type and range.
+
+    Raises ConfigError, in one line that names the field.
+    """
+    config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    made: Any = dataclass(frozen=True, config=config)(of)
+    create = made.__init__
+
+    @functools.wraps(create)
+    def init(self: Any, *given: Any, **named: Any) -> None:
+        try:
+            create(self, *given, **named)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = f"{first['loc'][0]}={first['input']!r:.100}"
+            raise ConfigError(described(where, [first["msg"]])) from None
+
+    made.__init__ = init
+    return cast(type[T], made)
+
+
+def _stops(given: Any) -> Any:
+    return (given,) if isinstance(given, str) else as_tuple(given or ())
+
+
+@checked
 class SamplingParams:
     """How tokens are sampled.
 
@@ -48,52 +95,19 @@ class SamplingParams:
         ConfigError: when a field is out of range.
     """
 
-    max_tokens: int = 256
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logprobs: int | None = None
-    structured_outputs: StructuredOutputs | None = None
-
-    def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        if not isinstance(stop, Sequence) or not all(isinstance(s, str) and s for s in stop):
-            raise ConfigError(f"stop={self.stop!r:.100} must hold non-empty strings")
-        if any(len(s) > LONGEST_STOP for s in stop):
-            raise ConfigError(
-                f"stop={self.stop!r:.100} must hold strings of at most {LONGEST_STOP} characters"
-            )
-        object.__setattr__(self, "stop", tuple(stop))
-        _check_number("max_tokens", self.max_tokens, whole=True)
-        if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens={self.max_tokens!r} must be at least 1")
-        if self.seed is not None:
-            _check_number("seed", self.seed, whole=True)
-            if not -SEED_LIMIT <= self.seed < SEED_LIMIT:
-                raise ConfigError(f"seed={self.seed!r:.100} must be a 64-bit integer")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check_number(name, getattr(self, name))
-            if not -2 <= getattr(self, name) <= 2:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be from -2 to 2")
-        if self.logprobs is not None:
-            _check_number("logprobs", self.logprobs, whole=True)
-            if not 0 <= self.logprobs <= MOST_LOGPROBS:
-                raise ConfigError(f"logprobs={self.logprobs!r:.100} must be 0 to {MOST_LOGPROBS}")
-        asked = self.structured_outputs
-        if asked is not None and not isinstance(asked, StructuredOutputs):
-            raise ConfigError(
-                f"structured_outputs={asked!r:.100} must be StructuredOutputs(json=...), say"
-            )
-        for name in DRAWING_FIELDS:
-            if getattr(self, name) is not None:
-                check_drawing_field(name, getattr(self, name))
+    max_tokens: Annotated[Whole, Field(ge=1)] = 256
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: Repetition | None = None
+    seed: Annotated[Whole, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)] | None = None
+    stop: Annotated[tuple[Stop, ...], BeforeValidator(_stops)] = ()
+    ignore_eos: StrictBool = False
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logprobs: Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    structured_outputs: InstanceOf[StructuredOutputs] | None = None
 
     @classmethod
     def greedy(cls, max_tokens: int = 256, **more: Any) -> Self:
@@ -111,41 +125,117 @@ class SamplingParams:
         return cls(max_tokens, temperature=0.0, repetition_penalty=1.0, **more)
 
 
-@dataclass(frozen=True)
+@checked
 class ResolvedSampling(SamplingParams):
     """The complete settings of an answer, without defaults from the model. Greedy by default."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: Repetition = 1.0
 
 
-DRAWING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""The fields that a model's ``generation_config`` may set."""
+@checked
+class ModelSampling:
+    """A model's own sampling settings: SamplingParams fields that are None take them.
+
+    The defaults are those of Hugging Face's ``generate``, for what a ``generation_config`` leaves
+    out.
+
+    Args:
+        do_sample: whether tokens are sampled if no temperature is given.
+        temperature: see SamplingParams, as for the other fields.
+        top_p: the same.
+        top_k: the same.
+        min_p: the same.
+        repetition_penalty: the same; greedy answers follow it, too.
+
+    Raises:
+        ConfigError: when a field is out of range.
+    """
+
+    do_sample: StrictBool = False
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 50
+    min_p: MinP = 0.0
+    repetition_penalty: Repetition = 1.0
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        """Read the fields of a GenerationConfig; a field that is wrong counts as left out."""
+        found = {field.name: values.get(field.name) for field in fields(cls)}
+        return cls(
+            **{
+                name: value
+                for name, value in found.items()
+                if value is not None and _problem(name, value) is None
+            }
+        )
+
+    def resolve(self, asked: SamplingParams) -> ResolvedSampling:
+        """Return the settings for an answer: those given, the model's for the rest."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not own.pop("do_sample"):
+            own["temperature"] = 0.0
+        given = {field.name: getattr(asked, field.name) for field in fields(asked)}
+        told = {name: value for name, value in given.items() if value is not None}
+        return ResolvedSampling(**{**own, **told})
 
 
-def check_drawing_field(name: str, value: Any) -> None:
-    """Raise ConfigError unless ``value`` is in the range of the field ``name``."""
-    _check_number(name, value, whole=name == "top_k")
-    if name in {"temperature", "top_k"} and value < 0:
-        raise ConfigError(f"{name}={value!r} must be at least 0")
-    if name == "top_p" and not 0 < value <= 1:
-        raise ConfigError(f"top_p={value!r} must be above 0 and at most 1")
-    if name == "min_p" and not 0 <= value <= 1:
-        raise ConfigError(f"min_p={value!r} must be at least 0 and at most 1")
-    if name == "repetition_penalty" and value <= 0:
-        raise ConfigError(f"repetition_penalty={value!r} must be above 0")
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_h": (),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "exponential_decay_length_penalty": (),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "bad_words_ids": ([],),
+    "sequence_bias": ({}, []),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "stop_strings": ([], ""),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "watermarking_config": (),
+}
+"""Fields that change an answer and that no engine here follows, each with the values that turn it
+off: transformers' own, and two that vLLM reads."""
 
 
-LARGEST = sys.float_info.max
-"""The largest float; Python cannot convert a larger whole number to one."""
+def ignored_settings(values: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a GenerationConfig that are ignored, with reasons, one text each."""
+    given = {name: value for name, value in values.items() if value is not None}
+    names = [field.name for field in fields(ModelSampling) if field.name in given]
+    wrong = [_problem(name, given[name]) for name in names]
+    unsupported = [
+        f"{name}={given[name]!r:.60} is not supported"
+        for name, off in UNSUPPORTED.items()
+        if name in given and given[name] not in off
+    ]
+    return [*filter(None, wrong), *unsupported]
 
 
-def _check_number(name: str, value: object, *, whole: bool = False) -> None:
-    """Raise ConfigError unless a value is a finite number."""
-    kinds = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not abs(value) <= LARGEST:
-        kind = "a whole number" if whole else "a number"
-        raise ConfigError(f"{name}={value!r:.100} must be {kind}")
+def warn_of_ignored(values: Mapping[str, Any]) -> None:
+    """Log one line if fields of a GenerationConfig are ignored."""
+    if ignored := ignored_settings(values):
+        logger.warning("ignored in the model's generation_config: %s", "; ".join(ignored))
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """Return why a ModelSampling field cannot have this value, or None when it can."""
+    try:
+        ModelSampling(**{name: value})
+    except ConfigError as error:
+        return str(error)
+    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -193,30 +192,6 @@ def test_an_id_is_any_name(client: TestClient, name: str) -> None:
 
 
 # What they refuse
-
-
-def test_too_long_a_body_is_read_no_further(
-    engine: ToyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(documents, "MOST_BODY_BYTES", 1 << 20)
-    read, sent = 0, list[Any]()
-
-    async def receive() -> Any:
-        nonlocal read
-        read += 1
-        return {"type": "http.request", "body": b" " * (1 << 16), "more_body": True}
-
-    async def send(event: Any) -> None:
-        sent.append(event)
-
-    scope = {
-        **{"type": "http", "method": "PUT", "path": f"{DOCUMENTS}/a", "headers": []},
-        **{"query_string": b"", "root_path": "", "http_version": "1.1"},
-    }
-    asyncio.run(serving(engine)(scope, receive, send))
-    assert sent[0]["status"] == 413
-    assert "longer than 1 MiB" in json.loads(sent[1]["body"])["error"]["message"]
-    assert read == 17
 
 
 def test_an_engine_that_fails_is_an_error_of_one_line(

@@ -20,7 +20,7 @@ from cacheblend_rag.api import vllm_plugin
 from cacheblend_rag.api.vllm_plugin import DocumentsPlugin
 from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE, GRANT
 from cacheblend_rag.engines.vllm.middleware.tenants import Grant
-from cacheblend_rag.engines.vllm.namespaces import SECRET_VARIABLE
+from cacheblend_rag.engines.vllm.namespaces import TENANTS_VARIABLE
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from tests.engines.contract import CONFIG
@@ -50,7 +50,7 @@ class FakeVLLMEngine(ToyEngine):
 def _engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     FakeVLLMEngine.made, FakeVLLMEngine.fails = [], False
     monkeypatch.setattr(vllm_plugin, "VLLMEngine", FakeVLLMEngine)
-    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    monkeypatch.delenv(TENANTS_VARIABLE, raising=False)
     yield
     for engine in FakeVLLMEngine.made:
         engine.close()

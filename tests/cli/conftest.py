@@ -79,7 +79,7 @@ def drawn_with(monkeypatch):
     """Let every model have sampling settings of its own; returns what answers are drawn with."""
     from cacheblend_rag import TransformersEngine
     from cacheblend_rag.engines.after_answer import AfterAnswer
-    from cacheblend_rag.engines.model_sampling import ModelSampling
+    from cacheblend_rag.engines.sampling import ModelSampling
 
     own = ModelSampling(do_sample=True, temperature=5.0, top_p=0.9, repetition_penalty=3.0)
     run, drawn = AfterAnswer.run, []

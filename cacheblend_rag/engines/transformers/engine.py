@@ -23,9 +23,13 @@ from cacheblend_rag.engines.answering import Hints
 from cacheblend_rag.engines.backend import engine_settings
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.model_files import context_window_in
-from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.prepare import PromptLike
-from cacheblend_rag.engines.sampling import ResolvedSampling, SamplingParams
+from cacheblend_rag.engines.sampling import (
+    ModelSampling,
+    ResolvedSampling,
+    SamplingParams,
+    warn_of_ignored,
+)
 from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.transformers import loading

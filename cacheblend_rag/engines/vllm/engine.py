@@ -33,8 +33,7 @@ from cacheblend_rag.engines.answer import (
 )
 from cacheblend_rag.engines.backend import STOPPED, engine_settings
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
-from cacheblend_rag.engines.sampling import ResolvedSampling
+from cacheblend_rag.engines.sampling import ModelSampling, ResolvedSampling, warn_of_ignored
 from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
 from cacheblend_rag.engines.turns import config_for, parts_of

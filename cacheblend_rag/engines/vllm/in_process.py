@@ -15,7 +15,7 @@ from cacheblend_rag.engines.background import BackgroundLoop, GivenLoop
 from cacheblend_rag.engines.model_files import load_tokenizer, vllm_generation_values
 from cacheblend_rag.engines.structured import ONE_LINE, form_refused
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.namespaces import with_namespace
+from cacheblend_rag.engines.vllm.namespaces import current
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.engines.vllm.versions import check_allocator, check_version, memory_share
 from cacheblend_rag.errors import (
@@ -165,10 +165,8 @@ class OwnClient(InProcessVLLM):
         self.context_window = int(client.model_config.max_model_len)
 
     def _parameters(self, request: VLLMRequest) -> Any:
-        parameters = super()._parameters(request)
-        if self._namespace is None:
-            return parameters
-        return with_namespace(parameters, self._namespace)
+        current.set(self._namespace)  # for the task that sends this request
+        return super()._parameters(request)
 
     async def _stop(self) -> None:
         """Leave the server as it is."""

@@ -2,106 +2,70 @@
 
 The middleware knows the namespace by the client's key, in the process of the HTTP server. The
 connector needs it in vLLM's engine core, another process. So the middleware notes it in a context
-variable, and the engine client that all of vLLM's routes use (``app.state.engine_client``) adds it
-to each request's sampling parameters, signed with a secret that only these processes have. Clients
-can name a namespace there, too (``vllm_xargs``), but cannot sign it.
+variable, and whatever is sent to the engine core gets it as one of its ``trace_headers``. vLLM puts
+only ``traceparent`` and ``tracestate`` of a client's headers there, and nothing of a body, so a
+client cannot name a namespace. A request that came another way has none, and reuses nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import hmac
 import os
-import secrets
 from contextvars import ContextVar
 from typing import Any
 
 from cacheblend_rag.errors import EngineUnavailableError
 
-SECRET_VARIABLE = "CACHEBLEND_NAMESPACE_SECRET"  # noqa: S105 - a name
-FIELD = "cacheblend_namespace"
-"""The field of a request's ``extra_args`` that holds its signed namespace."""
-MAC_DIGITS = 64
+TENANTS_VARIABLE = "CACHEBLEND_TENANTS"
+"""The environment variable with the path of a tenants' file."""
+FIELD = "cacheblend-namespace"
+"""The trace header that holds a request's namespace."""
 
 current: ContextVar[str | None] = ContextVar("cacheblend_namespace", default=None)
 """The namespace of the HTTP request that is being answered; None if keys do not decide it."""
 
 
-def new_secret() -> str:
-    """Return a secret for SECRET_VARIABLE."""
-    return secrets.token_hex(32)
-
-
-def known_secret() -> str:
-    """Return the secret that this process was started with, "" without one."""
-    return os.environ.get(SECRET_VARIABLE, "")
-
-
 def are_told_apart(*, tenants: bool) -> bool:
-    """Whether keys decide namespaces: by the connector's setting, or since there is a secret."""
-    return tenants or bool(known_secret())
+    """Whether keys decide namespaces: by the connector's setting, or since there is a file."""
+    return tenants or bool(os.environ.get(TENANTS_VARIABLE))
 
 
-def signed(namespace: str, secret: str) -> str:
-    """Return a namespace with its message authentication code."""
-    return _mac("namespace", namespace, secret) + namespace
+def namespace_of(request: Any) -> str | None:
+    """Return the namespace of vLLM's Request; None if the middleware gave it none."""
+    return (request.trace_headers or {}).get(FIELD)
 
 
-def read_signed(sent: object, secret: str) -> str | None:
-    """Return the namespace that was signed with ``secret``; None for anything else."""
-    if not secret or not isinstance(sent, str):
-        return None
-    mac, namespace = sent[:MAC_DIGITS], sent[MAC_DIGITS:]
-    try:
-        is_right = hmac.compare_digest(mac.encode(), _mac("namespace", namespace, secret).encode())
-    except UnicodeEncodeError:  # half of a character
-        return None
-    return namespace if is_right else None
+def block_mark(namespace: str | None) -> str:
+    """Return what sets a namespace's blocks apart in vLLM's prefix cache.
 
-
-def block_mark(namespace: str, secret: str) -> str:
-    """Return what sets a namespace's blocks apart in vLLM's prefix cache; nobody can guess it."""
-    return _mac("blocks", namespace, secret)[: MAC_DIGITS // 2]
+    It ends the salt of each request, and all are of one length: no salt of a client's own, which
+    stands before it, makes a request look like another namespace's.
+    """
+    return hashlib.sha256((namespace or "").encode()).hexdigest()
 
 
 def carry_namespaces(client: Any) -> None:
-    """Have vLLM's engine client add the current namespace to each request, from now on.
+    """Have vLLM's engine client send the current namespace with each request, from now on.
 
-    It may be called again. Raises EngineUnavailableError when the client takes no requests.
+    It may be called again. Raises EngineUnavailableError when the client has no such way.
     """
-    add_request = getattr(client, "add_request", None)
-    if add_request is None:
+    core = getattr(client, "engine_core", None)
+    send = getattr(core, "add_request_async", None)
+    if send is None:
         raise EngineUnavailableError(
-            "this vLLM's engine client has no add_request, so that requests cannot be told apart "
-            "by tenant: serve without --tenants, or with a vLLM that cacheblend-rag was tested with"
+            "this vLLM's engine client has no engine_core.add_request_async, so that requests "
+            "cannot be told apart by tenant: serve without --tenants, or with a vLLM that "
+            "cacheblend-rag was tested with"
         )
-    if getattr(add_request, "carries_namespaces", False):
+    if getattr(send, "carries_namespaces", False):
         return
 
-    @functools.wraps(add_request)
-    async def add(request_id: str, prompt: Any, params: Any, *others: Any, **named: Any) -> Any:
+    @functools.wraps(send)
+    async def add_request_async(request: Any) -> Any:
         if (namespace := current.get()) is not None:
-            params = with_namespace(params, namespace)
-        return await add_request(request_id, prompt, params, *others, **named)
+            request.trace_headers = {**(request.trace_headers or {}), FIELD: namespace}
+        return await send(request)
 
-    vars(add)["carries_namespaces"] = True
-    client.add_request = add
-
-
-def with_namespace(params: Any, namespace: str) -> Any:
-    """Return a copy of vLLM's SamplingParams with a signed namespace.
-
-    Parameters of other kinds (of embeddings, say) are returned as they are: without a namespace.
-    """
-    if not hasattr(params, "extra_args"):
-        return params
-    params = params.clone()
-    told = signed(namespace, known_secret())
-    params.extra_args = {**(params.extra_args or {}), FIELD: told}
-    return params
-
-
-def _mac(purpose: str, namespace: str, secret: str) -> str:
-    text = f"{purpose} {namespace}".encode()
-    return hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()
+    vars(add_request_async)["carries_namespaces"] = True
+    core.add_request_async = add_request_async  # type: ignore[union-attr]

@@ -24,8 +24,7 @@ from urllib.request import urlopen
 
 from cacheblend_rag.engines.structured import ONE_LINE
 from cacheblend_rag.engines.vllm.middleware.access import MIDDLEWARE
-from cacheblend_rag.engines.vllm.middleware.tenants import TENANTS_VARIABLE
-from cacheblend_rag.engines.vllm.namespaces import SECRET_VARIABLE, new_secret
+from cacheblend_rag.engines.vllm.namespaces import TENANTS_VARIABLE
 from cacheblend_rag.engines.vllm.versions import (
     check_allocator,
     check_version,
@@ -129,9 +128,7 @@ def server_environment(tenants: Path | None = None) -> dict[str, str]:
     else:
         found = set(named.split(","))
     environment = {PLUGINS_VARIABLE: ",".join(sorted(found - {""} | {PLUGIN}))}
-    if tenants is not None:
-        environment |= {TENANTS_VARIABLE: str(tenants.resolve()), SECRET_VARIABLE: new_secret()}
-    return environment
+    return environment | ({TENANTS_VARIABLE: str(tenants.resolve())} if tenants else {})
 
 
 def check_port(host: str, port: int) -> None:

@@ -100,7 +100,8 @@ class LockstepVLLM(Transport):
         name, arrived = name or uuid.uuid4().hex, deque[Any]()
         prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
         self._arrived[name] = arrived
-        self.core.add_request(name, prompt, sampling)
+        headers = dict(request.headers) or None
+        self.core.add_request(name, prompt, sampling, trace_headers=headers)
         done = False
         try:
             await asyncio.sleep(0)  # others that are sent now take part in the first step

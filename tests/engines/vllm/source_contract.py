@@ -154,10 +154,12 @@ CONTRACT: dict[str, dict[str, Name]] = {
                     *("prompt", "sampling_params", "request_id", "data_parallel_rank"),
                     "trace_headers",
                 ),
-                "add_request": ("request_id", "prompt", "params"),
-                **fields("shutdown", "model_config", "vllm_config"),
+                **fields("shutdown", "model_config", "vllm_config", "engine_core"),
             }
         ),
+    },
+    "vllm.v1.engine.core_client": {
+        "EngineCoreClient": Name(members={"add_request_async": ("request",)}),
     },
     "vllm.v1.engine.exceptions": {"EngineDeadError": Name()},
     f"{CONNECTOR}.base": {
@@ -256,6 +258,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "sampling_params",
                 "skip_reading_prefix_cache",
                 "resumable",
+                "trace_headers",
                 "prefill_stats",
                 "status",
             )

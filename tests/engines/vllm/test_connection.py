@@ -25,7 +25,7 @@ from cacheblend_rag import BlendConfig, Chunk, SamplingParams, open_engine
 from cacheblend_rag.engines.after_answer import RequestWatcher
 from cacheblend_rag.engines.answer import Request
 from cacheblend_rag.engines.model_files import vllm_generation_values
-from cacheblend_rag.engines.model_sampling import ModelSampling
+from cacheblend_rag.engines.sampling import ModelSampling
 from cacheblend_rag.engines.vllm.connection import VLLMServer
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol.result import NO_CONNECTOR

@@ -10,7 +10,7 @@ import pytest
 
 from cacheblend_rag import BlendConfig, LeadInConfig, Profile, load_tokenizer
 from cacheblend_rag.engines.background import BackgroundLoop
-from cacheblend_rag.engines.model_sampling import ModelSampling
+from cacheblend_rag.engines.sampling import ModelSampling
 from cacheblend_rag.engines.vllm import engine as vllm_engine
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol.result import ConnectorStatus

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams
-from cacheblend_rag.engines.model_sampling import ModelSampling
+from cacheblend_rag.engines.sampling import ModelSampling
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.models import QWEN_SAMPLING, make_tokenizer, prompt_of, save_model, words

@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.vllm.connector.prefix import set_apart
-from cacheblend_rag.engines.vllm.namespaces import (
-    FIELD,
-    are_told_apart,
-    block_mark,
-    known_secret,
-    read_signed,
-)
+from cacheblend_rag.engines.vllm.namespaces import are_told_apart, block_mark, namespace_of
 from cacheblend_rag.reason import Reason, ReasonCode
 
 if TYPE_CHECKING:
@@ -32,30 +26,25 @@ NOT_FOR_TENANTS = Reason(
 class Tenants:
     """The namespaces of requests.
 
-    Where keys decide them (``serve --tenants``), each request has its namespace signed by the
-    access middleware; see ``namespaces``. Elsewhere all have the server's.
+    Where keys decide them (``serve --tenants``), the access middleware gives each request its own;
+    see ``namespaces``. Elsewhere all have the server's.
     """
 
     def __init__(self, settings: ConnectorSettings) -> None:
-        self.own, self._secret = settings.namespace, known_secret()
+        self.own = settings.namespace
         self.are_told_apart = are_told_apart(tenants=settings.tenants)
 
     def namespace_of(self, request: Request) -> str | None:
-        """Return a request's namespace; None if nobody entitled has named it.
+        """Return a request's namespace; None if the access middleware has given it none.
 
         Nothing may be reused for a request without one.
         """
-        if not self.are_told_apart:
-            return self.own
-        params = request.sampling_params
-        sent = (params.extra_args or {}).get(FIELD) if params is not None else None
-        return read_signed(sent, self._secret)
+        return namespace_of(request) if self.are_told_apart else self.own
 
     def set_apart(self, request: Request, namespace: str | None, block_size: int) -> None:
         """Have a request share vLLM's blocks with its own namespace only.
 
-        Call it before vLLM looks the request up. Requests of the server's own namespace share
-        blocks as without tenants.
+        Call it before vLLM looks the request up.
         """
-        if self.are_told_apart and namespace != self.own:
-            set_apart(request, 0, block_size, block_mark(namespace or "", self._secret))
+        if self.are_told_apart:
+            set_apart(request, 0, block_size, block_mark(namespace))

@@ -1,4 +1,4 @@
-"""Access middleware: checks every request of a vLLM server before vLLM reads it.
+"""Access middleware: checks every request of a server before the server reads it.
 
 vLLM's own key guards only some paths, and vLLM accepts bodies of any size and depth; deep ones can
 crash it. This ASGI middleware runs first; ``cacheblend-rag serve`` adds it by itself,
@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import os
 import re
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
-from contextvars import Token
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.engines.vllm.middleware.bodies import (
@@ -31,17 +29,11 @@ from cacheblend_rag.engines.vllm.middleware.hosts import refusal
 from cacheblend_rag.engines.vllm.middleware.tenants import (
     DEFAULT_NAMESPACE,
     RELEASES,
-    TENANTS_VARIABLE,
     Grant,
-    Tenants,
-    is_open_to_tenants,
+    hash_of,
+    read_tenants,
 )
-from cacheblend_rag.engines.vllm.namespaces import (
-    SECRET_VARIABLE,
-    carry_namespaces,
-    current,
-    known_secret,
-)
+from cacheblend_rag.engines.vllm.namespaces import TENANTS_VARIABLE, carry_namespaces, current
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 
 Scope = MutableMapping[str, Any]
@@ -69,7 +61,7 @@ MOST_LARGE = 8
 """So many requests with bodies over LARGE_BYTES are held at a time; further ones are refused."""
 THROWN_AWAY = 4
 """So many times the longest body is taken of one that is longer, at most."""
-RETRY_SECONDS = b"2"
+RETRY_SECONDS = "2"
 POLICY_VIOLATION = 1008
 
 
@@ -105,63 +97,50 @@ class AccessMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer or pass on one request (ASGI)."""
-        kind = scope["type"]
-        if kind not in {"http", "websocket"}:
+        if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
         if not self._knows_routes:  # a server adds them after its middleware
             end_at_first_errors(getattr(scope["app"], "routes", ()))
             self._knows_routes = True
-        scope, marked, held = _usual(scope), None, ExitStack()
-        try:
-            scope, granted = self._checked_key(scope)
-            if self._tenants is not None:
-                marked = _mark(scope, granted.namespace)
-            scope = {**scope, GRANT: granted}
-            if _path(scope).startswith(DOCUMENTS_PATH):
-                _check_documents(scope, granted)
-            if kind == "http" and not _is_open(scope):  # nobody reads a body there
-                _check_encoding(scope)
-                receive = await self._checked_body(scope, receive, granted.may_change, held)
-            await self._app(scope, receive, send)
-        except RefusedRequestError as refusal:
-            await _refuse(kind, refusal, send)
-        finally:
-            held.close()
-            if marked is not None:
-                current.reset(marked)
+        scope = _usual(scope)
+        with ExitStack() as held:
+            try:
+                granted = self._granted(scope)
+                if _path(scope).startswith(DOCUMENTS_PATH):
+                    _check_documents(scope, granted)
+                if self._tenants is not None:
+                    held.enter_context(_named(scope, granted.namespace))
+                if scope["type"] == "http" and not _is_open(scope):  # nobody reads a body there
+                    receive = await self._checked_body(scope, receive, granted.may_change, held)
+                await self._app({**_with_vllms_key(scope), GRANT: granted}, receive, send)
+            except RefusedRequestError as error:
+                await _refuse(error, scope, receive, send)
 
-    def _checked_key(self, scope: Scope) -> tuple[Scope, Grant]:
-        """Return the request for vLLM, and what its key allows."""
-        keys = _keys_of_vllm(scope)
-        if not (keys or self._tenants) and _path(scope) != OPEN_PATH:
+    def _granted(self, scope: Scope) -> Grant:
+        """Return what a request's key allows; raises RefusedRequestError for a wrong one."""
+        keys, given, path = _keys_of_vllm(scope), _given_key(scope), _path(scope)
+        needs_key = bool(keys) or self._tenants is not None
+        if not needs_key and path != OPEN_PATH:
             _check_hosts(scope)
-        given = _given_key(scope)
-        may_change = not self._store_key or _is_one_of(given, [self._store_key])
-        granted = Grant(DEFAULT_NAMESPACE, may_change)
-        is_known = _is_one_of(given, keys)
-        if _is_open(scope) or is_known or not (keys or self._tenants):
-            return scope, granted
-        if not (self._store_key and may_change):
-            tenant = self._tenants.grant(given) if self._tenants is not None else None
-            if tenant is None:
-                raise RefusedRequestError(HTTPStatus.UNAUTHORIZED, "a key is needed (Bearer)")
-            if tenant.namespace != DEFAULT_NAMESPACE and not is_open_to_tenants(_path(scope)):
-                raise RefusedRequestError(
-                    HTTPStatus.FORBIDDEN,
-                    "this path is for all tenants: the server's own key is needed",
-                )
-            granted = tenant
-        if not keys:
-            return scope, granted
-        others = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
-        known = (b"authorization", f"Bearer {keys[0]}".encode())
-        return {**scope, "headers": [*others, known]}, granted
+        stores = bool(self._store_key) and _is_one_of(given, [self._store_key])
+        if not needs_key or _is_open(scope) or stores or _is_one_of(given, keys):
+            return Grant(DEFAULT_NAMESPACE, stores or not self._store_key)
+        tenant = (self._tenants or {}).get(hash_of(given))
+        if tenant is None:
+            raise RefusedRequestError(HTTPStatus.UNAUTHORIZED, "a key is needed (Bearer)")
+        if not tenant.may_ask(path):
+            raise RefusedRequestError(
+                HTTPStatus.FORBIDDEN,
+                "this path is for all tenants: the server's own key is needed",
+            )
+        return tenant
 
     async def _checked_body(
         self, scope: Scope, receive: Receive, may_change: bool, held: ExitStack
     ) -> Receive:
         """Return what passes on a body that is no danger; held: frees its place among the large."""
+        _check_encoding(scope)
         body, last = await self._read(receive, held)
 
         def check() -> None:
@@ -174,16 +153,43 @@ class AccessMiddleware:
                 await asyncio.to_thread(check)
             else:
                 check()
-        events: deque[Event] = deque()
-        if last is None:
-            events.append({"type": "http.request", "body": body, "more_body": False})
-        else:
-            events.append(last)
+        events = [last or {"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Event:
-            return events.popleft() if events else await receive()
+            return events.pop() if events else await receive()
 
         return replay
+
+    async def _read(self, receive: Receive, held: ExitStack) -> tuple[bytes, Event | None]:
+        """Return the body, or the event that ended it too early.
+
+        After a body that is too long, some more is read and discarded: a client that is still
+        sending would not read the answer.
+        """
+        body, size, more = bytearray(), 0, True
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while more and size <= THROWN_AWAY * self._max_body:
+                    event = await receive()
+                    if event["type"] != "http.request":
+                        return b"", event
+                    part = event.get("body", b"")
+                    if size <= LARGE_BYTES < size + len(part):
+                        held.enter_context(self._large_body())
+                    size, more = size + len(part), event.get("more_body", False)
+                    body += part
+                    if size > self._max_body:
+                        body.clear()
+        except TimeoutError:
+            raise RefusedRequestError(
+                HTTPStatus.REQUEST_TIMEOUT, f"the body took longer than {BODY_SECONDS:.0f} s"
+            ) from None
+        if size > self._max_body:
+            raise RefusedRequestError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the body is longer than {self._max_body >> 20} MiB ({BODY_VARIABLE})",
+            )
+        return bytes(body), None
 
     @contextmanager
     def _large_body(self) -> Iterator[None]:
@@ -199,79 +205,11 @@ class AccessMiddleware:
         finally:
             self._large -= 1
 
-    async def _read(self, receive: Receive, held: ExitStack) -> tuple[bytes, Event | None]:
-        """Return the body, or the event that ended it too early.
 
-        After a body that is too long, some more is read and discarded: a client that is still
-        sending would not read the answer.
-        """
-        parts: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                more = True
-                while more:
-                    event = await receive()
-                    if event["type"] != "http.request":
-                        return b"", event
-                    parts.append(event.get("body", b""))
-                    before, size = size, size + len(parts[-1])
-                    if before <= LARGE_BYTES < size:
-                        held.enter_context(self._large_body())
-                    if size > self._max_body:
-                        parts.clear()
-                    more = event.get("more_body", False) and size <= THROWN_AWAY * self._max_body
-        except TimeoutError:
-            raise RefusedRequestError(
-                HTTPStatus.REQUEST_TIMEOUT, f"the body took longer than {BODY_SECONDS:.0f} s"
-            ) from None
-        if size > self._max_body:
-            raise RefusedRequestError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the body is longer than {self._max_body >> 20} MiB ({BODY_VARIABLE})",
-            )
-        return b"".join(parts), None
-
-
-def _lacks_store_key(kind: str) -> RefusedRequestError:
-    return RefusedRequestError(
-        HTTPStatus.FORBIDDEN, f"to {kind}, the key in the server's {STORE_KEY_VARIABLE} is needed"
-    )
-
-
-def _tenants() -> Tenants | None:
+def _tenants() -> Mapping[str, Grant] | None:
     path = os.environ.get(TENANTS_VARIABLE)
-    if not path:
-        return None
-    if not known_secret():
-        raise ConfigError(
-            f"{TENANTS_VARIABLE} needs {SECRET_VARIABLE}, random hex digits that vLLM starts "
-            "with: use cacheblend-rag serve --tenants"
-        )
     own = (os.environ.get(name) for name in (KEY_VARIABLE, STORE_KEY_VARIABLE))
-    return Tenants(path, filter(None, own))
-
-
-def _mark(scope: Scope, namespace: str) -> Token[str | None]:
-    """Have what vLLM does for a request know its namespace."""
-    try:
-        carry_namespaces(getattr(scope["app"].state, "engine_client", None))
-    except CacheBlendError as error:
-        raise RefusedRequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
-    return current.set(namespace)
-
-
-def _check_documents(scope: Scope, granted: Grant) -> None:
-    """Refuse a request about documents without the right key, or where nobody answers it."""
-    if not granted.may_change and scope.get("method") != "OPTIONS":
-        releases = _path(scope) == RELEASES
-        raise _lacks_store_key("release" if releases else "see or change documents")
-    if getattr(scope["app"].state, DOCUMENTS_STATE, None) is None:
-        raise RefusedRequestError(
-            HTTPStatus.NOT_IMPLEMENTED,
-            "documents need the endpoint plugin cacheblend: use cacheblend-rag serve, or set "
-            "VLLM_PLUGINS=cacheblend",
-        )
+    return read_tenants(Path(path), filter(None, own)) if path else None
 
 
 def _max_body() -> int:
@@ -281,10 +219,18 @@ def _max_body() -> int:
     return int(given) << 20
 
 
-def _keys_of_vllm(scope: Scope) -> list[str]:
-    """Return the keys that vLLM was started with; its flag overrides the environment."""
-    flags = getattr(scope["app"].state.args, "api_key", None)
-    return [key for key in (flags or [os.environ.get(KEY_VARIABLE)]) if key]
+@contextmanager
+def _named(scope: Scope, namespace: str) -> Iterator[None]:
+    """Have what vLLM does for a request know its namespace."""
+    try:
+        carry_namespaces(getattr(scope["app"].state, "engine_client", None))
+    except CacheBlendError as error:
+        raise RefusedRequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+    marked = current.set(namespace)
+    try:
+        yield
+    finally:
+        current.reset(marked)
 
 
 def _usual(scope: Scope) -> Scope:
@@ -301,15 +247,42 @@ def _usual(scope: Scope) -> Scope:
     return usual
 
 
-def _check_encoding(scope: Scope) -> None:
-    sent = [
-        value.strip().lower() for name, value in scope["headers"] if name == b"content-encoding"
-    ]
-    if any(value != b"identity" for value in sent):
-        raise RefusedRequestError(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            "the body is compressed (Content-Encoding): send it as it is",
-        )
+def _path(scope: Scope) -> str:
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def _is_open(scope: Scope) -> bool:
+    return _path(scope) == OPEN_PATH or scope.get("method") == "OPTIONS"
+
+
+def _headers(scope: Scope, name: bytes) -> list[bytes]:
+    return [bytes(value) for header, value in scope["headers"] if header == name]
+
+
+def _given_key(scope: Scope) -> bytes:
+    sent = _headers(scope, b"authorization")
+    scheme, _, key = (sent[0] if sent else b"").partition(b" ")
+    return key if scheme.lower() == b"bearer" else b""
+
+
+def _keys_of_vllm(scope: Scope) -> list[str]:
+    """Return the keys that vLLM was started with; its flag overrides the environment."""
+    flags = getattr(scope["app"].state.args, "api_key", None)
+    return [key for key in (flags or [os.environ.get(KEY_VARIABLE)]) if key]
+
+
+def _is_one_of(given: bytes, keys: Iterable[str]) -> bool:
+    """Compare in constant time."""
+    return any(tuple(hmac.compare_digest(given, key.encode()) for key in keys))
+
+
+def _with_vllms_key(scope: Scope) -> Scope:
+    """Return a request that was let in for vLLM, which checks its own key again."""
+    keys = _keys_of_vllm(scope)
+    if not keys or _is_open(scope):
+        return scope
+    others = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
+    return {**scope, "headers": [*others, (b"authorization", f"Bearer {keys[0]}".encode())]}
 
 
 def _check_hosts(scope: Scope) -> None:
@@ -320,36 +293,43 @@ def _check_hosts(scope: Scope) -> None:
         raise RefusedRequestError(HTTPStatus.FORBIDDEN, why)
 
 
-def _is_open(scope: Scope) -> bool:
-    return _path(scope) == OPEN_PATH or scope.get("method") == "OPTIONS"
+def _check_documents(scope: Scope, granted: Grant) -> None:
+    """Refuse a request about documents without the right key, or where nobody answers it."""
+    if not granted.may_change and scope.get("method") != "OPTIONS":
+        releases = _path(scope) == RELEASES
+        raise _lacks_store_key("release" if releases else "see or change documents")
+    if getattr(scope["app"].state, DOCUMENTS_STATE, None) is None:
+        raise RefusedRequestError(
+            HTTPStatus.NOT_IMPLEMENTED,
+            "documents need the endpoint plugin cacheblend: use cacheblend-rag serve, or set "
+            "VLLM_PLUGINS=cacheblend",
+        )
 
 
-def _path(scope: Scope) -> str:
-    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+def _check_encoding(scope: Scope) -> None:
+    sent = _headers(scope, b"content-encoding")
+    if any(value.strip().lower() != b"identity" for value in sent):
+        raise RefusedRequestError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            "the body is compressed (Content-Encoding): send it as it is",
+        )
 
 
-def _given_key(scope: Scope) -> bytes:
-    sent = (bytes(value) for name, value in scope["headers"] if name == b"authorization")
-    scheme, _, key = next(sent, b"").partition(b" ")
-    return key if scheme.lower() == b"bearer" else b""
+def _lacks_store_key(kind: str) -> RefusedRequestError:
+    return RefusedRequestError(
+        HTTPStatus.FORBIDDEN, f"to {kind}, the key in the server's {STORE_KEY_VARIABLE} is needed"
+    )
 
 
-def _is_one_of(given: bytes, keys: Iterable[str]) -> bool:
-    """Compare in constant time."""
-    return any(tuple(hmac.compare_digest(given, key.encode()) for key in keys))
+async def _refuse(error: RefusedRequestError, scope: Scope, receive: Receive, send: Send) -> None:
+    from starlette.responses import JSONResponse
+    from starlette.websockets import WebSocketClose
 
-
-async def _refuse(kind: str, refusal: RefusedRequestError, send: Send) -> None:
-    if kind == "websocket":
-        await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(refusal)})
+    if scope["type"] == "websocket":
+        await WebSocketClose(POLICY_VIOLATION, str(error))(scope, receive, send)
         return
-    body = json.dumps(error_body(refusal.status, str(refusal))).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-    ]
-    if refusal.status == HTTPStatus.SERVICE_UNAVAILABLE:
-        headers.append((b"retry-after", RETRY_SECONDS))
-    await send({"type": "http.response.start", "status": refusal.status.value, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    headers = {"connection": "close"}
+    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers["retry-after"] = RETRY_SECONDS
+    answer = JSONResponse(error_body(error.status, str(error)), error.status, headers)
+    await answer(scope, receive, send)

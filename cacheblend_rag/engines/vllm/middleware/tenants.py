@@ -13,12 +13,11 @@ A hash is of a random key (``new_entry``): nobody can find the key from it.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import re
 import secrets
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,8 @@ from typing import Any
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.options import check_namespace
 
-TENANTS_VARIABLE = "CACHEBLEND_TENANTS"
-"""The environment variable with the file's path."""
 DEFAULT_NAMESPACE = "default"
 """Of the server's own keys."""
-MOST_BYTES = 16 << 20
-MOST_KEYS = 20_000
 LONGEST_NAME = 200
 KEY_BYTES = 32
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -68,32 +63,21 @@ class Grant:
     namespace: str
     may_change: bool
 
-
-class Tenants:
-    """The keys of a tenants' file, as it is now; arguments and errors as ``read_tenants``."""
-
-    def __init__(self, path: str | Path, taken: Iterable[str] = ()) -> None:
-        self._granted = read_tenants(Path(path), taken)
-
-    def grant(self, key: bytes) -> Grant | None:
-        """Return what a key allows, None for an unknown one; takes the same time for any key."""
-        given = hashlib.sha256(key).hexdigest()
-        found: Grant | None = None
-        for known, grant in self._granted:
-            if hmac.compare_digest(known, given):
-                found = grant
-        return found
+    def may_ask(self, path: str) -> bool:
+        """Whether a path is open to it, as FastAPI gets it."""
+        if self.namespace == DEFAULT_NAMESPACE:
+            return True
+        is_open = any(path == one or path.startswith(f"{one}/") for one in OPEN_TO_TENANTS)
+        return is_open and path != RELEASES
 
 
-def is_open_to_tenants(path: str) -> bool:
-    """Whether a tenant may ask a path, as FastAPI gets it."""
-    if path == RELEASES:
-        return False
-    return any(path == one or path.startswith(f"{one}/") for one in OPEN_TO_TENANTS)
+def hash_of(key: bytes) -> str:
+    """Return a key's hash, as a tenants' file has it."""
+    return hashlib.sha256(key).hexdigest()
 
 
-def read_tenants(path: Path, taken: Iterable[str] = ()) -> list[tuple[str, Grant]]:
-    """Return the hash of each key in a tenants' file, and what the key allows.
+def read_tenants(path: Path, taken: Iterable[str] = ()) -> Mapping[str, Grant]:
+    """Return what each key of a tenants' file allows, by the key's hash.
 
     taken: keys that are the server's own.
 
@@ -101,18 +85,14 @@ def read_tenants(path: Path, taken: Iterable[str] = ()) -> list[tuple[str, Grant
     is wrong.
     """
     granted: dict[str, Grant] = {}
-    own = {hashlib.sha256(key.encode()).hexdigest() for key in taken}
+    own = {hash_of(key.encode()) for key in taken}
     for field, known, grant in _entries(path):
         if known in own:
             raise ConfigError(f"{path}: {field} is the server's own key: make another")
         if known in granted:
             raise ConfigError(f"{path}: {field} occurs twice: each key needs a use of its own")
         granted[known] = grant
-    if len(granted) > MOST_KEYS:
-        raise ConfigError(
-            f"{path} has {len(granted)} keys, more than {MOST_KEYS}: start a server more"
-        )
-    return list(granted.items())
+    return granted
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str, Grant]]:
@@ -125,24 +105,18 @@ def _entries(path: Path) -> Iterator[tuple[str, str, Grant]]:
                 f"{path}: [{shown}] must have ask = and store = (`serve --new-key NAME`)"
             )
         for name, value in table.items():
-            hashes: Sequence[Any] = value if isinstance(value, list) else [value]
-            for known in hashes:
+            for known in value if isinstance(value, list) else [value]:
                 if not isinstance(known, str) or not _HASH.fullmatch(known.lower()):
                     raise ConfigError(
                         f"{path}: {name} of [{shown}] must be the SHA-256 of a key, 64 hex digits "
                         "(`serve --new-key NAME`)"
                     )
-                grant = Grant(namespace, _MAY_CHANGE[name])
-                yield f"{name} of [{shown}]", known.lower(), grant
+                yield f"{name} of [{shown}]", known.lower(), Grant(namespace, _MAY_CHANGE[name])
 
 
 def _tables(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise ConfigError(f"{path} is longer than {MOST_BYTES >> 20} MiB: no file of tenants")
-        return tomllib.loads(content.decode())
+        return tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -167,5 +141,5 @@ def new_entry(namespace: str) -> tuple[str, str, str]:
     _check_name(Path("NAME"), namespace)
     ask, store = (secrets.token_hex(KEY_BYTES) for _ in range(2))
     name = json.dumps(namespace, ensure_ascii=False)
-    hashes = (hashlib.sha256(key.encode()).hexdigest() for key in (ask, store))
+    hashes = (hash_of(key.encode()) for key in (ask, store))
     return ask, store, '[{}]\nask = "{}"\nstore = "{}"\n'.format(name, *hashes)

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from cacheblend_rag.engines.model_sampling import ModelSampling
+from cacheblend_rag.engines.sampling import ModelSampling
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, problem_of
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reason import Reason, ReasonCode

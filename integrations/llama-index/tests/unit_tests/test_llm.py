@@ -206,9 +206,9 @@ def test_wrong_options_are_refused_in_a_line_before_anything_is_loaded(
             {"additional_kwargs": {"topp": 0.9}},
             r"unknown argument 'topp' of a call \(did you mean 'top_p",
         ),
-        ({"additional_kwargs": {"top_p": 2}}, "top_p=2 must be above 0 and at most 1"),
+        ({"additional_kwargs": {"top_p": 2}}, "top_p=2 must be less than or equal to 1"),
         ({"max_tokens": 0}, "max_tokens must be greater than 0"),
-        ({"stop": [""]}, "stop=.* must hold non-empty strings"),
+        ({"stop": [""]}, "stop=.* should have at least 1 character"),
     ],
 )
 def test_wrong_defaults_of_calls_are_refused_when_they_are_set(

@@ -18,7 +18,7 @@ from cacheblend_rag.engines.vllm.connector.tenants import Tenants
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.job_client import ask_status
-from cacheblend_rag.engines.vllm.namespaces import FIELD, SECRET_VARIABLE, signed
+from cacheblend_rag.engines.vllm.namespaces import FIELD, TENANTS_VARIABLE
 from cacheblend_rag.engines.vllm.protocol.job import BlendJob
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError
@@ -30,7 +30,6 @@ from tests.engines.vllm.opening import request_of
 from tests.models import make_tokenizer, prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", cost_model=False)
-SECRET = "7" * 64
 SHORT_SAMPLING = ResolvedSampling(max_tokens=2, ignore_eos=True)
 DOCUMENT = Document("d", (words(60, 1), words(30, 2)), " w7 ")
 
@@ -40,14 +39,19 @@ def blend_config() -> BlendConfig:
     return CONFIG
 
 
+def carrying(request: VLLMRequest, namespace: str | None) -> VLLMRequest:
+    """Return a request as the access middleware sends it on."""
+    return replace(request, headers={} if namespace is None else {FIELD: namespace})
+
+
 class TenantsVLLM(Transport):
     """What a tenant's requests are once the access middleware has seen them."""
 
     name = address = "vllm"
 
-    def __init__(self, vllm: LockstepVLLM, field: str | None) -> None:
+    def __init__(self, vllm: LockstepVLLM, namespace: str | None) -> None:
         super().__init__()
-        self.vllm, self._field = vllm, field
+        self.vllm, self._namespace = vllm, namespace
         self.background, self.model_name = vllm.background, vllm.model_name
         self.context_window = vllm.context_window
 
@@ -58,10 +62,8 @@ class TenantsVLLM(Transport):
         return self.vllm.generation_values()
 
     async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
-        sampling = vllm_sampling(request)
-        if self._field is not None:
-            sampling.extra_args = {**(sampling.extra_args or {}), FIELD: self._field}
-        async with aclosing(self.vllm.outputs(request, sampling)) as steps:
+        outputs = self.vllm.outputs(carrying(request, self._namespace), vllm_sampling(request))
+        async with aclosing(outputs) as steps:
             async for step in steps:
                 out = step.outputs[0]
                 params = step.kv_transfer_params
@@ -80,7 +82,6 @@ Open = Callable[[str], VLLMEngine]
 @pytest.fixture
 def shared(llama: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> InProcessEngine:
     """The shared vLLM, as if it had been started with tenants."""
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     settings = ConnectorSettings(tenants=True)
     monkeypatch.setattr(llama.scheduler_connector.finding, "tenants", Tenants(settings))
     monkeypatch.setattr(llama.worker_connector, "_settings", settings)
@@ -93,7 +94,7 @@ def tenant(shared: InProcessEngine) -> Iterator[Open]:
     opened: list[VLLMEngine] = []
 
     def open_engine(namespace: str) -> VLLMEngine:
-        transport = TenantsVLLM(shared.vllm, signed(namespace, SECRET))
+        transport = TenantsVLLM(shared.vllm, namespace)
         opened.append(VLLMEngine(transport, config=CONFIG, namespace=namespace))
         return opened[-1]
 
@@ -116,15 +117,15 @@ def hits(engine: VLLMEngine) -> list[bool]:
     return [chunk.hit for chunk in asked(engine, next(heads)).report.chunks]
 
 
-def cached(vllm: LockstepVLLM, tokens: tuple[int, ...], field: str | None, salt: str = "") -> int:
+def cached(
+    vllm: LockstepVLLM, tokens: tuple[int, ...], namespace: str | None, salt: str = ""
+) -> int:
     """Tokens of a plain prompt that vLLM has in its prefix cache for this request."""
 
     async def ask() -> int:
-        request = VLLMRequest(tokens, SHORT_SAMPLING, salt or None)
-        sampling = vllm_sampling(request)
-        if field is not None:
-            sampling.extra_args = {FIELD: field}
-        return [step.num_cached_tokens async for step in vllm.outputs(request, sampling)][-1]
+        request = carrying(VLLMRequest(tokens, SHORT_SAMPLING, salt or None), namespace)
+        outputs = vllm.outputs(request, vllm_sampling(request))
+        return [step.num_cached_tokens async for step in outputs][-1]
 
     return vllm.run(ask())
 
@@ -133,7 +134,8 @@ def cached(vllm: LockstepVLLM, tokens: tuple[int, ...], field: str | None, salt:
 def test_a_namespace_sees_its_own_counts(
     tenant: Open, shared: InProcessEngine, monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
-    """The secret is enough, where ``"tenants": true`` was forgotten on a server of one's own."""
+    """The file is enough, where ``"tenants": true`` was forgotten on a server of one's own."""
+    monkeypatch.setenv(TENANTS_VARIABLE, "tenants.toml")
     monkeypatch.setattr(shared.worker_connector, "_settings", ConnectorSettings(tenants=told))
     acme, globex = map(tenant, ("acme", "globex"))
     acme.precompute([DOCUMENT], progress=False)
@@ -163,7 +165,7 @@ def test_a_job_names_no_other_namespace(tenant: Open, shared: InProcessEngine) -
 
     assert request.job is not None
     job = Named(**{name: getattr(request.job, name) for name in request.job.__dataclass_fields__})
-    mark = namespaces.block_mark("acme", SECRET)
+    mark = namespaces.block_mark("acme")
     for one in (replace(request, job=job), replace(request, salt=f" {mark}")):
 
         async def ask(one: VLLMRequest = one) -> list[Piece]:
@@ -174,15 +176,10 @@ def test_a_job_names_no_other_namespace(tenant: Open, shared: InProcessEngine) -
         assert "chunks" not in told or not any(chunk["hit"] for chunk in told["chunks"]), told
 
 
-@pytest.mark.parametrize(
-    "field", [None, "", "acme", signed("acme", "guess"), signed("globex", SECRET)[:64] + "acme"]
-)
-def test_who_came_past_the_middleware_reuses_nothing(
-    tenant: Open, shared: InProcessEngine, field: str | None
-) -> None:
+def test_who_came_past_the_middleware_reuses_nothing(tenant: Open, shared: InProcessEngine) -> None:
     acme = tenant("acme")
     acme.precompute([DOCUMENT], progress=False)
-    stranger = TenantsVLLM(shared.vllm, field)
+    stranger = TenantsVLLM(shared.vllm, None)
     status = ask_status(stranger)
     assert (status.active, status.namespace, status.store.chunks) == (False, "", 0)
     assert status.problem is not None
@@ -196,17 +193,22 @@ def test_who_came_past_the_middleware_reuses_nothing(
         engine.stored([acme.key(chunk) for chunk in DOCUMENT.to_chunks()])
 
 
+def test_clients_reach_no_trace_header_but_the_traces() -> None:
+    from vllm.tracing import extract_trace_headers
+
+    sent = {"traceparent": "00-1-2-01", "tracestate": "a=b", FIELD: "acme", "baggage": "c"}
+    assert extract_trace_headers(sent).keys() == {"traceparent", "tracestate"}
+
+
 def test_vllms_own_blocks_are_apart(tenant: Open, shared: InProcessEngine) -> None:
     """No tenant finds out by the time to the first token what another one has asked."""
     tokens = tuple(shared.tokenize(words(300, 77)))
-    fields = [signed(name, SECRET) for name in ("acme", "globex", "default")]
-    first = [cached(shared.vllm, tokens, field) for field in (*fields, None)]
-    assert first == [0, 0, 0, 0]
-    again = [cached(shared.vllm, tokens, field) for field in fields]
+    names = ["acme", "globex", "default", None]
+    assert [cached(shared.vllm, tokens, name) for name in names] == [0, 0, 0, 0]
+    again = [cached(shared.vllm, tokens, name) for name in names]
     assert all(held >= 128 for held in again), "each has its own from then on"
-    assert cached(shared.vllm, tokens, None, f" {namespaces.block_mark('x', 'guess')}") == 0
-    salted = [cached(shared.vllm, tokens, field, "a salt") for field in fields]
-    assert salted == [0, 0, 0]
+    forged = f" {namespaces.block_mark('acme')}"
+    assert [cached(shared.vllm, tokens, name, forged) for name in names] == [0, 0, 0, 0]
 
 
 def test_blended_blocks_are_apart(tenant: Open, shared: InProcessEngine) -> None:
@@ -241,22 +243,3 @@ def test_results_and_memory_are_no_other_tenants(tenant: Open) -> None:
         globex.release()
     assert hits(acme) == [True, True]
     assert default.release() > 0
-
-
-def test_a_flag_without_the_secret_serves_nobody(
-    shared: InProcessEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the secret was not given to one of several nodes."""
-    monkeypatch.delenv(SECRET_VARIABLE)
-    tenants = Tenants(ConnectorSettings(tenants=True))
-    assert tenants.are_told_apart
-
-    class Sent:
-        def __init__(self, field: str) -> None:
-            self.sampling_params = vllm_sampling(VLLMRequest((1,), SHORT_SAMPLING))
-            self.sampling_params.extra_args = {FIELD: field}
-
-    for field in (signed("acme", ""), "acme"):
-        assert tenants.namespace_of(Sent(field)) is None  # type: ignore[arg-type]
-    alone = Tenants(ConnectorSettings(namespace="own"))
-    assert alone.namespace_of(Sent("x")) == "own"  # type: ignore[arg-type]

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend_rag.engines.vllm import namespaces
 from cacheblend_rag.engines.vllm.middleware import access
 from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
-from cacheblend_rag.engines.vllm.middleware.tenants import (
-    TENANTS_VARIABLE,
-    Grant,
-    Tenants,
-    new_entry,
-    read_tenants,
-)
+from cacheblend_rag.engines.vllm.middleware.tenants import Grant, hash_of, new_entry, read_tenants
 from cacheblend_rag.engines.vllm.namespaces import (
     FIELD,
-    SECRET_VARIABLE,
+    TENANTS_VARIABLE,
     block_mark,
     current,
-    new_secret,
-    read_signed,
-    signed,
-    with_namespace,
+    namespace_of,
 )
 from cacheblend_rag.errors import ConfigError
 from tests.engines.vllm.middleware import test_access
 
-SECRET = "5" * 64
 OWN, OWN_STORE = "own key", "own store key"
 KEYS = {"acme": ("acme asks", "acme stores"), "globex": ("globex asks", "globex stores")}
 DOCUMENTS = "/v1/cacheblend/documents"
@@ -41,7 +29,7 @@ CHAT = "/v1/chat/completions"
 
 
 def hashed(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
+    return hash_of(key.encode())
 
 
 def written(folder: Path, text: str | None = None) -> Path:
@@ -59,22 +47,21 @@ def written(folder: Path, text: str | None = None) -> Path:
 
 
 def test_a_key_belongs_to_one_namespace(tmp_path: Path) -> None:
-    tenants = Tenants(written(tmp_path))
+    granted = read_tenants(written(tmp_path))
     for name, (ask, store) in KEYS.items():
-        assert tenants.grant(ask.encode()) == Grant(name, may_change=False)
-        assert tenants.grant(store.encode()) == Grant(name, may_change=True)
-    for wrong in (b"", b"acme", hashed("acme asks").encode(), b"acme asks ", b"\xff" * 100):
-        assert tenants.grant(wrong) is None
+        assert granted[hashed(ask)] == Grant(name, may_change=False)
+        assert granted[hashed(store)] == Grant(name, may_change=True)
+    assert len(granted) == 4
 
 
 def test_new_keys_are_of_use_and_in_no_file(tmp_path: Path) -> None:
     made = {name: new_entry(name) for name in ("acme", 'a "quoted" \\ name', "名前")}
     path = tmp_path / "tenants.toml"
     path.write_text("".join(entry for _, _, entry in made.values()))
-    tenants = Tenants(path)
+    granted = read_tenants(path)
     for name, (ask, store, entry) in made.items():
-        assert tenants.grant(ask.encode()) == Grant(name, may_change=False)
-        assert tenants.grant(store.encode()) == Grant(name, may_change=True)
+        assert granted[hashed(ask)] == Grant(name, may_change=False)
+        assert granted[hashed(store)] == Grant(name, may_change=True)
         assert len({ask, store}) == 2
         assert ask not in entry
         assert store not in entry
@@ -92,76 +79,51 @@ def test_the_servers_own_key_is_no_tenants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(TENANTS_VARIABLE, str(written(tmp_path)))
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     monkeypatch.setenv(name, "acme stores")
     with pytest.raises(ConfigError, match=r"store of .* is the server's own key"):
         AccessMiddleware(None)  # type: ignore[arg-type]
 
 
-# What a namespace is signed with
+# How a namespace reaches the engine core
 
 
-def test_nobody_names_a_namespace_without_the_secret() -> None:
-    told = signed("acme", SECRET)
-    assert read_signed(told, SECRET) == "acme"
-    other = signed("globex", SECRET)
-    for forged in (
-        "acme",
-        "",
-        None,
-        5,
-        told[:-1],
-        told + "x",
-        f"{told[:64]}globex",
-        f"{other[:64]}acme",
-        told.upper(),
-        signed("acme", new_secret()),
-        "\ud800" * 70,
-        f"{'0' * 64}acme",
-    ):
-        assert read_signed(forged, SECRET) is None
-    assert read_signed(signed("acme", ""), "") is None, "without a secret there is no namespace"
-    marks = {block_mark(name, secret) for name in ("a", "b", "") for secret in (SECRET, "x")}
-    assert len(marks) == 6
-    assert not any(mark in signed("a", SECRET) for mark in marks)
+class Sent:
+    """What vLLM's client sends to its engine core, as far as it is touched.
+
+    Its own trace headers are those that vLLM takes from a client's: no other can be among them.
+    """
+
+    def __init__(self) -> None:
+        self.trace_headers: dict[str, str] | None = {"traceparent": "00-1-2-01"}
 
 
-class Params:
-    """vLLM's SamplingParams, as far as they are touched."""
+class Core:
+    """vLLM's client of the engine core: notes the namespace that each request has."""
 
-    def __init__(self, extra_args: dict[str, Any] | None = None) -> None:
-        self.extra_args = extra_args
+    def __init__(self) -> None:
+        self.seen: list[str | None] = []
 
-    def clone(self) -> Params:
-        return Params(self.extra_args)
-
-
-def test_a_clients_own_word_is_replaced_and_its_parameters_stay(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    given = Params({FIELD: signed("globex", "guess"), "session_id": "mine"})
-    made = with_namespace(given, "acme")
-    assert made.extra_args == {FIELD: signed("acme", SECRET), "session_id": "mine"}
-    assert given.extra_args != made.extra_args, "others may share them"
-    assert with_namespace(Params(), "acme").extra_args == {FIELD: signed("acme", SECRET)}
-    of_another_kind = object()
-    assert with_namespace(of_another_kind, "acme") is of_another_kind
+    async def add_request_async(self, request: Sent) -> None:
+        assert request.trace_headers is not None
+        assert request.trace_headers["traceparent"] == "00-1-2-01"
+        self.seen.append(namespace_of(request))
 
 
 class Client:
-    """vLLM's engine client: notes the namespace that each request has."""
+    """vLLM's engine client."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str | None, Any]] = []
+        self.engine_core = Core()
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any, **named: Any) -> str:
-        sent = (params.extra_args or {}).get(FIELD)
-        self.seen.append((read_signed(sent, SECRET), named))
-        return request_id
+    async def generate(self) -> Any:
+        yield await self.engine_core.add_request_async(Sent())
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
-        yield await self.add_request(request_id, prompt, params, session_id="s")
+
+def test_no_salt_makes_blocks_look_like_anothers() -> None:
+    """The mark ends every salt, and all marks are of one length."""
+    marks = [block_mark(name) for name in (None, "default", "a", "b", "b a")]
+    assert len(set(marks)) == 5
+    assert {len(mark) for mark in marks} == {64}
 
 
 # The middleware
@@ -194,16 +156,16 @@ class Asked(test_access.Asked):
     async def _application(self, scope: Any, receive: Any, send: Any) -> None:
         """Ask the model as vLLM's routes do: in a task of its own, too."""
         self.grant, self.headers = scope[access.GRANT], dict(scope["headers"])
-        await self.client.add_request("r1", "?", Params({FIELD: "globex"}))
+        await self.client.engine_core.add_request_async(Sent())
         await asyncio.create_task(self._ask())
 
     async def _ask(self) -> None:
-        async for _ in self.client.generate("?", Params(), "r2"):
+        async for _ in self.client.generate():
             pass
 
     @property
     def namespaces(self) -> set[str | None]:
-        return {name for name, _ in self.client.seen}
+        return set(self.client.engine_core.seen)
 
 
 @pytest.fixture
@@ -211,7 +173,6 @@ def tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A server's file of tenants, with its own keys beside it."""
     path = written(tmp_path)
     monkeypatch.setenv(TENANTS_VARIABLE, str(path))
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     monkeypatch.setenv(access.STORE_KEY_VARIABLE, OWN_STORE)
     monkeypatch.delenv(access.KEY_VARIABLE, raising=False)
     return path
@@ -224,7 +185,7 @@ def test_the_key_decides_the_namespace(kind: str) -> None:
         for key, may_change in zip(keys, (False, True), strict=True):
             asked = Asked(CHAT, key, kind=kind)
             assert (asked.status, asked.grant) == (None, Grant(name, may_change))
-            assert asked.namespaces == {name}
+            assert asked.namespaces == {name}, FIELD
             assert asked.headers[b"authorization"] == f"Bearer {OWN}".encode(), "vLLM's own check"
 
 
@@ -249,29 +210,22 @@ def test_documents_that_nobody_answers_are_refused_by_name() -> None:
 def test_a_vllm_that_cannot_carry_namespaces_serves_no_tenant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr(Client, "add_request")
+    monkeypatch.delattr(Core, "add_request_async")
     refused = Asked(CHAT, "acme asks")
     assert refused.status == 503
     assert refused.grant is None
-    assert "no add_request" in refused.said
+    assert "no engine_core.add_request_async" in refused.said
 
 
-def test_it_does_not_start_with_a_wrong_file_or_without_a_secret(
-    tenants: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_does_not_start_with_a_wrong_file(tenants: Path) -> None:
     tenants.write_text("[acme]")
     with pytest.raises(ConfigError, match="must have ask = and store ="):
-        AccessMiddleware(None)  # type: ignore[arg-type]
-    written(tenants.parent)
-    monkeypatch.delenv(SECRET_VARIABLE)
-    with pytest.raises(ConfigError, match=f"{TENANTS_VARIABLE} needs {SECRET_VARIABLE}"):
         AccessMiddleware(None)  # type: ignore[arg-type]
 
 
 def test_without_tenants_nothing_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (TENANTS_VARIABLE, SECRET_VARIABLE, access.STORE_KEY_VARIABLE):
+    for name in (TENANTS_VARIABLE, access.STORE_KEY_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     asked = Asked(CHAT, OWN)
     assert asked.namespaces == {None}
     assert asked.grant == Grant("default", may_change=True)
-    assert namespaces.known_secret() == ""

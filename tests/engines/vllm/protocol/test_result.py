@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.engines.model_sampling import ModelSampling
+from cacheblend_rag.engines.sampling import ModelSampling
 from cacheblend_rag.engines.vllm.protocol.result import (
     CANCELLED,
     NO_CONNECTOR,

@@ -1,4 +1,4 @@
-"""What sampling fields that are None become, and what of a generation_config is not followed."""
+"""Ranges of sampling fields, what those that are None become, and what of a model's is ignored."""
 
 from __future__ import annotations
 
@@ -8,16 +8,54 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from cacheblend_rag.engines.model_sampling import (
+from cacheblend_rag.engines.sampling import (
     ModelSampling,
+    ResolvedSampling,
+    SamplingParams,
     ignored_settings,
     warn_of_ignored,
 )
-from cacheblend_rag.engines.sampling import ResolvedSampling, SamplingParams
 from cacheblend_rag.errors import ConfigError
 from tests.models import QWEN_SAMPLING
 
 QWEN = ModelSampling(**QWEN_SAMPLING)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0 must be greater than or equal to 1"),
+        ({"max_tokens": True}, "max_tokens=True must be a valid integer"),
+        ({"temperature": float("nan")}, "temperature=nan must be a finite number"),
+        ({"temperature": -1}, "temperature=-1 must be greater than or equal to 0"),
+        ({"top_p": 0}, "top_p=0 must be greater than 0"),
+        ({"top_k": 1.5}, "top_k=1.5 must be a valid integer"),
+        ({"min_p": 2}, "min_p=2 must be less than or equal to 1"),
+        ({"presence_penalty": 3}, "presence_penalty=3 must be less than or equal to 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 must be greater than 0"),
+        ({"seed": 1 << 63}, "seed=9223372036854775808 must be less than 9223372036854775808"),
+        ({"stop": 3}, "stop=3 must be a valid tuple"),
+        ({"stop": ["a", ""]}, "stop='': String should have at least 1 character"),
+        ({"logprobs": 21}, "logprobs=21 must be less than or equal to 20"),
+        ({"structured_outputs": {}}, "structured_outputs={} must be an instance of"),
+        ({"max_token": 5}, "max_token=5: Unexpected keyword argument"),
+    ],
+    ids=str,
+)
+def test_a_field_out_of_range_is_named_in_one_line(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        SamplingParams(**given)
+    assert str(raised.value).startswith(told)
+    assert "\n" not in str(raised.value)
+
+
+def test_stop_strings_are_a_text_or_a_list() -> None:
+    assert [SamplingParams(stop=one).stop for one in ("a", ["a", "b"], (), None)] == [
+        ("a",),
+        ("a", "b"),
+        (),
+        (),
+    ]
 
 
 def test_fields_that_are_none_take_the_models() -> None:
