@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, Final
 
 from cacheblend_rag.blend.selectors import make_selector
@@ -115,14 +114,6 @@ class Backend(ABC):
     @abstractmethod
     def _start(self, request: Request) -> Stream[Delta]:
         """Begin to answer; the stream's last item holds the Generation."""
-
-    def _wanting(self, keys: Iterable[KVKey]) -> AbstractContextManager[None]:
-        """Announce that a request will read chunks, until the context ends.
-
-        A chunk that several have announced is read once for all of them. By default, the engine's
-        store has its own way of that.
-        """
-        return nullcontext()
 
     def _compare(
         self, request: Request, compared: Compared

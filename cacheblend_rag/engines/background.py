@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from threading import Lock, Thread, current_thread
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+from cacheblend_rag.engines.lifetime import CLOSED, ITS_OWN_THREAD
+from cacheblend_rag.engines.stream import Cancellation, Stream, Take, result_of
 from cacheblend_rag.errors import ConfigError
 
 T = TypeVar("T")
-
-CLOSED = "the engine is closed: open another"
 
 
 class BackgroundLoop:
@@ -36,12 +36,11 @@ class BackgroundLoop:
             if self.is_open:
                 return asyncio.run_coroutine_threadsafe(self._known(work), self.loop)
         work.close()
-        raise _closed()
+        raise ConfigError(CLOSED)
 
     async def _known(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` as a task that ``close`` cancels; libraries start tasks of their own."""
-        task = asyncio.current_task()
-        assert task is not None  # noqa: S101  # run_coroutine_threadsafe makes one
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._tasks.add(task)
         try:
             return await work
@@ -51,10 +50,7 @@ class BackgroundLoop:
     def check_may_wait(self) -> None:
         """Raise ConfigError in the loop's own thread, which would wait for itself for ever."""
         if self.is_open and current_thread() is self._thread:
-            raise ConfigError(
-                "the engine is called in the thread that makes its answers (a hook after an "
-                "answer?): call it from an IdleJob or from another thread"
-            )
+            raise ConfigError(ITS_OWN_THREAD)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``work``; interrupting the caller cancels it."""
@@ -65,28 +61,21 @@ class BackgroundLoop:
             raise
         future = self.start(work)
         try:
-            return future.result()
-        except CancelledError as error:
-            raise _closed() from error
+            return result_of(future)
         except BaseException:
             future.cancel()
             raise
 
-    def deliver(self, items: AsyncIterator[T], take: Callable[[Any], None], end: object) -> None:
-        """Pass on items as they arrive, then ``end``, or the error that ended them."""
+    def stream(self, items: AsyncIterator[T], cancel: Cancellation) -> Stream[T]:
+        """Return a stream of items that are made in this loop; its last item may be None."""
 
-        async def work() -> None:
-            try:
-                async for item in items:
-                    take(item)
-                take(end)
-            except asyncio.CancelledError:
-                take(_closed())
-                raise
-            except BaseException as error:
-                take(error)
+        async def work(take: Take[T]) -> T:
+            item: Any = None
+            async for item in items:
+                take(item)
+            return cast(T, item)
 
-        self.start(work())
+        return Stream(lambda take: self.start(work(take)), cancel, self.check_may_wait)
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Cancel running work, run ``last``, end the thread; nothing starts meanwhile."""
@@ -141,7 +130,3 @@ async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-
-
-def _closed() -> ConfigError:
-    return ConfigError(CLOSED)

@@ -15,11 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from cacheblend_rag.engines.background import CLOSED
 from cacheblend_rag.errors import ConfigError
 
 T = TypeVar("T")
 
+CLOSED = "the engine is closed: open another"
+ITS_OWN_THREAD = (
+    "the engine is called in the thread that makes its answers (a hook after an answer?): call it "
+    "from an IdleJob or from another thread"
+)
 WAIT_SECONDS = 10.0
 
 

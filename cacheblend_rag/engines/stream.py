@@ -1,28 +1,29 @@
-"""Streams of an answer's pieces, which connect threads and event loops.
+"""Streams of an answer's pieces, which an engine's own thread makes and any other one reads.
 
-An engine makes its answers by a generator that runs when the next piece is read, or by an
-asynchronous one that runs in a background loop. Both can be read by a thread, or in an event loop,
-which is never blocked.
+A stream can be read by a thread, or in an event loop, which is never blocked.
 """
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Event
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from cacheblend_rag.engines.background import CLOSED, BackgroundLoop
+from cacheblend_rag.engines.lifetime import CLOSED
 from cacheblend_rag.errors import ConfigError
 
 T = TypeVar("T")
 
-Arrival = Any
-"""An item; the error that ended a stream; or END."""
-END = object()
+Take: TypeAlias = Callable[[T], None]
+"""Is called with each item, in the thread that makes it."""
+Begin: TypeAlias = Callable[[Take[T]], Future[T]]
+"""Begins to make items; returns a future of the last of them, which is done after all were taken.
+"""
+END: Any = object()
 
 
 class Cancellation:
@@ -46,111 +47,78 @@ class Cancellation:
         return asked or self._own.is_set() or self._is_over()
 
 
-class Stream(ABC, Generic[T]):
-    """Items being produced. Read it once, in one of both ways; abandoning it stops the work.
+class Stream(Generic[T]):
+    """Items, made from the first read on. Read it once, in one way; abandoning it stops the work.
 
-    cancel: set it to stop the work; items produced until then are still delivered.
+    begin: begins to make them. cancel: set it to stop the work; items made until then are still
+    delivered. check_may_wait: raises an error in a thread that may not wait for items.
     """
 
-    def __init__(self, cancel: Cancellation) -> None:
-        self.cancel = cancel
+    def __init__(
+        self,
+        begin: Begin[T],
+        cancel: Cancellation,
+        check_may_wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._begin, self.cancel, self._check_may_wait = begin, cancel, check_may_wait
 
-    @abstractmethod
-    def __iter__(self) -> Iterator[T]: ...
-
-    @abstractmethod
-    def __aiter__(self) -> AsyncIterator[T]: ...
+    def future(self) -> Future[T]:
+        """Begin the work; returns a future of the last item (``result_of`` reads it)."""
+        self._check_may_wait()
+        return self._begin(_ignore)
 
     def last(self) -> T:
-        """Read to the end, in this thread; returns the last item."""
-        *_, item = self
-        return item
-
-
-class PulledStream(Stream[T]):
-    """Items produced by the reading thread or, for an event loop, by a thread of ``pool``."""
-
-    def __init__(self, items: Iterator[T], cancel: Cancellation, pool: Executor) -> None:
-        super().__init__(cancel)
-        self._items, self._pool = items, pool
+        """Return the last item, once it is there."""
+        done = self.future()
+        try:
+            return result_of(done)
+        except BaseException:
+            self.cancel.set()
+            raise
+        finally:
+            del done
 
     def __iter__(self) -> Iterator[T]:
-        return self._items
-
-    def __aiter__(self) -> AsyncIterator[T]:
-        return _arriving_here(self._begin, self.cancel)
-
-    def _begin(self, take: Callable[[Arrival], None]) -> None:
-        def work() -> None:
-            try:
-                for item in self._items:
-                    take(item)
-                take(END)
-            except BaseException as error:
-                take(error)
-
-        def see(done: Future[None]) -> None:
-            if done.cancelled():  # the pool was shut down before a thread was free
-                take(ConfigError(CLOSED))
-
+        self._check_may_wait()
+        arrived: SimpleQueue[T] = SimpleQueue()
+        done = self._begin(arrived.put)
         try:
-            self._pool.submit(work).add_done_callback(see)
-        except RuntimeError as error:
-            raise ConfigError(CLOSED) from error
-
-
-class PushedStream(Stream[T]):
-    """Items produced by a background loop, from the first read on."""
-
-    def __init__(
-        self, items: AsyncIterator[T], cancel: Cancellation, background: BackgroundLoop
-    ) -> None:
-        super().__init__(cancel)
-        self._items, self._background = items, background
-
-    def __iter__(self) -> Iterator[T]:
-        self._background.check_may_wait()
-        arrived: SimpleQueue[Arrival] = SimpleQueue()
-        self._background.deliver(self._items, arrived.put, END)
-        items = self._arriving(arrived)
-        next(items)
-        return items
-
-    def _arriving(self, arrived: SimpleQueue[Arrival]) -> Iterator[T]:
-        """Yield nothing, then the items: closing it before the first one stops the work, too."""
-        try:
-            yield cast(T, None)
+            done.add_done_callback(lambda _: arrived.put(END))
             while (item := arrived.get()) is not END:
-                yield _item(item)
+                yield item
+            result_of(done)
         finally:
             self.cancel.set()
+            del done
 
-    def __aiter__(self) -> AsyncIterator[T]:
-        return _arriving_here(
-            lambda take: self._background.deliver(self._items, take, END), self.cancel
-        )
+    async def __aiter__(self) -> AsyncIterator[T]:
+        here = asyncio.get_running_loop()
+        arrived: asyncio.Queue[T] = asyncio.Queue()
+
+        def take(item: T) -> None:
+            with suppress(RuntimeError):  # the event loop is closed
+                here.call_soon_threadsafe(arrived.put_nowait, item)
+
+        done = self._begin(take)
+        try:
+            done.add_done_callback(lambda _: take(END))
+            while (item := await arrived.get()) is not END:
+                yield item
+            result_of(done)
+        finally:
+            self.cancel.set()
+            del done
 
 
-async def _arriving_here(
-    begin: Callable[[Callable[[Arrival], None]], None], cancel: Cancellation
-) -> AsyncIterator[Any]:
-    """Yield, in this event loop, items that another thread passes on."""
-    here = asyncio.get_running_loop()
-    arrived: asyncio.Queue[Arrival] = asyncio.Queue()
-
-    def take(item: Arrival) -> None:
-        if not here.is_closed():
-            here.call_soon_threadsafe(arrived.put_nowait, item)
-
-    begin(take)
+def result_of(done: Future[T]) -> T:
+    """Wait for a future; raises its error, and ConfigError if its engine was closed meanwhile."""
     try:
-        while (item := await arrived.get()) is not END:
-            yield _item(item)
+        return done.result()
+    except CancelledError as error:
+        raise ConfigError(CLOSED) from error
     finally:
-        cancel.set()
+        del done  # whose error refers to this frame: a circle
 
 
-def _item(arrived: Arrival) -> Any:
-    if isinstance(arrived, BaseException):
-        raise arrived
-    return arrived
+def _ignore(_: object) -> None:
+    """Take an item that nobody reads."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self, cast
+from typing import Any, Self, cast
 from weakref import ref
 
 from cacheblend_rag.errors import StoreError
@@ -95,22 +95,25 @@ class LayerSource:
         """Chunks whose head is not handed out yet."""
         return 0 if self._closed else len(self._keys) - self._given
 
+    def awaited(self) -> list[Future[Any]]:
+        """Return the reads that the next item, a head or the wanted layer of all chunks, is of."""
+        if self._closed:
+            return []
+        if len(self):
+            self._open_next()
+            return [self._opened(self._given)]
+        with self._lock:
+            if self._handed >= self._wanted:
+                return []
+            return [place.parts[first] for place, _, first in self._asked(self._wanted)]
+
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long for the next item: a head, or the wanted layer of all chunks.
+        """Wait at most so long for the next item.
 
         Returns:
             Whether it has been read, or nothing is left.
         """
-        if self._closed:
-            return True
-        if len(self):
-            self._open_next()
-            return bool(wait([self._opened(self._given)], seconds).done)
-        with self._lock:
-            if self._handed >= self._wanted:
-                return True
-            asked = [place.parts[first] for place, _, first in self._asked(self._wanted)]
-        return not wait(asked, seconds).not_done
+        return not wait(self.awaited(), seconds).not_done
 
     def take(self) -> Found:
         """Return the next chunk's head, after waiting for it.

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.engines.background import CLOSED, BackgroundLoop
-from cacheblend_rag.engines.stream import Cancellation, PushedStream
+from cacheblend_rag.engines.background import BackgroundLoop
+from cacheblend_rag.engines.lifetime import CLOSED
+from cacheblend_rag.engines.stream import Cancellation, result_of
 from cacheblend_rag.errors import ConfigError
 
 PATIENCE = 30.0
@@ -26,7 +27,7 @@ async def nothing() -> None:
 
 def test_nothing_begins_once_it_closes() -> None:
     """Not even while the last work is done, which would be left at that."""
-    loop, refused, told = BackgroundLoop("test"), [], SimpleQueue[Any]()
+    loop, refused = BackgroundLoop("test"), []
 
     async def items() -> AsyncIterator[int]:
         yield 1
@@ -34,7 +35,7 @@ def test_nothing_begins_once_it_closes() -> None:
     async def last() -> None:
         for begin in (
             lambda: loop.run(nothing()),
-            lambda: loop.deliver(items(), told.put, None),
+            lambda: loop.stream(items(), Cancellation()).future(),
         ):
             with pytest.raises(ConfigError, match=REFUSED):
                 begin()
@@ -42,7 +43,6 @@ def test_nothing_begins_once_it_closes() -> None:
 
     loop.close(last)
     assert len(refused) == 2
-    assert told.empty()
     loop.close(last)
     assert len(refused) == 2, "it was closed before"
 
@@ -62,14 +62,12 @@ def test_what_is_at_work_ends_before_the_last_work() -> None:
     async def last() -> None:
         seen.put("last")
 
-    loop.deliver(items(), seen.put, None)
+    told = loop.stream(items(), Cancellation()).future()
     assert begun.wait(PATIENCE)
     loop.close(last)
-    assert seen.get(timeout=PATIENCE) == "cleaned up"
-    told = seen.get(timeout=PATIENCE)
-    assert isinstance(told, ConfigError)
-    assert str(told) == CLOSED
-    assert seen.get(timeout=PATIENCE) == "last"
+    assert [seen.get(timeout=PATIENCE) for _ in range(2)] == ["cleaned up", "last"]
+    with pytest.raises(ConfigError, match=REFUSED):
+        result_of(told)
 
 
 def test_the_thread_ends_when_the_last_work_fails() -> None:
@@ -92,8 +90,8 @@ def test_its_own_thread_is_refused_instead_of_waiting_for_itself() -> None:
         yield 1
 
     async def work() -> None:
-        stream = PushedStream(items(), Cancellation(), loop)
-        for ask in (lambda: loop.run(nothing()), lambda: iter(stream)):
+        stream = loop.stream(items(), Cancellation())
+        for ask in (lambda: loop.run(nothing()), stream.last, lambda: list(stream)):
             with pytest.raises(ConfigError, match="in the thread that makes its answers") as error:
                 ask()
             told.append(str(error.value))
@@ -102,4 +100,4 @@ def test_its_own_thread_is_refused_instead_of_waiting_for_itself() -> None:
         loop.start(work()).result(PATIENCE)
     finally:
         loop.close()
-    assert len(told) == 2
+    assert len(told) == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, Finish
 from cacheblend_rag.engines.backend import STOPPED
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.setup import EngineSetup
-from cacheblend_rag.engines.stream import PulledStream, Stream
+from cacheblend_rag.engines.stream import Stream, Take
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
@@ -40,7 +40,16 @@ class ToyEngine(Engine):
     # A request
 
     def _start(self, request: Request) -> Stream[Delta]:
-        return PulledStream(self._answer(request), request.cancel, self._pool)
+        def answer(push: Take[Delta]) -> Delta:
+            for delta in self._answer(request):
+                push(delta)
+            return delta
+
+        def begin(push: Take[Delta]) -> Future[Delta]:
+            self._lifetime.check()
+            return self._pool.submit(answer, push)
+
+        return Stream(begin, request.cancel)
 
     def _answer(self, request: Request) -> Iterator[Delta]:
         if request.cancel.is_set():

@@ -1,9 +1,10 @@
-"""Samples tokens and decodes them into text, which is yielded as it becomes final."""
+"""Samples tokens and decodes them into text, which is pushed as it becomes final."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Generator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +20,12 @@ from transformers import (
 )
 
 from cacheblend_rag.engines.answer import Delta, FinishReason, RawLogprob, Request, with_texts
-from cacheblend_rag.engines.lifetime import working
 from cacheblend_rag.engines.sampling import ResolvedSampling
+from cacheblend_rag.engines.transformers.decode_step import DecodeStep
 from cacheblend_rag.engines.transformers.guiding import Guide
+from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import Prefilled
 from cacheblend_rag.prefill.stopwatch import Stopwatch
-
-NextLogits: TypeAlias = Callable[[Sequence[int]], Tensor]
-"""Returns the logits, (1, vocabulary) float32, after a prompt and the tokens decoded so far."""
 
 
 class Sampler:
@@ -116,26 +115,6 @@ def raw_logprob(logits: Tensor, token: int, most: int) -> RawLogprob:
     return RawLogprob(token, float(shares[token]), tuple(pairs))
 
 
-def sampled_tokens(
-    request: Request, prefilled: Prefilled, next_logits: NextLogits, guide: Guide | None = None
-) -> Iterator[tuple[int, RawLogprob | None]]:
-    """Sample at most max_tokens tokens, one per decode step, until the guide is over."""
-    watch = Stopwatch(prefilled.logits.device, prefilled.report.seconds, prefilled.report.starts)
-    token_ids = list(request.prepared.token_ids)
-    sampler = Sampler(request.sampling, prefilled.logits.device, len(token_ids), guide)
-    for index in range(request.sampling.max_tokens):
-        logits = next_logits(token_ids) if index else prefilled.logits
-        with working():
-            token_ids.append(sampler.draw(logits, token_ids))
-            del logits  # here, since PyTorch releases the interpreter lock while it frees a tensor
-        prefilled.answer.append(token_ids[-1])
-        watch.lap("decode" if index else "first_token")
-        yield token_ids[-1], sampler.logprob
-        watch.skip()
-        if guide is not None and guide.is_over:
-            return
-
-
 class TextStream:
     """Decodes tokens into text piece by piece, holding back text that may still change.
 
@@ -217,44 +196,77 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     return frozenset(i for i in [*ids, tokenizer.eos_token_id] if isinstance(i, int))
 
 
-def decoded(
-    request: Request,
-    prefilled: Prefilled,
-    next_logits: NextLogits,
-    *,
-    tokenizer: Any,
-    ends: Collection[int],
-    guide: Guide | None,
-    tell: Callable[..., Delta],
-) -> Iterator[Delta]:
-    """Yield text as soon as no later token can change it, and the whole answer at last.
+class Decoding:
+    """An answer that grows token by token behind a prefilled prompt.
 
-    ends: tokens that end an answer. guide: of the answer's form. tell: makes the last delta of the
-    answer's text, tokens, finish reason, prefill report and log-probabilities.
+    ends: tokens that end an answer. guide: of the answer's form, if it has one.
     """
-    text = TextStream(tokenizer, request.sampling.stop)
-    ends = ends if guide is not None or not request.sampling.ignore_eos else ()
-    reason: FinishReason = "length"
-    piece, told = "", 0
-    raw: list[RawLogprob] = []
-    for token, logprob in sampled_tokens(request, prefilled, next_logits, guide):
-        if token in ends:
-            reason = "stop"
-            break
-        with working():
-            piece = text.feed(token)
-            if logprob is not None:
-                raw.append(logprob)
-        if text.stopped or (guide is not None and guide.is_over):
-            reason = "stop"
-            break
-        if request.cancel.is_set():
-            reason = "cancelled"
-            break
-        if piece:
-            yield Delta(piece, logprobs=with_texts(raw[told:], tokenizer))
-            piece, told = "", len(raw)
-    rest = piece + text.finish()
-    logprobs = None if request.sampling.logprobs is None else with_texts(raw, tokenizer)
-    last = tell(text.text, text.token_ids, reason, prefilled.report, logprobs=logprobs)
-    yield Delta(rest, last.generation, logprobs=(logprobs or ())[told:])
+
+    def __init__(
+        self,
+        request: Request,
+        prefilled: Prefilled,
+        *,
+        tokenizer: Any,
+        ends: Collection[int],
+        guide: Guide | None,
+    ) -> None:
+        self._request, self._prefilled, self._guide = request, prefilled, guide
+        self._ends = ends if guide is not None or not request.sampling.ignore_eos else ()
+        self._token_ids = list(request.prepared.token_ids)
+        device, report = prefilled.logits.device, prefilled.report
+        self._watch, self._phase = Stopwatch(device, report.seconds, report.starts), "first_token"
+        self._sampler = Sampler(request.sampling, device, len(self._token_ids), guide)
+        self._text, self._piece = TextStream(tokenizer, request.sampling.stop), ""
+        self._raw, self._told = list[RawLogprob](), 0
+
+    def steps(
+        self, ordinary: OrdinaryPrefill, push: Callable[[Delta], None], tell: Callable[..., Delta]
+    ) -> Generator[DecodeStep, None, Delta]:
+        """Decode; returns the last piece, with the whole answer.
+
+        Yields each decode step that has to be run before the next token.
+
+        Args:
+            ordinary: how the model is run, as tested when the prompt was prefilled.
+            push: takes text as soon as no later token can change it.
+            tell: makes the last delta of the answer's text, tokens, finish reason, prefill report
+                and log-probabilities.
+        """
+        reason = self._add(self._prefilled.logits)
+        while reason is None:
+            if self._piece:
+                push(self._final(self._piece))
+                self._piece = ""
+            yield (step := DecodeStep(ordinary, self._prefilled.cache, self._token_ids))
+            reason = "cancelled" if self._request.cancel.is_set() else self._add(step.take())
+        report, text = self._prefilled.report, self._text
+        rest = self._final(self._piece + text.finish())
+        asked = self._request.sampling.logprobs is not None
+        logprobs = with_texts(self._raw, text.tokenizer) if asked else None
+        last = tell(text.text, text.token_ids, reason, report, logprobs=logprobs)
+        return replace(rest, generation=last.generation)
+
+    def _add(self, logits: Tensor) -> FinishReason | None:
+        """Draw a token; returns why the answer ends with it, if it does."""
+        token = self._sampler.draw(logits, self._token_ids)
+        self._token_ids.append(token)
+        self._prefilled.answer.append(token)
+        self._watch.lap(self._phase)
+        self._phase = "decode"
+        if token in self._ends:
+            return "stop"
+        self._piece += self._text.feed(token)
+        if self._sampler.logprob is not None:
+            self._raw.append(self._sampler.logprob)
+        if self._text.stopped or (self._guide is not None and self._guide.is_over):
+            return "stop"
+        if self._request.cancel.is_set():
+            return "cancelled"
+        is_full = len(self._prefilled.answer) >= self._request.sampling.max_tokens
+        return "length" if is_full else None
+
+    def _final(self, text: str) -> Delta:
+        """Return text that no later token can change, with what was not told yet."""
+        new, self._told = self._raw[self._told :], len(self._raw)
+        return Delta(text, logprobs=with_texts(new, self._text.tokenizer))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from cacheblend_rag.engines.answer import CANCELLED, Delta, Generation, Request
 from cacheblend_rag.engines.answering import Hints
 from cacheblend_rag.engines.backend import engine_settings
 from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.lifetime import CLOSED
 from cacheblend_rag.engines.model_files import context_window_in
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.sampling import (
@@ -31,25 +31,23 @@ from cacheblend_rag.engines.sampling import (
     warn_of_ignored,
 )
 from cacheblend_rag.engines.setup import EngineSetup
-from cacheblend_rag.engines.stream import PulledStream, Stream
+from cacheblend_rag.engines.stream import Stream, Take
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches, store_computed
-from cacheblend_rag.engines.transformers.decoding import decoded, eos_token_ids
+from cacheblend_rag.engines.transformers.decoding import Decoding, eos_token_ids
 from cacheblend_rag.engines.transformers.guiding import Guides
 from cacheblend_rag.engines.transformers.loading import GivenModel
-from cacheblend_rag.engines.transformers.model_steps import in_idle_turns, in_turns, lock_of
+from cacheblend_rag.engines.transformers.loop import NOTHING, Work, loop_of
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import (
     ContinuationScore,
     Prefilled,
-    all_forced_log_probs,
     check_scored,
     decodable,
+    forced_log_probs,
 )
-from cacheblend_rag.engines.transformers.prefill_queue import queue_of
 from cacheblend_rag.engines.transformers.prefiller import Prefiller
 from cacheblend_rag.engines.transformers.prefixes import PrefixWriter
-from cacheblend_rag.engines.transformers.scheduler import scheduler_of
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.watched_model import TriedModel, WatchedModel
 from cacheblend_rag.errors import CacheBlendError, ConfigError, OutOfMemoryError
@@ -75,14 +73,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ASYNC_THREADS = 32
+LOOKUP_THREADS = 32
+"""Threads that look up the prefixes of so many prompts at the same time."""
 
 
 class TransformersEngine(Engine):
     """The embedded engine.
 
     Requests take turns, a layer at a time, and decode together, including those of other engines
-    around the same model. Nothing else may use the model meanwhile.
+    around the same model: one thread runs it for all of them. Nothing else may use the model.
 
     Attributes:
         model: the loaded model.
@@ -141,17 +140,13 @@ class TransformersEngine(Engine):
         given = GivenModel.of(model, tokenizer, device, dtype)
         self.model = given.model
         self.store = TieredKVStore.open() if store is None else store
-        self._priority_lock, self._scheduler = lock_of(self.model), scheduler_of(self.model)
-        self._queue = queue_of(self.model)
-        self._watched = WatchedModel(
-            self.model, self._priority_lock, self.store, name=given.loaded_by
-        )
-        self._refreshing = threading.Lock()
+        self._loop = loop_of(self.model)
+        self._watched = WatchedModel(self.model, self._loop, self.store, name=given.loaded_by)
         self.prefixes = PrefixWriter(self.store)
+        self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, "cacheblend-lookup")
         self.namespace = namespace
         self._take(self._watched.tried())
         self._check_config(config)
-        self._pool = ThreadPoolExecutor(ASYNC_THREADS, thread_name_prefix="cacheblend")
         self._eos = eos_token_ids(self.model, given.tokenizer)
         width = loading.vocabulary_size(self.model, given.tokenizer)
         self._guides = Guides(given.tokenizer, width, self._eos)
@@ -175,18 +170,19 @@ class TransformersEngine(Engine):
         """Use the stack and the ordinary prefill of a tested model."""
         self._tried = tried
         self._stack, self._ordinary = tried.stack, tried.ordinary
-        self._prefiller = Prefiller(
-            tried, self.store, self._priority_lock, self._queue, self.namespace
-        )
+        self._prefiller = Prefiller(tried, self.store, self.namespace, self._lookups)
 
     def _refresh(self) -> None:
         """Detect changes of the model's weights and adapters."""
-        # Under a lock: no thread may work with new adapters under the old fingerprint.
-        with self._refreshing:
-            tried = self._watched.tried()
-            if tried is not self._tried:
-                self._take(tried)
-                self._identify(tried.identity)
+        if self._watched.tried() is not self._tried:
+            self._loop.call(self._renew)
+
+    def _renew(self) -> None:
+        """Use a changed model, under another fingerprint; in the loop, where nothing uses it."""
+        tried = self._watched.tried()
+        if tried is not self._tried:
+            self._identify(tried.identity)
+            self._take(tried)  # at last: other threads see by it that all is done
 
     # Facts
 
@@ -229,29 +225,25 @@ class TransformersEngine(Engine):
 
     def _is_idle(self) -> bool:
         """Whether no engine around the model runs it, or is between two steps of an answer."""
-        return self._priority_lock.is_quiet
+        return self._loop.is_idle
 
     # A request: prefill, then decode
 
     def _start(self, request: Request) -> Stream[Delta]:
-        return PulledStream(self._answer(request), request.cancel, self._pool)
+        def begin(push: Take[Delta]) -> Future[Delta]:
+            work = self._with_room(request, self._answer(request, push))
+            return self._loop.begin(work, request.cancel, streamed=request.streamed)
 
-    def _wanting(self, keys: Iterable[KVKey]) -> AbstractContextManager[None]:
-        return self.store.reads.wanting(keys)
+        return Stream(begin, request.cancel)
 
-    def _answer(self, request: Request) -> Iterator[Delta]:
-        """Yield text as it becomes final.
-
-        Raises OutOfMemoryError when the model's own prefill, or decoding, finds no memory.
-        """
+    def _with_room(self, request: Request, work: Work[T]) -> Work[T]:
+        """Do a request's work; raises OutOfMemoryError when it finds no memory."""
         try:
-            yield from self._deltas(request)
+            return (yield from work)
         except Exception as error:
             lack = lack_of_memory(error)
             if lack is None:
                 raise
-        else:
-            return
         # After the handler: the error's traceback kept the request's KV.
         raise self._out_of_memory(request, lack)
 
@@ -264,18 +256,20 @@ class TransformersEngine(Engine):
             f"memory (engine.release() frees chunk KV): {lack}"
         )
 
-    def _deltas(self, request: Request) -> Iterator[Delta]:
-        """Yield text as it becomes final; see ``_answer``."""
+    def _answer(self, request: Request, push: Take[Delta]) -> Work[Delta]:
+        """Push text as it becomes final; returns the last piece, which is pushed, too."""
         request, prefiller = self._renewed(request), self._prefiller
-        prefilled = prefiller.run(request)
+        prefilled = yield from prefiller.run(request)
         if prefilled is None:
-            yield self._answered(request, "", (), "cancelled", CANCELLED)
-            return
-        with suppress(GeneratorExit):  # a stream that is closed early has a prefix, too
-            tell, ordinary = partial(self._answered, request), prefiller.tried.ordinary
-            yield from self._decoded(request, prefilled, ordinary, tell)
+            last = self._answered(request, "", (), "cancelled", CANCELLED)
+            push(last)
+            return last
+        tell, ordinary = partial(self._answered, request), prefiller.tried.ordinary
+        last = yield from self._decoded(request, prefilled, ordinary, push, tell)
+        push(last)
         if prefiller.keeps(request):
             self._keep(prefiller, request, prefilled)
+        return last
 
     def _keep(self, prefiller: Prefiller, request: Request, prefilled: Prefilled) -> None:
         """Queue a finished request's KV for the store, unless the model has changed."""
@@ -289,21 +283,14 @@ class TransformersEngine(Engine):
         request: Request,
         prefilled: Prefilled,
         ordinary: OrdinaryPrefill,
+        push: Take[Delta],
         tell: Callable[..., Delta],
-    ) -> Iterator[Delta]:
-        """Decode after a prefill; yield text as soon as no later token can change it."""
+    ) -> Work[Delta]:
+        """Decode after a prefill; see ``Decoding.steps``."""
         form = request.sampling.structured_outputs
         guide = None if form is None else self._guides.guide(form)
-        with self._scheduler.decoding(ordinary, prefilled.cache) as next_logits:
-            yield from decoded(
-                request,
-                prefilled,
-                next_logits,
-                tokenizer=self.tokenizer,
-                ends=self._eos,
-                guide=guide,
-                tell=tell,
-            )
+        answer = Decoding(request, prefilled, tokenizer=self.tokenizer, ends=self._eos, guide=guide)
+        return (yield from answer.steps(ordinary, push, tell))
 
     def score(
         self,
@@ -352,9 +339,12 @@ class TransformersEngine(Engine):
         """
         request = self._request(prompt, None, config, hints, steered=False, full=full)
         check_scored(len(request.prepared.token_ids), continuations, self.context_window)
-        return self._after_prefill(
-            request, lambda request, prefilled: self._scores(request, prefilled, continuations)
-        )
+
+        def prefill_and_score() -> Work[tuple[ContinuationScore, ...]]:
+            renewed, prefilled = yield from self._prefilled(request)
+            return (yield from self._scores(renewed, prefilled, continuations))
+
+        return self._run(request, prefill_and_score())
 
     def generate_and_score(
         self,
@@ -371,51 +361,55 @@ class TransformersEngine(Engine):
         Args:
             prompt: as for score.
             sampling: how the answer is drawn.
-            continuations: gets the answer, and returns the answers to score.
+            continuations: gets the answer, and returns the answers to score; it must not call the
+                engine.
             config: as for score.
             hints: as for score.
             full: as for score.
         """
 
-        def decode_and_score(
-            request: Request, prefilled: Prefilled
-        ) -> tuple[Generation, tuple[ContinuationScore, ...]]:
-            tell = partial(self._answered, request, hooks=False)
-            *_, last = self._decoded(request, decodable(prefilled), self._ordinary, tell)
+        def answer_and_score() -> Work[tuple[Generation, tuple[ContinuationScore, ...]]]:
+            renewed, prefilled = yield from self._prefilled(request)
+            tell = partial(self._answered, renewed, hooks=False)
+            last = yield from self._decoded(
+                renewed, decodable(prefilled), self._ordinary, lambda _: None, tell
+            )
             told = cast(Generation, last.generation)
             answers = continuations(told)
             check_scored(told.prompt_tokens, answers, self.context_window)
-            return told, self._scores(request, prefilled, answers)
+            return told, (yield from self._scores(renewed, prefilled, answers))
 
         request = self._request(prompt, sampling, config, hints, steered=False, full=full)
-        return self._after_prefill(request, decode_and_score)
+        return self._run(request, answer_and_score())
 
-    def _after_prefill(self, request: Request, work: Callable[[Request, Prefilled], T]) -> T:
-        """Prefill a request, then call ``work`` with it; after-answer hooks do not run."""
-        try:
-            request = self._renewed(request)
-            prefilled = self._prefiller.run(request)
-            if prefilled is None:  # closed meanwhile
-                self._lifetime.check()
-                raise ConfigError("the engine was closed")
-            return work(request, prefilled)
-        except Exception as error:
-            lack = lack_of_memory(error)
-            if lack is None:
-                raise
-        raise self._out_of_memory(request, lack)
+    def _run(self, request: Request, work: Work[T]) -> T:
+        """Do a request's work, without after-answer hooks."""
+        return self._loop.run(self._with_room(request, work), request.cancel)
+
+    def _prefilled(self, request: Request) -> Work[tuple[Request, Prefilled]]:
+        """Prefill a request, and return it as it was served; raises ConfigError once closed."""
+        renewed = self._renewed(request)
+        prefilled = yield from self._prefiller.run(renewed)
+        if prefilled is None:
+            raise ConfigError(CLOSED)
+        return renewed, prefilled
 
     def _scores(
         self, request: Request, prefilled: Prefilled, answers: Sequence[Sequence[int]]
-    ) -> tuple[ContinuationScore, ...]:
+    ) -> Work[tuple[ContinuationScore, ...]]:
+        """Score given answers, a step each."""
         ids, report = request.prepared.token_ids, self._report(request, prefilled.report)
-        found = all_forced_log_probs(self._ordinary, self._priority_lock, prefilled, ids, answers)
-        return tuple(ContinuationScore(one, report) for one in found)
+        scores: list[ContinuationScore] = []
+        for answer in answers:
+            yield NOTHING
+            found = forced_log_probs(self._ordinary, prefilled, ids, answer)
+            scores.append(ContinuationScore(found, report))
+        return tuple(scores)
 
     def _compare(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
         """As every engine; None also if adapters or weights change meanwhile."""
         request, prefiller = self._renewed(request), self._prefiller
-        done = yield from prefiller.compare(request, compared)
+        done = yield from self._loop.when_idle(prefiller.compare(request, compared))
         self._refresh()
         return done if prefiller is self._prefiller else None
 
@@ -433,13 +427,13 @@ class TransformersEngine(Engine):
         """Each chunk is stored as soon as it is computed."""
         stack = cast(TransformersStack, self._stack)
         steps = self._compute(plans, lambda chunks: compute_batches(stack, chunks))
-        return self._kept(plans, in_turns(self._priority_lock, steps))
+        return self._kept(plans, self._loop.each(steps))
 
     def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
         """As ``_store``, one layer of one chunk at a time, while the model is idle."""
         stack = cast(TransformersStack, self._stack)
         steps = self._compute(plans, lambda chunks: compute_one_by_one(stack, chunks, self.store))
-        return self._kept(plans, in_idle_turns(self._priority_lock, steps))
+        return self._kept(plans, self._loop.each(steps, idle=True))
 
     def _kept(self, plans: Sequence[ChunkPlan], steps: Computed) -> Generator[PrecomputeReport]:
         return store_computed(self.store, plans, steps, self._is_current)
@@ -494,6 +488,7 @@ class TransformersEngine(Engine):
         return [key for key in self.store.entries() if key.fingerprint == fingerprint]
 
     def _close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._loop.call(lambda: None)  # after it has ended all requests, which are cancelled
+        self._lookups.shutdown(wait=False, cancel_futures=True)
         self.prefixes.close()
         self.store.close()

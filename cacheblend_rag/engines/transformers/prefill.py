@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from transformers.cache_utils import Cache
 from cacheblend_rag.blend.rows import token_tensor
 from cacheblend_rag.blend.stack import DecoderStack
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.engines.lifetime import working
 from cacheblend_rag.engines.prepare import PreparedPrompt
+from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers.cache import FusedCache
-from cacheblend_rag.engines.transformers.model_steps import PriorityLock, inference
+from cacheblend_rag.engines.transformers.loop import NOTHING, Work
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
@@ -32,6 +32,8 @@ from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import BlendReport, ChunkReport, MissReason, PrefillReport
 from cacheblend_rag.settings import BlendConfig
+
+T = TypeVar("T")
 
 NOT_ASKED = PrefillReport()
 """Of a prompt for which the store was not asked yet."""
@@ -49,6 +51,19 @@ class Prefilled:
     logits: Tensor
     report: PrefillReport
     answer: list[int] = field(default_factory=list)
+
+
+def while_wanted(
+    steps: Steps[T], cancel: Cancellation, source: LayerSource | None = None
+) -> Work[T | None]:
+    """Run steps, each once what it takes from ``source`` has been read; None if cancelled."""
+    while not cancel.is_set():
+        try:
+            next(steps)
+        except StopIteration as done:
+            return cast(T, done.value)
+        yield NOTHING if source is None else source.awaited()
+    return None
 
 
 def ordinary_prefill(
@@ -164,20 +179,6 @@ def check_scored(
     tokens = prompt_tokens + max(map(len, continuations), default=0)
     if tokens > context_window:
         raise PromptTooLongError(tokens, context_window)
-
-
-def all_forced_log_probs(
-    ordinary: OrdinaryPrefill,
-    lock: PriorityLock,
-    prefilled: Prefilled,
-    token_ids: Sequence[int],
-    answers: Sequence[Sequence[int]],
-) -> Iterator[Tensor]:
-    """Yield ``forced_log_probs`` of each answer, in turns with other users of the model."""
-    for answer in answers:
-        with working(), lock.taken(), inference():
-            found = forced_log_probs(ordinary, prefilled, token_ids, answer)
-        yield found
 
 
 def forced_log_probs(

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
 
 from cacheblend_rag.blend.cost import prefill_cost
-from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import FULL_PREFILL, Request
 from cacheblend_rag.engines.backend import STOPPED, UNSUPPORTED
 from cacheblend_rag.engines.batch_order import chunks_of
+from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS, FusedCache
-from cacheblend_rag.engines.transformers.model_steps import PriorityLock, run_steps, run_when_idle
+from cacheblend_rag.engines.transformers.loop import Turn, Work
 from cacheblend_rag.engines.transformers.prefill import (
     NOT_ASKED,
     Prefilled,
     PromptChunks,
     blended_prefill,
     ordinary_prefill,
+    while_wanted,
 )
-from cacheblend_rag.engines.transformers.prefill_queue import PrefillQueue, Turn
 from cacheblend_rag.engines.transformers.prefixes import PrefixWriter
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.watched_model import TriedModel
@@ -47,16 +48,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Prefiller:
-    """A tested model with its store, and the lock and the queue of all engines around it.
+    """A tested model with its store; prefills in steps, which the model's loop runs.
 
-    namespace: whose prompts share what they begin with.
+    namespace: whose prompts share what they begin with. lookups: threads that look up prefixes.
     """
 
     tried: TriedModel
     store: TieredKVStore
-    lock: PriorityLock
-    queue: PrefillQueue
     namespace: str
+    lookups: Executor
 
     @cached_property
     def _prefixes(self) -> PrefixKeys | None:
@@ -65,29 +65,25 @@ class Prefiller:
             return None
         return PrefixKeys.of(self.tried.identity, self.namespace)
 
-    def run(self, request: Request) -> Prefilled | None:
-        """Prefill, blended if there is something to reuse; None if cancelled meanwhile.
-
-        Other requests may use the model while this one waits for the store.
-        """
+    def run(self, request: Request) -> Work[Prefilled | None]:
+        """Prefill, blended if there is something to reuse; None if cancelled meanwhile."""
         is_asked = self.tried.stack is not None and not _is_refused(request)
         chunks = chunks_of(parts_of(request)) if is_asked else {}
-        with (
-            self.store.reads.wanting(chunks),
-            self.queue.turn(chunks, request.cancel) as turn,
-        ):
-            return None if turn is None else self._run(request, turn)
+        with self.store.reads.wanting(chunks):
+            if chunks:
+                yield Turn(chunks)
+            return None if request.cancel.is_set() else (yield from self._run(request))
 
-    def _run(self, request: Request, turn: Turn) -> Prefilled | None:
+    def _run(self, request: Request) -> Work[Prefilled | None]:
         prompt, stack = request.prepared, self.tried.stack
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
-        prefix, told = self._stored_prefix(request), None
+        prefix, told = (yield from self._stored_prefix(request)), None
         asked, parts = _asked(prefix), parts_of(request)
         if stack is not None and not _is_refused(request) and parts:
             chunks = PromptChunks(
                 prompt, self.store, parts, prefix, asked=asked, request_id=request.request_id
             )
-            blended = self._blended(stack, request, chunks, reserve, turn)
+            blended = yield from self._blended(stack, request, chunks, reserve)
             if not isinstance(blended, PrefillReport):
                 return blended
             told = blended
@@ -96,13 +92,13 @@ class Prefiller:
             chunks = PromptChunks(
                 prompt, self.store, (), prefix, asked=told, request_id=request.request_id
             )
-            continued = self._blended(stack, request, chunks, reserve, turn)
+            continued = yield from self._blended(stack, request, chunks, reserve)
             if continued is None:
                 return None
             if isinstance(continued, Prefilled):
                 return _told(continued, told)
             told = _with_times(told, continued)
-        return self._ordinarily(request, reserve, told)
+        return (yield from self._ordinarily(request, reserve, told))
 
     def keep(self, request: Request, prefilled: Prefilled, writer: PrefixWriter) -> None:
         """Queue the prefix of a finished request and its turn of a conversation for the store.
@@ -148,17 +144,19 @@ class Prefiller:
             return None
         return self._prefixes.salted(request.prepared.cache_salt)
 
-    def _stored_prefix(self, request: Request) -> StoredPrefix | None:
-        """Look up the stored blocks of a prompt's prefix."""
+    def _stored_prefix(self, request: Request) -> Work[StoredPrefix | None]:
+        """Look up the stored blocks of a prompt's prefix; None if cancelled meanwhile."""
         names, prompt = self._names(request), request.prepared
         if names is None:
             return None
         # The last token is always computed: it yields the logits.
         before = prompt.token_ids[:-1][: prompt.prefix_end]
-        return StoredPrefix.find(self.store, names.blocks(before))
+        found = self.lookups.submit(StoredPrefix.find, self.store, names.blocks(before))
+        yield [found]
+        return None if request.cancel.is_set() else found.result()
 
-    def compare(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
-        """Compare a blended prompt with full prefill while no request wants the model.
+    def compare(self, request: Request, compared: Compared) -> Work[Comparison | None]:
+        """Compare a blended prompt with full prefill.
 
         Returns None if it can no longer be blended, or if there is no memory for it.
         """
@@ -174,7 +172,7 @@ class Prefiller:
         )
         return None
 
-    def _compared(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
+    def _compared(self, request: Request, compared: Compared) -> Work[Comparison | None]:
         stack, parts = self.tried.stack, parts_of(request)
         chunks = PromptChunks(request.prepared, self.store, parts)
         if stack is None:
@@ -192,7 +190,7 @@ class Prefiller:
             steps = compare(
                 stack, lambda last: stack.logits(last.transpose(0, 1)), compared, blended
             )
-            done = yield from run_when_idle(self.lock, steps)
+            done = yield from while_wanted(steps, Cancellation(), source)
         return done if isinstance(done, Comparison) else None
 
     def _blended(
@@ -201,11 +199,10 @@ class Prefiller:
         request: Request,
         chunks: PromptChunks,
         reserve: int,
-        turn: Turn,
-    ) -> Prefilled | PrefillReport | None:
+    ) -> Work[Prefilled | PrefillReport | None]:
         """Prefill by a blend pass; one that runs out of memory is abandoned and freed."""
         try:
-            return self._run_pass(stack, request, chunks, reserve, turn)
+            return (yield from self._run_pass(stack, request, chunks, reserve))
         except Exception as error:
             lack = lack_of_memory(error)
             if lack is None:
@@ -225,8 +222,7 @@ class Prefiller:
         request: Request,
         chunks: PromptChunks,
         reserve: int,
-        turn: Turn,
-    ) -> Prefilled | PrefillReport | None:
+    ) -> Work[Prefilled | PrefillReport | None]:
         config = request.config
         if not chunks.placed:
             config = BlendConfig(selector="none", recompute_ratio=0.0, cost_model=config.cost_model)
@@ -236,13 +232,15 @@ class Prefiller:
             steps = blended_prefill(
                 stack, chunks, source, config, reserve, controller=self.tried.controller
             )
-            return run_steps(self.lock, steps, request.cancel, source=source, stall=turn.stall)
+            return (yield from while_wanted(steps, request.cancel, source))
 
-    def _ordinarily(self, request: Request, reserve: int, told: PrefillReport) -> Prefilled | None:
+    def _ordinarily(
+        self, request: Request, reserve: int, told: PrefillReport
+    ) -> Work[Prefilled | None]:
         """Serve a prompt by the model's own prefill, and record its duration."""
         ids, controller = request.prepared.token_ids, self.tried.controller
         steps = ordinary_prefill(self.tried.ordinary, ids, reserve, told)
-        done = run_steps(self.lock, steps, request.cancel)
+        done = yield from while_wanted(steps, request.cancel)
         if done is not None and controller is not None:
             work = prefill_cost(controller.costs, len(ids))
             controller.rates.record("prefill", work, done.report.seconds["recompute"])

@@ -16,7 +16,7 @@ from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
 from cacheblend_rag.engines.transformers.compatibility import open_stack
 from cacheblend_rag.engines.transformers.loading import prepare
-from cacheblend_rag.engines.transformers.model_steps import PriorityLock
+from cacheblend_rag.engines.transformers.loop import ModelLoop
 from cacheblend_rag.engines.transformers.ordinary_prefill import (
     OrdinaryPrefill,
     find_ordinary_prefill,
@@ -60,22 +60,23 @@ class WatchedModel:
     def __init__(
         self,
         model: PreTrainedModel,
-        lock: PriorityLock,
+        loop: ModelLoop,
         store: TieredKVStore,
         *,
         name: str | Path | None = None,
     ) -> None:
         """Test the model.
 
-        lock: the model's lock. store: where its KV is kept. name: by which it was loaded, if it
+        loop: runs the model. store: where its KV is kept. name: by which it was loaded, if it
         was. Raises ConfigError when it cannot be run.
         """
         self.model = model
-        self._priority_lock, self._rates = lock, Rates()
+        self._loop, self._rates = loop, Rates()
         self._precision, self._speeds = store.precision, store.speeds
         self._trials: dict[Hashable, TriedModel] = {}
-        with lock.taken():
-            self._use(ModelState.of(model), self._try(_hash_in_files(name, model.dtype)))
+        loop.call(
+            lambda: self._use(ModelState.of(model), self._try(_hash_in_files(name, model.dtype)))
+        )
 
     def tried(self) -> TriedModel:
         """Return the test result for the model's current state; tests it again if it changed.
@@ -83,9 +84,8 @@ class WatchedModel:
         Raises ConfigError when it can no longer be run.
         """
         if not self._is_current(ModelState.of(self.model)):
-            # While a layer is run its weights may be loaded for a moment, so look again in a turn.
-            with self._priority_lock.taken():
-                self._look_again()
+            # While a layer is run its weights may be loaded for a moment: look between steps.
+            self._loop.call(self._look_again)
         return self._tried
 
     def _is_current(self, now: ModelState) -> bool:

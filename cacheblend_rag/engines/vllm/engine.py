@@ -35,7 +35,7 @@ from cacheblend_rag.engines.backend import STOPPED, engine_settings
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.sampling import ModelSampling, ResolvedSampling, warn_of_ignored
 from cacheblend_rag.engines.setup import EngineSetup
-from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
+from cacheblend_rag.engines.stream import Cancellation, Stream
 from cacheblend_rag.engines.turns import config_for, parts_of
 from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, sent_chunk, stored_by
 from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentLeadIn
@@ -212,7 +212,7 @@ class VLLMEngine(Engine):
 
     def _start(self, request: Request) -> Stream[Delta]:
         answer = self._answer(request, self._sent(request))
-        return PushedStream(answer, request.cancel, self.transport.background)
+        return self.transport.background.stream(answer, request.cancel)
 
     def _sent(self, request: Request) -> Sent:
         """Return the request for vLLM: a blend if there is something to reuse."""
@@ -313,7 +313,7 @@ class VLLMEngine(Engine):
         cancel = Cancellation(is_over=lambda: not self.is_open)
         asked = until_over(self._jobs.compare(chunks, compared, request.config), cancel)
         found: Comparison | None = None
-        for result in PushedStream(asked, cancel, self.transport.background):
+        for result in self.transport.background.stream(asked, cancel):
             if isinstance(result, CompareResult):
                 found = Comparison(result.divergence, result.prefill_divergence)
             yield
@@ -339,7 +339,7 @@ class VLLMEngine(Engine):
         self, plans: Sequence[ChunkPlan], cancel: Cancellation, idle: bool = False
     ) -> Iterator[PrecomputeReport]:
         work = self._stored(self._runs(plans), cancel, idle)
-        return iter(PushedStream(work, cancel, self.transport.background))
+        return iter(self.transport.background.stream(work, cancel))
 
     async def _stored(
         self, runs: Sequence[DocumentPlan], cancel: Cancellation, idle: bool

@@ -16,7 +16,7 @@ from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.guard import as_served
 from cacheblend_rag.engines.idle import IdleJob, IdleQueue
 from cacheblend_rag.engines.lifetime import Lifetime
-from cacheblend_rag.engines.stream import Cancellation, PushedStream
+from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.turns import answered_prompt, config_for, hits_of
 from cacheblend_rag.engines.vllm.job_client import JobClient
 from cacheblend_rag.engines.vllm.protocol.job import SentSegment
@@ -148,7 +148,7 @@ class _Keeping:
             self.tokens, self.hits, kept, self.config
         )
         cancel = Cancellation(is_over=self._is_over)
-        for result in PushedStream(until_over(work, cancel), cancel, self.keeper.background):
+        for result in self.keeper.background.stream(until_over(work, cancel), cancel):
             if isinstance(result, Failed):
                 raise EngineUnavailableError(f"vLLM did not keep a turn: {result.error}")
             pairs = zip(self.segments, keys, strict=True)

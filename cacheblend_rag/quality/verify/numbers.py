@@ -132,8 +132,8 @@ def _first_layer(
     """
     greedy = SamplingParams.greedy(max_tokens=1)
     request = engine._request(prompt, greedy, config, full=config is None)
-    prefilled = engine._prefiller.run(engine._renewed(request))
-    if prefilled is None or not isinstance(prefilled.cache, FusedCache):
+    _, prefilled = engine._run(request, engine._prefilled(request))
+    if not isinstance(prefilled.cache, FusedCache):
         raise ConfigError("the KV of a prompt is known of models that can be blended only")
     fused, tokens = prefilled.cache.fused, len(request.prepared.token_ids)
     told = engine._report(request, prefilled.report).reused_tokens

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from cacheblend_rag import BlendPrompt, Chunk, Document, SamplingParams, TransformersEngine
 from cacheblend_rag.engines.guard import reference_of
+from cacheblend_rag.engines.transformers import loop as loop_module
 from cacheblend_rag.engines.transformers import prefiller
-from cacheblend_rag.engines.transformers.model_steps import lock_of
 from cacheblend_rag.report import GuardReport
 from cacheblend_rag.settings import BlendConfig, GuardConfig
 from tests.engines.transformers.conftest import EngineFactory
@@ -42,6 +43,14 @@ def make_guarded(make_engine: EngineFactory) -> Iterator[EngineFactory]:
 
 def asking(*chunks: Chunk, seed: int = 90) -> BlendPrompt:
     return prompt_of(words(5, seed), *(part for chunk in chunks for part in (chunk, "w7")), "w9")
+
+
+@contextmanager
+def never_idle() -> Iterator[None]:
+    """No model counts as idle meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop_module, "QUIET_SECONDS", PATIENCE)
+        yield
 
 
 def settled(engine: TransformersEngine) -> GuardReport:
@@ -137,10 +146,10 @@ def test_without_a_reference_nothing_is_concluded(make_guarded: EngineFactory) -
     assert (report.unknown, report.compared, report.excess) == (1, 0, 0.0)
 
 
-def test_nothing_is_compared_while_a_request_has_the_model(make_guarded: EngineFactory) -> None:
+def test_nothing_is_compared_before_the_model_is_idle(make_guarded: EngineFactory) -> None:
     engine, chunks = make_guarded(), [Chunk(words(40, 3))]
     engine.precompute(chunks, progress=False)
-    with lock_of(engine.model).taken():
+    with never_idle():
         engine.generate(asking(*chunks), GREEDY)
         time.sleep(0.2)
         assert (engine.guard_report().waiting, engine.guard_report().compared) == (1, 0)
@@ -151,7 +160,7 @@ def test_waiting_prompts_are_bounded_and_go_with_the_engine(make_guarded: Engine
     config = GuardConfig(sample_share=1.0, most_waiting=2, most_tokens=100)
     engine, chunks = make_guarded(config), [Chunk(words(40, 3))]
     engine.precompute(chunks, progress=False)
-    with lock_of(engine.model).taken():
+    with never_idle():
         for seed in range(5):
             engine.generate(asking(*chunks, seed=seed), GREEDY)
         time.sleep(0.1)
@@ -167,7 +176,7 @@ def test_evicted_chunks_are_dropped_and_other_work_is_not_sampled(
 ) -> None:
     engine, chunks = make_guarded(), [Chunk(words(40, 3))]
     engine.precompute(chunks, progress=False)
-    with lock_of(engine.model).taken():
+    with never_idle():
         engine.generate(asking(*chunks), GREEDY)
         engine.generate_full(asking(*chunks), GREEDY)
         engine.generate(asking(*chunks), GREEDY, config=engine.config.with_ratio(1.0))
@@ -180,7 +189,7 @@ def test_evicted_chunks_are_dropped_and_other_work_is_not_sampled(
 def test_changed_weights_void_a_comparison(make_guarded: EngineFactory) -> None:
     engine, chunks = make_guarded(with_model=make_model("llama")), [Chunk(words(40, 3))]
     engine.precompute(chunks, progress=False)
-    with lock_of(engine.model).taken():
+    with never_idle():
         engine.generate(asking(*chunks), GREEDY)
         with torch.no_grad():
             next(engine.model.parameters()).mul_(1.5)

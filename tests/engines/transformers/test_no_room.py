@@ -25,6 +25,7 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.engines.transformers import prefiller as prefiller_module
+from cacheblend_rag.engines.transformers.loop import loop_of
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import blended_prefill
 from cacheblend_rag.kv.tiers import disk
@@ -82,6 +83,17 @@ def no_collection() -> Iterator[None]:
             yield
     finally:
         gc.enable()
+
+
+@contextmanager
+def run_on(device: RefusingDevice, engine: TransformersEngine) -> Iterator[None]:
+    """Have all of a model's work be on such a device."""
+    loop = loop_of(engine.model)
+    loop.call(device.__enter__)
+    try:
+        yield
+    finally:
+        loop.call(lambda: device.__exit__(None, None, None))
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, device: RefusingDevice) -> None:
@@ -165,7 +177,8 @@ def test_ordinary_prefill_without_memory_is_one_line(engine: TransformersEngine,
     """At its begin, and in its midst; nothing of it is left, and the next request is served."""
     with pytest.MonkeyPatch.context() as patch:
         buffers = Buffers(patch)
-        with no_collection(), RefusingDevice(nth) as device:
+        device = RefusingDevice(nth)
+        with no_collection(), run_on(device, engine):
             with pytest.raises(OutOfMemoryError) as caught:
                 engine.generate_full(PROMPT, SHORT)
             assert device.refused == 1
@@ -185,7 +198,8 @@ def test_decoding_without_memory_is_one_line(
     many = SamplingParams(max_tokens=3 * reserve)
     whole = engine.generate_full("w5 w6", many).text
     pieces: list[str] = []
-    with RefusingDevice(most=40_000), pytest.raises(OutOfMemoryError, match="lower max_tokens"):
+    device = RefusingDevice(most=40_000)
+    with run_on(device, engine), pytest.raises(OutOfMemoryError, match="lower max_tokens"):
         pieces.extend(delta.text for delta in engine.stream("w5 w6", many))
     assert reserve // 2 < len(pieces) <= reserve + 1
     assert whole.startswith("".join(pieces))
@@ -228,7 +242,8 @@ def test_a_document_without_room_is_refused_and_the_others_stored(
     engine = make_engine(with_model=small, lead_in=lead_in)
     long = Document("long", tuple(words(200, n) for n in range(3)), separator=" ")
     short = [Document(f"d{n}", (words(9, n), words(8, 50 + n)), separator=" ") for n in range(2)]
-    with RefusingDevice(most=100_000) as device:  # hidden states of 390 tokens
+    device = RefusingDevice(most=100_000)
+    with run_on(device, engine):  # hidden states of 390 tokens
         report = engine.precompute([short[0], long, short[1]], progress=False)
     assert device.refused
     assert report.computed == 4

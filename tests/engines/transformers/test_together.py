@@ -1,8 +1,10 @@
-"""Requests that decode at the same time share forward passes, and nothing else."""
+"""Requests that are at work at the same time share forward passes and reads, and nothing else."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,12 +16,23 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cacheblend_rag import Chunk, OutOfMemoryError, SamplingParams, TransformersEngine
-from cacheblend_rag.engines.answer import Delta, Generation
-from cacheblend_rag.engines.transformers import batched_decode, cache, scheduler
+from cacheblend_rag import (
+    Chunk,
+    OutOfMemoryError,
+    SamplingParams,
+    TieredKVStore,
+    TransformersEngine,
+)
+from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.batch_order import MOST_TOGETHER
+from cacheblend_rag.engines.transformers import cache, decode_step
+from cacheblend_rag.engines.transformers import loop as loop_module
 from cacheblend_rag.engines.transformers import prefiller as prefiller_module
+from cacheblend_rag.engines.transformers.loop import loop_of
+from cacheblend_rag.kv import HostTier
 from cacheblend_rag.text.prompt import BlendPrompt
 from tests.engines.transformers.conftest import EngineFactory
+from tests.kv.samples import SlowTier, until
 from tests.models import make_model, prompt_of, words
 
 PATIENCE = 60.0
@@ -67,28 +80,23 @@ def engine(make_engine: EngineFactory) -> Iterator[TransformersEngine]:
     engine.close()
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, a step waits for all that took part in the last one."""
-    monkeypatch.setattr(scheduler, "LEAST_PATIENCE_SECONDS", PATIENCE)
-    monkeypatch.setattr(scheduler, "MOST_PATIENCE_SECONDS", PATIENCE)
-
-
 def in_threads(works: Sequence[Callable[[], Any]]) -> list[Any]:
     with ThreadPoolExecutor(len(works)) as pool:
         return [done.result(PATIENCE) for done in [pool.submit(work) for work in works]]
 
 
-def last_of(stream: Iterator[Delta]) -> Generation:
-    *_, last = stream
-    return cast(Generation, last.generation)
+def asked_at_once(works: Sequence[Callable[[], Any]], model: PreTrainedModel) -> list[Any]:
+    """What they return, if all of them ask before the model runs a step."""
+    loop, begun = loop_of(model), threading.Event()
 
+    def stand() -> None:
+        begun.set()
+        until(lambda: loop._mail.qsize() >= len(works), PATIENCE)
 
-def decoded(streams: Sequence[Iterator[Delta]]) -> list[Generation]:
-    """Prefill the requests one after another, then decode each in a thread of its own."""
-    for stream in streams:
-        next(stream)
-    return in_threads([partial(last_of, stream) for stream in streams])
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(loop.call, stand)
+        assert begun.wait(PATIENCE)
+        return in_threads(works)
 
 
 def alone(
@@ -97,7 +105,6 @@ def alone(
     return [engine.generate(prompt, sampling).token_ids for prompt in prompts]
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_batch_takes_as_many_passes_as_one_answer(
     engine: TransformersEngine, steps: Steps
 ) -> None:
@@ -113,7 +120,6 @@ def test_a_batch_takes_as_many_passes_as_one_answer(
         assert answer.report.seconds.decode > 0
 
 
-@pytest.mark.usefixtures("patient")
 def test_each_request_keeps_its_own_sampling(engine: TransformersEngine, steps: Steps) -> None:
     asked = [
         (PROMPTS[0], SamplingParams(max_tokens=9, temperature=0.9, seed=3)),
@@ -125,7 +131,8 @@ def test_each_request_keeps_its_own_sampling(engine: TransformersEngine, steps: 
     asked.append((PROMPTS[4], SamplingParams(max_tokens=30, temperature=0.0, stop=text[40:45])))
     wanted = [engine.generate(*one) for one in asked]
     assert wanted[-1].finish_reason == "stop"
-    found = decoded([engine.stream(*one) for one in asked])
+    steps.sizes.clear()
+    found = asked_at_once([partial(engine.generate, *one) for one in asked], engine.model)
     assert [(a.token_ids, a.text, a.finish_reason) for a in found] == [
         (a.token_ids, a.text, a.finish_reason) for a in wanted
     ]
@@ -148,27 +155,11 @@ def test_a_request_joins_while_another_decodes(engine: TransformersEngine, steps
     assert max(steps.sizes) == 2
 
 
-def test_a_slow_reader_holds_up_nobody(engine: TransformersEngine, steps: Steps) -> None:
+def test_a_slow_reader_holds_up_nobody(engine: TransformersEngine) -> None:
     """Others go on while it does not read; its own answer is as it would be."""
     wanted = alone(engine, PROMPTS[:2], greedy())
     slow = engine.stream(PROMPTS[0], greedy())
     pieces = [next(slow)]
-    begun, both = threading.Event(), threading.Event()
-    steps.sizes.clear()
-
-    def see() -> None:
-        begun.set()
-        if steps.sizes[-1] == 2:
-            both.set()
-
-    steps.seen = see
-
-    def read() -> None:
-        assert begun.wait(PATIENCE)
-        while not both.is_set():
-            pieces.append(next(slow))
-
-    in_threads([read, lambda: engine.generate(PROMPTS[1], greedy(LONG))])
     assert engine.generate(PROMPTS[1], greedy()).token_ids == wanted[1], "while it is not read"
     pieces.extend(slow)
     answer = cast(Generation, pieces[-1].generation)
@@ -181,23 +172,22 @@ def test_a_cancelled_request_disturbs_nobody(engine: TransformersEngine, steps: 
     cancel = threading.Event()
     steps.sizes.clear()
     steps.seen = lambda: cancel.set() if max(steps.sizes) > 1 else None
-    *others, cancelled = decoded([
-        *(engine.stream(prompt, greedy(60)) for prompt in PROMPTS[:2]),
-        engine.stream(PROMPTS[2], greedy(LONG), cancel=cancel),
-    ])  # fmt: skip
+    works = [partial(engine.generate, prompt, greedy(60)) for prompt in PROMPTS[:2]]
+    works.append(partial(engine.generate, PROMPTS[2], greedy(LONG), cancel=cancel))
+    *others, cancelled = asked_at_once(works, engine.model)
     assert [answer.token_ids for answer in others] == wanted
     assert cancelled.finish_reason == "cancelled"
     assert 0 < len(cancelled.token_ids) < LONG
 
 
-def refuse_growth(monkeypatch: pytest.MonkeyPatch, *, also_alone: bool) -> list[int]:
-    """Let there be no memory for larger caches, or only in the main thread; returns sizes asked."""
+def refuse_growth(monkeypatch: pytest.MonkeyPatch, refused: Callable[[], bool]) -> list[int]:
+    """Let there be no memory for larger caches while it is refused; returns sizes asked."""
     asked: list[int] = []
     grow = cache._grow
 
     def failing(fused: Any, tokens: int) -> None:
         asked.append(tokens)
-        if also_alone or threading.current_thread() is not threading.main_thread():
+        if refused():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         grow(fused, tokens)
 
@@ -211,19 +201,14 @@ def test_a_request_that_fails_fails_alone(
 ) -> None:
     """Only the longest has to grow its cache, for which there is no memory."""
     wanted = alone(engine, PROMPTS[:3], greedy(8))
-    asked = refuse_growth(monkeypatch, also_alone=True)
-
-    *streams, failing = [
-        engine.stream(prompt, greedy(8 if n < 3 else 60)) for n, prompt in enumerate(PROMPTS[:4])
-    ]
-    for stream in (*streams, failing):
-        next(stream)
+    asked = refuse_growth(monkeypatch, lambda: True)
 
     def fail() -> None:
         with pytest.raises(OutOfMemoryError, match="lower max_tokens"):
-            list(failing)
+            engine.generate(PROMPTS[3], greedy(60))
 
-    *found, _ = in_threads([*(partial(last_of, stream) for stream in streams), fail])
+    works = [partial(engine.generate, prompt, greedy(8)) for prompt in PROMPTS[:3]]
+    *found, _ = asked_at_once([*works, fail], engine.model)
     assert asked
     assert [answer.token_ids for answer in found] == wanted
 
@@ -231,31 +216,38 @@ def test_a_request_that_fails_fails_alone(
 def test_a_batch_answers_again_what_found_no_memory_beside_the_others(
     engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are answered again are alone, in the thread that asked."""
     wanted = alone(engine, PROMPTS[:3], greedy())
-    asked = refuse_growth(monkeypatch, also_alone=False)
+    begun, start = list[object](), engine._start
+
+    def noted(request: Any) -> Any:
+        begun.append(request)
+        return start(request)
+
+    monkeypatch.setattr(engine, "_start", noted)
+    asked = refuse_growth(monkeypatch, lambda: len(begun) <= 3)
     answers = engine.generate_batch(PROMPTS[:3], greedy())
     assert [answer.token_ids for answer in answers] == wanted
     assert len(asked) > 3
+    assert len(begun) == 6
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_step_that_fails_is_run_in_smaller_batches(
     engine: TransformersEngine, steps: Steps, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     wanted = alone(engine, PROMPTS[:4], greedy())
     steps.sizes.clear()
-    monkeypatch.setattr(engine._scheduler, "_has_warned", False)
+    monkeypatch.setattr(decode_step, "_told", set())
+    decode_batch = decode_step.decode_batch
     tried: list[int] = []
 
     def small(stack: Any, caches: Sequence[Any], token_ids: Sequence[int]) -> Tensor:
         tried.append(len(caches))
         if len(caches) > 2:
             raise ValueError("odd")
-        return batched_decode.decode_batch(stack, caches, token_ids)
+        return decode_batch(stack, caches, token_ids)
 
-    monkeypatch.setattr(scheduler, "decode_batch", small)
+    monkeypatch.setattr(decode_step, "decode_batch", small)
     answers = engine.generate_batch(PROMPTS[:4], greedy())
     assert [answer.token_ids for answer in answers] == wanted
     assert max(tried) == 4
@@ -264,39 +256,6 @@ def test_a_step_that_fails_is_run_in_smaller_batches(
     assert len(told) == 1
 
 
-@pytest.mark.usefixtures("patient")
-def test_when_the_thread_that_runs_the_model_is_interrupted_another_one_does(
-    engine: TransformersEngine, steps: Steps
-) -> None:
-    wanted = alone(engine, PROMPTS[:3], greedy())
-    steps.sizes.clear()
-    interrupted: list[int] = []
-
-    def interrupt() -> None:
-        if steps.sizes[-1] == 3 and not interrupted:
-            interrupted.append(threading.get_ident())
-            raise KeyboardInterrupt
-
-    steps.seen = interrupt
-
-    streams = [engine.stream(prompt, greedy()) for prompt in PROMPTS[:3]]
-    for stream in streams:
-        next(stream)
-
-    def read(stream: Iterator[Delta]) -> tuple[int, ...] | None:
-        try:
-            return last_of(stream).token_ids
-        except KeyboardInterrupt:
-            assert interrupted == [threading.get_ident()]
-            return None
-
-    found = in_threads([partial(read, stream) for stream in streams])
-    assert interrupted
-    assert found.count(None) == 1
-    assert all(one in (None, own) for one, own in zip(found, wanted, strict=True))
-
-
-@pytest.mark.usefixtures("patient")
 def test_engines_around_one_model_share_passes(
     engine: TransformersEngine, make_engine: EngineFactory, steps: Steps
 ) -> None:
@@ -305,7 +264,8 @@ def test_engines_around_one_model_share_passes(
     asked = [(engine, PROMPTS[0]), (other, PROMPTS[1])]
     wanted = [one.generate(prompt, greedy()).token_ids for one, prompt in asked]
     steps.sizes.clear()
-    found = decoded([one.stream(prompt, greedy()) for one, prompt in asked])
+    works = [partial(one.generate, prompt, greedy()) for one, prompt in asked]
+    found = asked_at_once(works, engine.model)
     assert [answer.token_ids for answer in found] == wanted
     assert steps.sizes == [2] * (TOKENS - 1)
     other.close()
@@ -331,3 +291,63 @@ def test_requests_of_two_adapters_decode_at_once(make_engine: EngineFactory) -> 
 
     assert after_change(beside=True) == after_change(beside=False)
     engine.close()
+
+
+def slowly(
+    make_engine: EngineFactory, near: Sequence[Chunk], far: Sequence[Chunk], memory: HostTier
+) -> tuple[TransformersEngine, SlowTier, threading.Event]:
+    """An engine that finds chunks in memory, or in a tier that waits for an event."""
+    writer = make_engine(recompute_ratio=0.0)
+    writer.precompute([*near, *far], progress=False)
+    may_read = threading.Event()
+    slow = SlowTier(lambda: may_read.wait(PATIENCE))
+    for chunk in (*near, *far):
+        kv = writer.store.get(writer.key(chunk)).kv
+        assert kv is not None
+        TieredKVStore([memory if chunk in near else slow]).put(writer.key(chunk), kv)
+    engine = make_engine(store=TieredKVStore([memory, slow]), recompute_ratio=0.0)
+    engine.register([*near, *far])
+    return engine, slow, may_read
+
+
+def test_threads_read_what_they_share_once(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as many threads as are prefilled at a time; memory keeps nothing of what was read."""
+    monkeypatch.setattr(loop_module, "STALLED_SECONDS", PATIENCE)
+    shared, *others = (Chunk(words(40, seed)) for seed in range(1 + 2 * MOST_TOGETHER))
+    engine, slow, may_read = slowly(make_engine, [], [shared, *others], HostTier(1))
+    prompts = [prompt_of(words(5, turn), shared, own, "w9") for turn, own in enumerate(others)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [pool.submit(engine.generate, prompt, greedy(2)) for prompt in prompts]
+        assert until(lambda: len(loop_of(engine.model)._queue) == MOST_TOGETHER, PATIENCE)
+        may_read.set()
+        answers = [one.result(PATIENCE) for one in asked]
+    assert all(chunk.hit for answer in answers for chunk in answer.report.chunks)
+    assert slow.keys.count(engine.key(shared)) == 1
+
+
+def test_a_store_that_hangs_keeps_no_other_prompt_from_its_turn(
+    make_engine: EngineFactory,
+) -> None:
+    """As many prompts as may be prefilled at a time wait for a tier; one in memory is answered."""
+    near, *far = (Chunk(words(40, seed)) for seed in range(1 + MOST_TOGETHER))
+    engine, slow, may_read = slowly(make_engine, [near], far, HostTier())
+    with ThreadPoolExecutor(len(far)) as pool:
+        asked = [pool.submit(engine.generate, prompt_of("w1", one, "w9"), greedy(2)) for one in far]
+        assert until(lambda: len(slow.keys) == len(far), PATIENCE)
+        assert engine.generate(prompt_of("w1", near, "w9"), greedy(2)).report.chunks[0].hit
+        assert not any(one.done() for one in asked)
+        may_read.set()
+        assert all(one.result(PATIENCE).report.chunks[0].hit for one in asked)
+
+
+def test_an_engine_that_is_dropped_frees_its_model(make_engine: EngineFactory) -> None:
+    """Without being closed, and while one of its streams is not read to its end."""
+    engine = make_engine(with_model=make_model("llama"))
+    engine.generate(PROMPTS[0], greedy(4))
+    stream = engine.stream(PROMPTS[1], greedy(LONG))
+    next(stream)
+    gone = weakref.ref(engine.model)
+    del engine, stream
+    assert until(lambda: not gc.collect() and gone() is None, PATIENCE)

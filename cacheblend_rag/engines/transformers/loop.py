@@ -1,0 +1,345 @@
+"""One thread runs a model, for all engines around it, in steps: of prompts, of answers, idle ones.
+
+Each request is a generator (``Work``) that runs in this thread. What it yields says what it needs
+before it goes on: its turn among the prompts, what is being read for it, or a decode step, which is
+run together with those of all other answers. Prompts take turns, a step each. Streams get a token
+after every such step; whoever wants a whole answer waits until the prompts that had come by then
+are prefilled, so that their answers are decoded together. Idle work is run while no request is
+there. Other threads wait for results, and never run the model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from time import monotonic
+from types import TracebackType
+from typing import Any, TypeAlias, TypeVar, cast
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag.blend.attention import without_cudnn
+from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.engines.batch_order import MOST_TOGETHER, Chunks, OverlapQueue
+from cacheblend_rag.engines.lifetime import ITS_OWN_THREAD, working
+from cacheblend_rag.engines.stream import Cancellation
+from cacheblend_rag.engines.transformers.decode_step import DecodeStep, run_steps
+from cacheblend_rag.errors import ConfigError
+
+PATIENCE_SECONDS = 0.05
+"""Seconds between checks whether a request that waits for its chunks was cancelled."""
+STALLED_SECONDS = 0.5
+"""Seconds of waiting for its chunks after which no other request waits for a prompt."""
+QUIET_SECONDS = 0.02
+"""Seconds without a request after which idle work is run; who asks again pauses for less."""
+END: Any = object()
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a prompt with chunks needs first: that few others are being prefilled."""
+
+    chunks: Chunks
+
+
+Need: TypeAlias = Turn | DecodeStep | Sequence[Future[Any]]
+"""What has to be there before work goes on; futures have to be done."""
+Work: TypeAlias = Generator[Need, None, T]
+"""Work in steps; it is resumed before its need is met once it is cancelled, which it must see."""
+NOTHING: Need = ()
+
+
+@dataclass(eq=False)
+class _Task:
+    """Work in the loop.
+
+    streamed: whether its pieces are wanted as they come. number: in the order of arrival. since:
+    when its need came up. has_turn: whether it is one of the prompts that are prefilled at a time.
+    behind: the number of the last prompt that had come when its own was prefilled.
+    """
+
+    work: Work[Any]
+    cancel: Cancellation
+    streamed: bool = False
+    is_idle: bool = False
+    done: Future[Any] = field(default_factory=Future)
+    number: int = 0
+    need: Need = NOTHING
+    since: float = 0.0
+    has_turn: bool = False
+    behind: int | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether what it waits for has been read."""
+        return all(future.done() for future in cast("Sequence[Future[Any]]", self.need))
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether it waits so long for its chunks that no other request waits for it."""
+        return not self.is_ready and monotonic() > self.since + STALLED_SECONDS
+
+
+_loops: WeakKeyDictionary[PreTrainedModel, ModelLoop] = WeakKeyDictionary()
+_loops_lock = threading.Lock()
+
+
+def loop_of(model: PreTrainedModel) -> ModelLoop:
+    """Return the loop of all engines around a model, whose thread ends with the model."""
+    with _loops_lock:
+        if (loop := _loops.get(model)) is None:
+            loop = _loops[model] = ModelLoop()
+            finalize(model, loop.stop)
+        return loop
+
+
+class ModelLoop:
+    """The thread that runs a model; it begins with the first work.
+
+    It refers to nothing of a model or an engine while it has no work of theirs.
+    """
+
+    def __init__(self) -> None:
+        self._mail: SimpleQueue[_Task | None] = SimpleQueue()
+        self._starting, self._is_over = threading.Lock(), False
+        self._thread: threading.Thread | None = None
+        # In the thread:
+        self._came = self._requests = 0
+        self._left_at = -QUIET_SECONDS
+        self._queue = OverlapQueue[_Task]()
+        self._prompts, self._idle = deque[_Task](), deque[_Task]()
+        self._decoding: list[_Task] = []
+
+    # For other threads
+
+    def begin(
+        self, work: Work[T], cancel: Cancellation, *, streamed: bool = False, idle: bool = False
+    ) -> Future[T]:
+        """Begin work; returns its result, once it is there.
+
+        Args:
+            work: is cancelled by ``cancel``; idle work is then closed.
+            cancel: stops it.
+            streamed: whether its pieces are wanted as they come.
+            idle: whether it is run only while no request is there.
+
+        Raises:
+            ConfigError: in the loop's own thread, which would wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise ConfigError(ITS_OWN_THREAD)
+        task = _Task(work, cancel, streamed, idle)
+        task.done.set_running_or_notify_cancel()  # nobody can cancel it but by ``cancel``
+        self._start()
+        self._mail.put(task)
+        return task.done
+
+    def run(self, work: Work[T], cancel: Cancellation) -> T:
+        """Return the result of work; interrupting the caller ends it."""
+        done = self.begin(work, cancel)
+        try:
+            return done.result()
+        except BaseException:
+            cancel.set()
+            wait([done])
+            raise
+        finally:
+            del done  # whose error refers to this frame: a circle
+
+    def call(self, step: Callable[[], T]) -> T:
+        """Return what a single step returns; in the loop's own thread, it is run at once."""
+        if threading.current_thread() is self._thread:
+            return step()
+        return self.run(_single(step), Cancellation())
+
+    def when_idle(self, work: Work[T]) -> Steps[T]:
+        """Run work while no request is there; yields while it goes on, closing this ends it."""
+        cancel = Cancellation()
+        done = self.begin(work, cancel, idle=True)
+        try:
+            while not wait([done], PATIENCE_SECONDS).done:
+                yield
+            return done.result()
+        finally:
+            cancel.set()
+            self._wake()
+            wait([done])
+            del done
+
+    def each(self, items: Iterator[T], *, idle: bool = False) -> Iterator[T | None]:
+        """Yield items, each made by a step; idle: while no request is there, and None meanwhile."""
+        while True:
+            step = partial(next, items, END)
+            item = (yield from self.when_idle(_single(step))) if idle else self.call(step)
+            if item is END:
+                return
+            yield item
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is there, nor was a moment ago."""
+        return self._mail.empty() and not self._requests and self._quiet_in() <= 0
+
+    def stop(self) -> None:
+        """End the thread; what it has not done is left."""
+        self._is_over = True
+        self._wake()
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="cacheblend-model", daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def _wake(self, _: object = None) -> None:
+        self._mail.put(None)
+
+    # In the thread
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while not self._is_over:
+                with working(), without_cudnn():
+                    did_something = self._turn()
+                if not did_something:
+                    self._wait()
+
+    def _turn(self) -> bool:
+        """Run a step of a prompt and a decode step, or a step of idle work, if there is one."""
+        self._receive()
+        self._end_cancelled()
+        self._give_turns()
+        prompt = _taken_ready(self._prompts)
+        if prompt is not None:
+            self._advance(prompt)
+        if self._decoding and (prompt is None or self._must_decode()):
+            self._decode()
+            return True
+        if prompt is None and not self._requests and self._quiet_in() <= 0:
+            prompt = _taken_ready(self._idle)
+            if prompt is not None:
+                self._advance(prompt)
+        return prompt is not None
+
+    def _wait(self) -> None:
+        """Wait for mail, and no longer than until something may have to be done."""
+        seconds = None
+        if self._requests:
+            seconds = PATIENCE_SECONDS
+        elif self._idle:
+            seconds = quiet if (quiet := self._quiet_in()) > 0 else PATIENCE_SECONDS
+        with suppress(Empty):
+            self._take(self._mail.get(timeout=seconds))
+
+    def _receive(self) -> None:
+        while not self._mail.empty():
+            self._take(self._mail.get())
+
+    def _take(self, task: _Task | None) -> None:
+        if task is not None:
+            self._came += 1
+            self._requests += not task.is_idle
+            task.number = self._came
+            self._place(task)
+
+    def _place(self, task: _Task) -> None:
+        """Let a task wait for what it needs."""
+        need, task.since = task.need, monotonic()
+        if isinstance(need, Turn):
+            self._queue.add(task, need.chunks)
+        elif isinstance(need, DecodeStep):
+            if task.behind is None:
+                task.behind, task.has_turn = self._came, False
+            self._decoding.append(task)
+        else:
+            (self._idle if task.is_idle else self._prompts).append(task)
+            for future in need:
+                if not future.done():
+                    future.add_done_callback(self._wake)
+
+    def _give_turns(self) -> None:
+        """Let the next prompts begin, as long as few enough are prefilled at a time."""
+        begun = sum(task.has_turn and not task.is_stalled for task in self._prompts)
+        for _ in range(min(MOST_TOGETHER - begun, len(self._queue))):
+            task = self._queue.pop()
+            task.has_turn, task.need = True, NOTHING
+            self._prompts.append(task)
+
+    def _end_cancelled(self) -> None:
+        """Resume requests that are cancelled, whatever they need, and close such idle work."""
+        for waiting in (self._prompts, self._decoding, self._queue):
+            for task in [task for task in waiting if task.cancel.is_set()]:
+                waiting.remove(task)
+                self._advance(task)
+        for task in [task for task in self._idle if task.cancel.is_set()]:
+            self._idle.remove(task)
+            try:
+                task.work.close()
+                task.done.set_result(None)
+            except BaseException as error:
+                task.done.set_exception(error)
+
+    def _must_decode(self) -> bool:
+        """Whether an answer must not wait any longer for prompts to be prefilled."""
+        at_work = [task for task in self._prompts if not task.is_stalled]
+        oldest = min((task.number for task in (*at_work, *self._queue)), default=0)
+        return any(task.streamed or (task.behind or 0) < oldest for task in self._decoding)
+
+    def _decode(self) -> None:
+        """Run a decode step of all answers."""
+        decoding, self._decoding = self._decoding, []
+        run_steps([task.need for task in decoding if isinstance(task.need, DecodeStep)])
+        for task in decoding:
+            self._advance(task)
+
+    def _advance(self, task: _Task) -> None:
+        """Run work up to what it needs next, or to its end."""
+        task.need = NOTHING  # so that nothing here holds the KV of work that fails
+        try:
+            task.need = next(task.work)
+        except StopIteration as done:
+            self._leave(task)
+            task.done.set_result(done.value)
+        except BaseException as error:
+            self._leave(task)
+            # Without this frame, whose task holds the error: that would be a circle.
+            own = cast(TracebackType, error.__traceback__)
+            task.done.set_exception(error.with_traceback(own.tb_next))
+            del own
+        else:
+            self._place(task)
+
+    def _leave(self, task: _Task) -> None:
+        if not task.is_idle:
+            self._requests, self._left_at = self._requests - 1, monotonic()
+
+    def _quiet_in(self) -> float:
+        """Return the seconds until idle work may be run, if no request comes."""
+        return self._left_at + QUIET_SECONDS - monotonic()
+
+
+def _taken_ready(tasks: deque[_Task]) -> _Task | None:
+    """Take the first task whose need is met; those before it go behind the others."""
+    for _ in range(len(tasks)):
+        task = tasks.popleft()
+        if task.is_ready:
+            return task
+        tasks.append(task)
+    return None
+
+
+def _single(step: Callable[[], T]) -> Work[T]:
+    """Return work of a single step."""
+    yield from ()
+    return step()

@@ -1,0 +1,326 @@
+"""The thread that runs a model, by itself: what it runs when, who waits, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cacheblend_rag.engines.batch_order import MOST_TOGETHER, Chunks
+from cacheblend_rag.engines.stream import Cancellation
+from cacheblend_rag.engines.transformers import loop as loop_module
+from cacheblend_rag.engines.transformers.decode_step import DecodeStep
+from cacheblend_rag.engines.transformers.loop import NOTHING, ModelLoop, Turn, Work, loop_of
+from cacheblend_rag.errors import ConfigError
+from tests.kv.samples import make_key, until
+
+PATIENCE = 60.0
+NEVER: Future[Any] = Future()
+
+
+class Alone:
+    """How a model decodes that takes one text at a time; fails after a token -1."""
+
+    stack = None
+    decodes_batches = False
+
+    def decode(self, cache: object, token_ids: Sequence[int]) -> Tensor:
+        if token_ids[-1] == -1:
+            raise OSError("no logits")
+        return torch.tensor([[float(token_ids[-1])]])
+
+
+@pytest.fixture
+def loop() -> Iterator[ModelLoop]:
+    loop = ModelLoop()
+    yield loop
+    loop.stop()
+
+
+@contextmanager
+def standing_still(loop: ModelLoop) -> Iterator[None]:
+    """Let a loop do nothing while work comes, so that all of it is there at once."""
+    begun, go_on = Event(), Event()
+
+    def stand() -> None:
+        begun.set()
+        go_on.wait(PATIENCE)
+
+    thread = Thread(target=loop.call, args=(stand,))
+    thread.start()
+    assert begun.wait(PATIENCE)
+    try:
+        yield
+    finally:
+        go_on.set()
+        thread.join(PATIENCE)
+
+
+def prompt(log: list[str], name: str, steps: int, *needs: Any) -> Work[str]:
+    """Needs what it needs, then so many steps."""
+    yield from needs
+    for _ in range(steps):
+        log.append(name)
+        yield NOTHING
+    return name
+
+
+def answer(log: list[str], name: str, steps: int, tokens: int) -> Work[list[int]]:
+    """A prompt of so many steps, then an answer of so many tokens."""
+    yield from prompt(log, name, steps)
+    ids = [0]
+    for token in range(1, tokens + 1):
+        step = DecodeStep(Alone(), None, ids)
+        yield step
+        assert step.take().item() == ids[-1]
+        log.append(name.upper())
+        ids.append(token)
+    return ids
+
+
+def chunks(*numbers: int) -> Chunks:
+    return {make_key(number): 10 for number in numbers}
+
+
+def begun(loop: ModelLoop, *works: Work[Any], **options: Any) -> list[Future[Any]]:
+    with standing_still(loop):
+        return [loop.begin(work, Cancellation(), **options) for work in works]
+
+
+def results(futures: Sequence[Future[Any]]) -> list[Any]:
+    return [one.result(PATIENCE) for one in futures]
+
+
+def test_prompts_take_turns_and_a_stream_gets_a_token_after_each(loop: ModelLoop) -> None:
+    log: list[str] = []
+    with standing_still(loop):
+        stream = loop.begin(answer(log, "s", 0, 4), Cancellation(), streamed=True)
+        others = [loop.begin(prompt(log, name, 2), Cancellation()) for name in "ab"]
+    assert stream.result(PATIENCE) == [0, 1, 2, 3, 4]
+    assert results(others) == ["a", "b"]
+    assert "".join(log) == "SaSbSaSb"
+
+
+def test_whole_answers_wait_for_the_prompts_that_came_before_and_for_no_later_ones(
+    loop: ModelLoop,
+) -> None:
+    log: list[str] = []
+    first = begun(loop, answer(log, "a", 1, 3), answer(log, "b", 4, 3))
+    results(first)
+    assert "".join(log) == "abbbb" + 3 * "AB"
+    log.clear()
+
+    def with_a_later_one() -> Work[list[int]]:
+        ids = yield from answer(log, "c", 1, 1)
+        later.append(loop_begin(prompt(log, "d", 6)))
+        yield from answer(log, "c", 0, 3)
+        return ids
+
+    later: list[Future[Any]] = []
+    loop_begin = lambda work: begin_from_outside(loop, work)  # noqa: E731
+    results(begun(loop, with_a_later_one()))
+    results(later)
+    assert "".join(log).startswith("cC")
+    assert "".join(log).count("dC") >= 2, "both go on"
+
+
+def begin_from_outside(loop: ModelLoop, work: Work[Any]) -> Future[Any]:
+    """Begin work in another thread, while the loop waits for that."""
+    made: list[Future[Any]] = []
+    thread = Thread(target=lambda: made.append(loop.begin(work, Cancellation())))
+    thread.start()
+    thread.join(PATIENCE)
+    return made[0]
+
+
+def test_a_few_prompts_with_chunks_begin_at_a_time_those_that_share_first(
+    loop: ModelLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "MOST_TOGETHER", 1)
+    log: list[str] = []
+    wanted = {"a": (1, 2), "b": (7,), "c": (2,), "d": (1, 2)}
+    works = [prompt(log, name, 2, Turn(chunks(*one))) for name, one in wanted.items()]
+    results(begun(loop, *works, prompt(log, "x", 1)))
+    assert "".join(log).replace("x", "") == "aaddccbb"
+    assert log.index("x") < 3, "without chunks there is no turn to wait for"
+
+
+def test_a_prompt_that_waits_long_for_its_chunks_lets_another_begin(
+    loop: ModelLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "STALLED_SECONDS", 0.1)
+    log: list[str] = []
+    read: Future[Any] = Future()
+    hanging = [prompt(log, "h", 1, Turn(chunks(1)), [read]) for _ in range(MOST_TOGETHER)]
+    *waiting, other = begun(loop, *hanging, prompt(log, "o", 1, Turn(chunks(2))))
+    assert other.result(PATIENCE) == "o"
+    assert log == ["o"]
+    read.set_result(None)
+    assert results(waiting) == ["h"] * MOST_TOGETHER
+
+
+@pytest.mark.parametrize("need", ["turn", "read", "decode"])
+def test_cancelled_work_is_resumed_whatever_it_waits_for(
+    loop: ModelLoop, monkeypatch: pytest.MonkeyPatch, need: str
+) -> None:
+    monkeypatch.setattr(loop_module, "MOST_TOGETHER", 0)
+    cancel, waits = Cancellation(), Event()
+
+    def work() -> Work[str]:
+        waits.set()
+        if need == "decode":
+            yield DecodeStep(Alone(), None, [-1])
+        else:
+            yield Turn(chunks(1)) if need == "turn" else [NEVER]
+        return "ended"
+
+    done = loop.begin(work(), cancel)
+    assert waits.wait(PATIENCE)
+    cancel.set()
+    assert done.result(PATIENCE) == "ended"
+
+
+def test_an_error_is_of_the_work_that_raised_it(loop: ModelLoop) -> None:
+    log: list[str] = []
+
+    def exits() -> Work[None]:
+        yield NOTHING
+        raise SystemExit
+
+    def finds_no_logits() -> Work[Tensor]:
+        step = DecodeStep(Alone(), None, [-1])
+        yield step
+        return step.take()
+
+    bad, worse, good = begun(loop, finds_no_logits(), exits(), answer(log, "g", 2, 3))
+    with pytest.raises(OSError, match="no logits"):
+        bad.result(PATIENCE)
+    with pytest.raises(SystemExit):
+        worse.result(PATIENCE)
+    assert good.result(PATIENCE) == [0, 1, 2, 3]
+
+
+def test_an_error_holds_nothing_in_a_circle(loop: ModelLoop) -> None:
+    class Held:
+        """What work holds."""
+
+    gone: list[Any] = []
+
+    def work() -> Work[None]:
+        held = Held()
+        gone.append(ref(held))
+        yield NOTHING
+        raise OSError("no room")
+
+    gc.disable()
+    try:
+        with suppress(OSError):
+            loop.run(work(), Cancellation())
+        assert until(lambda: gone[0]() is None, PATIENCE)
+    finally:
+        gc.enable()
+
+
+def test_idle_work_is_run_when_no_request_was_there_for_a_moment(loop: ModelLoop) -> None:
+    log: list[str] = []
+    with standing_still(loop):
+        idle = loop.begin(prompt(log, "i", 3), Cancellation(), idle=True)
+        request = loop.begin(answer(log, "r", 2, 2), Cancellation())
+    request.result(PATIENCE)
+    left = time.monotonic()
+    assert idle.result(PATIENCE) == "i"
+    assert "".join(log) == "rrRRiii"
+    assert time.monotonic() - left >= loop_module.QUIET_SECONDS / 2
+
+
+def test_a_request_comes_between_the_steps_of_idle_work(loop: ModelLoop) -> None:
+    log: list[str] = []
+    asked: list[Future[Any]] = []
+
+    def idle() -> Work[None]:
+        log.append("i")
+        asked.append(begin_from_outside(loop, prompt(log, "r", 2)))
+        yield NOTHING
+        log.append("i")
+
+    loop.begin(idle(), Cancellation(), idle=True).result(PATIENCE)
+    assert log == ["i", "r", "r", "i"]
+
+
+def test_ending_idle_work_closes_it_between_two_steps(loop: ModelLoop) -> None:
+    seen: list[str] = []
+
+    def endless() -> Work[None]:
+        try:
+            while True:
+                yield NOTHING
+        finally:
+            seen.append(threading.current_thread().name)
+
+    steps = loop.when_idle(endless())
+    assert [next(steps) for _ in range(2)] == [None, None]
+    steps.close()
+    assert seen == ["cacheblend-model"]
+    found = [one for one in loop.each(iter("abc"), idle=True) if one is not None]
+    assert found == ["a", "b", "c"]
+
+
+def test_its_own_thread_runs_a_step_and_does_not_wait_for_itself(loop: ModelLoop) -> None:
+    assert loop.call(lambda: loop.call(threading.current_thread)).name == "cacheblend-model"
+    assert list(loop.each(iter("abc"))) == ["a", "b", "c"]
+
+    def ask() -> None:
+        with pytest.raises(ConfigError, match="in the thread that makes its answers"):
+            loop.begin(prompt([], "p", 1), Cancellation())
+
+    loop.call(ask)
+
+
+def test_interrupting_who_waits_ends_that_work_alone(loop: ModelLoop) -> None:
+    log: list[str] = []
+    cancel, begins = Cancellation(), Event()
+
+    def endless() -> Work[None]:
+        while not cancel.is_set():
+            begins.set()
+            yield NOTHING
+        log.append("ended")
+
+    def press() -> None:
+        assert begins.wait(PATIENCE)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        other = loop.begin(answer([], "o", 50, 50), Cancellation())
+        Thread(target=press).start()
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(endless(), cancel)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert log == ["ended"]
+    assert len(other.result(PATIENCE)) == 51
+
+
+def test_the_thread_ends_with_the_model() -> None:
+    model: Any = nn.Linear(1, 1)
+    loop = loop_of(model)
+    assert loop_of(model) is loop
+    thread = loop.call(threading.current_thread)
+    gone = ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
