@@ -168,7 +168,7 @@ def test_without_a_caller_a_request_begins_a_trace(receiver: OTLPReceiver, toy: 
 def test_a_failed_request_has_an_error_and_one_that_is_left_has_none(
     receiver: OTLPReceiver, toy: ToyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream: Any = toy.stream(PROMPT, SHORT)
+    stream: Any = toy.stream(PROMPT, SamplingParams(max_tokens=2000))
     next(stream)
     stream.close()
     cancel = Event()
