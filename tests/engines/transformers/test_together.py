@@ -235,7 +235,7 @@ def test_a_step_that_fails_is_run_in_smaller_batches(
     engine: TransformersEngine, steps: Steps, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    wanted = alone(engine, PROMPTS[:4], greedy())
+    wanted = alone(engine, PROMPTS[:4], greedy(6))
     steps.sizes.clear()
     monkeypatch.setattr(decode_step, "_told", set())
     decode_batch = decode_step.decode_batch
@@ -248,7 +248,7 @@ def test_a_step_that_fails_is_run_in_smaller_batches(
         return decode_batch(stack, caches, token_ids)
 
     monkeypatch.setattr(decode_step, "decode_batch", small)
-    answers = engine.generate_batch(PROMPTS[:4], greedy())
+    answers = engine.generate_batch(PROMPTS[:4], greedy(6))
     assert [answer.token_ids for answer in answers] == wanted
     assert max(tried) == 4
     assert max(steps.sizes) == 2
