@@ -40,9 +40,9 @@ class ModelState:
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
         """Look at a model: about a microsecond for each module and weight."""
-        modules = list(model.modules())
-        tensors = [weight for module in modules for _, weight in _own(module)]
-        layers: list[Any] = [module for module in modules if _has_adapters(module)]
+        modules, tensors = _all_parts(model)
+        adapted = {kind for kind in set(map(type, modules)) if _has_adapters(kind)}
+        layers: list[Any] = [one for one in modules if type(one) in adapted] if adapted else []
         merged = [tuple(layer.merged_adapters) for layer in layers]
         active = [
             tuple((name, *_settings(layer, name).items()) for name in _active(layer))
@@ -54,6 +54,17 @@ class ModelState:
     def has_weights_of(self, other: ModelState) -> bool:
         """Whether modules and weights are those of another state; active adapters may differ."""
         return self.stamps == other.stamps and all(map(is_, self.tensors, other.tensors))
+
+
+def _all_parts(model: nn.Module) -> tuple[list[nn.Module], list[Tensor]]:
+    """Return a model's modules, and their weights; each request asks, so it must be quick."""
+    modules, tensors = [model], list[Tensor]()
+    for module in modules:  # which grows meanwhile
+        if module._modules:
+            modules += [child for child in module._modules.values() if child is not None]
+        if module._parameters or module._buffers:
+            tensors += [weight for _, weight in _own(module)]
+    return modules, tensors
 
 
 def _stamp(tensor: Tensor) -> Hashable:
@@ -74,7 +85,7 @@ def hash_in_memory(model: nn.Module, dtype: torch.dtype) -> str:
     adapters = {
         name: [found for one in _active(layer) if (found := _settings(layer, one))]
         for name, layer in model.named_modules()
-        if _has_adapters(layer)
+        if _has_adapters(type(layer))
     }
     settings = {name: found for name, found in adapters.items() if found}
     return f"{hashed} {json.dumps(settings, sort_keys=True)}" if settings else hashed
@@ -89,7 +100,7 @@ def _in_effect(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple
         if id(weight) not in seen:
             seen.add(id(weight))
             yield prefix + name, weight
-    is_adapted = _has_adapters(module)
+    is_adapted = _has_adapters(type(module))
     children: dict[str, Any] = dict(module.named_children())
     for name, child in children.items():
         if is_adapted and hasattr(child, "keys"):
@@ -111,8 +122,8 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, weight
 
 
-def _has_adapters(module: nn.Module) -> bool:
-    return getattr(type(module), "adapter_layer_names", None) is not None
+def _has_adapters(kind: type[nn.Module]) -> bool:
+    return getattr(kind, "adapter_layer_names", None) is not None
 
 
 def _active(layer: Any) -> tuple[str, ...]:
