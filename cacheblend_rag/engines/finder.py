@@ -126,7 +126,7 @@ class Finder:
         self._known: defaultdict[str, KnownTokens] = defaultdict(KnownTokens)
         self._records: dict[str, tuple[Name, ...]] = {}
         self._missing: dict[Name, float] = {}
-        self._tokens = 0
+        self._tokens, self._looked_at = 0, 0.0
         self._going = Counter[Name]()
         self._lock = Lock()
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -221,7 +221,8 @@ class Finder:
             self.deletions.note(names)
             with self._lock:
                 self._going.update(names)
-            self._tasks.put(lambda: self._forget(names))
+            called_at = time.monotonic()
+            self._tasks.put(lambda: self._forget(names, called_at))
 
     def settle(self, seconds: float = CLOSE_SECONDS) -> bool:
         """Wait until all that was learned so far can be found; returns whether it can."""
@@ -373,9 +374,14 @@ class Finder:
             context, end = chain(context, one.name), one.end
         return context if self._vocabulary.is_blank(run.tokens[end:first]) else None
 
-    def _forget(self, names: Collection[Name]) -> None:
-        """Remove deleted chunks from their records, those that others have just added included."""
-        self._refresh(at_once=True)
+    def _forget(self, names: Collection[Name], called_at: float) -> None:
+        """Remove deleted chunks from their records, those that others have just added included.
+
+        called_at: when they were deleted; one look for news after that is enough for several.
+        """
+        if self._looked_at <= called_at:
+            self._looked_at = time.monotonic()
+            self._refresh(at_once=True)
         for record in {one.record for name in names for one in self._variants(name)}:
             self._remove(record, names)
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -162,6 +163,31 @@ def test_what_is_deleted_before_it_was_read_is_not_found(fleet: Fleet) -> None:
     forget(other, FIRST)
     waited(lambda: ids(found(one, FIRST, SECOND)) == [chunk_id(SECOND)])
     assert ids(found(fleet.open(), FIRST, SECOND)) == [chunk_id(SECOND)]
+
+
+def test_deletions_at_once_take_few_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an object store each is a request to pay for."""
+    looks, names = [], InFolder.names
+
+    def slow(place: InFolder) -> set[str] | None:
+        looks.append(time.sleep(0.1))
+        return names(place)
+
+    with closing(Fleet(tmp_path)) as fleet:
+        finder = fleet.open()
+        many = [tuple(range(n * 100, n * 100 + 40)) for n in range(30)]
+        for one in many:
+            learn(finder, run(one))
+        monkeypatch.setattr(InFolder, "names", slow)
+        monkeypatch.setattr(Place, "seconds", 60.0)
+        assert finder.settle()
+        looks.clear()
+        for one in many:
+            finder.forget("default", BARE, [(chunk_id(one), "")])
+        assert finder.settle()
+        assert len(looks) < 5
+        assert found(finder, *many) == []
+        assert fleet.records() == {}
 
 
 def test_what_is_stored_while_another_deletes_it_is_known(fleet: Fleet) -> None:
