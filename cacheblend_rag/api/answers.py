@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.api.errors import ApiError
 from cacheblend_rag.api.gate import Gate
 from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import SEED_LIMIT, SamplingParams
+from cacheblend_rag.engines.vllm.middleware.refused import ApiError
 from cacheblend_rag.printable import one_line
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from cacheblend_rag.api.answers import Answers, Asked, Piece
-from cacheblend_rag.api.errors import ApiError
 from cacheblend_rag.api.serving import DONE, event
 from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.vllm.middleware.refused import ApiError
 
 
 @dataclass(kw_only=True)

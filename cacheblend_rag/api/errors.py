@@ -14,10 +14,11 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Match
 
-from cacheblend_rag.engines.vllm.middleware.bodies import LARGE_BYTES, error_body
+from cacheblend_rag.engines.vllm.middleware.bodies import LARGE_BYTES
+from cacheblend_rag.engines.vllm.middleware.refused import ApiError
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -32,8 +33,6 @@ from cacheblend_rag.errors import (
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS = 2
-"""What a client that came while too many others wait is told to wait."""
 NAMED = re.compile(
     r"[a-z][a-z_.]*(?==)|structured_outputs|(?:response_format|text\.format|tool)[a-z_.]*\b"
 )
@@ -51,33 +50,6 @@ KNOWN: Sequence[tuple[type[Exception], HTTPStatus, str | None]] = (
     (EngineUnavailableError, HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"),
 )
 """The status and the code of an engine's errors."""
-
-
-class ApiError(Exception):
-    """A request is refused or has failed.
-
-    Args:
-        status: the HTTP status.
-        message: one line: what is wrong, and how to change it.
-        param: the field of the request that is wrong.
-        code: a word for programs, such as ``model_not_found``.
-    """
-
-    def __init__(
-        self, status: HTTPStatus, message: str, *, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(" ".join(message.split()))
-        self.status, self.param, self.code = status, param, code
-
-    def body(self) -> dict[str, Any]:
-        """Return the body of the answer."""
-        return error_body(self.status, str(self), param=self.param, code=self.code)
-
-    def response(self) -> Response:
-        """Return the answer."""
-        is_busy = self.status == HTTPStatus.SERVICE_UNAVAILABLE
-        headers = {"retry-after": str(RETRY_SECONDS)} if is_busy else None
-        return JSONResponse(self.body(), self.status, headers)
 
 
 def bad_field(param: str, message: str) -> ApiError:
@@ -187,6 +159,4 @@ def _other_method(app: FastAPI, request: Request) -> Response:
     if request.method == "OPTIONS":
         return Response(status_code=HTTPStatus.NO_CONTENT, headers={"allow": takes})
     told = f"{request.url.path!r:.100} takes {takes}, not {request.method}"
-    answer = ApiError(HTTPStatus.METHOD_NOT_ALLOWED, told).response()
-    answer.headers["allow"] = takes
-    return answer
+    return ApiError(HTTPStatus.METHOD_NOT_ALLOWED, told).response(allow=takes)

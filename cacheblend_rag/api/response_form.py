@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cacheblend_rag.api.answers import Answers, Asked
-from cacheblend_rag.api.errors import ApiError
 from cacheblend_rag.api.serving import event
 from cacheblend_rag.engines.answer import Generation, TokenLogprob
+from cacheblend_rag.engines.vllm.middleware.refused import ApiError
 from cacheblend_rag.text.tools import ToolCall
 
 

@@ -16,9 +16,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from cacheblend_rag.api.answers import Answers, Asked
-from cacheblend_rag.api.errors import ApiError, of_engine
+from cacheblend_rag.api.errors import of_engine
 from cacheblend_rag.api.gate import ClientGoneError, Gate, while_connected
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
+from cacheblend_rag.engines.vllm.middleware.refused import ApiError
 from cacheblend_rag.text.chat import ChatPrompt
 
 if TYPE_CHECKING:

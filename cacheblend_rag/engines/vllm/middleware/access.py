@@ -19,13 +19,12 @@ from typing import Any
 
 from cacheblend_rag.engines.vllm.middleware.bodies import (
     LARGE_BYTES,
-    RefusedRequestError,
     check_json,
     end_at_first_errors,
-    error_body,
     order_in,
 )
 from cacheblend_rag.engines.vllm.middleware.hosts import refusal
+from cacheblend_rag.engines.vllm.middleware.refused import ApiError
 from cacheblend_rag.engines.vllm.middleware.tenants import (
     DEFAULT_NAMESPACE,
     RELEASES,
@@ -61,7 +60,6 @@ MOST_LARGE = 8
 """So many requests with bodies over LARGE_BYTES are held at a time; further ones are refused."""
 THROWN_AWAY = 4
 """So many times the longest body is taken of one that is longer, at most."""
-RETRY_SECONDS = "2"
 POLICY_VIOLATION = 1008
 
 
@@ -114,11 +112,11 @@ class AccessMiddleware:
                 if scope["type"] == "http" and not _is_open(scope):  # nobody reads a body there
                     receive = await self._checked_body(scope, receive, granted.may_change, held)
                 await self._app({**_with_vllms_key(scope), GRANT: granted}, receive, send)
-            except RefusedRequestError as error:
+            except ApiError as error:
                 await _refuse(error, scope, receive, send)
 
     def _granted(self, scope: Scope) -> Grant:
-        """Return what a request's key allows; raises RefusedRequestError for a wrong one."""
+        """Return what a request's key allows; raises ApiError for a wrong one."""
         keys, given, path = _keys_of_vllm(scope), _given_key(scope), _path(scope)
         needs_key = bool(keys) or self._tenants is not None
         if not needs_key and path != OPEN_PATH:
@@ -128,9 +126,9 @@ class AccessMiddleware:
             return Grant(DEFAULT_NAMESPACE, stores or not self._store_key)
         tenant = (self._tenants or {}).get(hash_of(given))
         if tenant is None:
-            raise RefusedRequestError(HTTPStatus.UNAUTHORIZED, "a key is needed (Bearer)")
+            raise ApiError(HTTPStatus.UNAUTHORIZED, "a key is needed (Bearer)")
         if not tenant.may_ask(path):
-            raise RefusedRequestError(
+            raise ApiError(
                 HTTPStatus.FORBIDDEN,
                 "this path is for all tenants: the server's own key is needed",
             )
@@ -181,11 +179,11 @@ class AccessMiddleware:
                     if size > self._max_body:
                         body.clear()
         except TimeoutError:
-            raise RefusedRequestError(
+            raise ApiError(
                 HTTPStatus.REQUEST_TIMEOUT, f"the body took longer than {BODY_SECONDS:.0f} s"
             ) from None
         if size > self._max_body:
-            raise RefusedRequestError(
+            raise ApiError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"the body is longer than {self._max_body >> 20} MiB ({BODY_VARIABLE})",
             )
@@ -193,9 +191,9 @@ class AccessMiddleware:
 
     @contextmanager
     def _large_body(self) -> Iterator[None]:
-        """Hold one of the few places of large bodies; raises RefusedRequestError without one."""
+        """Hold one of the few places of large bodies; raises ApiError without one."""
         if self._large >= MOST_LARGE:
-            raise RefusedRequestError(
+            raise ApiError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 f"{MOST_LARGE} bodies over {LARGE_BYTES >> 20} MiB are being read: try again later",
             )
@@ -225,7 +223,7 @@ def _named(scope: Scope, namespace: str) -> Iterator[None]:
     try:
         carry_namespaces(getattr(scope["app"].state, "engine_client", None))
     except CacheBlendError as error:
-        raise RefusedRequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
     marked = current.set(namespace)
     try:
         yield
@@ -290,7 +288,7 @@ def _check_hosts(scope: Scope) -> None:
     origins = getattr(told, "allowed_origins", None) or ()  # vLLM's own; all by default
     why = refusal(scope["headers"], getattr(told, "host", None), origins)
     if why is not None:
-        raise RefusedRequestError(HTTPStatus.FORBIDDEN, why)
+        raise ApiError(HTTPStatus.FORBIDDEN, why)
 
 
 def _check_documents(scope: Scope, granted: Grant) -> None:
@@ -299,7 +297,7 @@ def _check_documents(scope: Scope, granted: Grant) -> None:
         releases = _path(scope) == RELEASES
         raise _lacks_store_key("release" if releases else "see or change documents")
     if getattr(scope["app"].state, DOCUMENTS_STATE, None) is None:
-        raise RefusedRequestError(
+        raise ApiError(
             HTTPStatus.NOT_IMPLEMENTED,
             "documents need the endpoint plugin cacheblend: use cacheblend-rag serve, or set "
             "VLLM_PLUGINS=cacheblend",
@@ -309,27 +307,22 @@ def _check_documents(scope: Scope, granted: Grant) -> None:
 def _check_encoding(scope: Scope) -> None:
     sent = _headers(scope, b"content-encoding")
     if any(value.strip().lower() != b"identity" for value in sent):
-        raise RefusedRequestError(
+        raise ApiError(
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             "the body is compressed (Content-Encoding): send it as it is",
         )
 
 
-def _lacks_store_key(kind: str) -> RefusedRequestError:
-    return RefusedRequestError(
+def _lacks_store_key(kind: str) -> ApiError:
+    return ApiError(
         HTTPStatus.FORBIDDEN, f"to {kind}, the key in the server's {STORE_KEY_VARIABLE} is needed"
     )
 
 
-async def _refuse(error: RefusedRequestError, scope: Scope, receive: Receive, send: Send) -> None:
-    from starlette.responses import JSONResponse
-    from starlette.websockets import WebSocketClose
-
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "websocket":
+        from starlette.websockets import WebSocketClose
+
         await WebSocketClose(POLICY_VIOLATION, str(error))(scope, receive, send)
-        return
-    headers = {"connection": "close"}
-    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
-        headers["retry-after"] = RETRY_SECONDS
-    answer = JSONResponse(error_body(error.status, str(error)), error.status, headers)
-    await answer(scope, receive, send)
+    else:
+        await error.response(connection="close")(scope, receive, send)

@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic_core import PydanticKnownError, SchemaValidator
 
+from cacheblend_rag.engines.vllm.middleware.refused import ApiError
+
 LARGE_BYTES = 1 << 20
 """Longer bodies are read off the event loop."""
 MAX_DEPTH = 64
@@ -32,16 +34,8 @@ _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKET = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
-class RefusedRequestError(Exception):
-    """A request is refused. status: the HTTP status."""
-
-    def __init__(self, status: HTTPStatus, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 def check_json(body: bytes) -> None:
-    """Raise RefusedRequestError for a body that is too deep, has too many values or invalid text.
+    """Raise ApiError for a body that is too deep, has too many values or invalid text.
 
     Takes time linear in the body's length, and little memory; vLLM refuses malformed JSON itself.
     """
@@ -78,7 +72,7 @@ def _counted(name: bytes, part: bytes) -> bytes:
 def order_in(body: bytes) -> str | None:
     """Return the kind of a job that changes the store, if a body holds one.
 
-    Raises RefusedRequestError when the body is no JSON, or names a field twice.
+    Raises ApiError when the body is no JSON, or names a field twice.
     """
     # Both with torch, which is not for `--help`.
     from cacheblend_rag.engines.vllm.protocol.job import CHANGES, PARAMETER
@@ -151,33 +145,9 @@ def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _bad(message: str) -> RefusedRequestError:
-    return RefusedRequestError(HTTPStatus.BAD_REQUEST, message)
+def _bad(message: str) -> ApiError:
+    return ApiError(HTTPStatus.BAD_REQUEST, message)
 
 
-def _too_many() -> RefusedRequestError:
+def _too_many() -> ApiError:
     return _bad(f"the body holds more than {MOST_VALUES} values, or {MOST_TOKENS} token ids")
-
-
-LONGEST = 500
-INVALID, FAILED = "invalid_request_error", "server_error"
-TYPES = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.FORBIDDEN: "permission_error",
-}
-
-
-def error_body(
-    status: HTTPStatus, message: str, *, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """Return ``{"error": {"message", "type", "param", "code"}}``, with a message of one line.
-
-    Args:
-        status: of the answer; the type follows from it.
-        message: what is wrong, and how to change it.
-        param: the field of the request that is wrong.
-        code: a word for programs, such as ``model_not_found``.
-    """
-    kind = TYPES.get(status, FAILED if status >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID)
-    line = " ".join(message.split())[:LONGEST]
-    return {"error": {"message": line, "type": kind, "param": param, "code": code}}

@@ -55,15 +55,13 @@ def refusal(
     for header, value in headers:
         told = value.decode("latin-1")
         if header == b"host" and not _is_known(_name_of(f"//{told}"), names):
-            return (
-                f"the host {told!r:.100} is not known here: start the server with a key "
-                "(VLLM_API_KEY), or with --allowed-host and this name"
-            )
-        if header == b"origin" and told not in origins and not _is_known(_name_of(told), names):
-            return (
-                f"pages of {told!r:.100} may not ask here: start the server with a key "
-                "(VLLM_API_KEY), or with --allowed-host and its name"
-            )
+            what, name = f"the host {told!r:.100} is not known here", "this name"
+        elif header == b"origin" and told not in origins and not _is_known(_name_of(told), names):
+            what, name = f"pages of {told!r:.100} may not ask here", "its name"
+        else:
+            continue
+        key = "start the server with a key (VLLM_API_KEY), or with --allowed-host"
+        return f"{what}: {key} and {name}"
     return None
 
 

@@ -24,11 +24,11 @@ from cacheblend_rag.engines.vllm.middleware.bodies import (
     MAX_DEPTH,
     MOST_TOKENS,
     MOST_VALUES,
-    RefusedRequestError,
     check_json,
     order_in,
 )
 from cacheblend_rag.engines.vllm.middleware.hosts import HOSTS_VARIABLE
+from cacheblend_rag.engines.vllm.middleware.refused import ApiError
 from cacheblend_rag.errors import ConfigError
 
 ASK, STORE = "sesame", "barley"
@@ -227,7 +227,7 @@ def test_bodies_may_be_so_deep() -> None:
         if depth_of(value) <= MAX_DEPTH:
             check_json(body)
         else:
-            with pytest.raises(RefusedRequestError, match="nested deeper than 64"):
+            with pytest.raises(ApiError, match="nested deeper than 64"):
                 check_json(body)
 
 
@@ -240,7 +240,7 @@ def test_halves_of_characters_are_refused() -> None:
             json.loads(json.dumps(text)).encode()
             check_json(json.dumps({text: [text]}).encode())
         except UnicodeEncodeError:
-            with pytest.raises(RefusedRequestError, match="unpaired surrogate"):
+            with pytest.raises(ApiError, match="unpaired surrogate"):
                 check_json(json.dumps({text: [text]}).encode())
 
 
@@ -250,7 +250,7 @@ def test_halves_of_characters_are_refused() -> None:
 )
 def test_a_hostile_body_costs_what_its_length_does(unit: str) -> None:
     body = (unit * ((4 << 20) // len(unit))).encode()
-    with suppress(RefusedRequestError):
+    with suppress(ApiError):
         check_json(body)
         order_in(body)
 
