@@ -312,6 +312,7 @@ def own_reference(stack: TriedFake, fused: FusedKV, *, wide: bool) -> Reference:
 LOW = [torch.bfloat16, torch.float16]
 FAULTS: dict[str, Callable[[torch.dtype], TriedFake]] = {
     "rotary off by one": lambda dtype: TriedFake(dtype=dtype, shifted=1),
+    "rotary of the wrong sign": lambda dtype: TriedFake(dtype=dtype, angle=lambda p: -p.float()),
     "norm left out": lambda dtype: TriedFake(dtype=dtype, normless=True),
     "window one short": lambda dtype: TriedFake(dtype=dtype, windows=(None, 8, None, 8)),
     "window one wide": lambda dtype: TriedFake(dtype=dtype, windows=(None, 10, None, 10)),
