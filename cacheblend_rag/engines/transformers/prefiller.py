@@ -151,7 +151,10 @@ class Prefiller:
             return None
         # The last token is always computed: it yields the logits.
         before = prompt.token_ids[:-1][: prompt.prefix_end]
-        found = self.lookups.submit(StoredPrefix.find, self.store, names.blocks(before))
+        try:
+            found = self.lookups.submit(StoredPrefix.find, self.store, names.blocks(before))
+        except RuntimeError:  # the interpreter ends
+            return None
         yield [found]
         return None if request.cancel.is_set() else found.result()
 
