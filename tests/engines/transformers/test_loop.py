@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cacheblend_rag.engines.batch_order import MOST_TOGETHER, Chunks
+from cacheblend_rag.engines.batch_order import Chunks
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers import loop as loop_module
 from cacheblend_rag.engines.transformers.decode_step import DecodeStep
@@ -154,20 +154,6 @@ def test_a_few_prompts_with_chunks_begin_at_a_time_those_that_share_first(
     results(begun(loop, *works, prompt(log, "x", 1)))
     assert "".join(log).replace("x", "") == "aaddccbb"
     assert log.index("x") < 3, "without chunks there is no turn to wait for"
-
-
-def test_a_prompt_that_waits_long_for_its_chunks_lets_another_begin(
-    loop: ModelLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop_module, "STALLED_SECONDS", 0.1)
-    log: list[str] = []
-    read: Future[Any] = Future()
-    hanging = [prompt(log, "h", 1, Turn(chunks(1)), [read]) for _ in range(MOST_TOGETHER)]
-    *waiting, other = begun(loop, *hanging, prompt(log, "o", 1, Turn(chunks(2))))
-    assert other.result(PATIENCE) == "o"
-    assert log == ["o"]
-    read.set_result(None)
-    assert results(waiting) == ["h"] * MOST_TOGETHER
 
 
 @pytest.mark.parametrize("need", ["turn", "read", "decode"])

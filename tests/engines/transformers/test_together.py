@@ -180,28 +180,19 @@ def test_a_cancelled_request_disturbs_nobody(engine: TransformersEngine, steps: 
     assert 0 < len(cancelled.token_ids) < LONG
 
 
-def refuse_growth(monkeypatch: pytest.MonkeyPatch, refused: Callable[[], bool]) -> list[int]:
-    """Let there be no memory for larger caches while it is refused; returns sizes asked."""
-    asked: list[int] = []
-    grow = cache._grow
-
-    def failing(fused: Any, tokens: int) -> None:
-        asked.append(tokens)
-        if refused():
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        grow(fused, tokens)
-
-    monkeypatch.setattr(prefiller_module, "GROWTH_TOKENS", 8)
-    monkeypatch.setattr(cache, "_grow", failing)
-    return asked
-
-
 def test_a_request_that_fails_fails_alone(
     engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the longest has to grow its cache, for which there is no memory."""
     wanted = alone(engine, PROMPTS[:3], greedy(8))
-    asked = refuse_growth(monkeypatch, lambda: True)
+    asked: list[int] = []
+
+    def failing(fused: Any, tokens: int) -> None:
+        asked.append(tokens)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(prefiller_module, "GROWTH_TOKENS", 8)
+    monkeypatch.setattr(cache, "_grow", failing)
 
     def fail() -> None:
         with pytest.raises(OutOfMemoryError, match="lower max_tokens"):
@@ -211,24 +202,6 @@ def test_a_request_that_fails_fails_alone(
     *found, _ = asked_at_once([*works, fail], engine.model)
     assert asked
     assert [answer.token_ids for answer in found] == wanted
-
-
-def test_a_batch_answers_again_what_found_no_memory_beside_the_others(
-    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = alone(engine, PROMPTS[:3], greedy())
-    begun, start = list[object](), engine._start
-
-    def noted(request: Any) -> Any:
-        begun.append(request)
-        return start(request)
-
-    monkeypatch.setattr(engine, "_start", noted)
-    asked = refuse_growth(monkeypatch, lambda: len(begun) <= 3)
-    answers = engine.generate_batch(PROMPTS[:3], greedy())
-    assert [answer.token_ids for answer in answers] == wanted
-    assert len(asked) > 3
-    assert len(begun) == 6
 
 
 def test_a_step_that_fails_is_run_in_smaller_batches(
