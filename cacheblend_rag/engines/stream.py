@@ -69,14 +69,11 @@ class Stream(Generic[T]):
 
     def last(self) -> T:
         """Return the last item, once it is there."""
-        done = self.future()
         try:
-            return result_of(done)
+            return result_of(self.future())
         except BaseException:
             self.cancel.set()
             raise
-        finally:
-            del done
 
     def __iter__(self) -> Iterator[T]:
         self._check_may_wait()
