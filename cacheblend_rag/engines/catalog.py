@@ -162,24 +162,18 @@ class Catalog:
         self._place, self._mac, self.read_only = place, mac, read_only
         self._reading, self._writing = Breaker(), Breaker()
         self._known: set[str] = set()
-        self._unusable: set[str] = set()
         self._waiting: dict[str, bytes | None] = {}
         self._identity: bytes | None = None
         self._looks_at = 0.0
         self._has_failed = self._has_warned = False
 
-    def add(self, content: bytes, *, anew: bool = False) -> None:
-        """Write a record that is missing.
-
-        anew: whether it is written even if it is known, since another server may be removing it.
-        """
-        name = record_name(content)
-        if self.read_only:
-            return
-        if anew or name not in self._known or name in self._waiting:
-            self._wait(name, f"{self._mac.name} {self._digest(name, content)}\n".encode() + content)
+    def add(self, content: bytes) -> None:
+        """Write a record, even if it is known: another server may be removing it just now."""
+        if not self.read_only:
+            name = record_name(content)
+            digest = self._mac.digest(*self._signed(name, content))
+            self._wait(name, f"{self._mac.name} {digest}\n".encode() + content)
             self._known.add(name)
-            self._unusable.discard(name)
 
     def remove(self, name: str) -> None:
         """Remove a record."""
@@ -210,32 +204,34 @@ class Catalog:
         if names is None:
             return
         gone = self._known - names - self._waiting.keys()
-        unread = sorted(names - self._known - self._unusable)
+        unread = sorted(names - self._known)
         added: dict[str, Sequence[CatalogChunk]] = {}
-        for first in range(0, len(unread), READ_AT_ONCE):
-            added.update(self._checked(self._place.read(unread[first : first + READ_AT_ONCE])))
-            if sum(map(len, added.values())) >= TAKEN_AT_ONCE:
-                take(News(added=added))
-                added = {}
+        try:
+            for first in range(0, len(unread), READ_AT_ONCE):
+                added.update(self._read(unread[first : first + READ_AT_ONCE]))
+                if sum(map(len, added.values())) >= TAKEN_AT_ONCE:
+                    take(News(added))
+                    added = {}
+        finally:  # what was read is not read again
+            take(News(added))
+        if left := sorted({*unread} - self._known):
+            self._place.seen = None  # so that they are asked for again
+            self._warn(f"{len(left)} records, such as {left[0]}, cannot be read for now")
         has_lost = self._identity not in (None, self._place.identity)
         self._identity = self._place.identity
         self._known -= gone
-        self._unusable &= names
-        # What is left of a record that was removed is in another one, so it is told before.
-        take(News(added, () if has_lost else gone, gone if has_lost else ()))
-        if left := sorted({*unread} - self._known - self._unusable):
-            self._place.seen = None  # so that they are asked for again
-            self._warn(f"{len(left)} records, such as {left[0]}, cannot be read for now")
+        # Only now: what is left of a record that was removed is in another one.
+        take(News(lost=gone) if has_lost else News(removed=gone))
 
-    def _checked(self, read: Mapping[str, bytes]) -> Iterator[tuple[str, Sequence[CatalogChunk]]]:
-        for name, data in read.items():
+    def _read(self, names: Sequence[str]) -> Iterator[tuple[str, Sequence[CatalogChunk]]]:
+        """Yield records that can be read and are right."""
+        for name, data in self._place.read(names).items():
+            self._known.add(name)
             try:
                 chunks = self._chunks(name, data)
             except ValueError as error:
-                self._unusable.add(name)
                 self._warn(f"record {name} is left out: {' '.join(str(error).split())}")
             else:
-                self._known.add(name)
                 yield name, chunks
 
     def _warn(self, said: str) -> None:
@@ -254,9 +250,6 @@ class Catalog:
         if record_name(content) != name:
             raise ValueError("its name is not the hash of its content")
         return decoded(content)
-
-    def _digest(self, name: str, content: bytes) -> str:
-        return self._mac.digest(*self._signed(name, content))
 
     def _signed(self, name: str, content: bytes) -> tuple[bytes, bytes]:
         """Return what a digest covers: under another name or in another place it does not hold."""

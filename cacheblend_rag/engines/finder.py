@@ -330,16 +330,16 @@ class Finder:
         fresh = [one for place, one in placed.items() if place in run.fresh]
         again = {one.record for each in fresh for one in self._variants(each.name)}
         for record in again:  # another server may be removing it
-            self._record(self._told(record), anew=True)
+            self._record(self._told(record))
         new = {one.name: one for one in placed.values() if not self._variants(one.name)}
         if new:
             self._enter(self._record([*new.values()]), [*new.values()])
 
-    def _record(self, chunks: Sequence[CatalogChunk], *, anew: bool = False) -> str:
+    def _record(self, chunks: Sequence[CatalogChunk]) -> str:
         """Write a record, where there is a catalogue, and return its name."""
         content = encoded(chunks)
         if self._catalog is not None:
-            self._catalog.add(content, anew=anew)
+            self._catalog.add(content)
         return record_name(content)
 
     def _stored(self, namespace: str, run: Run) -> Iterator[tuple[int, CatalogChunk]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -381,6 +381,26 @@ def test_a_redis_that_lost_all_is_told_again(caplog: pytest.LogCaptureFixture) -
         late = fleet.open()
         for finder in (one, other, late):
             waited(lambda finder=finder: len(found(finder, FIRST, THIRD)) == 2)  # type: ignore[misc]
+
+
+def test_a_place_that_fails_half_way_is_read_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "READ_AT_ONCE", 1)
+    reads: list[str] = []
+
+    class Failing(InFolder):
+        def read(self, names: Sequence[str]) -> Mapping[str, bytes]:
+            reads.extend(names)
+            if len(reads) == 3:
+                raise OSError("for now")
+            return super().read(names)
+
+    for one in EVERYTHING:
+        InFolder(tmp_path, "m").write(*sealed(content_of(one)))
+    made, told = Catalog(Failing(tmp_path, "m"), mac.CHECKSUM), dict[str, Any]()
+    waited(lambda: (made.refresh(lambda news: told.update(news.added)), len(told) == 4)[1])
+    assert len(reads) == 5
 
 
 def test_only_so_many_changes_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
