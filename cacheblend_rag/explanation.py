@@ -253,7 +253,7 @@ def _marked(report: BlendReport, trace: Trace) -> dict[int, ExplainedToken]:
     """Return the recomputed and the protected tokens of reused chunks, by position."""
     found = {at: ExplainedToken(at, "protected") for at in trace.protected}
     deviations: dict[int, float] = {}
-    for one in reversed(trace.tokens):
+    if (one := trace.tokens) is not None:
         deviations |= zip(one.positions, one.value_deviations, strict=True)
     for choice in reversed(trace.selections):
         if choice.value_deviations:
@@ -287,10 +287,10 @@ def _histogram(trace: Trace) -> Histogram | None:
     for choice in trace.selections:
         if choice.layer is not None and any(choice.value_deviations):
             return _binned(choice.layer, choice.positions, choice.value_deviations, kept)
-    for one in trace.tokens:
-        if any(one.value_deviations):
-            return _binned(one.layer, one.positions, one.value_deviations, set(one.positions))
-    return None
+    one = trace.tokens
+    if one is None or not any(one.value_deviations):
+        return None
+    return _binned(one.layer, one.positions, one.value_deviations, set(one.positions))
 
 
 def _binned(

@@ -11,8 +11,6 @@ MOST_TOKENS = 4096
 """Most tokens traced per selection: those with the highest scores."""
 MOST_SELECTIONS = 8
 MOST_LAYERS = 1024
-MOST_SAMPLED = 8
-"""Most layers of which single tokens are traced."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,8 @@ class Trace:
         truncated: whether something is left out: tokens beyond MOST_TOKENS, selections beyond
             MOST_SELECTIONS, layers beyond MOST_LAYERS.
         layers: the layers that recomputed tokens with cached KV, in order.
-        tokens: deviations of single tokens in a few layers, spread evenly, in order.
+        tokens: deviations of single tokens in the first layer that compares them and whose values
+            depend on other tokens; None if none does.
         protected: positions of tokens with cached KV that may not be recomputed, rising; at most
             MOST_TOKENS.
 
@@ -160,7 +159,7 @@ class Trace:
     rows: tuple[int, ...] = ()
     truncated: bool = False
     layers: tuple[TracedLayer, ...] = ()
-    tokens: tuple[TracedTokens, ...] = ()
+    tokens: TracedTokens | None = None
     protected: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -168,22 +167,17 @@ class Trace:
             raise ValueError(f"a trace of {len(self.selections)} selections, {len(self.rows)} rows")
         if any(count < 0 for count in self.rows):
             raise ValueError("a trace has a negative number of rows")
-        for name, most in (("layers", MOST_LAYERS), ("tokens", MOST_SAMPLED)):
-            parts: Sequence[TracedLayer | TracedTokens] = getattr(self, name)
-            if len(parts) > most:
-                raise ValueError(f"a trace of {len(parts)} {name}")
-            _check_rising([part.layer for part in parts], f"layers of {name}")
+        if len(self.layers) > MOST_LAYERS:
+            raise ValueError(f"a trace of {len(self.layers)} layers")
+        _check_rising([one.layer for one in self.layers], "layers")
         if len(self.protected) > MOST_TOKENS:
             raise ValueError(f"{len(self.protected)} protected tokens are more than {MOST_TOKENS}")
         _check_rising(self.protected, "protected tokens")
 
     def fits(self, tokens: int) -> bool:
         """Whether it is possible for a prompt of so many tokens."""
-        listed = (
-            *(one.positions for one in self.selections),
-            *(one.positions for one in self.tokens),
-            self.protected,
-        )
+        listed = [self.protected, *(one.positions for one in self.selections)]
+        listed += [] if self.tokens is None else [self.tokens.positions]
         ends = (positions[-1] for positions in listed if positions)
         counts = (one.tokens for one in self.layers)
         return max((*ends, -1)) < tokens and max((*self.rows, *counts, 0)) <= tokens

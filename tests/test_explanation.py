@@ -52,7 +52,7 @@ def test_each_token_says_why_it_was_recomputed_or_not() -> None:
 def test_tokens_are_marked_where_everything_was_recomputed() -> None:
     whole = replace(HIT, recomputed=4)
     tokens = TracedTokens(1, (2, 3, 4, 5), (1.0,) * 4, (0.1, 0.2, 0.3, 0.4))
-    trace = Trace((), (4,), tokens=(tokens,))
+    trace = Trace((), (4,), tokens=tokens)
     report = replace(REPORT, chunks=(whole,), reused_tokens=0, recomputed_tokens=4, trace=trace)
     told = Explanation.of(report)
     assert [one.fate for one in told.chunks[0].marked] == ["all"] * 4
@@ -87,7 +87,7 @@ def test_the_histogram_counts_every_candidate_once() -> None:
 
 def test_of_one_deviation_there_is_a_histogram_too() -> None:
     tokens = TracedTokens(1, (2,), (1.0,), (0.25,))
-    found = Explanation.of(replace(REPORT, trace=Trace(tokens=(tokens,)))).histogram
+    found = Explanation.of(replace(REPORT, trace=Trace(tokens=tokens))).histogram
     assert found is not None
     assert sum(found.recomputed) == 1
     assert list(found.edges) == sorted(set(found.edges))

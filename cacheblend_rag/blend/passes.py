@@ -6,8 +6,8 @@ rows that may be chosen before layer 0, so that no layer computes all tokens.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -49,15 +49,13 @@ Graphed = Callable[[Rows, FusedKV], GraphedRows | None]
 
 @dataclass
 class PassStats:
-    """Results of a pass. ``recomputed``: (tokens,) bool, cached tokens recomputed in all layers.
+    """Results of a pass.
 
-    selection_began: a reading of ``time.perf_counter`` before the first scoring, None without one.
-    work: floating-point operations spent.
+    recomputed: (tokens,) bool, cached tokens recomputed in all layers. work: floating-point
+    operations spent.
     """
 
     recomputed: Mask
-    selection_began: float | None = None
-    selection_seconds: float = 0.0
     work: float = 0.0
 
 
@@ -122,9 +120,9 @@ class BlendPass:
     graphs for layers in which nothing else is asked for. layers: run only so many of the first
     layers, for their KV; None is all. before_layer: steps that copy a layer's cached KV into
     the buffer, run before the layer. observers: watch the pass; without any, nothing is computed or
-    read back for them. on_layer: called with each layer whose KV is final. on_check: called as each
-    check begins, once the device has finished the layers before it. request_id: names the pass in
-    logs.
+    read back for them. on_layer: called with each layer whose KV is final. selecting: makes a
+    context around each choice of rows, given the check layer, None before layer 0. request_id:
+    names the pass in logs.
 
     Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
     in between. Afterwards ``stats`` is complete and, if needed, ``hidden`` are the last tokens'
@@ -148,7 +146,7 @@ class BlendPass:
     layers: int | None = None
     before_layer: Callable[[int], Steps[None]] | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
-    on_check: Callable[[], None] | None = None
+    selecting: Callable[[int | None], AbstractContextManager[None]] = nullcontext
     request_id: str = ""
     hidden: Tensor = field(init=False)
     stats: PassStats = field(init=False)
@@ -200,7 +198,7 @@ class BlendPass:
             return self._rows_where(self._always | self._eligible)
         if self.schedule.before == 0:
             return self._rows_where(self._always)
-        with _Timer(self.stats, self._device):
+        with self.selecting(None):
             eligible = np.flatnonzero(self._eligible & ~self._always)
             scores = self.schedule.selector.score(self.candidates.evidence(eligible))
             return self._kept(None, eligible, scores, self.schedule.before)
@@ -282,9 +280,7 @@ class BlendPass:
 
     def _check(self, layer: int, ratio: float) -> None:
         """Compare fresh with cached KV, keep all fresh KV of this layer, narrow the rows."""
-        with _Timer(self.stats, self._device):
-            if self.on_check is not None:
-                self.on_check()
+        with self.selecting(layer):
             keys, values = self._fresh(layer)
             self.stats.work += self.stack.costs[layer].probe(len(self._rows))
             here = self._rows.host
@@ -358,22 +354,6 @@ class _Block:
     def prepare(self) -> None:
         """Make the position inputs now, and not within a layer."""
         _ = self.position_inputs
-
-
-class _Timer:
-    """Adds the time spent inside to stats.selection_seconds, without work queued before."""
-
-    def __init__(self, stats: PassStats, device: torch.device) -> None:
-        self.stats, self.device = stats, device
-
-    def __enter__(self) -> None:
-        synchronize(self.device)
-        self.started = time.perf_counter()
-        if self.stats.selection_began is None:
-            self.stats.selection_began = self.started
-
-    def __exit__(self, *_: object) -> None:
-        self.stats.selection_seconds += time.perf_counter() - self.started
 
 
 def _at(whole: Tensor, positions: Positions) -> Tensor:

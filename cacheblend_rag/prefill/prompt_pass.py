@@ -25,7 +25,7 @@ from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NOT_STORED, UNREADABLE, free_tokens, refusal
 from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
-from cacheblend_rag.prefill.stopwatch import PassTimes, Stopwatch
+from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport, PrefillReport
@@ -137,12 +137,11 @@ class PromptPass:
         yield
         loader.into(self._buffer())
         yield
-        times = PassTimes(self.watch)
         while True:
             try:
-                done = yield from self._blended(loader, times)
+                done = yield from self._blended(loader)
             except LostChunkError:
-                times.end()
+                self.watch.enter("lay_in")
                 if self.on_restart is not None:
                     self.on_restart()
             else:
@@ -224,15 +223,15 @@ class PromptPass:
             return RingKV(geometry, tokens)
         return FusedKV(geometry, tokens, self.reserve)
 
-    def _blended(self, loader: ChunkLoader, times: PassTimes) -> Steps[FusedPrompt]:
+    def _blended(self, loader: ChunkLoader) -> Steps[FusedPrompt]:
         """Run the pass over the available chunks; raises LostChunkError."""
         schedule = plan_schedule(self.config, self.stack.geometry.layers)
         candidates, has_prior = self._candidates(loader, schedule)
         schedule, selector, selector_reason = self._workable(schedule, candidates, has_prior)
         if schedule.selector.needs_question and schedule.chooses:
-            times.probe()
+            self.watch.enter("selection", waits=False)
             candidates.question_attention = yield from self._probe(loader, candidates, schedule)
-            times.end()
+            self.watch.enter("lay_in")
         recorder = None
         if self.config.trace:
             in_chunks = self._in_chunks(loader)
@@ -248,16 +247,17 @@ class PromptPass:
             graphed=self.graphed,
             before_layer=partial(self._load, loader),
             on_layer=self.on_layer,
-            on_check=times.check,
+            selecting=self.watch.selecting,
             request_id=self.request_id,
             observers=[one for one in (recorder, self.observer) if one is not None],
         )
-        times.layers(run)
+        is_early = min(schedule.checks, default=0) > 0
+        self.watch.enter("early_layers" if is_early else "recompute", waits=False)
         try:
             yield from run.steps()
         finally:
             self._work += run.stats.work
-        times.end()
+        self.watch.enter("lay_in")
         run.stats.work = self._work
         chunks = [_with_recomputed(r, run.stats.recomputed) for r in self._reports(loader)]
         return FusedPrompt(

@@ -28,8 +28,6 @@ from cacheblend_rag.trace import (
     TracedTokens,
 )
 
-SAMPLED_LAYERS = 4
-"""Layers of which single tokens are recorded."""
 ROWS_AT_ONCE = 4096
 """Rows whose KV is compared in one operation: bounds the size of temporary tensors."""
 
@@ -49,9 +47,8 @@ class TraceRecorder(Observer):
     ) -> None:
         self._stack, self._cached = stack, in_chunks
         self._protected = np.flatnonzero(self._cached & ~candidates.eligible.numpy())
-        layers = stack.geometry.layers
         # Without a check layer from layer 1 on, the first whose values depend on other tokens.
-        self._sampled = frozenset(_spread(min(schedule.checks, default=1), layers - 1))
+        self._sampled = min(schedule.checks, default=1)
         self._selections: list[TracedSelection] = []
         self._rows: dict[int, Positions] = {}
         self._truncated = False
@@ -108,14 +105,15 @@ class TraceRecorder(Observer):
         """Return the trace of a finished pass; collective."""
         changed = self._all_changed()
         protected = self._protected.tolist()
-        samples = [self._sample(layer, changed[layer]) for layer in sorted(changed)]
+        sampled = min((layer for layer in changed if layer >= self._sampled), default=None)
+        tokens = None if sampled is None else self._sample(sampled, *changed[sampled])
         self._truncated |= len(protected) > MOST_TOKENS
         return Trace(
             selections=tuple(self._selections),
             rows=tuple(int(self._cached[rows].sum()) for rows in self._rows.values()),
             truncated=self._truncated,
             layers=tuple(_layer(layer, *found) for layer, found in changed.items()),
-            tokens=tuple(one for one in samples if one is not None),
+            tokens=tokens,
             protected=tuple(protected[:MOST_TOKENS]),
         )
 
@@ -144,10 +142,8 @@ class TraceRecorder(Observer):
             found[layer].append((positions, numbers.numpy()))
         return {layer: _joined(blocks) for layer, blocks in sorted(found.items())}
 
-    def _sample(self, layer: int, found: tuple[Positions, Measured]) -> TracedTokens | None:
-        if layer not in self._sampled:
-            return None
-        positions, (keys, values, *_) = found
+    def _sample(self, layer: int, positions: Positions, numbers: Measured) -> TracedTokens:
+        keys, values, *_ = numbers
         if len(positions) > MOST_TOKENS:
             best = np.sort(np.argsort(-values, kind="stable")[:MOST_TOKENS])
             positions, keys, values, self._truncated = (
@@ -178,11 +174,6 @@ def _deviations(found: NDArray[np.float64], sizes: NDArray[np.float64]) -> Devia
 def _joined(blocks: Sequence[tuple[Positions, Measured]]) -> tuple[Positions, Measured]:
     positions, numbers = zip(*blocks, strict=True)
     return np.concatenate(positions), np.concatenate(numbers, 1)
-
-
-def _spread(first: int, last: int) -> list[int]:
-    """Return some layers from first to last, spread evenly, both included."""
-    return sorted({round(one) for one in np.linspace(min(first, last), last, SAMPLED_LAYERS)})
 
 
 def _numbers(values: Tensor | None, kept: Tensor) -> tuple[float, ...]:

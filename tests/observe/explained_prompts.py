@@ -38,7 +38,7 @@ def explained(text: str = "word", document: str = "notes.txt") -> Explained:
     )
     trace = Trace(
         (choice,), (4, 4, 2, 2), layers=layers, protected=(4,),
-        tokens=(TracedTokens(3, (3, 5), (1.0, 2.0), (3.0, 4.0)),),
+        tokens=TracedTokens(3, (3, 5), (1.0, 2.0), (3.0, 4.0)),
     )  # fmt: skip
     report = BlendReport(
         "transformers", True, None, 12, 2, 2, 8, 0.5, "hkvd", "none", 0.75,

@@ -66,10 +66,11 @@ def test_deviations_are_those_of_full_prefill_from_chunks_alone(engine: Transfor
             assert found.mean == pytest.approx(float(every.mean()), rel=1e-3, abs=1e-7)
             assert found.median == pytest.approx(float(every.quantile(0.5)), rel=1e-3, abs=1e-7)
             assert found.most == pytest.approx(float(every.max()), rel=1e-3, abs=1e-7)
-    for sample in trace.tokens:
-        assert list(sample.positions) == tokens
-        every = wanted["values"][sample.layer, tokens].tolist()
-        assert list(sample.value_deviations) == pytest.approx(every, rel=1e-3, abs=1e-7)
+    sample = trace.tokens
+    assert sample is not None
+    assert (sample.layer, list(sample.positions)) == (1, tokens)
+    every = wanted["values"][sample.layer, tokens].tolist()
+    assert list(sample.value_deviations) == pytest.approx(every, rel=1e-3, abs=1e-7)
 
 
 def test_a_check_layer_sees_full_prefills_deviations_and_so_does_the_histogram(

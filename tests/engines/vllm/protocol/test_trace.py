@@ -17,7 +17,6 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.trace import (
     MOST_LAYERS,
-    MOST_SAMPLED,
     MOST_SELECTIONS,
     MOST_TOKENS,
     Deviations,
@@ -33,7 +32,7 @@ AT_LAYER = TracedSelection(1, (3, 9), (1e-9, 3e38), (False, True), (0.0, 1.5), (
 LAYER = TracedLayer(1, 3, Deviations(1.5, 1.0, 3e38, 9.0), Deviations(0.5, 0.25, 1.0, 4.0))
 TOKENS = TracedTokens(1, (3, 9), (0.5, 1.5), (0.25, 1e-9))
 TRACE = Trace(
-    (EARLY, AT_LAYER), (3, 3, 1), truncated=True, layers=(LAYER,), tokens=(TOKENS,),
+    (EARLY, AT_LAYER), (3, 3, 1), truncated=True, layers=(LAYER,), tokens=TOKENS,
     protected=(4, 7),
 )  # fmt: skip
 RESULT = BlendResult(
@@ -65,18 +64,16 @@ def test_a_result_without_a_trace_has_none_on_the_wire() -> None:
 LONG = list(range(MOST_TOKENS + 1))
 
 
-def plain_part(name: str, /, **changes: Any) -> dict[str, Any]:
-    return plain_trace(**{name: [{**sent()["trace"][name][0], **changes}]})
-
-
 def plain_layer(**changes: Any) -> dict[str, Any]:
-    values = {**sent()["trace"]["layers"][0]["values"], **changes}
-    return plain_part("layers", values=values)
+    return plain_trace(layers=[{**sent()["trace"]["layers"][0], **changes}])
 
 
-def many(name: str, count: int) -> dict[str, Any]:
-    (one,) = sent()["trace"][name]
-    return plain_trace(**{name: [{**one, "layer": layer} for layer in range(count)]})
+def plain_values(**changes: Any) -> dict[str, Any]:
+    return plain_layer(values={**sent()["trace"]["layers"][0]["values"], **changes})
+
+
+def plain_tokens(**changes: Any) -> dict[str, Any]:
+    return plain_trace(tokens={**sent()["trace"]["tokens"], **changes})
 
 
 @pytest.mark.parametrize(
@@ -98,15 +95,14 @@ def many(name: str, count: int) -> dict[str, Any]:
         (plain_selection(key_deviations=[]), "two deviations"),
         (plain_selection(key_deviations=[math.nan, 1.0]), "NaN or infinity"),
         (plain_trace(layers=sent()["trace"]["layers"] * 2), "must rise"),
-        (plain_part("layers", layer=-1), "layer=-1"),
-        (plain_part("layers", tokens=0), "tokens=0"),
-        (plain_layer(mean=-1.0), "below 0"),
-        (plain_layer(most=math.inf), "NaN or infinity"),
-        (many("tokens", MOST_SAMPLED + 1), f"a trace of {MOST_SAMPLED + 1} tokens"),
-        (plain_part("tokens", key_deviations=[1.0]), "two deviations each"),
-        (plain_part("tokens", value_deviations=[1.0, -1.0]), "below 0"),
+        (plain_layer(layer=-1), "layer=-1"),
+        (plain_layer(tokens=0), "tokens=0"),
+        (plain_values(mean=-1.0), "below 0"),
+        (plain_values(most=math.inf), "NaN or infinity"),
+        (plain_tokens(key_deviations=[1.0]), "two deviations each"),
+        (plain_tokens(value_deviations=[1.0, -1.0]), "below 0"),
         (
-            plain_part("tokens", positions=LONG, key_deviations=LONG, value_deviations=LONG),
+            plain_tokens(positions=LONG, key_deviations=LONG, value_deviations=LONG),
             "more than",
         ),
         (plain_trace(protected=[4, 4]), "must rise"),
@@ -135,7 +131,7 @@ def test_a_trace_of_another_prompt_does_not_fit() -> None:
     assert not TRACE.fits(9)
     assert not Trace(rows=(11,)).fits(10)
     assert not Trace(protected=(10,)).fits(10)
-    assert not Trace(tokens=(TOKENS,)).fits(9)
+    assert not Trace(tokens=TOKENS).fits(9)
     assert not Trace(layers=(LAYER,)).fits(2)
     assert Trace().fits(0)
 
