@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -191,45 +191,51 @@ class ChunkLoader:
             return
         if (laying := self._laying()) is not None:
             yield from self._lay(laying, layer)
-            self._laid.add(layer)
-            return
-        parts = yield from self._layer(layer, used)
+        else:
+            yield from self._copy(layer, used)
+        self._laid.add(layer)
+
+    def _copy(self, layer: int, used: Sequence[LoadedChunk]) -> Steps[None]:
+        """Copy one layer of all chunks once it is read, and begin with the next one on a GPU."""
+        if self._parts is None:
+            wait = self.source.waiting(layer)
+        else:
+            wait = LayerWait((chunk.tier or "", None) for chunk in used)
+
+        def look() -> bool:
+            if self._parts is None and self.source.wait(WAIT_SECONDS):
+                self._parts = self.source.layer(layer)
+            return self._parts is not None and self._is_sent(layer, used, self._parts)
+
+        yield from self._until_there(wait, look)
+        parts = [part for part in self._parts or () if not isinstance(part, StoreError)]
+        self._parts = None
         if self._buffers is None:
             with self.watch.laying():
                 place_parts(self.fused, layer, _placed(layer, used, parts))
         else:
             self._arrive()
             self._look_ahead(self._buffers, layer + 1, used)
-        self._laid.add(layer)
 
-    def _layer(self, layer: int, used: Sequence[LoadedChunk]) -> Steps[list[LayerKV]]:
-        """Wait until all ranks have one layer of all chunks."""
+    def _until_there(self, wait: LayerWait, look: Callable[[], bool]) -> Steps[None]:
+        """Wait until all ranks have a layer; look: whether this one has. Raises LostChunkError."""
         laid = self.watch.laid
-        if self._parts is None:
-            wait = self.source.waiting(layer)
-        else:
-            wait = LayerWait((chunk.tier or "", None) for chunk in used)
         while True:
-            if self._parts is None and self.source.wait(WAIT_SECONDS):
-                self._parts = self.source.layer(layer)
-            parts = self._parts
-            is_there = parts is not None and self._is_sent(layer, used, parts)
-            sound = [not isinstance(part, StoreError) for part in parts or ()]
-            sound += [True] * (len(used) - len(sound))
+            is_there = look()
+            sound = [not isinstance(part, StoreError) for part in self._parts or ()]
+            sound += [True] * (len(self._used) - len(sound))
             if not self._all_read:
                 here = [is_there, self.source.is_all_read(), *sound]
                 is_there, self._all_read, *sound = on_all_ranks(self.stack, here)
             if is_there or not all(sound):
                 break
-            if parts is not None and not is_there:
+            if self._parts is not None:
                 time.sleep(WAIT_SECONDS)  # for a buffer
             if not self._all_read:
                 yield  # as often on all ranks
-        self._parts = None
         self.watch.waited(wait.began, wait.seconds(without=self.watch.laid - laid))
         if not all(sound):
-            self._lose(used, parts or [], sound)
-        return [part for part in parts or () if not isinstance(part, StoreError)]
+            self._lose(self._parts or [], sound)
 
     def _laying(self) -> Laying | None:
         """Return how all layers are laid, if a kernel can read all chunks where they are."""
@@ -251,18 +257,9 @@ class ChunkLoader:
 
         Unless that is laid already: rows may have been computed there.
         """
-        wait = LayerWait((tier, None) for tier in self._tiers)
-        laid = self.watch.laid
         self._queue(laying, layer)
-        while not self._all_read:  # other ranks may still read theirs
-            here = [True, self.source.is_all_read(), *[True] * len(self._used)]
-            is_there, self._all_read, *sound = on_all_ranks(self.stack, here)
-            if not all(sound):
-                self._lose(self._used, [], sound)
-            if is_there:
-                break
-            yield
-        self.watch.waited(wait.began, wait.seconds(without=self.watch.laid - laid))
+        wait = LayerWait((tier, None) for tier in self._tiers)
+        yield from self._until_there(wait, lambda: True)  # other ranks may still read theirs
         self._arrive()
         if layer + 1 < self.stack.geometry.layers and layer + 1 not in self._laid:
             self._queue(laying, layer + 1)
@@ -302,16 +299,12 @@ class ChunkLoader:
             self._parts = self.source.layer(layer)
             self._is_sent(layer, used, self._parts)
 
-    def _lose(
-        self,
-        used: Sequence[LoadedChunk],
-        parts: Sequence[LayerKV | StoreError],
-        sound: Sequence[bool],
-    ) -> None:
-        for chunk, part in zip(used, parts, strict=False):
+    def _lose(self, parts: Sequence[LayerKV | StoreError], sound: Sequence[bool]) -> None:
+        for chunk, part in zip(self._used, parts, strict=False):
             if isinstance(part, StoreError):
                 chunk.reason = miss_of(part)
-        self._use_without([c for c, is_sound in zip(used, sound, strict=True) if not is_sound])
+        pairs = zip(self._used, sound, strict=True)
+        self._use_without([chunk for chunk, is_sound in pairs if not is_sound])
         self.rewind()
         raise LostChunkError
 
