@@ -107,6 +107,11 @@ class Candidates:
         )
 
 
+def _unwatched(_: int | None) -> AbstractContextManager[None]:
+    """Return a context around a choice of rows that nobody measures."""
+    return nullcontext()
+
+
 @dataclass
 class BlendPass:
     """Computes the fused KV of a prompt and the hidden state of its last token.
@@ -146,7 +151,7 @@ class BlendPass:
     layers: int | None = None
     before_layer: Callable[[int], Steps[None]] | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
-    selecting: Callable[[int | None], AbstractContextManager[None]] = nullcontext
+    selecting: Callable[[int | None], AbstractContextManager[None]] = _unwatched
     request_id: str = ""
     hidden: Tensor = field(init=False)
     stats: PassStats = field(init=False)

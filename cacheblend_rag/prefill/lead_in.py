@@ -17,7 +17,6 @@ from cacheblend_rag.text.prompt import ChunkSpan
 
 CACHED_KEYS = 200_000
 CACHED_WINDOWS = 4096
-PIECES_BETWEEN_WINDOWS = 64
 
 DocumentWindow = tuple[TokenIds, ...]
 """The tokens of a document's pieces that may stand before a chunk, in order."""
@@ -168,10 +167,10 @@ class LeadIn:
         kept = self._windows.get(context, ())
         if len(self._windows) > CACHED_WINDOWS:
             self._windows = {}
-        for index, context in enumerate(reversed(waiting), start=1):
-            kept = next_window(kept, self._piece(context.last), self.window)
-            if index == len(waiting) or not index % PIECES_BETWEEN_WINDOWS:
-                self._windows[context] = kept
+        for context in reversed(waiting):
+            kept = self._windows[context] = next_window(
+                kept, self._piece(context.last), self.window
+            )
         return kept
 
 
