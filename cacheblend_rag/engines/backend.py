@@ -98,6 +98,16 @@ class Backend(ABC):
         """Most tokens of a lead-in, a context and a chunk together."""
         return self.context_window
 
+    @property
+    def _token_bytes(self) -> int:
+        """Bytes of one token's KV; 0 if unknown."""
+        return 0
+
+    @property
+    def _keeps_exact(self) -> bool:
+        """Whether stored KV is reused as it was computed, in no lower precision."""
+        return False
+
     def _refresh(self) -> None:  # noqa: B027 - most engines' models do not change
         """Detect changes of the model; called before keys are computed."""
 
@@ -179,8 +189,8 @@ class Backend(ABC):
         self._evict(keys)
 
     def _evict_turns(self, keys: Sequence[KVKey]) -> int:
-        """Drop KV of conversations; returns how much was stored. By default none is kept."""
-        return 0
+        """Drop the KV of conversations' turns; returns for how many keys KV was stored."""
+        return int(self._evict(keys))
 
     @abstractmethod
     def _release(self) -> int:

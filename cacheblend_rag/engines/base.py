@@ -12,6 +12,7 @@ from cacheblend_rag.engines import guard as guarding
 from cacheblend_rag.engines.after_answer import AfterAnswer, AnswerHook
 from cacheblend_rag.engines.answering import Answering
 from cacheblend_rag.engines.backend import engine_settings
+from cacheblend_rag.engines.conversations import TurnKeeper
 from cacheblend_rag.engines.filling import Filling
 from cacheblend_rag.engines.first_miss import FirstMiss
 from cacheblend_rag.engines.idle import IdleJob, IdleQueue
@@ -90,6 +91,7 @@ class Engine(Indexing, Answering):
         self._filling = Filling(me, self._idle)
         self._filling.is_on = setup.fill_on_miss
         self._hooks.add(self._filling.see)
+        self._hooks.add(TurnKeeper(me, self.encoder, self._family.activity, self._idle).see)
         # After filling: a prompt whose misses are being filled is no reason to warn.
         self._hooks.add(FirstMiss(self.registry).see)
         self._hooks.add(self._guard.see)

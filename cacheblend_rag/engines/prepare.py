@@ -76,7 +76,7 @@ class PreparedPrompt:
         tokenize_seconds: duration of all of preparing after that.
         expects_chunks: whether known or hinted chunks are expected in it.
         conversation: the one that it belongs to, or None.
-        segments: parts of the conversation's earlier turns in it, in order, beside the chunks.
+        turns: parts of the conversation's earlier turns in it, in order, beside the chunks.
         shared_tokens: how many of its first tokens, at most, other conversations may share.
         cache_salt: the KV of its prefix is shared only with prompts of the same one, as in vLLM;
             that of its chunks with all.
@@ -94,7 +94,7 @@ class PreparedPrompt:
     tokenize_seconds: float
     expects_chunks: bool
     conversation: ConversationKV | None = None
-    segments: tuple[PlacedChunk, ...] = ()
+    turns: tuple[PlacedChunk, ...] = ()
     shared_tokens: int | None = None
     cache_salt: str | None = None
 
@@ -119,9 +119,14 @@ class PreparedPrompt:
         return min(ends, default=None)
 
     @property
-    def stored_parts(self) -> tuple[PlacedChunk, ...]:
+    def turns_start(self) -> int:
+        """Index of the first token that a conversation keeps KV of, behind whole shared blocks."""
+        return (self.shared_tokens or 0) // BLOCK_TOKENS * BLOCK_TOKENS
+
+    @property
+    def parts(self) -> tuple[PlacedChunk, ...]:
         """Its chunks and the parts of earlier turns, in order."""
-        return tuple(sorted((*self.placed, *self.segments), key=lambda part: part.start))
+        return tuple(sorted((*self.placed, *self.turns), key=lambda part: part.start))
 
     def with_fingerprint(self, fingerprint: str) -> PreparedPrompt:
         """Return the prompt with its chunks' keys for another fingerprint of the model.
@@ -131,12 +136,12 @@ class PreparedPrompt:
         if fingerprint == self.prepared_for.fingerprint:
             return self
         of_turns = turn_fingerprint(fingerprint)
-        segments = tuple(one for one in self.segments if one.key.fingerprint == of_turns)
+        turns = tuple(one for one in self.turns if one.key.fingerprint == of_turns)
         placed = tuple(
             replace(chunk, key=replace(chunk.key, fingerprint=fingerprint)) for chunk in self.placed
         )
         now = replace(self.prepared_for, fingerprint=fingerprint)
-        return replace(self, prepared_for=now, placed=placed, segments=segments)
+        return replace(self, prepared_for=now, placed=placed, turns=turns)
 
 
 PromptLike = str | BlendPrompt | ChatPrompt | Sequence[Message] | TurnPrompt | PreparedPrompt
@@ -204,21 +209,18 @@ class PromptPreparer:
 
         Raises PromptError when the question does not stand in it.
         """
-        ids, shared = prompt.token_ids, self._shared_tokens(prompt.token_ids)
-        segments = turn.conversation.find(
+        ids = prompt.token_ids
+        prompt = replace(
+            prompt, conversation=turn.conversation, shared_tokens=self._shared_tokens(ids)
+        )
+        turns = turn.conversation.find(
             ids,
-            shared // BLOCK_TOKENS * BLOCK_TOKENS,
+            prompt.turns_start,
             [(chunk.start, chunk.end) for chunk in prompt.placed],
             len(ids) - self._question_tokens(prompt.text, turn.question),
             prompt.prepared_for.fingerprint,
         )
-        return replace(
-            prompt,
-            conversation=turn.conversation,
-            segments=tuple(segments),
-            shared_tokens=shared,
-            tokenize_seconds=time.perf_counter() - found,
-        )
+        return replace(prompt, turns=tuple(turns), tokenize_seconds=time.perf_counter() - found)
 
     def _shared_tokens(self, token_ids: Sequence[int]) -> int:
         """Return how many tokens a prompt begins with are those of the engine's instruction."""

@@ -1,18 +1,21 @@
-"""The KV of a conversation's own tokens: which of it is stored, and where a prompt can reuse it.
+"""A conversation's turns as documents of its own, whose chunks nobody else can name.
 
 A turn's own tokens are those that are no registered chunk's: the question, the answer, the marks
-between them. After an answer their KV is cut out of the request's cache into *segments*. In later
-prompts of the conversation the segments' tokens are found again, wherever they stand by then, and
-their KV is reused like that of chunks.
+between them. After an answer they become the next chunks of the conversation's document. Their KV
+is computed in idle time, after the document's tokens before them: the instruction and the earlier
+turns. In later prompts the chunks are found by their tokens, wherever these stand by then, and
+reused like other chunks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from threading import Condition
 from typing import Annotated, Any, Self
 
@@ -20,23 +23,32 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from cacheblend_rag.errors import ConfigError, first_line
 from cacheblend_rag.kv.chunk_kv import NAMESPACE_DIGITS, KVKey, chunk_id, prefix_ids
-from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.text.token_index import TokenIndex, TokenRun
 
 LEAST_TOKENS = 8
-"""Fewest tokens of a segment, and of a part of it that is reused."""
+"""Fewest tokens of a turn's chunk, and of a part of it that is reused."""
 LEAST_SHARE = 0.5
-"""Of a segment's tokens that a prompt must hold: less may be another text that begins alike."""
+"""Of a chunk's tokens that a prompt must hold: less may be another text that begins alike."""
+DOCUMENT_TOKENS = 8192
+"""Most tokens of a document; the turn that would exceed them begins another one."""
 MOST_TURNS = 256
 MOST_BYTES = 1 << 30
 WAIT_SECONDS = 5.0
-"""How long it is waited for KV that is being written."""
+"""How long it is waited for turns that are being filled."""
+LOOK_SECONDS = 0.02
 ID_BYTES = 16
 
-TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
 Count = Annotated[int, Field(strict=True, ge=0)]
+TokenIds = tuple[Annotated[int, Field(strict=True, ge=0, lt=1 << 32)], ...]
+Turn = tuple[Annotated[TokenIds, Field(min_length=1)], ...]
+"""The chunks of a turn, in order."""
 Span = tuple[int, int]
 """Tokens [start, end) of a prompt."""
+Kept = tuple[ChunkPlan, bool]
+"""A turn's chunk, and whether its KV is that of full prefill of its document."""
+Filling = Callable[[], bool]
+"""A filling of turns, queued or begun: tells whether it may be over soon."""
 
 
 def turn_fingerprint(fingerprint: str) -> str:
@@ -49,52 +61,52 @@ def turn_fingerprint(fingerprint: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnSegment:
-    """Consecutive tokens of a turn whose KV is stored.
+class TurnDocument:
+    """Turns whose KV is computed one after another.
 
-    fingerprint: see ``turn_fingerprint``. before: ``prefix_ids`` of the tokens before it, as it was
-    computed. start: its position then. is_exact: whether its KV was that of full prefill. nbytes:
-    of its KV.
+    fingerprint: see ``turn_fingerprint``. lead: the tokens before the first turn. token_bytes: of
+    one token's KV. is_exact: whether stored KV stays as it was computed.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-    token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)]
     fingerprint: str
-    before: str
-    start: Count
+    lead: TokenIds
+    token_bytes: Count
     is_exact: Annotated[bool, Field(strict=True)]
-    nbytes: Count
+    turns: tuple[Turn, ...] = ()
 
-    def key(self, conversation_id: str) -> KVKey:
-        """Return the key of its KV, which no one can make without the conversation's id."""
-        secret = conversation_id.encode()
-        context = hashlib.blake2b(self.before.encode(), digest_size=16, key=secret).hexdigest()
-        return KVKey(chunk_id(self.token_ids), self.fingerprint, context)
-
-
-_TURNS = TypeAdapter(list[list[TurnSegment]])
-
-
-@dataclass(eq=False)
-class KeptTurn:
-    """The segments of one turn, in order.
-
-    is_pending: whether they are being written. patience: seconds that a prompt waits until they
-    are.
-    """
-
-    segments: list[TurnSegment]
-    is_pending: bool = False
-    patience: float = WAIT_SECONDS
+    @property
+    def chunks(self) -> list[TokenIds]:
+        """The chunks of all turns."""
+        return [chunk for turn in self.turns for chunk in turn]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of their KV."""
-        return sum(segment.nbytes for segment in self.segments)
+        """Bytes of the KV."""
+        return self.token_bytes * sum(map(len, self.chunks))
+
+    def plans(self, secret: str) -> list[ChunkPlan]:
+        """Return the chunks with the tokens before them; secret: without it none has their keys."""
+        chunks, lead = self.chunks, len(self.lead)
+        whole = (*self.lead, *(token for chunk in chunks for token in chunk))
+        *starts, _ = accumulate(map(len, chunks), initial=lead)
+        found = zip(chunks, starts, prefix_ids(whole, starts), strict=True)
+        return [
+            ChunkPlan(chunk, self.lead, whole[lead:start], self._key(chunk, before, secret), True)
+            for chunk, start, before in found
+        ]
+
+    def _key(self, chunk: TokenIds, before: str, secret: str) -> KVKey:
+        """Return the key of a chunk; before: the hash of the tokens before it."""
+        context = hashlib.blake2b(before.encode(), digest_size=16, key=secret.encode())
+        return KVKey(chunk_id(chunk), self.fingerprint, context.hexdigest())
+
+
+_DOCUMENTS = TypeAdapter(tuple[TurnDocument, ...])
 
 
 class ConversationKV:
-    """Which KV of one conversation's own tokens is stored. Safe to share between threads.
+    """The turns of one conversation whose KV is kept. Safe to share between threads.
 
     Give an engine the conversation's prompts as TurnPrompts: the KV of the turns before is reused,
     and after the answer that of the new one is kept. Conversations never share KV, even if their
@@ -131,25 +143,28 @@ class ConversationKV:
         self.conversation_id = drawn
         self._most_turns, self._most_bytes = most_turns, most_bytes
         self._changed = Condition()
-        self._turns: list[KeptTurn] = []
-        self._index: tuple[str, TokenIndex[TurnSegment]] | None = None
+        self._documents: tuple[TurnDocument, ...] = ()
+        self._fillings: set[Filling] = set()
+        self._index: tuple[str, TokenIndex[Kept]] | None = None
 
     @property
     def turns(self) -> int:
-        """For how many turns KV is stored."""
-        with self._changed:
-            return len(self._stored())
+        """For how many turns KV is kept."""
+        return sum(len(one.turns) for one in self._documents)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored KV."""
-        with self._changed:
-            return sum(turn.nbytes for turn in self._stored())
+        """Bytes of the kept KV."""
+        return sum(one.nbytes for one in self._documents)
 
     def keys(self) -> list[KVKey]:
-        """Return the keys of all stored KV."""
-        with self._changed:
-            return self._keys(self._stored())
+        """Return the keys of all kept KV."""
+        return [plan.key for one in self._documents for plan in one.plans(self.conversation_id)]
+
+    def plans(self, fingerprint: str) -> list[list[ChunkPlan]]:
+        """Return the chunks of each document under a ``turn_fingerprint``."""
+        told = (one for one in self._documents if one.fingerprint == fingerprint)
+        return [one.plans(self.conversation_id) for one in told]
 
     # Question time
 
@@ -161,9 +176,9 @@ class ConversationKV:
         end: int,
         fingerprint: str,
     ) -> list[PlacedChunk]:
-        """Return the parts of stored segments in a prompt's tokens [begin, end), in order.
+        """Return the parts of earlier turns in a prompt's tokens [begin, end), in order.
 
-        Waits for KV that is being written.
+        Waits for the turn before if that may be stored soon.
 
         Args:
             token_ids: the prompt's.
@@ -172,137 +187,118 @@ class ConversationKV:
             end: index behind the last token to look at.
             fingerprint: of chunk KV.
         """
+        self._settle(lambda is_near: is_near())
         index = self._indexed(turn_fingerprint(fingerprint))
-        if not len(index):
-            return []
-        gaps = gaps_between(begin, taken, end)
+        gaps = gaps_between(begin, taken, end) if len(index) else ()
         runs = [run for start, stop in gaps for run in index.find(token_ids, start, stop)]
-        held = Counter[TurnSegment]()
+        held = Counter[Kept]()
         for run in runs:
             held[run.name] += run.end - run.start
-        kept = [run for run in runs if held[run.name] >= LEAST_SHARE * len(run.name.token_ids)]
-        exact = exact_runs(token_ids, kept)
-        return [self._placed(run, is_exact) for run, is_exact in zip(kept, exact, strict=True)]
+        return [
+            _placed(run, token_ids)
+            for run in runs
+            if held[run.name] >= LEAST_SHARE * len(run.name[0].token_ids)
+        ]
 
-    def _indexed(self, fingerprint: str) -> TokenIndex[TurnSegment]:
-        """Return the index of the segments under a fingerprint; the latest were added first."""
+    def _indexed(self, fingerprint: str) -> TokenIndex[Kept]:
+        """Return the index of the chunks under a fingerprint; the latest were added first."""
         with self._changed:
-            waiting = [turn.patience for turn in self._turns if turn.is_pending]
-            self._changed.wait_for(self._is_settled, max(waiting, default=0.0))
             if self._index is None or self._index[0] != fingerprint:
-                index = TokenIndex[TurnSegment](LEAST_TOKENS)
-                index.add_many(
-                    (segment.token_ids, segment)
-                    for turn in reversed(self._stored())
-                    for segment in turn.segments
-                    if segment.fingerprint == fingerprint
-                )
+                kept = [
+                    (plan, one.is_exact)
+                    for one in self._documents
+                    if one.fingerprint == fingerprint
+                    for plan in one.plans(self.conversation_id)
+                ]
+                index = TokenIndex[Kept](LEAST_TOKENS)
+                index.add_many((name[0].token_ids, name) for name in reversed(kept))
                 self._index = fingerprint, index
             return self._index[1]
 
-    def _stored(self) -> list[KeptTurn]:
-        return [turn for turn in self._turns if not turn.is_pending]
-
-    def _is_settled(self) -> bool:
-        return not any(turn.is_pending for turn in self._turns)
-
-    def _placed(self, run: TokenRun[TurnSegment], is_exact: bool) -> PlacedChunk:
-        segment = run.name
-        return PlacedChunk(
-            key=segment.key(self.conversation_id),
-            start=run.start,
-            end=run.end,
-            before=segment.token_ids[: run.skip],
-            after=segment.token_ids[run.skip + run.end - run.start :],
-            is_turn=True,
-            is_exact=is_exact,
-        )
+    def _settle(self, is_waited_for: Callable[[Filling], bool]) -> None:
+        """Wait until turns are filled."""
+        until = time.monotonic() + WAIT_SECONDS
+        with self._changed:
+            while any(map(is_waited_for, self._fillings)) and time.monotonic() < until:
+                self._changed.wait(LOOK_SECONDS)
 
     # After an answer
 
-    def begin(self, segments: Sequence[TurnSegment], *, patience: float = WAIT_SECONDS) -> KeptTurn:
-        """Add a turn whose segments are being written, and return it for ``written``.
+    def add(
+        self, runs: Iterable[Sequence[int]], document: TurnDocument, most_tokens: int
+    ) -> list[KVKey]:
+        """Add a turn, and drop the oldest ones beyond the bounds; returns the keys to evict.
+
+        A prompt that is answered once more adds nothing, unless its answer is another one.
 
         Args:
-            segments: of the turn.
-            patience: seconds that the next prompts wait until they are written, at most.
+            runs: its own tokens, between those of chunks; short ones are left out.
+            document: an empty one, that the turn begins unless it goes on with an earlier one.
+            most_tokens: of a document, by what the engine can compute at once.
         """
-        turn = KeptTurn(list(segments), is_pending=True, patience=patience)
+        turn = tuple(tuple(run) for run in runs if len(run) >= LEAST_TOKENS)
         with self._changed:
-            self._turns.append(turn)
-        return turn
+            before = [one for one in self._documents if replace(one, turns=()) == document]
+            if not turn or (before and turn == before[-1].turns[-1]):
+                return []
+            self._append(replace(document, turns=(turn,)), min(most_tokens, DOCUMENT_TOKENS))
+            self._index, gone = None, list[KVKey]()
+            while self.turns > self._most_turns or self.nbytes > self._most_bytes:
+                gone += [plan.key for plan in self._documents[0].plans(self.conversation_id)]
+                self._documents = self._documents[1:]
+            return gone
 
-    def is_newest(self, turn: KeptTurn) -> bool:
-        """Whether no turn was begun after this one, nor was it forgotten."""
-        with self._changed:
-            return bool(self._turns) and self._turns[-1] is turn
+    def _append(self, new: TurnDocument, most_tokens: int) -> None:
+        """Add a turn to the latest document that it may go on with, or as another one.
 
-    def is_forgotten(self, turn: KeptTurn) -> bool:
-        """Whether a turn was forgotten since it was begun."""
-        with self._changed:
-            return turn not in self._turns
-
-    def written(self, turn: KeptTurn, stored: Collection[KVKey]) -> list[KVKey]:
-        """Keep those of a turn's segments that were stored; returns keys to evict, by the bounds.
-
-        A turn that was forgotten meanwhile is evicted.
-
-        Args:
-            turn: what ``begin`` returned.
-            stored: keys of its segments that are stored by now.
+        A document takes half of the bounds at most, since it is dropped as a whole.
         """
-        with self._changed:
-            turn.is_pending, self._index = False, None
-            turn.segments = [
-                segment for segment in turn.segments if segment.key(self.conversation_id) in stored
-            ]
-            dropped = [*self._beyond_bounds(), *([] if turn in self._turns else turn.segments)]
-            self._turns = [one for one in self._turns if one.segments or one.is_pending]
-            left = set(self._keys(self._turns))
-            self._changed.notify_all()
-            return [key for key in self.keys_of(dropped) if key not in left]
-
-    def _beyond_bounds(self) -> list[TurnSegment]:
-        """Take out the oldest turns' segments, the first ones first, until the bounds are kept."""
-        nbytes, dropped = sum(turn.nbytes for turn in self._turns), list[TurnSegment]()
-        surplus = len(self._turns) - self._most_turns
-        for index, turn in enumerate(self._turns):
-            # A turn that is being written is looked at once it is: it cannot be evicted before.
-            while (
-                turn.segments
-                and not turn.is_pending
-                and (index < surplus or nbytes > self._most_bytes)
+        for at in reversed(range(len(self._documents))):
+            before = self._documents[at]
+            longer = replace(before, turns=(*before.turns, *new.turns))
+            if (
+                longer == replace(new, turns=longer.turns)
+                and len(longer.lead) + sum(map(len, longer.chunks)) <= most_tokens
+                and 2 * len(longer.turns) <= self._most_turns
+                and 2 * longer.nbytes <= self._most_bytes
             ):
-                dropped.append(turn.segments.pop(0))
-                nbytes -= dropped[-1].nbytes
-        return dropped
+                self._documents = (*self._documents[:at], longer, *self._documents[at + 1 :])
+                return
+        self._documents = (*self._documents, new)
+
+    def begin_filling(self, filling: Filling) -> None:
+        """Note that the turns are to be filled."""
+        with self._changed:
+            self._fillings.add(filling)
+
+    def end_filling(self, filling: Filling) -> None:
+        """Note that a filling is over: done, failed or given up."""
+        with self._changed:
+            self._fillings.discard(filling)
+            self._changed.notify_all()
+
+    def is_forgotten(self, filling: Filling) -> bool:
+        """Whether the turns were forgotten since a filling began."""
+        return filling not in self._fillings
 
     def forget(self) -> list[KVKey]:
         """Forget all turns; returns the keys to evict."""
         with self._changed:
-            keys, self._turns, self._index = self._keys(self._turns), [], None
+            keys, self._documents, self._index = self.keys(), (), None
+            self._fillings.clear()
             self._changed.notify_all()
             return keys
-
-    def keys_of(self, segments: Iterable[TurnSegment]) -> list[KVKey]:
-        """Return the keys of segments of this conversation."""
-        return [segment.key(self.conversation_id) for segment in segments]
-
-    def _keys(self, turns: Iterable[KeptTurn]) -> list[KVKey]:
-        return [key for turn in turns for key in self.keys_of(turn.segments)]
 
     # Saving
 
     def to_plain(self) -> dict[str, Any]:
-        """Return plain JSON values: the id and what is stored, no KV. Waits for what is written."""
-        with self._changed:
-            self._changed.wait_for(self._is_settled, WAIT_SECONDS)
-            turns = _TURNS.dump_python([turn.segments for turn in self._stored()], mode="json")
+        """Return plain JSON values: the id and the turns, no KV. Waits for what is filled."""
+        self._settle(lambda _: True)
         return {
             "conversation_id": self.conversation_id,
             "most_turns": self._most_turns,
             "most_bytes": self._most_bytes,
-            "turns": turns,
+            "documents": _DOCUMENTS.dump_python(self._documents, mode="json"),
         }
 
     @classmethod
@@ -315,72 +311,20 @@ class ConversationKV:
         Raises:
             ConfigError: for anything else.
         """
-        fields = {"conversation_id", "most_turns", "most_bytes", "turns"}
+        fields = {"conversation_id", "most_turns", "most_bytes", "documents"}
         if not isinstance(plain, Mapping) or set(plain) != fields:
             raise ConfigError(f"a conversation's KV must have {', '.join(sorted(fields))}")
         if plain["conversation_id"] is None:
             raise ConfigError("a conversation's KV must have an id")
-        made = cls(**{name: plain[name] for name in fields - {"turns"}})
+        made = cls(**{name: plain[name] for name in fields - {"documents"}})
         try:
-            turns = _TURNS.validate_python(plain["turns"])
-            made._turns = [KeptTurn(segments) for segments in turns]
+            made._documents = _DOCUMENTS.validate_python(plain["documents"])
             made.keys()  # which are malformed if a fingerprint is
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"a conversation's turns are malformed: {first_line(error)}"
             ) from None
         return made
-
-
-@dataclass(frozen=True, slots=True)
-class AnsweredPrompt:
-    """A prompt and its answer, of which a conversation's own tokens are kept.
-
-    token_ids: whose KV is in the request's cache. begin: index of the first token to keep. taken:
-    spans whose KV is stored already, or belongs to documents, in order. exact_until: the KV of
-    segments that begin by then is that of full prefill. fingerprint: of chunk KV. token_bytes: of
-    one token's KV.
-    """
-
-    token_ids: Sequence[int]
-    begin: int
-    taken: Sequence[Span]
-    exact_until: int
-    fingerprint: str
-    token_bytes: int
-
-    def segments(self) -> list[TurnSegment]:
-        """Return the segments to keep; shorter runs of tokens are left out."""
-        gaps = gaps_between(self.begin, self.taken, len(self.token_ids))
-        long = [(start, end) for start, end in gaps if end - start >= LEAST_TOKENS]
-        hashes = prefix_ids(self.token_ids, [start for start, _ in long])
-        return [
-            TurnSegment(
-                token_ids=tuple(self.token_ids[start:end]),
-                fingerprint=turn_fingerprint(self.fingerprint),
-                before=before,
-                start=start,
-                is_exact=start <= self.exact_until,
-                nbytes=(end - start) * self.token_bytes,
-            )
-            for (start, end), before in zip(long, hashes, strict=True)
-        ]
-
-
-def exact_runs(token_ids: Sequence[int], runs: Sequence[TokenRun[TurnSegment]]) -> list[bool]:
-    """Return whether each run's KV is that of full prefill of a prompt.
-
-    It is if the segment's was, and the prompt begins with the same tokens up to the run's end.
-    """
-    ends = sorted({run.name.start for run in runs if run.name.start <= len(token_ids)})
-    before = dict(zip(ends, prefix_ids(token_ids, ends), strict=True))
-    return [
-        run.name.is_exact
-        and run.start - run.skip == run.name.start
-        and before.get(run.name.start) == run.name.before
-        and tuple(token_ids[run.name.start : run.start]) == run.name.token_ids[: run.skip]
-        for run in runs
-    ]
 
 
 def gaps_between(begin: int, taken: Iterable[Span], end: int) -> Iterator[Span]:
@@ -391,6 +335,25 @@ def gaps_between(begin: int, taken: Iterable[Span], end: int) -> Iterator[Span]:
         begin = max(begin, stop)
     if begin < end:
         yield begin, end
+
+
+def _placed(run: TokenRun[Kept], token_ids: Sequence[int]) -> PlacedChunk:
+    """Return a part of a turn in a prompt; exact if the prompt begins as the turn's document."""
+    plan, is_exact = run.name
+    before = (*plan.lead, *plan.context)
+    if run.start - run.skip != len(before):
+        is_exact = False
+    elif is_exact:
+        is_exact = (*before, *plan.token_ids)[: run.start] == tuple(token_ids[: run.start])
+    return PlacedChunk(
+        key=plan.key,
+        start=run.start,
+        end=run.end,
+        before=plan.token_ids[: run.skip],
+        after=plan.token_ids[run.skip + run.end - run.start :],
+        is_turn=True,
+        is_exact=is_exact,
+    )
 
 
 def _is_hex(text: str) -> bool:

@@ -24,17 +24,19 @@ DocumentWindow = tuple[TokenIds, ...]
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """A chunk with the tokens before it.
+    """A chunk with the tokens before it, after which its KV is computed.
 
     token_ids: the chunk's own tokens. lead: tokens of BOS and instruction; without BOS if a chat
     template rendered the instruction without one. context: tokens of its own document within the
-    window, whatever the lead-in. key: of its KV.
+    window, whatever the lead-in. key: of its KV. is_turn: it is part of a conversation's turn,
+    whose KV is computed after its context with every lead-in.
     """
 
     token_ids: tuple[int, ...]
     lead: tuple[int, ...]
     context: tuple[int, ...]
     key: KVKey
+    is_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ class PlacedChunk:
 
     protected: recomputing some of its tokens would lose the document context in its cached KV.
     before, after: the chunk's tokens at its edges that are missing in the prompt (see
-    ChunkSpan): their stored KV is not used. is_turn: it is part of a segment of a conversation, not
-    a registered chunk. is_exact: its KV is that of full prefill of this prompt.
+    ChunkSpan): their stored KV is not used. is_turn: it is part of a conversation's turn, not a
+    registered chunk. is_exact: its KV is that of full prefill of this prompt.
     """
 
     key: KVKey

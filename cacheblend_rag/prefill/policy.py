@@ -19,10 +19,26 @@ from cacheblend_rag.kv.fetch import Threshold
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.settings import BlendConfig
 
 NO_CHUNK = Reason(ReasonCode.NO_CHUNK, "no known chunk in the prompt")
 NOT_STORED = Reason(ReasonCode.NOT_STORED, "no chunk of the prompt is stored")
 UNREADABLE = Reason(ReasonCode.UNREADABLE, "no stored chunk could be read")
+LEAST_SHARE = 1 / 8
+"""Smallest share of a prompt that exact KV must have to be reused by itself: below it, the overhead
+of a blend pass may exceed the computation saved."""
+
+
+def config_for(config: BlendConfig, parts: Sequence[PlacedChunk], tokens: int) -> BlendConfig:
+    """Return a request's config, without ``min_tokens`` if all that can be reused is exact.
+
+    It must be enough to be worth a pass all the same, as a stored prefix must. parts: what can be
+    reused. tokens: of the whole prompt.
+    """
+    held = sum(part.end - part.start for part in parts)
+    is_exact = bool(parts) and all(part.is_exact for part in parts)
+    is_enough = held >= max(1, LEAST_SHARE * tokens)
+    return config.with_changes(min_tokens=0) if is_exact and is_enough else config
 
 
 def threshold(placed: Sequence[PlacedChunk], least: int) -> Threshold:

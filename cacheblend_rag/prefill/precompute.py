@@ -99,8 +99,9 @@ def compute_chunks(
 ) -> Computed:
     """Yield the KV and prior of every chunk not in ``store``.
 
-    in_document: chunks are computed in their document (lead-in ``document``); otherwise after
-    the lead-in alone, and the document is used only for the prior. leaves_out: lack of memory
+    in_document: chunks are computed in their document (lead-in ``document``), as turns of
+    conversations always are; otherwise after the lead-in alone, and the document is used only for
+    the prior. leaves_out: lack of memory
     gives a NoRoom instead of an error; not allowed if other ranks wait for this one.
     """
     spared = or_no_room if leaves_out else _as_it_comes
@@ -111,7 +112,7 @@ def compute_chunks(
         missing = [chunk for chunk, found in zip(members, stored, strict=True) if not found]
         if not any(chunk.context for chunk, _ in work.members):
             unrelated += missing
-        elif in_document:
+        elif in_document or members[0].is_turn:
             yield from spared(missing, compute_document(stack, work, store))
         elif missing:
             yield from spared(missing, _with_prior(stack, work, alone(missing)))

@@ -246,7 +246,7 @@ class Conversation:
         return json.dumps({"format": FORMAT, "turns": turns, "kv": self.kv.to_plain()})
 
     def _add(self, fitted: FittedPrompt, answer: Generation) -> None:
-        starts = {part.start for part in fitted.prepared.segments}
+        starts = {part.start for part in fitted.prepared.turns}
         reused = [one for one in answer.report.chunks if one.hit and one.start in starts]
         self.last = Answered(fitted, answer, sum(one.tokens - one.recomputed for one in reused))
         *earlier, asked = fitted.turns

@@ -102,6 +102,7 @@ def _rows(
             if prompt_tokens is None and len(talk.last.fitted.turns) < turn:
                 return
             yield {"turn": turn, **_row(engine, prefix, talk.last)}
+            talk.kv.to_plain()  # waits until the turn is stored
 
 
 def _row(
@@ -120,7 +121,6 @@ def _row(
     told = Segment(answer.text, is_data=True)  # prefix caching sees the answer as its own
     prefix.generate(BlendPrompt((*parts, told), is_rendered=source.is_rendered), ONE_TOKEN)
     prefix.prefixes.drain()
-    engine.prefixes.drain()
     hits = sum(chunk.tokens for chunk in answer.report.chunks if chunk.hit)
     return {
         "full_seconds": whole,

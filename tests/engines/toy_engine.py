@@ -78,11 +78,11 @@ class ToyEngine(Engine):
         """Return the KV of all tokens, and what was reused of it."""
         prepared, config = request.prepared, request.config
         kv = _computed(prepared.token_ids)
-        if request.full or not prepared.placed:
+        if request.full or not prepared.parts:
             return kv, PrefillReport(FULL_PREFILL if request.full else NO_CHUNK)
         if stopped := request.steering.refusal:
-            return kv, PrefillReport(stopped, chunks=[c.report(STOPPED) for c in prepared.placed])
-        found = [(chunk, self._kv.get(chunk.key)) for chunk in prepared.placed]
+            return kv, PrefillReport(stopped, chunks=[c.report(STOPPED) for c in prepared.parts])
+        found = [(chunk, self._kv.get(chunk.key)) for chunk in prepared.parts]
         refused = too_little(sum(len(one or ()) for _, one in found), config.min_tokens)
         if refused:
             chunks = [c.report((one and refused[1]) or "not stored") for c, one in found]

@@ -1,131 +1,173 @@
-"""Which segments of a conversation are kept and found, without a model."""
+"""Which turns of a conversation are kept and found, without a model."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from cacheblend_rag import ConfigError, ConversationKV
-from cacheblend_rag.kv.chunk_kv import fingerprint, namespace_id
+from cacheblend_rag.kv.chunk_kv import KVKey, fingerprint, namespace_id
 from cacheblend_rag.prefill.conversation_kv import (
     LEAST_TOKENS,
-    AnsweredPrompt,
-    TurnSegment,
+    TurnDocument,
+    gaps_between,
     turn_fingerprint,
 )
 
 OF_CHUNKS = fingerprint({"model": "m"}, "tenant")
-FIRST, SECOND = tuple(range(100, 120)), tuple(range(200, 230))
+OF_TURNS = turn_fingerprint(OF_CHUNKS)
+LEAD = (7, 8, 9)
+EMPTY = TurnDocument(OF_TURNS, LEAD, token_bytes=10, is_exact=True)
+FIRST, SECOND, THIRD = (tuple(range(at, at + 20)) for at in (100, 200, 300))
 
 
-def answered(token_ids: tuple[int, ...], *, taken: Any = (), begin: int = 0) -> AnsweredPrompt:
-    return AnsweredPrompt(token_ids, begin, list(taken), len(token_ids), OF_CHUNKS, 10)
+def add(kv: ConversationKV, *runs: tuple[int, ...], most: int = 1000) -> list[KVKey]:
+    return kv.add(runs, EMPTY, most)
 
 
-def keep(kv: ConversationKV, prompt: AnsweredPrompt) -> list[TurnSegment]:
-    segments = prompt.segments()
-    assert kv.written(kv.begin(segments), kv.keys_of(segments)) == []
-    return segments
+def found(kv: ConversationKV, *parts: tuple[int, ...], **options: Any) -> list[tuple[int, ...]]:
+    """(start, end, is exact) of what is found in a prompt."""
+    tokens = [token for part in parts for token in part]
+    spans = {"begin": 0, "taken": [], "end": len(tokens), "fingerprint": OF_CHUNKS, **options}
+    return [(one.start, one.end, one.is_exact) for one in kv.find(tokens, **spans)]
 
 
-def test_segments_are_what_lies_between_taken_spans_if_long_enough() -> None:
-    short = LEAST_TOKENS - 1
-    tokens = tuple(range(100))
-    found = answered(tokens, taken=[(10, 20), (20 + short, 60)], begin=1).segments()
-    assert [(one.start, len(one.token_ids)) for one in found] == [(1, 9), (60, 40)]
-    assert all(one.token_ids == tokens[one.start : one.start + len(one.token_ids)] for one in found)
-    assert [one.nbytes for one in found] == [90, 400]
+def test_gaps_are_what_is_not_taken() -> None:
+    assert list(gaps_between(1, [(10, 20), (20, 25), (60, 99)], 100)) == [
+        (1, 10),
+        (25, 60),
+        (99, 100),
+    ]
 
 
 def test_their_fingerprint_is_of_the_namespace_and_not_that_of_chunks() -> None:
-    (segment,) = answered(FIRST).segments()
-    assert segment.fingerprint == turn_fingerprint(OF_CHUNKS) != OF_CHUNKS
-    assert segment.fingerprint.startswith(namespace_id("tenant"))
+    assert OF_TURNS != OF_CHUNKS
+    assert OF_TURNS.startswith(namespace_id("tenant"))
+
+
+def test_each_turn_is_computed_after_the_lead_and_the_turns_before_it() -> None:
+    kv = ConversationKV()
+    add(kv, FIRST, SECOND, THIRD[: LEAST_TOKENS - 1])
+    add(kv, THIRD)
+    ((first, second, third),) = kv.plans(OF_TURNS)
+    assert (first.lead, first.context, first.token_ids) == (LEAD, (), FIRST)
+    assert (second.context, second.token_ids) == (FIRST, SECOND)
+    assert (third.context, third.token_ids) == (FIRST + SECOND, THIRD)
+    assert all(plan.is_turn for plan in (first, second, third))
+    assert kv.plans(OF_CHUNKS) == []
+    assert (kv.turns, kv.nbytes) == (2, 600)
 
 
 def test_keys_depend_on_the_id_and_on_the_tokens_before() -> None:
     here, there = ConversationKV(), ConversationKV()
-    (alone,) = answered(FIRST).segments()
-    _, behind = answered(SECOND + FIRST, taken=[(29, 30)]).segments()
-    behind = replace(behind, token_ids=FIRST)
-    keys = {kv.keys_of([one])[0] for kv in (here, there) for one in (alone, behind)}
-    assert len({key.context_id for key in keys}) == 4
-    assert len({key.chunk_id for key in keys}) == 1
+    for kv in (here, there):
+        add(kv, FIRST, SECOND, FIRST)
+    keys = [*here.keys(), *there.keys()]
+    assert len({key.context_id for key in keys}) == 6
+    assert len({key.chunk_id for key in keys}) == 2
 
 
 def test_they_are_found_in_gaps_only_and_are_exact_only_after_the_same_tokens() -> None:
     kv = ConversationKV()
-    keep(kv, answered(FIRST))
-    keep(kv, answered(FIRST + SECOND, taken=[(0, 20)]))
-    same = kv.find(FIRST + SECOND + (1, 2), 0, [], 52, OF_CHUNKS)
-    assert [(one.start, one.end, one.is_exact) for one in same] == [(0, 20, True), (20, 50, True)]
-    moved = kv.find((9, *SECOND, *FIRST), 0, [], 51, OF_CHUNKS)
-    assert [(one.start, one.end, one.is_exact) for one in moved] == [
-        (1, 31, False),
-        (31, 51, False),
-    ]
-    assert all(one.is_turn for one in moved)
-    assert kv.find(FIRST + SECOND, 0, [(0, 20)], 50, OF_CHUNKS) == same[1:]
-    assert kv.find(FIRST + SECOND, 0, [], 20, OF_CHUNKS) == same[:1]
-    assert kv.find(FIRST + SECOND, 0, [], 50, fingerprint({"model": "n"}, "tenant")) == []
+    add(kv, FIRST)
+    add(kv, SECOND)
+    same = (LEAD, FIRST, SECOND, (1, 2))
+    assert found(kv, *same) == [(3, 23, True), (23, 43, True)]
+    assert found(kv, (0, 8, 9), FIRST, SECOND) == [(3, 23, False), (23, 43, False)]
+    assert found(kv, SECOND, FIRST) == [(0, 20, False), (20, 40, False)]
+    assert found(kv, *same, taken=[(3, 23)]) == [(23, 43, True)]
+    assert found(kv, *same, begin=4, end=30) == [(4, 23, True)]
+    assert found(kv, *same, fingerprint=fingerprint({"model": "n"}, "tenant")) == []
 
 
-def test_a_text_that_shares_less_than_half_of_a_segment_is_not_taken_for_it() -> None:
+def test_what_a_store_rounds_is_not_exact() -> None:
     kv = ConversationKV()
-    keep(kv, answered(SECOND))
-    assert kv.find((*SECOND[:14], 1, 2, 3), 0, [], 17, OF_CHUNKS) == []
-    (part,) = kv.find((*SECOND[:15], 1, 2, 3), 0, [], 18, OF_CHUNKS)
-    assert (part.end - part.start, part.before, part.after) == (15, (), SECOND[15:])
+    kv.add([FIRST], TurnDocument(OF_TURNS, LEAD, token_bytes=10, is_exact=False), 1000)
+    assert found(kv, LEAD, FIRST) == [(3, 23, False)]
 
 
-def test_what_was_not_stored_is_not_kept() -> None:
+def test_a_text_that_shares_less_than_half_of_a_chunk_is_not_taken_for_it() -> None:
     kv = ConversationKV()
-    segments = answered(FIRST + SECOND, taken=[(20, 21)]).segments()
-    turn = kv.begin(segments)
-    kv.written(turn, kv.keys_of(segments[:1]))
-    assert kv.keys() == kv.keys_of(segments[:1])
-    assert kv.written(kv.begin(segments[1:]), ()) == []
-    assert kv.turns == 1
+    add(kv, SECOND)
+    assert found(kv, SECOND[:9], (1, 2, 3)) == []
+    (part,) = kv.find((*SECOND[:10], 1, 2, 3), 0, [], 13, OF_CHUNKS)
+    assert (part.end - part.start, part.before, part.after) == (10, (), SECOND[10:])
 
 
-def test_a_turn_that_was_forgotten_while_it_was_written_is_evicted() -> None:
+def test_a_document_ends_where_it_would_be_too_long_or_another_models() -> None:
     kv = ConversationKV()
-    segments = answered(FIRST).segments()
-    turn = kv.begin(segments)
-    assert kv.forget() == kv.keys_of(segments)
-    assert kv.written(turn, kv.keys_of(segments)) == kv.keys_of(segments)
+    add(kv, FIRST, SECOND)
+    add(kv, THIRD, most=62)
+    assert [[plan.context for plan in one] for one in kv.plans(OF_TURNS)] == [[(), FIRST], [()]]
+    other = turn_fingerprint(fingerprint({"model": "n"}, "tenant"))
+    kv.add([FIRST], TurnDocument(other, LEAD, 10, is_exact=True), 1000)
+    assert [len(one) for one in kv.plans(other)] == [1]
+    add(kv, FIRST)
+    assert [len(one) for one in kv.plans(OF_TURNS)] == [2, 2], "the latest that it may go on with"
+    add(kv, FIRST)
+    assert [len(one) for one in kv.plans(OF_TURNS)] == [2, 2], "it was answered once more"
+
+
+def test_the_oldest_go_beyond_the_bounds() -> None:
+    kv = ConversationKV(most_bytes=700)
+    assert add(kv, FIRST) == []
+    old = kv.keys()
+    assert add(kv, SECOND) == []
+    assert add(kv, THIRD) == []
+    assert add(kv, FIRST) == old
+    assert kv.nbytes == 600
+    few = ConversationKV(most_turns=2)
+    for run in (FIRST, SECOND, THIRD):
+        add(few, run)
+        assert found(few, run)
+    assert few.turns == 2
+    none = ConversationKV(most_turns=0)
+    assert len(add(none, FIRST)) == 1
+    assert none.keys() == []
+
+
+def test_a_filling_that_is_forgotten_knows_it() -> None:
+    kv = ConversationKV()
+    add(kv, FIRST)
+    kv.begin_filling(lambda: False)
+    filling = lambda: False  # noqa: E731
+    kv.begin_filling(filling)
+    assert not kv.is_forgotten(filling)
+    keys = kv.keys()
+    assert kv.forget() == keys
+    assert kv.is_forgotten(filling)
     assert kv.keys() == []
 
 
-def test_the_first_segments_of_the_oldest_turn_go_first() -> None:
-    kv = ConversationKV(most_bytes=700)
-    old = keep(kv, answered(FIRST + SECOND, taken=[(20, 21)]))
-    new = answered(SECOND).segments()
-    assert kv.written(kv.begin(new), kv.keys_of(new)) == kv.keys_of(old[:1])
-    assert kv.keys() == kv.keys_of([*old[1:], *new])
-    assert kv.nbytes == 590
+def test_a_prompt_waits_for_a_turn_only_while_it_may_be_stored_soon() -> None:
+    kv, asked = ConversationKV(), []
 
+    def is_near() -> bool:
+        asked.append(1)
+        return len(asked) < 4
 
-def test_kv_that_two_turns_have_in_common_is_evicted_with_the_last_of_them() -> None:
-    kv = ConversationKV(most_turns=2)
-    first = keep(kv, answered(FIRST))
-    keep(kv, answered(FIRST))
-    other = answered(SECOND).segments()
-    assert kv.written(kv.begin(other), kv.keys_of(other)) == []
-    assert kv.written(kv.begin(other), kv.keys_of(other)) == kv.keys_of(first)
+    add(kv, FIRST)
+    kv.begin_filling(is_near)
+    assert found(kv, LEAD, FIRST) == [(3, 23, True)]
+    assert len(asked) == 4
 
 
 def test_it_is_the_same_after_saving() -> None:
     kv = ConversationKV(most_turns=7, most_bytes=1 << 20)
-    keep(kv, answered(FIRST + SECOND, taken=[(20, 21)]))
+    add(kv, FIRST, SECOND)
     again = ConversationKV.from_plain(kv.to_plain())
     assert again.to_plain() == kv.to_plain()
     assert again.keys() == kv.keys()
 
 
-SEGMENT: dict[str, Any] = {**asdict(answered(FIRST).segments()[0]), "token_ids": list(FIRST)}
+DOCUMENT: dict[str, Any] = {
+    "fingerprint": OF_TURNS,
+    "lead": [1],
+    "token_bytes": 10,
+    "is_exact": True,
+    "turns": [[[1, 2, 3]]],
+}
 
 
 @pytest.mark.parametrize(
@@ -135,26 +177,27 @@ SEGMENT: dict[str, Any] = {**asdict(answered(FIRST).segments()[0]), "token_ids":
         {"conversation_id": "x" * 32},
         {"most_turns": -1},
         {"most_bytes": True},
-        {"turns": 1},
-        {"turns": [[{}]]},
+        {"documents": 1},
+        {"documents": [{}]},
         {"more": 1},
         *(
-            {"turns": [[{**SEGMENT, **wrong}]]}
+            {"documents": [{**DOCUMENT, **wrong}]}
             for wrong in (
-                {"token_ids": []},
-                {"token_ids": [-1]},
-                {"token_ids": [1 << 32]},
-                {"token_ids": "12"},
+                {"turns": [[[]]]},
+                {"turns": [[[-1]]]},
+                {"turns": [[[1 << 32]]]},
+                {"turns": [["12"]]},
+                {"lead": ["1"]},
                 {"fingerprint": "../x"},
-                {"before": 1},
-                {"start": -1},
+                {"is_exact": 1},
+                {"token_bytes": -1},
                 {"more": 1},
             )
         ),
     ],
 )
 def test_malformed_values_are_refused(changed: dict[str, Any]) -> None:
-    plain = {**ConversationKV().to_plain(), "turns": [[SEGMENT]]}
+    plain = {**ConversationKV().to_plain(), "documents": [DOCUMENT]}
     ConversationKV.from_plain(plain)
     with pytest.raises(ConfigError):
         ConversationKV.from_plain({**plain, **changed})

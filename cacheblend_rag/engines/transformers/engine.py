@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from cacheblend_rag.blend import plan_schedule
+from cacheblend_rag.blend import FusedKV, plan_schedule
 from cacheblend_rag.blend.copy_stream import release_buffers
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import CANCELLED, Delta, Generation, Request
@@ -56,6 +56,7 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import give_back_unused, lack_of_memory
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.comparing import Compared, Comparison
+from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.precompute import (
     ComputeAlone,
@@ -86,7 +87,7 @@ class TransformersEngine(Engine):
     Attributes:
         model: the loaded model.
         store: where chunk KV is kept.
-        prefixes: writes the KV of prompt prefixes and conversations to the store, after answers.
+        prefixes: writes the KV of prompt prefixes to the store, after answers.
     """
 
     name = "transformers"
@@ -214,6 +215,14 @@ class TransformersEngine(Engine):
     def read_only(self) -> bool:
         """Whether its store is only read."""
         return self.store.read_only
+
+    @property
+    def _token_bytes(self) -> int:
+        return 0 if self._stack is None else FusedKV.bytes_for(self._stack.geometry, 1)
+
+    @property
+    def _keeps_exact(self) -> bool:
+        return self.store.precision == "native"
 
     def _check_config(self, config: BlendConfig) -> None:
         if self._stack is not None:
@@ -440,7 +449,8 @@ class TransformersEngine(Engine):
 
     def _is_current(self, key: KVKey) -> bool:
         self._refresh()
-        return key.fingerprint == self._led.fingerprint
+        known = self._led.fingerprint
+        return key.fingerprint in (known, turn_fingerprint(known))
 
     def _compute(self, plans: Sequence[ChunkPlan], alone: ComputeAlone) -> Computed:
         """Compute the KV of chunks that are not stored, one layer or batch at a time."""
@@ -464,7 +474,7 @@ class TransformersEngine(Engine):
         return Evicted(len(dropped), whole.pending, is_noted=whole.is_noted)
 
     def _evict_turns(self, keys: Sequence[KVKey]) -> int:
-        return self.prefixes.evict(keys)
+        return sum(map(self.store.evict, keys))
 
     def _release(self) -> int:
         freed = self.store.release() + release_buffers(self.model.device)

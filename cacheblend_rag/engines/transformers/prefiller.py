@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 
@@ -27,17 +27,11 @@ from cacheblend_rag.engines.transformers.prefill import (
 from cacheblend_rag.engines.transformers.prefixes import PrefixWriter
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.watched_model import TriedModel
-from cacheblend_rag.engines.turns import (
-    LEAST_SHARE,
-    answered_prompt,
-    config_for,
-    parts_of,
-)
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory, no_room
 from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
-from cacheblend_rag.prefill.policy import NO_CHUNK
-from cacheblend_rag.prefill.prefix import KVPart, PrefixKeys, StoredPrefix, block_parts
+from cacheblend_rag.prefill.policy import LEAST_SHARE, NO_CHUNK, config_for
+from cacheblend_rag.prefill.prefix import PrefixKeys, StoredPrefix, block_parts
 from cacheblend_rag.prefill.prompt_pass import PromptPass
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import PrefillReport
@@ -68,7 +62,7 @@ class Prefiller:
     def run(self, request: Request) -> Work[Prefilled | None]:
         """Prefill, blended if there is something to reuse; None if cancelled meanwhile."""
         is_asked = self.tried.stack is not None and not _is_refused(request)
-        chunks = chunks_of(parts_of(request)) if is_asked else {}
+        chunks = chunks_of(request.prepared.parts) if is_asked else {}
         with self.store.reads.wanting(chunks):
             if chunks:
                 yield Turn(chunks)
@@ -78,7 +72,7 @@ class Prefiller:
         prompt, stack = request.prepared, self.tried.stack
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
         prefix, told = (yield from self._stored_prefix(request)), None
-        asked, parts = _asked(prefix), parts_of(request)
+        asked, parts = _asked(prefix), prompt.parts
         if stack is not None and not _is_refused(request) and parts:
             chunks = PromptChunks(
                 prompt, self.store, parts, prefix, asked=asked, request_id=request.request_id
@@ -101,46 +95,26 @@ class Prefiller:
         return (yield from self._ordinarily(request, reserve, told))
 
     def keep(self, request: Request, prefilled: Prefilled, writer: PrefixWriter) -> None:
-        """Queue the prefix of a finished request and its turn of a conversation for the store.
+        """Queue the prefix of a finished request for the store.
 
-        Chunks are never part of either, even if their KV was computed: ``evict_document`` must
-        remove all KV of a document, and chunks rarely recur in the same order. The prefix ends at
-        the first chunk; without chunks it is the whole prompt and its answer. In a conversation it
+        Chunks are never part of it, even if their KV was computed: ``evict_document`` must remove
+        all KV of a document, and chunks rarely recur in the same order. The prefix ends at the
+        first chunk; without chunks it is the whole prompt and its answer. In a conversation it
         ends where the text ends that others share.
         """
         names, cache, prompt = self._names(request), prefilled.cache, request.prepared
-        if not isinstance(cache, FusedCache):
+        if names is None or not isinstance(cache, FusedCache):
             return
         held = (*prompt.token_ids, *prefilled.answer)[: cache.get_seq_length()]
-        keys = [] if names is None else names.blocks(held[: prompt.prefix_end])
-        parts, conversation = block_parts(keys), prompt.conversation
-        if conversation is None:
-            writer.put(parts, cache.fused)
-            return
-        answered = answered_prompt(
-            prompt,
-            prefilled.report.chunks,
-            held,
-            is_exact=self.store.precision == "native",
-            token_bytes=2 * cache.fused.keys[:, :, :1].nbytes,
-        )
-        segments = answered.segments()
-        turn = conversation.begin(segments)
-        parts += [
-            KVPart(key, one.start, one.start + len(one.token_ids))
-            for key, one in zip(conversation.keys_of(segments), segments, strict=True)
-        ]
-        writer.put(parts, cache.fused, partial(conversation.written, turn))
+        writer.put(block_parts(names.blocks(held[: prompt.prefix_end])), cache.fused)
 
     def keeps(self, request: Request) -> bool:
-        """Whether KV of a request may be kept after its answer."""
-        is_asked = request.config.reuse_prefix and not request.full
-        is_of_use = self._prefixes is not None or request.prepared.conversation is not None
-        return is_asked and self.tried.stack is not None and is_of_use
+        """Whether the prefix of a request may be kept after its answer."""
+        return self._names(request) is not None
 
     def _names(self, request: Request) -> PrefixKeys | None:
         """Return what makes the keys of a request's prefix blocks; None without prefix caching."""
-        if self._prefixes is None or not self.keeps(request):
+        if self._prefixes is None or not request.config.reuse_prefix or request.full:
             return None
         return self._prefixes.salted(request.prepared.cache_salt)
 
@@ -176,8 +150,8 @@ class Prefiller:
         return None
 
     def _compared(self, request: Request, compared: Compared) -> Work[Comparison | None]:
-        stack, parts = self.tried.stack, parts_of(request)
-        chunks = PromptChunks(request.prepared, self.store, parts)
+        stack, prompt = self.tried.stack, request.prepared
+        chunks = PromptChunks(prompt, self.store, prompt.parts)
         if stack is None:
             return None
         with chunks.source(stack, request.config) as source:
@@ -251,7 +225,7 @@ class Prefiller:
 
     def _told_unasked(self, request: Request) -> PrefillReport:
         """Return the report of a prompt that is not blended, without asking the store."""
-        placed, refusal = parts_of(request), self.tried.refusal
+        placed, refusal = request.prepared.parts, self.tried.refusal
         if request.full:
             return PrefillReport(FULL_PREFILL)
         if not placed:

@@ -1,13 +1,13 @@
-"""Writes the KV of prompt prefixes and of conversations to the store, on a background thread."""
+"""Writes the KV of prompt prefixes to the store, on a background thread."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.reading import Budget, Reservation
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.openmp import use_one_thread
@@ -17,13 +17,6 @@ logger = logging.getLogger(__name__)
 
 MOST_WAITING_BYTES = 1 << 30
 """Most bytes of KV that may wait to be written; a single request may exceed it."""
-
-Written = Callable[[Collection[KVKey]], Iterable[KVKey]]
-"""Called once with the keys of those parts that are stored by then; returns keys to evict."""
-
-
-def _nothing_to_evict(_: Collection[KVKey]) -> Iterable[KVKey]:
-    return ()
 
 
 class PrefixWriter:
@@ -38,9 +31,7 @@ class PrefixWriter:
         self._pool = ThreadPoolExecutor(1, "cacheblend-prefix", initializer=use_one_thread)
         self._room = Budget(MOST_WAITING_BYTES)
 
-    def put(
-        self, parts: Sequence[KVPart], fused: FusedKV, written: Written = _nothing_to_evict
-    ) -> None:
+    def put(self, parts: Sequence[KVPart], fused: FusedKV) -> None:
         """Queue those parts of a request that are not stored yet.
 
         parts: those that later parts are useless without come first. fused: the request's KV, which
@@ -48,20 +39,11 @@ class PrefixWriter:
         """
         room = self._taken_room(fused) if parts else None
         if room is None:
-            self._evict(written(()))
             return
         try:
-            self._pool.submit(self._write, parts, [fused], room, written)
+            self._pool.submit(self._write, parts, [fused], room)
         except RuntimeError:  # closed meanwhile
             room.give_back()
-            written(())
-
-    def evict(self, keys: Sequence[KVKey]) -> int:
-        """Evict KV once all that is queued by now is written; returns how much was stored.
-
-        Raises StoreError when the store is read-only.
-        """
-        return self._pool.submit(lambda: sum(map(self._store.evict, keys))).result()
 
     def drain(self) -> None:
         """Wait until all queued parts are written."""
@@ -80,38 +62,24 @@ class PrefixWriter:
         parts: Sequence[KVPart],
         source: list[FusedKV],
         room: Reservation,
-        written: Written,
     ) -> None:
         """Copy the missing parts and store them; only this frame references the request's KV.
 
         The last part is stored first: if the store evicts the oldest ones, the first blocks stay,
         without which the later ones would not be found.
         """
-        stored: set[KVKey] = set()
         try:
             fused = source.pop()
             held = self._store.contains_many(part.key for part in parts)
-            stored |= {part.key for part, is_held in zip(parts, held, strict=True) if is_held}
-            missing = [part for part in reversed(parts) if part.key not in stored]
+            pairs = zip(reversed(parts), reversed(held), strict=True)
+            missing = [part for part, is_held in pairs if not is_held]
             copies: Iterable[ChunkKV] = (part.copy(fused) for part in missing)
             if fused.keys.device.type != "cpu":  # free the device's memory before a slow tier
                 copies = list(copies)
                 del fused
             for part, kv in zip(missing, copies, strict=True):
-                if self._store.put_computed(part.key, kv):
-                    stored.add(part.key)
+                self._store.put_computed(part.key, kv)
         except Exception:
-            logger.warning(
-                "the KV of a prompt's prefix is not stored, nor that of its turn", exc_info=True
-            )
+            logger.warning("the KV of a prompt's prefix is not stored", exc_info=True)
         finally:
             room.give_back()
-            self._evict(written(stored))
-
-    def _evict(self, keys: Iterable[KVKey]) -> None:
-        """Evict KV beyond the limits of a conversation (most_turns, most_bytes)."""
-        try:
-            for key in keys:
-                self._store.evict(key)
-        except Exception:
-            logger.warning("could not evict a conversation's KV", exc_info=True)

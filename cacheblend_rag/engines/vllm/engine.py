@@ -36,7 +36,6 @@ from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.sampling import ModelSampling, ResolvedSampling, warn_of_ignored
 from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stream import Cancellation, Stream
-from cacheblend_rag.engines.turns import config_for, parts_of
 from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, sent_chunk, stored_by
 from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentLeadIn
 from cacheblend_rag.engines.vllm.protocol.result import CompareResult, Late, Result, result_of
@@ -49,7 +48,6 @@ from cacheblend_rag.engines.vllm.transport import (
     next_piece,
     until_over,
 )
-from cacheblend_rag.engines.vllm.turn_keeper import TurnKeeper
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -60,7 +58,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id
 from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
-from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
+from cacheblend_rag.prefill.policy import NO_CHUNK, config_for, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import Evicted, PrecomputeReport
@@ -164,7 +162,6 @@ class VLLMEngine(Engine):
         window = led.window if led.name == "document" else 0
         self._sent_lead_in = SentLeadIn(led.name, chunk_id(led.tokens), window)
         self._jobs = JobClient(self.transport, self._sent_lead_in, self.status)
-        self._keeper = TurnKeeper(self._jobs, self.transport.background, self._idle, self._lifetime)
 
     # Facts
 
@@ -202,6 +199,14 @@ class VLLMEngine(Engine):
         return self.status.read_only
 
     @property
+    def _token_bytes(self) -> int:
+        return self.status.token_bytes
+
+    @property
+    def _keeps_exact(self) -> bool:
+        return self.status.keeps_exact
+
+    @property
     def _longest_run(self) -> int:
         return self.context_window - 2  # a job's request decodes one token after its prompt
 
@@ -227,7 +232,7 @@ class VLLMEngine(Engine):
         if request.full:
             return Sent(plain, reason=FULL_PREFILL)
         # A prompt's last token is vLLM's: it yields the logits.
-        placed = tuple(part for part in parts_of(request) if part.end < len(tokens))
+        placed = tuple(part for part in request.prepared.parts if part.end < len(tokens))
         if not placed:
             return Sent(plain, reason=NO_CHUNK)
         if (stopped := request.steering.refusal) is not None:
@@ -285,8 +290,6 @@ class VLLMEngine(Engine):
             first = ended - last.decode_seconds
         times = Times(started, first, ended - first)
         prefill = prefill_report(sent, reason, result, times)
-        if reason != "cancelled" and self.blend_refusal is None and not self.read_only:
-            self._keeper.keep(request, ids, prefill, self.status)
         asked = request.sampling.logprobs is not None
         yield self._answered(
             request, text, ids, reason, prefill, logprobs=tuple(told) if asked else None
@@ -309,7 +312,7 @@ class VLLMEngine(Engine):
     ) -> Generator[None, None, Comparison | None]:
         """The work is done by a worker, while vLLM does nothing else."""
         tokens = len(compared.prompt)
-        chunks = tuple(sent_chunk(one) for one in parts_of(request) if one.end < tokens)
+        chunks = tuple(sent_chunk(one) for one in request.prepared.parts if one.end < tokens)
         cancel = Cancellation(is_over=lambda: not self.is_open)
         asked = until_over(self._jobs.compare(chunks, compared, request.config), cancel)
         found: Comparison | None = None
@@ -365,7 +368,8 @@ class VLLMEngine(Engine):
         """Group chunks into runs; chunks of a document that does not fit have no prior."""
         fits = self._fits
         return document_plans(
-            plan if fits(plan, plan.context) else replace(plan, context=()) for plan in plans
+            plan if plan.is_turn or fits(plan, plan.context) else replace(plan, context=())
+            for plan in plans
         )
 
     def stored(self, keys: Sequence[KVKey]) -> Sequence[bool | None]:

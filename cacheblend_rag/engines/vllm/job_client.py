@@ -16,7 +16,6 @@ from cacheblend_rag.engines.vllm.protocol.job import (
     Kind,
     SentChunk,
     SentLeadIn,
-    SentSegment,
 )
 from cacheblend_rag.engines.vllm.protocol.result import (
     NO_CONNECTOR,
@@ -25,7 +24,6 @@ from cacheblend_rag.engines.vllm.protocol.result import (
     Declined,
     EvictResult,
     Failed,
-    KeepResult,
     LookupResult,
     PrecomputeResult,
     ReleaseResult,
@@ -64,7 +62,11 @@ class JobClient:
         """
         chunks = tuple(
             SentChunk(
-                start, start + len(plan.token_ids), plan.key.context_id, False, len(plan.lead)
+                start,
+                start + len(plan.token_ids),
+                plan.key.context_id,
+                context_start=len(plan.lead),
+                turn=plan.is_turn,
             )
             for plan, start in work.members
         )
@@ -138,41 +140,6 @@ class JobClient:
                 evicted += Evicted(0, result.pending, is_noted=result.noted)
             evicted += max(result.evicted for result in results)
         return evicted
-
-    async def keep(
-        self,
-        tokens: Sequence[int],
-        parts: Sequence[PlacedChunk],
-        kept: Sequence[SentSegment],
-        config: BlendConfig,
-    ) -> KeepResult | Failed:
-        """Compute a prompt and its answer again, and store segments of them, while vLLM is idle.
-
-        With a shared folder one replica computes for all. The result of several replicas has the
-        segments that any of them has stored. At most MOST_KEYS segments are kept.
-
-        Args:
-            tokens: of the prompt and its answer.
-            parts: what is reused of the prompt's KV.
-            kept: the segments.
-            config: how they are blended.
-        """
-        job = BlendJob(
-            "keep",
-            self._lead_in,
-            tuple(map(sent_chunk, parts)),
-            tokens=tuple(tokens),
-            config=config,
-            idle=True,
-            kept=tuple(kept[:MOST_KEYS]),
-        )
-        results = await self._outcomes(carrier(job), everywhere=not self.status.shared)
-        done = [result for result in results if isinstance(result, KeepResult)]
-        failed = [result for result in results if isinstance(result, Failed)]
-        if not done:
-            return failed[0] if failed else Failed(NO_REPORT.reason)
-        everywhere = {start for result in done for start in result.kept}
-        return replace(done[0], kept=tuple(sorted(everywhere)))
 
     async def prefetch(self, keys: Sequence[KVKey]) -> None:
         """Prefetch KV into the fastest tier on all replicas."""

@@ -30,7 +30,6 @@ WITHOUT_VLLM = {
     "middleware/test_access.py",
     "middleware/test_tenants.py",
     "test_serve.py",
-    "test_turn_keeper.py",
 }
 HERE = Path(__file__).parent
 if find_spec("vllm") is None:

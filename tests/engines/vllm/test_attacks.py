@@ -18,7 +18,6 @@ from cacheblend_rag.engines.vllm.protocol.job import (
     BlendJob,
     SentChunk,
     SentLeadIn,
-    SentSegment,
 )
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv import KVKey, TieredKVStore
@@ -50,12 +49,10 @@ def test_whatever_is_wrong_with_an_order_is_its_requests_reason() -> None:
         BlendJob("precompute", lead_in, chunks, tokens=tuple(range(20))),
         BlendJob("evict", lead_in, keys=(("0" * 32, ""),)),
         BlendJob(
-            "keep",
+            "precompute",
             lead_in,
-            (SentChunk(3, 10), SentChunk(12, 20, "0" * 32, turn=True, exact=True)),
+            (SentChunk(3, 10, "1" * 32, turn=True), SentChunk(12, 20, "0" * 32, turn=True)),
             tokens=tuple(range(40)),
-            config=CONFIG,
-            kept=(SentSegment(10, 30, "0" * 32),),
         ),
         BlendJob("report", lead_in, report_id="1" * 32),
     ]
@@ -98,14 +95,16 @@ def orders_of_every_kind(engine: InProcessEngine) -> dict[str, BlendJob]:
     return {
         "precompute": BlendJob("precompute", lead_in, (whole,), tokens=tokens),
         "evict": BlendJob("evict", lead_in, keys=(("0" * 32, ""),)),
-        "keep": BlendJob("keep", lead_in, tokens=tokens, kept=(SentSegment(2, 90, "0" * 32),)),
+        "turns": BlendJob(
+            "precompute", lead_in, (SentChunk(2, 90, "0" * 32, turn=True),), tokens=tokens
+        ),
         "prefetch": BlendJob("prefetch", lead_in, keys=(("0" * 32, ""),)),
         "status": BlendJob("status", lead_in),
         "report": BlendJob("report", lead_in, report_id="1" * 32),
     }
 
 
-@pytest.mark.parametrize("kind", ["precompute", "evict", "keep", "prefetch", "status", "report"])
+@pytest.mark.parametrize("kind", ["precompute", "evict", "turns", "prefetch", "status", "report"])
 def test_an_order_reads_nothing_of_others(few_blocks: InProcessEngine, kind: str) -> None:
     """Whatever goes with an order as prompt is computed, never decoded from what stood there."""
     for seed in range(4):  # others' prompts, in all blocks there are

@@ -185,7 +185,9 @@ class Finding:
         job, namespace = pending.job, pending.namespace
         if job is None or namespace is None:
             return
-        if isinstance(result, EvictResult) and not job.turns:
+        if job.is_of_turns:
+            return  # they are found by their conversation alone
+        if isinstance(result, EvictResult):
             self.finder.forget(namespace, _lead_in_id(job.lead_in), job.keys)
         if self.mode == "off":
             return

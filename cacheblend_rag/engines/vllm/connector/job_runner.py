@@ -19,7 +19,7 @@ from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.request_log import log_blend
-from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter, keep
+from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import OwnTime
 from cacheblend_rag.engines.vllm.connector.paged import AttentionMode, PagedKV
@@ -59,15 +59,14 @@ from cacheblend_rag.prefill.precompute import (
     compute_document,
     compute_one_by_one,
 )
-from cacheblend_rag.prefill.prefix import KVPart
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import ChunkReport, Evicted
 
 Work = Steps[Result]
-WRITING = frozenset({"evict", "keep", "precompute", "verify"})
+WRITING = frozenset({"evict", "precompute", "verify"})
 """Kinds of job that change what is stored."""
-BLENDING = frozenset({"blend", "compare", "keep"})
+BLENDING = frozenset({"blend", "compare"})
 """Kinds of job that read the chunks of a prompt."""
 
 
@@ -103,7 +102,7 @@ class JobRunner:
         job = allotted.job
         if self.store.read_only and job.kind in WRITING:
             return Failed(READ_ONLY)
-        model = self._fingerprint(allotted, job.lead_in, of_turns=job.turns)
+        model = self._fingerprint(allotted, job.lead_in, of_turns=job.is_of_turns)
         named = [KVKey(chunk, model, context) for chunk, context in job.keys]
         if job.kind == "evict":
             return (yield from evict(self.store, named))
@@ -120,8 +119,6 @@ class JobRunner:
             return (yield from self._precompute(allotted))
         if job.kind == "compare":
             return (yield from self._compare(allotted, source))
-        if job.kind == "keep":
-            return (yield from self._keep(allotted, source))
         return (yield from self._blend(allotted, source))
 
     def no_room(self, allotted: Allotted, lack: str) -> Declined | Failed:
@@ -252,35 +249,6 @@ class JobRunner:
             return Declined(done.reason or NOT_STORED, tuple(done.chunks))
         return CompareResult(done.blend, done.prefill)
 
-    def _keep(self, allotted: Allotted, source: LayerSource) -> Work:
-        """Blend a prompt and its answer in a buffer of its own, and store segments of them.
-
-        vLLM computed the answer's KV while it decoded, but its blocks are freed, and may hold
-        another request's KV, once the answer is known.
-        """
-        job = allotted.job
-        checks = plan_schedule(job.config, self.stack.geometry.layers).checks
-        if lack := self._lack_of_room(len(job.tokens), checks=bool(checks), whole=True):
-            return Failed(no_room(lack))
-        blended = PromptPass(
-            self.stack,
-            token_tensor(job.tokens, self.stack.geometry.device),
-            self._placed(allotted),
-            source,
-            job.config,
-            needs_hidden=False,
-        )
-        turns = self._fingerprint(allotted, job.lead_in, of_turns=True)
-        parts = [
-            KVPart(
-                KVKey(chunk_id(job.tokens[one.start : one.end]), turns, one.context_id),
-                one.start,
-                one.end,
-            )
-            for one in job.kept
-        ]
-        return (yield from keep(self.stack, self.store, blended, parts))
-
     def _lack_of_room(
         self, tokens: int, *, checks: bool = False, whole: bool = False, more: int = 0
     ) -> str | None:
@@ -340,7 +308,7 @@ class JobRunner:
         """Compute a document's chunks that are not stored, after the job's lead-in."""
         job = allotted.job
         plans = [_plan(allotted, chunk, key) for key, chunk in zip(keys, job.chunks, strict=True)]
-        if job.lead_in.name != "document":
+        if job.lead_in.name != "document" and not job.is_of_turns:
             return compute_chunks(
                 self.stack,
                 plans,
@@ -352,7 +320,7 @@ class JobRunner:
         document = DocumentPlan(list(allotted.tokens), list(zip(plans, starts, strict=True)))
         return compute_document(self.stack, document, self.store)
 
-    def _fingerprint(self, allotted: Allotted, lead: SentLeadIn, *, of_turns: bool = False) -> str:
+    def _fingerprint(self, allotted: Allotted, lead: SentLeadIn, *, of_turns: bool) -> str:
         """Return what a job's keys depend on; its namespace is its request's, never a client's."""
         parts = {"lead_in": lead.name, "lead_tokens": lead.tokens, "window": lead.window}
         namespace = self._namespace if allotted.namespace is None else allotted.namespace

@@ -14,7 +14,6 @@ from cacheblend_rag.engines.vllm.protocol.job import BlendJob
 from cacheblend_rag.engines.vllm.protocol.result import (
     Declined,
     Failed,
-    KeepResult,
     LookupResult,
     PrecomputeResult,
     ReleaseResult,
@@ -81,8 +80,7 @@ class StepResults(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Keep the first rank's results, unless another rank reports an error.
 
-        Released bytes are summed; of a turn's segments, and of chunks, those are stored that all
-        ranks have stored.
+        Released bytes are summed; those chunks are stored that all ranks have stored.
         """
         assert isinstance(other, StepResults)  # noqa: S101 (all ranks run this connector)
         for request_id, result in other.results.items():
@@ -92,11 +90,6 @@ class StepResults(KVConnectorWorkerMetadata):
             if isinstance(mine, LookupResult) and isinstance(result, LookupResult):
                 both = tuple(index for index in mine.found if index in set(result.found))
                 self.results[request_id] = replace(mine, found=both)
-                continue
-            if isinstance(mine, KeepResult) and isinstance(result, KeepResult):
-                both = tuple(start for start in mine.kept if start in result.kept)
-                refused = mine.refused or result.refused
-                self.results[request_id] = replace(mine, kept=both, refused=refused)
                 continue
             if isinstance(mine, PrecomputeResult) and isinstance(result, PrecomputeResult):
                 lost = tuple(sorted({*mine.lost, *result.lost}))

@@ -11,10 +11,10 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.engines.turns import LEAST_SHARE
 from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk
 from cacheblend_rag.engines.vllm.protocol.result import PREFIX_CACHE, BlendResult
 from cacheblend_rag.kv.chunk_kv import chunk_id
+from cacheblend_rag.prefill.policy import LEAST_SHARE
 from cacheblend_rag.prefill.prompt_pass import ALL_EXACT
 from cacheblend_rag.report import ChunkReport
 

@@ -21,7 +21,6 @@ from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
-from cacheblend_rag.prefill.conversation_kv import LEAST_TOKENS
 from cacheblend_rag.settings import BlendConfig, LeadInKind
 
 PARAMETER = "cacheblend"
@@ -31,14 +30,13 @@ FIND, OFF = "find", "off"
 OFF_PARAMS: Mapping[str, Any] = {PARAMETER: {"version": VERSION, "kind": OFF}}
 """What a request says whose prompt is not to be searched: ordinary prefill answers it."""
 MOST_KEYS = 4096
-"""Most keys, or segments to keep, in one job; clients split longer lists."""
+"""Most keys in one job; clients split longer lists."""
 _HASH = re.compile(r"[0-9a-f]{32}")
 
 Kind = Literal[
     "blend",
     "precompute",
     "compare",
-    "keep",
     "lookup",
     "verify",
     "evict",
@@ -49,20 +47,17 @@ Kind = Literal[
 ]
 ASKS = ("status", "report")
 """Kinds that only read: they are answered for any model."""
-CHANGES = ("precompute", "keep", "verify", "evict", "release")
+CHANGES = ("precompute", "verify", "evict", "release")
 """Kinds that change the shared store."""
-IDLE = ("compare", "keep")
-"""Kinds that are only worked on while nothing else is."""
 NEEDED: Mapping[Kind, Sequence[str]] = {
     "blend": ("chunks",),
     "precompute": ("chunks", "tokens"),
     "compare": ("chunks", "tokens", "answer"),
-    "keep": ("tokens", "kept"),
     "report": ("report_id",),
 }
-ALLOWED: Mapping[Kind, Sequence[str]] = {"compare": ("reference",), "keep": ("chunks",)}
+ALLOWED: Mapping[Kind, Sequence[str]] = {"compare": ("reference",)}
 """What else of a job's lists its kind may have, beside what it needs."""
-LISTS = ("chunks", "tokens", "answer", "reference", "kept")
+LISTS = ("chunks", "tokens", "answer", "reference")
 
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 MaybeHash = Annotated[str, Field(pattern="^(?:[0-9a-f]{32})?$")]
@@ -100,18 +95,6 @@ class SentChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class SentSegment:
-    """Tokens [start, end) to keep are a segment of a conversation's turn.
-
-    context_id: of its key, which names the tokens before by the conversation's secret.
-    """
-
-    start: Count
-    end: int
-    context_id: Hash
-
-
-@dataclass(frozen=True, slots=True)
 class SentLeadIn:
     """A lead-in: its name, the hash of its tokens and the document window."""
 
@@ -123,19 +106,18 @@ class SentLeadIn:
 @dataclass(frozen=True)
 class BlendJob:
     """One request's work: fuse the chunks of its prompt, store them, or look up, verify, evict or
-    prefetch others; ``keep`` the KV of a conversation's turn; or ``release`` the memory that chunks
-    take.
+    prefetch others; or ``release`` the memory that chunks take.
 
     Two kinds only ask: ``status`` for the state of the connector, ``report`` for the result of the
     finished request that had the same ``report_id``.
 
-    tokens: lead-in and document to be computed (precompute), the prompt to be blended again
-    (compare), or that and its answer (keep). answer, reference: what it is compared on and with,
-    see Compared (compare only); without a reference it is the prompt.
+    tokens: lead-in and document to be computed (precompute), or the prompt to be blended again
+    (compare). answer, reference: what it is compared on and with, see Compared (compare only);
+    without a reference it is the prompt.
     keys: (chunk id, context id) of chunks to look up, verify, evict or prefetch. turns: whether
     they are of conversations' turns (evict only). report_id: 32 hex digits under which the
     result is kept for a later ``report``, or "". idle: only to be worked on while nothing else is
-    (precompute; compare and keep always are). kept: what to store, in order (keep only).
+    (precompute; compare always is).
     """
 
     kind: Kind
@@ -148,8 +130,12 @@ class BlendJob:
     idle: bool = False
     answer: Tokens = ()
     reference: Tokens = ()
-    kept: Annotated[tuple[SentSegment, ...], Field(max_length=MOST_KEYS)] = ()
     turns: bool = False
+
+    @property
+    def is_of_turns(self) -> bool:
+        """Whether it stores or evicts the KV of conversations' turns."""
+        return self.turns or (self.kind == "precompute" and self.chunks[0].turn)
 
     def to_params(self) -> dict[str, Any]:
         """Return plain JSON values for ``kv_transfer_params``."""
@@ -172,23 +158,25 @@ class BlendJob:
         """Raise ConfigError when the tokens to store do not match the keys.
 
         Otherwise a client could store, under the key of another client's chunk, KV of that chunk
-        after a different text, which would be reused for the other's questions. What is kept of a
-        conversation has keys of turns, which are never those of chunks, and which nobody can make
-        without the conversation's secret. longest: the model's context window. vocabulary: its
-        number of tokens.
+        after a different text, which would be reused for the other's questions. The keys of
+        conversations' turns are never those of chunks, and nobody can make them without the
+        conversation's secret: what was before a turn is not checked. longest: the model's context
+        window. vocabulary: its number of tokens.
         """
-        if self.kind in {"compare", "keep", "precompute"}:
+        if self.kind in {"compare", "precompute"}:
             self._check_tokens(longest, vocabulary)
         if self.kind != "precompute":
             return
         tokens = self.tokens
-        if any(chunk.turn for chunk in self.chunks):
-            raise ConfigError(f"{PARAMETER}.chunks of turns are kept, not precomputed")
         if any(chunk.before or chunk.after for chunk in self.chunks):
             raise ConfigError(f"{PARAMETER}.chunks must be complete in the tokens to be stored")
         lead, first = self.lead_in, self.chunks[0].context_start
         if any(chunk.context_start != first for chunk in self.chunks):
             raise ConfigError(f"{PARAMETER}.chunks must have the same context_start")
+        if any(chunk.turn != self.is_of_turns for chunk in self.chunks):
+            raise ConfigError(f"{PARAMETER}.chunks must all be of turns, or none")
+        if self.is_of_turns:
+            return
         if lead.tokens != chunk_id(tokens[:first]):
             raise ConfigError(f"{PARAMETER}.lead_in differs from the first tokens")
         starts = [chunk.start - first for chunk in self.chunks]
@@ -223,7 +211,7 @@ class BlendJob:
         job._check_lists(tokens)
         return replace(
             job,
-            idle=job.kind in IDLE or (job.kind == "precompute" and job.idle),
+            idle=job.kind == "compare" or (job.kind == "precompute" and job.idle),
             turns=job.kind == "evict" and job.turns,
         )
 
@@ -253,15 +241,6 @@ class BlendJob:
                 raise ConfigError(f"{PARAMETER}.chunks: a chunk's lead-in is its job's")
         if any(b.start < a.end for a, b in pairwise(self.chunks)):
             raise ConfigError(f"{PARAMETER}.chunks must be in order and not overlap")
-        ends = (0, *(one.end for one in self.kept))
-        if max(ends) > len(self.tokens) or any(
-            one.start < before or one.end - one.start < LEAST_TOKENS
-            for before, one in zip(ends, self.kept, strict=False)
-        ):
-            raise ConfigError(
-                f"{PARAMETER}.kept must be in order and not overlap, each of at least "
-                f"{LEAST_TOKENS} of the {len(self.tokens)} tokens"
-            )
 
 
 _JOB = TypeAdapter(BlendJob)

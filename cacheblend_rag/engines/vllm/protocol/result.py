@@ -197,19 +197,6 @@ class CompareResult:
 
 
 @dataclass(frozen=True)
-class KeepResult:
-    """The result of keep.
-
-    kept: where the segments begin whose KV is stored, in order. refused: how many are not, by
-    reason. compute_share: work of the pass, as a share of full prefill's; 0 if all were stored.
-    """
-
-    kept: tuple[int, ...]
-    refused: Counts = field(default_factory=dict)
-    compute_share: FiniteFloat = 0.0
-
-
-@dataclass(frozen=True)
 class ReleaseResult:
     """The result of release: how many bytes were freed, on all ranks."""
 
@@ -263,7 +250,6 @@ Result: TypeAlias = (
     | BlendResult
     | PrecomputeResult
     | CompareResult
-    | KeepResult
     | LookupResult
     | VerifyResult
     | EvictResult

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from cacheblend_rag import BlendConfig, Conversation, ConversationKV
-from cacheblend_rag.engines.vllm.protocol.job import SentSegment
-from cacheblend_rag.engines.vllm.protocol.result import Failed, KeepResult
 from cacheblend_rag.kv.stored_chunk import PutResult
 from tests.engines.conversations import (
     CONFIG,
@@ -53,13 +52,10 @@ def opened(llama: InProcessEngine) -> Iterator[Open]:
 
 
 def settle(kv: ConversationKV) -> None:
-    assert until(lambda: not any(turn.is_pending for turn in kv._turns), PATIENCE)
+    assert until(lambda: not kv._fillings, PATIENCE)
 
 
 class TestVLLMConversations(ConversationContract):
-    def settle(self, kv: ConversationKV) -> None:
-        settle(kv)
-
     def kept(self, engine: InProcessEngine) -> set[tuple[str, str]]:
         held = engine.worker_connector.blender.store.entries()
         return {(key.chunk_id, key.context_id) for key in held if key.context_id}
@@ -76,33 +72,11 @@ def asked(conversation: Conversation, turn: int) -> None:
     settle(conversation.kv)
 
 
-def test_turns_are_blended_as_chunks_are_and_cost_less_than_full_prefill(opened: Open) -> None:
-    engine = opened()
-    conversation, results = begun(engine), []
-    keep = engine._jobs.keep
-
-    async def watched(*arguments: object) -> KeepResult | Failed:
-        results.append(await keep(*arguments))
-        return results[-1]
-
-    engine._keeper.jobs.keep = watched
-    for turn in range(3):
-        asked(conversation, turn)
-    assert all(isinstance(one, KeepResult) for one in results)
-    shares = [one.compute_share for one in results]
-    assert shares[2] < shares[1] < 0.6
-    assert conversation.kv.turns == 3
-
-
-def test_a_turn_that_is_forgotten_before_it_is_stored_is_not_stored(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_that_is_forgotten_before_it_is_stored_is_not_stored(opened: Open) -> None:
     engine = opened()
     conversation = begun(engine)
     conversation.ask(QUESTIONS[0], PASSAGES[:2])
-    (turn,) = conversation.kv._turns
     conversation.forget()
-    assert until(lambda: not turn.is_pending, PATIENCE)
     store = engine.worker_connector.blender.store
     assert until(lambda: not any(key.context_id for key in store.entries()), PATIENCE)
 
@@ -115,12 +89,24 @@ def test_a_turn_that_the_store_refuses_is_computed_again(
     monkeypatch.setattr(store, "put_computed", lambda *_: refused)
     conversation = begun(engine)
     asked(conversation, 0)
-    assert conversation.kv.turns == 0
     monkeypatch.undo()
     asked(conversation, 1)
     assert of_turns(conversation) == 0
     asked(conversation, 2)
     assert of_turns(conversation) >= 2 * 24
+
+
+def test_the_server_finds_no_turns_for_other_clients(opened: Open) -> None:
+    engine = opened()
+    conversation = begun(engine)
+    for turn in range(2):
+        asked(conversation, turn)
+    assert conversation.last is not None
+    finder = engine.scheduler_connector.finding.finder
+    assert finder.settle()
+    found = finder.find("default", conversation.last.fitted.prepared.token_ids)
+    known = {engine.key(chunk).chunk_id for chunk in PASSAGES[:4]}
+    assert {one.name.chunk_id for one in found} == known
 
 
 def test_what_a_busy_vllm_has_not_kept_yet_is_no_reason_to_wait(opened: Open) -> None:
@@ -175,25 +161,20 @@ def test_blended_turns_are_in_blocks_of_their_own_conversation(opened: Open) -> 
     assert one.salt(tokens) != other.salt(tokens)
 
 
-def test_a_keep_job_cannot_write_under_the_key_of_a_chunk(opened: Open) -> None:
+def test_a_turns_key_is_never_that_of_a_chunk(opened: Open) -> None:
     engine = opened()
     store = engine.worker_connector.blender.store
     tokens = tuple(engine.tokenize(f"{QUESTIONS[0]} {PASSAGES[0].text}"))
     before = set(store.entries())
-    kept = [SentSegment(24, len(tokens), "1" * 32)]
-    result = engine.transport.run(engine._jobs.keep(tokens, (), kept, engine.config))
-    assert isinstance(result, KeepResult)
-    assert result.kept == (24,)
+    plan = replace(
+        engine._led.resolve(PASSAGES[0]),
+        lead=(),
+        context=tokens[:24],
+        token_ids=tokens[24:],
+        is_turn=True,
+    )
+    plan = replace(plan, key=replace(plan.key, context_id="1" * 32))
+    assert sum(done.computed for done in engine._fill([plan])) == 1
     (new,) = set(store.entries()) - before
     assert new.chunk_id in {key.chunk_id for key in before}
     assert new.fingerprint not in {key.fingerprint for key in before}
-
-
-def test_a_job_over_tokens_that_the_model_has_not_is_refused(opened: Open) -> None:
-    engine = opened()
-    tokens = (300,) * 20
-    result = engine.transport.run(
-        engine._jobs.keep(tokens, (), [SentSegment(0, 20, "1" * 32)], engine.config)
-    )
-    assert isinstance(result, Failed)
-    assert "exceed the model's context or vocabulary" in result.error

@@ -15,7 +15,6 @@ from cacheblend_rag.engines.vllm.protocol.job import (
     BlendJob,
     SentChunk,
     SentLeadIn,
-    SentSegment,
     sent_report_id,
 )
 from cacheblend_rag.errors import ConfigError
@@ -50,15 +49,7 @@ def sent(job: BlendJob) -> dict[str, Any]:
         BlendJob("evict", LEAD_IN, keys=((HASH, ""), (HASH, HASH))),
         BlendJob("prefetch", LEAD_IN, keys=((HASH, ""),)),
         BlendJob("evict", LEAD_IN, keys=((HASH, HASH),), turns=True),
-        BlendJob(
-            "keep",
-            LEAD_IN,
-            (SentChunk(0, 6), SentChunk(6, 9, HASH, turn=True, exact=True)),
-            tokens=TWENTY,
-            idle=True,
-            kept=(SentSegment(2, 10, HASH), SentSegment(12, 20, HASH)),
-        ),
-        BlendJob("keep", LEAD_IN, tokens=TWENTY, idle=True, kept=(SentSegment(0, 20, HASH),)),
+        BlendJob("precompute", LEAD_IN, (SentChunk(3, 9, HASH, turn=True),), tokens=TEN, idle=True),
         BlendJob("status", LEAD_IN),
         BlendJob("report", LEAD_IN, report_id=HASH),
         replace(BLEND, report_id=HASH),
@@ -153,48 +144,6 @@ def test_what_is_malformed_is_refused_by_name(change: dict[str, Any], said: str)
         BlendJob.from_params(params, 100)
 
 
-def segment(start: int, end: int, context_id: str = HASH) -> dict[str, Any]:
-    return {"start": start, "end": end, "context_id": context_id}
-
-
-KEEP = BlendJob("keep", LEAD_IN, tokens=TWENTY, idle=True, kept=(SentSegment(0, 8, HASH),))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"kept": []}, "kept must not be empty"),
-        ({"kept": [{"start": 0, "end": 8}]}, "kept.0.context_id: Field required"),
-        ({"kept": [segment(0, 7)]}, "each of at least 8 of the 20 tokens"),
-        ({"kept": [segment(-1, 8)]}, "kept.0.start"),
-        ({"kept": [segment(12, 21)]}, "in order"),
-        ({"kept": [segment(1 << 70, 1 << 71)]}, "in order"),
-        ({"kept": [segment(0, 9), segment(8, 17)]}, "not overlap"),
-        ({"kept": [segment(9, 17), segment(0, 8)]}, "in order"),
-        ({"kept": [segment(0, 8, "secret")]}, "context_id"),
-        ({"kept": [segment(0, 8)] * 4097}, "at most 4096 items"),
-        ({"tokens": []}, "tokens"),
-        ({"tokens": list(range(7))}, "of the 7 tokens"),
-        ({"chunks": [chunk(0, 20)]}, "does not fit"),
-        ({"chunks": "all"}, "chunks"),
-    ],
-)
-def test_what_is_kept_is_checked(change: dict[str, Any], said: str) -> None:
-    params = sent(KEEP)
-    assert BlendJob.from_params(params, 2) == KEEP
-    params[PARAMETER].update(change)
-    with pytest.raises(ConfigError, match=said):
-        BlendJob.from_params(params, 2)
-
-
-def test_it_is_always_for_idle_time_and_within_the_model() -> None:
-    assert BlendJob.from_params(sent(replace(KEEP, idle=False)), 2) == KEEP
-    KEEP.check(longest=20, vocabulary=20)
-    for longest, vocabulary in [(19, 20), (20, 19)]:
-        with pytest.raises(ConfigError, match="exceed"):
-            KEEP.check(longest=longest, vocabulary=vocabulary)
-
-
 def test_a_malformed_job_still_says_where_its_report_goes() -> None:
     params = sent(replace(BLEND, report_id=HASH))
     params[PARAMETER]["chunks"] = "all"
@@ -221,6 +170,7 @@ def precompute(**changes: Any) -> BlendJob:
 TOKENS = tuple(range(100, 120))
 MODEL = {"longest": 20, "vocabulary": 120}
 HONEST = precompute()
+OF_TURN = replace(HONEST.chunks[1], turn=True, context_id=HASH)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +188,9 @@ HONEST = precompute()
         ),
         ({"chunks": (replace(HONEST.chunks[0], before=(99,)),)}, "must be complete"),
         ({"chunks": (replace(HONEST.chunks[0], after=(99,)),)}, "must be complete"),
-        ({"chunks": (replace(HONEST.chunks[1], turn=True),)}, "kept, not precomputed"),
+        ({"chunks": (HONEST.chunks[0], replace(HONEST.chunks[1], turn=True))}, "of turns, or none"),
+        ({"chunks": (replace(OF_TURN, before=(99,)),)}, "must be complete"),
+        ({"chunks": (OF_TURN,), "tokens": (*TOKENS[:-1], 120)}, "exceed the model.s context"),
         ({"tokens": (*TOKENS, 100)}, "exceed the model.s context or vocabulary"),
         ({"tokens": (*TOKENS[:-1], 120)}, "exceed the model.s context or vocabulary"),
     ],
@@ -247,6 +199,13 @@ def test_kv_is_not_stored_under_anothers_key(changes: dict[str, Any], said: str)
     HONEST.check(**MODEL)
     with pytest.raises(ConfigError, match=said):
         precompute(**changes).check(**MODEL)
+
+
+def test_what_was_before_a_turn_is_its_conversations_secret() -> None:
+    job = precompute(chunks=(OF_TURN,))
+    job.check(**MODEL)
+    assert job.is_of_turns
+    assert not HONEST.is_of_turns
 
 
 def test_the_same_names_over_another_text_are_refused() -> None:
