@@ -209,19 +209,6 @@ def test_an_engine_that_fails_is_an_error_of_one_line(
     assert client.get("/v1/cacheblend/stats").json()["read_only"] is True
 
 
-def test_whatever_a_route_raises_is_an_error_of_one_line(caplog: Any) -> None:
-    class Broken(ToyEngine):
-        def stored_chunks(self) -> int | None:
-            raise OSError("a secret\nof the server")
-
-    engine = Broken(make_tokenizer(), config=CONFIG)
-    with TestClient(serving(engine)) as client:
-        answer = client.get("/v1/cacheblend/stats")
-    assert refused(answer, 500) == "None: the server failed; its log says why"
-    assert "a secret" in caplog.text
-    engine.close()
-
-
 def test_while_a_tier_is_away_nothing_is_said_that_is_not_so() -> None:
     with redis_server() as server:
         tier = open_tier(TierUrl(redis_url(server, "timeout=0.5s")), "cpu")
