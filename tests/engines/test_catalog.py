@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -448,6 +450,35 @@ def test_a_model_without_files_keeps_its_chunks_in_memory(
         learn(finder, run(FIRST))
         assert len(found(finder, FIRST)) == 1
     assert "in memory only: no safetensors" in caplog.text
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from cacheblend_rag.engines.catalog import Catalog
+from cacheblend_rag.engines.catalog_places import InFolder
+from cacheblend_rag.kv.mac import CHECKSUM
+from tests.engines.test_catalog import content_of
+made = Catalog(InFolder(Path(sys.argv[1]), "m"), CHECKSUM)
+for start in range(1, 1 << 20, 40):
+    made.add(content_of(range(start, start + 40)))
+"""
+
+
+def test_whatever_a_killed_writer_has_written_is_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = InFolder(tmp_path, "m")
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)]) as writer:
+        try:
+            assert until(lambda: len(place.names() or ()) > 20, 60)
+        finally:
+            writer.kill()
+    with closing(Fleet(tmp_path)) as fleet:
+        reader = fleet.open()
+        assert len(reader._records) == len(InFolder(tmp_path, "m").names() or ()) > 20
+        assert len(found(reader, tuple(range(1, 41)))) == 1
+    assert warnings(caplog) == []
 
 
 def test_what_a_killed_writer_left_behind_goes(tmp_path: Path) -> None:
