@@ -97,25 +97,12 @@ class StoredPrefix:
         return len(self.keys) * BLOCK_TOKENS
 
 
-@dataclass(frozen=True, slots=True)
-class KVPart:
-    """Tokens [start, end) of a request, whose KV is stored under ``key``."""
+def block_kv(fused: FusedKV, block: int) -> ChunkKV:
+    """Copy a block of a request's prefix, the first one being 0, to host memory."""
+    start = block * BLOCK_TOKENS
 
-    key: KVKey
-    start: int
-    end: int
+    def copied(whole: torch.Tensor) -> torch.Tensor:
+        part = whole[:, :, start : start + BLOCK_TOKENS]
+        return part.detach().clone(memory_format=torch.contiguous_format).cpu()
 
-    def copy(self, fused: FusedKV) -> ChunkKV:
-        """Copy this part of a request's KV to host memory."""
-
-        def copied(whole: torch.Tensor) -> torch.Tensor:
-            part = whole[:, :, self.start : self.end]
-            return part.detach().clone(memory_format=torch.contiguous_format).cpu()
-
-        return ChunkKV(copied(fused.keys), copied(fused.values), position=self.start)
-
-
-def block_parts(keys: Sequence[KVKey]) -> list[KVPart]:
-    """Return the blocks of a prefix, given their keys in order."""
-    starts = range(0, len(keys) * BLOCK_TOKENS, BLOCK_TOKENS)
-    return [KVPart(key, at, at + BLOCK_TOKENS) for key, at in zip(keys, starts, strict=True)]
+    return ChunkKV(copied(fused.keys), copied(fused.values), position=start)

@@ -12,7 +12,7 @@ from cacheblend_rag import TieredKVStore
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.stack import Geometry
 from cacheblend_rag.kv.chunk_kv import chunk_id
-from cacheblend_rag.prefill.prefix import BLOCK_TOKENS, PrefixKeys, StoredPrefix, block_parts
+from cacheblend_rag.prefill.prefix import BLOCK_TOKENS, PrefixKeys, StoredPrefix, block_kv
 from tests.kv.samples import CountingTier, make_kv, validate
 
 IDENTITY = {"weights": "some"}
@@ -80,7 +80,7 @@ def test_a_blocks_kv_is_a_copy_at_its_own_position() -> None:
     fused = FusedKV(geometry, 3 * BLOCK_TOKENS)
     fused.keys.normal_()
     fused.values.normal_()
-    kv = block_parts(KEYS.blocks(tokens(2 * BLOCK_TOKENS)))[1].copy(fused)
+    kv = block_kv(fused, 1)
     validate(kv)
     here = slice(BLOCK_TOKENS, 2 * BLOCK_TOKENS)
     assert kv.position == BLOCK_TOKENS

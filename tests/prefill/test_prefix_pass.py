@@ -13,7 +13,7 @@ from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.kv.timings import Speeds
 from cacheblend_rag.prefill import prefix, prompt_pass
 from cacheblend_rag.prefill.controller import Decision, Rates, StoredPart
-from cacheblend_rag.prefill.prefix import PrefixKeys, block_parts
+from cacheblend_rag.prefill.prefix import PrefixKeys, block_kv
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from tests.blend.fake_stack import FakeStack, plain_kv
 from tests.prefill.prompts import SPANS, TOKENS, Ranks, filled, finished, placed, prompt_ids, run
@@ -34,9 +34,9 @@ def stored(blocks: Iterable[int], chunks: str = "abc") -> TieredKVStore:
     stack, store = FakeStack(), filled(placed(names=chunks))
     fused = FusedKV(stack.geometry, TOKENS)
     fused.keys, fused.values, _ = plain_kv(stack, prompt_ids())
-    parts = block_parts(KEYS.blocks(prompt_ids().tolist()))
+    keys = KEYS.blocks(prompt_ids().tolist())
     for block in blocks:
-        store.put(parts[block].key, parts[block].copy(fused))
+        store.put(keys[block], block_kv(fused, block))
     return store
 
 

@@ -31,7 +31,7 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory, no_room
 from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
 from cacheblend_rag.prefill.policy import LEAST_SHARE, NO_CHUNK, config_for
-from cacheblend_rag.prefill.prefix import PrefixKeys, StoredPrefix, block_parts
+from cacheblend_rag.prefill.prefix import PrefixKeys, StoredPrefix
 from cacheblend_rag.prefill.prompt_pass import PromptPass
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import PrefillReport
@@ -106,7 +106,7 @@ class Prefiller:
         if names is None or not isinstance(cache, FusedCache):
             return
         held = (*prompt.token_ids, *prefilled.answer)[: cache.get_seq_length()]
-        writer.put(block_parts(names.blocks(held[: prompt.prefix_end])), cache.fused)
+        writer.put(names.blocks(held[: prompt.prefix_end]), cache.fused)
 
     def keeps(self, request: Request) -> bool:
         """Whether the prefix of a request may be kept after its answer."""
