@@ -224,16 +224,14 @@ class TransformersStack:
             def forward(*given: Any, **named: Any) -> Any:
                 hidden = self._calls.hidden_in(layer, given, named)
                 if wide:
-                    given, named = in_float32(given), in_float32(named)
+                    given, named = in_float32((given, named))
                 inputs.append((hidden.float() if wide else hidden).clone())
                 with self.widened(layer) if wide else nullcontext():
                     done = own(*given, **named)
-                outputs.append((done[0] if isinstance(done, tuple) else done).clone())
-                if not wide:
-                    return done
-                first, *rest = done if isinstance(done, tuple) else (done,)
-                first = first.to(hidden.dtype)
-                return (first, *rest) if isinstance(done, tuple) else first
+                state, *rest = done if isinstance(done, tuple) else (done,)
+                outputs.append(state.clone())
+                state = state.to(hidden.dtype)
+                return (state, *rest) if isinstance(done, tuple) else state
 
             return forward
 
