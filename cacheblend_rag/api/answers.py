@@ -13,7 +13,7 @@ from cacheblend_rag.api.gate import Gate
 from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import SEED_LIMIT, SamplingParams
-from cacheblend_rag.engines.vllm.middleware.refused import ApiError
+from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.printable import one_line
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from cacheblend_rag.api.answers import Answers, Asked, Piece
 from cacheblend_rag.api.serving import DONE, event
 from cacheblend_rag.engines.answer import Generation
-from cacheblend_rag.engines.vllm.middleware.refused import ApiError
+from cacheblend_rag.engines.vllm.refused import ApiError
 
 
 @dataclass(kw_only=True)

@@ -37,7 +37,7 @@ from cacheblend_rag.api.document_models import (
 from cacheblend_rag.api.errors import OneLineRoute, bad_field
 from cacheblend_rag.api.gate import Gate, in_place
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.vllm.middleware.refused import ApiError
+from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.rag.document_windows import AnalysisPlan, cut_document
 from cacheblend_rag.text import chunk as text_chunk

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from cacheblend_rag.engines.vllm.middleware.bodies import LARGE_BYTES
-from cacheblend_rag.engines.vllm.middleware.refused import ApiError
+from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,

@@ -12,7 +12,7 @@ from typing import Any
 from cacheblend_rag.api.answers import Answers, Asked
 from cacheblend_rag.api.serving import event
 from cacheblend_rag.engines.answer import Generation, TokenLogprob
-from cacheblend_rag.engines.vllm.middleware.refused import ApiError
+from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.text.tools import ToolCall
 
 

@@ -19,12 +19,11 @@ from cacheblend_rag.api.answers import Answers, Asked
 from cacheblend_rag.api.errors import of_engine
 from cacheblend_rag.api.gate import ClientGoneError, Gate, while_connected
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
-from cacheblend_rag.engines.vllm.middleware.refused import ApiError
+from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.text.chat import ChatPrompt
 
 if TYPE_CHECKING:
     from cacheblend_rag.api.collection import Retriever
-    from cacheblend_rag.api.fields import Body
     from cacheblend_rag.engines.answer import Generation
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.sampling import SamplingParams
@@ -51,6 +50,23 @@ class Form(Protocol):
 
     def failure(self, error: ApiError) -> bytes:
         """Return the event for an error after the first one."""
+
+
+class Body(Protocol):
+    """The body of a request for answers (``fields.Body``)."""
+
+    model: str | None
+    stream: bool | None
+    cache_salt: str | None
+
+    def check(self) -> None:
+        """Raise ApiError for a known field that the server lacks."""
+
+    async def asked(self, serving: Serving) -> Asked:
+        """Return what the engine is asked; raises ApiError, or an error of the engine's."""
+
+    def form(self, model: str) -> Form:
+        """Return the form of the answer; model: the model's name for clients."""
 
 
 @dataclass

@@ -108,11 +108,7 @@ class LayerSource:
             return [place.parts[first] for place, _, first in self._asked(self._wanted)]
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long for the next item.
-
-        Returns:
-            Whether it has been read, or nothing is left.
-        """
+        """Wait at most so long; returns whether the next item is read, or nothing is left."""
         return not wait(self.awaited(), seconds).not_done
 
     def take(self) -> Found:

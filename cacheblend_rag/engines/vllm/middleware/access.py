@@ -24,7 +24,6 @@ from cacheblend_rag.engines.vllm.middleware.bodies import (
     order_in,
 )
 from cacheblend_rag.engines.vllm.middleware.hosts import refusal
-from cacheblend_rag.engines.vllm.middleware.refused import ApiError
 from cacheblend_rag.engines.vllm.middleware.tenants import (
     DEFAULT_NAMESPACE,
     RELEASES,
@@ -33,6 +32,7 @@ from cacheblend_rag.engines.vllm.middleware.tenants import (
     read_tenants,
 )
 from cacheblend_rag.engines.vllm.namespaces import TENANTS_VARIABLE, carry_namespaces, current
+from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 
 Scope = MutableMapping[str, Any]

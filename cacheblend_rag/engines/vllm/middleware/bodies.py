@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic_core import PydanticKnownError, SchemaValidator
 
-from cacheblend_rag.engines.vllm.middleware.refused import ApiError
+from cacheblend_rag.engines.vllm.refused import ApiError
 
 LARGE_BYTES = 1 << 20
 """Longer bodies are read off the event loop."""

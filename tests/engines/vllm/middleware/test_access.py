@@ -28,7 +28,7 @@ from cacheblend_rag.engines.vllm.middleware.bodies import (
     order_in,
 )
 from cacheblend_rag.engines.vllm.middleware.hosts import HOSTS_VARIABLE
-from cacheblend_rag.engines.vllm.middleware.refused import ApiError
+from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.errors import ConfigError
 
 ASK, STORE = "sesame", "barley"
