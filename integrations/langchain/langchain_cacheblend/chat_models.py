@@ -206,7 +206,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         engine = await self._source.aopen(self._engine_config)
         call = self._call(engine, messages, stop, kwargs)
         deltas = engine.astream(call.prompt, call.sampling, config=call.config, hints=call.hints)
-        async with aclosing(deltas):  # type: ignore[type-var]
+        async with aclosing(deltas):
             async for delta in deltas:
                 chunk = ChatGenerationChunk(message=call.reader.piece(delta))
                 if run_manager:
