@@ -263,7 +263,7 @@ def test_a_long_document_holds_nobody_up_and_too_many_are_refused(
                 assert await asyncio.to_thread(engine.begun.acquire, timeout=60)
             read = await client.get(DOCUMENTS)
             more = asyncio.create_task(client.put(f"{DOCUMENTS}/5", json={"chunks": ["w6 w1"]}))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(1.0)
             busy = await client.put(f"{DOCUMENTS}/6", json={"chunks": ["w7 w1"]})
             assert "try again later" in refused(busy, 503)
             assert int(busy.headers["retry-after"]) > 0

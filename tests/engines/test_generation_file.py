@@ -33,7 +33,7 @@ def write(folder: Path, content: Any) -> None:
         ({**QWEN_SAMPLING, "max_new_tokens": -1}, "max_new_tokens"),
         ({**QWEN_SAMPLING, "watermarking_config": "x"}, "watermarking_config"),
         ({"early_stopping": "x", **QWEN_SAMPLING, "cache_implementation": "y"}, "early_stopping, "),
-        ({**QWEN_SAMPLING, "min_p": "small"}, "min_p='small' must be a number"),
+        ({**QWEN_SAMPLING, "min_p": "small"}, "min_p='small' must be a valid number"),
         ({**QWEN_SAMPLING, "eos_token_id": [[1]]}, None),
     ],
 )

@@ -23,6 +23,7 @@ from cacheblend_rag.blend import attention
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.engines.transformers.compatibility import open_stack
+from cacheblend_rag.engines.transformers.loop import loop_of
 from tests.models import VOCABULARY, make_model, make_tokenizer, prompt_of, words
 
 aten = torch.ops.aten
@@ -48,11 +49,15 @@ class Counted:
 
 
 @contextmanager
-def counting() -> Iterator[Counted]:
-    """Count what is computed meanwhile; the rotary embedding's outer product is left out."""
-    found = Counted()
-    with FlopCounterMode(display=False, custom_mapping={ON_CPU: attended}) as counter:
+def counting(model: PreTrainedModel) -> Iterator[Counted]:
+    """Count what the model's thread computes; the rotary embedding's outer product is left out."""
+    found, loop = Counted(), loop_of(model)
+    counter = FlopCounterMode(display=False, custom_mapping={ON_CPU: attended})
+    loop.call(counter.__enter__)
+    try:
         yield found
+    finally:
+        loop.call(lambda: counter.__exit__(None, None, None))
     flops = counter.get_flop_counts()
     whole = dict(flops["Global"])
     rotary = [part for name, part in flops.items() if name.endswith("rotary_emb")]
@@ -110,7 +115,7 @@ def test_a_pass_costs_what_pytorch_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK_ROWS", 1)
-    with counting() as found:
+    with counting(model) as found:
         report = engine.generate(PROMPT, ONE, config=config).report
     assert report.blended
     assert report.selector == config.selector
@@ -127,8 +132,8 @@ def test_prefill_costs_what_pytorch_counts(
     """Of attention it counts the square; that a row sees but what is before it is our count."""
     tokens = 90
     ids = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad(), counting() as found:
-        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    with counting(model) as found:
+        loop_of(model).call(lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1))
     assert sum(cost.per_row * tokens for cost in costs) == found.products - head_cost(model)
     assert sum(cost.per_pair * tokens**2 for cost in costs) == found.attention
     pairs = [sum(min(i + 1, cost.window or tokens) for i in range(tokens)) for cost in costs]
