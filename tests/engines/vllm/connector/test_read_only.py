@@ -37,7 +37,7 @@ def test_a_job_reads_stored_kv_through(tmp_path: Path, monkeypatch: pytest.Monke
         assert run(verify(store, keys)) == VerifyResult(3, {name: "disk tier: store error"})
 
 
-@pytest.mark.parametrize("kind", ["evict", "keep", "precompute", "verify"])
+@pytest.mark.parametrize("kind", ["evict", "precompute", "verify"])
 def test_jobs_that_change_the_store_are_refused(kind: Any, tmp_path: Path) -> None:
     key = make_key(1)
     with TieredKVStore.open(host_bytes=0, kv_path=tmp_path) as writer:
