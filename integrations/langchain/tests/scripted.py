@@ -63,16 +63,21 @@ def remembering(engine: TransformersEngine) -> TransformersEngine:
     """
     answer, known = engine._answer, dict[Any, list[Delta]]()
 
-    def follow(request: Request) -> Iterator[Delta]:
+    def follow(request: Request, push: Callable[[Delta], None]) -> Iterator[Any]:
         key = (request.prepared.token_ids, request.sampling)
         if request.sampling.temperature or key not in known:
-            pieces = []
-            for piece in answer(request):
+            pieces: list[Delta] = []
+
+            def take(piece: Delta) -> None:
                 pieces.append(piece)
-                yield piece
+                push(piece)
+
+            yield from answer(request, take)
             known[key] = pieces
         else:
-            yield from known[key]
+            for piece in known[key]:
+                push(piece)
+        return known[key][-1]
 
     vars(engine)["_answer"] = follow
     return engine
