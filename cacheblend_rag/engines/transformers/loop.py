@@ -3,9 +3,9 @@
 Each request is a generator (``Work``) that runs in this thread. What it yields says what it needs
 before it goes on: its turn among the prompts, what is being read for it, or a decode step, which is
 run together with those of all other answers. Prompts take turns, a step each. Streams get a token
-after every such step; whoever wants a whole answer waits until the prompts that had come by then
-are prefilled, so that their answers are decoded together. Idle work is run while no request is
-there. Other threads wait for results, and never run the model.
+once those steps took as long as a decode step, at least one; whoever wants a whole answer waits
+until the prompts that had come by then are prefilled, so that their answers are decoded together.
+Idle work is run while no request is there. Other threads wait for results, and never run the model.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class ModelLoop:
         self._queue = OverlapQueue[_Task]()
         self._prompts, self._idle = deque[_Task](), deque[_Task]()
         self._decoding: list[_Task] = []
+        self._prefilling_took = self._decoding_took = 0.0
 
     # For other threads
 
@@ -222,7 +223,9 @@ class ModelLoop:
         self._give_turns()
         prompt = _taken_ready(self._prompts)
         if prompt is not None:
+            began = monotonic()
             self._advance(prompt)
+            self._prefilling_took += monotonic() - began
         if self._decoding and (prompt is None or self._must_decode()):
             self._decode()
             return True
@@ -292,16 +295,19 @@ class ModelLoop:
 
     def _must_decode(self) -> bool:
         """Whether an answer must not wait any longer for prompts to be prefilled."""
+        if self._prefilling_took < self._decoding_took:
+            return False
         at_work = [task for task in self._prompts if not task.is_stalled]
         oldest = min((task.number for task in (*at_work, *self._queue)), default=0)
         return any(task.streamed or (task.behind or 0) < oldest for task in self._decoding)
 
     def _decode(self) -> None:
         """Run a decode step of all answers."""
-        decoding, self._decoding = self._decoding, []
+        began, decoding, self._decoding = monotonic(), self._decoding, []
         run_steps([task.need for task in decoding if isinstance(task.need, DecodeStep)])
         for task in decoding:
             self._advance(task)
+        self._prefilling_took, self._decoding_took = 0.0, monotonic() - began
 
     def _advance(self, task: _Task) -> None:
         """Run work up to what it needs next, or to its end."""

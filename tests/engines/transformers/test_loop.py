@@ -26,6 +26,7 @@ from cacheblend_rag.errors import ConfigError
 from tests.kv.samples import make_key, until
 
 PATIENCE = 60.0
+STEP_SECONDS = 0.02
 NEVER: Future[Any] = Future()
 
 
@@ -68,9 +69,10 @@ def standing_still(loop: ModelLoop) -> Iterator[None]:
 
 
 def prompt(log: list[str], name: str, steps: int, *needs: Any) -> Work[str]:
-    """Needs what it needs, then so many steps."""
+    """Needs what it needs, then so many steps, each longer than a decode step."""
     yield from needs
     for _ in range(steps):
+        time.sleep(STEP_SECONDS)
         log.append(name)
         yield NOTHING
     return name
