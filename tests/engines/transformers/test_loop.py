@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import count
 from threading import Event, Thread
 from typing import Any
 from weakref import ref
@@ -26,7 +28,6 @@ from cacheblend_rag.errors import ConfigError
 from tests.kv.samples import make_key, until
 
 PATIENCE = 60.0
-STEP_SECONDS = 0.02
 NEVER: Future[Any] = Future()
 
 
@@ -69,10 +70,9 @@ def standing_still(loop: ModelLoop) -> Iterator[None]:
 
 
 def prompt(log: list[str], name: str, steps: int, *needs: Any) -> Work[str]:
-    """Needs what it needs, then so many steps, each longer than a decode step."""
+    """Needs what it needs, then so many steps."""
     yield from needs
     for _ in range(steps):
-        time.sleep(STEP_SECONDS)
         log.append(name)
         yield NOTHING
     return name
@@ -104,6 +104,13 @@ def results(futures: Sequence[Future[Any]]) -> list[Any]:
     return [one.result(PATIENCE) for one in futures]
 
 
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every look at the clock take a second: a step of a prompt two, one of n answers n + 1."""
+    monkeypatch.setattr(loop_module, "monotonic", partial(next, count()))
+
+
+@pytest.mark.usefixtures("ticking")
 def test_prompts_take_turns_and_a_stream_gets_a_token_after_each(loop: ModelLoop) -> None:
     log: list[str] = []
     with standing_still(loop):
@@ -114,6 +121,19 @@ def test_prompts_take_turns_and_a_stream_gets_a_token_after_each(loop: ModelLoop
     assert "".join(log) == "SaSbSaSb"
 
 
+@pytest.mark.usefixtures("ticking")
+def test_prompts_have_as_much_time_as_a_decode_step_takes(loop: ModelLoop) -> None:
+    log: list[str] = []
+    with standing_still(loop):
+        streams = [
+            loop.begin(answer(log, "s", 0, 3), Cancellation(), streamed=True) for _ in range(3)
+        ]
+        other = loop.begin(prompt(log, "a", 4), Cancellation())
+    results([*streams, other])
+    assert "".join(log) == "SSSaaSSSaaSSS"
+
+
+@pytest.mark.usefixtures("ticking")
 def test_whole_answers_wait_for_the_prompts_that_came_before_and_for_no_later_ones(
     loop: ModelLoop,
 ) -> None:
