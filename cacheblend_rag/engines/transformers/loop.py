@@ -3,9 +3,10 @@
 Each request is a generator (``Work``) that runs in this thread. What it yields says what it needs
 before it goes on: its turn among the prompts, what is being read for it, or a decode step, which is
 run together with those of all other answers. Prompts take turns, a step each. Streams get a token
-once those steps took as long as a decode step, at least one; whoever wants a whole answer waits
-until the prompts that had come by then are prefilled, so that their answers are decoded together.
-Idle work is run while no request is there. Other threads wait for results, and never run the model.
+once those steps took as long as a decode step, after one step at least and four at most; whoever
+wants a whole answer waits until the prompts that had come by then are prefilled, so that their
+answers are decoded together. Idle work is run while no request is there. Other threads wait for
+results, and never run the model.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ STALLED_SECONDS = 0.5
 """Seconds of waiting for its chunks after which no other request waits for a prompt."""
 QUIET_SECONDS = 0.02
 """Seconds without a request after which idle work is run; who asks again pauses for less."""
+MOST_STEPS = 4
+"""Of prompts, between two tokens of a stream: a step on a GPU only begins work that goes on."""
 END: Any = object()
 
 T = TypeVar("T")
@@ -120,6 +123,7 @@ class ModelLoop:
         self._prompts, self._idle = deque[_Task](), deque[_Task]()
         self._decoding: list[_Task] = []
         self._prefilling_took = self._decoding_took = 0.0
+        self._steps = 0
 
     # For other threads
 
@@ -226,6 +230,7 @@ class ModelLoop:
             began = monotonic()
             self._advance(prompt)
             self._prefilling_took += monotonic() - began
+            self._steps += 1
         if self._decoding and (prompt is None or self._must_decode()):
             self._decode()
             return True
@@ -295,7 +300,7 @@ class ModelLoop:
 
     def _must_decode(self) -> bool:
         """Whether an answer must not wait any longer for prompts to be prefilled."""
-        if self._prefilling_took < self._decoding_took:
+        if self._prefilling_took < self._decoding_took and self._steps < MOST_STEPS:
             return False
         at_work = [task for task in self._prompts if not task.is_stalled]
         oldest = min((task.number for task in (*at_work, *self._queue)), default=0)
@@ -307,7 +312,8 @@ class ModelLoop:
         run_steps([task.need for task in decoding if isinstance(task.need, DecodeStep)])
         for task in decoding:
             self._advance(task)
-        self._prefilling_took, self._decoding_took = 0.0, monotonic() - began
+        self._prefilling_took, self._steps = 0.0, 0
+        self._decoding_took = monotonic() - began
 
     def _advance(self, task: _Task) -> None:
         """Run work up to what it needs next, or to its end."""
