@@ -66,12 +66,9 @@ class Marks:
             config: how they are blended.
             anew: whether the prompt is to continue no other one.
         """
-        raw, settings = (
-            np.asarray(tokens, "<u4").tobytes(),
-            json.dumps(config.to_dict(), default=list),
-        )
+        raw = np.asarray(tokens, "<u4").tobytes()
         is_alone = config.trace or not config.reuse_prefix
-        settings += request_id if is_alone else ""
+        settings = json.dumps(config.to_dict(), default=list) + (request_id if is_alone else "")
         selector = make_selector(config.selector, config.selector_options)
         until = len(tokens) if selector.needs_question else found[-1].end
 
