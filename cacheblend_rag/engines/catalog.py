@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cacheblend_rag.engines.catalog_places import Place
 from cacheblend_rag.kv.mac import Mac
 from cacheblend_rag.kv.tiers.breaker import Breaker
-from cacheblend_rag.settings import LeadInKind
+from cacheblend_rag.prefill.lead_in import Hash, LeadInId, MaybeHash
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +39,6 @@ MOST_WAITING = 10_000
 """Records that wait to be written or removed; the oldest are given up."""
 READ_AT_ONCE, TAKEN_AT_ONCE = 32, 8192
 """Records that are read together, and chunks that are told of together, at least."""
-
-Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-MaybeHash = Annotated[str, Field(pattern="^(?:[0-9a-f]{32})?$")]
-
-
-@dataclass(frozen=True, slots=True)
-class LeadInId:
-    """What chunks were computed after: the kind, the hash of its tokens, the document window."""
-
-    kind: LeadInKind
-    tokens: MaybeHash
-    window: Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ import numpy as np
 from cacheblend_rag.engines.catalog import (
     Catalog,
     CatalogChunk,
-    LeadInId,
     Name,
     News,
     encoded,
@@ -38,6 +37,7 @@ from cacheblend_rag.engines.found_chunk import (
 )
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id, prefix_ids
+from cacheblend_rag.prefill.lead_in import LeadInId
 from cacheblend_rag.text.token_index import TokenIndex, TokenRun
 
 logger = logging.getLogger(__name__)

@@ -32,12 +32,12 @@ class Variant:
 
     @property
     def is_contextual(self) -> bool:
-        return self.name.lead_in.kind == "document" and bool(self.name.context_id)
+        return self.name.lead_in.name == "document" and bool(self.name.context_id)
 
     @property
     def rank(self) -> tuple[int, bool]:
         """Which one is taken where none continues its document; of equals the one known first."""
-        return LEADS.get(self.name.lead_in.kind, 9), bool(self.name.context_id)
+        return LEADS.get(self.name.lead_in.name, 9), bool(self.name.context_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.report import ChunkReport, MissReason
-from cacheblend_rag.settings import LeadInConfig
+from cacheblend_rag.settings import LeadInConfig, LeadInKind
 from cacheblend_rag.text.chat import begins_as_rendered
 from cacheblend_rag.text.chunk import Chunk, Context, stands_before
 from cacheblend_rag.text.encoder import PromptEncoder, TokenIds
@@ -18,8 +20,20 @@ from cacheblend_rag.text.prompt import ChunkSpan
 CACHED_KEYS = 200_000
 CACHED_WINDOWS = 4096
 
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+MaybeHash = Annotated[str, Field(pattern="^(?:[0-9a-f]{32})?$")]
+
 DocumentWindow = tuple[TokenIds, ...]
 """The tokens of a document's pieces that may stand before a chunk, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeadInId:
+    """What chunks were computed after: the kind, the hash of its tokens, the document window."""
+
+    name: LeadInKind
+    tokens: MaybeHash
+    window: Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)

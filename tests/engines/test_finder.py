@@ -11,10 +11,11 @@ import pytest
 
 from cacheblend_rag.engines import finder as finder_module
 from cacheblend_rag.engines import found_chunk
-from cacheblend_rag.engines.catalog import LeadInId, Name
+from cacheblend_rag.engines.catalog import Name
 from cacheblend_rag.engines.finder import Finder, Run, Span
 from cacheblend_rag.engines.found_chunk import Deletions, FoundChunk, Vocabulary
 from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
+from cacheblend_rag.prefill.lead_in import LeadInId
 
 BARE = LeadInId("none", "", 0)
 BOS = LeadInId("bos", chunk_id((1,)), 0)
@@ -32,7 +33,7 @@ def run(*chunks: Sequence[int], lead_in: LeadInId = BARE, separator: Sequence[in
         tokens += separator if tokens else ()
         starts.append(len(tokens))
         tokens += chunk
-    contexts = prefix_ids(tokens, starts) if lead_in.kind == "document" else [""] * len(chunks)
+    contexts = prefix_ids(tokens, starts) if lead_in.name == "document" else [""] * len(chunks)
     spans = [
         Span(start, start + len(chunk), context)
         for start, chunk, context in zip(starts, chunks, contexts, strict=True)

@@ -37,7 +37,7 @@ from cacheblend_rag.engines.sampling import ModelSampling, ResolvedSampling, war
 from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stream import Cancellation, Stream
 from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, sent_chunk, stored_by
-from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob
 from cacheblend_rag.engines.vllm.protocol.result import CompareResult, Late, Result, result_of
 from cacheblend_rag.engines.vllm.reporting import Sent, Times, prefill_report
 from cacheblend_rag.engines.vllm.transport import (
@@ -57,7 +57,7 @@ from cacheblend_rag.errors import (
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id
 from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.prefill.comparing import Compared, Comparison
-from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadInId
 from cacheblend_rag.prefill.policy import NO_CHUNK, config_for, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
 from cacheblend_rag.reason import Reason
@@ -160,7 +160,7 @@ class VLLMEngine(Engine):
         super()._settle(setup)
         led = self._led
         window = led.window if led.name == "document" else 0
-        self._sent_lead_in = SentLeadIn(led.name, chunk_id(led.tokens), window)
+        self._sent_lead_in = LeadInId(led.name, chunk_id(led.tokens), window)
         self._jobs = JobClient(self.transport, self._sent_lead_in, self.status)
 
     # Facts

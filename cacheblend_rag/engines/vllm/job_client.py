@@ -15,7 +15,6 @@ from cacheblend_rag.engines.vllm.protocol.job import (
     BlendJob,
     Kind,
     SentChunk,
-    SentLeadIn,
 )
 from cacheblend_rag.engines.vllm.protocol.result import (
     NO_CONNECTOR,
@@ -36,7 +35,7 @@ from cacheblend_rag.engines.vllm.transport import Transport, VLLMRequest
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.comparing import Compared
-from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.prefill.lead_in import LeadInId, PlacedChunk
 from cacheblend_rag.prefill.precompute import DocumentPlan
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import Evicted, PrecomputeReport
@@ -52,7 +51,7 @@ class JobClient:
     status: the connector's; it says how many replicas there are, and whether they share a folder.
     """
 
-    def __init__(self, transport: Transport, lead_in: SentLeadIn, status: ConnectorStatus) -> None:
+    def __init__(self, transport: Transport, lead_in: LeadInId, status: ConnectorStatus) -> None:
         self._transport, self._lead_in, self.status = transport, lead_in, status
 
     async def precompute(self, work: DocumentPlan, *, idle: bool = False) -> Result:
@@ -208,7 +207,7 @@ class JobClient:
 
 def ask_status(transport: Transport) -> ConnectorStatus:
     """Return the connector's status."""
-    asked = carrier(BlendJob("status", SentLeadIn("none", "", 0)))
+    asked = carrier(BlendJob("status", LeadInId("none", "", 0)))
     return status_of(transport.run(params_of_last(transport, asked)))
 
 

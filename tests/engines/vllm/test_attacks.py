@@ -17,10 +17,10 @@ from cacheblend_rag.engines.vllm.protocol.job import (
     SALT_PREFIX,
     BlendJob,
     SentChunk,
-    SentLeadIn,
 )
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv import KVKey, TieredKVStore
+from cacheblend_rag.prefill.lead_in import LeadInId
 from tests.engines.vllm.exactness import SHORT, logprobs
 from tests.engines.vllm.hostile import HOSTILE, mutated
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -43,7 +43,7 @@ MUTATIONS = 3_000
 def test_whatever_is_wrong_with_an_order_is_its_requests_reason() -> None:
     draw = random.Random(0)
     chunks = (SentChunk(3, 10), SentChunk(12, 20, "0" * 32, True))
-    lead_in = SentLeadIn("document", "0" * 32, 2048)
+    lead_in = LeadInId("document", "0" * 32, 2048)
     orders = [
         BlendJob("blend", lead_in, chunks, config=CONFIG, report_id="1" * 32),
         BlendJob("precompute", lead_in, chunks, tokens=tuple(range(20))),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.engines.catalog import Catalog, LeadInId
+from cacheblend_rag.engines.catalog import Catalog
 from cacheblend_rag.engines.catalog_places import open_place, place_of
 from cacheblend_rag.engines.finder import Finder, Run, Span
 from cacheblend_rag.engines.found_chunk import FoundChunk, Vocabulary
@@ -23,7 +23,6 @@ from cacheblend_rag.engines.vllm.protocol.job import (
     BlendJob,
     FindJob,
     SentChunk,
-    SentLeadIn,
 )
 from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
@@ -188,7 +187,7 @@ class Finding:
         if job.is_of_turns:
             return  # they are found by their conversation alone
         if isinstance(result, EvictResult):
-            self.finder.forget(namespace, _lead_in_id(job.lead_in), job.keys)
+            self.finder.forget(namespace, job.lead_in, job.keys)
         if self.mode == "off":
             return
         match result:
@@ -204,7 +203,7 @@ class Finding:
 def _run(job: BlendJob, result: PrecomputeResult) -> Run:
     """Return the chunks of a precompute job."""
     return Run(
-        _lead_in_id(job.lead_in),
+        job.lead_in,
         job.tokens,
         [Span(one.start, one.end, one.context_id) for one in job.chunks],
         job.chunks[0].context_start,
@@ -213,13 +212,8 @@ def _run(job: BlendJob, result: PrecomputeResult) -> Run:
     )
 
 
-def _lead_in_id(sent: SentLeadIn) -> LeadInId:
-    return LeadInId(sent.name, sent.tokens, sent.window)  # type: ignore[arg-type] # checked
-
-
 def _sent(found: FoundChunk) -> SentChunk:
     """Return a found chunk as jobs name it, with its own lead-in."""
-    lead = found.name.lead_in
     return SentChunk(
         found.start,
         found.end,
@@ -227,7 +221,7 @@ def _sent(found: FoundChunk) -> SentChunk:
         protected=found.protected,
         before=found.before,
         after=found.after,
-        lead_in=SentLeadIn(lead.kind, lead.tokens, lead.window),
+        lead_in=found.name.lead_in,
     )
 
 

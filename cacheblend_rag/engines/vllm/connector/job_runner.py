@@ -26,7 +26,7 @@ from cacheblend_rag.engines.vllm.connector.paged import AttentionMode, PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 from cacheblend_rag.engines.vllm.connector.tenants import NOT_FOR_TENANTS
-from cacheblend_rag.engines.vllm.protocol.job import SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import SentChunk
 from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
     CompareResult,
@@ -49,7 +49,7 @@ from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
 from cacheblend_rag.prefill.controller import Controller, Rates
 from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
-from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
+from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadInId, PlacedChunk
 from cacheblend_rag.prefill.policy import NOT_STORED, threshold
 from cacheblend_rag.prefill.precompute import (
     Computed,
@@ -320,7 +320,7 @@ class JobRunner:
         document = DocumentPlan(list(allotted.tokens), list(zip(plans, starts, strict=True)))
         return compute_document(self.stack, document, self.store)
 
-    def _fingerprint(self, allotted: Allotted, lead: SentLeadIn, *, of_turns: bool) -> str:
+    def _fingerprint(self, allotted: Allotted, lead: LeadInId, *, of_turns: bool) -> str:
         """Return what a job's keys depend on; its namespace is its request's, never a client's."""
         parts = {"lead_in": lead.name, "lead_tokens": lead.tokens, "window": lead.window}
         namespace = self._namespace if allotted.namespace is None else allotted.namespace

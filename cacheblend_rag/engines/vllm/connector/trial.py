@@ -30,8 +30,9 @@ from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.paged import AttentionMode, PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
-from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.prefill.lead_in import LeadInId
 from cacheblend_rag.settings import BlendConfig
 
 
@@ -104,7 +105,7 @@ CHUNK_TOKENS = (32, 37)
 """Of the chunks of a made-up prompt. Triton compiles multiples of 16 by themselves."""
 TEXT_TOKENS = 5
 """Before, between and after them."""
-LEAD_IN = SentLeadIn("none", "", 0)
+LEAD_IN = LeadInId("none", "", 0)
 CONFIG = BlendConfig(min_tokens=0, recompute_ratio=0.3, cost_model=False)
 
 

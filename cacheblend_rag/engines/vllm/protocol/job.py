@@ -14,14 +14,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field, TypeAdapter, ValidationError
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
-from cacheblend_rag.settings import BlendConfig, LeadInKind
+from cacheblend_rag.prefill.lead_in import Hash, LeadInId, MaybeHash
+from cacheblend_rag.settings import BlendConfig
 
 PARAMETER = "cacheblend"
 SALT_PREFIX = "cacheblend-"
@@ -59,8 +60,6 @@ ALLOWED: Mapping[Kind, Sequence[str]] = {"compare": ("reference",)}
 """What else of a job's lists its kind may have, beside what it needs."""
 LISTS = ("chunks", "tokens", "answer", "reference")
 
-Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-MaybeHash = Annotated[str, Field(pattern="^(?:[0-9a-f]{32})?$")]
 Count = Annotated[int, Field(ge=0)]
 Tokens = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], FailFast()]
 
@@ -87,20 +86,11 @@ class SentChunk:
     after: Tokens = ()
     turn: bool = False
     exact: bool = False
-    lead_in: SentLeadIn | None = None
+    lead_in: LeadInId | None = None
 
     def own_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of the chunk by itself; tokens: the prompt or document."""
         return (*self.before, *tokens[self.start : self.end], *self.after)
-
-
-@dataclass(frozen=True, slots=True)
-class SentLeadIn:
-    """A lead-in: its name, the hash of its tokens and the document window."""
-
-    name: Annotated[str, Field(pattern=f"^(?:{'|'.join(get_args(LeadInKind))})$")]
-    tokens: MaybeHash
-    window: int
 
 
 @dataclass(frozen=True)
@@ -121,7 +111,7 @@ class BlendJob:
     """
 
     kind: Kind
-    lead_in: SentLeadIn
+    lead_in: LeadInId
     chunks: Annotated[tuple[SentChunk, ...], FailFast()] = ()
     tokens: Tokens = ()
     keys: Annotated[tuple[tuple[Hash, MaybeHash], ...], Field(max_length=MOST_KEYS)] = ()

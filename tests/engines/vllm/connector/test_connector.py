@@ -19,8 +19,9 @@ from cacheblend_rag import BlendConfig, Generation
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, PREFIX
 from cacheblend_rag.engines.vllm.connector.trial import Compilations
-from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
+from cacheblend_rag.prefill.lead_in import LeadInId
 from cacheblend_rag.reason import ReasonCode
 from tests.engines.vllm.exactness import SHORT
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -95,11 +96,11 @@ def test_what_is_compiled_while_jobs_run_is_counted(monkeypatch: pytest.MonkeyPa
 
 
 def malformed(engine: InProcessEngine, report_id: str = REPORT_ID) -> VLLMRequest:
-    return asked(engine, "w9", report_id=report_id, lead_in=SentLeadIn("odd", "", 0))
+    return asked(engine, "w9", report_id=report_id, lead_in=LeadInId("odd", "", 0))
 
 
 def report_order(report_id: str) -> VLLMRequest:
-    order = BlendJob("report", SentLeadIn("none", "", 0), report_id=report_id)
+    order = BlendJob("report", LeadInId("none", "", 0), report_id=report_id)
     return VLLMRequest((5, 6), ResolvedSampling(max_tokens=1), order.salt((5, 6)), order)
 
 
@@ -124,7 +125,7 @@ def check_refused(engine: InProcessEngine, said: str) -> None:
     assert not answer.report.blended
     assert said in str(answer.report.reason)
     assert answer.token_ids == engine.generate_full(retrieved(), SHORT).token_ids
-    status = BlendJob("status", SentLeadIn("none", "", 0))
+    status = BlendJob("status", LeadInId("none", "", 0))
     request = VLLMRequest((5, 6), ResolvedSampling(max_tokens=2), status.salt((5, 6)), status)
     found = params_of(engine, request)
     assert found["active"] is False

@@ -16,7 +16,7 @@ from cacheblend_rag.engines.finder import Finder
 from cacheblend_rag.engines.vllm.connector.finding import Finding
 from cacheblend_rag.engines.vllm.connector.pending import Pending
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob
 from cacheblend_rag.engines.vllm.protocol.result import EvictResult
 from cacheblend_rag.kv.mac import CHECKSUM
 from tests.engines.vllm.connector.test_finding import CONFIG, ask, find, tokens_of
@@ -80,7 +80,7 @@ def found_tiers(engine: InProcessEngine) -> set[str | None]:
 
 def evict(connector: Finding, chunk: Name) -> None:
     """Tell a connector that its worker has evicted a chunk."""
-    lead = SentLeadIn(chunk.lead_in.kind, chunk.lead_in.tokens, chunk.lead_in.window)
+    lead = chunk.lead_in
     work = BlendJob("evict", lead, (), keys=((chunk.chunk_id, chunk.context_id),))
     connector.note_result(Pending(work, blends=False, namespace="default"), EvictResult(1))
 

@@ -19,11 +19,12 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob
 from cacheblend_rag.engines.vllm.protocol.result import CompareResult
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prefill.comparing import Compared
+from cacheblend_rag.prefill.lead_in import LeadInId
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.kv.samples import until
 from tests.models import make_tokenizer, prompt_of, words
@@ -105,7 +106,7 @@ def test_it_is_compared_when_nobody_decodes(core: InProcessEngine) -> None:
     [{"answer": []}, {"tokens": []}, {"answer": [-1]}, {"reference": ["x"]}, {"answer": None}],
 )
 def test_malformed_comparisons_are_refused(changes: dict[str, object]) -> None:
-    job = BlendJob("compare", SentLeadIn("none", "", 0), tokens=(5,) * 9, answer=(3,), idle=True)
+    job = BlendJob("compare", LeadInId("none", "", 0), tokens=(5,) * 9, answer=(3,), idle=True)
     params = job.to_params()
     params["cacheblend"]["chunks"] = [{"start": 1, "end": 5}]
     assert BlendJob.from_params(params, 2).idle
@@ -115,7 +116,7 @@ def test_malformed_comparisons_are_refused(changes: dict[str, object]) -> None:
 
 
 def test_tokens_beyond_the_model_are_refused() -> None:
-    job = BlendJob("compare", SentLeadIn("none", "", 0), tokens=(5,) * 9, answer=(3,))
+    job = BlendJob("compare", LeadInId("none", "", 0), tokens=(5,) * 9, answer=(3,))
     job.check(longest=10, vocabulary=6)
     for longest, vocabulary in [(9, 6), (10, 5)]:
         with pytest.raises(ConfigError, match="exceed"):

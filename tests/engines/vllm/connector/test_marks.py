@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.engines.catalog import LeadInId, Name
+from cacheblend_rag.engines.catalog import Name
 from cacheblend_rag.engines.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.connector import marks as marks_module
 from cacheblend_rag.engines.vllm.connector.marks import Marks, Stretch
+from cacheblend_rag.prefill.lead_in import LeadInId
 
 BARE = LeadInId("none", "", 0)
 CONFIG = BlendConfig(selector="question_mid", recompute_ratio=0.2)
@@ -31,7 +32,7 @@ C = chunk("c", len(FIRST) + len(ANSWER))
 
 def of(marks: Marks, tokens: tuple[int, ...], *found: FoundChunk, **more: object) -> list[Stretch]:
     config = more.pop("config", CONFIG)
-    return [*marks.stretches("r", tokens, found, config, **more)]  # type: ignore[arg-type]
+    return [*marks.stretches("r", tokens, found, config, **more)]
 
 
 def test_a_prompt_that_goes_on_has_the_earlier_ones_marks() -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from cacheblend_rag import TieredKVStore
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, verify
-from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob
 from cacheblend_rag.engines.vllm.protocol.result import Failed, VerifyResult
 from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.kv.tiers import disk
+from cacheblend_rag.prefill.lead_in import LeadInId
 from tests.kv.samples import make_key, make_kv
 from tests.prefill.prompts import run
 
@@ -45,7 +46,7 @@ def test_jobs_that_change_the_store_are_refused(kind: Any, tmp_path: Path) -> No
         with TieredKVStore.open(kv_path=tmp_path, read_only=True) as store:
             nothing = cast("Any", None)
             jobs = JobRunner(nothing, nothing, store, namespace="default")
-            job = BlendJob(kind, SentLeadIn("none", "", 0), keys=((key.chunk_id, ""),))
+            job = BlendJob(kind, LeadInId("none", "", 0), keys=((key.chunk_id, ""),))
             with pytest.raises(StopIteration) as ended:
                 next(jobs.work(cast("Any", SimpleNamespace(job=job)), nothing))
         assert ended.value.value == Failed(READ_ONLY)

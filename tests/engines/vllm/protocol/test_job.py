@@ -14,15 +14,15 @@ from cacheblend_rag.engines.vllm.protocol.job import (
     SALT_PREFIX,
     BlendJob,
     SentChunk,
-    SentLeadIn,
     sent_report_id,
 )
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import chunk_id
+from cacheblend_rag.prefill.lead_in import LeadInId
 
 HASH = "0123456789abcdef" * 2
 PROMPT, OTHER_PROMPT = (1, 2, 3), (1, 2, 4)
-LEAD_IN = SentLeadIn("document", HASH, 2048)
+LEAD_IN = LeadInId("document", HASH, 2048)
 TEN, TWENTY = tuple(range(10)), tuple(range(20))
 BLEND = BlendJob(
     "blend",
@@ -85,7 +85,7 @@ def test_equal_work_has_one_salt_and_any_change_another() -> None:
         ),
         BlendJob("blend", LEAD_IN, BLEND.chunks[:1], config=BLEND.config),
         replace(BLEND, chunks=(BLEND.chunks[0], replace(BLEND.chunks[1], before=(6,)))),
-        BlendJob("blend", SentLeadIn("bos", HASH, 0), BLEND.chunks, config=BLEND.config),
+        BlendJob("blend", LeadInId("bos", HASH, 0), BLEND.chunks, config=BLEND.config),
         *(
             replace(BLEND, chunks=(BLEND.chunks[0], replace(BLEND.chunks[1], **change)))
             for change in ({"turn": True}, {"turn": True, "exact": True}, {"context_id": "f" * 32})
@@ -160,7 +160,7 @@ def precompute(**changes: Any) -> BlendJob:
     first = SentChunk(3, 8, "", False, 3)
     second = SentChunk(9, 15, chunk_id(TOKENS[3:9]), False, 3)
     whole: dict[str, Any] = {
-        "lead_in": SentLeadIn("document", chunk_id(TOKENS[:3]), 64),
+        "lead_in": LeadInId("document", chunk_id(TOKENS[:3]), 64),
         "chunks": (first, second),
         "tokens": TOKENS,
     }
@@ -176,9 +176,9 @@ OF_TURN = replace(HONEST.chunks[1], turn=True, context_id=HASH)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lead_in": SentLeadIn("document", HASH, 64)}, "differs from the first tokens"),
-        ({"lead_in": SentLeadIn("bos", HONEST.lead_in.tokens, 0)}, "is not that of its tokens"),
-        ({"lead_in": SentLeadIn("document", HONEST.lead_in.tokens, 5)}, "longer than 5 tokens"),
+        ({"lead_in": LeadInId("document", HASH, 64)}, "differs from the first tokens"),
+        ({"lead_in": LeadInId("bos", HONEST.lead_in.tokens, 0)}, "is not that of its tokens"),
+        ({"lead_in": LeadInId("document", HONEST.lead_in.tokens, 5)}, "longer than 5 tokens"),
         ({"chunks": (replace(HONEST.chunks[0], context_id=HASH),)}, "is not that of its tokens"),
         ({"chunks": (replace(HONEST.chunks[1], context_id=""),)}, "is not that of its tokens"),
         ({"chunks": (replace(HONEST.chunks[1], context_id=HASH),)}, "is not that of its tokens"),
@@ -218,5 +218,5 @@ def test_the_same_names_over_another_text_are_refused() -> None:
 
 
 def test_chunks_behind_the_lead_in_alone_have_no_context() -> None:
-    lead_in = SentLeadIn("bos", chunk_id(TOKENS[:3]), 0)
+    lead_in = LeadInId("bos", chunk_id(TOKENS[:3]), 0)
     precompute(lead_in=lead_in, chunks=(SentChunk(9, 15, "", False, 3),)).check(**MODEL)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk
 from cacheblend_rag.engines.vllm.protocol.result import BlendResult, Failed, params_of, result_of
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.prefill.lead_in import LeadInId
 from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.trace import (
     MOST_LAYERS,
@@ -137,7 +138,7 @@ def test_a_trace_of_another_prompt_does_not_fit() -> None:
 
 
 JOB = BlendJob(
-    "blend", SentLeadIn("none", "", 0), (SentChunk(0, 5),), report_id="a" * 32,
+    "blend", LeadInId("none", "", 0), (SentChunk(0, 5),), report_id="a" * 32,
     config=BlendConfig(trace=True),
 )  # fmt: skip
 
