@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.structured import StructuredOutputs
-
-if TYPE_CHECKING:
-    from cacheblend_rag.api.answers import Asked
-    from cacheblend_rag.api.serving import Form, Serving
 
 MOST_ANSWERS = 64
 """So many answers a request may ask for: prompts times ``n``."""
@@ -108,16 +104,8 @@ class Body(Fields):
                 continue
             raise bad_field(name, f"is not supported: {_UNSUPPORTED[name]}")
 
-    async def asked(self, serving: Serving) -> Asked:
-        """Return what the engine is asked; raises ApiError, or an error of the engine's."""
-        raise NotImplementedError
-
-    def form(self, model: str) -> Form:
-        """Return the form of the answer; model: the model's name for clients."""
-        raise NotImplementedError
-
     def sampling(self, **given: Any) -> SamplingParams:
-        """Return how the answer is sampled; None is the default.
+        """Return the sampling parameters; a field that is None takes its default.
 
         given: what the body calls otherwise. Raises ConfigError, naming the field.
         """

@@ -59,7 +59,7 @@ class Engine:
         finally:
             with self._lock:
                 self.running -= 1
-        return Delta("", request.name)  # type: ignore[arg-type]
+        return Delta("", request.name)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def engine() -> Engine:
 
 
 def answer(engine: Engine, requests: list[Request]) -> Any:
-    return answer_batch(engine.start, requests)  # type: ignore[arg-type]
+    return answer_batch(engine.start, requests)
 
 
 def asking_for(*numbers: int) -> Any:

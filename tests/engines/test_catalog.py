@@ -367,7 +367,7 @@ def test_a_server_that_hangs_is_one_warning_and_loses_nothing(
     finally:
         own_fleet.server.resume()
     for finder in (one, other, late):
-        waited(lambda finder=finder: len(found(finder, *EVERYTHING)) == 3)  # type: ignore[misc]
+        waited(lambda finder=finder: len(found(finder, *EVERYTHING)) == 3)
 
 
 def test_a_redis_that_lost_all_is_told_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -382,7 +382,7 @@ def test_a_redis_that_lost_all_is_told_again(caplog: pytest.LogCaptureFixture) -
         server.start()
         late = fleet.open()
         for finder in (one, other, late):
-            waited(lambda finder=finder: len(found(finder, FIRST, THIRD)) == 2)  # type: ignore[misc]
+            waited(lambda finder=finder: len(found(finder, FIRST, THIRD)) == 2)
 
 
 def test_a_place_that_fails_half_way_is_read_on_from_there(

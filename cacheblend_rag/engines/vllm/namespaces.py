@@ -50,7 +50,7 @@ def carry_namespaces(client: Any) -> None:
 
     It may be called again. Raises EngineUnavailableError when the client has no such way.
     """
-    core = getattr(client, "engine_core", None)
+    core: Any = getattr(client, "engine_core", None)
     send = getattr(core, "add_request_async", None)
     if send is None:
         raise EngineUnavailableError(
@@ -68,4 +68,4 @@ def carry_namespaces(client: Any) -> None:
         return await send(request)
 
     vars(add_request_async)["carries_namespaces"] = True
-    core.add_request_async = add_request_async  # type: ignore[union-attr]
+    core.add_request_async = add_request_async
