@@ -45,7 +45,7 @@ class ChatRequest(fields.ChoicesBody):
     echo: bool | None = None
 
     def check(self) -> None:
-        """Raise ApiError for a field that the server lacks, or that goes with no other one."""
+        """Raise ApiError for a field that is not supported, or not together with another one."""
         super().check()
         if self.echo:
             raise bad_field("echo", "is for /v1/completions: leave it out")
@@ -55,7 +55,7 @@ class ChatRequest(fields.ChoicesBody):
             raise bad_field("top_logprobs", "needs logprobs: set logprobs to true")
 
     async def asked(self, serving: Serving) -> Asked:
-        """Return what the engine is asked."""
+        """Return the prompts and settings for the engine."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         sampling = self.sampling(logprobs=logprobs, max_tokens=self.max_completion_tokens)
         messages = [message.plain() for message in self.messages]
@@ -65,7 +65,7 @@ class ChatRequest(fields.ChoicesBody):
         return await serving.ask_chat(chat, sampling, self.n or 1)
 
     def form(self, model: str) -> ChatForm:
-        """Return the form of the answer."""
+        """Return what writes the answers as JSON."""
         return ChatForm(model=model, n=self.n or 1, usage_in_stream=self.wants_usage)
 
 
@@ -78,7 +78,7 @@ class ChatForm(ChoicesForm):
     prompt_field = "messages"
 
     def choice(self, asked: Asked, index: int, answer: Generation) -> dict[str, Any]:
-        """Return a choice of a whole answer."""
+        """Return an entry of ``choices`` for an answer that is not streamed."""
         calls, text = answer.tool_calls, answer.content + asked.closing
         message: dict[str, Any] = {
             "role": "assistant",

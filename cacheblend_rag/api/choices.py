@@ -44,11 +44,11 @@ class ChoicesForm(ABC):
 
     @abstractmethod
     def choice(self, asked: Asked, index: int, answer: Generation) -> dict[str, Any]:
-        """Return a choice of a whole answer."""
+        """Return an entry of ``choices`` for an answer that is not streamed."""
 
     @abstractmethod
     def beginning(self, asked: Asked) -> list[bytes]:
-        """Return the server-sent events that a stream begins with."""
+        """Return the server-sent events to send before the first piece of an answer."""
 
     @abstractmethod
     def of_piece(self, asked: Asked, piece: Piece) -> list[bytes]:

@@ -44,7 +44,7 @@ class Retriever:
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams, n: int, gate: Gate
     ) -> Asked:
-        """Return what the engine is asked for a chat.
+        """Return the prompts and settings of a chat.
 
         The last message is what is searched for; earlier questions and answers stand before it,
         without their passages, and right before it the text of system messages, and of messages of

@@ -32,13 +32,13 @@ class CompletionRequest(fields.ChoicesBody):
     logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
 
     def check(self) -> None:
-        """Raise ApiError for a field that the server lacks, or that goes with no other one."""
+        """Raise ApiError for a field that is not supported, or not together with another one."""
         super().check()
         if self.echo and self.logprobs is not None:
             raise bad_field("echo", "with logprobs is not supported: leave one of them out")
 
     async def asked(self, serving: Serving) -> Asked:
-        """Return what the engine is asked."""
+        """Return the prompts and settings for the engine."""
         sampling, prompts = self.sampling(logprobs=self.logprobs), list[PreparedPrompt]()
         for prompt in self._prompts():
             if isinstance(prompt, str):
@@ -49,7 +49,7 @@ class CompletionRequest(fields.ChoicesBody):
         return Asked(prompts, sampling, self.n or 1)
 
     def form(self, model: str) -> CompletionForm:
-        """Return the form of the answer."""
+        """Return what writes the answers as JSON."""
         return CompletionForm(
             model=model, n=self.n or 1, usage_in_stream=self.wants_usage, echo=bool(self.echo)
         )
@@ -109,13 +109,13 @@ class CompletionForm(ChoicesForm):
     """Characters of each choice that its tokens' log-probabilities have told of."""
 
     def choice(self, asked: Asked, index: int, answer: Generation) -> dict[str, Any]:
-        """Return a choice of a whole answer."""
+        """Return an entry of ``choices`` for an answer that is not streamed."""
         told = None if answer.logprobs is None else _logprobs(answer.logprobs, 0)
         text = self._echoed(asked, index) + answer.text
         return _choice(index, text, answer.finish_reason, told)
 
     def beginning(self, asked: Asked) -> list[bytes]:
-        """Return the server-sent events that a stream begins with."""
+        """Return the server-sent events with each prompt, if ``echo`` asks for them."""
         indices = range(len(asked.prompts) * self.n if self.echo else 0)
         return [self.chunk(_choice(index, self._echoed(asked, index))) for index in indices]
 

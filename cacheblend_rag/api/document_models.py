@@ -114,7 +114,7 @@ class StoredDocument(Waiting):
     computed: int
     """Whose KV was computed and stored."""
     skipped: int
-    """Whose KV was stored already."""
+    """Chunks that were not computed, since their KV was stored already."""
     refused: dict[str, int]
     """That are not stored, by reason."""
     failed: int
@@ -176,7 +176,7 @@ class Stats(Told):
     documents: int
     chunks: int
     stored_chunks: int | None
-    """With KV; None if the engine cannot tell. In vLLM, those of all documents."""
+    """Chunks whose KV is stored, in vLLM by other clients, too; None if the engine cannot tell."""
     reuses: bool
     """Whether requests reuse chunks."""
     reason: str | None

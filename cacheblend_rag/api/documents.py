@@ -66,7 +66,7 @@ async def _of_path(
 
 
 async def _of_body(request: Request) -> DocumentIn:
-    """Read a document off the event loop, whatever the body's type is said to be."""
+    """Parse the body as a document, in a thread, whatever its Content-Type is."""
     try:
         return await asyncio.to_thread(DocumentIn.model_validate_json, await request.body())
     except ValidationError as error:

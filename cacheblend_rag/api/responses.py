@@ -60,7 +60,7 @@ class ResponseRequest(fields.Body):
                 raise bad_field(name, "is not supported: the server keeps nothing; send all input")
 
     async def asked(self, serving: Serving) -> Asked:
-        """Return what the engine is asked."""
+        """Return the prompts and settings for the engine."""
         wants_logprobs = self.top_logprobs or LOGPROBS in (self.include or ())
         sampling = self.sampling(
             max_tokens=self.max_output_tokens,
@@ -73,7 +73,7 @@ class ResponseRequest(fields.Body):
         return await serving.ask_chat(chat, sampling)
 
     def form(self, model: str) -> ResponseForm:
-        """Return the form of the answer."""
+        """Return what writes the answers as JSON."""
         asked = self.text and self.text.format
         text = asked.model_dump(by_alias=True, exclude_none=True) if asked else {"type": "text"}
         told = {

@@ -63,10 +63,10 @@ class Body(Protocol):
         """Raise ApiError for a known field that the server lacks."""
 
     async def asked(self, serving: Serving) -> Asked:
-        """Return what the engine is asked; raises ApiError, or an error of the engine's."""
+        """Return the prompts and settings for the engine; raises ApiError, or an engine's error."""
 
     def form(self, model: str) -> Form:
-        """Return the form of the answer; model: the model's name for clients."""
+        """Return what writes the answers as JSON; model: the name that clients call the model."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Serving:
         return await self.gate.prepared(lambda: self.engine.prepare(prompt))
 
     async def ask_chat(self, chat: ChatPrompt, sampling: SamplingParams, n: int = 1) -> Asked:
-        """Return what the engine is asked for a chat; without tools, from the collection if any."""
+        """Return the prompts and settings of a chat; passages are retrieved unless it has tools."""
         if self.retriever is not None and not chat.tools:
             return await self.retriever.ask(chat.messages, sampling, n, self.gate)
         return Asked([await self.prepare(chat)], sampling, n)

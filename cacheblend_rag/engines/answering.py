@@ -280,7 +280,7 @@ class Answering(Backend):
                 raise
 
     def _told_apart(self, request: Request) -> Callable[[Delta], Delta]:
-        """Return what tells a delta's content from the calls of tools in its text."""
+        """Return a function that sets a delta's ``content``: its text without tool calls."""
         tools = ToolUse.of(request.prepared, self.tokenizer)
         stream = None if tools is None else tools.content_stream(is_json=request.is_json)
 

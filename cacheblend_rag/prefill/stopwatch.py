@@ -65,7 +65,7 @@ class Stopwatch:
 
     @contextmanager
     def selecting(self, layer: int | None) -> Iterator[None]:
-        """Count the time inside as selection, without work queued before.
+        """Count the time inside as the phase ``selection``; the device finishes earlier work first.
 
         layer: the check layer, from which on the pass recomputes; None before layer 0.
         """

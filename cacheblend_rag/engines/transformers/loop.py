@@ -162,7 +162,7 @@ class ModelLoop:
             del done  # whose error refers to this frame: a circle
 
     def call(self, step: Callable[[], T]) -> T:
-        """Return what a single step returns; in the loop's own thread, it is run at once."""
+        """Run a function in the loop's thread and return its result; at once if called there."""
         if threading.current_thread() is self._thread:
             return step()
         return self.run(_single(step), Cancellation())
@@ -307,7 +307,7 @@ class ModelLoop:
         return any(task.streamed or (task.behind or 0) < oldest for task in self._decoding)
 
     def _decode(self) -> None:
-        """Run a decode step of all answers."""
+        """Run one decode step for all answers that are being decoded."""
         began, decoding, self._decoding = monotonic(), self._decoding, []
         run_steps([task.need for task in decoding if isinstance(task.need, DecodeStep)])
         for task in decoding:

@@ -64,7 +64,7 @@ class Grant:
     may_change: bool
 
     def may_ask(self, path: str) -> bool:
-        """Whether a path is open to it, as FastAPI gets it."""
+        """Whether this key may request a path; path: decoded, without the query string."""
         if self.namespace == DEFAULT_NAMESPACE:
             return True
         is_open = any(path == one or path.startswith(f"{one}/") for one in OPEN_TO_TENANTS)
