@@ -1,20 +1,23 @@
-"""The answers of one request, computed in turns with those of others, piece by piece."""
+"""The answers of one request: what is asked, their pieces as they come, and their form as JSON."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cacheblend_rag.api.gate import Gate
-from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
+from cacheblend_rag.engines.answer import Delta, Generation
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import SEED_LIMIT, SamplingParams
 from cacheblend_rag.engines.vllm.refused import ApiError
-from cacheblend_rag.printable import one_line
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
@@ -54,82 +57,111 @@ class Asked:
         own = (seed + index % self.n + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
         return replace(self.sampling, seed=own)
 
-    def told(self, answers: Sequence[Generation]) -> dict[str, Any]:
+    def told(self, answer: Generation) -> dict[str, Any]:
         """Return the field ``cacheblend`` of what a client gets: report, and sources if any."""
-        report = {"report": answers[0].report.to_dict()}
+        report = {"report": answer.report.to_dict()}
         if self.sources is None:
             return report
         return {"sources": [source.to_dict() for source in self.sources], **report}
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The next piece of the choice ``index``; each prompt has ``n`` choices in a row.
+class Answers:
+    """The answers of a request, computed in turns with those of others while the block lasts.
 
-    logprobs: those that no piece before has told of.
+    Iterating yields their pieces as they come, each with the index of its choice; each prompt has
+    ``n`` choices in a row. It raises what the engine raises, and ApiError when that closes.
     """
 
-    index: int
-    delta: Delta
-    logprobs: Sequence[TokenLogprob] = ()
-
-
-class Answers:
-    """The answers of a request; nothing is computed before their pieces are read."""
-
     def __init__(self, engine: Engine, gate: Gate, asked: Asked) -> None:
-        self._engine, self._gate, self._asked = engine, gate, asked
+        self.asked = asked
+        self._engine, self._gate = engine, gate
         self._own = asyncio.Semaphore(gate.most_of_one)
-        self._count = len(asked.prompts) * asked.n
-        self._arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self._arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
         self._finished: dict[int, Generation] = {}
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def finished(self) -> list[Generation]:
         """The finished answers, in the order of their choices."""
         return [self._finished[index] for index in sorted(self._finished)]
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Yield the pieces of all answers, as they come; closing it stops all work.
+    async def __aenter__(self) -> Self:
+        count = len(self.asked.prompts) * self.asked.n
+        self._tasks = [asyncio.create_task(self._answer(index)) for index in range(count)]
+        return self
 
-        Raises what the engine raises, and ApiError when it closes.
-        """
-        tasks = [asyncio.create_task(self._answer(index)) for index in range(self._count)]
-        try:
-            while len(self._finished) < self._count:
-                found = await self._arrived.get()
-                if isinstance(found, Exception):
-                    raise found
-                if (answer := found.delta.generation) is not None:
-                    if answer.finish_reason == "cancelled":
-                        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping")
-                    self._finished[found.index] = answer
-                yield found
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
+        while len(self._finished) < len(self._tasks):
+            found = await self._arrived.get()
+            if isinstance(found, Exception):
+                raise found
+            index, delta = found
+            if (answer := delta.generation) is not None:
+                if answer.finish_reason == "cancelled":
+                    raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping")
+                self._finished[index] = answer
+            yield index, delta
 
     async def _answer(self, index: int) -> None:
         """Compute one answer, once it is its turn."""
-        asked, told = self._asked, 0
+        asked, told = self.asked, 0
         prompt, settings = asked.prompts[index // asked.n], asked.settings(index)
         try:
             async with self._own, self._gate.turn:
                 stream: Any = self._engine.astream(prompt, settings, config=asked.config)
                 async with aclosing(stream) as deltas:
                     async for delta in deltas:
-                        new, answer = delta.logprobs, delta.generation
-                        if answer is not None and answer.logprobs is not None:
-                            new = answer.logprobs[told:]
-                        told += len(new)
-                        self._arrived.put_nowait(Piece(index, delta, new))
+                        if delta.generation and delta.generation.logprobs:
+                            delta = replace(delta, logprobs=delta.generation.logprobs[told:])
+                        told += len(delta.logprobs)
+                        self._arrived.put_nowait((index, delta))
         except Exception as error:
             self._arrived.put_nowait(error)
 
 
-def sources_text(sources: Sequence[Source]) -> str:
-    """Return a short list of documents for the end of an answer; "" without sources."""
-    names = dict.fromkeys(one_line(source.chunk.document_id or "") for source in sources)
-    listed = "".join(f"\n- {name}" for name in names if name)
-    return f"\n\nSources:{listed}" if listed else ""
+class Form(ABC):
+    """Writes the answers of one request as JSON: whole, or as server-sent events.
+
+    Args:
+        asked: by the request.
+        model: the model's name for clients.
+    """
+
+    id_prefix: ClassVar[str]
+
+    def __init__(self, asked: Asked, model: str) -> None:
+        self.asked, self.model = asked, model
+        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
+        self.created = int(time.time())
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Generation]) -> dict[str, Any]:
+        """Return the body of an answer that is not streamed."""
+
+    @abstractmethod
+    def beginning(self) -> list[bytes]:
+        """Return the events before those of the first piece."""
+
+    @abstractmethod
+    def of_piece(self, index: int, delta: Delta) -> list[bytes]:
+        """Return the events for the next piece of a choice."""
+
+    @abstractmethod
+    def ending(self, answers: Sequence[Generation]) -> list[bytes]:
+        """Return the events behind those of the last piece."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> list[bytes]:
+        """Return the events for an error in place of those that are left."""
+
+
+def event(plain: Any, name: str | None = None) -> bytes:
+    """Return one server-sent event with JSON data; name: its type, if it has one."""
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {text}\n\n".encode()

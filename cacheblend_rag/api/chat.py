@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
 from cacheblend_rag.api import fields
-from cacheblend_rag.api.answers import Asked, Piece
+from cacheblend_rag.api.answers import Asked
 from cacheblend_rag.api.choices import ChoicesForm
 from cacheblend_rag.api.errors import bad_field
-from cacheblend_rag.api.serving import Serving
-from cacheblend_rag.engines.answer import Generation, TokenLogprob
+from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
 from cacheblend_rag.text.chat import ChatPrompt
 from cacheblend_rag.text.tools import ToolCall, ToolChoice
+
+if TYPE_CHECKING:
+    from cacheblend_rag.api.collection import Retriever
+    from cacheblend_rag.engines.base import Engine
 
 
 class Message(fields.Fields):
@@ -35,6 +38,7 @@ class Message(fields.Fields):
 class ChatRequest(fields.ChoicesBody):
     """The body of a chat completion."""
 
+    prompt_field: ClassVar[str] = "messages"
     messages: list[Message] = Field(min_length=1, max_length=fields.MOST_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=fields.MOST_TOOLS)
@@ -44,29 +48,24 @@ class ChatRequest(fields.ChoicesBody):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None
 
-    def check(self) -> None:
-        """Raise ApiError for a field that is not supported, or not together with another one."""
-        super().check()
+    def asked(self, engine: Engine, retriever: Retriever | None) -> Asked:
+        self.check()
         if self.echo:
             raise bad_field("echo", "is for /v1/completions: leave it out")
         if self.tools == []:
             raise bad_field("tools", "must hold a tool: leave it out")
         if self.top_logprobs and not self.logprobs:
             raise bad_field("top_logprobs", "needs logprobs: set logprobs to true")
-
-    async def asked(self, serving: Serving) -> Asked:
-        """Return the prompts and settings for the engine."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         sampling = self.sampling(logprobs=logprobs, max_tokens=self.max_completion_tokens)
         messages = [message.plain() for message in self.messages]
         choice = cast(ToolChoice, self.tool_choice or "auto")
         several = self.parallel_tool_calls is not False
         chat = ChatPrompt(messages, self.tools or [], choice, several)
-        return await serving.ask_chat(chat, sampling, self.n or 1)
+        return fields.asked_chat(engine, retriever, chat, sampling, self.n or 1)
 
-    def form(self, model: str) -> ChatForm:
-        """Return what writes the answers as JSON."""
-        return ChatForm(model=model, n=self.n or 1, usage_in_stream=self.wants_usage)
+    def form(self, asked: Asked, model: str) -> ChatForm:
+        return ChatForm(asked, model, usage_in_stream=self.wants_usage)
 
 
 class ChatForm(ChoicesForm):
@@ -74,12 +73,10 @@ class ChatForm(ChoicesForm):
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
-    id_prefix = "chatcmpl"
-    prompt_field = "messages"
+    id_prefix = "chatcmpl-"
 
-    def choice(self, asked: Asked, index: int, answer: Generation) -> dict[str, Any]:
-        """Return an entry of ``choices`` for an answer that is not streamed."""
-        calls, text = answer.tool_calls, answer.content + asked.closing
+    def choice(self, index: int, answer: Generation) -> dict[str, Any]:
+        calls, text = answer.tool_calls, answer.content + self.asked.closing
         message: dict[str, Any] = {
             "role": "assistant",
             "content": text if text or not calls else None,
@@ -91,36 +88,32 @@ class ChatForm(ChoicesForm):
         reason = answer.openai_finish_reason
         return {"index": index, "message": message, "logprobs": told, "finish_reason": reason}
 
-    def beginning(self, asked: Asked) -> list[bytes]:
-        """Return the events before any piece."""
-        return [self._part(at, {"role": "assistant", "content": ""}) for at in range(self.n)]
+    def beginning(self) -> list[bytes]:
+        return [self._part(at, {"role": "assistant", "content": ""}) for at in range(self.asked.n)]
 
-    def of_piece(self, asked: Asked, piece: Piece) -> list[bytes]:
-        """Return the events for a piece."""
-        index, answer, sent = piece.index, piece.delta.generation, list[bytes]()
-        if piece.delta.content or piece.logprobs:
-            told = _logprobs(piece.logprobs) if piece.logprobs else None
-            sent.append(self._part(index, {"content": piece.delta.content}, logprobs=told))
+    def of_piece(self, index: int, delta: Delta) -> list[bytes]:
+        answer, sent = delta.generation, list[bytes]()
+        if delta.content or delta.logprobs:
+            sent.append(self._part(index, {"content": delta.content}, delta.logprobs))
         if answer is None:
             return sent
-        if asked.closing:
-            sent.append(self._part(index, {"content": asked.closing}))
+        if self.asked.closing:
+            sent.append(self._part(index, {"content": self.asked.closing}))
         for position, call in enumerate(answer.tool_calls):
             sent.append(self._part(index, {"tool_calls": [{"index": position, **_plain(call)}]}))
-        told_of = asked.told([answer])
-        return [*sent, self._part(index, {}, answer.openai_finish_reason, cacheblend=told_of)]
+        return [*sent, self._part(index, {}, answer=answer)]
 
     def _part(
         self,
         index: int,
         delta: dict[str, Any],
-        reason: str | None = None,
-        *,
-        logprobs: dict[str, Any] | None = None,
-        **extra: Any,
+        logprobs: Sequence[TokenLogprob] = (),
+        answer: Generation | None = None,
     ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return self.chunk(choice, **extra)
+        told = _logprobs(logprobs) if logprobs else None
+        reason = answer.openai_finish_reason if answer else None
+        choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": reason}
+        return self.chunk(choice, answer)
 
 
 def _plain(call: ToolCall) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.api.answers import Asked, sources_text
+from cacheblend_rag.api.answers import Asked
 from cacheblend_rag.api.errors import bad_field
+from cacheblend_rag.printable import one_line
 from cacheblend_rag.rag.answering import clean_question
-from cacheblend_rag.rag.ordering import PassageOrder
+from cacheblend_rag.rag.ordering import PassageOrder, Source
 from cacheblend_rag.rag.prompt import AskedTurn, FittedPrompt, Turn
 
 if TYPE_CHECKING:
-    from cacheblend_rag.api.gate import Gate
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.rag.answering import Asker
 
@@ -41,10 +41,10 @@ class Retriever:
     cites: bool = False
     _one_at_a_time: Lock = field(default_factory=Lock, repr=False)
 
-    async def ask(
-        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams, n: int, gate: Gate
+    def asked(
+        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams, n: int = 1
     ) -> Asked:
-        """Return the prompts and settings of a chat.
+        """Return the prompts and settings of a chat; it takes a while, and may be called at once.
 
         The last message is what is searched for; earlier questions and answers stand before it,
         without their passages, and right before it the text of system messages, and of messages of
@@ -54,13 +54,12 @@ class Retriever:
             messages: of the chat; the last one is the user's.
             sampling: of the answer.
             n: answers.
-            gate: bounds how many prompts are prepared at a time.
 
         Raises:
             ApiError: when the last message is not the user's.
             PromptError: when the question is empty, or too long.
         """
-        fitted = await gate.prepared(lambda: self._fitted(messages, sampling))
+        fitted = self._fitted(messages, sampling)
         cites = self.cites and sampling.structured_outputs is None
         return Asked(
             [fitted.prepared],
@@ -112,6 +111,13 @@ def _text(message: Mapping[str, Any], index: int) -> str:
     if not all(isinstance(part, str) for part in parts):
         raise bad_field(f"messages[{index}].content", "must be text: leave out other parts")
     return "\n".join(part for part in parts if part)
+
+
+def sources_text(sources: Sequence[Source]) -> str:
+    """Return a short list of documents for the end of an answer; "" without sources."""
+    names = dict.fromkeys(one_line(source.chunk.document_id or "") for source in sources)
+    listed = "".join(f"\n- {name}" for name in names if name)
+    return f"\n\nSources:{listed}" if listed else ""
 
 
 def name_of(folder: Path) -> str:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field
 
 from cacheblend_rag.api import fields
-from cacheblend_rag.api.answers import Asked, Piece
+from cacheblend_rag.api.answers import Asked
 from cacheblend_rag.api.choices import ChoicesForm
 from cacheblend_rag.api.errors import bad_field
-from cacheblend_rag.api.serving import Serving
-from cacheblend_rag.engines.answer import LEAST_LOGPROB, Generation, TokenLogprob
+from cacheblend_rag.engines.answer import LEAST_LOGPROB, Delta, Generation, TokenLogprob
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.errors import PromptTooLongError
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
+
+if TYPE_CHECKING:
+    from cacheblend_rag.api.collection import Retriever
 
 MOST_ALTERNATIVES = 5
 """As many as the API has for completions."""
@@ -27,32 +29,25 @@ MOST_ALTERNATIVES = 5
 class CompletionRequest(fields.ChoicesBody):
     """The body of a completion."""
 
+    prompt_field: ClassVar[str] = "prompt"
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
 
-    def check(self) -> None:
-        """Raise ApiError for a field that is not supported, or not together with another one."""
-        super().check()
+    def asked(self, engine: Engine, retriever: Retriever | None) -> Asked:
+        """Return the prompts and settings for the engine; nothing is retrieved for them."""
+        self.check()
         if self.echo and self.logprobs is not None:
             raise bad_field("echo", "with logprobs is not supported: leave one of them out")
-
-    async def asked(self, serving: Serving) -> Asked:
-        """Return the prompts and settings for the engine."""
-        sampling, prompts = self.sampling(logprobs=self.logprobs), list[PreparedPrompt]()
-        for prompt in self._prompts():
-            if isinstance(prompt, str):
-                prompts.append(await serving.prepare(prompt))
-            else:
-                made = partial(of_tokens, serving.engine, prompt)
-                prompts.append(await serving.gate.prepared(made))
+        sampling = self.sampling(logprobs=self.logprobs)
+        prompts = [
+            engine.prepare(one) if isinstance(one, str) else of_tokens(engine, one)
+            for one in self._prompts()
+        ]
         return Asked(prompts, sampling, self.n or 1)
 
-    def form(self, model: str) -> CompletionForm:
-        """Return what writes the answers as JSON."""
-        return CompletionForm(
-            model=model, n=self.n or 1, usage_in_stream=self.wants_usage, echo=bool(self.echo)
-        )
+    def form(self, asked: Asked, model: str) -> CompletionForm:
+        return CompletionForm(asked, model, usage_in_stream=self.wants_usage, echo=bool(self.echo))
 
     def _prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts, texts or token ids; raises ApiError when there are none."""
@@ -95,44 +90,37 @@ def of_tokens(engine: Engine, token_ids: Sequence[int]) -> PreparedPrompt:
     )
 
 
-@dataclass(kw_only=True)
 class CompletionForm(ChoicesForm):
-    """The form of completions. echo: whether a text begins with its prompt."""
+    """The form of completions; echo: whether a text begins with its prompt."""
 
     kind = "text_completion"
     chunk_kind = "text_completion"
-    id_prefix = "cmpl"
-    prompt_field = "prompt"
+    id_prefix = "cmpl-"
 
-    echo: bool
-    _lengths: dict[int, int] = field(default_factory=dict)
-    """Characters of each choice that its tokens' log-probabilities have told of."""
+    def __init__(self, asked: Asked, model: str, *, usage_in_stream: bool, echo: bool) -> None:
+        super().__init__(asked, model, usage_in_stream=usage_in_stream)
+        self._echo = echo
+        self._lengths = Counter[int]()  # characters of each choice that logprobs have told of
 
-    def choice(self, asked: Asked, index: int, answer: Generation) -> dict[str, Any]:
-        """Return an entry of ``choices`` for an answer that is not streamed."""
+    def choice(self, index: int, answer: Generation) -> dict[str, Any]:
         told = None if answer.logprobs is None else _logprobs(answer.logprobs, 0)
-        text = self._echoed(asked, index) + answer.text
-        return _choice(index, text, answer.finish_reason, told)
+        return _choice(index, self._echoed(index) + answer.text, answer.finish_reason, told)
 
-    def beginning(self, asked: Asked) -> list[bytes]:
-        """Return the server-sent events with each prompt, if ``echo`` asks for them."""
-        indices = range(len(asked.prompts) * self.n if self.echo else 0)
-        return [self.chunk(_choice(index, self._echoed(asked, index))) for index in indices]
+    def beginning(self) -> list[bytes]:
+        indices = range(len(self.asked.prompts) * self.asked.n if self._echo else 0)
+        return [self.chunk(_choice(index, self._echoed(index))) for index in indices]
 
-    def of_piece(self, asked: Asked, piece: Piece) -> list[bytes]:
-        """Return the server-sent events for a piece of an answer."""
-        index, answer, new = piece.index, piece.delta.generation, piece.logprobs
-        if not (piece.delta.text or new or answer):
+    def of_piece(self, index: int, delta: Delta) -> list[bytes]:
+        answer, new = delta.generation, delta.logprobs
+        if not (delta.text or new or answer):
             return []
-        length = self._lengths.get(index, 0)
-        told = _logprobs(new, length) if new else None
-        self._lengths[index] = length + sum(len(one.token) for one in new)
-        extra = {} if answer is None else {"cacheblend": asked.told([answer])}
-        reason = None if answer is None else answer.finish_reason
-        return [self.chunk(_choice(index, piece.delta.text, reason, told), **extra)]
+        told = _logprobs(new, self._lengths[index]) if new else None
+        self._lengths[index] += sum(len(one.token) for one in new)
+        reason = answer.finish_reason if answer else None
+        return [self.chunk(_choice(index, delta.text, reason, told), answer)]
 
-    def _echoed(self, asked: Asked, index: int) -> str:
-        return asked.prompts[index // self.n].text if self.echo else ""
+    def _echoed(self, index: int) -> str:
+        return self.asked.prompts[index // self.asked.n].text if self._echo else ""
 
 
 def _choice(

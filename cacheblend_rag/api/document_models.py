@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from fastapi import Path
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 LONGEST_ID = 512
 LONGEST_NAME = 256
@@ -26,9 +27,18 @@ Names = Annotated[list[Name], Field(max_length=MOST_CHUNKS)]
 WholeText = Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
 
 
-def is_id(document_id: str) -> bool:
-    """Whether a text can be logged and listed as an id, unlike one with a line end."""
-    return document_id.isprintable() and bool(document_id.strip()) and UNREADABLE not in document_id
+def _check_id(document_id: str) -> str:
+    """Return an id; raises ValueError for one that cannot be logged or listed."""
+    if not document_id.isprintable() or not document_id.strip() or UNREADABLE in document_id:
+        raise ValueError("document_id is not of printable characters in UTF-8")
+    return document_id
+
+
+DocumentId = Annotated[
+    str,
+    Path(min_length=1, max_length=LONGEST_ID, description="Your own name of the document."),
+    AfterValidator(_check_id),
+]
 
 
 class Told(BaseModel):

@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
-from threading import Lock
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
@@ -25,6 +24,7 @@ from cacheblend_rag.api.document_models import (
     DeletedDocument,
     Document,
     DocumentChunk,
+    DocumentId,
     DocumentIn,
     DocumentList,
     Failure,
@@ -32,37 +32,16 @@ from cacheblend_rag.api.document_models import (
     Released,
     Stats,
     StoredDocument,
-    is_id,
 )
-from cacheblend_rag.api.errors import OneLineRoute, bad_field
-from cacheblend_rag.api.gate import Gate, in_place
+from cacheblend_rag.api.errors import OneLineRoute
+from cacheblend_rag.api.gate import EngineOf, EngineWork
 from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.vllm.middleware.tenants import STORERS_PATH
 from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.rag.document_windows import AnalysisPlan, cut_document
 from cacheblend_rag.text import chunk as text_chunk
 from cacheblend_rag.text.chunk import Chunk
-
-T = TypeVar("T")
-EngineOf = Callable[[Request], Engine]
-
-MOST_WAITING = 32
-"""Requests that are answered or wait for it; more are refused for now."""
-CHANGES, READS = 4, 8
-"""Requests that are answered at a time."""
-TURNS = 64
-
-
-async def _of_path(
-    document_id: Annotated[
-        str, Path(min_length=1, max_length=LONGEST_ID, description="Your own name of the document.")
-    ],
-) -> str:
-    """Return an id; raises ApiError for one that cannot be logged or listed."""
-    if not is_id(document_id):
-        told = f"{document_id[:SHOWN]!r} must be printable characters, in UTF-8"
-        raise bad_field("document_id", told)
-    return document_id
 
 
 async def _of_body(request: Request) -> DocumentIn:
@@ -73,7 +52,6 @@ async def _of_body(request: Request) -> DocumentIn:
         raise RequestValidationError(error.errors()) from error
 
 
-DocumentId = Annotated[str, Depends(_of_path)]
 Sent = Annotated[DocumentIn, Depends(_of_body)]
 Collection = Annotated[
     str | None, Query(description="Only the document of this collection; all by default.")
@@ -82,23 +60,17 @@ After = Annotated[str, Query(max_length=LONGEST_ID, description="The last id of 
 
 
 def documents_router(engine_of: EngineOf, *, documents: bool = True) -> APIRouter:
-    """Return the routes below ``/v1/cacheblend``.
-
-    Whoever includes them must check keys before: they read and change all of an engine's documents.
+    """Return the routes below ``/v1/cacheblend``, which the access middleware keeps for who stores.
 
     Args:
-        engine_of: returns the engine of a request. It is called in a thread, so it may take a
-            while, and raises a CacheBlendError when there is none.
+        engine_of: see EngineWork.
         documents: whether there are routes for documents, beside those for the store.
-
-    Returns:
-        A router to include in a FastAPI application.
     """
     failures: dict[int | str, dict[str, Any]] = {one: {"model": Failure} for one in ("4XX", 503)}
     router = APIRouter(
-        prefix="/v1/cacheblend", route_class=OneLineRoute, tags=["documents"], responses=failures
+        prefix=STORERS_PATH, route_class=OneLineRoute, tags=["documents"], responses=failures
     )
-    work = _Work(engine_of)
+    work = EngineWork(engine_of)
 
     @router.get("/stats")
     async def get_stats(request: Request) -> Stats:
@@ -115,7 +87,7 @@ def documents_router(engine_of: EngineOf, *, documents: bool = True) -> APIRoute
     return router
 
 
-def _add_documents(router: APIRouter, work: _Work) -> None:
+def _add_documents(router: APIRouter, work: EngineWork) -> None:
     content = {"application/json": {"schema": DocumentIn.model_json_schema()}}
     body = {"requestBody": {"required": True, "content": content}}
 
@@ -126,28 +98,21 @@ def _add_documents(router: APIRouter, work: _Work) -> None:
         The answer comes once all of it is stored. ``failed`` above 0 means that a part of it may be
         stored by another try.
         """
-        begun = time.perf_counter()
-        return await work.change(
-            request, document_id, lambda engine: store_document(engine, document_id, sent, begun)
-        )
+        return await work.change(request, document_id, store_document, document_id, sent)
 
     @router.get("/documents/{document_id:path}")
     async def get_one(
         document_id: DocumentId, request: Request, collection: Collection = None
     ) -> Document:
         """Return a document's chunks, and which of them are stored."""
-        return await work.read(
-            request, lambda engine: get_document(engine, document_id, collection)
-        )
+        return await work.read(request, get_document, document_id, collection)
 
     @router.delete("/documents/{document_id:path}")
     async def delete_one(
         document_id: DocumentId, request: Request, collection: Collection = None
     ) -> DeletedDocument:
         """Forget a document, and evict the KV of those chunks that no other document has."""
-        return await work.change(
-            request, document_id, lambda engine: delete_document(engine, document_id, collection)
-        )
+        return await work.change(request, document_id, delete_document, document_id, collection)
 
     @router.get("/documents")
     async def get_list(
@@ -157,44 +122,12 @@ def _add_documents(router: APIRouter, work: _Work) -> None:
         collection: Collection = None,
     ) -> DocumentList:
         """Return the documents, by their ids, a page at a time."""
-        return await work.read(
-            request, lambda engine: list_documents(engine, limit, after, collection)
-        )
+        return await work.read(request, list_documents, limit, after, collection)
 
 
-class _Work:
-    """Runs an engine's work in threads, to its end: reading, and a little storing, at a time.
-
-    The threads are daemons: a server that ends does not wait for a document.
-    """
-
-    def __init__(self, engine_of: EngineOf) -> None:
-        self._engine_of = engine_of
-        self._gate = Gate(MOST_WAITING, 0)
-        self._changing, self._reading = asyncio.Semaphore(CHANGES), asyncio.Semaphore(READS)
-        self._turns = [Lock() for _ in range(TURNS)]
-
-    async def read(self, request: Request, work: Callable[[Engine], T]) -> T:
-        """Return the result of work with a request's engine; raises ApiError if too much waits."""
-        with self._gate.entered():
-            return await in_place(self._reading, lambda: work(self._engine_of(request)))
-
-    async def change(self, request: Request, name: str, work: Callable[[Engine], T]) -> T:
-        """Return the result of work that changes a document; each has one change at a time."""
-
-        def in_turn() -> T:
-            engine = self._engine_of(request)
-            with self._turns[hash((id(engine), name)) % TURNS]:
-                return work(engine)
-
-        with self._gate.entered():
-            return await in_place(self._changing, in_turn)
-
-
-def store_document(
-    engine: Engine, document_id: str, sent: DocumentIn, begun: float
-) -> StoredDocument:
-    """Store a document; begun: when it was asked for, by ``time.perf_counter``."""
+def store_document(engine: Engine, document_id: str, sent: DocumentIn) -> StoredDocument:
+    """Store a document, and replace an earlier version."""
+    begun = time.perf_counter()
     chunks = sent.chunks or split(engine, sent.text or "", sent.chunk_tokens or CHUNK_TOKENS)
     boundaries = tuple(sent.boundaries or ())
     document = text_chunk.Document(

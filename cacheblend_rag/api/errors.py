@@ -57,11 +57,6 @@ def bad_field(param: str, message: str) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, f"{param} {message}", param=param)
 
 
-def busy(message: str) -> ApiError:
-    """Return the error for a request that came while too many others are answered or wait."""
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="overloaded")
-
-
 def of_engine(error: Exception, prompt_field: str | None = None) -> ApiError:
     """Return what a client is told of an error.
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cacheblend_rag.api.answers import Asked, Form
 from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.structured import StructuredOutputs
+
+if TYPE_CHECKING:
+    from cacheblend_rag.api.collection import Retriever
+    from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.text.chat import ChatPrompt
 
 MOST_ANSWERS = 64
 """So many answers a request may ask for: prompts times ``n``."""
@@ -88,8 +95,13 @@ class ResponseFormat(Fields):
 
 
 class Body(Fields):
-    """The body of a request for answers: the fields that all kinds share."""
+    """The body of a request for answers: the fields that all kinds share.
 
+    Attributes:
+        prompt_field: the field that holds the prompt.
+    """
+
+    prompt_field: ClassVar[str]
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -103,6 +115,18 @@ class Body(Fields):
             if name not in _UNSUPPORTED or _is_off(value, _HARMLESS.get(name)):
                 continue
             raise bad_field(name, f"is not supported: {_UNSUPPORTED[name]}")
+
+    @abstractmethod
+    def asked(self, engine: Engine, retriever: Retriever | None) -> Asked:
+        """Return the prompts and settings for the engine.
+
+        It encodes the prompts, so call it in a thread. Raises ApiError for a field that is not
+        supported, or not together with another one, and whatever the engine raises.
+        """
+
+    @abstractmethod
+    def form(self, asked: Asked, model: str) -> Form:
+        """Return what writes the answers as JSON; model: the name that clients call the model."""
 
     def sampling(self, **given: Any) -> SamplingParams:
         """Return the sampling parameters; a field that is None takes its default.
@@ -169,9 +193,21 @@ class ChoicesBody(Body):
         return StructuredOutputs(**given)
 
 
+def asked_chat(
+    engine: Engine,
+    retriever: Retriever | None,
+    chat: ChatPrompt,
+    sampling: SamplingParams,
+    n: int = 1,
+) -> Asked:
+    """Return the prompt and settings of a chat; passages are retrieved unless it has tools."""
+    if retriever is None or chat.tools:
+        return Asked([engine.prepare(chat)], sampling, n)
+    return retriever.asked(chat.messages, sampling, n)
+
+
 def _is_off(value: Any, harmless: Any) -> bool:
     """Whether a value changes nothing; False turns off whatever is not on by default."""
     if isinstance(value, bool):
-        return value is bool(harmless) if isinstance(harmless, bool) else not value
-    is_harmless = harmless is not None and not isinstance(harmless, bool) and value == harmless
-    return is_harmless or value in (None, [], {}, "")
+        return value is harmless or not (value or harmless is True)
+    return value == harmless or value in (None, [], {}, "")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import current_thread, main_thread
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -72,15 +71,17 @@ class _Server(uvicorn.Server):
         if self.started:
             self._ready()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End; uvicorn would raise the signal again afterwards, and so end the process."""
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
+
 
 def run(app: FastAPI, host: str, port: int, ready: Callable[[], None]) -> None:
     """Serve an application until SIGINT or SIGTERM; then return, so that an engine is closed.
 
-    Args:
-        app: the application.
-        host: where to listen.
-        port: where to listen.
-        ready: is called once it listens.
+    ready: is called once it listens.
     """
     bound_headers()
     config = uvicorn.Config(
@@ -93,20 +94,4 @@ def run(app: FastAPI, host: str, port: int, ready: Callable[[], None]) -> None:
         backlog=BACKLOG,
         timeout_graceful_shutdown=STOP_SECONDS,
     )
-    with _signals_that_end_the_server():
-        _Server(config, ready).run()
-
-
-@contextmanager
-def _signals_that_end_the_server() -> Iterator[None]:
-    """Keep signals that uvicorn raises again, once it has ended, from ending the process."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    _Server(config, ready).run()

@@ -2,71 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from cacheblend_rag.api.answers import Answers, Asked
+from cacheblend_rag.api.answers import Answers
 from cacheblend_rag.api.errors import of_engine
+from cacheblend_rag.api.fields import Body
 from cacheblend_rag.api.gate import ClientGoneError, Gate, while_connected
-from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
 from cacheblend_rag.engines.vllm.refused import ApiError
-from cacheblend_rag.text.chat import ChatPrompt
 
 if TYPE_CHECKING:
     from cacheblend_rag.api.collection import Retriever
     from cacheblend_rag.engines.answer import Generation
     from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.engines.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
 """The status of an answer that nobody reads, as nginx calls it."""
-DONE = b"data: [DONE]\n\n"
-
-
-class Form(Protocol):
-    """The form of a route's answers."""
-
-    @property
-    def prompt_field(self) -> str:
-        """The field of the body that holds the prompt."""
-
-    def whole(self, asked: Asked, answers: Sequence[Generation]) -> dict[str, Any]:
-        """Return the body of an answer."""
-
-    def events(self, asked: Asked, answers: Answers) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a streamed answer; the first one once the first piece is there."""
-
-    def failure(self, error: ApiError) -> bytes:
-        """Return the event for an error after the first one."""
-
-
-class Body(Protocol):
-    """The body of a request for answers (``fields.Body``)."""
-
-    model: str | None
-    stream: bool | None
-    cache_salt: str | None
-
-    def check(self) -> None:
-        """Raise ApiError for a known field that the server lacks."""
-
-    async def asked(self, serving: Serving) -> Asked:
-        """Return the prompts and settings for the engine; raises ApiError, or an engine's error."""
-
-    def form(self, model: str) -> Form:
-        """Return what writes the answers as JSON; model: the name that clients call the model."""
 
 
 @dataclass
@@ -97,71 +59,65 @@ class Serving:
                 code="model_not_found",
             )
 
-    async def prepare(self, prompt: PromptLike) -> PreparedPrompt:
-        """Prepare a prompt, off the event loop: once, however many answers it gets."""
-        return await self.gate.prepared(lambda: self.engine.prepare(prompt))
-
-    async def ask_chat(self, chat: ChatPrompt, sampling: SamplingParams, n: int = 1) -> Asked:
-        """Return the prompts and settings of a chat; passages are retrieved unless it has tools."""
-        if self.retriever is not None and not chat.tools:
-            return await self.retriever.ask(chat.messages, sampling, n, self.gate)
-        return Asked([await self.prepare(chat)], sampling, n)
-
     async def respond(self, request: Request, body: Body) -> Response:
         """Answer a request; its work stops when the client hangs up.
 
         The first piece of a stream is computed before the status is sent, so that errors until then
         have theirs. Raises ApiError when the request is refused or has failed.
         """
-        log = _Log(f"{request.method} {request.url.path}")
-        form = body.form(self.name)
         try:
             if body.stream:
-                events = self._events(body, form, log)
+                events = self._events(request, body)
                 return EventStream(await while_connected(request, anext(events)), events)
-            return await while_connected(request, self._whole(body, form, log))
+            return await while_connected(request, self._whole(request, body))
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
-        except Exception as error:
-            told = of_engine(error, form.prompt_field)
-            log.failed(told)
-            raise told from error
 
-    async def _whole(self, body: Body, form: Form, log: _Log) -> Response:
-        async with self._answering(body) as (asked, answers):
-            async with aclosing(answers.pieces()) as pieces:
-                async for _ in pieces:
-                    pass
-            log.done(answers.finished)
-            return JSONResponse(form.whole(asked, answers.finished))
+    async def _whole(self, request: Request, body: Body) -> Response:
+        async with self._answering(request, body) as answers:
+            async for _ in answers:
+                pass
+            return JSONResponse(body.form(answers.asked, self.name).whole(answers.finished))
 
-    async def _events(self, body: Body, form: Form, log: _Log) -> AsyncGenerator[bytes, None]:
+    async def _events(self, request: Request, body: Body) -> AsyncGenerator[bytes, None]:
         """Yield the events of an answer; an error after the first one becomes the last one."""
-        has_begun = False
+        form = None
         try:
-            async with (
-                self._answering(body) as (asked, answers),
-                aclosing(form.events(asked, answers)) as events,
-            ):
-                async for sent in events:
-                    has_begun = True
+            async with self._answering(request, body) as answers:
+                async for index, delta in answers:
+                    begun: list[bytes] = []
+                    if form is None:
+                        form = body.form(answers.asked, self.name)
+                        begun = form.beginning()
+                    for sent in [*begun, *form.of_piece(index, delta)]:
+                        yield sent
+                for sent in form.ending(answers.finished) if form else ():
                     yield sent
-                log.done(answers.finished)
-        except Exception as error:
-            if not has_begun:
+        except ApiError as error:
+            if form is None:
                 raise
-            told = of_engine(error, form.prompt_field)
-            log.failed(told)
-            yield form.failure(told)
+            for sent in form.failure(error):
+                yield sent
 
     @asynccontextmanager
-    async def _answering(self, body: Body) -> AsyncIterator[tuple[Asked, Answers]]:
-        """Let a request in, and check it."""
-        with self.gate.entered():
-            self.check_model(body.model)
-            body.check()
-            asked = (await body.asked(self)).salted(body.cache_salt)
-            yield asked, Answers(self.engine, self.gate, asked)
+    async def _answering(self, request: Request, body: Body) -> AsyncIterator[Answers]:
+        """Let a request in, check it, and compute its answers while the block lasts.
+
+        It logs a line. Whatever is raised in the block leaves it as an ApiError.
+        """
+        route, begun = f"{request.method} {request.url.path}", time.perf_counter()
+        try:
+            with self.gate.entered():
+                self.check_model(body.model)
+                asked = await self.gate.prepared(lambda: body.asked(self.engine, self.retriever))
+                asked = asked.salted(body.cache_salt)
+                async with Answers(self.engine, self.gate, asked) as answers:
+                    yield answers
+            _log(route, answers.finished, time.perf_counter() - begun)
+        except Exception as error:
+            told = of_engine(error, body.prompt_field)
+            logger.info("%s: %d %s", route, told.status, told)
+            raise told from error
 
 
 class EventStream(StreamingResponse):
@@ -183,34 +139,19 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def event(plain: Any, name: str | None = None) -> bytes:
-    """Return one server-sent event with JSON data; name: its type, if it has one."""
-    text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {text}\n\n".encode()
-
-
-class _Log:
-    """Logs one line for a request: no text, only what was reused and how long it took."""
-
-    def __init__(self, route: str) -> None:
-        self._route, self._started = route, time.perf_counter()
-
-    def done(self, answers: Sequence[Generation]) -> None:
-        reports = [answer.report for answer in answers]
-        reason = reports[0].reason
-        logger.info(
-            "%s: %d prompt tokens, %d reused, %d recomputed%s; %d answered; first token %.2f s, "
-            "all %.2f s",
-            self._route,
-            sum(report.prompt_tokens for report in reports),
-            sum(report.reused_tokens for report in reports),
-            sum(report.recomputed_tokens for report in reports),
-            f" ({reason.code.value})" if reason else "",
-            sum(len(answer.token_ids) for answer in answers),
-            max(report.seconds.time_to_first_token for report in reports),
-            time.perf_counter() - self._started,
-        )
-
-    def failed(self, error: ApiError) -> None:
-        logger.info("%s: %d %s", self._route, error.status, error)
+def _log(route: str, answers: Sequence[Generation], seconds: float) -> None:
+    """Log a line of an answered request: no text, only what was reused and how long it took."""
+    reports = [answer.report for answer in answers]
+    reason = reports[0].reason
+    logger.info(
+        "%s: %d prompt tokens, %d reused, %d recomputed%s; %d answered; first token %.2f s, "
+        "all %.2f s",
+        route,
+        sum(report.prompt_tokens for report in reports),
+        sum(report.reused_tokens for report in reports),
+        sum(report.recomputed_tokens for report in reports),
+        f" ({reason.code.value})" if reason else "",
+        sum(len(answer.token_ids) for answer in answers),
+        max(report.seconds.time_to_first_token for report in reports),
+        seconds,
+    )

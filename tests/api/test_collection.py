@@ -6,10 +6,8 @@ import openai
 import pytest
 
 from cacheblend_rag import Chunk, SamplingParams
-from cacheblend_rag.api.answers import sources_text
 from cacheblend_rag.api.app import create_app
-from cacheblend_rag.api.collection import Retriever, name_of
-from cacheblend_rag.api.gate import Gate
+from cacheblend_rag.api.collection import Retriever, name_of, sources_text
 from cacheblend_rag.rag.answering import Asker
 from cacheblend_rag.rag.ordering import Source
 from tests.api.conftest import openai_client
@@ -90,12 +88,12 @@ async def test_no_message_is_lost(asker):
         *(("user", "Left alone."), ("user", question)),
     ]
     messages = [{"role": role, "content": text} for role, text in said]
-    asked = await Retriever(asker).ask(messages, SamplingParams(4), 1, Gate())
+    asked = Retriever(asker).asked(messages, SamplingParams(4))
     text = asked.prompts[0].text
     told = [text.index(one) for role, one in said if role not in ("system", "tool")]
     assert told == sorted(told)
     assert text.index("Found.") < text.index("Speak French.") < text.index("Left alone.")
-    alone = await Retriever(asker).ask(messages[-1:], SamplingParams(4), 1, Gate())
+    alone = Retriever(asker).asked(messages[-1:], SamplingParams(4))
     assert asked.sources == alone.sources
 
 

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from cacheblend_rag import TransformersEngine
-from cacheblend_rag.api import documents
+from cacheblend_rag.api import gate
 from cacheblend_rag.api.documents import documents_router
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.kv import TieredKVStore
@@ -249,7 +249,7 @@ class Gated(ToyEngine):
 def test_a_long_document_holds_nobody_up_and_too_many_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(documents, "MOST_WAITING", 6)
+    monkeypatch.setattr(gate, "MOST_WORK", 6)
     engine = Gated()
 
     async def ask() -> list[int]:
@@ -259,7 +259,7 @@ def test_a_long_document_holds_nobody_up_and_too_many_are_refused(
                 asyncio.create_task(client.put(f"{DOCUMENTS}/{i}", json={"chunks": [f"w{i} w1"]}))
                 for i in range(5)
             ]
-            for _ in range(documents.CHANGES):
+            for _ in range(gate.CHANGES):
                 assert await asyncio.to_thread(engine.begun.acquire, timeout=60)
             read = await client.get(DOCUMENTS)
             more = asyncio.create_task(client.put(f"{DOCUMENTS}/5", json={"chunks": ["w6 w1"]}))

@@ -27,6 +27,7 @@ from cacheblend_rag.engines.vllm.middleware.hosts import refusal
 from cacheblend_rag.engines.vllm.middleware.tenants import (
     DEFAULT_NAMESPACE,
     RELEASES,
+    STORERS_PATH,
     Grant,
     hash_of,
     read_tenants,
@@ -49,7 +50,6 @@ MAX_BODY_MIB = 16
 """A question of a million tokens, sent as token ids, takes about 7."""
 BODY_SECONDS = 60.0
 OPEN_PATH = "/health"
-DOCUMENTS_PATH = "/v1/cacheblend/"
 DOCUMENTS_STATE = "cacheblend_documents"
 """What the endpoint plugin with these paths sets in the application's state."""
 GRANT = "cacheblend_grant"
@@ -105,7 +105,7 @@ class AccessMiddleware:
         with ExitStack() as held:
             try:
                 granted = self._granted(scope)
-                if _path(scope).startswith(DOCUMENTS_PATH):
+                if _path(scope).startswith(f"{STORERS_PATH}/"):
                     _check_documents(scope, granted)
                 if self._tenants is not None:
                     held.enter_context(_named(scope, granted.namespace))

@@ -32,13 +32,18 @@ KEY_BYTES = 32
 _HASH = re.compile(r"[0-9a-f]{64}")
 _MAY_CHANGE = {"ask": False, "store": True}
 
+STORERS_PATH = "/v1/cacheblend"
+"""What is below it is for who may change the store, on every server; other paths are for who asks.
+A tenant's grant is for its own namespace."""
+RELEASES = f"{STORERS_PATH}/release"
+"""It frees the memory of all tenants, so it is the server's own keys'."""
 OPEN_TO_TENANTS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
     "/v1/messages",
     "/v1/models",
-    "/v1/cacheblend",
+    STORERS_PATH,
     "/inference/v1/generate",
     "/tokenize",
     "/detokenize",
@@ -52,8 +57,6 @@ OPEN_TO_TENANTS = (
 )
 """Paths that a tenant may ask, with what is below them. All others are the server's own keys':
 metrics and load tell what other tenants do, and the rest changes the server for all."""
-RELEASES = "/v1/cacheblend/release"
-"""It frees the memory of all tenants, so it is the server's own keys', too."""
 
 
 @dataclass(frozen=True)
