@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import gc
-from typing import Final
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
 from cacheblend_rag.reason import Reason, ReasonCode
 
@@ -19,6 +21,16 @@ _SIGNS = (
 )
 """Messages of allocators without an error class: CPU, MPS, pinned memory, cuBLAS."""
 _LONGEST = 200
+
+Need = TypeVar("Need")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Lack:
+    """The end of work that ran out of memory; why: one line about it."""
+
+    why: str
 
 
 def lack_of_memory(error: BaseException) -> str | None:
@@ -53,3 +65,16 @@ def give_back_unused() -> None:
     empty()
     if empty_host := getattr(torch.accelerator, "empty_host_cache", None):  # of a later one
         empty_host()
+
+
+def unless_lacking(work: Generator[Need, None, Result]) -> Generator[Need, None, Result | Lack]:
+    """Do work; if it runs out of memory it is abandoned, and all that it held is freed."""
+    try:
+        return (yield from work)
+    except Exception as error:
+        why = lack_of_memory(error)
+        if why is None:
+            raise
+    # After the handler: the error's traceback kept what the work held.
+    give_back_unused()
+    return Lack(why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -41,19 +41,19 @@ from cacheblend_rag.engines.transformers.loop import NOTHING, Work, loop_of
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import (
     ContinuationScore,
+    Prefill,
     Prefilled,
     check_scored,
     decodable,
     forced_log_probs,
 )
-from cacheblend_rag.engines.transformers.prefiller import Prefiller
-from cacheblend_rag.engines.transformers.prefixes import PrefixWriter
+from cacheblend_rag.engines.transformers.prefixes import Prefixes
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.watched_model import TriedModel, WatchedModel
 from cacheblend_rag.errors import CacheBlendError, ConfigError, OutOfMemoryError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.memory import give_back_unused, lack_of_memory
+from cacheblend_rag.memory import Lack, give_back_unused, unless_lacking
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
@@ -74,9 +74,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOOKUP_THREADS = 32
-"""Threads that look up the prefixes of so many prompts at the same time."""
-
 
 class TransformersEngine(Engine):
     """The embedded engine.
@@ -87,7 +84,7 @@ class TransformersEngine(Engine):
     Attributes:
         model: the loaded model.
         store: where chunk KV is kept.
-        prefixes: writes the KV of prompt prefixes to the store, after answers.
+        prefixes: looks up the KV of prompt prefixes in the store, and writes it after answers.
     """
 
     name = "transformers"
@@ -143,8 +140,7 @@ class TransformersEngine(Engine):
         self.store = TieredKVStore.open() if store is None else store
         self._loop = loop_of(self.model)
         self._watched = WatchedModel(self.model, self._loop, self.store, name=given.loaded_by)
-        self.prefixes = PrefixWriter(self.store)
-        self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, "cacheblend-lookup")
+        self.prefixes = Prefixes(self.store, namespace)
         self.namespace = namespace
         self._take(self._watched.tried())
         self._check_config(config)
@@ -171,7 +167,6 @@ class TransformersEngine(Engine):
         """Use the stack and the ordinary prefill of a tested model."""
         self._tried = tried
         self._stack, self._ordinary = tried.stack, tried.ordinary
-        self._prefiller = Prefiller(tried, self.store, self.namespace, self._lookups)
 
     def _refresh(self) -> None:
         """Detect changes of the model's weights and adapters."""
@@ -247,45 +242,40 @@ class TransformersEngine(Engine):
 
     def _with_room(self, request: Request, work: Work[T]) -> Work[T]:
         """Do a request's work; raises OutOfMemoryError when it finds no memory."""
-        try:
-            return (yield from work)
-        except Exception as error:
-            lack = lack_of_memory(error)
-            if lack is None:
-                raise
-        # After the handler: the error's traceback kept the request's KV.
-        raise self._out_of_memory(request, lack)
-
-    def _out_of_memory(self, request: Request, lack: str) -> OutOfMemoryError:
-        """Free memory that nothing uses any more, and return the error to raise."""
-        give_back_unused()
-        return OutOfMemoryError(
+        done = yield from unless_lacking(work)
+        if not isinstance(done, Lack):
+            return done
+        raise OutOfMemoryError(
             f"no memory on {self.model.device} to answer a prompt of "
             f"{len(request.prepared.token_ids):,} tokens: shorten it or lower max_tokens, or free "
-            f"memory (engine.release() frees chunk KV): {lack}"
+            f"memory (engine.release() frees chunk KV): {done.why}"
         )
+
+    def _prefill(self, request: Request) -> Prefill:
+        """Return the prefill of a request, for the model's current state."""
+        return Prefill(self._renewed(request), self._tried, self.store, self.prefixes)
 
     def _answer(self, request: Request, push: Take[Delta]) -> Work[Delta]:
         """Push text as it becomes final; returns the last piece, which is pushed, too."""
-        request, prefiller = self._renewed(request), self._prefiller
-        prefilled = yield from prefiller.run(request)
+        work = self._prefill(request)
+        request, ordinary = work.request, work.tried.ordinary
+        prefilled = yield from work.run()
         if prefilled is None:
             last = self._answered(request, "", (), "cancelled", CANCELLED)
             push(last)
             return last
-        tell, ordinary = partial(self._answered, request), prefiller.tried.ordinary
+        tell = partial(self._answered, request)
         last = yield from self._decoded(request, prefilled, ordinary, push, tell)
         push(last)
-        if prefiller.keeps(request):
-            self._keep(prefiller, request, prefilled)
+        self._keep(work, prefilled)
         return last
 
-    def _keep(self, prefiller: Prefiller, request: Request, prefilled: Prefilled) -> None:
+    def _keep(self, work: Prefill, prefilled: Prefilled) -> None:
         """Queue a finished request's KV for the store, unless the model has changed."""
         with suppress(CacheBlendError):
             self._refresh()
-            if prefiller is self._prefiller:
-                prefiller.keep(request, prefilled, self.prefixes)
+            if work.tried is self._tried:
+                work.keep(prefilled)
 
     def _decoded(
         self,
@@ -397,11 +387,11 @@ class TransformersEngine(Engine):
 
     def _prefilled(self, request: Request) -> Work[tuple[Request, Prefilled]]:
         """Prefill a request, and return it as it was served; raises ConfigError once closed."""
-        renewed = self._renewed(request)
-        prefilled = yield from self._prefiller.run(renewed)
+        work = self._prefill(request)
+        prefilled = yield from work.run()
         if prefilled is None:
             raise ConfigError(CLOSED)
-        return renewed, prefilled
+        return work.request, prefilled
 
     def _scores(
         self, request: Request, prefilled: Prefilled, answers: Sequence[Sequence[int]]
@@ -417,10 +407,10 @@ class TransformersEngine(Engine):
 
     def _compare(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
         """As every engine; None also if adapters or weights change meanwhile."""
-        request, prefiller = self._renewed(request), self._prefiller
-        done = yield from self._loop.when_idle(prefiller.compare(request, compared))
+        work = self._prefill(request)
+        done = yield from self._loop.when_idle(work.compare(compared))
         self._refresh()
-        return done if prefiller is self._prefiller else None
+        return done if work.tried is self._tried else None
 
     def _renewed(self, request: Request) -> Request:
         """Return a request with its chunks' keys for the model's current state.
@@ -499,6 +489,5 @@ class TransformersEngine(Engine):
 
     def _close(self) -> None:
         self._loop.call(lambda: None)  # after it has ended all requests, which are cancelled
-        self._lookups.shutdown(wait=False, cancel_futures=True)
         self.prefixes.close()
         self.store.close()

@@ -1,42 +1,53 @@
-"""Prefills a prompt, blended or ordinary, and scores given answers behind it."""
+"""Prefills requests by a blend pass if there is KV to reuse, else by the model's own prefill.
+
+Also scores given answers behind a prefilled prompt.
+"""
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.rows import token_tensor
-from cacheblend_rag.blend.stack import DecoderStack
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.engines.prepare import PreparedPrompt
+from cacheblend_rag.engines.answer import FULL_PREFILL, Request
+from cacheblend_rag.engines.backend import STOPPED, UNSUPPORTED
+from cacheblend_rag.engines.batch_order import chunks_of
 from cacheblend_rag.engines.stream import Cancellation
-from cacheblend_rag.engines.transformers.cache import FusedCache
-from cacheblend_rag.engines.transformers.loop import NOTHING, Work
+from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS, FusedCache
+from cacheblend_rag.engines.transformers.loop import Turn, Work
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
+from cacheblend_rag.engines.transformers.prefixes import Prefixes
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.engines.transformers.watched_model import TriedModel
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
+from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource, Threshold
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.memory import NO_ROOM, Lack, no_room, unless_lacking
 from cacheblend_rag.prefill.chunk_loader import begin_reading
-from cacheblend_rag.prefill.controller import Controller
+from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
 from cacheblend_rag.prefill.lead_in import PlacedChunk
-from cacheblend_rag.prefill.policy import missed, threshold
-from cacheblend_rag.prefill.prefix import StoredPrefix
+from cacheblend_rag.prefill.policy import LEAST_SHARE, NO_CHUNK, config_for, missed, threshold
+from cacheblend_rag.prefill.prefix import PrefixKeys, StoredPrefix
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from cacheblend_rag.prefill.stopwatch import Stopwatch
-from cacheblend_rag.report import BlendReport, ChunkReport, MissReason, PrefillReport
+from cacheblend_rag.reason import Reason
+from cacheblend_rag.report import BlendReport, ChunkReport, PrefillReport
 from cacheblend_rag.settings import BlendConfig
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
-NOT_ASKED = PrefillReport()
-"""Of a prompt for which the store was not asked yet."""
+T = TypeVar("T")
 
 
 @dataclass
@@ -53,103 +64,274 @@ class Prefilled:
     answer: list[int] = field(default_factory=list)
 
 
-def while_wanted(
-    steps: Steps[T], cancel: Cancellation, source: LayerSource | None = None
-) -> Work[T | None]:
-    """Run steps, each once what it takes from ``source`` has been read; None if cancelled."""
+class CancelledError(Exception):
+    """The request was cancelled before its prompt was prefilled."""
+
+
+@dataclass(eq=False)
+class Prefill:
+    """The prefill of one request, in steps which the model's loop runs.
+
+    Three ways are tried in turn: reuse of the prompt's chunks and prefix, of its prefix alone, and
+    the model's own prefill.
+
+    tried: the tested model. prefixes: looks up and stores what prompts begin with.
+    """
+
+    request: Request
+    tried: TriedModel
+    store: TieredKVStore
+    prefixes: Prefixes
+
+    def __post_init__(self) -> None:
+        # Why the ways that were tried did not work, and the time spent so far.
+        self._told = PrefillReport()
+        self._prefix: StoredPrefix | None = None
+        # The chunks' reports, once the store was asked for them.
+        self._found: list[ChunkReport] = []
+
+    def run(self) -> Work[Prefilled | None]:
+        """Prefill the prompt; None if the request is cancelled meanwhile."""
+        chunks = chunks_of(self._placed) if self._may_blend else {}
+        with self.store.reads.wanting(chunks):
+            if chunks:
+                yield Turn(chunks)
+            try:
+                self._check_wanted()
+                yield from self._find_prefix()
+                blended = (yield from self._with_chunks()) or (yield from self._with_prefix())
+                return blended or self._ordinarily()
+            except CancelledError:
+                return None
+
+    def keep(self, prefilled: Prefilled) -> None:
+        """Queue the prefix of a finished request for the store.
+
+        Chunks are never part of it, even if their KV was computed: ``evict_document`` must remove
+        all KV of a document, and chunks rarely recur in the same order. The prefix ends at the
+        first chunk; without chunks it is the whole prompt and its answer. In a conversation it
+        ends where the text ends that others share.
+        """
+        keys, cache = self._prefix_keys, prefilled.cache
+        if keys is not None and isinstance(cache, FusedCache):
+            held = (*self._token_ids, *prefilled.answer)[: cache.get_seq_length()]
+            self.prefixes.put(keys.blocks(held[: self.request.prepared.prefix_end]), cache.fused)
+
+    def compare(self, compared: Compared) -> Work[Comparison | None]:
+        """Compare the blended prompt with full prefill.
+
+        Returns None if it can no longer be blended, or if there is no memory for it.
+        """
+        done = yield from unless_lacking(self._compared(compared))
+        if not isinstance(done, Lack):
+            return done
+        tokens = compared.longest
+        logger.warning(
+            "an answer after %d tokens is not compared: %s (%s)", tokens, NO_ROOM, done.why
+        )
+        return None
+
+    # The request
+
+    @property
+    def _token_ids(self) -> Sequence[int]:
+        return self.request.prepared.token_ids
+
+    @property
+    def _placed(self) -> Sequence[PlacedChunk]:
+        return self.request.prepared.parts
+
+    @property
+    def _may_blend(self) -> bool:
+        """Whether the store is asked for the chunks."""
+        is_refused = self.request.full or self.request.steering.refusal is not None
+        return self.tried.stack is not None and not is_refused
+
+    @property
+    def _reserve(self) -> int:
+        """For how many tokens of the answer the prompt's KV has room at first."""
+        return min(self.request.sampling.max_tokens, GROWTH_TOKENS)
+
+    @cached_property
+    def _prefix_keys(self) -> PrefixKeys | None:
+        """Makes the keys of the prompt's prefix blocks; None without prefix caching."""
+        request = self.request
+        if self.tried.stack is None or not request.config.reuse_prefix or request.full:
+            return None
+        return self.prefixes.keys(self.tried.identity, request.prepared.cache_salt)
+
+    def _check_wanted(self) -> None:
+        if self.request.cancel.is_set():
+            raise CancelledError
+
+    def _tell(self, why: PrefillReport) -> None:
+        """Replace what is told by another report, which has taken as long."""
+        self._told = replace(why, seconds=self._told.seconds, starts=self._told.starts)
+
+    # The three ways
+
+    def _find_prefix(self) -> Work[None]:
+        """Look up the stored blocks of the prompt's prefix."""
+        if self._prefix_keys is None:
+            return
+        # The last token is always computed: it yields the logits.
+        before = self._token_ids[:-1][: self.request.prepared.prefix_end]
+        looking = self.prefixes.find(self._prefix_keys.blocks(before))
+        if looking is None:
+            return
+        yield [looking]
+        self._check_wanted()
+        self._prefix = found = looking.result()
+        self._told.seconds["look_up"], self._told.starts["look_up"] = found.seconds, found.began
+
+    def _with_chunks(self) -> Work[Prefilled | None]:
+        """Reuse the chunks and the prefix; None if no chunk is reused, which is told."""
+        if not self._placed or not self._may_blend:
+            self._tell(self._unasked())
+            return None
+        config = config_for(self.request.config, self._placed, len(self._token_ids))
+        return (yield from self._blended(config, self._placed))
+
+    def _unasked(self) -> PrefillReport:
+        """Return the report of a prompt for whose chunks the store is not asked."""
+        placed, refusal = self._placed, self.tried.refusal
+        if self.request.full:
+            return PrefillReport(FULL_PREFILL)
+        if not placed:
+            return PrefillReport(NO_CHUNK)
+        if (stopped := self.request.steering.refusal) is not None:
+            return PrefillReport(stopped, chunks=[chunk.report(STOPPED) for chunk in placed])
+        assert refusal is not None  # noqa: S101 (otherwise the store is asked)
+        why = Reason(refusal.code, f"{UNSUPPORTED}: {refusal}")
+        return PrefillReport(why, chunks=[chunk.report(UNSUPPORTED) for chunk in placed])
+
+    def _with_prefix(self) -> Work[Prefilled | None]:
+        """Reuse the prefix alone, if it is worth a pass."""
+        least = max(1, LEAST_SHARE * len(self._token_ids))
+        if self._prefix is None or self._prefix.tokens < least:
+            return None
+        why, cost_model = self._told, self.request.config.cost_model
+        config = BlendConfig(
+            selector="none", recompute_ratio=0.0, min_tokens=0, cost_model=cost_model
+        )
+        done = yield from self._blended(config, ())
+        self._tell(why)
+        if done is None:
+            return None
+        own = done.report
+        report = replace(
+            why,
+            compute_share=own.compute_share,
+            prefix_tokens=own.prefix_tokens,
+            seconds=own.seconds,
+            starts=own.starts,
+            load_by_tier=own.load_by_tier,
+        )
+        return replace(done, report=report)
+
+    def _ordinarily(self) -> Prefilled:
+        """Run the model's own prefill, and record its duration."""
+        self._check_wanted()
+        ordinary, controller, ids = self.tried.ordinary, self.tried.controller, self._token_ids
+        watch = Stopwatch(ordinary.model.device, self._told.seconds, self._told.starts)
+        cache, logits = ordinary.prefill(ids, self._reserve)
+        watch.lap("recompute")
+        if controller is not None:
+            work = prefill_cost(controller.costs, len(ids))
+            controller.rates.record("prefill", work, watch.seconds["recompute"])
+        return Prefilled(cache, logits, self._told)
+
+    # A pass
+
+    def _blended(
+        self, config: BlendConfig, placed: Sequence[PlacedChunk]
+    ) -> Work[Prefilled | None]:
+        """Prefill by a blend pass; None if it is refused, which is told.
+
+        A pass that runs out of memory is abandoned and freed. placed: the chunks to reuse.
+        """
+        done = yield from unless_lacking(self._pass(config, placed))
+        if isinstance(done, Prefilled):
+            return done
+        if isinstance(done, PrefillReport):
+            self._told = done
+            return None
+        tokens = len(self._token_ids)
+        logger.warning("a prompt of %d tokens is not blended: %s (%s)", tokens, NO_ROOM, done.why)
+        chunks = missed(self._found, NO_ROOM) or [chunk.report(NO_ROOM) for chunk in placed]
+        self._tell(PrefillReport(no_room(done.why), chunks=chunks))
+        return None
+
+    def _pass(
+        self, config: BlendConfig, placed: Sequence[PlacedChunk]
+    ) -> Work[Prefilled | PrefillReport]:
+        """Load, select and recompute: one chunk, then one block of rows in one layer, at a time."""
+        stack = cast(TransformersStack, self.tried.stack)
+        blocks = () if self._prefix is None else self._prefix.keys
+        with self._reading(stack, config, placed, blocks) as source:
+            work = PromptPass(
+                stack,
+                token_tensor(self._token_ids, stack.geometry.device),
+                placed,
+                source,
+                config,
+                reserve=self._reserve,
+                graphed=stack.graphed,
+                controller=self.tried.controller,
+                prefix_blocks=len(blocks),
+                request_id=self.request.request_id,
+            )
+            work.watch.seconds.update(self._told.seconds)
+            work.watch.starts.update(self._told.starts)
+            try:
+                done = yield from _while_wanted(work.steps(), self.request.cancel, source)
+            finally:
+                self._found = work.found
+            if not isinstance(done, FusedPrompt):
+                return done
+            logits = stack.logits(cast(Tensor, done.hidden))
+            work.watch.lap("first_token")
+            cache = FusedCache(done.fused, len(self._token_ids), stack.windows)
+            return Prefilled(cache, logits, done)
+
+    def _compared(self, compared: Compared) -> Work[Comparison | None]:
+        stack, config = self.tried.stack, self.request.config
+        if stack is None:
+            return None
+        ids = token_tensor(compared.prompt, stack.geometry.device)
+        room = len(compared.answer) - 1
+        with self._reading(stack, config, self._placed) as source:
+            blended = PromptPass(
+                stack, ids, self._placed, source, config, reserve=room, needs_hidden=False
+            )
+            steps = compare(
+                stack, lambda last: stack.logits(last.transpose(0, 1)), compared, blended
+            )
+            done = yield from _while_wanted(steps, Cancellation(), source)
+        return done if isinstance(done, Comparison) else None
+
+    def _reading(
+        self,
+        stack: TransformersStack,
+        config: BlendConfig,
+        placed: Sequence[PlacedChunk],
+        blocks: Sequence[KVKey] = (),
+    ) -> LayerSource:
+        """Begin to read a prefix's blocks, and chunks."""
+        keys, worth = [chunk.key for chunk in placed], threshold(placed, config.min_tokens)
+        worth = Threshold([*(0 for _ in blocks), *worth.tokens], worth.least)
+        return begin_reading(self.store, [*blocks, *keys], stack, threshold=worth)
+
+
+def _while_wanted(steps: Steps[T], cancel: Cancellation, source: LayerSource) -> Work[T]:
+    """Run steps, each once what it takes from ``source`` has been read; raises CancelledError."""
     while not cancel.is_set():
         try:
             next(steps)
         except StopIteration as done:
             return cast(T, done.value)
-        yield NOTHING if source is None else source.awaited()
-    return None
-
-
-def ordinary_prefill(
-    ordinary: OrdinaryPrefill, token_ids: Sequence[int], reserve: int, report: PrefillReport
-) -> Steps[Prefilled]:
-    """Run the model's own prefill.
-
-    report: the reason, the reports of chunks, and what asking the store has taken.
-    """
-    watch = Stopwatch(ordinary.model.device, dict(report.seconds), dict(report.starts))
-    cache, logits = ordinary.prefill(token_ids, reserve)
-    watch.lap("recompute")
-    yield
-    report = replace(report, seconds=watch.seconds, starts=watch.starts)
-    return Prefilled(cache, logits, report)
-
-
-class PromptChunks:
-    """The stored parts of one prompt: blocks of its prefix, and its chunks.
-
-    placed: its chunks, and the parts of its conversation's earlier turns, in order. prefix: its
-    first blocks, None if none are looked up. asked: what the store was asked before has taken.
-    request_id: names it in logs. found: the chunks' reports, once the store was asked for them.
-    """
-
-    def __init__(
-        self,
-        prompt: PreparedPrompt,
-        store: TieredKVStore,
-        placed: Sequence[PlacedChunk],
-        prefix: StoredPrefix | None = None,
-        *,
-        asked: PrefillReport = NOT_ASKED,
-        request_id: str = "",
-    ) -> None:
-        self.token_ids, self.store = prompt.token_ids, store
-        self.prefix, self.blocks = prefix, () if prefix is None else prefix.keys
-        self.placed, self.asked, self.request_id = placed, asked, request_id
-        self.found: list[ChunkReport] = []
-
-    def source(self, stack: DecoderStack, config: BlendConfig) -> LayerSource:
-        """Begin to read them, for a pass over a model."""
-        keys = (*self.blocks, *(chunk.key for chunk in self.placed))
-        worth = threshold(self.placed, config.min_tokens if self.placed else 0)
-        worth = Threshold([*(0 for _ in self.blocks), *worth.tokens], worth.least)
-        return begin_reading(self.store, keys, stack, threshold=worth)
-
-    def missed(self, reason: MissReason) -> list[ChunkReport]:
-        """Report every chunk as a miss; chunks that are not stored keep that reason."""
-        return missed(self.found, reason) or [chunk.report(reason) for chunk in self.placed]
-
-
-def blended_prefill(
-    stack: TransformersStack,
-    chunks: PromptChunks,
-    source: LayerSource,
-    config: BlendConfig,
-    reserve: int,
-    *,
-    controller: Controller | None = None,
-) -> Steps[Prefilled | PrefillReport]:
-    """Load, select and recompute: one chunk, then one block of rows in one layer, at a time."""
-    ids = token_tensor(chunks.token_ids, stack.geometry.device)
-    work = PromptPass(
-        stack,
-        ids,
-        chunks.placed,
-        source,
-        config,
-        reserve,
-        graphed=stack.graphed,
-        controller=controller,
-        prefix_blocks=len(chunks.blocks),
-        request_id=chunks.request_id,
-    )
-    work.watch.seconds.update(chunks.asked.seconds)
-    work.watch.starts.update(chunks.asked.starts)
-    try:
-        done = yield from work.steps()
-    finally:
-        chunks.found = work.found  # also of an abandoned pass, so that nothing holds it
-    if not isinstance(done, FusedPrompt):
-        return done
-    logits = stack.logits(cast(Tensor, done.hidden))
-    work.watch.lap("first_token")
-    return Prefilled(FusedCache(done.fused, ids.numel(), stack.windows), logits, done)
+        yield source.awaited()
+    raise CancelledError
 
 
 @dataclass(frozen=True)

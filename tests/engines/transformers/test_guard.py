@@ -13,7 +13,7 @@ import torch
 from cacheblend_rag import BlendPrompt, Chunk, Document, SamplingParams, TransformersEngine
 from cacheblend_rag.engines.guard import reference_of
 from cacheblend_rag.engines.transformers import loop as loop_module
-from cacheblend_rag.engines.transformers import prefiller
+from cacheblend_rag.engines.transformers import prefill
 from cacheblend_rag.report import GuardReport
 from cacheblend_rag.settings import BlendConfig, GuardConfig
 from tests.engines.transformers.conftest import EngineFactory
@@ -236,7 +236,7 @@ def test_a_comparison_without_memory_is_dropped(
     def lacking(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(prefiller, "compare", lacking)
+    monkeypatch.setattr(prefill, "compare", lacking)
     engine.generate(asking(*chunks), GREEDY)
     assert settled(engine).dropped == 1
     assert "is not compared" in caplog.text

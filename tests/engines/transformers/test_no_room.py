@@ -24,11 +24,11 @@ from cacheblend_rag import (
     memory,
 )
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.engines.transformers import prefiller as prefiller_module
+from cacheblend_rag.engines.transformers import prefill as prefill_module
 from cacheblend_rag.engines.transformers.loop import loop_of
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
-from cacheblend_rag.engines.transformers.prefill import blended_prefill
 from cacheblend_rag.kv.tiers import disk
+from cacheblend_rag.prefill.prompt_pass import PromptPass
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import SHAPE, prompt_of, words
 from tests.refusing import REFUSALS, RefusingDevice, on_device
@@ -36,6 +36,7 @@ from tests.refusing import REFUSALS, RefusingDevice, on_device
 CHUNKS = [Chunk(words(12, seed)) for seed in range(2)]
 PROMPT = prompt_of(words(3, 90), *CHUNKS, words(4, 91))
 SHORT = SamplingParams(max_tokens=3)
+STEPS = PromptPass.steps
 
 
 class Buffers:
@@ -98,11 +99,11 @@ def run_on(device: RefusingDevice, engine: TransformersEngine) -> Iterator[None]
 
 def refuse(monkeypatch: pytest.MonkeyPatch, device: RefusingDevice) -> None:
     """Have blend passes run on such a device."""
-    monkeypatch.setattr(prefiller_module, "blended_prefill", on_device(device, blended_prefill))
+    monkeypatch.setattr(PromptPass, "steps", on_device(device, STEPS))
 
 
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefiller_module, "blended_prefill", blended_prefill)
+    monkeypatch.setattr(PromptPass, "steps", STEPS)
 
 
 @pytest.mark.parametrize(("selector", "step"), [("hkvd", 1), ("question_mid", 9)])
@@ -194,7 +195,7 @@ def test_decoding_without_memory_is_one_line(
 ) -> None:
     """Growing the KV needs memory, too; the text that came before it was handed out."""
     reserve = 16
-    monkeypatch.setattr(prefiller_module, "GROWTH_TOKENS", reserve)
+    monkeypatch.setattr(prefill_module, "GROWTH_TOKENS", reserve)
     many = SamplingParams(max_tokens=3 * reserve)
     whole = engine.generate_full("w5 w6", many).text
     pieces: list[str] = []

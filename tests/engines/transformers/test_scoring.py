@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.engines.answer import Generation
-from cacheblend_rag.engines.transformers.prefiller import Prefiller
+from cacheblend_rag.engines.transformers.prefill import Prefill
 from cacheblend_rag.errors import ConfigError, PromptError
 from tests.models import (
     GPT2_CONFIG,
@@ -112,7 +112,7 @@ def test_a_model_with_another_cache_scores_several_answers() -> None:
 
 def test_bad_input_is_one_line_before_any_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine("llama")
-    monkeypatch.setattr(Prefiller, "run", lambda *_: pytest.fail("prefilled"))
+    monkeypatch.setattr(Prefill, "run", lambda *_: pytest.fail("prefilled"))
     with pytest.raises(ConfigError, match="continuation is empty: give at least one token"):
         engine.score("one two", ())
     with pytest.raises(PromptError, match="context window"):

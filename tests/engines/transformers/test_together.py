@@ -27,7 +27,7 @@ from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.batch_order import MOST_TOGETHER
 from cacheblend_rag.engines.transformers import cache, decode_step
 from cacheblend_rag.engines.transformers import loop as loop_module
-from cacheblend_rag.engines.transformers import prefiller as prefiller_module
+from cacheblend_rag.engines.transformers import prefill as prefill_module
 from cacheblend_rag.engines.transformers.loop import loop_of
 from cacheblend_rag.kv import HostTier
 from cacheblend_rag.text.prompt import BlendPrompt
@@ -191,7 +191,7 @@ def test_a_request_that_fails_fails_alone(
         asked.append(tokens)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(prefiller_module, "GROWTH_TOKENS", 8)
+    monkeypatch.setattr(prefill_module, "GROWTH_TOKENS", 8)
     monkeypatch.setattr(cache, "_grow", failing)
 
     def fail() -> None:

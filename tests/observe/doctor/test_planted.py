@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import Diagnosis, Finding, TieredKVStore, diagnose
-from cacheblend_rag.engines.transformers import prefiller
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.kv.tiers.redis import RedisTier
 from cacheblend_rag.observe.doctor.machine import Machine
+from cacheblend_rag.prefill.prompt_pass import PromptPass
 from cacheblend_rag.quality.verify.gate import verify_engine
 from tests.local_servers import free_port
 from tests.neighbours import neighbours
@@ -107,8 +107,8 @@ def test_kv_that_another_instruction_computed(make: EngineMaker) -> None:
 def test_no_room(make: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
     engine.precompute(documents(PROMPT), progress=False)
-    refusing = on_device(RefusingDevice(most=1 << 20), prefiller.blended_prefill)
-    monkeypatch.setattr(prefiller, "blended_prefill", refusing)
+    refusing = on_device(RefusingDevice(most=1 << 20), PromptPass.steps)
+    monkeypatch.setattr(PromptPass, "steps", refusing)
     found = first(examined(engine, machine=IdleMachine(available=1 << 20)))
     assert found.code == "no_room"
     assert found.symptom == "memory"
