@@ -55,7 +55,7 @@ class Asked:
         if seed is None:
             return self.sampling
         own = (seed + index % self.n + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
-        return replace(self.sampling, seed=own)
+        return self.sampling.with_changes(seed=own)
 
     def told(self, answer: Generation) -> dict[str, Any]:
         """Return the field ``cacheblend`` of what a client gets: report, and sources if any."""

@@ -7,7 +7,7 @@ import io
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -182,7 +182,7 @@ def _answered(
     if left_out:
         output.warn(f"{left_out} of {len(sources)} passages left out: no room in the prompt")
     if compare:  # untimed, both ways, so that no timing includes first-request costs
-        first = replace(sampling, max_tokens=1)
+        first = sampling.with_changes(max_tokens=1)
         finished(asker.stream(fitted, first))
         asker.engine.generate_full(fitted.prepared, first)
     deltas = asker.stream(fitted, sampling)
@@ -223,7 +223,7 @@ def _plain_answer(generation: Generation) -> dict[str, Any]:
     return {
         "answer": generation.text.strip(),
         "finish_reason": generation.finish_reason,
-        "sampling": asdict(generation.sampling),
+        "sampling": generation.sampling.to_dict(),
         "report": generation.report.to_dict(),
     }
 

@@ -133,7 +133,7 @@ def sampling_settings(max_tokens: int, *, greedy: bool = False, **given: Any) ->
     from cacheblend_rag.engines.sampling import SamplingParams
 
     if not greedy:
-        return SamplingParams(max_tokens, **given)
+        return SamplingParams(max_tokens=max_tokens, **given)
     for name, value in given.items():
         if value is not None:
             option = name.replace("_", "-")

@@ -238,7 +238,7 @@ class Answering(Backend):
         config, steering = self._guard.steer(config) if steered else (config, NOT_STEERED)
         prepared = self.prepare(prompt, hints)
         settings = self.model_sampling.resolve(sampling or SamplingParams())
-        settings = replace(settings, max_tokens=min(settings.max_tokens, prepared.room))
+        settings = settings.with_changes(max_tokens=min(settings.max_tokens, prepared.room))
         if tools := ToolUse.of(prepared, self.tokenizer):
             if tools.may_answer_in(settings.structured_outputs):
                 self._check_sampling(settings)  # so that an error names what is wrong

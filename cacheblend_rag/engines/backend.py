@@ -12,7 +12,7 @@ from typing import ClassVar, Final
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.answer import Delta, Request
-from cacheblend_rag.engines.sampling import ModelSampling, ResolvedSampling
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Stream
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
@@ -74,9 +74,9 @@ class Backend(ABC):
         """Why every request is served by ordinary prefill, None if the model can be blended."""
 
     @property
-    def model_sampling(self) -> ModelSampling:
+    def model_sampling(self) -> ResolvedSampling:
         """The model's own sampling settings, used for fields of a request that are None."""
-        return ModelSampling()
+        return ResolvedSampling.of_model({})
 
     @property
     def address(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
@@ -56,7 +56,8 @@ class ToolUse:
             return sampling
         wanted = named_tool(choice)
         tools = [one for one in self.chat.tools if wanted in (None, tool_name(one))]
-        return replace(sampling, structured_outputs=call_form(tools, sampling.max_tokens, answer))
+        held_to = call_form(tools, sampling.max_tokens, answer)
+        return sampling.with_changes(structured_outputs=held_to)
 
     def may_answer_in(self, form: StructuredOutputs | None) -> bool:
         """Whether an answer may be in a form, or a call."""

@@ -160,7 +160,7 @@ class QuestionMeasurer:
         self, question: EvalQuestion, prompt: BlendPrompt
     ) -> tuple[Generation, Reference | None]:
         """Return full prefill's answer, as what rules are compared with if fidelity is measured."""
-        sampling = replace(self.sampling, stop=())
+        sampling = self.sampling.with_changes(stop=())
         if not self.measures.fidelity:
             return self._first.generate_full(prompt, sampling), None
         engine, tokens = _measured(self._first), min(TOKENS, self.sampling.max_tokens)

@@ -94,7 +94,7 @@ class Asker:
 
     def stopping(self, sampling: SamplingParams) -> SamplingParams:
         """Return sampling settings with stop strings for the beginning of the next turn."""
-        return replace(sampling, stop=(*sampling.stop, *self._prompt.stop))
+        return sampling.with_changes(stop=(*sampling.stop, *self._prompt.stop))
 
     def retrieve(self, question: str, top_k: int, order: PassageOrder) -> list[Source]:
         """Return the passages nearest to a question, in the order for the prompt.

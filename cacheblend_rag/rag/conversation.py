@@ -99,7 +99,7 @@ class Conversation:
             instruction = INSTRUCTION
         prompt = RagPrompt.of_engine(engine.tokenizer, engine.instruction, instruction)
         chosen = sampling or SamplingParams()
-        self._sampling = replace(chosen, stop=(*chosen.stop, *prompt.stop))
+        self._sampling = chosen.with_changes(stop=(*chosen.stop, *prompt.stop))
         self._fitter = PromptFitter(engine, prompt, most_tokens=prompt_tokens)
 
     @classmethod

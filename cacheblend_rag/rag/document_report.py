@@ -184,7 +184,7 @@ class PromptAsker:
         document: str,
     ) -> None:
         self.answer_tokens = min(sampling.max_tokens, engine.context_window // ANSWER_SHARE)
-        self._sampling = replace(sampling, max_tokens=self.answer_tokens)
+        self._sampling = sampling.with_changes(max_tokens=self.answer_tokens)
         self._engine, self._config = engine, config
         self._log, self._cancel = log, cancel or Event()
         self.document_hash = hashlib.sha256(document.encode("utf-8", "replace")).hexdigest()[:32]
@@ -247,7 +247,7 @@ class PromptAsker:
             "dtype": self._engine.dtype,
             "kv": self._engine.fingerprint,
             "config": config.model_dump(mode="json"),
-            "sampling": {**asdict(self._sampling), "stop": list(self._sampling.stop)},
+            "sampling": self._sampling.to_dict(),
         }
 
 

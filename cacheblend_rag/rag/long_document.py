@@ -115,7 +115,7 @@ def analyze_long_document(
     log = AnswerLog() if resume is None else AnswerLog.resumed(Path(resume))
     prompts = WindowPrompts.of(question.strip(), engine.tokenizer, engine.instruction)
     drawn = sampling or SamplingParams()
-    drawn = replace(drawn, stop=(*drawn.stop, *prompts.stop))
+    drawn = drawn.with_changes(stop=(*drawn.stop, *prompts.stop))
     asker = PromptAsker(engine, drawn, config=config, log=log, cancel=cancel, document=document)
     progress = progress or ProgressCallbacks()
     with progress.phase("cutting the document"):

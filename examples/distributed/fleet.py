@@ -80,7 +80,7 @@ class Client:
         begun: Callable[[], None] = lambda: None,
     ) -> str | None:
         """Return an answer's text, None if it ended with an error. begun: after its first piece."""
-        sampling = SamplingParams(tokens, ignore_eos=tokens > SHORT, temperature=0.0)
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=tokens > SHORT, temperature=0.0)
         try:
             answer = None
             if streamed:

@@ -88,12 +88,12 @@ async def test_no_message_is_lost(asker):
         *(("user", "Left alone."), ("user", question)),
     ]
     messages = [{"role": role, "content": text} for role, text in said]
-    asked = Retriever(asker).asked(messages, SamplingParams(4))
+    asked = Retriever(asker).asked(messages, SamplingParams(max_tokens=4))
     text = asked.prompts[0].text
     told = [text.index(one) for role, one in said if role not in ("system", "tool")]
     assert told == sorted(told)
     assert text.index("Found.") < text.index("Speak French.") < text.index("Left alone.")
-    alone = Retriever(asker).asked(messages[-1:], SamplingParams(4))
+    alone = Retriever(asker).asked(messages[-1:], SamplingParams(max_tokens=4))
     assert asked.sources == alone.sources
 
 

@@ -79,9 +79,9 @@ def drawn_with(monkeypatch):
     """Let every model have sampling settings of its own; returns what answers are drawn with."""
     from cacheblend_rag import TransformersEngine
     from cacheblend_rag.engines.after_answer import AfterAnswer
-    from cacheblend_rag.engines.sampling import ModelSampling
+    from cacheblend_rag.engines.sampling import ResolvedSampling
 
-    own = ModelSampling(do_sample=True, temperature=5.0, top_p=0.9, repetition_penalty=3.0)
+    own = ResolvedSampling(temperature=5.0, top_p=0.9, repetition_penalty=3.0)
     run, drawn = AfterAnswer.run, []
 
     def watched(hooks, request, answer):

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -66,7 +65,7 @@ def test_ctrl_c_stops_the_answer_not_the_program(chat, indexed, monkeypatch):
     whole = TransformersEngine.stream
 
     def interrupted(engine, prompt, sampling, **options):
-        sampling = replace(sampling, ignore_eos=True, max_tokens=200)
+        sampling = sampling.with_changes(ignore_eos=True, max_tokens=200)
         for number, delta in enumerate(whole(engine, prompt, sampling, **options)):
             if number == 2:
                 os.kill(os.getpid(), signal.SIGINT)

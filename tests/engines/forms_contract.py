@@ -76,7 +76,7 @@ PASSAGES = (
 
 
 def held(form: StructuredOutputs, tokens: int = 60, **more: Any) -> SamplingParams:
-    return SamplingParams(tokens, temperature=0.0, structured_outputs=form, **more)
+    return SamplingParams(max_tokens=tokens, temperature=0.0, structured_outputs=form, **more)
 
 
 class FormsContract:
@@ -84,7 +84,7 @@ class FormsContract:
 
     def test_json_follows_the_schema(self, engine: Engine) -> None:
         form = StructuredOutputs(json=SCHEMA)
-        for asked in (held(form), SamplingParams(60, temperature=1.5, seed=3,
+        for asked in (held(form), SamplingParams(max_tokens=60, temperature=1.5, seed=3,
                                                  structured_outputs=form)):  # fmt: skip
             answer = engine.generate([QUESTION], asked)
             closed = {**SCHEMA, "additionalProperties": False}
@@ -143,7 +143,7 @@ class FormsContract:
             ({"type": "function", "function": {"name": "look_up"}}, {"look_up"}),
         ):
             prompt = ChatPrompt([QUESTION], [LOOK, COUNT], choice)
-            deltas = list(engine.stream(prompt, SamplingParams(96, temperature=0.0)))
+            deltas = list(engine.stream(prompt, SamplingParams(max_tokens=96, temperature=0.0)))
             answer = joined(deltas)
             [call] = answer.tool_calls
             assert call.name in names
@@ -155,7 +155,7 @@ class FormsContract:
     def test_an_answer_without_calls_is_its_content(self, engine: Engine) -> None:
         for choice in ("auto", "none"):
             prompt = ChatPrompt([QUESTION], [LOOK], choice)
-            deltas = list(engine.stream(prompt, SamplingParams(12, temperature=0.0)))
+            deltas = list(engine.stream(prompt, SamplingParams(max_tokens=12, temperature=0.0)))
             answer = joined(deltas)
             assert (answer.content, answer.tool_calls) == (answer.text, ())
             assert "".join(delta.content for delta in deltas) == answer.text
@@ -177,7 +177,7 @@ class FormsContract:
         ]
         prompt = ChatPrompt(messages, [LOOK])
         assert engine.prepare(prompt).text.count(PASSAGES[1]) == 1
-        report = engine.generate(prompt, SamplingParams(2), config=REUSE).report
+        report = engine.generate(prompt, SamplingParams(max_tokens=2), config=REUSE).report
         assert [chunk.hit for chunk in report.chunks] == [True, True]
         assert report.reused_tokens > 0
 
@@ -188,7 +188,9 @@ class FormsContract:
         call = {"properties": {"name": {"const": "count"}, "arguments": arguments}}
         answer_form = {**SCHEMA, "additionalProperties": False}
         for seed in range(4):
-            asked = SamplingParams(96, temperature=1.5, seed=seed, structured_outputs=form)
+            asked = SamplingParams(
+                max_tokens=96, temperature=1.5, seed=seed, structured_outputs=form
+            )
             deltas = list(engine.stream(prompt, asked))
             answer = joined(deltas)
             assert answer.finish_reason == "stop"
@@ -207,7 +209,9 @@ class FormsContract:
     def test_a_wrong_schema_of_a_tool_is_named_as_such(self, engine: Engine) -> None:
         wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "no type"}}}
         with pytest.raises(ConfigError, match=r"^tools is refused: ") as refused:
-            engine.generate(ChatPrompt([QUESTION], [wrong], "required"), SamplingParams(8))
+            engine.generate(
+                ChatPrompt([QUESTION], [wrong], "required"), SamplingParams(max_tokens=8)
+            )
         assert "\n" not in str(refused.value)
         form = StructuredOutputs(json=SCHEMA)
         with pytest.raises(ConfigError, match=r"^tools or structured_outputs is refused: "):

@@ -142,7 +142,7 @@ def test_forms_tools_and_log_probabilities_agree_in_float32(
         pytest.skip("16 bits may choose otherwise between close tokens")
     messages = [{"role": "user", "content": "Who lit the lamp at Vell, and when?"}]
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
-    asked = SamplingParams(24, temperature=0.0, logprobs=3, **penalties)
+    asked = SamplingParams(max_tokens=24, temperature=0.0, logprobs=3, **penalties)
     there, here = (engine.generate(messages, asked) for engine in pair)
     assert there.text == here.text
     assert there.logprobs is not None
@@ -150,7 +150,7 @@ def test_forms_tools_and_log_probabilities_agree_in_float32(
     for one, other in zip(there.logprobs, here.logprobs, strict=True):
         assert [token for token, _, _ in one.top] == [token for token, _, _ in other.top]
         assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
-    asked = SamplingParams(48, temperature=0.0, structured_outputs=FORM)
+    asked = SamplingParams(max_tokens=48, temperature=0.0, structured_outputs=FORM)
     required = ChatPrompt(messages, [SEARCH], "required")
     for engine in pair:  # which write JSON with and without blanks
         assert set(json.loads(engine.generate(messages, asked).text)) == {"name", "year"}

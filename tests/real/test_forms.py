@@ -68,9 +68,9 @@ def engine(smollm2_folder: Path) -> Iterator[TransformersEngine]:
 def test_json_and_calls_are_valid(engine: TransformersEngine, temperature: float) -> None:
     messages = [{"role": "user", "content": "When was the lighthouse built, and by whom?"}]
     form = StructuredOutputs(json=SCHEMA)
-    asked = SamplingParams(96, temperature=temperature, seed=1, structured_outputs=form)
+    asked = SamplingParams(max_tokens=96, temperature=temperature, seed=1, structured_outputs=form)
     jsonschema.validate(json.loads(engine.generate(messages, asked).text), SCHEMA)
-    asked = SamplingParams(96, temperature=temperature, seed=1)
+    asked = SamplingParams(max_tokens=96, temperature=temperature, seed=1)
     for tool in TOOLS:
         name = tool["function"]["name"]
         choice = {"type": "function", "function": {"name": name}}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ class Opened:
         with self._watched():
             for prompt in self.prompts:
                 self.logits.clear()
-                report = self.engine.generate(prompt, replace(GREEDY, max_tokens=1)).report
+                report = self.engine.generate(prompt, GREEDY.with_changes(max_tokens=1)).report
                 assert report.blended
                 assert report.recomputed_tokens == sum(chunk.tokens for chunk in report.chunks)
                 found.append(self.logits[0][0])
@@ -174,7 +173,7 @@ def test_decoding_goes_on_from_the_fused_cache(
 
     hook = engine.model.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        sampling = replace(GREEDY, max_tokens=tokens)
+        sampling = GREEDY.with_changes(max_tokens=tokens)
         generate = engine.generate_full if full else engine.generate
         answer = generate(opened.prompts[0], sampling)
     finally:

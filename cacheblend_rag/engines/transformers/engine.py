@@ -25,7 +25,6 @@ from cacheblend_rag.engines.lifetime import CLOSED
 from cacheblend_rag.engines.model_files import context_window_in
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.sampling import (
-    ModelSampling,
     ResolvedSampling,
     SamplingParams,
     warn_of_ignored,
@@ -198,9 +197,9 @@ class TransformersEngine(Engine):
         return self._tried.refusal
 
     @property
-    def model_sampling(self) -> ModelSampling:
+    def model_sampling(self) -> ResolvedSampling:
         """The settings of ``model.generation_config``, as they are now."""
-        return ModelSampling.read(self._generation_values)
+        return ResolvedSampling.of_model(self._generation_values)
 
     @property
     def _generation_values(self) -> dict[str, Any]:

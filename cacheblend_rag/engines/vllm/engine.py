@@ -33,7 +33,7 @@ from cacheblend_rag.engines.answer import (
 )
 from cacheblend_rag.engines.backend import STOPPED, engine_settings
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.sampling import ModelSampling, ResolvedSampling, warn_of_ignored
+from cacheblend_rag.engines.sampling import ResolvedSampling, warn_of_ignored
 from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stream import Cancellation, Stream
 from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, sent_chunk, stored_by
@@ -181,17 +181,17 @@ class VLLMEngine(Engine):
         return self.status.problem
 
     @property
-    def model_sampling(self) -> ModelSampling:
+    def model_sampling(self) -> ResolvedSampling:
         """The model's own settings, overridden by vLLM's options."""
         return self._own_sampling
 
-    def _find_sampling(self) -> ModelSampling:
+    def _find_sampling(self) -> ResolvedSampling:
         """Return the model's settings from the connector, or else from its generation_config."""
         if self.status.sampling is not None:
             return self.status.sampling
         values = self.transport.generation_values()
         warn_of_ignored(values)
-        return ModelSampling.read(values)
+        return ResolvedSampling.of_model(values)
 
     @property
     def read_only(self) -> bool:

@@ -6,7 +6,6 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +194,7 @@ def vllm_sampling(request: VLLMRequest) -> Any:
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     asked = request.sampling
-    plain = asdict(asked)
+    plain = dict(asked)
     plain["stop"] = list(asked.stop)
     plain["top_k"] = asked.top_k or -1
     form = asked.structured_outputs

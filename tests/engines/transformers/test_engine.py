@@ -39,7 +39,7 @@ def test_an_end_token_ends_the_answer_unless_ignored(
     ended = engine.generate(TEXT, SHORT)
     assert ended.finish_reason == "stop"
     assert first not in ended.token_ids
-    assert len(engine.generate(TEXT, SamplingParams(6, ignore_eos=True)).token_ids) == 6
+    assert len(engine.generate(TEXT, SamplingParams(max_tokens=6, ignore_eos=True)).token_ids) == 6
 
 
 def test_an_empty_prompt_is_refused_even_where_a_bos_token_is_added(

@@ -42,7 +42,7 @@ class TestForms(FormsContract):
 def test_many_answers_at_once_keep_their_own_form(demo: TransformersEngine) -> None:
     def asked(i: int) -> str:
         form = StructuredOutputs(regex=f"{i}[a-c]{{3}}")
-        return demo.generate([QUESTION], SamplingParams(9, structured_outputs=form)).text
+        return demo.generate([QUESTION], SamplingParams(max_tokens=9, structured_outputs=form)).text
 
     with ThreadPoolExecutor(6) as pool:
         assert [text[0] for text in pool.map(asked, range(6))] == list("012345")

@@ -25,7 +25,7 @@ from cacheblend_rag import BlendConfig, Chunk, SamplingParams, open_engine
 from cacheblend_rag.engines.after_answer import RequestWatcher
 from cacheblend_rag.engines.answer import Request
 from cacheblend_rag.engines.model_files import vllm_generation_values
-from cacheblend_rag.engines.sampling import ModelSampling
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connection import VLLMServer
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol.result import NO_CONNECTOR
@@ -352,13 +352,14 @@ def test_nothing_is_left_to_the_servers_defaults(canned: CannedServer, connect: 
 def test_the_model_own_sampling_is_what_the_connector_says(
     canned: CannedServer, connect: Open
 ) -> None:
-    canned.status = {**STATUS, "sampling": QWEN_SAMPLING}
+    own = {name: value for name, value in QWEN_SAMPLING.items() if name != "do_sample"}
+    canned.status = {**STATUS, "sampling": own}
     answer = connect().generate(PROMPT, SamplingParams(max_tokens=4, top_p=0.5))
     told = {name: canned.bodies[-1][name] for name in ("temperature", "top_p", "top_k")}
     assert told == {"temperature": 0.7, "top_p": 0.5, "top_k": 20}
     assert canned.bodies[-1]["repetition_penalty"] == answer.sampling.repetition_penalty == 1.1
-    canned.status = {**STATUS, "sampling": {**QWEN_SAMPLING, "top_p": 7}}
-    assert "sampling.top_p: " in str(connect().blend_refusal)
+    canned.status = {**STATUS, "sampling": {**own, "top_p": 7}}
+    assert "top_p=7 must be" in str(connect().blend_refusal)
 
 
 def test_without_a_connector_it_is_what_the_models_folder_says(
@@ -386,17 +387,21 @@ class VLLMsModelConfig:
 
 
 def test_vllms_own_options_are_laid_over_the_models(caplog: pytest.LogCaptureFixture) -> None:
-    def read(*arguments: str, **overrides: Any) -> ModelSampling:
-        return ModelSampling.read(vllm_generation_values(VLLMsModelConfig(*arguments, **overrides)))
+    def read(*arguments: str, **overrides: Any) -> ResolvedSampling:
+        return ResolvedSampling.of_model(
+            vllm_generation_values(VLLMsModelConfig(*arguments, **overrides))
+        )
 
-    assert read() == read("auto") == ModelSampling(**QWEN_SAMPLING)
-    assert read("vllm") == ModelSampling()
-    assert read("vllm", temperature=0.5) == ModelSampling(do_sample=True, temperature=0.5)
-    assert read(temperature=0, top_k=9) == ModelSampling(
-        **{**QWEN_SAMPLING, "do_sample": False, "temperature": 0, "top_k": 9}
+    assert read() == read("auto") == ResolvedSampling.of_model(QWEN_SAMPLING)
+    assert read("vllm") == ResolvedSampling.of_model({})
+    assert read("vllm", temperature=0.5) == ResolvedSampling(temperature=0.5, top_k=50)
+    assert read(temperature=0, top_k=9) == ResolvedSampling.of_model(
+        {**QWEN_SAMPLING, "do_sample": False, "temperature": 0, "top_k": 9}
     )
     assert caplog.records == []
-    assert read("broken", repetition_penalty=1.2) == ModelSampling(repetition_penalty=1.2)
+    assert read("broken", repetition_penalty=1.2) == ResolvedSampling(
+        repetition_penalty=1.2, top_k=50
+    )
     assert "\n" not in caplog.records[0].getMessage()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from cacheblend_rag import BlendConfig, LeadInConfig, Profile, load_tokenizer
 from cacheblend_rag.engines.background import BackgroundLoop
-from cacheblend_rag.engines.sampling import ModelSampling
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm import engine as vllm_engine
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol.result import ConnectorStatus
@@ -45,7 +45,7 @@ def test_a_servers_profile_is_its_clients(
 ) -> None:
     status = ConnectorStatus(
         active=True,
-        sampling=ModelSampling(),
+        sampling=ResolvedSampling.of_model({}),
         profile=json.dumps(profile.to_dict()) if profile else "",
     )
     monkeypatch.setattr(vllm_engine, "ask_status", lambda _: status)

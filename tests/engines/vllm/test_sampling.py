@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams
-from cacheblend_rag.engines.sampling import ModelSampling
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.models import QWEN_SAMPLING, make_tokenizer, prompt_of, save_model, words
@@ -58,7 +58,7 @@ def vllms_own(engine: InProcessEngine, seed: int) -> tuple[int, ...]:
 
 
 def test_answers_are_drawn_as_vllm_draws_them(engine: InProcessEngine) -> None:
-    assert engine.model_sampling == ModelSampling(**QWEN_SAMPLING)
+    assert engine.model_sampling == ResolvedSampling.of_model(QWEN_SAMPLING)
     expected = [vllms_own(engine, seed) for seed in SEEDS]
     assert len(set(expected)) == len(SEEDS)
     for seed, tokens in zip(SEEDS, expected, strict=True):

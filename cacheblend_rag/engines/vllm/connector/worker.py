@@ -21,7 +21,7 @@ from vllm.forward_context import set_forward_context
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.engines.compatibility import explained
 from cacheblend_rag.engines.model_files import vllm_generation_values
-from cacheblend_rag.engines.sampling import ModelSampling, warn_of_ignored
+from cacheblend_rag.engines.sampling import ResolvedSampling, warn_of_ignored
 from cacheblend_rag.engines.vllm.connector.blender import DEVICE_ERRORS, Blender
 from cacheblend_rag.engines.vllm.connector.finding import identity_of
 from cacheblend_rag.engines.vllm.connector.kv_groups import FAILS_REQUESTS
@@ -86,7 +86,7 @@ class ConnectorWorker:
         self._compiled = Compilations()
         self._is_reset = False
         generation = vllm_generation_values(vllm_config.model_config)
-        self._sampling = ModelSampling.read(generation)
+        self._sampling = ResolvedSampling.of_model(generation)
         warn_of_ignored(generation)
 
     def get_ready(self) -> None:

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from cacheblend_rag.engines.sampling import ModelSampling
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, problem_of
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reason import Reason, ReasonCode
@@ -103,7 +103,7 @@ class ConnectorStatus:
     namespace: str = ""
     read_only: bool = False
     store: StoredKV = field(default_factory=StoredKV)
-    sampling: ModelSampling | None = None
+    sampling: ResolvedSampling | None = None
     profile: str = ""
     guard: FiniteFloat = 0.0
     token_bytes: int = 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.engines.sampling import ModelSampling
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.protocol.result import (
     CANCELLED,
     NO_CONNECTOR,
@@ -49,7 +49,7 @@ STATUS = ConnectorStatus(
     shared=True,
     namespace="b" * 32,
     store=StoredKV(3, 1 << 40),
-    sampling=ModelSampling(**QWEN_SAMPLING),
+    sampling=ResolvedSampling.of_model(QWEN_SAMPLING),
 )
 RESULTS: tuple[Result, ...] = (
     BLEND,
