@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.after_answer import RequestWatcher
     from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
     from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.engines.component import BlendOption, CheckedOptions, EngineComponent
+    from cacheblend_rag.engines.component import CheckedOptions, EngineComponent
     from cacheblend_rag.engines.factory import open_engine
     from cacheblend_rag.engines.idle import IdleJob
     from cacheblend_rag.engines.model_files import load_tokenizer
@@ -84,7 +84,7 @@ _PLACES = {
     "engines.after_answer": "RequestWatcher",
     "engines.answer": "Delta Generation TokenLogprob",
     "engines.base": "Engine",
-    "engines.component": "BlendOption CheckedOptions EngineComponent",
+    "engines.component": "CheckedOptions EngineComponent",
     "engines.factory": "open_engine",
     "engines.idle": "IdleJob",
     "engines.model_files": "load_tokenizer",
@@ -196,7 +196,6 @@ __all__ = [
     # For components of other frameworks:
     "BOUNDARY_KEY",
     "Arguments",
-    "BlendOption",
     "CheckedOptions",
     "EngineComponent",
     "EngineSource",

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from copy import copy
-from functools import cache
-from typing import Annotated, Any, ClassVar, Self, cast, get_args
+from typing import Any, ClassVar, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    Field,
-    InstanceOf,
-    PlainSerializer,
-    PrivateAttr,
-    SecretStr,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    create_model,
-)
+from pydantic import BaseModel, Field, PrivateAttr, SecretStr, ValidationError, model_validator
 
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.source import EngineSource
@@ -30,46 +17,16 @@ from cacheblend_rag.settings import (
     GuardConfig,
     LeadInConfig,
     Profile,
-    Settings,
     StoreConfig,
     names_of,
 )
 from cacheblend_rag.settings.base import Secret
+from cacheblend_rag.settings.engine import BlendOption, GuardOption, LeadInOption, StoreOption
 from cacheblend_rag.settings.options import Arguments, describe_errors
 
 
-def _plain(config: Settings) -> dict[str, Any]:
-    return config.to_dict()
-
-
-def _blend_config(given: Any) -> Any:
-    return BlendConfig.of(given) if isinstance(given, Mapping) else given
-
-
-def _lead_in(given: Any) -> Any:
-    return LeadInConfig.of(given) if isinstance(given, Mapping | str) else given
-
-
-def _guard(given: Any) -> Any:
-    return GuardConfig.of(given) if isinstance(given, Mapping | float | int) else given
-
-
-BlendOption = Annotated[
-    InstanceOf[BlendConfig], BeforeValidator(_blend_config), PlainSerializer(_plain)
-]
-"""A BlendConfig, or a dict of its fields."""
-LeadInOption = Annotated[
-    InstanceOf[LeadInConfig], BeforeValidator(_lead_in), PlainSerializer(_plain)
-]
-"""A LeadInConfig, a dict of its fields, or its kind."""
-
-
-GuardOption = Annotated[InstanceOf[GuardConfig], BeforeValidator(_guard), PlainSerializer(_plain)]
-"""A GuardConfig, a dict of its fields, or the share of answers to compare."""
-
-
 class CheckedOptions(BaseModel):
-    """Options whose errors are one line without values.
+    """Options whose errors are one line.
 
     Raises:
         ConfigError: for an option that is invalid or unknown.
@@ -91,15 +48,23 @@ class CheckedOptions(BaseModel):
     @classmethod
     def _read(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Return options by their own names; raises ConfigError for unknown ones."""
-        return _arguments(cls).read(options)
+        return Arguments.holding(f"option of {cls.__name__}", cls._names(), cls._inside).read(
+            options
+        )
+
+    @classmethod
+    def _names(cls) -> frozenset[str]:
+        """Return the names that options are given by."""
+        fields = cls.model_fields
+        return frozenset(fields).union(one.alias for one in fields.values() if one.alias)
 
 
 class EngineComponent(CheckedOptions):
     """The settings of an engine, and the engine, opened on first use.
 
     A subclass gives the kind of engine, the model and the instruction names of its own
-    (``_own_options``) and sets ``_source``. The class that ``storing`` returns has a store's
-    settings as fields; ``store=`` sets them all at once.
+    (``_own_options``) and sets ``_source``. A store's settings are given as a whole, ``store=``,
+    or by their own names.
     """
 
     namespace: str = Field(
@@ -119,6 +84,12 @@ class EngineComponent(CheckedOptions):
         default=None,
         description="The text that chunks are computed after: a LeadInConfig, its fields or kind.",
     )
+    store: StoreOption = Field(
+        default=StoreConfig(),
+        description="Where KV is kept: a StoreConfig or its fields.",
+        exclude=True,
+        repr=False,
+    )
     dtype: str | None = Field(default=None, description="Precision of the model's weights.")
     fill_on_miss: bool = Field(
         default=False,
@@ -137,29 +108,41 @@ class EngineComponent(CheckedOptions):
     _source: EngineSource = PrivateAttr(default_factory=EngineSource)
 
     @classmethod
-    def storing(cls, shown: Collection[str]) -> type[Self]:
-        """Return this class with the fields of StoreConfig, validated as a store validates them.
-
-        Args:
-            shown: the names of fields that are serialized and shown. The others may hold private
-                values, or mean nothing elsewhere.
-        """
-        fields = {name: _store_field(name, name in shown) for name in StoreConfig.model_fields}
-        return create_model(f"{cls.__name__}WithStore", __base__=cls, **cast("Any", fields))
+    def _names(cls) -> frozenset[str]:
+        return super()._names() | names_of(StoreConfig)
 
     @classmethod
     def _read(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return _with_profile(StoreConfig.spread(super()._read(options)))
+        return StoreConfig.gather(super()._read(options))
 
-    @property
-    def store(self) -> StoreConfig:
-        """The settings of the store of an engine that is opened here."""
-        return StoreConfig(**{name: getattr(self, name) for name in names_of(StoreConfig)})
+    @model_validator(mode="before")
+    @classmethod
+    def _take_profile(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Lay settings over those of the profile that the options, or the environment, name.
+
+        An open engine has its own lead-in, and takes no profile from the environment.
+        """
+        named = options.get("blend_profile")
+        is_open = any(isinstance(value, Engine) for value in options.values())
+        profile = Profile.chosen(named) if named or not is_open else None
+        if profile is None:
+            return options
+        taken: dict[str, Any] = {"blend_profile": str(named) if named else None}
+        taken["blend_config"] = profile.blended(BlendConfig.of(options.get("blend_config")))
+        if not is_open:
+            taken["lead_in"] = profile.led_in(LeadInConfig.of(options.get("lead_in")))
+        return {**options, **taken}
 
     @property
     def is_open(self) -> bool:
         """Whether the engine is open already, so that nothing is left to load."""
         return self._source.is_open
+
+    @property
+    def blending(self) -> BlendConfig:
+        """How KV is fused in calls that do not say; a given engine's own config by default."""
+        given = self._source.engine if self._source.was_given else None
+        return self.blend_config or (given.config if given else BlendConfig())
 
     def _own_options(self) -> dict[str, Any]:
         """Return the options of EngineConfig for which a framework has its own fields."""
@@ -191,53 +174,3 @@ class EngineComponent(CheckedOptions):
         self._source.check_portable()
         state = super().__getstate__()
         return {**state, "__dict__": {**state["__dict__"], "api_key": None}}
-
-
-@cache
-def _arguments(options: type[CheckedOptions]) -> Arguments:
-    """Return the names that a class takes, by field and by alias."""
-    named = {name for field, info in options.model_fields.items() for name in (field, info.alias)}
-    known = {name for name in named if name}
-    if issubclass(options, EngineComponent):
-        known.add("store")
-    return Arguments.holding(f"option of {options.__name__}", known, options._inside)
-
-
-def _with_profile(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options with the settings of the profile that they, or the environment, name.
-
-    An open engine has its own.
-    """
-    is_open = any(isinstance(value, Engine) for value in options.values())
-    named = options.get("blend_profile")
-    profile = named and Profile.of(named) if is_open else Profile.chosen(named)
-    if not profile:
-        return options
-    return {
-        **options,
-        "blend_profile": str(named) if named else None,
-        "blend_config": profile.blended(BlendConfig.of(options.get("blend_config"))),
-        "lead_in": profile.led_in(LeadInConfig.of(options.get("lead_in"))),
-    }
-
-
-def _store_field(name: str, shown: bool) -> tuple[Any, Any]:
-    """Return a field of StoreConfig as one of a component, for ``create_model``."""
-    own = StoreConfig.model_fields[name]
-    is_number = not {int, float}.isdisjoint(get_args(own.annotation))
-    bounded = Annotated[own.annotation, Field(ge=0)] if is_number else own.annotation
-    field = Field(default=own.default, description=own.description, exclude=not shown, repr=shown)
-    return Annotated[bounded, WrapValidator(_reader(name))], field
-
-
-def _reader(name: str) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
-    """Return a validator that reads a field as StoreConfig does, and raises pydantic's errors."""
-
-    def read(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return getattr(StoreConfig(**{name: value}), name)
-        except ConfigError:
-            validate(value)
-            raise
-
-    return read

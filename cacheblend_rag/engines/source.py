@@ -12,14 +12,14 @@ from weakref import WeakValueDictionary
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings import ENGINES, EngineConfig, StoreConfig, names_of
+from cacheblend_rag.settings import ENGINES, EngineConfig, names_of
 from cacheblend_rag.settings.options import check_engine_name
 
 OF_REQUESTS = frozenset({"engine", "profile", "blend", "api_key"})
 """Fields of EngineConfig that may be combined with a given engine."""
 NOT_SHARED = frozenset({"blend", "profile", "fill_on_miss", "guard"})
 """Fields that sources with one engine may differ in; of a profile, the lead-in counts."""
-SETTLED = (names_of(EngineConfig) | names_of(StoreConfig)) - OF_REQUESTS
+SETTLED = names_of(EngineConfig) - OF_REQUESTS
 
 _opened: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
 _opening = Lock()
@@ -28,42 +28,36 @@ _opening = Lock()
 class EngineSource:
     """A given engine, or one that is opened once, on first use.
 
-    The engine stays in its process: copies share an engine that is open when they are made, and a
-    pickle of a source holds none.
+    Sources with equal settings share one engine in a process; settings of requests do not count,
+    and one that fills on miss does so for all. An engine that was opened here stays out of copies
+    and pickles, which open it by their own settings.
     """
 
-    def __init__(self, engine: Engine | None = None, shared: bool = False) -> None:
-        """Make a source.
-
-        Args:
-            engine: an open engine, if there is one.
-            shared: whether sources with equal settings in a process share one engine; settings of
-                requests do not count, and one that fills on miss does so for all.
-        """
-        self._engine, self._shared = engine, shared
+    def __init__(self, engine: Engine | None = None) -> None:
+        """Make a source; engine: an open one, if there is one."""
+        self._engine = engine
         self.was_given = engine is not None
 
     @classmethod
-    def of(cls, engine: object, *, example: str, shared: bool = False) -> Self:
+    def of(cls, engine: object, *, example: str) -> Self:
         """Return the source for the value of an option ``engine=``; nothing is opened.
 
         Args:
             engine: an open engine, the name of a kind of engine, or a server's URL.
             example: an expression for an open engine, for the error.
-            shared: as for the constructor.
 
         Raises:
             ConfigError: when it is none of these.
         """
         if isinstance(engine, Engine):
-            return cls(engine, shared)
+            return cls(engine)
         if not isinstance(engine, str):
             raise ConfigError(
                 f"engine is a {type(engine).__name__}: give an open engine, such as {example}, "
                 f"or {', '.join(ENGINES)} or a server's URL"
             )
         check_engine_name(engine, ENGINES)
-        return cls(None, shared)
+        return cls()
 
     @property
     def is_open(self) -> bool:
@@ -87,9 +81,8 @@ class EngineSource:
         if self._engine is not None:
             return self._engine
         with _opening:
-            engine = self._engine or _open(settings(), self._shared)
-            self._engine = engine
-            return engine
+            self._engine = self._engine or _open(settings())
+            return self._engine
 
     async def aopen(self, settings: Callable[[], EngineConfig]) -> Engine:
         """Return the engine as ``open`` does; loading happens off the event loop."""
@@ -101,7 +94,7 @@ class EngineSource:
         """Refuse options that would have no effect on a given engine.
 
         Args:
-            given: options by EngineConfig's and StoreConfig's names.
+            given: options by EngineConfig's names.
             defaults: their defaults; None always is one.
 
         Raises:
@@ -128,25 +121,21 @@ class EngineSource:
             )
 
     def __copy__(self) -> Self:
-        twin = type(self)(self._engine, self._shared)
-        twin.was_given = self.was_given
-        return twin
+        return self if self.was_given else type(self)()
 
     def __deepcopy__(self, memo: object) -> Self:
         return self.__copy__()
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.check_portable()
-        return type(self), (None, self._shared)
+        return type(self), ()
 
 
-def _open(config: EngineConfig, shared: bool) -> Engine:
-    if not shared:
-        return open_engine(config)
-    # The process, and the settings that must be equal to share an engine.
+def _open(config: EngineConfig) -> Engine:
+    """Return the open engine of equal settings in this process, or open one."""
     key = os.getpid(), *(value for name, value in config if name not in NOT_SHARED)
     engine = _opened.get(key)
-    if engine is None:
+    if engine is None or not engine.is_open:
         engine = _opened[key] = open_engine(config)
     if config.fill_on_miss:  # also where who opened it did not ask for that
         engine.fill_on_miss = True

@@ -92,6 +92,16 @@ class GuardConfig(Settings):
         return cls(sample_share=float(value))
 
 
+BlendOption = Annotated[BlendConfig, BeforeValidator(BlendConfig.of)]
+"""A BlendConfig, or a mapping of its fields."""
+LeadInOption = Annotated[LeadInConfig, BeforeValidator(LeadInConfig.of)]
+"""A LeadInConfig, a mapping of its fields, or its kind."""
+StoreOption = Annotated[StoreConfig, BeforeValidator(StoreConfig.of)]
+"""A StoreConfig, or a mapping of its fields."""
+GuardOption = Annotated[GuardConfig, BeforeValidator(GuardConfig.of)]
+"""A GuardConfig, a mapping of its fields, or the share of answers to compare."""
+
+
 class EngineConfig(Settings):
     """Which engine serves, and the settings that are fixed when it is opened."""
 
@@ -115,24 +125,18 @@ class EngineConfig(Settings):
     """Settings of ``blend`` and ``lead_in`` that are not given there: ``quality``, ``balanced``,
     ``speed`` or a TOML file, such as `tune` writes; by default what the environment's
     CACHEBLEND_PROFILE names."""
-    blend: Annotated[BlendConfig, BeforeValidator(BlendConfig.of)] = Field(
-        default_factory=BlendConfig
-    )
+    blend: BlendOption = Field(default_factory=BlendConfig)
     """The default for requests without one."""
-    lead_in: Annotated[LeadInConfig, BeforeValidator(LeadInConfig.of)] = Field(
-        default_factory=LeadInConfig
-    )
+    lead_in: LeadInOption = Field(default_factory=LeadInConfig)
     """The text that chunks are computed after."""
-    store: Annotated[StoreConfig, BeforeValidator(StoreConfig.of)] = Field(
-        default_factory=StoreConfig
-    )
+    store: StoreOption = Field(default_factory=StoreConfig)
     """Where their KV is kept. A server has its own store: with a URL, only the registry in
     ``kv_path`` is used."""
     fill_on_miss: bool = False
     """Compute and store registered chunks whose KV a request missed, when no request waits. Off by
     default, since this work continues after a call has returned, on a model that its owner may be
     using, and into a store that may be shared."""
-    guard: Annotated[GuardConfig, BeforeValidator(GuardConfig.of)] | None = None
+    guard: GuardOption | None = None
     """How the quality of blended answers is watched: settings, or the share of answers that are
     compared. None is not at all, or what the server was started with."""
     device: Annotated[str | None, BeforeValidator(_own_name)] = None

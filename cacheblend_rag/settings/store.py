@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, InstanceOf, ValidationInfo, model_v
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.base import Settings, read_bytes, read_seconds
-from cacheblend_rag.settings.options import Precision, names_of
+from cacheblend_rag.settings.options import Precision
 from cacheblend_rag.settings.tier_url import TierUrl, read_tiers
 
 
@@ -102,23 +102,16 @@ class StoreConfig(Settings):
         }
 
     @classmethod
-    def spread(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options with the settings of a whole ``store`` by their own names.
+    def gather(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options with a whole ``store`` in place of a store's settings among them.
 
         Raises:
             ConfigError: for a setting that is given beside ``store``, too.
         """
         given = dict(options)
-        store = given.pop("store", None)
-        if store is None:
+        inside = {name: given.pop(name) for name in options if name in cls.model_fields}
+        if not inside:
             return given
-        if loose := names_of(cls) & given.keys():
-            raise ConfigError(f"{', '.join(sorted(loose))}: give it as a setting of store=, too")
-        return {**given, **dict(cls.of(store))}
-
-    @classmethod
-    def gather(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options with a whole ``store`` in place of a store's settings among them."""
-        given = cls.spread(options)
-        inside = {name: given.pop(name) for name in names_of(cls) & given.keys()}
+        if given.get("store") is not None:
+            raise ConfigError(f"{', '.join(sorted(inside))}: give it as a setting of store=, too")
         return {**given, "store": cls(**inside)}

@@ -81,7 +81,7 @@ def drawn_with(monkeypatch):
     from cacheblend_rag.engines.after_answer import AfterAnswer
     from cacheblend_rag.engines.sampling import ResolvedSampling
 
-    own = ResolvedSampling(temperature=5.0, top_p=0.9, repetition_penalty=3.0)
+    own = ResolvedSampling(temperature=5.0, top_p=0.9, top_k=50, repetition_penalty=3.0)
     run, drawn = AfterAnswer.run, []
 
     def watched(hooks, request, answer):

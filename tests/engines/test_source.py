@@ -12,9 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cacheblend_rag import BlendConfig, Engine, EngineConfig, EngineSource, StoreConfig, open_engine
-from cacheblend_rag.engines.source import SETTLED
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings import names_of
 from tests.toy import TOY
 
 DEMO = EngineConfig(engine="transformers", model=TOY, store=StoreConfig(host_bytes=1 << 20))
@@ -58,7 +56,7 @@ def test_the_event_loop_opens_nothing_itself() -> None:
 
 def test_sources_that_share_agree_on_all_but_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(**changes: object) -> Engine:
-        return EngineSource(shared=True).open(lambda: DEMO.with_changes(**changes))
+        return EngineSource().open(lambda: DEMO.with_changes(**changes))
 
     first = opened()
     assert opened(blend=BlendConfig(recompute_ratio=0.5)) is first
@@ -75,8 +73,10 @@ def test_sources_that_share_agree_on_all_but_requests(monkeypatch: pytest.Monkey
     assert opened() is not first
 
 
-def test_sources_that_do_not_share_open_an_engine_each() -> None:
-    assert EngineSource().open(lambda: DEMO) is not EngineSource().open(lambda: DEMO)
+def test_a_closed_engine_is_opened_anew() -> None:
+    first = EngineSource().open(lambda: DEMO)
+    first.close()
+    assert EngineSource().open(lambda: DEMO).is_open
 
 
 def test_a_given_engine_is_returned_and_goes_nowhere_else(engine: Engine) -> None:
@@ -91,15 +91,12 @@ def test_a_given_engine_is_returned_and_goes_nowhere_else(engine: Engine) -> Non
         pickle.dumps(source)
 
 
-def test_copies_share_what_is_open_and_pickles_hold_nothing() -> None:
-    source = EngineSource(shared=True)
-    early = copy.deepcopy(source)
+def test_copies_and_pickles_open_it_by_their_own_settings() -> None:
+    source = EngineSource()
     engine = source.open(lambda: DEMO)
-    assert not early.is_open
-    assert copy.deepcopy(source).engine is copy.copy(source).engine is engine
-    sent = pickle.loads(pickle.dumps(source))  # noqa: S301
-    assert not sent.is_open
-    assert sent.open(lambda: DEMO) is engine  # it still shares
+    for twin in (copy.deepcopy(source), copy.copy(source), pickle.loads(pickle.dumps(source))):  # noqa: S301
+        assert not twin.is_open, "its settings may be changed"
+        assert twin.open(lambda: DEMO) is engine
 
 
 @pytest.mark.parametrize(
@@ -120,10 +117,10 @@ def test_what_is_no_engine_is_named(engine: object, told: str) -> None:
 
 def test_what_a_given_engine_has_settled_is_refused(engine: Engine) -> None:
     source = EngineSource(engine)
-    defaults = {"namespace": "default", "host_bytes": 5}
+    defaults = {"namespace": "default", "store": StoreConfig()}
     source.check_settled({**defaults, "dtype": None, "model": engine.model_name}, defaults)
     source.check_settled({"api_key": "sesame", "max_tokens": 3}, defaults)
-    with pytest.raises(ConfigError, match=r"^host_bytes, model, namespace: fixed by the"):
-        source.check_settled({"namespace": "own", "model": "other", "host_bytes": 6}, defaults)
+    given = {"namespace": "own", "model": "other", "store": StoreConfig(host_bytes=6)}
+    with pytest.raises(ConfigError, match=r"^model, namespace, store: fixed by the"):
+        source.check_settled(given, defaults)
     EngineSource().check_settled({"namespace": "own"}, defaults)
-    assert names_of(StoreConfig) <= SETTLED

@@ -72,7 +72,7 @@ def test_the_environment_names_a_profile(file: Path, monkeypatch: pytest.MonkeyP
     assert EngineConfig(lead_in="bos").lead_in == LeadInConfig(kind="bos")
 
 
-class Component(EngineComponent.storing({"kv_path"})):  # type: ignore[misc]
+class Component(EngineComponent):
     def _own_options(self) -> dict[str, Any]:
         return {"model": TOY}
 

@@ -122,7 +122,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
             **{name: getattr(self, name) for name in OWN_FIELDS},
             "model_sampling": repr(self.engine.model_sampling) if self._source.was_given else None,
             "default_stop": self.stop,
-            "blend_config": self._blend_config().to_dict(),
+            "blend_config": self.blending.to_dict(),
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
@@ -288,12 +288,6 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
             hit.message = hit.message.model_copy(update={"response_metadata": told})
         return found
 
-    def _blend_config(self) -> BlendConfig:
-        """Return the config of calls that change nothing; opens nothing."""
-        if self.blend_config is not None:
-            return self.blend_config
-        return self.engine.config if self.is_open else BlendConfig()
-
     def _call(
         self,
         engine: Engine,
@@ -303,7 +297,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     ) -> _Call:
         """Return what to ask the engine; raises ConfigError for an unknown option."""
         options = read_options(given, stop)
-        config, ratio = self._blend_config(), options.get("recompute_ratio")
+        config, ratio = self.blending, options.get("recompute_ratio")
         if ratio is not None:
             config = config.with_ratio(ratio)
         hints = options.get("hints")

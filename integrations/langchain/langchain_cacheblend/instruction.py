@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_rag import text_before
@@ -11,6 +12,19 @@ from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, Messa
 from langchain_cacheblend.messages import plain_text, to_engine_messages
 
 MARK = "\ue000"
+
+
+@dataclass(frozen=True)
+class TemplateInstruction:
+    """The instruction that a prompt template holds, made with the model's tokenizer."""
+
+    template: BasePromptTemplate[Any]
+
+    def __call__(self, tokenizer: Any) -> str:
+        return prompt_instruction(self.template, tokenizer)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.template))
 
 
 def prompt_instruction(prompt: BasePromptTemplate[Any], tokenizer: Any) -> str:

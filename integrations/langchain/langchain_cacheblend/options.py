@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from cacheblend_rag import ConfigError, Engine, EngineComponent, EngineSource, public_name
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.utils import secret_from_env
 from pydantic import ConfigDict, Field, InstanceOf, SecretStr, model_validator
 
-from langchain_cacheblend.instruction import prompt_instruction
-
-if TYPE_CHECKING:
-    _Stored = EngineComponent
-else:
-    # Other settings of a store (a folder, for example) are private.
-    _Stored = EngineComponent.storing(shown={"host_bytes", "disk_bytes"})
+from langchain_cacheblend.instruction import TemplateInstruction
 
 
-class EngineOptions(_Stored):
+class EngineOptions(EngineComponent):
     """The engine, and how to open one.
 
     Give either ``engine=`` an engine (``llm.engine``, say, to share its model, its known chunks and
     its KV) or ``model=`` and, where the defaults do not suit, the options below. An engine is
-    opened on first use, once. Raises ConfigError, in one line, for an option that is wrong or none.
+    opened on first use; objects with equal settings share one. Raises ConfigError, in one line, for
+    an option that is wrong or none.
     """
 
     model_config = ConfigDict(
@@ -104,7 +98,7 @@ class EngineOptions(_Stored):
     def _own_options(self) -> dict[str, Any]:
         instruction: str | Callable[[Any], str] = ""
         if isinstance(self.instruction, BasePromptTemplate):
-            instruction = partial(prompt_instruction, self.instruction)
+            instruction = TemplateInstruction(self.instruction)
         elif self.instruction:
             instruction = self.instruction
         return {

@@ -49,9 +49,9 @@ def test_a_model_or_an_engine_must_be_given(options: dict[str, str]) -> None:
 
 
 def test_options_without_effect_are_refused() -> None:
-    with pytest.raises(ConfigError, match="instruction, kv_path: fixed by the engine"):
+    with pytest.raises(ConfigError, match="instruction, store: fixed by the engine"):
         ChatCacheBlend(engine=random_engine(), instruction="Answer.", kv_path="kv")
-    with pytest.raises(ConfigError, match="kv_path, lead_in: fixed by the engine"):
+    with pytest.raises(ConfigError, match="lead_in, store: fixed by the engine"):
         ChatCacheBlend(engine=random_engine(), lead_in="bos", store={"kv_path": "kv"})
     with pytest.raises(ConfigError, match="document_ky"):
         CacheBlendTransformer(engine=random_engine(), document_ky="id")
@@ -82,7 +82,7 @@ def test_an_answers_options_by_other_names() -> None:
             {"blend_config": {"selectr": "s3cret"}},
             "unknown setting 'selectr' of a request (did you mean 'selector'?)",
         ),
-        ({"host_bytes": "s3cret"}, "host_bytes must be a valid integer"),
+        ({"host_bytes": "much"}, "host_bytes='much' must be a size, such as 8GiB"),
         ({"engine": 3}, "engine is a int: give an open engine"),
         ({"model": ""}, "give model= (a name, a folder"),
     ],
@@ -272,9 +272,9 @@ def test_an_engine_is_opened_with_its_lead_in(lead_in: object) -> None:
 
 def test_a_store_can_be_configured() -> None:
     llm = ChatCacheBlend(model=TOY, max_tokens=1).configurable_fields(
-        kv_path=ConfigurableField(id="folder")
+        store=ConfigurableField(id="store")
     )
-    made, _ = llm.prepare({"configurable": {"folder": "kv"}})
+    made, _ = llm.prepare({"configurable": {"store": {"kv_path": "kv"}}})
     assert made.store.kv_path == "kv"
 
 

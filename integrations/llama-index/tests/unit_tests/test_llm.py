@@ -177,7 +177,7 @@ def test_answers_options_by_other_names() -> None:
             {"blend_config": {"selectr": "s3cret"}},
             "unknown setting 'selectr' of a request (did you mean 'selector'?)",
         ),
-        ({"host_bytes": "s3cret"}, "host_bytes must be a valid integer"),
+        ({"host_bytes": "much"}, "host_bytes='much' must be a size, such as 8GiB"),
         ({"engine": 3}, "engine is a int: give an open engine"),
         ({"engine": CacheBlendLLM(model=TOY)}, "engine is a CacheBlendLLM: give the engine of"),
         ({"model": ""}, "name a model"),

@@ -182,7 +182,7 @@ def test_what_the_llm_has_settled_is_refused(random_model: Path) -> None:
     llm = CacheBlendLLM(model=random_model)
     with pytest.raises(ConfigError, match="namespace: fixed by the llm: leave it out"):
         CacheBlendPrecompute.from_llm(llm, namespace="other")
-    with pytest.raises(ConfigError, match=r"kv_path.*: fixed by the llm: leave it out"):
+    with pytest.raises(ConfigError, match="store: fixed by the llm: leave it out"):
         CacheBlendPrecompute.from_llm(llm, store={"kv_path": "other"})
     with pytest.raises(ConfigError, match="llm is a MockLLM: give a CacheBlendLLM"):
         CacheBlendPrecompute.from_llm(MockLLM())

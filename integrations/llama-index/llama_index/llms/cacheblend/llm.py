@@ -135,7 +135,7 @@ class CacheBlendLLM(EngineSettings, StructuredPredictor):
             "model_name": Path(self.model or "").name,
             "num_output": self.max_tokens,
             "temperature": self.temperature,
-            "recompute_ratio": self.blend_config.recompute_ratio,
+            "recompute_ratio": self.blending.recompute_ratio,
         }
         return {**payload, **self.metadata.model_dump()} if self.is_open else payload
 
@@ -332,7 +332,7 @@ class CacheBlendLLM(EngineSettings, StructuredPredictor):
             "stop": tuple(self.stop),
         }
         given = {**CALL.told(self.additional_kwargs), **CALL.told(kwargs)}
-        return Wanted.of(given, defaults, self.blend_config)
+        return Wanted.of(given, defaults, self.blending)
 
 
 def _closing(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
-from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import BaseComponent
 
 from cacheblend_rag import (
-    BlendConfig,
-    BlendOption,
     CheckedOptions,
     ConfigError,
     Engine,
@@ -20,6 +18,7 @@ from cacheblend_rag import (
     EngineSource,
     ModelLoadError,
     SamplingParams,
+    StoreConfig,
     load_tokenizer,
 )
 from llama_index.llms.cacheblend.instruction import text_before_context
@@ -39,14 +38,7 @@ class CheckedComponent(CheckedOptions, BaseComponent):
         return super()._read({n: v for n, v in options.items() if n != "class_name"})
 
 
-if TYPE_CHECKING:
-    _Stored = EngineComponent
-else:
-    # The folder alone changes what is found: sizes and the like are no part of a component's key.
-    _Stored = EngineComponent.storing(shown={"kv_path"})
-
-
-class EngineSettings(CheckedComponent, _Stored):
+class EngineSettings(CheckedComponent, EngineComponent):
     """The settings of an engine.
 
     Components with equal settings share one engine in a process; how KV is fused may differ, since
@@ -74,15 +66,14 @@ class EngineSettings(CheckedComponent, _Stored):
         description="What prompts say before their first chunk; "
         "by default the head of LlamaIndex's question template.",
     )
-    blend_config: BlendOption = Field(
-        default_factory=BlendConfig, description="How cached chunk KV is fused."
+    store: StoreConfig = Field(
+        default=StoreConfig(), description="Where KV is kept: a StoreConfig or its fields."
     )
     is_chat_model: bool | None = Field(
         default=None,
         description="Whether prompts are chat messages; by default, if the model has a template.",
     )
 
-    _source: EngineSource = PrivateAttr(default_factory=lambda: EngineSource(shared=True))
     _resolved: str | None = PrivateAttr(default=None)
 
     def __init__(self, **options: Any) -> None:
@@ -97,6 +88,11 @@ class EngineSettings(CheckedComponent, _Stored):
             named["blend_config"] = named.get("blend_config") or given.config
         super().__init__(**_plain(named))
         self._source = source
+
+    @field_serializer("store")
+    def _told_of_store(self, store: StoreConfig) -> dict[str, Any]:
+        """Tell the folder alone: sizes and the like change nothing of what is found."""
+        return {"kv_path": store.kv_path}
 
     def __repr_args__(self) -> Any:
         """Show what is serialized: no secret, no engine."""
@@ -156,7 +152,7 @@ def _source_of(engine: Any) -> EngineSource:
             f"engine is a {type(engine).__name__}: give the engine of it, llm.open(), or use "
             "CacheBlendPrecompute.from_llm(llm)"
         )
-    return EngineSource.of(engine, example="llm.open()", shared=True)
+    return EngineSource.of(engine, example="llm.open()")
 
 
 def _check_model(model: Any, engine: str) -> None:
