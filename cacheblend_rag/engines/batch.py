@@ -1,17 +1,114 @@
-"""Answers the requests of a batch: a few at a time, those that share chunks next to each other."""
+"""Batches: prompts that share chunk KV run next to each other, a few at a time.
+
+Chunk KV that one of them loaded is then still in memory for the others, even if all prompts
+together have more chunks than fit there.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from typing import cast
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar, cast
 
 from cacheblend_rag.engines.answer import Delta, Generation, Request
-from cacheblend_rag.engines.batch_order import MOST_TOGETHER, by_overlap, chunks_of
 from cacheblend_rag.engines.stream import Stream, result_of
 from cacheblend_rag.errors import OutOfMemoryError
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.lead_in import PlacedChunk
+
+T = TypeVar("T")
+
+MOST_TOGETHER = 8
+"""Most prompts that are at work at the same time."""
+MOST_OVERTAKEN = 32
+"""Most later prompts that may begin before a prompt."""
+MOST_COMPARED = 64
+"""The next prompt is one of so many that have waited longest."""
+
+Chunks = Mapping[KVKey, int]
+"""The chunks of one prompt, each with its number of tokens."""
+
+
+def chunks_of(placed: Iterable[PlacedChunk]) -> dict[KVKey, int]:
+    """Return the chunks of a prompt with their tokens."""
+    return {one.key: one.end - one.start for one in placed}
+
+
+@dataclass(eq=False)
+class _Waiting(Generic[T]):
+    """A prompt in the queue. overtaken: how many later ones have begun before it."""
+
+    item: T
+    chunks: Chunks
+    overtaken: int = 0
+
+
+class OverlapQueue(Generic[T]):
+    """Waiting prompts; the next is the one that shares most chunk KV with those that began last.
+
+    A chunk counts by its tokens, divided by the number of waiting prompts that have it: chunks that
+    nearly all have are in memory in any order. Of equal prompts the oldest comes first, and none is
+    overtaken by more than ``MOST_OVERTAKEN`` later ones.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[_Waiting[T]] = []
+        self._count = Counter[KVKey]()
+        self._last = deque[Chunks](maxlen=MOST_TOGETHER)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[T]:
+        return (one.item for one in self._waiting)
+
+    def add(self, item: T, chunks: Chunks) -> None:
+        """Add a prompt."""
+        self._waiting.append(_Waiting(item, chunks))
+        self._count.update(chunks.keys())
+
+    def remove(self, item: T) -> None:
+        """Remove a prompt that waits no longer; raises ValueError if it is not in the queue."""
+        self._take([one.item for one in self._waiting].index(item))
+
+    def pop(self) -> T:
+        """Remove the prompt that begins next, and return it; raises IndexError if none waits."""
+        place = self._next()
+        for older in self._waiting[:place]:
+            older.overtaken += 1
+        begun = self._take(place)
+        self._last.append(begun.chunks)
+        return begun.item
+
+    def _next(self) -> int:
+        # The oldest one has been overtaken at least as often as any other.
+        if self._waiting[0].overtaken >= MOST_OVERTAKEN:
+            return 0
+        loaded = set[KVKey]().union(*self._last)
+        oldest = [*islice(self._waiting, MOST_COMPARED)]
+        shared = [self._shared(one.chunks, loaded) for one in oldest]
+        return shared.index(max(shared))  # the first of equal ones, which is the oldest
+
+    def _shared(self, chunks: Chunks, loaded: set[KVKey]) -> float:
+        return sum(tokens / self._count[key] for key, tokens in chunks.items() if key in loaded)
+
+    def _take(self, place: int) -> _Waiting[T]:
+        taken = self._waiting.pop(place)
+        self._count.subtract(taken.chunks.keys())
+        self._count += Counter()  # drops what no prompt has any more
+        return taken
+
+
+def by_overlap(prompts: Iterable[Chunks]) -> list[int]:
+    """Return the indices of prompts in the order in which an ``OverlapQueue`` begins them."""
+    queue = OverlapQueue[int]()
+    for index, chunks in enumerate(prompts):
+        queue.add(index, chunks)
+    return [queue.pop() for _ in range(len(queue))]
 
 
 def answer_batch(
@@ -26,7 +123,7 @@ def answer_batch(
         start: begins to answer a request.
         requests: at most ``MOST_TOGETHER`` of them are answered at a time.
     """
-    waiting = deque(by_overlap([chunks_of(request.prepared.placed) for request in requests]))
+    waiting = deque(by_overlap(chunks_of(request.prepared.placed) for request in requests))
     running: dict[Future[Delta], int] = {}
     last: dict[int, Delta] = {}
     try:

@@ -2,24 +2,113 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cacheblend_rag.engines.answer import Delta
-from cacheblend_rag.engines.batch import answer_batch
-from cacheblend_rag.engines.batch_order import MOST_TOGETHER
+from cacheblend_rag.engines.batch import (
+    MOST_COMPARED,
+    MOST_OVERTAKEN,
+    MOST_TOGETHER,
+    Chunks,
+    OverlapQueue,
+    answer_batch,
+    by_overlap,
+)
 from cacheblend_rag.engines.stream import Cancellation, Stream, Take
 from cacheblend_rag.errors import OutOfMemoryError
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from tests.kv.samples import make_key
 
 PATIENCE = 30.0
+KEYS = [make_key(number) for number in range(200)]
+PROMPTS = st.lists(
+    st.dictionaries(st.sampled_from(KEYS[:12]), st.integers(1, 500), max_size=5), max_size=90
+)
+
+
+def chunks(*numbers: int, tokens: int = 10) -> Chunks:
+    return {KEYS[number]: tokens for number in numbers}
+
+
+@given(prompts=PROMPTS)
+@settings(max_examples=100, deadline=None)
+def test_no_prompt_waits_longer_than_it_may(prompts: list[Chunks]) -> None:
+    order = by_overlap(prompts)
+    assert sorted(order) == list(range(len(prompts)))
+    assert all(place <= index + MOST_OVERTAKEN for place, index in enumerate(order))
+
+
+@given(prompts=PROMPTS, left=st.sets(st.integers(0, 90)))
+@settings(max_examples=100, deadline=None)
+def test_those_that_leave_hold_up_nobody(prompts: list[Chunks], left: set[int]) -> None:
+    queue = OverlapQueue[int]()
+    for index, wanted in enumerate(prompts):
+        queue.add(index, wanted)
+    for index in left & set(queue):
+        queue.remove(index)
+    order = [queue.pop() for _ in range(len(queue))]
+    assert sorted(order) == [index for index in range(len(prompts)) if index not in left]
+    with pytest.raises(ValueError, match="not in"):
+        queue.remove(0)
+
+
+def test_the_wait_is_used_up_by_a_prompt_that_shares_nothing() -> None:
+    """It is passed by as often as it may be, and no more often."""
+    prompts = [chunks(0), chunks(1)] + [chunks(0)] * (5 * MOST_OVERTAKEN)
+    assert by_overlap(prompts).index(1) == MOST_OVERTAKEN + 1
+
+
+def test_those_that_share_chunks_stand_together() -> None:
+    assert by_overlap([chunks(3, 4), chunks(), chunks(1), chunks(2)]) == [0, 1, 2, 3]
+    prompts = [chunks(1, 2), chunks(8, 9), chunks(2, 1), chunks(5), chunks(9, 8), chunks(1, 2)]
+    assert by_overlap(prompts) == [0, 2, 5, 1, 4, 3]
+
+
+def test_chunks_count_by_their_tokens_and_less_if_all_have_them() -> None:
+    large, small = chunks(0, tokens=400), chunks(1, 2, tokens=20)
+    assert by_overlap([large | small, small, large]) == [0, 2, 1]
+    prompts = [chunks(0, 1), *[chunks(0, 10 + number) for number in range(6)], chunks(1)]
+    assert by_overlap(prompts)[:2] == [0, 7]
+
+
+def test_only_the_oldest_of_a_long_queue_are_compared() -> None:
+    apart = [chunks(1 + number) for number in range(MOST_COMPARED)]
+    assert by_overlap([chunks(0), *apart, chunks(0)])[1] == 1
+    assert by_overlap([chunks(0), *apart[1:], chunks(0)])[1] == MOST_COMPARED
+
+
+def loads(prompts: Sequence[Chunks], order: Iterable[int], room: int) -> int:
+    """Count the chunks that a cache of the ``room`` last used ones lacks."""
+    cache, count = OrderedDict[object, None](), 0
+    for key in chain(*(prompts[index] for index in order)):
+        count += key not in cache
+        cache[key] = None
+        cache.move_to_end(key)
+        if len(cache) > room:
+            cache.popitem(last=False)
+    return count
+
+
+def test_topics_load_each_chunk_once() -> None:
+    """The cache keeps the last four chunks; every fifth prompt is about the same topic."""
+    for seed in range(5):
+        rng = random.Random(seed)
+        topics = [chunks(*rng.sample(range(10 * t, 10 * t + 3), 2)) for t in range(5)]
+        prompts = topics * 6
+        assert loads(prompts, range(30), 4) == 60
+        assert loads(prompts, by_overlap(prompts), 4) == 10
 
 
 @dataclass(eq=False)

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.blend.attention import without_cudnn
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.engines.batch_order import MOST_TOGETHER, Chunks, OverlapQueue
+from cacheblend_rag.engines.batch import MOST_TOGETHER, Chunks, OverlapQueue
 from cacheblend_rag.engines.lifetime import ITS_OWN_THREAD, working
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers.decode_step import DecodeStep, run_steps

@@ -21,7 +21,7 @@ from cacheblend_rag.blend.rows import token_tensor
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import FULL_PREFILL, Request
 from cacheblend_rag.engines.backend import STOPPED, UNSUPPORTED
-from cacheblend_rag.engines.batch_order import chunks_of
+from cacheblend_rag.engines.batch import chunks_of
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS, FusedCache
 from cacheblend_rag.engines.transformers.loop import Turn, Work

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cacheblend_rag.engines.batch_order import Chunks
+from cacheblend_rag.engines.batch import Chunks
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers import loop as loop_module
 from cacheblend_rag.engines.transformers.decode_step import DecodeStep

@@ -24,7 +24,7 @@ from cacheblend_rag import (
     TransformersEngine,
 )
 from cacheblend_rag.engines.answer import Generation
-from cacheblend_rag.engines.batch_order import MOST_TOGETHER
+from cacheblend_rag.engines.batch import MOST_TOGETHER
 from cacheblend_rag.engines.transformers import cache, decode_step
 from cacheblend_rag.engines.transformers import loop as loop_module
 from cacheblend_rag.engines.transformers import prefill as prefill_module
