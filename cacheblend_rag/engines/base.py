@@ -8,17 +8,18 @@ from typing import Any, Self
 from weakref import proxy
 
 from cacheblend_rag.blend.steps import run_to_end
-from cacheblend_rag.engines import guard as guarding
 from cacheblend_rag.engines.after_answer import AfterAnswer, AnswerHook
 from cacheblend_rag.engines.answering import Answering
 from cacheblend_rag.engines.backend import engine_settings
 from cacheblend_rag.engines.conversations import TurnKeeper
 from cacheblend_rag.engines.filling import Filling
 from cacheblend_rag.engines.first_miss import FirstMiss
+from cacheblend_rag.engines.guard import Guard
 from cacheblend_rag.engines.idle import IdleJob, IdleQueue
 from cacheblend_rag.engines.indexing import Indexing
 from cacheblend_rag.engines.lifetime import Lifetime
 from cacheblend_rag.engines.prepare import PromptLike, PromptPreparer
+from cacheblend_rag.engines.reference import with_reference
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.setup import EngineSetup, Family
 from cacheblend_rag.kv.chunk_kv import KVKey
@@ -86,7 +87,7 @@ class Engine(Indexing, Answering):
         me: Any = proxy(self)
         self._hooks, self._idle = AfterAnswer(), IdleQueue(me)
         self._family.idle_queues.add(self._idle)
-        self._guard = guarding.Guard(me, self._led, self._idle)
+        self._guard = Guard(me, self._led, self._idle)
         self._guard.use(setup.guard, self.config.ratio)
         self._filling = Filling(me, self._idle)
         self._filling.is_on = setup.fill_on_miss
@@ -198,7 +199,7 @@ class Engine(Indexing, Answering):
         ids, room = request.prepared.token_ids, self.context_window - len(answer)
         compared: Compared | None = Compared(ids, tuple(answer))
         if with_documents:
-            compared = guarding.with_documents(request.prepared, answer, self._led, room)
+            compared = with_reference(request.prepared, answer, self._led, room)
         return None if compared is None else run_to_end(self._compare(request, compared))
 
     def after_answer(self, hook: AnswerHook) -> None:
@@ -214,10 +215,10 @@ class Engine(Indexing, Answering):
         """Queue work for idle time; returns whether it was accepted.
 
         Args:
-            job: it is refused while many jobs wait, for a while after one of its kind failed, and
-                once the engine is closed. Closing ends a running job between two steps.
+            job: it is refused while many of its kind wait, in a forked process, and once the engine
+                is closed. Closing ends a running job between two steps.
         """
-        return self._idle.add(job)
+        return not self._lifetime.is_forked and self._idle.add(job)
 
     # Life
 

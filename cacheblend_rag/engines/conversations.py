@@ -58,7 +58,6 @@ class TurnKeeper:
             KIND,
             partial(self._filled, conversation, filling, fingerprint, gone),
             priority=PRIORITY,
-            when_failed="turns of conversations are not kept",
             ended=partial(conversation.end_filling, filling),
             waits=not backend.fills_last,
         )

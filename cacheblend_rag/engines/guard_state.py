@@ -6,12 +6,16 @@ Knows no engine and no model: see ``GuardState``.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from typing import Literal
 
+from cacheblend_rag.prefill.comparing import Comparison
+from cacheblend_rag.report import GuardReport
 from cacheblend_rag.settings.engine import GuardConfig
 
 Step = Literal["up", "down", "stop"]
+Outcome = Comparison | Literal["unknown", "outdated", "dropped"]
+"""What came of a sample: divergences, or why there are none, as GuardReport counts it."""
 
 WINDOW = 512
 """The mean is of so many latest samples; after a step, the ratio steps down no sooner."""
@@ -32,7 +36,7 @@ def bounded(divergence: float) -> float:
 
 
 class GuardState:
-    """The state of a guard: samples go in, steps come out.
+    """The state of a guard since it was turned on: samples go in, steps come out.
 
     Ordinary prefill is the only remedy, so what counts of a sample is its *excess*: how much nearer
     to the reference ordinary prefill is than the blend, both as ``bounded``. If the reference is
@@ -42,59 +46,89 @@ class GuardState:
     The mean of the latest samples since a step decides: above the limit the ratio steps up, well
     below it, a window after the step at the earliest, down again.
 
-    level: how many ratios were tried so far, 0 at first.
+    steps: how many there were. waiting: how many samples wait, or are being compared.
     """
 
     def __init__(self, config: GuardConfig, own_ratio: float) -> None:
         """own_ratio: of the engine's config; lower ones are no remedy and are left out."""
         self.config = config
-        self.ratios = tuple(ratio for ratio in config.ratios if ratio > own_ratio)
-        self.limit = bounded(config.limit)
-        self._enough = bounded(config.limit * ENOUGH)
-        self.level, self.steps, self._patience = 0, 0, 1
+        self._ratios = (0.0, *(ratio for ratio in config.ratios if ratio > own_ratio), 1.0)
+        self._level = self.steps = self.waiting = 0
+        self._patience, self._seen = 1, 0
         self._excess: deque[float] = deque(maxlen=WINDOW)
-        self._seen = 0
+        self._counts = Counter[str]()
+        self._blend = self._prefill = 0.0
 
     @property
     def is_stopped(self) -> bool:
         """Whether blending has stopped; it stays so."""
-        return self.level > len(self.ratios)
+        return self._level == len(self._ratios) - 1
 
     @property
     def ratio(self) -> float:
         """The least recompute ratio now; 0 at first, 1 once stopped."""
-        levels = (0.0, *self.ratios, 1.0)
-        return levels[self.level]
+        return self._ratios[self._level]
 
     @property
     def mean(self) -> float:
         """Mean excess of the latest samples since the last step, from -0.25 to 1."""
         return sum(self._excess) / max(1, len(self._excess))
 
-    def observe(self, blend: float, prefill: float = 0.0) -> Step | None:
-        """Take a sample into account; returns the step that follows from it.
+    def take(self, outcome: Outcome) -> Step | None:
+        """Take a sample, served at the present level, into account; returns the step that follows.
 
-        blend, prefill: divergences from the reference, of the blend and of ordinary prefill, in
-        nats per token; both of requests that were served at the present level.
+        Divergences are in nats per token.
         """
+        if not isinstance(outcome, Comparison):
+            self._counts[outcome] += 1
+            return None
+        self._counts["compared"] += 1
+        self._blend += outcome.blend
+        self._prefill += outcome.prefill
+        step = self._step(bounded(outcome.blend) - bounded(outcome.prefill))
+        if step is not None:
+            self._counts[step] += 1
+        return step
+
+    def report(self) -> GuardReport:
+        """Return the counts, and the divergence."""
+        counts = self._counts
+        compared = max(1, counts["compared"])
+        return GuardReport(
+            compared=counts["compared"],
+            unknown=counts["unknown"],
+            outdated=counts["outdated"],
+            dropped=counts["dropped"],
+            waiting=self.waiting,
+            divergence=self._blend / compared,
+            prefill_divergence=self._prefill / compared,
+            excess=self.mean,
+            ratio=self.ratio,
+            stopped=self.is_stopped,
+            raised=counts["up"],
+            lowered=counts["down"],
+        )
+
+    def _step(self, excess: float) -> Step | None:
         if self.is_stopped:
             return None
-        self._excess.append(max(LEAST_EXCESS, bounded(blend) - bounded(prefill)))
+        self._excess.append(max(LEAST_EXCESS, excess))
         self._seen += 1
-        if sum(self._excess) > self.limit * max(len(self._excess), FEWEST):
+        if sum(self._excess) > bounded(self.config.limit) * max(len(self._excess), FEWEST):
             return self._up()
         waited = self._seen >= self._patience * WINDOW
-        if self.level and waited and self.mean < self._enough:
-            return self._to(self.level - 1, "down")
+        if self._level and waited and self.mean < bounded(self.config.limit * ENOUGH):
+            return self._to(self._level - 1, "down")
         return None
 
     def _up(self) -> Step:
         if self.steps:  # a lower ratio was not enough: be slower to try it again
             self._patience = min(2 * self._patience, MOST_PATIENCE)
-        return self._to(self.level + 1, "stop" if self.level == len(self.ratios) else "up")
+        level = self._level + 1
+        return self._to(level, "stop" if level == len(self._ratios) - 1 else "up")
 
     def _to(self, level: int, step: Step) -> Step:
-        self.level, self.steps = level, self.steps + 1
+        self._level, self.steps = level, self.steps + 1
         self._excess.clear()
         self._seen = 0
         return step

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cacheblend_rag.engines.guard_state import FEWEST, WINDOW, GuardState, Step, bounded
+from cacheblend_rag.prefill.comparing import Comparison
 from cacheblend_rag.settings import GuardConfig
 
 CONFIG = GuardConfig(ratios=(0.1, 0.3, 0.5))
@@ -16,7 +17,7 @@ def taken(state: GuardState, blend: float, prefill: float = 0.0, most: int = 200
     """The next step under samples that spread around these divergences; None without one."""
     draw = np.random.default_rng(state.steps)
     for factor in draw.exponential(size=most):
-        if step := state.observe(blend * factor, prefill * factor):
+        if step := state.take(Comparison(blend * factor, prefill * factor)):
             return step
     return None
 
@@ -29,6 +30,7 @@ def test_the_ratio_rises_then_blending_stops_for_good() -> None:
     assert (state.is_stopped, state.ratio) == (True, 1.0)
     assert taken(state, 0.0) is None
     assert state.is_stopped
+    assert (state.report().raised, state.report().stopped) == (2, True)
 
 
 def test_it_falls_only_well_below_the_limit_and_not_at_once() -> None:
@@ -46,7 +48,7 @@ def test_a_fall_that_failed_is_not_tried_again_soon() -> None:
     state, waits = GuardState(CONFIG, OWN), []
     for _ in range(3):
         assert taken(state, 0.4) == "up"
-        found = (state.observe(0.001) for _ in range(8 * WINDOW))
+        found = (state.take(Comparison(0.001)) for _ in range(8 * WINDOW))
         waits.append(next(count for count, step in enumerate(found, start=1) if step == "down"))
     assert waits[0] >= WINDOW
     assert waits[1] >= 2 * WINDOW
@@ -60,17 +62,17 @@ def test_contextual_kv_that_is_nearer_to_its_documents_is_left_alone(seed: int) 
     for blend, prefill in zip(
         draw.exponential(0.4, 1500), draw.exponential(0.8, 1500), strict=True
     ):
-        assert state.observe(blend, prefill) is None
+        assert state.take(Comparison(blend, prefill)) is None
     assert state.ratio == 0.0
     assert state.mean < 0
 
 
 def test_a_gross_excess_is_noticed_soon_and_a_small_one_by_the_mean_of_many() -> None:
     gross = GuardState(CONFIG, OWN)
-    steps = [gross.observe(2.0) for _ in range(30)]
+    steps = [gross.take(Comparison(2.0)) for _ in range(30)]
     assert steps.index("up") < 20
     small = GuardState(CONFIG, OWN)
-    steps = [small.observe(1.1 * CONFIG.limit) for _ in range(FEWEST)]
+    steps = [small.take(Comparison(1.1 * CONFIG.limit)) for _ in range(FEWEST)]
     assert "up" in steps
     assert steps.index("up") > 0.8 * FEWEST
 
@@ -78,11 +80,11 @@ def test_a_gross_excess_is_noticed_soon_and_a_small_one_by_the_mean_of_many() ->
 def test_samples_that_were_long_ago_do_not_count() -> None:
     state = GuardState(CONFIG, OWN)
     assert taken(state, 0.0, most=4 * WINDOW) is None
-    assert "up" in [state.observe(0.4) for _ in range(WINDOW)]
+    assert "up" in [state.take(Comparison(0.4)) for _ in range(WINDOW)]
 
 
 def test_no_sample_outweighs_the_others() -> None:
     state = GuardState(CONFIG, OWN)
-    assert state.observe(float("inf")) is None
+    assert state.take(Comparison(float("inf"))) is None
     assert bounded(float("inf")) == 1.0
     assert bounded(-1.0) == 0.0

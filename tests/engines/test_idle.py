@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import logging
-import os
 from collections.abc import Generator, Iterator
+from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
 from threading import enumerate as enumerate_threads
@@ -13,9 +12,7 @@ from weakref import proxy, ref
 
 import pytest
 
-from cacheblend_rag.engines import idle
 from cacheblend_rag.engines.idle import Activity, IdleJob, IdleQueue
-from tests.engines.test_forked import told_by
 from tests.kv.samples import until
 
 PATIENCE = 60.0
@@ -78,7 +75,7 @@ def test_jobs_of_higher_priority_go_first_of_equals_the_first(queue: IdleQueue) 
         yield
 
     for name, priority in (("first", 0), ("low", -1), ("a", 1), ("b", 1), ("high", 2)):
-        job = IdleJob(name, steps, priority, ended=lambda name=name: ended.put(name))  # type: ignore[misc]
+        job = IdleJob(name, steps, priority, partial(ended.put, name))
         assert queue.add(job)
         assert begun.wait(PATIENCE), "the first one runs while the others come"
     go_on.set()
@@ -105,7 +102,7 @@ def test_a_job_may_close_its_queue(queue: IdleQueue) -> None:
 
     queue.add(IdleJob("job", steps, ended=ended.set))
     assert ended.wait(PATIENCE)
-    assert not queue.accepts("job")
+    assert not queue.add(IdleJob("job", steps))
 
 
 def test_the_work_of_an_engine_that_was_dropped_is_dropped(
@@ -120,36 +117,7 @@ def test_the_work_of_an_engine_that_was_dropped_is_dropped(
     assert gone() is None
     assert ended.wait(PATIENCE)
     assert caplog.records == []
-    assert not queue.accepts("job")
-
-
-def test_a_system_without_threads_takes_no_job(
-    queue: IdleQueue, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(thread: Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(idle.threading.Thread, "start", fail)
-        job = IdleJob("job", lambda: iter(()), when_failed="nothing is done")
-        assert not queue.add(job)
-    assert caplog.record_tuples == [
-        (idle.__name__, logging.WARNING, "nothing is done: can't start new thread")
-    ]
-    assert queue.add(job), "it is tried again with the next one"
-
-
-def test_a_fork_has_no_idle_work(queue: IdleQueue, engine: Idler) -> None:
-    engine.idle.clear()
-    told: SimpleQueue[object] = SimpleQueue()
-    assert queue.add(IdleJob("job", lambda: steps_of(told, 1)))
-
-    def in_the_fork() -> object:
-        return os.getpid(), queue.add(IdleJob("job", lambda: iter(()))), queue.close()
-
-    assert told_by(in_the_fork).endswith(", False, None)")
-    engine.idle.set()
-    assert told.get(timeout=PATIENCE), "the parent's goes on"
+    assert not queue.add(IdleJob("job", lambda: steps_of(SimpleQueue(), 1)))
 
 
 def test_what_idle_work_asks_is_no_request_at_work(queue: IdleQueue) -> None:
@@ -167,8 +135,8 @@ def test_what_idle_work_asks_is_no_request_at_work(queue: IdleQueue) -> None:
     assert activity.is_idle
 
 
-def test_what_fails_at_a_jobs_end_stops_nothing(
-    queue: IdleQueue, engine: Idler, caplog: pytest.LogCaptureFixture
+def test_a_job_that_fails_stops_nothing_and_is_told_of_until_one_succeeds(
+    queue: IdleQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: SimpleQueue[object] = SimpleQueue()
 
@@ -176,20 +144,29 @@ def test_what_fails_at_a_jobs_end_stops_nothing(
         raise RuntimeError("at the end")
 
     def exits() -> Generator[None, None, None]:
-        raise SystemExit
+        raise SystemExit("in a step")
         yield
 
-    assert queue.add(IdleJob("bad", lambda: steps_of(told, 1), ended=ended))
-    assert told.get(timeout=PATIENCE)
-    assert queue.add(IdleJob("exits", exits))
-    assert queue.add(IdleJob("good", lambda: steps_of(told, 1)))
-    assert told.get(timeout=PATIENCE), "the thread goes on"
+    good, bad = (lambda: steps_of(told, 1)), ("bad", exits)
+    for job in (IdleJob(*bad), IdleJob(*bad), IdleJob("bad", good), IdleJob("bad", good, 0, ended)):
+        assert queue.add(job)
+    assert [told.get(timeout=PATIENCE) for _ in range(2)], "the thread goes on"
     assert until(lambda: not idle_threads(), PATIENCE)
-    assert "the end of idle work 'bad' failed" in caplog.text
+    assert [one.getMessage() for one in caplog.records] == [
+        "idle work 'bad' failed: in a step",
+        "idle work 'bad' failed: at the end",
+    ]
+
+
+def test_closing_ends_what_waits_before_it_begins(queue: IdleQueue, engine: Idler) -> None:
+    told, ended = SimpleQueue[object](), SimpleQueue[str]()
     engine.idle.clear()
-    assert queue.add(IdleJob("waiting", lambda: steps_of(told, 1)))
-    assert queue.add(IdleJob("bad", lambda: steps_of(told, 1), ended=ended))
-    queue.close()  # raises nothing, so an engine's closing goes on
+    for name in ("a", "b"):
+        job = IdleJob(name, lambda: steps_of(told, 1), ended=partial(ended.put, name))
+        assert queue.add(job)
+    queue.close()
+    assert [ended.get_nowait() for _ in range(2)] == ["a", "b"]
+    assert told.empty()
 
 
 def test_work_that_somebody_else_does_last_is_handed_over_at_once(

@@ -407,7 +407,7 @@ class TransformersEngine(Engine):
     def _compare(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
         """As every engine; None also if adapters or weights change meanwhile."""
         work = self._prefill(request)
-        done = yield from self._loop.when_idle(work.compare(compared))
+        done = yield from self._loop.stepwise(work.compare(compared))
         self._refresh()
         return done if work.tried is self._tried else None
 

@@ -1,12 +1,12 @@
-"""One thread runs a model, for all engines around it, in steps: of prompts, of answers, idle ones.
+"""One thread runs a model, for all engines around it, in steps: of prompts, and of answers.
 
 Each request is a generator (``Work``) that runs in this thread. What it yields says what it needs
 before it goes on: its turn among the prompts, what is being read for it, or a decode step, which is
 run together with those of all other answers. Prompts take turns, a step each. Streams get a token
 once those steps took as long as a decode step, after one step at least and four at most; whoever
 wants a whole answer waits until the prompts that had come by then are prefilled, so that their
-answers are decoded together. Idle work is run while no request is there. Other threads wait for
-results, and never run the model.
+answers are decoded together. Idle work comes a step at a time from a thread that waits until no
+request is there (``engines/idle.py``). Other threads wait for results, and never run the model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PATIENCE_SECONDS = 0.05
 STALLED_SECONDS = 0.5
 """Seconds of waiting for its chunks after which no other request waits for a prompt."""
 QUIET_SECONDS = 0.02
-"""Seconds without a request after which idle work is run; who asks again pauses for less."""
+"""Seconds without a request after which the model is idle; who asks again pauses for less."""
 MOST_STEPS = 4
 """Of prompts, between two tokens of a stream: a step on a GPU only begins work that goes on."""
 END: Any = object()
@@ -66,9 +66,10 @@ NOTHING: Need = ()
 class _Task:
     """Work in the loop.
 
-    streamed: whether its pieces are wanted as they come. number: in the order of arrival. since:
-    when its need came up. has_turn: whether it is one of the prompts that are prefilled at a time.
-    behind: the number of the last prompt that had come when its own was prefilled.
+    streamed: whether its pieces are wanted as they come. is_idle: whether it is a step of idle
+    work, which is no request. number: in the order of arrival. since: when its need came up.
+    has_turn: whether it is one of the prompts that are prefilled at a time. behind: the number of
+    the last prompt that had come when its own was prefilled.
     """
 
     work: Work[Any]
@@ -120,7 +121,7 @@ class ModelLoop:
         self._came = self._requests = 0
         self._left_at = -QUIET_SECONDS
         self._queue = OverlapQueue[_Task]()
-        self._prompts, self._idle = deque[_Task](), deque[_Task]()
+        self._prompts = deque[_Task]()
         self._decoding: list[_Task] = []
         self._prefilling_took = self._decoding_took = 0.0
         self._steps = 0
@@ -133,10 +134,10 @@ class ModelLoop:
         """Begin work; returns its result, once it is there.
 
         Args:
-            work: is cancelled by ``cancel``; idle work is then closed.
+            work: is cancelled by ``cancel``.
             cancel: stops it.
             streamed: whether its pieces are wanted as they come.
-            idle: whether it is run only while no request is there.
+            idle: whether it is a step of idle work, so that the model stays idle.
 
         Raises:
             ConfigError: in the loop's own thread, which would wait for itself.
@@ -149,9 +150,9 @@ class ModelLoop:
         self._mail.put(task)
         return task.done
 
-    def run(self, work: Work[T], cancel: Cancellation) -> T:
+    def run(self, work: Work[T], cancel: Cancellation, *, idle: bool = False) -> T:
         """Return the result of work; interrupting the caller ends it."""
-        done = self.begin(work, cancel)
+        done = self.begin(work, cancel, idle=idle)
         try:
             return done.result()
         except BaseException:
@@ -161,39 +162,39 @@ class ModelLoop:
         finally:
             del done  # whose error refers to this frame: a circle
 
-    def call(self, step: Callable[[], T]) -> T:
+    def call(self, step: Callable[[], T], *, idle: bool = False) -> T:
         """Run a function in the loop's thread and return its result; at once if called there."""
         if threading.current_thread() is self._thread:
             return step()
-        return self.run(_single(step), Cancellation())
+        return self.run(_single(step), Cancellation(), idle=idle)
 
-    def when_idle(self, work: Work[T]) -> Steps[T]:
-        """Run work while no request is there; yields while it goes on, closing this ends it."""
-        cancel = Cancellation()
-        done = self.begin(work, cancel, idle=True)
-        try:
-            while not wait([done], PATIENCE_SECONDS).done:
-                yield
-            return done.result()
-        finally:
-            cancel.set()
-            self._wake()
-            wait([done])
-            del done
-
-    def each(self, items: Iterator[T], *, idle: bool = False) -> Iterator[T | None]:
-        """Yield items, each made by a step; idle: while no request is there, and None meanwhile."""
-        while True:
-            step = partial(next, items, END)
-            item = (yield from self.when_idle(_single(step))) if idle else self.call(step)
-            if item is END:
-                return
+    def each(self, items: Iterator[T], *, idle: bool = False) -> Iterator[T]:
+        """Yield items, each made by a step, of idle work if ``idle``."""
+        while (item := self.call(partial(next, items, END), idle=idle)) is not END:
             yield item
+
+    def stepwise(self, work: Work[T]) -> Steps[T]:
+        """Run idle work: a step each time this is resumed, while its need is met."""
+        done: list[T] = []
+
+        def to_end() -> Work[None]:
+            done.append((yield from work))
+
+        steps = to_end()
+        try:
+            for need in self.each(steps, idle=True):
+                while wait(cast("Sequence[Future[Any]]", need), PATIENCE_SECONDS).not_done:
+                    yield
+                yield
+        finally:
+            self.call(steps.close, idle=True)
+        return done[0]
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is there, nor was a moment ago."""
-        return self._mail.empty() and not self._requests and self._quiet_in() <= 0
+        is_quiet = monotonic() >= self._left_at + QUIET_SECONDS
+        return is_quiet and not self._requests and self._mail.empty()
 
     def stop(self) -> None:
         """End the thread; what it has not done is left."""
@@ -221,7 +222,7 @@ class ModelLoop:
                     self._wait()
 
     def _turn(self) -> bool:
-        """Run a step of a prompt and a decode step, or a step of idle work, if there is one."""
+        """Run a step of a prompt and a decode step, if there is one; returns whether there was."""
         self._receive()
         self._end_cancelled()
         self._give_turns()
@@ -234,21 +235,12 @@ class ModelLoop:
         if self._decoding and (prompt is None or self._must_decode()):
             self._decode()
             return True
-        if prompt is None and not self._requests and self._quiet_in() <= 0:
-            prompt = _taken_ready(self._idle)
-            if prompt is not None:
-                self._advance(prompt)
         return prompt is not None
 
     def _wait(self) -> None:
         """Wait for mail, and no longer than until something may have to be done."""
-        seconds = None
-        if self._requests:
-            seconds = PATIENCE_SECONDS
-        elif self._idle:
-            seconds = quiet if (quiet := self._quiet_in()) > 0 else PATIENCE_SECONDS
         with suppress(Empty):
-            self._take(self._mail.get(timeout=seconds))
+            self._take(self._mail.get(timeout=PATIENCE_SECONDS if self._requests else None))
 
     def _receive(self) -> None:
         while not self._mail.empty():
@@ -271,7 +263,7 @@ class ModelLoop:
                 task.behind, task.has_turn = self._came, False
             self._decoding.append(task)
         else:
-            (self._idle if task.is_idle else self._prompts).append(task)
+            self._prompts.append(task)
             for future in need:
                 if not future.done():
                     future.add_done_callback(self._wake)
@@ -285,18 +277,11 @@ class ModelLoop:
             self._prompts.append(task)
 
     def _end_cancelled(self) -> None:
-        """Resume requests that are cancelled, whatever they need, and close such idle work."""
+        """Resume requests that are cancelled, whatever they need."""
         for waiting in (self._prompts, self._decoding, self._queue):
             for task in [task for task in waiting if task.cancel.is_set()]:
                 waiting.remove(task)
                 self._advance(task)
-        for task in [task for task in self._idle if task.cancel.is_set()]:
-            self._idle.remove(task)
-            try:
-                task.work.close()
-                task.done.set_result(None)
-            except BaseException as error:
-                task.done.set_exception(error)
 
     def _must_decode(self) -> bool:
         """Whether an answer must not wait any longer for prompts to be prefilled."""
@@ -335,10 +320,6 @@ class ModelLoop:
     def _leave(self, task: _Task) -> None:
         if not task.is_idle:
             self._requests, self._left_at = self._requests - 1, monotonic()
-
-    def _quiet_in(self) -> float:
-        """Return the seconds until idle work may be run, if no request comes."""
-        return self._left_at + QUIET_SECONDS - monotonic()
 
 
 def _taken_ready(tasks: deque[_Task]) -> _Task | None:

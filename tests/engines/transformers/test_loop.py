@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cacheblend_rag.blend.steps import run_to_end
 from cacheblend_rag.engines.batch import Chunks
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers import loop as loop_module
@@ -240,33 +241,44 @@ def test_an_error_holds_nothing_in_a_circle(loop: ModelLoop) -> None:
         gc.enable()
 
 
-def test_idle_work_is_run_when_no_request_was_there_for_a_moment(loop: ModelLoop) -> None:
+def test_a_model_is_idle_when_no_request_was_there_for_a_moment(
+    loop: ModelLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log: list[str] = []
     with standing_still(loop):
-        idle = loop.begin(prompt(log, "i", 3), Cancellation(), idle=True)
         request = loop.begin(answer(log, "r", 2, 2), Cancellation())
+        assert not loop.is_idle
     request.result(PATIENCE)
     left = time.monotonic()
-    assert idle.result(PATIENCE) == "i"
-    assert "".join(log) == "rrRRiii"
+    assert until(lambda: loop.is_idle, PATIENCE)
     assert time.monotonic() - left >= loop_module.QUIET_SECONDS / 2
+    assert list(loop.each(iter("abc"), idle=True)) == ["a", "b", "c"]
+    assert loop.is_idle, "idle work is no request"
+    monkeypatch.setattr(loop_module, "QUIET_SECONDS", PATIENCE)
+    loop.call(list)
+    assert not loop.is_idle
 
 
-def test_a_request_comes_between_the_steps_of_idle_work(loop: ModelLoop) -> None:
-    log: list[str] = []
-    asked: list[Future[Any]] = []
+def test_idle_work_takes_a_step_when_it_may_and_its_need_is_met(loop: ModelLoop) -> None:
+    seen: list[str] = []
+    read = Future[None]()
 
-    def idle() -> Work[None]:
-        log.append("i")
-        asked.append(begin_from_outside(loop, prompt(log, "r", 2)))
+    def work() -> Work[str]:
+        seen.append(threading.current_thread().name)
+        yield [read]
+        seen.append("read")
         yield NOTHING
-        log.append("i")
+        return "done"
 
-    loop.begin(idle(), Cancellation(), idle=True).result(PATIENCE)
-    assert log == ["i", "r", "r", "i"]
+    steps = loop.stepwise(work())
+    assert [next(steps) for _ in range(3)] == [None] * 3
+    assert seen == ["cacheblend-model"]
+    read.set_result(None)
+    assert run_to_end(steps) == "done"
+    assert seen == ["cacheblend-model", "read"]
 
 
-def test_ending_idle_work_closes_it_between_two_steps(loop: ModelLoop) -> None:
+def test_ending_idle_work_closes_it_where_the_model_runs(loop: ModelLoop) -> None:
     seen: list[str] = []
 
     def endless() -> Work[None]:
@@ -276,12 +288,10 @@ def test_ending_idle_work_closes_it_between_two_steps(loop: ModelLoop) -> None:
         finally:
             seen.append(threading.current_thread().name)
 
-    steps = loop.when_idle(endless())
+    steps = loop.stepwise(endless())
     assert [next(steps) for _ in range(2)] == [None, None]
     steps.close()
     assert seen == ["cacheblend-model"]
-    found = [one for one in loop.each(iter("abc"), idle=True) if one is not None]
-    assert found == ["a", "b", "c"]
 
 
 def test_its_own_thread_runs_a_step_and_does_not_wait_for_itself(loop: ModelLoop) -> None:
