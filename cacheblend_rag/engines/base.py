@@ -13,13 +13,13 @@ from cacheblend_rag.engines.answering import Answering
 from cacheblend_rag.engines.backend import engine_settings
 from cacheblend_rag.engines.conversations import TurnKeeper
 from cacheblend_rag.engines.filling import Filling
-from cacheblend_rag.engines.first_miss import FirstMiss
 from cacheblend_rag.engines.guard import Guard
 from cacheblend_rag.engines.idle import IdleJob, IdleQueue
 from cacheblend_rag.engines.indexing import Indexing
 from cacheblend_rag.engines.lifetime import Lifetime
 from cacheblend_rag.engines.prepare import PromptLike, PromptPreparer
 from cacheblend_rag.engines.reference import with_reference
+from cacheblend_rag.engines.request_log import FirstMiss
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.setup import EngineSetup, Family
 from cacheblend_rag.kv.chunk_kv import KVKey

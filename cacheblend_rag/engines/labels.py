@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
+
+from pydantic import BaseModel
 
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.errors import ConfigError
@@ -22,8 +20,7 @@ FOLDER = "models"
 LONGEST = 1 << 12
 
 
-@dataclass(frozen=True)
-class Label:
+class Label(BaseModel, frozen=True, extra="forbid"):
     """The engine of a fingerprint. model: its public name, no path. dtype: of its weights."""
 
     model: str
@@ -34,14 +31,14 @@ class Label:
 def put_label(store: Path, engine: Engine, fingerprint: str) -> None:
     """Record the label of an engine's fingerprint; failures are logged and ignored."""
     path = store / FOLDER / f"{fingerprint}.json"
-    label = Label(engine.model_name, engine.dtype or "", engine.lead_in)
+    label = Label(model=engine.model_name, dtype=engine.dtype or "", lead_in=engine.lead_in)
     begun = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
     try:
         if path.exists():
             return
         make_folder(path.parent)
         with os.fdopen(os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump({**vars(label), "lead_in": label.lead_in.to_dict()}, file)
+            file.write(label.model_dump_json())
         begun.replace(path)
     except OSError as error:
         logger.info("no label was written in %s: %s", path.parent, error)
@@ -53,16 +50,7 @@ def labels_in(store: Path) -> dict[str, Label]:
     for path in sorted((store / FOLDER).glob("*.json")):
         try:
             with path.open() as file:
-                found[path.stem] = _label(json.loads(file.read(LONGEST)))
+                found[path.stem] = Label.model_validate_json(file.read(LONGEST))
         except (OSError, ValueError, ConfigError):
             logger.info("%s is not a label: skipped", path)
     return found
-
-
-def _label(told: Any) -> Label:
-    """Read a label; raises ValueError or ConfigError if it is invalid."""
-    if not isinstance(told, Mapping) or set(told) != {"model", "dtype", "lead_in"}:
-        raise ValueError("no label")
-    if not (isinstance(told["model"], str) and isinstance(told["dtype"], str)):
-        raise ValueError("no label")
-    return Label(told["model"], told["dtype"], LeadInConfig.of(told["lead_in"]))

@@ -1,19 +1,43 @@
-"""Logs one line per request at DEBUG: what was reused, and what the time was spent on."""
+"""What is logged of requests: a line of each at DEBUG, and a warning of the first needless miss."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
+from cacheblend_rag.engines.answer import FULL_PREFILL, Generation, Request
+from cacheblend_rag.reason import ReasonCode
 from cacheblend_rag.report import (
     PREFILL_PHASES,
     BlendReport,
     ChunkReport,
+    MissReason,
     count_chunks,
     reused_and_recomputed,
 )
+from cacheblend_rag.text.registry import ChunkRegistry
 
 logger = logging.getLogger(__name__)
+
+WHITE_SPACE = (
+    "it holds them with other white space than was indexed: chunks are found word for word, so "
+    "index the texts as prompts show them"
+)
+CAUSES: Mapping[MissReason | None, str] = {
+    "unknown": "its passages were never given to precompute (CacheBlendPrecompute in LlamaIndex, "
+    "CacheBlendTransformer in LangChain) of an engine with this registry: kv_path, namespace",
+    "altered text": "its passages differ from the indexed ones: cut, or changed by a template",
+    "not stored": "their KV was never computed, or was evicted: precompute them, or give the "
+    "engine fill_on_miss=True",
+    "other model": "their KV was computed after another instruction, or by another model or "
+    "tokenizer: precompute them with the engine that answers",
+}
+MOST_COMPARED = 10_000
+"""Most chunks that are looked for in a prompt with other white space."""
+MOST_LOOKS = 3
+"""Most prompts that they are looked for in."""
 
 
 def log_report(report: BlendReport) -> None:
@@ -28,42 +52,82 @@ def log_report(report: BlendReport) -> None:
         report.recomputed_tokens,
         report.computed_tokens,
         why,
-        hits(report.chunks),
+        _hits(report.chunks),
         report.seconds.time_to_first_token * 1000,
-        phases(vars(report.seconds), report.seconds.load_by_tier),
+        _phases(vars(report.seconds), report.seconds.load_by_tier),
     )
 
 
 def log_blend(
     request_id: str,
-    chunks: Iterable[ChunkReport],
+    chunks: Sequence[ChunkReport],
     seconds: Mapping[str, float],
     load_by_tier: Mapping[str, float],
 ) -> None:
     """Log what a worker's blend of a request reused, and its phases."""
     if not logger.isEnabledFor(logging.DEBUG):
         return
-    chunks = list(chunks)
     logger.debug(
         "request %s: %d tokens reused, %d recomputed; %s; %s",
         request_id,
         *reused_and_recomputed(chunks),
-        hits(chunks),
-        phases(seconds, load_by_tier),
+        _hits(chunks),
+        _phases(seconds, load_by_tier),
     )
 
 
-def hits(chunks: Iterable[ChunkReport]) -> str:
+def _hits(chunks: Sequence[ChunkReport]) -> str:
     """Return how many chunks were hits in which tier, and misses by code."""
-    chunks = list(chunks)
     found, missed = count_chunks(chunks)
-    told = [f"{count} {name}" for name, count in sorted((found + missed).items())]
-    return f"{found.total()} of {len(chunks)} chunks hit" + (f" ({', '.join(told)})" * bool(told))
+    told = ", ".join(f"{count} {name}" for name, count in sorted((found + missed).items()))
+    return f"{found.total()} of {len(chunks)} chunks hit" + (told and f" ({told})")
 
 
-def phases(seconds: Mapping[str, float], load_by_tier: Mapping[str, float]) -> str:
+def _phases(seconds: Mapping[str, float], load_by_tier: Mapping[str, float]) -> str:
     """Return the phases that took time, in milliseconds, and loading by tier."""
-    spent = [(name, seconds.get(name, 0.0)) for name in PREFILL_PHASES]
-    told = [f"{name} {value * 1000:.1f}" for name, value in spent if value]
-    tiers = [f"{tier} {value * 1000:.1f}" for tier, value in load_by_tier.items()]
-    return " ".join(told) + (f" (load from {', '.join(tiers)})" * bool(tiers))
+    spent = {name: seconds.get(name) for name in PREFILL_PHASES}
+    told = " ".join(f"{name} {value * 1000:.1f}" for name, value in spent.items() if value)
+    tiers = ", ".join(f"{tier} {value * 1000:.1f}" for tier, value in load_by_tier.items())
+    return told + (tiers and f" (load from {tiers})")
+
+
+class FirstMiss:
+    """Warns once, about the first prompt that reuses nothing although chunks were expected.
+
+    Chunks are expected if hints were given or the prompt holds known chunks. The first few other
+    prompts are searched for known chunks with different white space.
+    """
+
+    def __init__(self, registry: ChunkRegistry) -> None:
+        self._registry = registry
+        self._looks = MOST_LOOKS
+        self._said = False
+
+    def see(self, request: Request, answer: Generation) -> None:
+        """Check the result of a prompt; an AnswerHook."""
+        report, prepared = answer.report, request.prepared
+        is_asked = report.reason == FULL_PREFILL or request.steering.refusal is not None
+        uncalled = is_asked or answer.finish_reason == "cancelled"
+        is_healing = any(one.reason_code == ReasonCode.BEING_FILLED for one in report.chunks)
+        if self._said or report.blended or uncalled or is_healing:
+            return
+        cause = self._cause(prepared.text, prepared.expects_chunks, answer)
+        if cause:
+            self._said = True
+            logger.warning("nothing was reused of a prompt with retrieved passages: %s", cause)
+
+    def _cause(self, text: str, expected: bool, answer: Generation) -> str:
+        reasons = Counter(chunk.reason for chunk in answer.report.chunks)
+        reason = reasons.most_common(1)[0][0] if reasons else None
+        found = reason not in {None, "unknown", "altered text"}
+        if not found and self._looks > 0:
+            self._looks -= 1
+            if self._stands_otherwise_spaced(text):
+                return WHITE_SPACE
+        return CAUSES.get(reason, answer.report.reason or "") if expected else ""
+
+    def _stands_otherwise_spaced(self, text: str) -> bool:
+        """Whether the prompt holds a known chunk with different white space."""
+        bare = "".join(text.split())
+        known = (chunk.text for chunk in islice(self._registry.chunks(), MOST_COMPARED))
+        return any(one not in text and "".join(one.split()) in bare for one in known)

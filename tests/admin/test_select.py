@@ -114,7 +114,7 @@ def test_a_file_that_is_no_label_is_none(tmp_path: Path) -> None:
 
 def test_what_fingerprints_are_of_is_told_as_far_as_it_is_known() -> None:
     first, second = fingerprint({"model": 1}), fingerprint({"model": 2})
-    labels = {first: Label("m", "float32", LeadInConfig())}
+    labels = {first: Label(model="m", dtype="float32", lead_in=LeadInConfig())}
     turns = {one: turn_fingerprint(one) for one in (first, second)}
     prefix = fingerprint({"model": 1, "prefix_block": 64})
     assert inspect.kinds_of({first, second, prefix, *turns.values()}, labels) == {

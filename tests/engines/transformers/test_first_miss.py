@@ -17,7 +17,11 @@ QUESTION = f" {words(5, 20)}"
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name.endswith("first_miss")]
+    return [
+        r.getMessage()
+        for r in caplog.records
+        if r.name.endswith("request_log") and r.levelname == "WARNING"
+    ]
 
 
 def never_transformed(engine: TransformersEngine) -> None:
