@@ -22,7 +22,7 @@ from cacheblend_rag.engines.request_log import log_blend
 from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import OwnTime
-from cacheblend_rag.engines.vllm.connector.paged import AttentionMode, PagedKV
+from cacheblend_rag.engines.vllm.connector.paged import PagedAttention, PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 from cacheblend_rag.engines.vllm.connector.tenants import NOT_FOR_TENANTS
@@ -74,7 +74,7 @@ class JobRunner:
     """Runs each kind of job over a worker's model, paged cache and store.
 
     identity: everything that this worker's KV depends on, the lead-in aside. rates: of passes and
-    of vLLM's own prefill. mode: see PagedKV. own_time: a clock that runs while jobs run.
+    of vLLM's own prefill. own_time: a clock that runs while jobs run.
     """
 
     def __init__(
@@ -88,7 +88,6 @@ class JobRunner:
         self.stack, self.cache, self.store = stack, cache, store
         self.identity: dict[str, Any] = {}
         self._namespace = namespace
-        self.mode: AttentionMode = "auto"
         self.rates, self.own_time = Rates(), OwnTime()
 
     def source(self, allotted: Allotted) -> LayerSource:
@@ -195,15 +194,7 @@ class JobRunner:
 
     def _pass(self, allotted: Allotted, source: LayerSource) -> PromptPass:
         checks = plan_schedule(allotted.job.config, self.stack.geometry.layers).checks
-        paged = PagedKV(
-            self.cache,
-            allotted.block_ids,
-            allotted.first,
-            allotted.until,
-            self.mode,
-            allotted.shared,
-        )
-        one = replace(self.stack.geometry, layers=1)
+        paged = PagedKV(self.cache, allotted.block_ids, allotted.first, allotted.until)
         return PromptPass(
             self.stack,
             token_tensor(allotted.tokens, self.stack.geometry.device),
@@ -213,17 +204,11 @@ class JobRunner:
             reserve=None,
             needs_hidden=False,
             until=allotted.until,
-            attention=paged.attend,
-            on_layer=paged.finish_layer,
-            on_restart=paged.forget,
+            attention=PagedAttention(self.cache, allotted.until, allotted.shared),
+            on_layer=paged.write,
             own_seconds=self.own_time.seconds,
             controller=Controller(self.stack.costs, self.rates, self.store.speeds),
-            lack_of_room=partial(
-                self._lack_of_room,
-                len(allotted.tokens),
-                checks=bool(checks),
-                more=FusedKV.bytes_for(one, allotted.until) * paged.own_caches,
-            ),
+            lack_of_room=partial(self._lack_of_room, len(allotted.tokens), checks=bool(checks)),
             held=paged.prefix(allotted.prefix),
             request_id=allotted.request_id,
         )
@@ -250,14 +235,14 @@ class JobRunner:
         return CompareResult(done.blend, done.prefill)
 
     def _lack_of_room(
-        self, tokens: int, *, checks: bool = False, whole: bool = False, more: int = 0
+        self, tokens: int, *, checks: bool = False, whole: bool = False
     ) -> str | None:
         """Return why a pass over so many tokens does not fit beside vLLM on some rank, or None.
 
         vLLM has profiled its own needs only, and its own out-of-memory error would end the server.
-        whole: whether the pass keeps all layers' KV. more: bytes beside those of the pass.
+        whole: whether the pass keeps all layers' KV.
         """
-        needed = self.stack.pass_bytes(tokens, checks=checks) + more
+        needed = self.stack.pass_bytes(tokens, checks=checks)
         needed += FusedKV.bytes_for(self.stack.geometry, tokens) if whole else 0
         free = free_bytes(self.stack.geometry.device)
         if all(on_all_ranks(self.stack, [free is None or needed <= free])):

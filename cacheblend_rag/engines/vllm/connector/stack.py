@@ -156,9 +156,10 @@ class VLLMStack:
     def pass_bytes(self, tokens: int, *, checks: bool = False) -> int:
         """Return the peak device memory of a pass over so many tokens, in bytes.
 
-        That is two layers' fused KV, what is copied of it into the paged cache at once, and on a
-        GPU of chunk KV that arrives; all tokens' hidden states, what attention lays out, and what a
-        layer holds of one block of rows: its widest activations four times over, at most.
+        That is two layers' fused KV, one more in the paged cache's layout, what is copied of it at
+        once, and on a GPU of chunk KV that arrives; all tokens' hidden states, what attention lays
+        out, and what a layer holds of one block of rows: its widest activations four times over, at
+        most.
         checks: whether it compares fresh with cached KV in some layer: that holds the fresh KV,
         what is compared of both, and keys or values three times over in float32.
         """
@@ -175,7 +176,8 @@ class VLLMStack:
         hidden = (tokens + 3 * rows) * 2 * self._calls.hidden_size * size
         one = replace(shape, layers=1)
         copied = FusedKV.bytes_for(one, min(tokens, WRITTEN_AT_ONCE))
-        fused = RingKV.bytes_for(shape, tokens) + copied
+        in_layout = FusedKV.bytes_for(one, tokens) * len({a.kv_cache.dtype for a in self.attention})
+        fused = RingKV.bytes_for(shape, tokens) + in_layout + copied
         fused += COPY_STREAM_BYTES if shape.device.type == "cuda" else 0
         if checks:
             wide = FusedKV.bytes_for(replace(one, dtype=torch.float32), tokens)

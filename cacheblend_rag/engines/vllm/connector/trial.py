@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch._dynamo.callback import callback_handler
 
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.rounding import cache_step
+from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.trial import (
     Reference,
@@ -27,7 +27,7 @@ from cacheblend_rag.blend.trial import (
 )
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
-from cacheblend_rag.engines.vllm.connector.paged import AttentionMode, PagedKV
+from cacheblend_rag.engines.vllm.connector.paged import PagedAttention, PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk
@@ -40,7 +40,7 @@ from cacheblend_rag.settings import BlendConfig
 class Trial:
     """The test of a worker's model.
 
-    blocks: of the paged cache. window: the model's context window. modes: how rows attend.
+    blocks: of the paged cache. window: the model's context window.
     """
 
     stack: VLLMStack
@@ -48,7 +48,6 @@ class Trial:
     blocks: int
     window: int
     vocabulary: int
-    modes: Sequence[AttentionMode] = ("native", "sdpa")
 
     @property
     def tokens(self) -> Tensor:
@@ -64,33 +63,32 @@ class Trial:
         """
         ids = self.tokens
         fused = self._made_up(ids)
-        blocks = self.cache.first_blocks(fused.tokens)
-        reference = self._reference(ids, fused, blocks)
+        reference = self._reference(ids, fused)
         check_embedding(self.stack, reference)
         dtypes = (layer.kv_cache.dtype for layer in self.cache.attention)
         step = cache_step(min(dtypes, key=lambda one: one.itemsize), self.stack.geometry.dtype)
         self.stack.layouts = find_layouts(self.stack, ids, self.window, cache_step=step)
-        for mode in self.modes:
-            paged = PagedKV(self.cache, blocks, 0, fused.tokens, mode)
+        native = PagedAttention(self.cache, fused.tokens, exact=fused.tokens)
+        for attention in (native, RowAttention(kernels=False)):
             check_layers(
                 self.stack,
                 reference,
                 fused,
-                paged.attend,
+                attention,
                 cache_step=step,
                 quantized=self.stack.is_quantized,
             )
         return key_traits(self.stack, ids)
 
-    def _reference(self, ids: Tensor, fused: FusedKV, blocks: Sequence[range]) -> Reference:
+    def _reference(self, ids: Tensor, fused: FusedKV) -> Reference:
         """Run the model itself on the tokens, after synthetic KV in its own cache."""
         start = fused.tokens - ids.numel()
-        own = PagedKV(self.cache, blocks, 0, fused.tokens, "native")
+        paged = PagedKV(self.cache, self.cache.first_blocks(fused.tokens), 0, fused.tokens)
         for layer in range(self.stack.geometry.layers):
-            own.finish_layer(layer, fused)
+            paged.write(layer, fused)
         rows = Rows.at(np.arange(start, fused.tokens), self.stack.geometry.device)
         with self.stack.recorded() as (inputs, outputs):
-            self.stack.run_model(ids, rows.device, own.run(rows))
+            self.stack.run_model(ids, rows.device, paged.metadata(rows))
         return Reference(ids, start, inputs, outputs)
 
     def _made_up(self, ids: Tensor) -> FusedKV:

@@ -53,13 +53,13 @@ def engine(folder: Path) -> Iterator[InProcessEngine]:
 def pages(monkeypatch: pytest.MonkeyPatch) -> list[PagedKV]:
     """Where requests' KV was written, oldest first."""
     made: list[PagedKV] = []
-    own = PagedKV.__post_init__
+    own = PagedKV.__init__
 
-    def noted(paged: Any) -> None:
-        own(paged)
+    def noted(paged: PagedKV, *given: Any) -> None:
+        own(paged, *given)
         made.append(paged)
 
-    monkeypatch.setattr(PagedKV, "__post_init__", noted)
+    monkeypatch.setattr(PagedKV, "__init__", noted)
     return made
 
 

@@ -32,7 +32,7 @@ from cacheblend_rag.engines.vllm.connector.kv_groups import (
     obstacle,
 )
 from cacheblend_rag.engines.vllm.connector.paged import PagedKV
-from cacheblend_rag.engines.vllm.connector.paged_cache import BlockTable
+from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from tests.engines.vllm.connector.test_finding import ask, find
@@ -96,14 +96,14 @@ def test_scattered_rows_attend_to_the_same_in_vllms_kernel_and_over_dense_kv(
     engine: InProcessEngine,
 ) -> None:
     """Over dense KV, without any block table; vLLM then decodes on what was written."""
-    blender = engine.worker_connector.blender
     asked = request_of(engine, retrieved(), SHORT, engine.config.with_changes(recompute_ratio=0.2))
     found = {}
     with pytest.MonkeyPatch.context() as patched:
-        for mode in ("native", "sdpa"):
-            patched.setattr(blender.jobs, "mode", mode)
-            found[mode] = logprobs(engine, replace(asked, salt=uuid.uuid4().hex))
-    assert found["native"] == pytest.approx(found["sdpa"], abs=1e-4)
+        for natively in (True, False):
+            patched.setattr(PagedCache, "is_fast_for_scattered_rows", natively)
+            found[natively] = logprobs(engine, replace(asked, salt=uuid.uuid4().hex))
+    assert found[True] == pytest.approx(found[False], abs=1e-4)
+    assert found[True] != found[False], "they round differently"
 
 
 @pytest.mark.parametrize("ends", ["declined", "failed"])
@@ -254,45 +254,45 @@ def test_nothing_is_written_into_missing_blocks(engine: InProcessEngine) -> None
     ]
     before = [cache[0].clone() for cache in caches(engine)]
     other = [cache[5].clone() for cache in caches(engine)]
-    paged = PagedKV(cache, tables, 0, tokens, "native")
+    paged = PagedKV(cache, tables, 0, tokens)
     for layer in range(blender.stack.geometry.layers):
-        paged.finish_layer(layer, fused)
-    assert paged.own_caches == 1
+        paged.write(layer, fused)
     assert paged.prefix(BLOCK) is None
     assert all(torch.equal(a, b[0]) for a, b in zip(before, caches(engine), strict=True))
     assert all(torch.equal(a, b[5]) for a, b in zip(other, caches(engine), strict=True))
     for layer, group in enumerate(cache.groups):
-        block = torch.tensor([tables[group][2]])
-        keys, values = cache.read(layer, cache.kernel_blocks(block.tolist()))
+        keys, values = cache.read(layer, cache.table(tables[group][2:3], BLOCK).blocks)
         own = slice(2 * BLOCK, 3 * BLOCK)
         assert torch.equal(keys, fused.of_layer(layer)[0][:, own])
         assert torch.equal(values, fused.of_layer(layer)[1][:, own])
 
 
 @pytest.mark.parametrize(
-    ("block_ids", "first", "given", "is_whole"),
+    ("block_ids", "first", "written"),
     [
-        ((7, 3, 9), 0, (0, 300), True),
-        ((7, 3, 9), 128, (128, 300), True),
-        ((0, 3, 9), 0, (128, 300), False),
-        ((0, 0, 9), 128, (256, 300), False),
-        ((0, 0, 0), 0, (300, 300), False),
+        ((7, 3, 9), 0, (0, 300)),
+        ((7, 3, 9), 128, (128, 300)),
+        ((0, 3, 9), 0, (128, 300)),
+        ((0, 0, 9), 128, (256, 300)),
+        ((0, 0, 0), 0, (300, 300)),
     ],
 )
-def test_tables_know_which_tokens_have_blocks(
+def test_what_has_blocks_is_written_and_what_is_there_already_is_not(
     engine: InProcessEngine,
+    monkeypatch: pytest.MonkeyPatch,
     block_ids: Sequence[int],
     first: int,
-    given: tuple[int, int],
-    is_whole: bool,
+    written: tuple[int, int],
 ) -> None:
     cache = engine.worker_connector.blender.cache
-    for attends in (True, False):
-        table = BlockTable.of(cache, block_ids, first, 300, attends=attends)
-        assert (table.given.start, table.given.stop) == given
-        assert (table.is_whole, table.is_apart) == (is_whole, attends and not is_whole)
-        ids = torch.tensor(block_ids).repeat_interleave(BLOCK)[:300]
-        assert torch.equal(table.slots, ids * BLOCK + torch.arange(300) % BLOCK)
+    seen: list[Any] = []
+    monkeypatch.setattr(PagedCache, "write", lambda *given: seen.append(given))
+    paged = PagedKV(cache, [block_ids] * cache.group_count, first, 300)
+    paged.write(0, FusedKV(engine.worker_connector.blender.stack.geometry, 300))
+    ((_, _, _, here, _, slots),) = seen
+    assert (here.start, here.stop) == written
+    ids = torch.tensor(block_ids).repeat_interleave(BLOCK)[:300]
+    assert torch.equal(slots, ids * BLOCK + torch.arange(300) % BLOCK)
 
 
 # What can be blended

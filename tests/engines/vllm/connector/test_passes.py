@@ -14,6 +14,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, TransformersEngine
 from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from tests.engines.vllm.exactness import SHORT, SOME, check_exact, difference, index, logprobs
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
@@ -30,27 +31,26 @@ def test_ratio_1_equals_ordinary_prefill(llama: InProcessEngine) -> None:
 
 
 def test_rows_beyond_one_block_are_run_in_several(
-    short_steps: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+    short_steps: InProcessEngine,
 ) -> None:
     index(short_steps)
     blender = short_steps.worker_connector.blender
-    monkeypatch.setattr(blender.jobs, "mode", "native")
     assert blender.stack.row_block == STEP_TOKENS < len(short_steps.tokenize(retrieved().text))
     assert difference(short_steps, retrieved(), 1.0) <= OTHER_BLOCKS
 
 
-@pytest.mark.parametrize("mode", ["auto", "native", "sdpa"])
+@pytest.mark.parametrize("natively", [True, False])
 def test_memory_that_nothing_has_written_is_not_read(
-    short_steps: InProcessEngine, monkeypatch: pytest.MonkeyPatch, mode: str
+    short_steps: InProcessEngine, monkeypatch: pytest.MonkeyPatch, natively: bool
 ) -> None:
     """Whatever is in it: kernels read blocks of the cache to their ends, and 0 x NaN is NaN."""
     index(short_steps)
     blender = short_steps.worker_connector.blender
-    monkeypatch.setattr(blender.jobs, "mode", mode)
+    monkeypatch.setattr(PagedCache, "is_fast_for_scattered_rows", natively)
     monkeypatch.setattr(blender.stack, "row_block", 20)  # one ends just before a separator
     config = short_steps.config.with_changes(selector="hkvd", recompute_ratio=SOME)
     asked = request_of(short_steps, retrieved(), SHORT, config)
-    expected = logprobs(short_steps, replace(asked, salt=f"{mode} before"))
+    expected = logprobs(short_steps, replace(asked, salt=f"{natively} before"))
     begin = FusedKV.__init__
 
     def unwritten(fused: FusedKV, *given: Any, **named: Any) -> None:
@@ -59,17 +59,8 @@ def test_memory_that_nothing_has_written_is_not_read(
         fused.values.fill_(math.nan)
 
     monkeypatch.setattr(FusedKV, "__init__", unwritten)
-    assert logprobs(short_steps, replace(asked, salt=f"{mode} after")) == expected
-    assert difference(short_steps, retrieved(), 1.0) <= (1e-4 if mode == "sdpa" else OTHER_BLOCKS)
-
-
-def test_pytorchs_attention_is_ordinary_prefill_but_for_rounding(
-    llama: InProcessEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index(llama)
-    blender = llama.worker_connector.blender
-    monkeypatch.setattr(blender.jobs, "mode", "sdpa")
-    assert difference(llama, retrieved(), 1.0) < 1e-4
+    assert logprobs(short_steps, replace(asked, salt=f"{natively} after")) == expected
+    assert difference(short_steps, retrieved(), 1.0) <= OTHER_BLOCKS
 
 
 @pytest.mark.parametrize("selector", ["chunk_head", "hkvd", "prior", "question_mid", "random"])

@@ -19,7 +19,6 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Generation
-from cacheblend_rag.engines.vllm.connector import paged
 from cacheblend_rag.engines.vllm.connector.block_layout import FP8, block_layout
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.prefix import set_apart
@@ -222,13 +221,13 @@ def test_rows_that_others_may_get_attend_as_in_vllm(
     engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scattered rows attend by PyTorch on most machines, which rounds differently."""
-    monkeypatch.setattr(paged, "_native_run", lambda _: float("inf"))
+    monkeypatch.setattr(PagedCache, "is_fast_for_scattered_rows", False)
     asked = sent(engine, prompt(1))
     blended = told(engine, asked)[0][0]
     plain, held = told(engine, plain_of(asked))[0]
     assert held == shared_tokens(engine)
     assert plain == ordinary(engine, asked)
-    monkeypatch.undo()
+    monkeypatch.setattr(PagedCache, "is_fast_for_scattered_rows", True)
     assert told(engine, replace(asked, salt="natively"))[0][0] != blended, "they round differently"
 
 
