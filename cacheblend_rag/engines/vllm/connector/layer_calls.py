@@ -1,8 +1,8 @@
 """How a model calls its decoder layers, recorded from the model itself.
 
 Native models of vLLM pass a state and a residual from layer to layer, or only a state; those of its
-Transformers backend pass rotary tables, too. In a recording pass other functions replace the layers
-and record their inputs.
+Transformers backend pass rotary tables, too. So the model is run with other functions in place of
+its layers, which record what they are given.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,28 +20,10 @@ from cacheblend_rag.blend.stack import AttentionCall, Geometry, RecordedError, f
 from cacheblend_rag.engines.vllm.connector.stand_in import StandIns
 from cacheblend_rag.errors import UnsupportedModelError
 
-
-@dataclass(frozen=True, slots=True)
-class PositionInputs:
-    """Positions of rows. arguments: of each layer, as the model itself would pass them."""
-
-    positions: Tensor
-    arguments: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class _CallingConvention:
-    """How a model calls its layers: the varying arguments, and the form of results.
-
-    batched: hidden states have a batch dimension. answers: number of values that a layer returns;
-    the first one (with ``residual``, the first two) is passed on; 0 is a bare tensor.
-    """
-
-    hidden: str
-    positions: str | None
-    residual: str | None
-    batched: bool
-    answers: int
+Arguments = dict[str, Any]
+"""A layer's arguments by name."""
+RESIDUAL = "residual"
+"""The parameter of layers that pass on a residual beside the state; the first one's is None."""
 
 
 class LayerCalls:
@@ -66,76 +47,75 @@ class LayerCalls:
         self._stand_ins, self._config = stand_ins, vllm_config
         self.hidden_size = int(vllm_config.model_config.get_hidden_size())
         self._signatures = [inspect.signature(type(layer).forward) for layer in layers]
-        self._convention = self._found_convention()
-        self._constant = self._constant_arguments()
+        self._learn_form()
+
+    def _learn_form(self) -> None:
+        """Find out how the model calls its first layer, and what the layer returns."""
+        two = torch.zeros(2, dtype=torch.long, device=self._geometry.device)
+        (first,) = self._record(1, input_ids=two, positions=two)
+        states = [
+            name
+            for name, value in first.items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        ]
+        if not states:
+            raise UnsupportedModelError("its layers get no hidden state")
+        self._state = states[0]
+        self._has_residual = RESIDUAL in first
+        self._is_batched = first[self._state].dim() == 3
+        with self._stand_ins.answering(0, _attend_to_nothing):
+            done = self._layers[0](**first)
+        self._result_count = len(done) if isinstance(done, tuple) else 0
+        """How many values a layer returns; 0 is a bare tensor. The first are passed on."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the input of the first layer for tokens (rows,)."""
-        return self._hidden_in(self._record_first(input_ids=token_ids))
+        (first,) = self._record(1, input_ids=token_ids, positions=torch.zeros_like(token_ids))
+        return self._hidden_in(first)
 
-    def output_of(self, hidden: Tensor) -> Tensor:
-        """Return the model's output (rows, hidden) for its last layer's (1, rows, hidden)."""
-        names = self._convention
-        states = hidden if names.batched else hidden[0]
-        parts = (states,) if names.residual is None else states.chunk(2, -1)
-        rows = torch.zeros(hidden.shape[1], dtype=torch.long, device=hidden.device)
+    def arguments(self, positions: Tensor, dtype: torch.dtype | None = None) -> list[Arguments]:
+        """Return each layer's arguments, hidden states aside, for tokens at ``positions`` (rows,).
 
-        def done(*_: Any, **__: Any) -> Any:
-            copies = tuple(part.clone() for part in parts)
-            more = (copies[0],) * (names.answers - len(copies))
-            return (*copies, *more) if names.answers else copies[0]
+        dtype: of what the model computes for the layers; by default its own.
+        """
+        blank = torch.zeros(
+            positions.numel(),
+            self.hidden_size,
+            dtype=dtype or self._geometry.dtype,
+            device=positions.device,
+        )
+        recorded = self._record(len(self._layers), positions=positions, embeds=blank)
+        passed_on = {self._state, RESIDUAL}
+        return [
+            {name: value for name, value in one.items() if name not in passed_on}
+            for one in recorded
+        ]
 
-        with (
-            forwards_replaced(self._layers, lambda _: done),
-            self._stand_ins.context(skip_compiled=True),
-        ):
-            return cast(Tensor, self.call_model(rows, rows))
-
-    def position_inputs(self, positions: Tensor) -> PositionInputs:
-        """Return the layers' arguments that depend on positions (rows,)."""
-        arguments = self._constant or self.arguments(positions, self._geometry.dtype)
-        return PositionInputs(positions, arguments)
-
-    def given(self, layer: int, hidden: Tensor, inputs: PositionInputs) -> dict[str, Any]:
-        """Return a layer's arguments for hidden states: copies, since fused norms work in place."""
-        names = self._convention
-        given = dict(inputs.arguments[layer])
-        if self._constant is not None and names.positions is not None:
-            given[names.positions] = inputs.positions[None] if names.batched else inputs.positions
-        states = hidden if names.batched else hidden[0]
-        if names.residual is None:
-            return {**given, names.hidden: states.clone()}
-        states, residual = (half.clone() for half in states.chunk(2, -1))
-        return {**given, names.hidden: states, names.residual: residual if layer else None}
+    def given(self, layer: int, hidden: Tensor, arguments: Mapping[str, Any]) -> Arguments:
+        """Return all of a layer's arguments: copies of states, since fused norms work in place."""
+        state, *residual = (part.clone() for part in self._parts(hidden))
+        given = {**arguments, self._state: state}
+        if residual:
+            given[RESIDUAL] = residual[0] if layer else None
+        return given
 
     def hidden_of(self, done: Any) -> Tensor:
         """Return a layer's output for the next layer, (1, rows, hidden)."""
         parts = done if isinstance(done, tuple) else (done,)
-        states = parts[0] if self._convention.batched else parts[0][None]
-        if self._convention.residual is None:
-            return cast(Tensor, states)
-        return _beside(states, parts[1])
+        return self._hidden(parts[0], parts[1] if self._has_residual else None)
 
-    def arguments(self, positions: Tensor, dtype: torch.dtype) -> list[dict[str, Any]]:
-        """Return the arguments of each layer for tokens at ``positions`` (rows,), by name."""
-        recorded: list[dict[str, Any]] = []
+    def output_of(self, hidden: Tensor) -> Tensor:
+        """Return the model's output (rows, hidden) for its last layer's (1, rows, hidden)."""
+        rows = torch.zeros(hidden.shape[1], dtype=torch.long, device=hidden.device)
 
-        def record(layer: int) -> Callable[..., Any]:
-            def forward(*given: Any, **named: Any) -> Any:
-                recorded.append(self._bound(layer, given, named))
-                if len(recorded) == len(self._layers):
-                    raise RecordedError
-                states = recorded[-1][self._convention.hidden]
-                return (states,) * self._convention.answers if self._convention.answers else states
+        def last(*_: Any, **__: Any) -> Any:
+            return self._result(*(part.clone() for part in self._parts(hidden)))
 
-            return forward
-
-        blank = torch.zeros(
-            positions.numel(), self.hidden_size, dtype=dtype, device=positions.device
-        )
-        with forwards_replaced(self._layers, record):
-            self._call_until_recorded(None, positions, blank)
-        return recorded
+        with (
+            forwards_replaced(self._layers, lambda _: last),
+            self._stand_ins.context(skip_compiled=True),
+        ):
+            return cast(Tensor, self.call_model(rows, rows))
 
     @contextmanager
     def recorded(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
@@ -170,79 +150,39 @@ class LayerCalls:
             inputs_embeds=embeds,
         )
 
-    def _hidden_in(self, bound: Mapping[str, Any]) -> Tensor:
-        """Return the hidden states among a layer's arguments, (1, rows, hidden)."""
-        states: Tensor = bound[self._convention.hidden]
-        states = states if self._convention.batched else states[None]
-        if self._convention.residual is None:
-            return states
-        return _beside(states, bound[self._convention.residual])
+    def _record(
+        self,
+        count: int,
+        *,
+        positions: Tensor,
+        input_ids: Tensor | None = None,
+        embeds: Tensor | None = None,
+    ) -> list[Arguments]:
+        """Return the arguments of the first ``count`` layers."""
+        recorded: list[Arguments] = []
 
-    def _found_convention(self) -> _CallingConvention:
-        """Record how the model calls its first layer, and what the layer returns."""
-        positions = torch.arange(2, device=self._geometry.device)
-        bound = self._record_first(positions=positions)
-        tensors = {name: value for name, value in bound.items() if isinstance(value, Tensor)}
-        hidden = [name for name, value in tensors.items() if value.is_floating_point()]
-        if not hidden:
-            raise UnsupportedModelError("its layers get no hidden state")
-        where = [
-            name for name, value in tensors.items() if value.data_ptr() == positions.data_ptr()
-        ]
-        with self._stand_ins.answering(0, _attend_to_nothing):
-            done = self._layers[0](**bound)
-        return _CallingConvention(
-            hidden=hidden[0],
-            positions=where[0] if where else None,
-            residual="residual" if "residual" in bound else None,
-            batched=tensors[hidden[0]].dim() == 3,
-            answers=len(done) if isinstance(done, tuple) else 0,
-        )
+        def record(layer: int) -> Callable[..., Any]:
+            def forward(*given: Any, **named: Any) -> Any:
+                recorded.append(self._bound(layer, given, named))
+                if len(recorded) == count:
+                    raise RecordedError
+                return self._result(recorded[-1][self._state])
 
-    def _constant_arguments(self) -> list[dict[str, Any]] | None:
-        """Return the layers' constant arguments; None if they depend on positions."""
-        positions = torch.arange(2, device=self._geometry.device)
-        moving = {self._convention.hidden, self._convention.positions, self._convention.residual}
-        found = [
-            {name: value for name, value in handed.items() if name not in moving}
-            for handed in self.arguments(positions, self._geometry.dtype)
-        ]
-        plain = (int, float, str, type(None))
-        if all(isinstance(value, plain) for handed in found for value in handed.values()):
-            return found
-        return None
+            return forward
 
-    def _record_first(
-        self, input_ids: Tensor | None = None, positions: Tensor | None = None
-    ) -> dict[str, Any]:
-        """Return the arguments of the first layer, by name; one parameter must be given."""
-        recorded: list[dict[str, Any]] = []
-
-        def first(*given: Any, **named: Any) -> Any:
-            recorded.append(self._bound(0, given, named))
-            raise RecordedError
-
-        known = positions if input_ids is None else input_ids
-        assert known is not None  # noqa: S101 (one of the two is given)
-        input_ids = torch.zeros_like(known) if input_ids is None else input_ids
-        positions = torch.zeros_like(known) if positions is None else positions
-        with forwards_replaced(self._layers[:1], lambda _: first):
-            self._call_until_recorded(input_ids, positions, None)
-        return recorded[0]
-
-    def _call_until_recorded(
-        self, input_ids: Tensor | None, positions: Tensor, embeds: Tensor | None
-    ) -> None:
-        try:
-            with self._stand_ins.context(skip_compiled=True):
+        with (
+            forwards_replaced(self._layers[:count], record),
+            self._stand_ins.context(skip_compiled=True),
+        ):
+            try:
                 self.call_model(input_ids, positions, embeds)
-        except RecordedError:
-            return
+            except RecordedError:
+                return recorded
         raise UnsupportedModelError(
             f"{type(self._model).__name__} does not call its {len(self._layers)} layers in order"
         )
 
-    def _bound(self, layer: int, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    def _bound(self, layer: int, given: Sequence[Any], named: Mapping[str, Any]) -> Arguments:
         """Return a layer's arguments by name."""
         signature = self._signatures[layer]
         bound = dict(signature.bind(None, *given, **named).arguments)
@@ -252,12 +192,29 @@ class LayerCalls:
                 bound |= bound.pop(name, {})
         return bound
 
+    def _hidden_in(self, arguments: Mapping[str, Any]) -> Tensor:
+        """Return the hidden states among a layer's arguments, (1, rows, hidden)."""
+        return self._hidden(arguments[self._state], arguments.get(RESIDUAL))
+
+    def _hidden(self, state: Tensor, residual: Tensor | None) -> Tensor:
+        """Return hidden states, (1, rows, hidden), of what layers pass on."""
+        state = state if self._is_batched else state[None]
+        if not self._has_residual:
+            return state
+        residual = torch.zeros_like(state) if residual is None else residual
+        return torch.cat((state, residual.view_as(state)), -1)
+
+    def _parts(self, hidden: Tensor) -> Sequence[Tensor]:
+        """Return what layers pass on of hidden states: a state, and a residual if there is one."""
+        hidden = hidden if self._is_batched else hidden[0]
+        return hidden.chunk(2, -1) if self._has_residual else (hidden,)
+
+    def _result(self, *parts: Tensor) -> Any:
+        """Return a layer's result that passes these on; what else it returns does not matter."""
+        if not self._result_count:
+            return parts[0]
+        return (*parts, *[parts[0]] * (self._result_count - len(parts)))
+
 
 def _attend_to_nothing(call: AttentionCall) -> Tensor:
     return torch.zeros_like(call.query).transpose(1, 2)
-
-
-def _beside(states: Tensor, residual: Tensor | None) -> Tensor:
-    """Concatenate a state and a residual: (1, rows, 2 x hidden)."""
-    residual = torch.zeros_like(states) if residual is None else residual
-    return torch.cat((states, residual.view_as(states)), -1)

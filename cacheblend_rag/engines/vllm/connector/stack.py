@@ -24,7 +24,7 @@ from cacheblend_rag.blend.fused import FusedKV, RingKV
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
 from cacheblend_rag.blend.stack import Attend, Geometry, Reduction, replaced
 from cacheblend_rag.engines.vllm.connector.compatibility import check_attention, check_weights
-from cacheblend_rag.engines.vllm.connector.layer_calls import LayerCalls, PositionInputs
+from cacheblend_rag.engines.vllm.connector.layer_calls import Arguments, LayerCalls
 from cacheblend_rag.engines.vllm.connector.stand_in import (
     StandIns,
     on_first_row,
@@ -104,18 +104,19 @@ class VLLMStack:
         self.met = True
         return self._calls.embed(token_ids[0])
 
-    def position_inputs(self, positions: Tensor) -> PositionInputs:
+    def position_inputs(self, positions: Tensor) -> list[Arguments]:
+        """Return the arguments of each layer, as the model itself would pass them."""
         where = positions[0].repeat(2) if positions.shape[1] == 1 else positions[0]
-        return self._calls.position_inputs(where)
+        return self._calls.arguments(where)
 
     def run_layer(
-        self, layer: int, hidden: Tensor, position_inputs: PositionInputs, attend: Attend
+        self, layer: int, hidden: Tensor, position_inputs: list[Arguments], attend: Attend
     ) -> Tensor:
         if hidden.shape[1] == 1:  # run as two: kernels for one row are others, or not compiled yet
             twice = hidden.repeat(1, 2, 1)
             return self.run_layer(layer, twice, position_inputs, on_first_row(attend))[:, :1]
         self.met = True
-        given = self._calls.given(layer, hidden, position_inputs)
+        given = self._calls.given(layer, hidden, position_inputs[layer])
         with self._stand_ins.answering(layer, attend), self._compiled.within(layer):
             done = self.layers[layer](**given)
         return self._calls.hidden_of(done)
@@ -308,27 +309,19 @@ def model_with(attention: Mapping[str, nn.Module]) -> tuple[Any, list[str]]:
     """Find the model of attention layers: vLLM gives a connector the layers, not the model.
 
     Returns:
-        The model, and the layers' places in it. These are their names, except in vLLM 0.31's
-        Transformers backend, which names layers by their number.
+        The outermost model, and the layers' places in it.
     """
-    # Asked of the type: lazy modules import themselves when an instance is asked.
-    models = [
-        found
-        for found in gc.get_objects()
-        if issubclass(type(found), nn.Module) and hasattr(found, "embed_input_ids")
-    ]
-    name, first = next(iter(attention.items()))
-    for model in models:
-        try:
-            if model.get_submodule(name) is first:
-                return model, list(attention)
-        except AttributeError:
-            continue
-    for model in models:
-        places = {id(module): place for place, module in model.named_modules()}
-        if all(id(layer) in places for layer in attention.values()):
-            return model, [places[id(layer)] for layer in attention.values()]
-    raise UnsupportedModelError("the model around the attention layers was not found")
+    found: tuple[Any, dict[int, str]] = None, {}
+    for model in gc.get_objects():
+        # Asked of the type: lazy modules import themselves when an instance is asked.
+        if issubclass(type(model), nn.Module) and hasattr(model, "embed_input_ids"):
+            places = {id(module): place for place, module in model.named_modules()}
+            if len(places) > len(found[1]) and all(id(one) in places for one in attention.values()):
+                found = model, places
+    model, places = found
+    if model is None:
+        raise UnsupportedModelError("the model around the attention layers was not found")
+    return model, [places[id(layer)] for layer in attention.values()]
 
 
 def decoder_layers(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
