@@ -6,7 +6,6 @@ into several groups. A group of layers with a window gets no blocks for tokens b
 
 from __future__ import annotations
 
-from itertools import cycle
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -21,25 +20,24 @@ FAILS_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
 def specs_of(group: Any) -> list[Any]:
-    """Return the KV cache specs of a group's layers, in order; one stands for all equal ones."""
+    """Return the KV cache specs of a group's layers; one stands for all if they are equal."""
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        return [spec.kv_cache_specs[name] for name in group.layer_names]
+        return list(spec.kv_cache_specs.values())
     return [spec]
 
 
-def layers_by_spec(group: Any) -> list[tuple[Any, list[str]]]:
-    """Return the different KV cache specs of a group's layers, each with its layers' names.
+def layers_by_spec(group: Any) -> dict[Any, list[str]]:
+    """Return the names of a group's layers by their KV cache spec.
 
-    They differ if only some layers are kept in fewer bits (--kv-cache-dtype-skip-layers).
+    Specs differ if only some layers are kept in fewer bits (--kv-cache-dtype-skip-layers).
     """
-    found: list[tuple[Any, list[str]]] = []
-    for name, spec in zip(group.layer_names, cycle(specs_of(group)), strict=False):
-        names = next((names for known, names in found if known == spec), None)
-        if names is None:
-            found.append((spec, [name]))
-        else:
-            names.append(name)
+    spec = group.kv_cache_spec
+    if not isinstance(spec, UniformTypeKVCacheSpecs):
+        return {spec: list(group.layer_names)}
+    found: dict[Any, list[str]] = {}
+    for name in group.layer_names:
+        found.setdefault(spec.kv_cache_specs[name], []).append(name)
     return found
 
 

@@ -19,9 +19,8 @@ from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 
 SAMPLES = 16
 """Bytes of each weight in a sample: the lowest of a number, which changes most."""
-SUMS = 512
-"""Numbers that a weight's words are added up to; in words of their own, so that none is copied."""
 WORD = 8
+"""Bytes of the numbers that a weight is added up in, so that none of it is copied."""
 
 
 class LiveWeights:
@@ -37,7 +36,7 @@ class LiveWeights:
 
     def may_differ(self) -> bool:
         """Whether a sample differs from the last look; other bytes may differ if it does not."""
-        has_moved = any(weight.data_ptr() != place for weight, place in self._places)
+        has_moved = self._places != [weight.data_ptr() for weight in self._weights]
         return has_moved or not torch.equal(torch.cat(self._parts), self._sample)
 
     def loaded(self) -> str:
@@ -48,21 +47,16 @@ class LiveWeights:
     @torch.inference_mode()
     def _look(self) -> str:
         """Hash the weights, and note where they are and what is in a sample."""
-        digest, are_read = hashlib.blake2b(digest_size=16), True
-        self._places, self._parts = list[tuple[Tensor, int]](), list[Tensor]()
-        for name, whole in self._stack.model.named_parameters():
-            for _, weight in stored_parts(name, whole):
-                if not weight.numel() or weight.is_mkldnn:
-                    are_read = False
-                    continue
-                own = _bytes(weight)
-                digest.update(_sums(own).cpu().numpy().tobytes())
-                numbers = own.view(-1, weight.itemsize)
-                self._parts.append(numbers[:: max(1, len(numbers) // SAMPLES), 0])
-                self._places.append((weight, weight.data_ptr()))
+        named = self._stack.model.named_parameters()
+        weights = [weight for name, whole in named for _, weight in stored_parts(name, whole)]
+        self._weights = [one for one in weights if one.numel() and not one.is_mkldnn]
+        self._places = [weight.data_ptr() for weight in self._weights]
+        self._parts = [_sample_of(weight) for weight in self._weights]
         self._sample = torch.cat(self._parts)
-        if not are_read:
-            digest.update(self._result().float().cpu().numpy().tobytes())
+        sums = torch.stack([_sum(weight) for weight in self._weights])
+        digest = hashlib.blake2b(_numbers(sums), digest_size=16)
+        if len(self._weights) < len(weights):
+            digest.update(_numbers(self._result().float()))
         return digest.hexdigest()
 
     def _result(self) -> Tensor:
@@ -87,13 +81,18 @@ def _bytes(weight: Tensor) -> Tensor:
     return whole.set_(weight.untyped_storage(), first, (size,), (1,))
 
 
-def _sums(own: Tensor) -> Tensor:
-    """Add up a weight's words in ``SUMS`` parts; the few that are left over stay as they are.
+def _sample_of(weight: Tensor) -> Tensor:
+    """Return a view of some of a weight's bytes."""
+    numbers = _bytes(weight).view(-1, weight.itemsize)
+    return numbers[:: max(1, len(numbers) // SAMPLES), 0]
 
-    A weight whose memory does not consist of whole words, a tiny one, is returned as it is.
-    """
-    if own.storage_offset() % WORD or len(own) % WORD:
-        return own
-    words = own.view(torch.int64)
-    each = len(words) // SUMS
-    return torch.cat((words[: each * SUMS].view(SUMS, each).sum(1), words[each * SUMS :]))
+
+def _sum(weight: Tensor) -> Tensor:
+    """Add up a weight's words, or bytes where its memory does not consist of whole words."""
+    own = _bytes(weight)
+    is_whole = not (own.storage_offset() % WORD or len(own) % WORD)
+    return (own.view(torch.int64) if is_whole else own).sum()
+
+
+def _numbers(values: Tensor) -> bytes:
+    return values.cpu().numpy().tobytes()

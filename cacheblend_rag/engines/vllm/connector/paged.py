@@ -103,7 +103,7 @@ class PagedAttention:
         self._metadata = Metadata(cache, self._table)
         self._rooms: dict[torch.dtype, Tensor] = {}
         self._written = NOTHING
-        self._parts: dict[int, tuple[Rows, Rows, Rows]] = {}
+        self._parts: dict[Rows, tuple[Rows, Rows]] = {}
 
     def __call__(self, call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
         native, dense = self._split(rows)
@@ -117,12 +117,11 @@ class PagedAttention:
 
     def _split(self, rows: Rows) -> tuple[Rows, Rows]:
         """Return the rows that attend natively, and the others."""
-        if id(rows) not in self._parts:
+        if rows not in self._parts:
             is_native = rows.is_run or self.cache.is_fast_for_scattered_rows
             count = len(rows) if is_native else int(np.searchsorted(rows.host, self.exact))
-            parts = rows.part(0, count), rows.part(count, len(rows))
-            self._parts[id(rows)] = (rows, *parts)  # rows too, or their id may be others' later
-        return self._parts[id(rows)][1:]
+            self._parts[rows] = rows.part(0, count), rows.part(count, len(rows))
+        return self._parts[rows]
 
     def _natively(self, call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
         layer, room = self.cache.attention[call.layer], self._filled(call.layer, fused, rows)
@@ -162,7 +161,7 @@ class Metadata:
 
     def __init__(self, cache: PagedCache, table: BlockTable) -> None:
         self._cache, self._table = cache, table
-        self._batches: dict[int, tuple[Rows, list[tuple[slice, CommonAttentionMetadata]]]] = {}
+        self._batches: dict[Rows, list[tuple[slice, CommonAttentionMetadata]]] = {}
         self._built: dict[int, tuple[CommonAttentionMetadata, Any]] = {}
 
     def of(self, layer: int, rows: Rows) -> Iterator[tuple[slice, Any]]:
@@ -172,14 +171,15 @@ class Metadata:
 
     def batches(self, rows: Rows) -> list[tuple[slice, CommonAttentionMetadata]]:
         """Return vLLM's common metadata for parts of rows, each a batch of sequences."""
-        if id(rows) not in self._batches:
+        if rows not in self._batches:
             edges = _edges(rows.host)
             most = int(min(len(edges), self._cache.most_runs))
             starts = range(0, len(edges) - 1, most)
             parts = [edges[start : start + most + 1] for start in starts]
-            made = [(slice(int(p[0]), int(p[-1])), self._batch(rows, p)) for p in parts]
-            self._batches[id(rows)] = (rows, made)  # rows too, or their id may be others' later
-        return self._batches[id(rows)][1]
+            self._batches[rows] = [
+                (slice(int(part[0]), int(part[-1])), self._batch(rows, part)) for part in parts
+            ]
+        return self._batches[rows]
 
     def _batch(self, rows: Rows, edges: Positions) -> CommonAttentionMetadata:
         device = self._cache.device

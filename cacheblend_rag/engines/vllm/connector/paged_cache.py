@@ -187,13 +187,13 @@ def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> Pag
         if not set(stack.names) & set(group.layer_names):
             raise UnsupportedModelError("a KV cache group has none of the model's attention layers")
         kinds = layers_by_spec(group)
-        specs = [spec for spec, _ in kinds]
+        specs = list(kinds)
         block_size = specs[0].block_size
         sizing = (block_size, [backend] * len(specs), specs)
         taken = len(signature(select_common_block_size).parameters)  # vLLM 0.31 takes no specs
         size = select_common_block_size(*sizing[:taken])
         sizes.add(size)
-        for spec, names in kinds:
+        for spec, names in kinds.items():
             builder = backend.get_builder_cls()(
                 spec.copy_with_new_block_size(size), names, vllm_config, device
             )

@@ -17,7 +17,7 @@ from triton import knobs
 
 from cacheblend_rag import BlendConfig, Generation
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, PREFIX
+from cacheblend_rag.engines.vllm.connector.metrics import METRICS, PREFIX
 from cacheblend_rag.engines.vllm.connector.trial import Compilations
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
@@ -214,7 +214,8 @@ def counted() -> dict[str, float]:
             for sample in metric.samples
             if sample.name == f"{PREFIX}{name}_total"
         )
-        for name in COUNTERS
+        for name, metric in METRICS.items()
+        if not metric.buckets
     }
 
 
