@@ -36,7 +36,7 @@ from cacheblend_rag.api.document_models import (
 from cacheblend_rag.api.errors import OneLineRoute
 from cacheblend_rag.api.gate import EngineOf, EngineWork
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.vllm.middleware.tenants import STORERS_PATH
+from cacheblend_rag.engines.vllm.middleware.keys import STORERS_PATH
 from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.rag.document_windows import AnalysisPlan, cut_document

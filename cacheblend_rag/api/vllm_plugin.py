@@ -23,7 +23,7 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import OwnClient
 from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE, GRANT
-from cacheblend_rag.engines.vllm.middleware.tenants import Grant
+from cacheblend_rag.engines.vllm.middleware.keys import Grant
 from cacheblend_rag.engines.vllm.namespaces import are_told_apart
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.settings import LeadInConfig

@@ -15,15 +15,13 @@ import typer
 
 from cacheblend_rag.cli import asking, options, output, serve_here
 from cacheblend_rag.engines.vllm import serve
-from cacheblend_rag.engines.vllm.middleware.access import (
+from cacheblend_rag.engines.vllm.middleware.bodies import MAX_BODY_MIB
+from cacheblend_rag.engines.vllm.middleware.hosts import check_host, is_loopback
+from cacheblend_rag.engines.vllm.middleware.keys import (
+    DEFAULT_NAMESPACE,
     KEY_VARIABLE,
-    MAX_BODY_MIB,
     STORE_KEY_VARIABLE,
     has_storers,
-)
-from cacheblend_rag.engines.vllm.middleware.hosts import check_host, is_loopback
-from cacheblend_rag.engines.vllm.middleware.tenants import (
-    DEFAULT_NAMESPACE,
     new_entry,
     read_tenants,
 )

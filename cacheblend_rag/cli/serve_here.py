@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.cli import asking, output
 from cacheblend_rag.engines.vllm import serve
-from cacheblend_rag.engines.vllm.middleware.access import BODY_VARIABLE, KEY_VARIABLE
+from cacheblend_rag.engines.vllm.middleware.bodies import BODY_VARIABLE
 from cacheblend_rag.engines.vllm.middleware.hosts import HOSTS_VARIABLE, is_loopback
+from cacheblend_rag.engines.vllm.middleware.keys import KEY_VARIABLE
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import public_name
 from cacheblend_rag.rag import checks

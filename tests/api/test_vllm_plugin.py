@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from cacheblend_rag.api import vllm_plugin
 from cacheblend_rag.api.vllm_plugin import DocumentsPlugin
 from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE, GRANT
-from cacheblend_rag.engines.vllm.middleware.tenants import Grant
+from cacheblend_rag.engines.vllm.middleware.keys import Grant
 from cacheblend_rag.engines.vllm.namespaces import TENANTS_VARIABLE
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import namespace_id

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.middleware.access import MIDDLEWARE
+from cacheblend_rag.engines.vllm.serve import MIDDLEWARE
 
 FOLDER = Path(__file__).parents[2] / "examples" / "distributed"
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
 from cacheblend_rag.engines.structured import ONE_LINE
-from cacheblend_rag.engines.vllm.middleware.access import MIDDLEWARE
 from cacheblend_rag.engines.vllm.namespaces import TENANTS_VARIABLE
 from cacheblend_rag.engines.vllm.versions import (
     check_allocator,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 
 SERVER = "vllm.entrypoints.openai.api_server"
+MIDDLEWARE = "cacheblend_rag.engines.vllm.middleware.access.AccessMiddleware"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 PLUGIN = "cacheblend"
 PLUGIN_GROUPS = (
@@ -50,7 +50,7 @@ PLUGIN_GROUPS = (
 KV_FLAG = "--kv-transfer-config"
 NO_STATS = "--disable-log-stats"
 DATA_PARALLEL_FLAGS = ("--data-parallel-size", "-dp")
-MEMORY_FLAGS = ("--gpu-memory-utilization",)
+MEMORY_FLAG = "--gpu-memory-utilization"
 USAGE_FLAGS = ("--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details")
 """Whether responses tell how many tokens of a prompt were reused (``cached_tokens``)."""
 FORMS_FLAG = "--structured-outputs-config"
@@ -82,35 +82,35 @@ def server_command(
     Raises MissingExtraError without vLLM, EngineUnavailableError when it is too old, ConfigError
     when the flags bring a KV connector of their own, or vLLM would start with none.
     """
+    check_version(installed_version())
+    return [
+        *(sys.executable, "-m", SERVER, "--model", str(model)),
+        *("--served-model-name", served_name or public_name(str(model))),
+        *("--host", host, "--port", str(port)),
+        *([] if NO_STATS in flags else ["--enable-per-request-metrics"]),
+        *(_blending_flags(settings, flags) if connector else []),
+        *flags,
+    ]
+
+
+def _blending_flags(settings: ConnectorSettings | None, flags: Sequence[str]) -> Iterator[str]:
+    """Yield the flags of a server that blends, but for those that are given."""
     from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 
-    check_version(installed_version())
-    if connector and flag_value(flags, (KV_FLAG,)) is not None:
+    if flag_value(flags, (KV_FLAG,)) is not None:
         raise ConfigError(f"{KV_FLAG} is set by cacheblend-rag: leave it out, or use vllm serve")
-    if connector:
-        check_allocator(has_own_pool=has_flag(flags, POOL_FLAGS))
+    check_allocator(has_own_pool=has_flag(flags, POOL_FLAGS))
     replicas = flag_value(flags, DATA_PARALLEL_FLAGS) or "1"
     if not replicas.isdigit() or int(replicas) < 1:
         raise ConfigError(f"{DATA_PARALLEL_FLAGS[0]}={replicas!r} must be a number of at least 1")
     settings = (settings or ConnectorSettings()).with_changes(replicas=int(replicas))
-    told = json.dumps(settings.to_transfer_config())
-    transfer = [KV_FLAG, told, "--middleware", MIDDLEWARE] if connector else []
-    own = connector and not flag_value(flags, MEMORY_FLAGS)
-    memory = [MEMORY_FLAGS[0], str(memory_share())] if own else []
-    usage = [USAGE_FLAGS[0]] if connector and not has_flag(flags, USAGE_FLAGS) else []
-    forms = [] if flag_value(flags, (FORMS_FLAG,)) else [FORMS_FLAG, json.dumps(ONE_LINE)]
-    timings = [] if NO_STATS in flags else ["--enable-per-request-metrics"]
-    served_name = served_name or public_name(str(model))
-    return [
-        *(sys.executable, "-m", SERVER, "--model", str(model)),
-        *("--served-model-name", served_name, "--host", host, "--port", str(port)),
-        *transfer,
-        *memory,
-        *usage,
-        *timings,
-        *(forms if connector else []),
-        *flags,
-    ]
+    yield from (KV_FLAG, json.dumps(settings.to_transfer_config()), "--middleware", MIDDLEWARE)
+    if not flag_value(flags, (MEMORY_FLAG,)):
+        yield from (MEMORY_FLAG, str(memory_share()))
+    if not has_flag(flags, USAGE_FLAGS):
+        yield USAGE_FLAGS[0]
+    if not flag_value(flags, (FORMS_FLAG,)):
+        yield from (FORMS_FLAG, json.dumps(ONE_LINE))
 
 
 def server_environment(tenants: Path | None = None) -> dict[str, str]:
@@ -180,12 +180,11 @@ class RunningServer:
     process: subprocess.Popen[bytes]
     log: Path
 
-    def stop(self, *, at_once: bool = False) -> None:
-        """End the server and all its workers; ``at_once`` kills them without cleanup."""
-        if not at_once:
-            self._signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_SECONDS)
+    def stop(self) -> None:
+        """End the server and all its workers."""
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_SECONDS)
         self._signal(signal.SIGKILL)
         self.process.wait()
 
@@ -256,16 +255,14 @@ def running_server(
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
     """Turn SIGTERM into SystemExit, so that blocks are left and a started server is stopped."""
-    if (
-        current_thread() is not main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        yield
-        return
 
     def leave(number: int, _frame: Any) -> None:
         raise SystemExit(128 + number)
 
+    its_own = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    if its_own or current_thread() is not main_thread():
+        yield
+        return
     signal.signal(signal.SIGTERM, leave)
     try:
         yield

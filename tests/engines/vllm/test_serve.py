@@ -12,7 +12,6 @@ import pytest
 
 from cacheblend_rag.engines.vllm import serve, versions
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.middleware import access
 from cacheblend_rag.engines.vllm.serve import running_server, server_command
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, MissingExtraError
 
@@ -42,7 +41,7 @@ def test_options_reach_the_connector_and_flags_vllm() -> None:
     assert settings(command)["namespace"] == "a"
     plain = server_command("org/model", connector=False)
     assert "--kv-transfer-config" not in plain
-    assert command[command.index("--middleware") + 1] == access.MIDDLEWARE
+    assert command[command.index("--middleware") + 1] == serve.MIDDLEWARE
 
 
 @pytest.mark.parametrize(

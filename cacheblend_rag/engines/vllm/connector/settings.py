@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
-from cacheblend_rag.engines.vllm.middleware.access import has_storers
+from cacheblend_rag.engines.vllm.middleware.keys import has_storers
 from cacheblend_rag.settings import StoreConfig, names_of
 from cacheblend_rag.settings.base import Positive, Ratio, Settings
 from cacheblend_rag.settings.engine import Namespace

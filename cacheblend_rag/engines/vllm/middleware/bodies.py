@@ -1,19 +1,36 @@
-"""Limits of a request's JSON body, checked before it is parsed: depth, values, valid text."""
+"""Limits of a request's body, checked before it is parsed: length, depth, values, valid text."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 from collections.abc import Iterable
+from contextlib import AsyncExitStack
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import PydanticKnownError, SchemaValidator
 
+from cacheblend_rag.engines.vllm.middleware.keys import lacks_store_key
 from cacheblend_rag.engines.vllm.refused import ApiError
+from cacheblend_rag.errors import ConfigError
 
+if TYPE_CHECKING:
+    from starlette.datastructures import Headers
+    from starlette.types import Message, Receive
+
+BODY_VARIABLE = "CACHEBLEND_MAX_BODY_MIB"
+MAX_BODY_MIB = 16
+"""A question of a million tokens, sent as token ids, takes about 7."""
+BODY_SECONDS = 60.0
 LARGE_BYTES = 1 << 20
 """Longer bodies are read off the event loop."""
+MOST_LARGE = 8
+"""So many requests with bodies over LARGE_BYTES are held at a time; further ones are refused."""
+THROWN_AWAY = 4
+"""So many times the longest body is taken of one that is longer, at most."""
 MAX_DEPTH = 64
 MOST_VALUES = 1 << 16
 """Entries of a body's lists and maps, all together, besides token ids."""
@@ -32,6 +49,83 @@ _UNPAIRED = re.compile(
 _CONTAINERS = (dict, list)
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKET = bytes(byte for byte in range(256) if byte not in b"[]{}")
+
+
+class BodyReader:
+    """Reads bodies up to a length, a few large ones at a time.
+
+    Raises ConfigError when CACHEBLEND_MAX_BODY_MIB is no positive number.
+    """
+
+    def __init__(self) -> None:
+        given = os.environ.get(BODY_VARIABLE, str(MAX_BODY_MIB))
+        if not given.isdecimal() or int(given) < 1:
+            raise ConfigError(f"{BODY_VARIABLE}={given!r} must be a number of at least 1")
+        self._longest = int(given) << 20
+        self._large = asyncio.Semaphore(MOST_LARGE)
+
+    async def read(
+        self, headers: Headers, receive: Receive, held: AsyncExitStack
+    ) -> tuple[bytes, Message | None]:
+        """Return a body, or the event that ended it too early; raises ApiError for a bad one.
+
+        held: frees the body's place among the large ones. After a body that is too long, some more
+        is read and discarded: a client that is still sending would not read the answer.
+        """
+        if any(one.strip().lower() != "identity" for one in headers.getlist("content-encoding")):
+            raise ApiError(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                "the body is compressed (Content-Encoding): send it as it is",
+            )
+        body, size, more = bytearray(), 0, True
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while more and size <= THROWN_AWAY * self._longest:
+                    event = await receive()
+                    if event["type"] != "http.request":
+                        return b"", event
+                    part = event.get("body", b"")
+                    if size <= LARGE_BYTES < size + len(part):
+                        await self._take_place(held)
+                    size, more = size + len(part), event.get("more_body", False)
+                    body += part
+                    if size > self._longest:
+                        body.clear()
+        except TimeoutError:
+            raise ApiError(
+                HTTPStatus.REQUEST_TIMEOUT, f"the body took longer than {BODY_SECONDS:.0f} s"
+            ) from None
+        if size > self._longest:
+            raise ApiError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the body is longer than {self._longest >> 20} MiB ({BODY_VARIABLE})",
+            )
+        return bytes(body), None
+
+    async def _take_place(self, held: AsyncExitStack) -> None:
+        if self._large.locked():
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"{MOST_LARGE} bodies over {LARGE_BYTES >> 20} MiB are being read: try again later",
+            )
+        await held.enter_async_context(self._large)
+
+
+async def check_body(body: bytes, *, may_change: bool) -> None:
+    """Raise ApiError for a body that is dangerous, or changes the store without the key for it.
+
+    A large one is checked in a thread.
+    """
+
+    def check() -> None:
+        check_json(body)
+        if not may_change and body and (kind := order_in(body)):
+            raise lacks_store_key(kind)
+
+    if len(body) > LARGE_BYTES:
+        await asyncio.to_thread(check)
+    else:
+        check()
 
 
 def check_json(body: bytes) -> None:

@@ -11,9 +11,13 @@ import os
 import re
 from collections.abc import Iterable
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from cacheblend_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starlette.datastructures import Headers
 
 HOSTS_VARIABLE = "CACHEBLEND_ALLOWED_HOSTS"
 """Names of the server beside those of this machine's loopback, separated by commas."""
@@ -38,9 +42,7 @@ def check_host(host: str) -> str:
     return host
 
 
-def refusal(
-    headers: Iterable[tuple[bytes, bytes]], host: str | None, origins: Iterable[str] = ()
-) -> str | None:
+def refusal(headers: Headers, host: str | None, origins: Iterable[str] = ()) -> str | None:
     """Return why a request to a server without a key is refused, None if it is answered.
 
     A request without the headers Host and Origin comes from no browser.
@@ -52,16 +54,13 @@ def refusal(
     """
     names = {name.strip().lower() for name in os.environ.get(HOSTS_VARIABLE, "").split(",")}
     names |= {(host or "").lower()}
-    for header, value in headers:
-        told = value.decode("latin-1")
-        if header == b"host" and not _is_known(_name_of(f"//{told}"), names):
-            what, name = f"the host {told!r:.100} is not known here", "this name"
-        elif header == b"origin" and told not in origins and not _is_known(_name_of(told), names):
-            what, name = f"pages of {told!r:.100} may not ask here", "its name"
-        else:
-            continue
-        key = "start the server with a key (VLLM_API_KEY), or with --allowed-host"
-        return f"{what}: {key} and {name}"
+    key = "start the server with a key (VLLM_API_KEY), or with --allowed-host and"
+    for told in headers.getlist("host"):
+        if not _is_known(_name_of(f"//{told}"), names):
+            return f"the host {told!r:.100} is not known here: {key} this name"
+    for told in headers.getlist("origin"):
+        if told not in origins and not _is_known(_name_of(told), names):
+            return f"pages of {told!r:.100} may not ask here: {key} its name"
     return None
 
 

@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
-from cacheblend_rag.engines.vllm.middleware import access
+from cacheblend_rag.engines.vllm.middleware import access, bodies
 from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
 from cacheblend_rag.engines.vllm.middleware.bodies import (
     LARGE_BYTES,
@@ -28,6 +28,7 @@ from cacheblend_rag.engines.vllm.middleware.bodies import (
     order_in,
 )
 from cacheblend_rag.engines.vllm.middleware.hosts import HOSTS_VARIABLE
+from cacheblend_rag.engines.vllm.middleware.keys import KEY_VARIABLE, STORE_KEY_VARIABLE
 from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.errors import ConfigError
 
@@ -99,12 +100,7 @@ class Asked:
 
 @pytest.fixture(autouse=True)
 def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        access.KEY_VARIABLE,
-        access.STORE_KEY_VARIABLE,
-        access.BODY_VARIABLE,
-        HOSTS_VARIABLE,
-    ):
+    for name in (KEY_VARIABLE, STORE_KEY_VARIABLE, bodies.BODY_VARIABLE, HOSTS_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -150,7 +146,7 @@ def test_what_clients_do_is_understood() -> None:
 
 
 def test_a_form_is_read_as_one_where_forms_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(access.STORE_KEY_VARIABLE, STORE)
+    monkeypatch.setenv(STORE_KEY_VARIABLE, STORE)
     form = [(b"content-type", b"multipart/form-data; boundary=x")]
     assert Asked(b"[" * 100, path="/v1/audio/transcriptions", headers=form).status is None
     order = json.dumps(PRECOMPUTE).encode()
@@ -165,7 +161,7 @@ def test_a_body_comes_through_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None
     asked = Asked(pieces)
     assert asked.body == b"".join(pieces)
     assert asked.after == {"type": "http.disconnect"}, "what comes after it, too"
-    monkeypatch.setenv(access.BODY_VARIABLE, "1")
+    monkeypatch.setenv(bodies.BODY_VARIABLE, "1")
     long = Asked(b" " * (1 << 19) for _ in range(3))
     assert (long.status, long.said) == (
         413,
@@ -179,7 +175,7 @@ def test_a_client_that_leaves_is_not_waited_for() -> None:
 
 
 def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access, "BODY_SECONDS", 0.01)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.01)
 
     async def wait(self: Asked) -> None:
         await asyncio.sleep(60)
@@ -193,14 +189,14 @@ def test_who_sends_too_much_is_heard_out_within_bounds(
     monkeypatch: pytest.MonkeyPatch, pieces: int, left: int
 ) -> None:
     """While a client is sending, a connection that is closed takes the answer with it."""
-    monkeypatch.setenv(access.BODY_VARIABLE, "1")
+    monkeypatch.setenv(bodies.BODY_VARIABLE, "1")
     asked = Asked([bytes(1 << 20)] * pieces)
     assert (asked.status, len(asked._events)) == (413, left)
 
 
 @pytest.mark.parametrize("given", ["0", "many", "-1", "1.5", ""])
 def test_a_limit_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    monkeypatch.setenv(access.BODY_VARIABLE, given)
+    monkeypatch.setenv(bodies.BODY_VARIABLE, given)
     with pytest.raises(ConfigError, match="CACHEBLEND_MAX_BODY_MIB="):
         Asked()
 
@@ -314,7 +310,7 @@ def test_only_so_many_large_bodies_are_held_at_a_time() -> None:
             await free.wait()
 
         door, sent = AccessMiddleware(application), list[Any]()
-        most, large = access.MOST_LARGE, LARGE_BYTES + 1
+        most, large = bodies.MOST_LARGE, LARGE_BYTES + 1
         held = [asyncio.create_task(ask(door, large, sent)) for _ in range(most)]
         while reached < most:
             await asyncio.sleep(0.01)

@@ -11,7 +11,14 @@ import pytest
 
 from cacheblend_rag.engines.vllm.middleware import access
 from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
-from cacheblend_rag.engines.vllm.middleware.tenants import Grant, hash_of, new_entry, read_tenants
+from cacheblend_rag.engines.vllm.middleware.keys import (
+    KEY_VARIABLE,
+    STORE_KEY_VARIABLE,
+    Grant,
+    hash_of,
+    new_entry,
+    read_tenants,
+)
 from cacheblend_rag.engines.vllm.namespaces import (
     FIELD,
     TENANTS_VARIABLE,
@@ -167,8 +174,8 @@ def tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A server's file of tenants, with its own keys beside it."""
     path = written(tmp_path)
     monkeypatch.setenv(TENANTS_VARIABLE, str(path))
-    monkeypatch.setenv(access.STORE_KEY_VARIABLE, OWN_STORE)
-    monkeypatch.delenv(access.KEY_VARIABLE, raising=False)
+    monkeypatch.setenv(STORE_KEY_VARIABLE, OWN_STORE)
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
     return path
 
 
@@ -186,7 +193,7 @@ def test_the_key_decides_the_namespace(kind: str) -> None:
 def test_without_own_keys_nobody_has_the_namespace_default(
     tenants: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(access.STORE_KEY_VARIABLE)
+    monkeypatch.delenv(STORE_KEY_VARIABLE)
     for wrong in (None, "", OWN, OWN_STORE):
         assert Asked(CHAT, wrong, keys=()).status == 401
     tenants.write_text(f'[acme]\nask = "{hashed("x")}"')
@@ -212,7 +219,7 @@ def test_a_vllm_that_cannot_carry_namespaces_serves_no_tenant(
 
 
 def test_without_tenants_nothing_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (TENANTS_VARIABLE, access.STORE_KEY_VARIABLE):
+    for name in (TENANTS_VARIABLE, STORE_KEY_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     asked = Asked(CHAT, OWN)
     assert asked.namespaces == {None}

@@ -1,7 +1,8 @@
-"""The tenants of a server: which namespace a key belongs to, by a file of the keys' hashes.
+"""The keys of a server: which namespace a key belongs to, and which paths it reaches.
 
-The file is TOML, a table for each namespace, with the SHA-256 of the key with which its clients ask
-and of the one with which they store; a list holds several, while keys are replaced::
+Beside the server's own keys, tenants have theirs, by a file of their hashes. It is TOML, a table
+for each namespace, with the SHA-256 of the key with which its clients ask and of the one with which
+they store; a list holds several, while keys are replaced::
 
     [acme]
     ask = "2bb80d53..."
@@ -13,18 +14,23 @@ A hash is of a random key (``new_entry``): nobody can find the key from it.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
+import os
 import re
 import secrets
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.options import check_namespace
+from cacheblend_rag.engines.vllm.namespaces import TENANTS_VARIABLE
+from cacheblend_rag.engines.vllm.refused import ApiError
+from cacheblend_rag.errors import ConfigError, first_line
 
+KEY_VARIABLE = "VLLM_API_KEY"
+STORE_KEY_VARIABLE = "CACHEBLEND_STORE_KEY"
 DEFAULT_NAMESPACE = "default"
 """Of the server's own keys."""
 LONGEST_NAME = 200
@@ -38,22 +44,9 @@ A tenant's grant is for its own namespace."""
 RELEASES = f"{STORERS_PATH}/release"
 """It frees the memory of all tenants, so it is the server's own keys'."""
 OPEN_TO_TENANTS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/models",
-    STORERS_PATH,
-    "/inference/v1/generate",
-    "/tokenize",
-    "/detokenize",
-    "/invocations",
-    "/version",
-    "/ping",
-    "/health",
-    "/docs",
-    "/redoc",
-    "/openapi.json",
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/models"),
+    *("/inference/v1/generate", "/tokenize", "/detokenize", "/invocations", STORERS_PATH),
+    *("/version", "/ping", "/health", "/docs", "/redoc", "/openapi.json"),
 )
 """Paths that a tenant may ask, with what is below them. All others are the server's own keys':
 metrics and load tell what other tenants do, and the rest changes the server for all."""
@@ -72,6 +65,50 @@ class Grant:
             return True
         is_open = any(path == one or path.startswith(f"{one}/") for one in OPEN_TO_TENANTS)
         return is_open and path != RELEASES
+
+
+class ServerKeys:
+    """The keys that a server was started with, by its environment.
+
+    Raises ConfigError when the file of tenants is wrong.
+
+    Attributes:
+        asking_key: of whoever asks; "" for none.
+        store_key: of who may change the store, too; without one, all may who ask.
+        tenants: what each tenant's key allows, by its hash; None without a file.
+    """
+
+    def __init__(self) -> None:
+        self.asking_key = os.environ.get(KEY_VARIABLE, "")
+        self.store_key = os.environ.get(STORE_KEY_VARIABLE, "")
+        path = os.environ.get(TENANTS_VARIABLE)
+        own = filter(None, (self.asking_key, self.store_key))
+        self.tenants = read_tenants(Path(path), own) if path else None
+
+    def grant(self, given: bytes, asking_keys: Iterable[str]) -> Grant | None:
+        """Return what a key allows, None if it is none; asking_keys: of the namespace default."""
+        if self.store_key and _is_one_of(given, [self.store_key]):
+            return Grant(DEFAULT_NAMESPACE, may_change=True)
+        if _is_one_of(given, asking_keys):
+            return Grant(DEFAULT_NAMESPACE, may_change=not self.store_key)
+        return (self.tenants or {}).get(hash_of(given))
+
+
+def has_storers() -> bool:
+    """Whether a key tells those who may store from those who may only ask."""
+    return bool(os.environ.get(STORE_KEY_VARIABLE))
+
+
+def lacks_store_key(what: str) -> ApiError:
+    """Return the error for a request that needs the store key; what: it would do."""
+    return ApiError(
+        HTTPStatus.FORBIDDEN, f"to {what}, the key in the server's {STORE_KEY_VARIABLE} is needed"
+    )
+
+
+def _is_one_of(given: bytes, keys: Iterable[str]) -> bool:
+    """Compare in constant time."""
+    return any(tuple(hmac.compare_digest(given, key.encode()) for key in keys))
 
 
 def hash_of(key: bytes) -> str:
@@ -100,35 +137,27 @@ def read_tenants(path: Path, taken: Iterable[str] = ()) -> Mapping[str, Grant]:
 
 def _entries(path: Path) -> Iterator[tuple[str, str, Grant]]:
     """Yield the field, the hash and the grant of each key."""
-    for namespace, table in _tables(path).items():
-        _check_name(path, namespace)
-        shown = json.dumps(namespace)
-        if not isinstance(table, dict) or not table or table.keys() - _MAY_CHANGE.keys():
-            raise ConfigError(
-                f"{path}: [{shown}] must have ask = and store = (`serve --new-key NAME`)"
-            )
-        for name, value in table.items():
-            for known in value if isinstance(value, list) else [value]:
-                if not isinstance(known, str) or not _HASH.fullmatch(known.lower()):
-                    raise ConfigError(
-                        f"{path}: {name} of [{shown}] must be the SHA-256 of a key, 64 hex digits "
-                        "(`serve --new-key NAME`)"
-                    )
-                yield f"{name} of [{shown}]", known.lower(), Grant(namespace, _MAY_CHANGE[name])
-
-
-def _tables(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        tables = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        line = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{path} is not TOML: {line:.200}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {first_line(error):.200}") from error
+    for namespace, table in tables.items():
+        _check_name(path, namespace)
+        shown, make = json.dumps(namespace), "(`serve --new-key NAME`)"
+        if not isinstance(table, dict) or not table or table.keys() - _MAY_CHANGE.keys():
+            raise ConfigError(f"{path}: [{shown}] must have ask = and store = {make}")
+        for name, value in table.items():
+            field = f"{name} of [{shown}]"
+            for known in value if isinstance(value, list) else [value]:
+                if not isinstance(known, str) or not _HASH.fullmatch(known.lower()):
+                    told = f"{field} must be the SHA-256 of a key, 64 hex digits {make}"
+                    raise ConfigError(f"{path}: {told}")
+                yield field, known.lower(), Grant(namespace, _MAY_CHANGE[name])
 
 
 def _check_name(path: Path, namespace: str) -> None:
-    check_namespace(namespace)
     if not namespace.strip() or not namespace.isprintable() or len(namespace) > LONGEST_NAME:
         raise ConfigError(
             f"{path}: the namespace {namespace[:LONGEST_NAME]!r} must be of 1 to {LONGEST_NAME} "
