@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import SamplingParams, TransformersEngine
-from cacheblend_rag.engines.model_files import generation_values, repaired_generation_config
+from cacheblend_rag.engines.model_files import generation_values
 from tests.models import QWEN_SAMPLING, make_tokenizer, save_model
 
 
@@ -30,9 +30,8 @@ def write(folder: Path, content: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ({**QWEN_SAMPLING, "max_new_tokens": -1}, "max_new_tokens"),
         ({**QWEN_SAMPLING, "watermarking_config": "x"}, "watermarking_config"),
-        ({"early_stopping": "x", **QWEN_SAMPLING, "cache_implementation": "y"}, "early_stopping, "),
+        ({"early_stopping": "x", **QWEN_SAMPLING, "max_new_tokens": -1}, None),
         ({**QWEN_SAMPLING, "min_p": "small"}, "min_p='small' must be a valid number"),
         ({**QWEN_SAMPLING, "eos_token_id": [[1]]}, None),
     ],
@@ -66,7 +65,7 @@ def test_a_file_that_holds_no_object_is_ignored(
     engine.close()
 
 
-def test_a_file_that_is_only_on_the_hub_yet_is_repaired_as_well(
+def test_a_file_that_is_only_on_the_hub_yet_is_fetched_for_a_model_that_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server's own settings are read from this machine alone."""
@@ -78,7 +77,7 @@ def test_a_file_that_is_only_on_the_hub_yet_is_repaired_as_well(
 
     monkeypatch.setattr("transformers.utils.cached_file", on_the_hub)
     write(folder, {**QWEN_SAMPLING, "max_new_tokens": -1})
-    repaired = repaired_generation_config(folder)
-    assert repaired is not None
-    assert repaired.top_k == QWEN_SAMPLING["top_k"]
-    assert generation_values(folder) == {}
+    found = generation_values(folder, local_only=False)
+    assert found is not None
+    assert found["top_k"] == QWEN_SAMPLING["top_k"]
+    assert generation_values(folder) is None

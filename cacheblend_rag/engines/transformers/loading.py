@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from cacheblend_rag.engines.model_files import (
-    REFUSED,
+    generation_values,
     load_tokenizer,
-    repaired_generation_config,
     unloaded,
     whole_config,
 )
@@ -26,6 +25,11 @@ from cacheblend_rag.models import resolve
 
 logger = logging.getLogger(__name__)
 
+LOAD_ERRORS = (
+    *(OSError, KeyError, ImportError, RuntimeError),
+    *(AttributeError, TypeError, ValueError),
+)
+"""What transformers raises for a model that it cannot load."""
 COMPILED_MODULE = "_orig_mod"
 COMPILED_FUNCTION = "_torchdynamo_orig_callable"
 
@@ -76,17 +80,20 @@ def load_model(
     unknown ``dtype``.
     """
     precision = pick_dtype(dtype, device)
-    source = resolve(name)
+    source, values = resolve(name), generation_values(name, local_only=False)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=precision,
             use_safetensors=True,
-            generation_config=repaired_generation_config(name),
+            generation_config=None if values is None else GenerationConfig(),
         )
-    except (OSError, KeyError, ImportError, RuntimeError, *REFUSED) as error:
+    except LOAD_ERRORS as error:
         raise ModelLoadError(f"{unloaded('model', name)}: {first_line(error)}") from error
-    return prepare(model.to(device))
+    prepared = prepare(model.to(device))
+    # Unchecked: transformers refuses the whole file for one value, which answers may not need.
+    vars(prepared.generation_config).update(values or {})
+    return prepared
 
 
 def checkpoint_dtype(name: str | Path) -> torch.dtype | None:

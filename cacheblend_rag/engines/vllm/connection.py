@@ -12,7 +12,7 @@ from typing import Any
 from cacheblend_rag.engines.answer import RawLogprob
 from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.model_files import generation_values, load_tokenizer
-from cacheblend_rag.engines.structured import StructuredOutputs, form_refused
+from cacheblend_rag.engines.structured import StructuredOutputs
 from cacheblend_rag.engines.vllm.protocol.result import Late, params_of
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import (
@@ -188,7 +188,7 @@ class VLLMServer(Transport):
 
     def generation_values(self) -> Mapping[str, Any]:
         """Return the fields of the generation_config that is beside the tokenizer."""
-        return generation_values(self._model or self._served.source)
+        return generation_values(self._model or self._served.source) or {}
 
     async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
         """Answer a request in one piece, or piece by piece.
@@ -225,7 +225,7 @@ class VLLMServer(Transport):
         except self._openai.BadRequestError as error:
             if form is None:
                 raise self._failure(error) from None
-            raise form_refused(form, _first_line(error.message)) from None
+            raise form.refused(_first_line(error.message)) from None
         except Exception as error:
             raise self._failure(error) from None  # whose frames hold the key
 
