@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -175,22 +174,14 @@ class ChoicesBody(Body):
         given["max_tokens"] = given.get("max_tokens") or self.max_tokens
         return super().sampling(stop=stops, top_k=top_k, structured_outputs=self._form(), **given)
 
-    def _form(self) -> StructuredOutputs | None:
+    def _form(self) -> StructuredOutputs | dict[str, Any] | None:
         """Return the form that an answer must have, None for free text."""
         asked, given = self.response_format, self.structured_outputs
-        if asked is not None and asked.type != "text":
-            if given is not None:
-                raise bad_field("structured_outputs", "and response_format exclude each other")
-            return StructuredOutputs.of_response_format(asked.model_dump(by_alias=True))
-        if given is None:
-            return None
-        names = [field.name for field in fields(StructuredOutputs)]
-        if unknown := given.keys() - set(names):
-            raise bad_field(
-                f"structured_outputs.{min(unknown):.40}",
-                f"is unknown: give one of {', '.join(names)}",
-            )
-        return StructuredOutputs(**given)
+        if asked is None or asked.type == "text":
+            return given
+        if given is not None:
+            raise bad_field("structured_outputs", "and response_format exclude each other")
+        return StructuredOutputs.of_response_format(asked.model_dump(by_alias=True))
 
 
 def asked_chat(

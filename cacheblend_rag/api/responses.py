@@ -113,8 +113,8 @@ class ResponseRequest(fields.Body):
         if asked.type == "json_schema" and asked.schema_ is None:
             raise bad_field("text.format.schema", "is missing: give a JSON schema")
         named = {"schema": asked.schema_}
-        form = StructuredOutputs.of_response_format({"type": asked.type, "json_schema": named})
-        return form and form.named("text.format")
+        form = {"type": asked.type, "json_schema": named}
+        return StructuredOutputs.of_response_format(form, written_as="text.format")
 
 
 class ResponseForm(Form):

@@ -74,8 +74,10 @@ class SamplingParams(Settings):
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     """Also tell the log-probability of each token of the answer, and of this many of the most
     likely tokens in its place (0 to 20); None tells none."""
-    structured_outputs: StructuredOutputs | None = None
-    """The form that the answer must have; None is free text."""
+    structured_outputs: (
+        Annotated[StructuredOutputs, BeforeValidator(StructuredOutputs.of)] | None
+    ) = None
+    """The form that the answer must have, or a mapping of its fields; None is free text."""
 
     @classmethod
     def greedy(cls, max_tokens: int = 256, **more: Any) -> Self:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self, cast
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
 
 from cacheblend_rag.errors import ConfigError
 
@@ -17,6 +15,7 @@ to the one that it used first, and only xgrammar compiles what its own tool pars
 TOLD_CHARACTERS = 200
 MOST_DEPTH = 64
 """Mappings and lists within one another, as in a body of the server."""
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 @dataclass(frozen=True)
@@ -33,45 +32,54 @@ class StructuredOutputs:
         choice: the answer is one of these texts.
         grammar: a Lark grammar with the rule ``start``.
         json_object: True: any JSON object.
+        written_as: what the client calls the form, for errors.
 
     Raises:
-        ConfigError: when not exactly one is given, or one is malformed.
+        ConfigError: when not exactly one form is given, or it is malformed.
     """
 
-    written_as: ClassVar[str] = "structured_outputs"
-    """What the client called the form, for errors; an object's own, if it was named otherwise."""
     json: Mapping[str, Any] | str | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    written_as: str = field(default="structured_outputs", compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
-        names = [field.name for field in fields(self)]
-        given = [name for name in names if getattr(self, name) is not None]
+        given = self._given()
         if len(given) != 1:
             raise ConfigError(
-                f"structured_outputs needs exactly one of {', '.join(names)}, not "
+                f"structured_outputs needs exactly one of {', '.join(FORMS)}, not "
                 f"{' and '.join(given) or 'none'}"
             )
-        check = {"json": self._check_json, "choice": self._check_choice}.get(given[0])
-        if check is not None:
-            check()
-        elif given[0] == "json_object":
-            if self.json_object is not True:
-                raise ConfigError("structured_outputs.json_object must be true")
-        elif not isinstance(getattr(self, given[0]), str) or not getattr(self, given[0]):
-            raise ConfigError(f"structured_outputs.{given[0]} must be a non-empty string")
+        for name, value in given.items():
+            object.__setattr__(self, name, _checked(name, value))
 
     @classmethod
-    def of_response_format(cls, given: Any) -> Self | None:
+    def of(cls, given: Any) -> Self:
+        """Return a form, or the one whose fields are given; raises ConfigError for all else."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"structured_outputs is a {type(given).__name__}: give StructuredOutputs(...)"
+            )
+        if unknown := next((name for name in given if name not in FORMS), None):
+            raise ConfigError(
+                f"structured_outputs.{unknown!s:.40} is unknown: give one of {', '.join(FORMS)}"
+            )
+        return cls(**given)
+
+    @classmethod
+    def of_response_format(cls, given: Any, *, written_as: str = "response_format") -> Self | None:
         """Return the form that OpenAI's ``response_format`` asks for, None for free text.
 
         Args:
             given: ``{"type": "text"}``, ``{"type": "json_object"}`` or ``{"type": "json_schema",
                 "json_schema": {"schema": ...}}``.
+            written_as: as for the constructor.
 
         Raises:
             ConfigError: when it is none of them.
@@ -80,10 +88,10 @@ class StructuredOutputs:
         if kind == "text":
             return None
         if kind == "json_object":
-            return cls(json_object=True).named("response_format")
+            return cls(json_object=True, written_as=written_as)
         named = given.get("json_schema") if kind == "json_schema" else None
         if isinstance(named, Mapping) and named.get("schema") is not None:
-            return cls(json=named["schema"]).named("response_format")
+            return cls(json=named["schema"], written_as=written_as)
         if kind == "json_schema":
             raise ConfigError("response_format.json_schema.schema is missing: give a JSON schema")
         raise ConfigError(
@@ -91,56 +99,62 @@ class StructuredOutputs:
             "or {'type': 'json_schema', 'json_schema': {'schema': ...}}"
         )
 
-    def named(self, written_as: str) -> Self:
-        """Return the same form, which errors call as the client wrote it."""
-        found = copy(self)
-        object.__setattr__(found, "written_as", written_as)
-        return found
-
     @property
     def is_json(self) -> bool:
         """Whether the answer is JSON."""
         return self.json is not None or self.json_object is not None
-
-    def to_vllm(self) -> dict[str, Any]:
-        """Return the fields of vLLM's own structured outputs."""
-        if self.json is not None:
-            return {"json": self.schema}
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        told = {name: value for name, value in given.items() if value is not None}
-        return {**told, "choice": list(self.choice)} if self.choice is not None else told
 
     @property
     def schema(self) -> Any:
         """The schema of an answer in JSON, with objects closed."""
         return closed({"type": "object"} if self.json is None else json.loads(str(self.json)))
 
-    def _check_json(self) -> None:
-        """Keep the schema as its text, so that equal ones are compared and hashed as equal."""
-        schema: Any = self.json
-        try:
-            found = json.loads(schema) if isinstance(schema, str) else schema
-            if not isinstance(found, Mapping | bool):
-                raise ConfigError("structured_outputs.json must be a JSON schema: a mapping")
-            if is_deep(found):
-                raise ConfigError(f"structured_outputs.json has more than {MOST_DEPTH} levels")
-            text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"structured_outputs.json is not JSON: {error!s:.100}") from error
-        object.__setattr__(self, "json", text)
+    def to_vllm(self) -> dict[str, Any]:
+        """Return the fields of vLLM's own structured outputs."""
+        if self.json is not None:
+            return {"json": self.schema}
+        return {name: list(v) if name == "choice" else v for name, v in self._given().items()}
 
-    def _check_choice(self) -> None:
-        choice = self.choice
-        if isinstance(choice, str) or not isinstance(choice, Sequence) or not choice:
-            raise ConfigError("structured_outputs.choice must be a non-empty list of strings")
-        if not all(isinstance(one, str) and one for one in choice):
-            raise ConfigError("structured_outputs.choice must hold non-empty strings")
-        object.__setattr__(self, "choice", tuple(choice))
+    def refused(self, why: str) -> ConfigError:
+        """Return the error that llguidance, or vLLM, refuses the form."""
+        told = " ".join(why.split())[:TOLD_CHARACTERS]
+        return ConfigError(f"{self.written_as} is refused: {told}")
+
+    def _given(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in FORMS}
+        return {name: value for name, value in values.items() if value is not None}
 
 
-def form_refused(form: StructuredOutputs, why: str) -> ConfigError:
-    """Return the error of a form that llguidance, or vLLM, refuses."""
-    return ConfigError(f"{form.written_as} is refused: {' '.join(why.split())[:TOLD_CHARACTERS]}")
+def _checked(name: str, value: Any) -> Any:
+    """Return the value of a form as it is kept; raises ConfigError for a malformed one."""
+    where = f"structured_outputs.{name}"
+    if name == "json":
+        return _schema_text(value)
+    if name == "choice":
+        if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+            raise ConfigError(f"{where} must be a non-empty list of strings")
+        if not all(isinstance(one, str) and one for one in value):
+            raise ConfigError(f"{where} must hold non-empty strings")
+        return tuple(value)
+    if name == "json_object" and value is not True:
+        raise ConfigError(f"{where} must be true")
+    if name != "json_object" and (not isinstance(value, str) or not value):
+        raise ConfigError(f"{where} must be a non-empty string")
+    return value
+
+
+def _schema_text(schema: Any) -> str:
+    """Return a schema as its text, so that equal ones are compared and hashed as equal."""
+    where = "structured_outputs.json"
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(found, Mapping | bool):
+            raise ConfigError(f"{where} must be a JSON schema: a mapping")
+        if is_deep(found):
+            raise ConfigError(f"{where} has more than {MOST_DEPTH} levels")
+        return schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {error!s:.100}") from error
 
 
 def is_deep(value: Any) -> bool:
@@ -183,14 +197,8 @@ def bounded_schema(schema: Mapping[str, Any], characters: int) -> Any:
 
     characters: of all strings together. Lists have an item for 32 of them, 2 to 16.
     """
-    strings = 0
-
-    def counted(one: Mapping[str, Any]) -> Mapping[str, Any]:
-        nonlocal strings
-        strings += _is_free_string(one)
-        return one
-
-    changed(schema, counted)
+    nodes = (node for node, _ in nodes_in(schema))
+    strings = sum(isinstance(node, Mapping) and _is_free_string(node) for node in nodes)
     most = max(LEAST_CHARACTERS, characters // (strings + 1))
     items = max(LEAST_ITEMS, min(MOST_ITEMS, characters // CHARACTERS_PER_ITEM))
 
@@ -243,67 +251,3 @@ def _types(schema: Mapping[str, Any]) -> Sequence[Any]:
 def _is_free_string(schema: Mapping[str, Any]) -> bool:
     fixed = ("enum", "const", "pattern", "format")
     return "string" in _types(schema) and not any(name in schema for name in fixed)
-
-
-# Bounds: what a compiler of grammars takes in seconds and without harm. llguidance bounds most of
-# its work by itself, but not how long it reads a long grammar, and it allocates memory for all
-# items that an array may have: a single large number would end the process.
-
-LONGEST_FORM = 1 << 18
-"""Characters of a schema or of all choices."""
-LONGEST_GRAMMAR = 1 << 15
-"""Characters of a regular expression, a pattern in a schema, or a grammar."""
-MOST_CHOICES = 4096
-MOST_PROPERTIES = 1000
-"""Properties of one object."""
-LARGEST_COUNT = 4096
-"""The largest minItems or maxItems."""
-MOST_ITEMS_TOGETHER = 50_000
-COUNTS = ("minItems", "maxItems")
-_OTHER_GRAMMARS = re.compile(r"%\s*(?:json|llguidance)\b")
-"""What embeds a schema or another grammar in a Lark grammar, in llguidance only."""
-
-
-def check_bounds(form: StructuredOutputs) -> None:
-    """Raise ConfigError, which names the form as the client wrote it, if it is out of bounds."""
-    if form.json is not None:
-        _check_length(form, str(form.json), LONGEST_FORM)
-        _check_schema_bounds(form, json.loads(str(form.json)))
-    if form.choice is not None:
-        if len(form.choice) > MOST_CHOICES:
-            raise form_refused(form, f"{len(form.choice)} choices are more than {MOST_CHOICES}")
-        _check_length(form, "".join(form.choice), LONGEST_FORM)
-    for text in (form.regex, form.grammar):
-        _check_length(form, text or "", LONGEST_GRAMMAR)
-    if form.grammar is not None and (found := _OTHER_GRAMMARS.search(form.grammar)):
-        raise form_refused(form, f"{found[0]} in a grammar is not supported: give a schema as json")
-
-
-def _check_schema_bounds(form: StructuredOutputs, schema: Any) -> None:
-    together = 0.0
-    for node, _ in nodes_in(schema):
-        if not isinstance(node, Mapping):
-            continue
-        for name in COUNTS:
-            count = node.get(name)
-            if isinstance(count, int | float) and not isinstance(count, bool):
-                if count > LARGEST_COUNT:
-                    why = f"{name}={count:g} is more than {LARGEST_COUNT}: lower it"
-                    raise form_refused(form, why)
-                together += count
-        properties, patterns = node.get("properties"), node.get("patternProperties")
-        if isinstance(properties, Mapping) and len(properties) > MOST_PROPERTIES:
-            why = f"an object has more than {MOST_PROPERTIES} properties: split it"
-            raise form_refused(form, why)
-        for pattern in (node.get("pattern"), *(patterns if isinstance(patterns, Mapping) else ())):
-            if isinstance(pattern, str):
-                _check_length(form, pattern, LONGEST_GRAMMAR)
-    if together > MOST_ITEMS_TOGETHER:
-        raise form_refused(
-            form, f"minItems and maxItems are more than {MOST_ITEMS_TOGETHER} together: lower them"
-        )
-
-
-def _check_length(form: StructuredOutputs, text: str, most: int) -> None:
-    if len(text) > most:
-        raise form_refused(form, f"{len(text)} characters are more than {most}: shorten it")

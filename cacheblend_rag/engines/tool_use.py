@@ -70,8 +70,14 @@ class ToolUse:
 
         is_json: whether it was held to JSON, so that calls are plain JSON, too.
         """
-        content, calls = self._found(text, token_ids, is_json=is_json)
-        return (content, calls if self.chat.parallel_tool_calls else calls[:1])
+        if not is_json and self._hides_an_opening(token_ids):
+            whole = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+            content, calls = find_calls(whole, self._known)
+        else:
+            content, calls = find_calls(text, self._known, is_json=is_json)
+        if not calls:
+            return text, ()
+        return content, calls if self.chat.parallel_tool_calls else calls[:1]
 
     def content_stream(self, *, is_json: bool) -> ContentStream:
         """Return what tells the answer's content from its calls; is_json: as for ``read``."""
@@ -80,20 +86,6 @@ class ToolUse:
     @property
     def _known(self) -> frozenset[str]:
         return frozenset(map(tool_name, self.chat.tools))
-
-    def _found(
-        self, text: str, token_ids: Sequence[int], *, is_json: bool
-    ) -> tuple[str, tuple[ToolCall, ...]]:
-        if is_json:
-            return find_calls(text, self._known, is_json=True)
-        content, calls = find_calls(text, self._known)
-        if not calls and self._hides_an_opening(token_ids):
-            content, calls = find_calls(self._whole(token_ids), self._known)
-        return (content, calls) if calls else (text, ())
-
-    def _whole(self, token_ids: Sequence[int]) -> str:
-        """Return the answer with its special tokens."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _hides_an_opening(self, token_ids: Sequence[int]) -> bool:
         """Whether a special token that opens calls is missing in the text."""
@@ -124,8 +116,8 @@ def call_form(
         schemas |= _hoisted(_open(own), "answer") if isinstance(own, Mapping) else {"answer": own}
         forms.append({"$ref": "#/$defs/answer"})
     one = forms[0] if len(forms) == 1 else {"anyOf": forms}
-    form = StructuredOutputs(json={**one, "$defs": schemas})
-    return form.named("tools" if answer is None else f"tools or {answer.written_as}")
+    named = "tools" if answer is None else f"tools or {answer.written_as}"
+    return StructuredOutputs(json={**one, "$defs": schemas}, written_as=named)
 
 
 def _hoisted(schema: Mapping[str, Any], place: str) -> dict[str, Any]:

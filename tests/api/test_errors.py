@@ -39,7 +39,11 @@ BAD = [
         "response_format.json_schema.schema",
         "give a JSON schema",
     ),
-    ({"structured_outputs": {"yaml": 1}}, "structured_outputs.yaml", "give one of json"),
+    (
+        {"structured_outputs": {"yaml": 1}},
+        "structured_outputs",
+        ".yaml is unknown: give one of json",
+    ),
     ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
     (
         {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},

@@ -36,10 +36,8 @@ QWEN = ResolvedSampling.of_model(QWEN_SAMPLING)
         ({"stop": 3}, "stop=3 must be a valid tuple"),
         ({"stop": ["a", ""]}, "stop=['a', '']: String should have at least 1 character"),
         ({"logprobs": 21}, "logprobs=21 must be less than or equal to 20"),
-        (
-            {"structured_outputs": {}},
-            "structured_outputs={} must be an instance of",
-        ),
+        ({"structured_outputs": {}}, "structured_outputs needs exactly one of"),
+        ({"structured_outputs": "json"}, "structured_outputs is a str"),
         ({"max_token": 5}, "unknown setting 'max_token' of sampling (did you mean 'max_tokens'?)"),
     ],
     ids=str,

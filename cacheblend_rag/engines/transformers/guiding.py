@@ -6,7 +6,8 @@ The form is compiled by llguidance, once for all requests that ask for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_rag.engines.structured import StructuredOutputs, check_bounds, form_refused
+from cacheblend_rag.engines.structured import StructuredOutputs, nodes_in
 from cacheblend_rag.errors import ConfigError, MissingExtraError, first_line
 
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -89,11 +90,11 @@ class Guides:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
             raise MissingExtraError("structured_outputs", "structured") from error
-        check_bounds(form)
+        _check_bounds(form)
         try:
             grammar = _grammar(form, LLMatcher)
         except ValueError as error:
-            raise form_refused(form, first_line(error)) from error
+            raise form.refused(first_line(error)) from error
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(self._read_vocabulary(), grammar, log_level=0, limits=limits)
         _check(form, matcher)
@@ -123,7 +124,7 @@ def _check(form: StructuredOutputs, matcher: Any) -> None:
     """Raise ConfigError if a matcher has failed."""
     if matcher.is_error():
         why = matcher.get_error()
-        raise form_refused(form, IMPOSSIBLE if why.startswith(NO_TEXT) else why)
+        raise form.refused(IMPOSSIBLE if why.startswith(NO_TEXT) else why)
 
 
 def _grammar(form: StructuredOutputs, compiler: Any) -> str:
@@ -136,3 +137,67 @@ def _grammar(form: StructuredOutputs, compiler: Any) -> str:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice)
         return str(compiler.grammar_from_lark(f"start: {texts}"))
     return str(compiler.grammar_from_json_schema(json.dumps(form.schema), overrides=STYLE))
+
+
+# Bounds: what a compiler of grammars takes in seconds and without harm. llguidance bounds most of
+# its work by itself, but not how long it reads a long grammar, and it allocates memory for all
+# items that an array may have: a single large number would end the process.
+
+LONGEST_FORM = 1 << 18
+"""Characters of a schema or of all choices."""
+LONGEST_GRAMMAR = 1 << 15
+"""Characters of a regular expression, a pattern in a schema, or a grammar."""
+MOST_CHOICES = 4096
+MOST_PROPERTIES = 1000
+"""Properties of one object."""
+LARGEST_COUNT = 4096
+"""The largest minItems or maxItems."""
+MOST_ITEMS_TOGETHER = 50_000
+COUNTS = ("minItems", "maxItems")
+_OTHER_GRAMMARS = re.compile(r"%\s*(?:json|llguidance)\b")
+"""What embeds a schema or another grammar in a Lark grammar, in llguidance only."""
+
+
+def _check_bounds(form: StructuredOutputs) -> None:
+    """Raise ConfigError, which names the form as the client wrote it, if it is out of bounds."""
+    if form.json is not None:
+        _check_length(form, str(form.json), LONGEST_FORM)
+        _check_schema_bounds(form, json.loads(str(form.json)))
+    if form.choice is not None:
+        if len(form.choice) > MOST_CHOICES:
+            raise form.refused(f"{len(form.choice)} choices are more than {MOST_CHOICES}")
+        _check_length(form, "".join(form.choice), LONGEST_FORM)
+    for text in (form.regex, form.grammar):
+        _check_length(form, text or "", LONGEST_GRAMMAR)
+    if form.grammar is not None and (found := _OTHER_GRAMMARS.search(form.grammar)):
+        raise form.refused(f"{found[0]} in a grammar is not supported: give a schema as json")
+
+
+def _check_schema_bounds(form: StructuredOutputs, schema: Any) -> None:
+    together = 0.0
+    for node, _ in nodes_in(schema):
+        if not isinstance(node, Mapping):
+            continue
+        for name in COUNTS:
+            count = node.get(name)
+            if isinstance(count, int | float) and not isinstance(count, bool):
+                if count > LARGEST_COUNT:
+                    why = f"{name}={count:g} is more than {LARGEST_COUNT}: lower it"
+                    raise form.refused(why)
+                together += count
+        properties, patterns = node.get("properties"), node.get("patternProperties")
+        if isinstance(properties, Mapping) and len(properties) > MOST_PROPERTIES:
+            why = f"an object has more than {MOST_PROPERTIES} properties: split it"
+            raise form.refused(why)
+        for pattern in (node.get("pattern"), *(patterns if isinstance(patterns, Mapping) else ())):
+            if isinstance(pattern, str):
+                _check_length(form, pattern, LONGEST_GRAMMAR)
+    if together > MOST_ITEMS_TOGETHER:
+        raise form.refused(
+            f"minItems and maxItems are more than {MOST_ITEMS_TOGETHER} together: lower them"
+        )
+
+
+def _check_length(form: StructuredOutputs, text: str, most: int) -> None:
+    if len(text) > most:
+        raise form.refused(f"{len(text)} characters are more than {most}: shorten it")

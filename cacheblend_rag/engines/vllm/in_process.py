@@ -12,7 +12,7 @@ from typing import Any
 from cacheblend_rag.engines.answer import RawLogprob
 from cacheblend_rag.engines.background import BackgroundLoop, GivenLoop
 from cacheblend_rag.engines.model_files import load_tokenizer, vllm_generation_values
-from cacheblend_rag.engines.structured import ONE_LINE, form_refused
+from cacheblend_rag.engines.structured import ONE_LINE
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.namespaces import current
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
@@ -132,7 +132,7 @@ class InProcessVLLM(Transport):
             except (VLLMClientError, ValueError) as error:
                 if request.sampling.structured_outputs is None:
                     raise
-                raise form_refused(request.sampling.structured_outputs, str(error)) from error
+                raise request.sampling.structured_outputs.refused(str(error)) from error
 
     def _parameters(self, request: VLLMRequest) -> Any:
         """Return vLLM's SamplingParams of a request."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
-from cacheblend_rag import ConfigError, StructuredOutputs, names_of
+from cacheblend_rag import ConfigError, StructuredOutputs
 from langchain_core.language_models import BaseChatModel
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import (
@@ -87,17 +87,8 @@ def to_structured_outputs(form: Any, response_format: Any) -> StructuredOutputs 
     """
     if form is not None and response_format is not None:
         raise ConfigError("structured_outputs and response_format both say the form: give one")
-    if isinstance(form, Mapping):
-        unknown = sorted(form.keys() - names_of(StructuredOutputs))
-        if unknown:
-            raise ConfigError(f"structured_outputs has no field {unknown[0]!r:.40}")
-        return StructuredOutputs(**form)
     if form is not None:
-        if not isinstance(form, StructuredOutputs):
-            raise ConfigError(
-                f"structured_outputs is a {type(form).__name__}: give StructuredOutputs(...)"
-            )
-        return form
+        return StructuredOutputs.of(form)
     if response_format is None:
         return None
     return StructuredOutputs.of_response_format(to_response_format(response_format))

@@ -50,7 +50,8 @@ def scripted(engine: Engine, script: Script) -> Engine:
             return start(request)
         text = said if isinstance(said, str) else call_text(*said)
         held = StructuredOutputs(choice=(text,))
-        return start(replace(request, sampling=replace(request.sampling, structured_outputs=held)))
+        sampling = request.sampling.with_changes(structured_outputs=held)
+        return start(replace(request, sampling=sampling))
 
     vars(engine)["_start"] = follow
     return engine

@@ -84,9 +84,8 @@ def test_a_malformed_form_is_named(fields: dict[str, Any], said: str) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("presence_penalty", 2.5), ("frequency_penalty", "1"), ("logprobs", 21), ("logprobs", True),
-     ("structured_outputs", {"json": {}})],
-)  # fmt: skip
+    [("presence_penalty", 2.5), ("frequency_penalty", "1"), ("logprobs", 21), ("logprobs", True)],
+)
 def test_wrong_settings_are_named(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{field}="):
         SamplingParams(**{field: value})

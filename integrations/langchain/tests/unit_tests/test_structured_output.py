@@ -78,7 +78,7 @@ def test_forms_are_the_engines(form: Any, response_format: Any, asked: Any) -> N
     ("form", "response_format", "told"),
     [
         ({"regex": "a"}, Place, "structured_outputs and response_format both say the form"),
-        ({"regx": "a"}, None, "structured_outputs has no field 'regx'"),
+        ({"regx": "a"}, None, "structured_outputs.regx is unknown: give one of"),
         ({"regex": "a", "choice": ["b"]}, None, "structured_outputs needs exactly one of"),
         ("json", None, "structured_outputs is a str: give StructuredOutputs"),
         (None, "json", "response_format='json' must be {'type': 'text'}"),

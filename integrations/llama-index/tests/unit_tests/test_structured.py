@@ -198,7 +198,7 @@ def test_the_form_of_an_answer(given: dict[str, Any], expected: Any, acting: Any
         ({"response_format": "json"}, "response_format='json' must be"),
         ({"response_format": {"type": "json_schema"}}, "schema is missing: give a JSON"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "exactly one"),
-        ({"structured_outputs": {"jsn": {}}}, "unknown field 'jsn' of structured_outputs"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn is unknown: give one of"),
         ({"response_format": Fact, "structured_outputs": {"regex": "a"}}, "name one form"),
     ],
 )

@@ -51,7 +51,6 @@ CALL = Arguments.holding(
     SAMPLING | TOOLS | BLENDING | {"hints", "response_format", "top_logprobs"},
     {"blend_config": BlendConfig},
 )
-FORM = Arguments("field of structured_outputs", names_of(StructuredOutputs))
 
 
 @dataclass(frozen=True)
@@ -106,11 +105,8 @@ def _config(
 def _told(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling settings that other libraries write in other ways."""
     told: dict[str, Any] = {}
-    form = arguments.get("structured_outputs")
-    if isinstance(form, Mapping):
-        form = told["structured_outputs"] = StructuredOutputs(**FORM.read(form))
     if (asked := arguments.get("response_format")) is not None:
-        if form is not None:
+        if arguments.get("structured_outputs") is not None:
             raise ConfigError("response_format and structured_outputs name one form: give one")
         told["structured_outputs"] = _response_format(asked)
     most, wanted = arguments.get("top_logprobs"), arguments.get("logprobs")
@@ -124,7 +120,7 @@ def _told(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _response_format(asked: Any) -> StructuredOutputs | None:
     """Return the form that OpenAI's ``response_format`` asks for; a pydantic class is a schema."""
     if isinstance(asked, type) and issubclass(asked, BaseModel):
-        return StructuredOutputs(json=asked.model_json_schema()).named("response_format")
+        return StructuredOutputs(json=asked.model_json_schema(), written_as="response_format")
     return StructuredOutputs.of_response_format(asked)
 
 
