@@ -89,11 +89,11 @@ class Altered(TransformersStack):
         raise NotImplementedError
 
 
-class TwoPercent(Altered):
-    """The weights of a layer's values are two percent too large."""
+class TenPercent(Altered):
+    """The weights of a layer's values are ten percent too large."""
 
     def alter(self, name: str, weight: Tensor) -> Tensor:
-        return (weight.float() * 1.02).to(weight.dtype) if "v_proj" in name else weight
+        return (weight.float() * 1.1).to(weight.dtype) if "v_proj" in name else weight
 
 
 class LeftOut(Altered):
@@ -111,6 +111,6 @@ FAULTS: dict[str, type[TransformersStack]] = {
     "rotary of the wrong sign": Mirrored,
     "keys turned too far": TurnedTooFar,
     "window one short": ShortWindow,
-    "two percent of one layer": TwoPercent,
+    "ten percent of one layer": TenPercent,
     "norm left out of one layer": LeftOut,
 }

@@ -10,16 +10,14 @@ No list of model names decides; each model is tested:
   after enough synthetic KV to exceed its sliding window.
 
 Layers are compared one by one on the model's own hidden states, so that rounding does not
-accumulate and the error names the layer. A model in bfloat16 or float16 is compared in float32, one
-layer at a time, if its engine can run a layer so; else its rounding error is measured
-(``rounding``).
+accumulate and the error names the layer. Of a model in bfloat16 or float16 the rounding error is
+measured (``rounding``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -107,18 +105,16 @@ def tokens_behind(windows: Sequence[int | None], context_window: int) -> int:
     return max(0, min(widest + TRIAL_TOKENS, MOST_BEHIND, context_window - TRIAL_TOKENS))
 
 
-def made_up(
-    stack: DecoderStack, ids: Tensor, tokens: int, dtype: torch.dtype | None = None
-) -> FusedKV:
+def made_up(stack: DecoderStack, ids: Tensor, tokens: int) -> FusedKV:
     """Return a buffer with ``tokens`` of synthetic KV, and room for the test's tokens after them.
 
-    ids: (tokens,), the test's. dtype: the model's own by default. Each component of a layer's keys
-    and values has the mean and the spread that it has in the test's tokens. Keys differ so little
-    that each of them gets a share of attention, and values at the edge of a sliding window are so
-    large that one key too many or too few in the window changes the result.
+    ids: (tokens,), the test's. Each component of a layer's keys and values has the mean and the
+    spread that it has in the test's tokens. Keys differ so little that each of them gets a share of
+    attention, and values at the edge of a sliding window are so large that one key too many or too
+    few in the window changes the result.
     """
     shape = stack.geometry
-    fused = FusedKV(replace(shape, dtype=dtype or shape.dtype), tokens + TRIAL_TOKENS)
+    fused = FusedKV(shape, tokens + TRIAL_TOKENS)
     draw = torch.Generator(shape.device).manual_seed(1)
     hidden = stack.embed(ids[None])
     positions = torch.arange(tokens, tokens + ids.numel(), device=ids.device)
@@ -312,14 +308,12 @@ def check_layers(
     *,
     cache_step: float | None = None,
     quantized: bool = False,
-    widened: Callable[[int], AbstractContextManager[None]] | None = None,
 ) -> None:
     """Raise UnsupportedModelError unless each layer, run alone, gives its result in the model.
 
     fused: the synthetic KV, with room for the tokens' own. attention: as for BlendPass. cache_step:
     of the model's own KV cache if it is less precise than the model, see ``rounding``. quantized:
     whether the weights are quantized, so that layers may round more than their dtype does.
-    widened: runs a layer in float32; given if the reference was computed so.
     """
     positions = torch.arange(reference.token_ids.numel()) + reference.start
     odd = torch.zeros(positions.numel(), dtype=torch.bool)
@@ -348,9 +342,7 @@ def check_layers(
         return all(on_all_ranks(stack, [alike]))
 
     for layer, (before, wanted) in enumerate(zip(reference.inputs, reference.outputs, strict=True)):
-        with nullcontext() if widened is None else widened(layer):
-            alike = is_faithful(layer, before, wanted)
-        if not alike:
+        if not is_faithful(layer, before, wanted):
             raise UnsupportedModelError(
                 f"layer {layer}, run alone on some rows, gives a different result than in the model"
             )

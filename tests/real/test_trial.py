@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cacheblend_rag.engines.transformers import compatibility
-from cacheblend_rag.engines.transformers.compatibility import open_stack
+from cacheblend_rag.engines.transformers import trial
 from cacheblend_rag.engines.transformers.loading import prepare
-from cacheblend_rag.engines.transformers.ordinary_prefill import find_ordinary_prefill
+from cacheblend_rag.engines.transformers.trial import find_ordinary_prefill, open_stack
 from cacheblend_rag.errors import UnsupportedModelError
 from tests.faulty_stacks import FAULTS
 
@@ -35,13 +34,13 @@ def test_a_real_model_passes(model: PreTrainedModel, implementation: str) -> Non
     stack = open_stack(model)
     assert all(layout is not None for layout in stack.layouts or [None])
     ordinary = find_ordinary_prefill(model, stack)
-    assert (ordinary.cache_name, ordinary.positioned) == ("past_key_values", True)
+    assert ordinary.cache_name == "past_key_values"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_refused(
     model: PreTrainedModel, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compatibility, "TransformersStack", FAULTS[fault])
+    monkeypatch.setattr(trial, "TransformersStack", FAULTS[fault])
     with pytest.raises(UnsupportedModelError, match=r"keys of layer|run alone"):
         open_stack(model)

@@ -1,4 +1,8 @@
-"""The decode steps of texts that are at work at the same time, run together where possible."""
+"""The decode steps of texts that are at work at the same time, run together where possible.
+
+A batch is one forward pass. Projections, norms and experts run on all texts at once; attention runs
+text by text, since each has a KV cache of its own length. No KV is copied or padded.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from cacheblend_rag.engines.transformers.batched_decode import decode_batch
+from cacheblend_rag.blend.attention import attend_token
+from cacheblend_rag.blend.stack import AttentionCall
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
@@ -99,3 +105,44 @@ def _has_run(steps: Sequence[DecodeStep]) -> bool:
     for step, row in zip(steps, logits[:, None], strict=True):
         step.end(row)
     return True
+
+
+def decode_batch(
+    stack: TransformersStack, caches: Sequence[FusedCache], token_ids: Sequence[int]
+) -> Tensor:
+    """Return the logits after each text's last token, (texts, vocabulary) float32.
+
+    caches: each text's KV but the last token's, which it gets; after an error each holds what it
+    held before. token_ids: each text's last token.
+    """
+    lengths = [cache.get_seq_length() for cache in caches]
+    device = stack.geometry.device
+
+    def attend(call: AttentionCall) -> Tensor:
+        return torch.cat([_attended(call, row, cache) for row, cache in enumerate(caches)])
+
+    ids = torch.tensor(token_ids, device=device)[:, None]
+    positions = torch.tensor(lengths, device=device)[:, None]
+    try:
+        return stack.next_logits(ids, positions, attend)
+    except BaseException:
+        for cache, length in zip(caches, lengths, strict=True):
+            cache.crop(length)
+        raise
+
+
+def _attended(call: AttentionCall, row: int, cache: FusedCache) -> Tensor:
+    """Write one text's new KV into its cache; return its attention, (1, 1, heads, head_dim)."""
+    here = slice(row, row + 1)
+    keys, values = cache.layers[call.layer].update(call.key[here], call.value[here])
+    if call.window is not None:
+        first = max(0, keys.shape[2] - call.window)
+        keys, values = keys[:, :, first:], values[:, :, first:]
+    return attend_token(
+        call.query[here],
+        keys,
+        values,
+        scaling=call.scaling,
+        softcap=call.softcap,
+        sinks=call.sinks,
+    )

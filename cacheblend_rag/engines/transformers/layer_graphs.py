@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -117,14 +117,14 @@ class _Inputs:
                 return copies.setdefault(id(tensor), tensor.clone())
 
             given = stack.position_inputs(torch.zeros_like(positions)[None])
-            arguments = replace(given, arguments=tree_map_only(Tensor, copied, given.arguments))
+            arguments = tree_map_only(Tensor, copied, given)
             address = torch.zeros(4, dtype=torch.long, device=of.device)
             return cls(positions, address, hidden, torch.zeros_like(hidden), arguments)
 
 
 def _tensors(inputs: Any) -> list[Tensor]:
     """Return the different tensors among the arguments of all layers."""
-    leaves = [leaf for leaf in tree_leaves(inputs.arguments) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     return list({id(leaf): leaf for leaf in leaves}.values())
 
 

@@ -7,8 +7,7 @@ means, and a recording pass shows each layer's inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import repeat
 from typing import Any, cast
@@ -71,11 +70,8 @@ class _WatchedCache:
         raise UnsupportedModelError(f"layer {self._layer} depends on the cache ({name})")
 
 
-@dataclass(frozen=True, slots=True)
-class _PositionInputs:
-    """Keyword arguments of each layer for some positions, as the model passes them."""
-
-    arguments: tuple[dict[str, Any], ...]
+PositionInputs = Sequence[dict[str, Any]]
+"""Keyword arguments of each layer for some positions, as the model passes them."""
 
 
 class TransformersStack:
@@ -94,7 +90,6 @@ class TransformersStack:
         self._calls = LayerCalls(model, self._interception)
         self.decoder, self.layers = self._calls.decoder, self._calls.layers
         self._device = model.device
-        self._is_wide = False
         inner = {id(weight) for layer in self.layers for weight in layer.parameters()}
         self._norms = [
             weight
@@ -135,17 +130,14 @@ class TransformersStack:
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._calls.embed(token_ids)
 
-    def position_inputs(self, positions: Tensor) -> _PositionInputs:
-        return _PositionInputs(tuple(self._layer_arguments(positions, self._geometry.dtype)))
+    def position_inputs(self, positions: Tensor) -> PositionInputs:
+        return self._layer_arguments(positions, self._geometry.dtype)
 
     def run_layer(
-        self, layer: int, hidden: Tensor, position_inputs: _PositionInputs, attend: Attend
+        self, layer: int, hidden: Tensor, position_inputs: PositionInputs, attend: Attend
     ) -> Tensor:
-        arguments = position_inputs.arguments[layer]
-        if self._is_wide:
-            arguments = in_float32(arguments)
         with self._interception.attending(repeat((layer, self._windows[layer])), attend):
-            out = self.layers[layer](hidden, **arguments)
+            out = self.layers[layer](hidden, **position_inputs[layer])
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
     @property
@@ -210,11 +202,8 @@ class TransformersStack:
         return cast(Tensor, out.logits[:, -1].float())
 
     @contextmanager
-    def recorded(self, *, wide: bool = False) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Record the hidden states before and after each layer, while the model itself runs.
-
-        wide: whether each layer is run in float32; its output is converted back.
-        """
+    def recorded(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Record the hidden states before and after each layer, while the model itself runs."""
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
 
@@ -222,32 +211,15 @@ class TransformersStack:
             own = self.layers[layer].forward
 
             def forward(*given: Any, **named: Any) -> Any:
-                hidden = self._calls.hidden_in(layer, given, named)
-                if wide:
-                    given, named = in_float32((given, named))
-                inputs.append((hidden.float() if wide else hidden).clone())
-                with self.widened(layer) if wide else nullcontext():
-                    done = own(*given, **named)
-                state, *rest = done if isinstance(done, tuple) else (done,)
-                outputs.append(state.clone())
-                state = state.to(hidden.dtype)
-                return (state, *rest) if isinstance(done, tuple) else state
+                inputs.append(self._calls.hidden_in(layer, given, named).clone())
+                done = own(*given, **named)
+                outputs.append((done[0] if isinstance(done, tuple) else done).clone())
+                return done
 
             return forward
 
         with forwards_replaced(self.layers, note):
             yield inputs, outputs
-
-    @contextmanager
-    def widened(self, layer: int) -> Iterator[None]:
-        """Let one layer compute in float32, on copies of its weights."""
-        module = self.layers[layer]
-        self._is_wide = True
-        try:
-            with weights_in_float32([*module.parameters(), *module.buffers()]):
-                yield
-        finally:
-            self._is_wide = False
 
     def _layer_arguments(
         self, positions: Tensor, dtype: torch.dtype, implementation: str = DRIVEN
@@ -276,8 +248,7 @@ class TransformersStack:
         for layer, named in enumerate(arguments):
             if "past_key_values" in named:
                 named["past_key_values"] = _WatchedCache(layer)
-        inputs = _PositionInputs(tuple(arguments))
-        calls = [self._probed(i, hidden, inputs) for i in range(len(self.layers))]
+        calls = [self._probed(i, hidden, arguments) for i in range(len(self.layers))]
         first = calls[0]
         for call in calls:
             if call.value.shape != call.key.shape:
@@ -299,7 +270,7 @@ class TransformersStack:
             device=first.key.device,
         )
 
-    def _probed(self, layer: int, hidden: Tensor, inputs: _PositionInputs) -> AttentionCall:
+    def _probed(self, layer: int, hidden: Tensor, inputs: PositionInputs) -> AttentionCall:
         """Probe a layer; raises UnsupportedModelError when it has attention of its own."""
         try:
             return probe_layer(self, layer, hidden, inputs)
@@ -375,14 +346,3 @@ def weights_in_float32(weights: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for weight, own in narrow:
             weight.data = own
-
-
-def in_float32(given: Any) -> Any:
-    """Return a layer's arguments with tensors of 16 bits in float32."""
-    if isinstance(given, Tensor):
-        return given.float() if given.dtype in NARROW else given
-    if isinstance(given, dict):
-        return {name: in_float32(part) for name, part in given.items()}
-    if isinstance(given, tuple | list):
-        return type(given)(in_float32(part) for part in given)
-    return given

@@ -14,14 +14,11 @@ from transformers import PreTrainedModel
 from cacheblend_rag.blend.attention import without_cudnn
 from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
-from cacheblend_rag.engines.transformers.compatibility import open_stack
 from cacheblend_rag.engines.transformers.loading import prepare
 from cacheblend_rag.engines.transformers.loop import ModelLoop
-from cacheblend_rag.engines.transformers.ordinary_prefill import (
-    OrdinaryPrefill,
-    find_ordinary_prefill,
-)
+from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.engines.transformers.trial import find_ordinary_prefill, open_stack
 from cacheblend_rag.engines.transformers.weights import ModelState, hash_in_memory
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.kv.store import TieredKVStore

@@ -15,7 +15,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.loading import is_quantized
 from cacheblend_rag.engines.transformers.prefill import ContinuationScore
-from cacheblend_rag.engines.transformers.tolerance import same_logits
+from cacheblend_rag.engines.transformers.trial import same_logits
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import EvalQuestion, PromptFrame
 from cacheblend_rag.quality.fidelity import divergences, reference

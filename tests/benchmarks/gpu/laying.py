@@ -10,8 +10,8 @@ import torch
 
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.steps import run_to_end
-from cacheblend_rag.engines.transformers.compatibility import open_stack
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.engines.transformers.trial import open_stack
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LoadedChunk, begin_reading

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cacheblend_rag.engines.transformers.batched_decode import decode_batch
 from cacheblend_rag.engines.transformers.cache import FusedCache
-from cacheblend_rag.engines.transformers.compatibility import open_stack
-from cacheblend_rag.engines.transformers.ordinary_prefill import (
-    OrdinaryPrefill,
-    find_ordinary_prefill,
-)
+from cacheblend_rag.engines.transformers.decode_step import decode_batch
+from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
+from cacheblend_rag.engines.transformers.trial import find_ordinary_prefill, open_stack
 from tests.families.models import builders
 from tests.models import make_model
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.stack import Geometry
 from cacheblend_rag.engines.transformers.cache import FusedCache
-from cacheblend_rag.engines.transformers.compatibility import open_stack
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
+from cacheblend_rag.engines.transformers.trial import open_stack
 from tests.models import make_model
 
 WINDOW = 48

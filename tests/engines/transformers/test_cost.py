@@ -22,8 +22,8 @@ from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngin
 from cacheblend_rag.blend import attention
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 from cacheblend_rag.blend.selectors import SELECTORS
-from cacheblend_rag.engines.transformers.compatibility import open_stack
 from cacheblend_rag.engines.transformers.loop import loop_of
+from cacheblend_rag.engines.transformers.trial import open_stack
 from tests.models import VOCABULARY, make_model, make_tokenizer, prompt_of, words
 
 aten = torch.ops.aten

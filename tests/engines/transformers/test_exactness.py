@@ -11,7 +11,7 @@ from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.rotary import rotated
-from cacheblend_rag.engines.transformers.compatibility import open_stack
+from cacheblend_rag.engines.transformers.trial import open_stack
 from tests.models import FAMILIES, VOCABULARY, make_model
 
 HEAD, CHUNK, QUESTION = 5, 40, 9

@@ -15,8 +15,8 @@ import torch
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
-from cacheblend_rag.engines.transformers.compatibility import open_stack
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.engines.transformers.trial import open_stack
 from tests.models import make_model
 from tests.operations import Operations
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from cacheblend_rag import Chunk, SamplingParams, TransformersEngine
-from cacheblend_rag.engines.transformers.compatibility import open_stack
+from cacheblend_rag.engines.transformers.trial import open_stack
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from tests.engines.transformers.conftest import EngineFactory
 from tests.families.models import own_tokens

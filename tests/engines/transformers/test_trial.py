@@ -9,12 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.blend.rotary import Layout
-from cacheblend_rag.engines.transformers import compatibility, ordinary_prefill, stack
-from cacheblend_rag.engines.transformers.compatibility import open_stack
-from cacheblend_rag.engines.transformers.ordinary_prefill import (
-    OrdinaryPrefill,
-    find_ordinary_prefill,
-)
+from cacheblend_rag.engines.transformers import trial
+from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
+from cacheblend_rag.engines.transformers.trial import find_ordinary_prefill, open_stack
 from cacheblend_rag.errors import UnsupportedModelError
 from tests.families.models import Family, with_outliers
 from tests.faulty_stacks import FAULTS
@@ -51,27 +48,13 @@ class TestInEveryPrecision:
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.data += 0.3
-        monkeypatch.setattr(compatibility, "TransformersStack", FAULTS[fault])
+        monkeypatch.setattr(trial, "TransformersStack", FAULTS[fault])
         with pytest.raises(UnsupportedModelError, match=r"keys of layer|run alone"):
             open_stack(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_layers_that_cannot_run_in_float32_are_compared_in_16_bits(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(stack, "in_float32", fail)
-    assert open_stack(make_model("gemma3", dtype)).layouts == [HALVES] * 6
-    monkeypatch.setattr(compatibility, "TransformersStack", FAULTS["rotary off by one"])
-    with pytest.raises(UnsupportedModelError, match="run alone"):
-        open_stack(make_model("gemma3", dtype))
-
-
 class WrongPositions(OrdinaryPrefill):
-    """Decodes each token one position too far on where it says positions."""
+    """Decodes each token one position too far on."""
 
     def decode(self, cache: Any, token_ids: Any) -> torch.Tensor:
         return super().decode(cache, [*token_ids[:1], *token_ids])
@@ -91,11 +74,10 @@ def test_a_model_goes_on_from_what_was_kept_in_every_precision(
     model = make_model("gemma3", dtype)
     opened = open_stack(model)
     assert find_ordinary_prefill(model, opened).cache_name == "past_key_values"
-    monkeypatch.setattr(ordinary_prefill, "OrdinaryPrefill", WrongPositions)
-    assert not find_ordinary_prefill(model, opened).positioned, "it finds them by itself"
-    monkeypatch.setattr(ordinary_prefill, "OrdinaryPrefill", Forgetful)
-    with pytest.raises(UnsupportedModelError, match="does not continue from its cached KV"):
-        find_ordinary_prefill(model, opened)
+    for fault in (WrongPositions, Forgetful):
+        monkeypatch.setattr(trial, "OrdinaryPrefill", fault)
+        with pytest.raises(UnsupportedModelError, match="does not continue from its cached KV"):
+            find_ordinary_prefill(model, opened)
 
 
 # Large key biases
