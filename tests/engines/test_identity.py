@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig
 from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
 from cacheblend_rag.engines.transformers.trial import open_stack
-from cacheblend_rag.engines.transformers.weights import hash_in_memory
+from cacheblend_rag.engines.transformers.watched_model import hash_in_memory
 from cacheblend_rag.errors import ModelLoadError
 from tests.models import VOCABULARY, make_model, save_model
 
