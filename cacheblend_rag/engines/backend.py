@@ -51,14 +51,12 @@ class Backend(ABC):
         part_chunks: least number of chunks to store in one part.
         fills_last: whether ``_fill`` and ``_compare`` themselves wait until no request needs the
             model.
-        compares: whether it implements ``_compare``.
         config: the default for requests without one.
     """
 
     name: str
     part_chunks: ClassVar[int] = 64
     fills_last: ClassVar[bool] = False
-    compares: ClassVar[bool] = False
     config: BlendConfig
 
     # Facts
@@ -125,6 +123,7 @@ class Backend(ABC):
     def _start(self, request: Request) -> Stream[Delta]:
         """Begin to answer; the stream's last item holds the Generation."""
 
+    @abstractmethod
     def _compare(
         self, request: Request, compared: Compared
     ) -> Generator[None, None, Comparison | None]:
@@ -133,7 +132,6 @@ class Backend(ABC):
         Returns None if it can no longer be blended. Closing the engine waits for it, so it must
         yield or end soon.
         """
-        raise NotImplementedError
 
     # The store
 

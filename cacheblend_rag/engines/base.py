@@ -181,8 +181,8 @@ class Engine(Indexing, Answering):
         """Return how far predictions after the blended prompt are from those after full prefill.
 
         That is what the guard does in idle time, at once. Divergences are in nats per token; None
-        if the engine cannot compare, has no memory for it, or would not blend the prompt, if there
-        is no answer, or if the text to compare with does not fit the context window.
+        if the engine has no memory for it, or would not blend the prompt, if there is no answer, or
+        if the text to compare with does not fit the context window.
 
         Args:
             prompt: as for generate.
@@ -191,7 +191,7 @@ class Engine(Indexing, Answering):
             with_documents: full prefill is that of the prompt with the text of its documents that
                 its chunks were computed after, as the guard has it, instead of the prompt as it is.
         """
-        if not self.compares or not answer:
+        if not answer:
             return None
         blend = (config or self.config).with_changes(cost_model=False, trace=False)
         sampling = SamplingParams.greedy(max_tokens=len(answer))

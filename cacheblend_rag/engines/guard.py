@@ -19,7 +19,6 @@ from cacheblend_rag.engines.backend import Backend
 from cacheblend_rag.engines.guard_state import GuardState, Outcome, Step
 from cacheblend_rag.engines.idle import IdleJob, IdleQueue
 from cacheblend_rag.engines.reference import with_reference
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import GuardReport
@@ -62,14 +61,7 @@ class Guard:
         return None if self._state is None else self._state.config
 
     def use(self, config: GuardConfig | None, own_ratio: float) -> None:
-        """Begin anew with other settings, or off; own_ratio: of the engine's config.
-
-        Raises ConfigError when the engine cannot compare.
-        """
-        if config is not None and not self._backend.compares:
-            raise ConfigError(
-                f"guard: a {self._backend.name} engine cannot compare answers: leave it out"
-            )
+        """Begin anew with other settings, or off; own_ratio: of the engine's config."""
         self._draw = Random(SEED)
         self._state = None if config is None else GuardState(config, own_ratio)
 

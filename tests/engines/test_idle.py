@@ -12,7 +12,7 @@ from weakref import proxy, ref
 
 import pytest
 
-from cacheblend_rag.engines.idle import Activity, IdleJob, IdleQueue
+from cacheblend_rag.engines.idle import MOST_JOBS, Activity, IdleJob, IdleQueue
 from tests.kv.samples import until
 
 PATIENCE = 60.0
@@ -81,6 +81,15 @@ def test_jobs_of_higher_priority_go_first_of_equals_the_first(queue: IdleQueue) 
     go_on.set()
     names = [ended.get(timeout=PATIENCE) for _ in range(5)]
     assert names == ["first", "high", "a", "b", "low"]
+
+
+def test_jobs_of_each_kind_are_bounded(queue: IdleQueue, engine: Idler) -> None:
+    engine.idle.clear()
+    told: SimpleQueue[object] = SimpleQueue()
+    taken = [queue.add(IdleJob("many", lambda: steps_of(told, 1))) for _ in range(MOST_JOBS + 3)]
+    assert taken[:MOST_JOBS] == [True] * MOST_JOBS
+    assert not all(taken), "one more may be at work, all further ones are refused"
+    assert queue.add(IdleJob("other", lambda: steps_of(told, 1)))
 
 
 def test_an_engine_that_is_no_longer_open_has_no_idle_time_to_come(

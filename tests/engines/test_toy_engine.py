@@ -8,8 +8,9 @@ from weakref import ref
 
 import pytest
 
-from cacheblend_rag import SamplingParams
-from tests.engines.contract import CONFIG, EngineContract
+from cacheblend_rag import Generation, SamplingParams
+from cacheblend_rag.engines.answer import Request
+from tests.engines.contract import CONFIG, WAYS, EngineContract
 from tests.engines.toy_engine import ToyEngine
 from tests.models import make_tokenizer, words
 
@@ -54,4 +55,22 @@ def test_what_was_precomputed_is_not_tokenized_again(monkeypatch: pytest.MonkeyP
     prepared = engine.prepare(prompt)
     assert len(prepared.placed) == 3
     assert 0 < sum(map(len, texts)) < len(prompt) / 2
+    engine.close()
+
+
+def test_a_hook_that_fails_harms_nobody_and_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, seen = ToyEngine(make_tokenizer()), list[Generation]()
+
+    def broken(request: Request, answer: Generation) -> Generation:
+        raise RuntimeError("the hook broke")
+
+    engine.after_answer(broken)
+    engine.after_answer(lambda request, answer: seen.append(answer))  # type: ignore[arg-type, return-value]
+    answers = [way(engine, "w4 w5 w6") for way in WAYS.values()]
+    assert [answer.finish_reason for answer in answers] == ["length"] * len(answers)
+    assert seen == answers
+    assert caplog.text.count("RuntimeError: the hook broke") == 1
+    assert caplog.text.count("broken") > 0, "the hook is named"
     engine.close()

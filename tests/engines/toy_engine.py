@@ -27,7 +27,6 @@ class ToyEngine(Engine):
     """Answers what follows from the KV of all tokens of the prompt, computed or reused."""
 
     name = "toy"
-    compares = True
     context_window = 1 << 15
     blend_refusal = None
 

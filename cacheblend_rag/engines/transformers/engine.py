@@ -87,7 +87,6 @@ class TransformersEngine(Engine):
     """
 
     name = "transformers"
-    compares = True
 
     def __init__(
         self,

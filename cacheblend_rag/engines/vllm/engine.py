@@ -83,7 +83,7 @@ class VLLMEngine(Engine):
     """
 
     part_chunks = 512
-    fills_last = compares = True
+    fills_last = True
 
     def __init__(
         self,
