@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cacheblend_rag.prefill import controller
+from cacheblend_rag.prefill import policy
 from tests.model_names.fixtures import gguf_file, model_cache  # noqa: F401 - fixtures
 from tests.real.fixtures import gemma3_folder, smollm2_folder  # noqa: F401 - fixtures
 
@@ -22,5 +22,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _noise_decides_nothing() -> Iterator[None]:
     """Prefill of models so small is never held against blending, however busy the machine is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(controller, "MARGIN", 1e9)
+        patch.setattr(policy, "MARGIN", 1e9)
         yield

@@ -19,7 +19,7 @@ import cacheblend_rag
 from cacheblend_rag.engines.vllm.protocol.result import ConnectorStatus, Result
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv.stored_chunk import NOT_FINITE, STORE_FULL, PutResult
-from cacheblend_rag.prefill.controller import Decision
+from cacheblend_rag.prefill.policy import Decision
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt
 from cacheblend_rag.reason import Reason, ReasonCode, count_codes
 from cacheblend_rag.report import (

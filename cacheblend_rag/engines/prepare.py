@@ -10,7 +10,6 @@ from typing import Any
 from cacheblend_rag.errors import PromptError, PromptTooLongError
 from cacheblend_rag.prefill.conversation_kv import ConversationKV, turn_fingerprint
 from cacheblend_rag.prefill.lead_in import LeadIn, PlacedChunk, confirmed, place_chunks
-from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.text.chat import ChatPrompt, render_chat
 from cacheblend_rag.text.chunk import Chunk
@@ -19,6 +18,8 @@ from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.tools import Message
 
+BLOCK_TOKENS = 64
+"""Tokens in a block of a stored prefix; an incomplete last block is not stored."""
 CHARACTERS_PER_TOKEN = 8
 """A prompt with more of them for each token of the context window is first counted in pieces."""
 PIECE_CHARACTERS = 1 << 15

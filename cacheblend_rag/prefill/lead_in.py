@@ -60,7 +60,8 @@ class PlacedChunk:
     protected: recomputing some of its tokens would lose the document context in its cached KV.
     before, after: the chunk's tokens at its edges that are missing in the prompt (see
     ChunkSpan): their stored KV is not used. is_turn: it is part of a conversation's turn, not a
-    registered chunk. is_exact: its KV is that of full prefill of this prompt.
+    registered chunk. is_exact: its KV is that of full prefill of this prompt. is_block: it is a
+    block of the prompt's prefix, which is not reported.
     """
 
     key: KVKey
@@ -72,13 +73,24 @@ class PlacedChunk:
     after: TokenIds = ()
     is_turn: bool = False
     is_exact: bool = False
+    is_block: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """How many of the chunk's tokens stand in the prompt."""
+        return self.end - self.start
+
+    @property
+    def stored_tokens(self) -> int:
+        """How many tokens the stored chunk has."""
+        return len(self.before) + self.tokens + len(self.after)
 
     def report(self, reason: MissReason | None, tier: str | None = None) -> ChunkReport:
         """Report a hit in a tier, or a miss for a reason, perhaps with the tier that failed."""
         return ChunkReport(
             chunk_id=self.key.chunk_id,
             start=self.start,
-            tokens=self.end - self.start,
+            tokens=self.tokens,
             hit=reason is None,
             reason=reason,
             tier=tier,

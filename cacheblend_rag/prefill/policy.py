@@ -1,4 +1,11 @@
-"""Rules of a blend: which prompts have too little to reuse, and which tokens stay as stored.
+"""Decides what of a prompt is reused: by its stored tokens, then by measured speeds.
+
+A pass computes while chunk KV is being loaded. So a blended prefill takes as long as loading or
+computing, whichever is longer, and recomputing that fits into the loading time is free. Every time
+is estimated from the median of the latest measurements, which expire, so that what was rejected is
+measured again. Source: the loading controller of CacheBlend (arXiv 2405.16444, section 5), which
+takes the largest ratio whose recompute hides behind the load; here with measured speeds, a decision
+for each tier, and ordinary prefill if no chunk is worth loading.
 
 Recomputed KV of a contextual chunk forgets what the chunk's own document says, if the prompt lacks
 it. The prior, how much the document changed a token's key, says which tokens hold that knowledge:
@@ -7,19 +14,23 @@ usually few, and none where the document hardly changed any key. Source: this pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cacheblend_rag.blend.cost import Forecast, LayerCost, prefill_cost
 from cacheblend_rag.blend.rows import Mask
-from cacheblend_rag.kv.fetch import Threshold
+from cacheblend_rag.blend.schedule import plan_schedule
+from cacheblend_rag.kv.timings import Estimate, Speeds
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport, MissReason
-from cacheblend_rag.settings import BlendConfig
+from cacheblend_rag.settings import AUTO, DEFAULT_RATIO, BlendConfig
 
 NO_CHUNK = Reason(ReasonCode.NO_CHUNK, "no known chunk in the prompt")
 NOT_STORED = Reason(ReasonCode.NOT_STORED, "no chunk of the prompt is stored")
@@ -35,15 +46,10 @@ def config_for(config: BlendConfig, parts: Sequence[PlacedChunk], tokens: int) -
     It must be enough to be worth a pass all the same, as a stored prefix must. parts: what can be
     reused. tokens: of the whole prompt.
     """
-    held = sum(part.end - part.start for part in parts)
+    held = sum(part.tokens for part in parts)
     is_exact = bool(parts) and all(part.is_exact for part in parts)
     is_enough = held >= max(1, LEAST_SHARE * tokens)
     return config.with_changes(min_tokens=0) if is_exact and is_enough else config
-
-
-def threshold(placed: Sequence[PlacedChunk], least: int) -> Threshold:
-    """Return how much of a prompt must be found before its layers are read; least: min_tokens."""
-    return Threshold([chunk.end - chunk.start for chunk in placed], least)
 
 
 def refusal(found: Sequence[ChunkReport], least: int) -> tuple[Reason, list[ChunkReport]] | None:
@@ -83,6 +89,8 @@ def too_little(reusable: int, least: int) -> tuple[Reason, MissReason | None] | 
     return None
 
 
+# Which tokens of a chunk stay as stored
+
 LEAST_CHANGE = 0.25
 """The smallest prior of a protected token: below it, KV hardly depends on the document.
 
@@ -118,6 +126,194 @@ def free_tokens(tokens: int, prior: Tensor | None, share: float) -> Mask:
     share: see ``protected_tokens``.
     """
     if prior is None:
-        prior, share = torch.zeros(tokens), float(share > 0)
+        return np.full(tokens, share == 0)
     free: Mask = (~protected_tokens(prior, share)).numpy()
     return free
+
+
+# What is worth loading
+
+MARGIN = 1.1
+"""A way must look so many times slower than another before it is rejected."""
+KEEP_SECONDS = 120.0
+"""Age at which measurements of passes and of ordinary prefill expire."""
+STEPS = 20
+"""Ratios that are tried between the bounds, to find the largest that hides."""
+
+
+class Rates(Speeds):
+    """Measured floating-point operations per second of this machine.
+
+    Of scattered rows ("blend") and of whole prompts ("prefill").
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock, KEEP_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A chunk of a prompt, or a block of its prefix, whose KV is stored.
+
+    tier, nbytes: where, and how much to read. protected: how many of its tokens stay as stored.
+    is_chunk: False for a block of a prefix.
+    """
+
+    start: int
+    end: int
+    tier: str
+    nbytes: int
+    protected: int = 0
+    is_chunk: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The decision for a prompt.
+
+    load: which of its stored parts to load. config: with the chosen ratio. why: in one line, None
+    if there was no choice.
+    """
+
+    load: tuple[StoredPart, ...]
+    config: BlendConfig
+    why: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """The estimated seconds of one way. computing: None if unknown."""
+
+    load: tuple[StoredPart, ...]
+    config: BlendConfig
+    loading: float
+    computing: float | None
+
+    def seconds(self, layers: int) -> float | None:
+        """Return the total time: the first layer is waited for, the others overlap."""
+        if self.computing is None:
+            return None
+        return max(self.loading, self.computing) + self.loading / layers
+
+
+@dataclass(frozen=True)
+class Controller:
+    """Decides for one model and store.
+
+    costs: of each of its layers. clock: in seconds; it may stop while a pass waits for others.
+    """
+
+    costs: tuple[LayerCost, ...]
+    rates: Rates
+    speeds: Speeds
+    clock: Callable[[], float] = time.perf_counter
+
+    def learn(self, work: float, seconds: float, read: Mapping[str, tuple[int, float]]) -> None:
+        """Record a pass: its floating-point operations and seconds; bytes and seconds by tier."""
+        self.rates.record("blend", work, seconds)
+        for tier, (nbytes, spent) in read.items():
+            self.speeds.record(tier, nbytes, spent)
+
+    def decide(
+        self, tokens: int, parts: Sequence[StoredPart], config: BlendConfig, *, held: int = 0
+    ) -> Decision:
+        """Choose what to load of a prompt of so many tokens, and the ratio if it is "auto".
+
+        A way that was not measured often enough is tried, which measures it. held: so many first
+        tokens are computed by no way, nor by ordinary prefill, since their KV is there.
+        """
+        ways = [self._guess(tokens, load, config, held) for load in self._choices(parts)]
+        spans = [way.seconds(len(self.costs)) for way in ways]
+        everything, known = ways[0], [span for span in spans if span is not None]
+        work = prefill_cost(self.costs, tokens) - prefill_cost(self.costs, held)
+        full = _seconds(self.rates.of("prefill"), work)
+        if not config.cost_model or full is None or len(known) < len(ways):
+            return Decision(everything.load, everything.config, _told(everything, config, ()))
+        quickest = min(known)
+        spent = known[0] if known[0] <= MARGIN * quickest else quickest
+        if spent <= MARGIN * full:
+            best = ways[known.index(spent)]
+            return Decision(best.load, best.config, _told(best, config, parts))
+        took = f"ordinary prefill takes {_ms(full)}, blending would take {_ms(spent)}"
+        return Decision((), everything.config, Reason(ReasonCode.SLOW, took))
+
+    def _choices(self, parts: Sequence[StoredPart]) -> list[tuple[StoredPart, ...]]:
+        """All parts, and those without the slowest tier, the two slowest, ...; at least one."""
+        tiers = sorted({part.tier for part in parts}, key=self._slowness)
+        kept = [set(tiers[:count]) for count in range(len(tiers), 0, -1)]
+        return [tuple(part for part in parts if part.tier in some) for some in kept] or [()]
+
+    def _slowness(self, tier: str) -> float:
+        return _seconds(self.speeds.of(tier), 1 << 20) or 0.0
+
+    def _loading(self, parts: Sequence[StoredPart]) -> float:
+        """Return the loading time: tiers are read at once, parts of one share its bandwidth."""
+        total = Counter[str]()
+        for part in parts:
+            total[part.tier] += part.nbytes
+        times = [_seconds(self.speeds.of(tier), nbytes) for tier, nbytes in total.items()]
+        return max((read for read in times if read is not None), default=0.0)
+
+    def _guess(
+        self, tokens: int, parts: tuple[StoredPart, ...], config: BlendConfig, held: int
+    ) -> _Guess:
+        loading, rate = self._loading(parts), self.rates.of("blend")
+        forecast = Forecast(self.costs, *masks_of(tokens, parts, held))
+
+        def guess(own: BlendConfig) -> _Guess:
+            work = forecast.work(plan_schedule(own, len(self.costs)))
+            return _Guess(parts, own, loading, _seconds(rate, work))
+
+        if config.recompute_ratio != AUTO:
+            return guess(config)
+        low, high = config.ratio_bounds
+        least = guess(config.with_ratio(low))
+        if least.computing is None:
+            return guess(config.with_ratio(min(max(DEFAULT_RATIO, low), high)))
+        for step in range(STEPS, 0, -1):
+            more = guess(config.with_ratio(round(low + (high - low) * step / STEPS, 4)))
+            if more.computing is not None and more.computing <= loading:
+                return more
+        return least
+
+
+def masks_of(tokens: int, parts: Sequence[StoredPart], held: int = 0) -> tuple[Mask, Mask]:
+    """Return which tokens have cached KV, and which of them may be recomputed, spread evenly.
+
+    held: so many first tokens have KV that is not recomputed.
+    """
+    cached, eligible = np.zeros(tokens, dtype=np.bool_), np.zeros(tokens, dtype=np.bool_)
+    cached[:held] = True
+    for part in parts:
+        cached[part.start : part.end] = True
+        count = part.end - part.start
+        free = count - part.protected
+        eligible[part.start + np.arange(free) * count // max(free, 1)] = True
+    return cached, eligible
+
+
+def _seconds(estimate: Estimate | None, units: float) -> float | None:
+    """Return the estimated seconds of so much work; None with too few measurements."""
+    return estimate.seconds(units) if estimate is not None and estimate.is_known else None
+
+
+def _told(way: _Guess, asked: BlendConfig, parts: Sequence[StoredPart]) -> Reason | None:
+    """Return what was chosen of these parts and why, if there was a choice."""
+    said: list[Reason] = []
+    chunks = sum(part.is_chunk for part in parts)
+    left = chunks - sum(part.is_chunk for part in way.load)
+    if left > 0:
+        sooner = f"{left} of {chunks} stored chunks are computed sooner than loaded"
+        said.append(Reason(ReasonCode.SOME_SLOW, sooner))
+    if asked.recompute_ratio == AUTO:
+        ratio = f"ratio {way.config.ratio:g}"
+        if way.computing is None:
+            said.append(Reason(ReasonCode.RATIO_UNMEASURED, f"{ratio}: nothing is measured yet"))
+        else:
+            took = f"computing {_ms(way.computing)}, loading {_ms(way.loading)}"
+            said.append(Reason(ReasonCode.RATIO_MEASURED, f"{ratio}: {took}"))
+    return Reason(said[0].code, "; ".join(said)) if said else None
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.0f} ms"

@@ -28,16 +28,10 @@ from cacheblend_rag.blend.stack import DecoderStack, Geometry, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.blend.transfer import Download, to_host, until
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import give_back_unused, lack_of_memory
-from cacheblend_rag.prefill.chunk_loader import (
-    ChunkLoader,
-    LoadedChunk,
-    LostChunkError,
-    begin_reading,
-)
-from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LostChunkError, begin_reading
+from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 
 PRIOR_LAYER = 1
 """The first layer whose keys depend on other tokens: comparing there costs about one layer."""
@@ -104,15 +98,16 @@ def compute_chunks(
     the prior. leaves_out: lack of memory
     gives a NoRoom instead of an error; not allowed if other ranks wait for this one.
     """
-    spared = or_no_room if leaves_out else _as_it_comes
+
+    def spared(missing: Sequence[ChunkPlan], work: Computed) -> Computed:
+        return or_no_room(missing, work) if leaves_out else work
+
     unrelated: list[ChunkPlan] = []
     for work in document_plans(chunks):
-        members = [chunk for chunk, _ in work.members]
-        stored = on_all_ranks(stack, store.contains_many(chunk.key for chunk in members))
-        missing = [chunk for chunk, found in zip(members, stored, strict=True) if not found]
+        missing = [chunk for chunk, _ in _split(stack, work.members, store)[0]]
         if not any(chunk.context for chunk, _ in work.members):
             unrelated += missing
-        elif in_document or members[0].is_turn:
+        elif in_document or work.members[0][0].is_turn:
             yield from spared(missing, compute_document(stack, work, store))
         elif missing:
             yield from spared(missing, _with_prior(stack, work, alone(missing)))
@@ -127,7 +122,8 @@ def or_no_room(chunks: Sequence[ChunkPlan], work: Computed) -> Computed:
     left = {chunk.key: chunk for chunk in chunks}
     try:
         for computed in work:
-            for chunk in _told_of(computed):
+            told = computed.chunks if isinstance(computed, NoRoom) else (computed or ())[:1]
+            for chunk in told:
                 left.pop(chunk.key, None)
             yield computed
     except Exception as error:
@@ -141,14 +137,13 @@ def or_no_room(chunks: Sequence[ChunkPlan], work: Computed) -> Computed:
     yield NoRoom(list(left.values()), lack)
 
 
-def _as_it_comes(chunks: Sequence[ChunkPlan], work: Computed) -> Computed:
-    return work
-
-
-def _told_of(computed: tuple[ChunkPlan, ChunkKV] | NoRoom | None) -> Sequence[ChunkPlan]:
-    if computed is None:
-        return ()
-    return computed.chunks if isinstance(computed, NoRoom) else computed[:1]
+def _split(
+    stack: DecoderStack, members: Sequence[Member], store: TieredKVStore
+) -> tuple[list[Member], list[Member]]:
+    """Return the members that some rank lacks, and those that all ranks have stored."""
+    stored = on_all_ranks(stack, store.contains_many(chunk.key for chunk, _ in members))
+    pairs = list(zip(members, stored, strict=True))
+    return [one for one, found in pairs if not found], [one for one, found in pairs if found]
 
 
 def _with_prior(stack: DecoderStack, work: DocumentPlan, alone: Computed) -> Computed:
@@ -169,18 +164,28 @@ def _with_prior(stack: DecoderStack, work: DocumentPlan, alone: Computed) -> Com
 
 
 def compute_document(stack: DecoderStack, work: DocumentPlan, store: TieredKVStore) -> Computed:
-    """Run one document pass; yield the KV and prior of every member not in ``store``."""
-    here = store.contains_many(chunk.key for chunk, _ in work.members)
-    stored = on_all_ranks(stack, here)
-    missing = [member for member, found in zip(work.members, stored, strict=True) if not found]
+    """Run one document pass; yield the KV and prior of every member not in ``store``.
+
+    Stored members that turn out to be unreadable are computed, too.
+    """
+    missing, stored = _split(stack, work.members, store)
     if not missing:
         return
     end = missing[-1][1] + len(missing[-1][0].token_ids)
     ids = token_tensor(work.tokens[:end], stack.geometry.device)
-    earlier = [m for m, found in zip(work.members, stored, strict=True) if found and m[1] < end]
-    keys = (chunk.key for chunk, _ in earlier)
-    with begin_reading(store, keys, stack, promote=False) as source:
-        cut = yield from _cut_out(stack, ids, missing, earlier, source)
+    earlier = [member for member in stored if member[1] < end]
+    placed = [
+        PlacedChunk(chunk.key, start, start + len(chunk.token_ids)) for chunk, start in earlier
+    ]
+    cut: list[tuple[Member, ChunkKV]] | None = None
+    with begin_reading(store, placed, stack, promote=False) as source:
+        loader = ChunkLoader(stack, placed, source)
+        yield from loader.find()
+        loader.into(RingKV(stack.geometry, end))
+        while cut is None:
+            pairs = zip(earlier, loader.chunks, strict=True)
+            lost = [member for member, chunk in pairs if not chunk.is_used]
+            cut = yield from _cut_out(stack, ids, [*missing, *lost], loader)
     for (chunk, start), kv in cut:
         prior = torch.zeros(kv.tokens)
         if chunk.context:
@@ -192,42 +197,6 @@ def compute_document(stack: DecoderStack, work: DocumentPlan, store: TieredKVSto
         yield chunk, replace(kv, prior=prior)
 
 
-def _cut_out(
-    stack: DecoderStack,
-    ids: Tensor,
-    missing: Sequence[Member],
-    earlier: Sequence[Member],
-    source: LayerSource,
-) -> Generator[None, None, list[tuple[Member, ChunkKV]]]:
-    """Run a document's pass over its stored chunks; returns the KV of the computed chunks.
-
-    Those are the missing ones and those that turned out to be unreadable.
-    """
-    fused = RingKV(stack.geometry, ids.numel())
-    chunks = [LoadedChunk(*_span(member)) for member in earlier]
-    loader = ChunkLoader(stack, chunks, source).into(fused)
-    yield from loader.heads()
-    while True:
-        cached = torch.zeros(ids.numel(), dtype=torch.bool)
-        for chunk in loader.chunks:
-            cached[chunk.start : chunk.end] = chunk.is_used
-        there = [chunk.is_used for chunk in loader.chunks]
-        lost = [member for member, held in zip(earlier, there, strict=True) if not held]
-        computed = [*missing, *lost]
-        cut = Cut(stack.geometry, [_span(member) for member in computed])
-        try:
-            yield from _run(stack, ids, cached, cut, loader)
-        except LostChunkError:
-            cut.leave()
-            continue
-        return list(zip(computed, cut.chunks(), strict=True))
-
-
-def _span(member: Member) -> tuple[int, int]:
-    chunk, start = member
-    return start, start + len(chunk.token_ids)
-
-
 def compute_one_by_one(
     stack: DecoderStack,
     chunks: Sequence[ChunkPlan],
@@ -237,16 +206,47 @@ def compute_one_by_one(
 
     Chunks in ``store`` are left out.
     """
-    device = stack.geometry.device
-    stored = on_all_ranks(stack, store.contains_many(chunk.key for chunk in chunks))
-    for chunk, found in zip(chunks, stored, strict=True):
-        if found:
-            continue
-        ids = torch.tensor([*chunk.lead, *chunk.token_ids], device=device)
-        cut = Cut(stack.geometry, [(len(chunk.lead), ids.numel())])
-        nothing = torch.zeros(ids.numel(), dtype=torch.bool)
-        yield from _run(stack, ids, nothing, cut)
-        yield chunk, cut.chunks()[0]
+    missing, _ = _split(stack, [(chunk, len(chunk.lead)) for chunk in chunks], store)
+    for member in missing:
+        chunk, _ = member
+        ids = token_tensor([*chunk.lead, *chunk.token_ids], stack.geometry.device)
+        for _, kv in (yield from _cut_out(stack, ids, [member])) or ():
+            yield chunk, kv
+
+
+def _cut_out(
+    stack: DecoderStack,
+    ids: Tensor,
+    members: Sequence[Member],
+    loader: ChunkLoader | None = None,
+) -> Generator[None, None, list[tuple[Member, ChunkKV]] | None]:
+    """Run a pass that computes all tokens but those of stored chunks; cut some chunks out of it.
+
+    loader: of the stored chunks. Returns None when one of them was lost meanwhile.
+    """
+    fused = RingKV(stack.geometry, ids.numel()) if loader is None else loader.fused
+    candidates = Candidates.none(ids.numel())
+    candidates.eligible = candidates.cached.clone()
+    for chunk in () if loader is None else loader.used:
+        candidates.cached[chunk.here] = True
+    cut = Cut(stack.geometry, [(at, at + len(chunk.token_ids)) for chunk, at in members])
+
+    def before(layer: int) -> Steps[None]:
+        yield from cut.asked(stack)
+        if loader is not None:
+            yield from loader.load(layer)
+
+    run = BlendPass(
+        stack, ids, fused, candidates, REUSE_ONLY,
+        needs_hidden=False, before_layer=before, on_layer=cut.take,
+    )  # fmt: skip
+    try:
+        yield from run.steps()
+    except LostChunkError:
+        cut.leave()
+        return None
+    yield from cut.arrived(stack)
+    return list(zip(members, cut.chunks(), strict=True))
 
 
 class Cut:
@@ -300,25 +300,6 @@ class Cut:
             ChunkKV(kv[:, 0], kv[:, 1], start)
             for kv, (start, _) in zip(self._cut, self._spans, strict=True)
         ]
-
-
-def _run(
-    stack: DecoderStack, ids: Tensor, cached: Tensor, cut: Cut, loader: ChunkLoader | None = None
-) -> Steps[None]:
-    """Compute all tokens that are not ``cached``, (tokens,) bool on the host."""
-    candidates = Candidates(cached, cached, torch.zeros(ids.numel(), dtype=torch.long))
-    fused = RingKV(stack.geometry, ids.numel()) if loader is None else loader.fused
-
-    def before(layer: int) -> Steps[None]:
-        yield from cut.asked(stack)
-        if loader is not None:
-            yield from loader.load(layer)
-
-    yield from BlendPass(
-        stack, ids, fused, candidates, REUSE_ONLY,
-        needs_hidden=False, before_layer=before, on_layer=cut.take,
-    ).steps()  # fmt: skip
-    yield from cut.arrived(stack)
 
 
 def prior_layer(stack: DecoderStack) -> int:

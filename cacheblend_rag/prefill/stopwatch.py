@@ -37,10 +37,6 @@ class Stopwatch:
         self.load_by_tier: dict[str, float] = {}
         self.laid = self._loading = 0.0
         self._phase = "lay_in"
-        self.skip()
-
-    def skip(self) -> None:
-        """Discard the time since the last reading."""
         self._last = time.perf_counter()
 
     def lap(self, phase: str, *, waits: bool = True) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from cacheblend_rag.cli import output
 from cacheblend_rag.cli.main import app
 from cacheblend_rag.kv import timings
-from cacheblend_rag.prefill import controller
+from cacheblend_rag.prefill import policy
 from tests.cli.documents import write_notes
 from tests.servers import redis  # noqa: F401 - a fixture
 from tests.toy import TOY
@@ -71,7 +71,7 @@ def cli():
 def slow_blends(monkeypatch):
     """What may give a prompt to ordinary prefill because that is sooner does so with every one."""
     monkeypatch.setattr(timings, "LEAST", 1)
-    monkeypatch.setattr(controller, "MARGIN", 0.0)
+    monkeypatch.setattr(policy, "MARGIN", 0.0)
 
 
 @pytest.fixture

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from cacheblend_rag import BlendConfig, TieredKVStore
-from cacheblend_rag.blend.stack import Reduction
+from cacheblend_rag.blend import FusedKV, RingKV
+from cacheblend_rag.blend.stack import Geometry, Reduction
 from cacheblend_rag.blend.steps import run_to_end as run
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint
+from cacheblend_rag.kv.timings import Speeds
 from cacheblend_rag.prefill.lead_in import PlacedChunk
-from cacheblend_rag.prefill.policy import LEAST_CHANGE
-from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
+from cacheblend_rag.prefill.policy import (
+    LEAST_CHANGE,
+    Controller,
+    Decision,
+    Rates,
+    StoredPart,
+)
+from cacheblend_rag.prefill.prompt_pass import Destination, FusedPrompt, PromptPass
 from cacheblend_rag.trace import Trace
 from tests.blend.fake_stack import VOCABULARY, FakeStack, plain_kv
 
@@ -78,6 +87,51 @@ def prompt_pass(
 
 def finished(work: PromptPass) -> FusedPrompt:
     return run(work.steps())
+
+
+class Ring(Destination):
+    """Keeps two layers, and notes each once it is final."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def buffer(self, geometry: Geometry, tokens: int) -> FusedKV:
+        return RingKV(geometry, tokens)
+
+    def finish_layer(self, layer: int, fused: FusedKV) -> None:
+        keys, values = fused.layer(layer)
+        self.layers[layer] = keys.clone(), values.clone()
+
+
+class Whole(Ring):
+    """The same over a buffer of all layers."""
+
+    def buffer(self, geometry: Geometry, tokens: int) -> FusedKV:
+        return Destination.buffer(self, geometry, tokens)
+
+
+class Decides:
+    """A controller that has decided already: to load the parts that begin at some tokens."""
+
+    learn = Controller.learn
+
+    def __init__(
+        self, starts: Iterable[int], ratio: float | None = None, why: str | None = None
+    ) -> None:
+        self.starts, self.ratio, self.why = set(starts), ratio, why
+        self.rates, self.speeds, self.parts = Rates(), Speeds(), list[StoredPart]()
+        self.clock: Callable[[], float] = time.perf_counter
+
+    def decide(
+        self, tokens: int, parts: list[StoredPart], config: BlendConfig, *, held: int
+    ) -> Decision:
+        assert held == 0
+        assert tokens == TOKENS
+        self.parts = parts
+        load = tuple(part for part in parts if part.start in self.starts)
+        own = config if self.ratio is None else config.with_ratio(self.ratio)
+        return Decision(load, own, self.why)  # type: ignore[arg-type]
 
 
 class Ranks:
@@ -142,7 +196,8 @@ def give_up(store: TieredKVStore, stack: FakeStack, *, ring: bool, steps: int) -
     source = store.fetch(chunk.key for chunk in placed())
     work = PromptPass(
         stack, prompt_ids().to(stack.device), placed(), source,
-        BlendConfig(recompute_ratio=0.3, min_tokens=0), reserve=None if ring else 0,
+        BlendConfig(recompute_ratio=0.3, min_tokens=0),
+        destination=Ring() if ring else Destination(),
     )  # fmt: skip
     running = work.steps()
     for _ in range(steps):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag import BlendConfig, TieredKVStore
-from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.kv import HostTier, StoredChunk, Tier, codec
 from cacheblend_rag.kv.fetch import LayerSource
@@ -22,7 +21,7 @@ from cacheblend_rag.prefill import prompt_pass
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from tests.blend.fake_stack import LAYERS, FakeStack
 from tests.kv.samples import SlowBytes
-from tests.prefill.prompts import SPANS, Ranks, chunk_kv, placed, prompt_ids, run
+from tests.prefill.prompts import SPANS, Ranks, Ring, Whole, chunk_kv, placed, prompt_ids, run
 
 NAMES = dict(zip(SPANS, placed(), strict=True))
 
@@ -46,21 +45,6 @@ def spans_of(data: bytearray, name: str) -> codec.Head:
     return head
 
 
-class Told:
-    """The layers of a pass as they became final."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.restarts = 0
-
-    def note(self, layer: int, fused: FusedKV) -> None:
-        keys, values = fused.layer(layer)
-        self.layers[layer] = keys.clone(), values.clone()
-
-    def restart(self) -> None:
-        self.restarts += 1
-
-
 def over(
     tiers: list[Tier],
     *,
@@ -68,29 +52,28 @@ def over(
     stack: FakeStack | None = None,
     unpack: bool = True,
     **config: Any,
-) -> tuple[FusedPrompt, Told]:
+) -> tuple[FusedPrompt, Ring]:
     """What a pass over a prompt comes to, whose chunks are in these tiers."""
-    told, stack = Told(), stack or FakeStack()
+    told, stack = Ring() if ring else Whole(), stack or FakeStack()
     with (
         TieredKVStore(tiers) as store,
         store.fetch((chunk.key for chunk in placed()), unpack=unpack) as source,
     ):
         work = PromptPass(
             stack, prompt_ids().to(stack.device), placed(), source,
-            BlendConfig(min_tokens=0, **config),
-            reserve=None if ring else 0, on_layer=told.note, on_restart=told.restart,
+            BlendConfig(min_tokens=0, **config), destination=told,
         )  # fmt: skip
         return run(work.steps()), told
 
 
-def over_nothing(**options: Any) -> tuple[FusedPrompt, Told]:
+def over_nothing(**options: Any) -> tuple[FusedPrompt, Ring]:
     """What a pass comes to that goes on though no chunk is there, as when all are lost midway."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompt_pass, "refusal", lambda *_: None)
         return over([HostTier(None)], **options)
 
 
-def expected(names: str = "abc", **config: Any) -> tuple[FusedPrompt, Told]:
+def expected(names: str = "abc", **config: Any) -> tuple[FusedPrompt, Ring]:
     host = HostTier(None)
     with TieredKVStore([host]) as store:
         for name in names:
@@ -98,7 +81,7 @@ def expected(names: str = "abc", **config: Any) -> tuple[FusedPrompt, Told]:
         return over([host], **config)
 
 
-def assert_same(found: tuple[FusedPrompt, Told], wanted: tuple[FusedPrompt, Told]) -> None:
+def assert_same(found: tuple[FusedPrompt, Ring], wanted: tuple[FusedPrompt, Ring]) -> None:
     (one, told), (other, other_told) = found, wanted
     assert list(told.layers) == list(range(LAYERS))
     for layer in range(LAYERS):
@@ -168,7 +151,6 @@ def test_a_chunk_that_is_damaged_midway_is_a_miss_and_the_answer_is_right(
     found = over([host, tier], ring=ring, **config)
     wanted = expected("ac", **config)
     assert_same(found, wanted)
-    assert found[1].restarts == 1
     assert [chunk.hit for chunk in found[0].chunks] == [True, False, True]
     assert [chunk.reason for chunk in found[0].chunks] == [None, "damaged", None]
     assert [chunk.tier for chunk in found[0].chunks] == ["bytes"] * 3
@@ -186,7 +168,6 @@ def test_all_chunks_may_be_lost_one_after_the_other() -> None:
     assert_same(found, over_nothing(recompute_ratio=0.3))
     assert not found[0].blended
     assert {chunk.reason for chunk in found[0].chunks} == {"damaged"}
-    assert 1 <= found[1].restarts <= 3  # what is read ahead is lost with what is asked for
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -197,13 +178,12 @@ def test_what_one_rank_loses_midway_both_do_without(rank: int) -> None:
     delay = 0.002
     tiers[1 - rank].gate = lambda *_: time.sleep(delay)
 
-    def of(rank: int, stack: FakeStack) -> tuple[FusedPrompt, Told]:
+    def of(rank: int, stack: FakeStack) -> tuple[FusedPrompt, Ring]:
         return over([tiers[rank]], stack=stack, ring=True, recompute_ratio=0.3)
 
     both = Ranks().run(of)
     for found in both:
         assert_same(found, expected("ac", recompute_ratio=0.3))
-        assert found[1].restarts == 1
     reasons = [[chunk.reason for chunk in found[0].chunks] for found in both]
     assert reasons[rank] == [None, "damaged", None]
     assert reasons[1 - rank] == [None, "not stored", None]
@@ -255,7 +235,7 @@ def collectives(make_tier: Callable[[threading.Event], Tier], **options: Any) ->
     """
     counts = [0, 0]
 
-    def of(rank: int, stack: FakeStack) -> tuple[FusedPrompt, Told]:
+    def of(rank: int, stack: FakeStack) -> tuple[FusedPrompt, Ring]:
         own, agreed = stack.reduced, threading.Event()
 
         def reduced(part: Tensor, how: Any) -> Tensor:
@@ -281,8 +261,8 @@ def full_host(_: threading.Event) -> HostTier:
 
 @pytest.mark.parametrize("selector", ["none", "prior", "random"])
 def test_ranks_agree_once_a_pass_on_chunks_in_memory(selector: str) -> None:
-    """Once on chunks, once on their priors: no layer asks anything."""
-    assert collectives(full_host, selector=selector, recompute_ratio=0.3) == [2, 2]
+    """On chunks and their priors at once: no layer asks anything."""
+    assert collectives(full_host, selector=selector, recompute_ratio=0.3) == [1, 1]
 
 
 def test_ranks_agree_on_layers_until_all_have_read_them() -> None:
@@ -292,4 +272,4 @@ def test_ranks_agree_on_layers_until_all_have_read_them() -> None:
         return tier
 
     one, other = collectives(begun_late, selector="none", recompute_ratio=0.0)
-    assert one == other > 2
+    assert one == other > 1

@@ -11,8 +11,8 @@ from cacheblend_rag.blend.cost import Forecast, LayerCost, prefill_cost
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.timings import LEAST, Speeds
-from cacheblend_rag.prefill import controller as controller_module
-from cacheblend_rag.prefill.controller import (
+from cacheblend_rag.prefill import policy
+from cacheblend_rag.prefill.policy import (
     KEEP_SECONDS,
     MARGIN,  # as it is shipped: tests/conftest.py changes it when tests begin
     Controller,
@@ -32,7 +32,7 @@ PLAIN = BlendConfig(recompute_ratio=0.15)
 @pytest.fixture(autouse=True)
 def _times_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decisions are made as users' are."""
-    monkeypatch.setattr(controller_module, "MARGIN", MARGIN)
+    monkeypatch.setattr(policy, "MARGIN", MARGIN)
 
 
 class Clock:

@@ -9,11 +9,11 @@ from torch import Tensor
 from cacheblend_rag import BlendConfig, TieredKVStore
 from cacheblend_rag.blend import FusedKV, RingKV
 from cacheblend_rag.blend.rows import Rows
-from cacheblend_rag.blend.stack import AttentionCall
+from cacheblend_rag.blend.stack import AttentionCall, Geometry
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.precompute import DocumentPlan, compute_document
-from cacheblend_rag.prefill.prompt_pass import PromptPass
+from cacheblend_rag.prefill.prompt_pass import Destination, PromptPass
 from tests.blend.fake_stack import HEAD_DIM, HIDDEN, KV_HEADS, VOCABULARY, FakeStack
 from tests.memory import PeakBytes
 from tests.prefill.prompts import FINGERPRINT, run
@@ -29,6 +29,13 @@ CONSTANT = 1 << 20
 def shallow(call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
     """Stands in for a kernel that attends over the paged cache and takes no memory of its own."""
     return call.query.transpose(1, 2)
+
+
+class Ring(Destination):
+    """A ring."""
+
+    def buffer(self, geometry: Geometry, tokens: int) -> RingKV:
+        return RingKV(geometry, tokens)
 
 
 def bound(stack: FakeStack, tokens: int, rows: int) -> int:
@@ -56,8 +63,7 @@ def test_a_pass_over_a_ring_holds_two_layers(tokens: int, selector: str) -> None
     config = BlendConfig(selector=selector, recompute_ratio=0.05)
     with store.fetch(chunk.key for chunk in placed) as source, PeakBytes() as memory:
         work = PromptPass(
-            stack, ids, placed, source, config,
-            reserve=None, needs_hidden=False, attention=shallow,
+            stack, ids, placed, source, config, destination=Ring(needs_hidden=False, attention=shallow)
         )  # fmt: skip
         done = run(work.steps())
     assert all(chunk.hit for chunk in done.chunks)

@@ -8,35 +8,43 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, TieredKVStore
-from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.kv.timings import Speeds
-from cacheblend_rag.prefill import prefix, prompt_pass
-from cacheblend_rag.prefill.controller import Decision, Rates, StoredPart
-from cacheblend_rag.prefill.prefix import PrefixKeys, block_kv
+from cacheblend_rag import TieredKVStore
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id
+from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from tests.blend.fake_stack import FakeStack, plain_kv
-from tests.prefill.prompts import SPANS, TOKENS, Ranks, filled, finished, placed, prompt_ids, run
+from tests.prefill.prompts import (
+    FINGERPRINT,
+    SPANS,
+    Decides,
+    Ranks,
+    filled,
+    finished,
+    placed,
+    prompt_ids,
+    prompt_pass,
+    run,
+)
 
 BEFORE = SPANS["a"][0]
 """Tokens before the first chunk: as many blocks, of one token each."""
-KEYS = PrefixKeys.of({"model": "fake"}, "default")
-
-
-@pytest.fixture(autouse=True)
-def _blocks_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (prefix, prompt_pass):
-        monkeypatch.setattr(module, "BLOCK_TOKENS", 1)
+BLOCKS = [
+    PlacedChunk(
+        KVKey(chunk_id(prompt_ids()[: at + 1].tolist()), FINGERPRINT),
+        at, at + 1, is_exact=True, is_block=True,
+    )
+    for at in range(20)
+]  # fmt: skip
 
 
 def stored(blocks: Iterable[int], chunks: str = "abc") -> TieredKVStore:
     """Return a store with some chunks, and some blocks of the prompt's own KV."""
-    stack, store = FakeStack(), filled(placed(names=chunks))
-    fused = FusedKV(stack.geometry, TOKENS)
-    fused.keys, fused.values, _ = plain_kv(stack, prompt_ids())
-    keys = KEYS.blocks(prompt_ids().tolist())
+    store = filled(placed(names=chunks))
+    keys, values, _ = plain_kv(FakeStack(), prompt_ids())
     for block in blocks:
-        store.put(keys[block], block_kv(fused, block))
+        here = BLOCKS[block]
+        parts = (part[:, :, here.start : here.end].clone() for part in (keys, values))
+        store.put(here.key, ChunkKV(*parts, position=here.start))
     return store
 
 
@@ -49,18 +57,9 @@ def over(
     controller: Any = None,
     **config: Any,
 ) -> PromptPass:
-    placed_chunks = placed() if chunks else []
-    keys = KEYS.blocks(prompt_ids().tolist())[:count]
-    source = store.fetch([*keys, *(chunk.key for chunk in placed_chunks)])
-    return PromptPass(
-        stack or FakeStack(),
-        prompt_ids(),
-        placed_chunks,
-        source,
-        BlendConfig(**{"min_tokens": 0, "recompute_ratio": 0.3, **config}),
-        controller=controller,
-        prefix_blocks=count,
-    )
+    parts = [*BLOCKS[:count], *(placed() if chunks else ())]
+    config = {"recompute_ratio": 0.3, **config}
+    return prompt_pass(store, parts, stack, {"controller": controller}, **config)
 
 
 def same(one: FusedPrompt, other: FusedPrompt) -> None:
@@ -118,23 +117,8 @@ def test_ranks_agree_on_blocks() -> None:
     assert Ranks().run(of) == [2, 2]
 
 
-class Keeps:
-    """A controller that loads parts which begin at some tokens."""
-
-    def __init__(self, *starts: int) -> None:
-        self.starts, self.parts = starts, list[StoredPart]()
-        self.rates, self.speeds = Rates(), Speeds()
-
-    def decide(
-        self, tokens: int, parts: list[StoredPart], config: BlendConfig, *, held: int
-    ) -> Decision:
-        assert held == 0
-        self.parts = parts
-        return Decision(tuple(part for part in parts if part.start in self.starts), config)
-
-
 def test_measured_speeds_decide_about_blocks_too() -> None:
-    controller = Keeps(1, 2, *(start for start, _ in SPANS.values()))
+    controller = Decides([1, 2, *(start for start, _ in SPANS.values())])
     found = finished(over(stored(range(BEFORE)), controller=controller))
     assert found.prefix_tokens == 2
     same(found, finished(over(stored([]), count=0)))
@@ -147,10 +131,10 @@ def test_measured_speeds_decide_about_blocks_too() -> None:
 def test_without_a_chunk_to_load_nothing_is_blended(chunks: bool) -> None:
     """A prefix alone is a pass of its own, which is decided about by itself."""
     blocks = range(BEFORE)
-    refused = run(over(stored(blocks), controller=Keeps(*blocks)).steps())
+    refused = run(over(stored(blocks), controller=Decides(blocks)).steps())
     assert not isinstance(refused, FusedPrompt)
     assert [chunk.reason for chunk in refused.chunks] == ["slow"] * 3
-    none = run(over(stored(blocks), chunks=chunks, controller=Keeps()).steps())
+    none = run(over(stored(blocks), chunks=chunks, controller=Decides([])).steps())
     assert not isinstance(none, FusedPrompt)
-    alone = run(over(stored(blocks), chunks=False, controller=Keeps(*blocks)).steps())
+    alone = run(over(stored(blocks), chunks=False, controller=Decides(blocks)).steps())
     assert alone.prefix_tokens == BEFORE

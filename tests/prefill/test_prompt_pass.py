@@ -18,12 +18,10 @@ from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
-from cacheblend_rag.kv.timings import Speeds
 from cacheblend_rag.prefill import prompt_pass as prompt_pass_module
 from cacheblend_rag.prefill import stopwatch
-from cacheblend_rag.prefill.controller import Decision, Rates, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
-from cacheblend_rag.prefill.policy import NOT_STORED
+from cacheblend_rag.prefill.policy import NOT_STORED, Rates
 from cacheblend_rag.prefill.prompt_pass import (
     COMPUTING,
     FusedPrompt,
@@ -34,6 +32,7 @@ from tests.prefill.prompts import (
     QUESTION,
     SPANS,
     TOKENS,
+    Decides,
     Ranks,
     chunk_kv,
     filled,
@@ -382,29 +381,13 @@ class Recorded(Rates):
         self.seconds.append(seconds)
 
 
-class Decides:
-    """A controller that has decided already."""
-
-    def __init__(self, keep: str = "abc", ratio: float | None = None, why: str | None = None):
-        self.keep, self.ratio, self.why = keep, ratio, why
-        self.rates, self.speeds, self.parts = Rates(), Speeds(), list[StoredPart]()
-
-    def decide(
-        self, tokens: int, parts: list[StoredPart], config: BlendConfig, *, held: int
-    ) -> Decision:
-        assert held == 0
-        assert tokens == TOKENS
-        self.parts = parts
-        kept = [SPANS[name] for name in self.keep]
-        load = tuple(part for part in parts if (part.start, part.end) in kept)
-        return Decision(
-            load, config if self.ratio is None else config.with_ratio(self.ratio), self.why
-        )
+def decides(keep: str = "abc", ratio: float | None = None, why: str | None = None) -> Decides:
+    return Decides([SPANS[name][0] for name in keep], ratio, why)
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "prior"])
 def test_what_is_not_worth_loading_is_computed(selector: str) -> None:
-    controller = Decides("ac", why="too slow")
+    controller = decides("ac", why="too slow")
     options = {"controller": controller}
     found = finished(prompt_pass(filled(placed()), placed(), None, options, selector=selector))
     wanted = by_hand(BlendConfig(selector=selector), "ac")
@@ -417,9 +400,10 @@ def test_what_is_not_worth_loading_is_computed(selector: str) -> None:
 
 
 def test_what_others_do_meanwhile_is_no_time_of_the_pass() -> None:
-    controller, rates = Decides(), Recorded()
+    controller, rates = decides(), Recorded()
     controller.rates = rates
-    options = {"controller": controller, "own_seconds": lambda: time.perf_counter() / 4}
+    controller.clock = lambda: time.perf_counter() / 4
+    options = {"controller": controller}
     found = finished(prompt_pass(filled(placed()), placed(), None, options))
     computing = sum(found.seconds.get(phase, 0.0) for phase in COMPUTING)
     assert rates.seconds == [pytest.approx(computing / 4, rel=0.5)]
@@ -427,7 +411,7 @@ def test_what_others_do_meanwhile_is_no_time_of_the_pass() -> None:
 
 def test_a_ratio_that_was_left_open_is_the_controllers() -> None:
     auto = {"recompute_ratio": "auto", "selector": "prior"}
-    options = {"controller": Decides(ratio=0.4, why="ratio 0.4")}
+    options = {"controller": decides(ratio=0.4, why="ratio 0.4")}
     found = finished(prompt_pass(filled(placed()), placed(), None, options, **auto))
     wanted = by_hand(BlendConfig(recompute_ratio=0.4, selector="prior"))
     assert torch.equal(found.fused.keys, wanted.fused.keys)
@@ -439,7 +423,7 @@ def test_a_ratio_that_was_left_open_is_the_controllers() -> None:
 
 def test_where_nothing_is_worth_loading_nobody_has_computed_anything() -> None:
     stack = FakeStack()
-    options = {"controller": Decides("", why="prefill is faster")}
+    options = {"controller": decides("", why="prefill is faster")}
     refused = run(prompt_pass(filled(placed()), placed(), stack, options).steps())
     assert not isinstance(refused, FusedPrompt)
     assert refused.reason == "prefill is faster"
@@ -451,7 +435,7 @@ def test_ranks_do_what_the_first_one_decides() -> None:
     store = filled(placed())
 
     def of(rank: int, stack: FakeStack) -> tuple[float, list[str | None]]:
-        controller = Decides("ab" if rank == 0 else "c", ratio=0.1 if rank == 0 else 0.5)
+        controller = decides("ab" if rank == 0 else "c", ratio=0.1 if rank == 0 else 0.5)
         options = {"controller": controller}
         config = {"recompute_ratio": "auto", "selector": "prior"}
         found = run(prompt_pass(store, placed(), stack, options, **config).steps())
@@ -464,7 +448,7 @@ def test_ranks_do_what_the_first_one_decides() -> None:
 def test_reading_a_tier_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiskTier, "whole_bytes", 0)
     monkeypatch.setattr(codec, "HEAD_BYTES", 1024)
-    chunks, controller = placed(), Decides()
+    chunks, controller = placed(), decides()
     with TieredKVStore([DiskTier(tmp_path)]) as store:
         for chunk in chunks:
             store.put(chunk.key, chunk_kv(FakeStack(), chunk))

@@ -26,20 +26,18 @@ from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS, FusedCache
 from cacheblend_rag.engines.transformers.loop import Turn, Work
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
-from cacheblend_rag.engines.transformers.prefixes import Prefixes
+from cacheblend_rag.engines.transformers.prefixes import Prefixes, PrefixKeys, StoredPrefix
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.watched_model import TriedModel
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
-from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.fetch import LayerSource, Threshold
+from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import NO_ROOM, Lack, no_room, unless_lacking
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
 from cacheblend_rag.prefill.lead_in import PlacedChunk
-from cacheblend_rag.prefill.policy import LEAST_SHARE, NO_CHUNK, config_for, missed, threshold
-from cacheblend_rag.prefill.prefix import PrefixKeys, StoredPrefix
-from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
+from cacheblend_rag.prefill.policy import LEAST_SHARE, NO_CHUNK, config_for, missed
+from cacheblend_rag.prefill.prompt_pass import Destination, FusedPrompt, PromptPass
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import BlendReport, ChunkReport, PrefillReport
@@ -267,18 +265,16 @@ class Prefill:
     ) -> Work[Prefilled | PrefillReport]:
         """Load, select and recompute: one chunk, then one block of rows in one layer, at a time."""
         stack = cast(TransformersStack, self.tried.stack)
-        blocks = () if self._prefix is None else self._prefix.keys
-        with self._reading(stack, config, placed, blocks) as source:
+        parts = [*([] if self._prefix is None else self._prefix.placed), *placed]
+        with begin_reading(self.store, parts, stack, least=config.min_tokens) as source:
             work = PromptPass(
                 stack,
                 token_tensor(self._token_ids, stack.geometry.device),
-                placed,
+                parts,
                 source,
                 config,
-                reserve=self._reserve,
-                graphed=stack.graphed,
+                destination=Destination(self._reserve, graphed=stack.graphed),
                 controller=self.tried.controller,
-                prefix_blocks=len(blocks),
                 request_id=self.request.request_id,
             )
             work.watch.seconds.update(self._told.seconds)
@@ -299,28 +295,14 @@ class Prefill:
         if stack is None:
             return None
         ids = token_tensor(compared.prompt, stack.geometry.device)
-        room = len(compared.answer) - 1
-        with self._reading(stack, config, self._placed) as source:
-            blended = PromptPass(
-                stack, ids, self._placed, source, config, reserve=room, needs_hidden=False
-            )
+        room = Destination(len(compared.answer) - 1, needs_hidden=False)
+        with begin_reading(self.store, self._placed, stack, least=config.min_tokens) as source:
+            blended = PromptPass(stack, ids, self._placed, source, config, destination=room)
             steps = compare(
                 stack, lambda last: stack.logits(last.transpose(0, 1)), compared, blended
             )
             done = yield from _while_wanted(steps, Cancellation(), source)
         return done if isinstance(done, Comparison) else None
-
-    def _reading(
-        self,
-        stack: TransformersStack,
-        config: BlendConfig,
-        placed: Sequence[PlacedChunk],
-        blocks: Sequence[KVKey] = (),
-    ) -> LayerSource:
-        """Begin to read a prefix's blocks, and chunks."""
-        keys, worth = [chunk.key for chunk in placed], threshold(placed, config.min_tokens)
-        worth = Threshold([*(0 for _ in blocks), *worth.tokens], worth.least)
-        return begin_reading(self.store, [*blocks, *keys], stack, threshold=worth)
 
 
 def _while_wanted(steps: Steps[T], cancel: Cancellation, source: LayerSource) -> Work[T]:

@@ -1,18 +1,36 @@
-"""Looks up and stores the KV of what prompts begin with, on threads beside the model's."""
+"""Prefix caching: looks up and stores the KV of prompt prefixes, on threads beside the model's.
+
+A token's KV depends only on the tokens up to it. A block is stored under the hash of all tokens up
+to its end, so its KV is exact in every prompt with the same prefix: it is neither rotated nor
+recomputed. The lookup ends at the first block that is not stored. A block that was found, but then
+cannot be read or is computed sooner, is computed, and those behind it are used all the same.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
 
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.engines.prepare import BLOCK_TOKENS
+from cacheblend_rag.kv.chunk_kv import (
+    NAMESPACE_DIGITS,
+    ChunkKV,
+    KVKey,
+    chunk_id,
+    fingerprint,
+    prefix_ids,
+)
 from cacheblend_rag.kv.reading import Budget, Reservation
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.openmp import use_one_thread
-from cacheblend_rag.prefill.prefix import PrefixKeys, StoredPrefix, block_kv
+from cacheblend_rag.prefill.lead_in import PlacedChunk
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +38,82 @@ LOOKUP_THREADS = 32
 """The prefixes of so many prompts are looked up at the same time."""
 MOST_WAITING_BYTES = 1 << 30
 """Most bytes of KV that may wait to be written; a single request may exceed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixKeys:
+    """Makes the keys of prefix blocks, for one model and one namespace.
+
+    fingerprint: never that of chunk KV, and independent of the lead-in.
+    """
+
+    fingerprint: str
+
+    @classmethod
+    def of(cls, identity: Mapping[str, Any], namespace: str) -> Self:
+        """Return the keys for a model. identity: all that its KV depends on (model_identity)."""
+        return cls(fingerprint({**identity, "prefix_block": BLOCK_TOKENS}, namespace))
+
+    def salted(self, salt: str | None) -> PrefixKeys:
+        """Return the keys of prompts with a ``cache_salt``, which no other prompts have."""
+        if salt is None:
+            return self
+        own = fingerprint({"prefix_keys": self.fingerprint, "cache_salt": salt})
+        return PrefixKeys(self.fingerprint[:NAMESPACE_DIGITS] + own[NAMESPACE_DIGITS:])
+
+    def blocks(self, token_ids: Sequence[int]) -> list[KVKey]:
+        """Return the keys of all complete blocks of a prefix, in order.
+
+        A block's key is that of a chunk whose context is all tokens before it.
+        """
+        starts = range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS)
+        return [
+            KVKey(chunk_id(token_ids[start : start + BLOCK_TOKENS]), self.fingerprint, before)
+            for start, before in zip(starts, prefix_ids(token_ids, starts), strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrefix:
+    """The longest run of stored blocks at the beginning of a prompt.
+
+    keys: of these blocks, in order. began: when the lookup began (``time.perf_counter``). seconds:
+    how long it took.
+    """
+
+    keys: Sequence[KVKey]
+    began: float
+    seconds: float
+
+    @classmethod
+    def find(cls, store: TieredKVStore, keys: Sequence[KVKey]) -> Self:
+        """Look up 1, 2, 4, ... blocks at a time, until one is missing.
+
+        So a prompt without a stored prefix costs one lookup, and a long prefix few round trips to a
+        remote tier.
+        """
+        began, found, count = time.perf_counter(), 0, 1
+        while found < len(keys):
+            held = store.contains_many(keys[found : found + count])
+            if not all(held):
+                found += held.index(False)
+                break
+            found, count = found + len(held), 2 * count
+        return cls(keys[:found], began, time.perf_counter() - began)
+
+    @property
+    def placed(self) -> list[PlacedChunk]:
+        """The blocks, each at its place in the prompt."""
+        size = BLOCK_TOKENS
+        return [
+            PlacedChunk(key, at * size, (at + 1) * size, is_exact=True, is_block=True)
+            for at, key in enumerate(self.keys)
+        ]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in these blocks."""
+        return len(self.keys) * BLOCK_TOKENS
 
 
 class Prefixes:
@@ -98,3 +192,14 @@ class Prefixes:
             logger.warning("the KV of a prompt's prefix is not stored", exc_info=True)
         finally:
             room.give_back()
+
+
+def block_kv(fused: FusedKV, block: int) -> ChunkKV:
+    """Copy a block of a request's prefix, the first one being 0, to host memory."""
+    start = block * BLOCK_TOKENS
+
+    def copied(whole: torch.Tensor) -> torch.Tensor:
+        part = whole[:, :, start : start + BLOCK_TOKENS]
+        return part.detach().clone(memory_format=torch.contiguous_format).cpu()
+
+    return ChunkKV(copied(fused.keys), copied(fused.values), position=start)

@@ -32,7 +32,7 @@ from cacheblend_rag.engines.transformers.trial import find_ordinary_prefill, ope
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.models import resolve
-from cacheblend_rag.prefill.controller import Controller, Rates
+from cacheblend_rag.prefill.policy import Controller, Rates
 from cacheblend_rag.reason import Reason
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from cacheblend_rag import (
     ToolCall,
     open_engine,
 )
-from cacheblend_rag.prefill import controller
+from cacheblend_rag.prefill import policy
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
 
 REUSE = BlendConfig(recompute_ratio=0.0, min_tokens=32, cost_model=False)
@@ -39,7 +39,7 @@ ENGINE = os.environ.get("CACHEBLEND_TEST_ENGINE", "transformers")
 def _noise_decides_nothing() -> Iterator[None]:
     """Prefill of models so small is never held against blending, however busy the machine is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(controller, "MARGIN", 1e9)
+        patch.setattr(policy, "MARGIN", 1e9)
         yield
 
 

@@ -9,8 +9,8 @@ import pytest
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.timings import LEAST
-from cacheblend_rag.prefill import controller
-from cacheblend_rag.prefill.controller import MARGIN
+from cacheblend_rag.prefill import policy
+from cacheblend_rag.prefill.policy import MARGIN
 from tests.engines.contract import check_prefilled_instead
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import prompt_of, words
@@ -25,13 +25,13 @@ def _ranges_of_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small a chunk would be read at once, and tests/conftest.py lets nothing be given up."""
     monkeypatch.setattr(DiskTier, "whole_bytes", 0)
     monkeypatch.setattr(codec, "HEAD_BYTES", 1024)
-    monkeypatch.setattr(controller, "MARGIN", MARGIN)
+    monkeypatch.setattr(policy, "MARGIN", MARGIN)
 
 
 def test_a_tier_that_is_slower_than_prefill_is_not_waited_for(
     make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller, "MARGIN", 100.0)  # the passes of so small a model are slow
+    monkeypatch.setattr(policy, "MARGIN", 100.0)  # the passes of so small a model are slow
     engine = make_engine(store=TieredKVStore([DiskTier(tmp_path)]), recompute_ratio=0.2)
     engine.precompute(CHUNKS, progress=False)
     for _ in range(LEAST):

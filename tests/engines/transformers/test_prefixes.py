@@ -23,9 +23,9 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers.loop import loop_of
+from cacheblend_rag.engines.transformers.prefixes import BLOCK_TOKENS
 from cacheblend_rag.kv import HostTier
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from tests.engines.transformers.conftest import EngineFactory
 from tests.engines.transformers.test_faults import on_disk
 from tests.models import FAMILIES, make_model, prompt_of, words

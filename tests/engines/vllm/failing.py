@@ -12,8 +12,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from cacheblend_rag.blend.stack import Attend
 from cacheblend_rag.engines.vllm.connector import CacheBlendConnector
-from cacheblend_rag.prefill import controller
-from cacheblend_rag.prefill.controller import Controller, Decision
+from cacheblend_rag.prefill import policy
+from cacheblend_rag.prefill.policy import Controller, Decision
 from cacheblend_rag.reason import Reason, ReasonCode
 
 TOLD = "CACHEBLEND_TEST_FAILING"
@@ -41,7 +41,7 @@ class FailingConnector(CacheBlendConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        patch.object(controller, "MARGIN", 1e9).start()  # as tests/conftest.py does in its process
+        patch.object(policy, "MARGIN", 1e9).start()  # as tests/conftest.py does in its process
         patch.object(Controller, "decide", decide_by_rank).start()
         assert self.worker.blender is not None
         if get_tensor_model_parallel_rank() == 1:

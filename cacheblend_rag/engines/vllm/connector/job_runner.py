@@ -47,10 +47,9 @@ from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, no_room
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
-from cacheblend_rag.prefill.controller import Controller, Rates
 from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadInId, PlacedChunk
-from cacheblend_rag.prefill.policy import NOT_STORED, threshold
+from cacheblend_rag.prefill.policy import NOT_STORED, Controller, Rates
 from cacheblend_rag.prefill.precompute import (
     Computed,
     DocumentPlan,
@@ -59,7 +58,7 @@ from cacheblend_rag.prefill.precompute import (
     compute_document,
     compute_one_by_one,
 )
-from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
+from cacheblend_rag.prefill.prompt_pass import Destination, FusedPrompt, PromptPass
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import ChunkReport, Evicted
 
@@ -93,8 +92,8 @@ class JobRunner:
     def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that a job blends."""
         placed = self._placed(allotted) if allotted.job.kind in BLENDING else []
-        worth = threshold(placed, allotted.job.config.min_tokens)
-        return begin_reading(self.store, (c.key for c in placed), self.stack, threshold=worth)
+        least = allotted.job.config.min_tokens
+        return begin_reading(self.store, placed, self.stack, least=least)
 
     def work(self, allotted: Allotted, source: LayerSource) -> Work:
         """Run a job step by step; source: of the chunks to blend."""
@@ -194,22 +193,24 @@ class JobRunner:
 
     def _pass(self, allotted: Allotted, source: LayerSource) -> PromptPass:
         checks = plan_schedule(allotted.job.config, self.stack.geometry.layers).checks
-        paged = PagedKV(self.cache, allotted.block_ids, allotted.first, allotted.until)
+        paged = PagedKV(
+            self.cache,
+            allotted.block_ids,
+            allotted.first,
+            allotted.until,
+            PagedAttention(self.cache, allotted.until, allotted.shared),
+        )
         return PromptPass(
             self.stack,
             token_tensor(allotted.tokens, self.stack.geometry.device),
             self._placed(allotted),
             source,
             allotted.job.config,
-            reserve=None,
-            needs_hidden=False,
-            until=allotted.until,
-            attention=PagedAttention(self.cache, allotted.until, allotted.shared),
-            on_layer=paged.write,
-            own_seconds=self.own_time.seconds,
-            controller=Controller(self.stack.costs, self.rates, self.store.speeds),
+            destination=paged.holding(allotted.prefix),
+            controller=Controller(
+                self.stack.costs, self.rates, self.store.speeds, self.own_time.seconds
+            ),
             lack_of_room=partial(self._lack_of_room, len(allotted.tokens), checks=bool(checks)),
-            held=paged.prefix(allotted.prefix),
             request_id=allotted.request_id,
         )
 
@@ -226,8 +227,7 @@ class JobRunner:
             self._placed(allotted),
             source,
             job.config,
-            reserve=len(job.answer) - 1,
-            needs_hidden=False,
+            destination=Destination(len(job.answer) - 1, needs_hidden=False),
         )
         done = yield from compare(self.stack, self.stack.logits, compared, blended)
         if not isinstance(done, Comparison):

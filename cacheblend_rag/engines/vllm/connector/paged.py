@@ -9,36 +9,44 @@ own prefill bit for bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.fused import FusedKV, RingKV
+from cacheblend_rag.blend.passes import Attention
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Positions, Rows
-from cacheblend_rag.blend.stack import AttentionCall
+from cacheblend_rag.blend.stack import AttentionCall, Geometry
 from cacheblend_rag.engines.vllm.connector.paged_cache import BlockTable, PagedCache
 from cacheblend_rag.engines.vllm.connector.stack import WRITTEN_AT_ONCE
-from cacheblend_rag.prefill.prompt_pass import HeldPrefix
+from cacheblend_rag.prefill.prompt_pass import Destination
 
 NULL_BLOCK = 0
 """vLLM's block for tokens that a group keeps nothing of; whatever is in it belongs to nobody."""
 
 
-class PagedKV:
+class PagedKV(Destination):
     """The destination of a request's tokens [first, tokens).
 
     block_ids: the request's blocks in each KV cache group, in order. To a group of layers with a
     sliding window vLLM may give blocks for the end of a prompt only, and the null block in place of
     the others: nothing is written there. first: tokens before it are in the cache already.
+    attention: how the rows of a pass over these tokens attend.
     """
 
     def __init__(
-        self, cache: PagedCache, block_ids: Sequence[Sequence[int]], first: int, tokens: int
+        self,
+        cache: PagedCache,
+        block_ids: Sequence[Sequence[int]],
+        first: int,
+        tokens: int,
+        attention: Attention | None = None,
     ) -> None:
+        super().__init__(needs_hidden=False, until=tokens, attention=attention)
         self.cache, self.block_ids = cache, block_ids
         self.tables = [cache.table(blocks, tokens) for blocks in block_ids]
         self._given = [self._with_blocks(blocks, first, tokens) for blocks in block_ids]
@@ -49,30 +57,32 @@ class PagedKV:
         given = np.flatnonzero(np.asarray(blocks)[in_block] != NULL_BLOCK)
         return slice(first + int(given[0]) if len(given) else tokens, tokens)
 
-    def write(self, layer: int, fused: FusedKV) -> None:
+    def buffer(self, geometry: Geometry, tokens: int) -> RingKV:
+        """Return a ring: each layer goes to vLLM's cache once it is final."""
+        return RingKV(geometry, tokens)
+
+    def finish_layer(self, layer: int, fused: FusedKV) -> None:
         """Write a layer's final KV to vLLM's cache."""
         group, into = self.cache.groups[layer], self.cache.attention[layer].kv_cache
         self.cache.write(layer, fused, self._given[group], into, self.tables[group].slots)
 
-    def prefix(self, tokens: int) -> HeldPrefix | None:
-        """Return the KV of so many first tokens, of whole blocks that are in the cache already.
+    def holding(self, tokens: int) -> Self:
+        """Have so many first tokens, of whole blocks, read from the cache; returns this object.
 
-        None if there are none, or if they cannot be read back.
+        None are read if they cannot be read back.
         """
         count = tokens // self.cache.block_size
-        is_held = tokens > 0 and all(NULL_BLOCK not in ids[:count] for ids in self.block_ids)
-        if not is_held or self.cache.layouts is None:
-            return None
-        size = self.cache.kernel_block_size
+        is_there = all(NULL_BLOCK not in ids[:count] for ids in self.block_ids)
+        self.held_tokens = tokens if is_there and self.cache.layouts is not None else 0
+        return self
 
-        def place(layer: int, fused: FusedKV) -> None:
-            blocks = self.tables[self.cache.groups[layer]].blocks[: tokens // size]
-            start = 0
-            for part in torch.split(blocks, max(1, WRITTEN_AT_ONCE // size)):
-                fused.place(layer, start, *self.cache.read(layer, part), None)
-                start += len(part) * size
-
-        return HeldPrefix(tokens, place)
+    def place_held(self, layer: int, fused: FusedKV) -> None:
+        """Read one layer of the held tokens' KV from vLLM's cache."""
+        size, start = self.cache.kernel_block_size, 0
+        blocks = self.tables[self.cache.groups[layer]].blocks[: self.held_tokens // size]
+        for part in torch.split(blocks, max(1, WRITTEN_AT_ONCE // size)):
+            fused.place(layer, start, *self.cache.read(layer, part), None)
+            start += len(part) * size
 
     def metadata(self, rows: Rows) -> list[tuple[Any, Tensor]]:
         """Return each layer's metadata for rows that are one run, and the slots of their KV."""

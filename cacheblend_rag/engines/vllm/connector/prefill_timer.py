@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
-from cacheblend_rag.prefill.controller import Rates
+from cacheblend_rag.prefill.policy import Rates
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

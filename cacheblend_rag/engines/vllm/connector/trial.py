@@ -85,7 +85,7 @@ class Trial:
         start = fused.tokens - ids.numel()
         paged = PagedKV(self.cache, self.cache.first_blocks(fused.tokens), 0, fused.tokens)
         for layer in range(self.stack.geometry.layers):
-            paged.write(layer, fused)
+            paged.finish_layer(layer, fused)
         rows = Rows.at(np.arange(start, fused.tokens), self.stack.geometry.device)
         with self.stack.recorded() as (inputs, outputs):
             self.stack.run_model(ids, rows.device, paged.metadata(rows))

@@ -47,7 +47,7 @@ from cacheblend_rag.engines.vllm.protocol.result import (
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import fingerprint, namespace_id
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.controller import Rates
+from cacheblend_rag.prefill.policy import Rates
 from cacheblend_rag.reason import Reason, ReasonCode
 
 if TYPE_CHECKING:

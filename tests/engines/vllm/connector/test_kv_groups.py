@@ -256,8 +256,8 @@ def test_nothing_is_written_into_missing_blocks(engine: InProcessEngine) -> None
     other = [cache[5].clone() for cache in caches(engine)]
     paged = PagedKV(cache, tables, 0, tokens)
     for layer in range(blender.stack.geometry.layers):
-        paged.write(layer, fused)
-    assert paged.prefix(BLOCK) is None
+        paged.finish_layer(layer, fused)
+    assert paged.holding(BLOCK).held_tokens == 0
     assert all(torch.equal(a, b[0]) for a, b in zip(before, caches(engine), strict=True))
     assert all(torch.equal(a, b[5]) for a, b in zip(other, caches(engine), strict=True))
     for layer, group in enumerate(cache.groups):
@@ -288,7 +288,7 @@ def test_what_has_blocks_is_written_and_what_is_there_already_is_not(
     seen: list[Any] = []
     monkeypatch.setattr(PagedCache, "write", lambda *given: seen.append(given))
     paged = PagedKV(cache, [block_ids] * cache.group_count, first, 300)
-    paged.write(0, FusedKV(engine.worker_connector.blender.stack.geometry, 300))
+    paged.finish_layer(0, FusedKV(engine.worker_connector.blender.stack.geometry, 300))
     ((_, _, _, here, _, slots),) = seen
     assert (here.start, here.stop) == written
     ids = torch.tensor(block_ids).repeat_interleave(BLOCK)[:300]

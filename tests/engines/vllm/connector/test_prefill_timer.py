@@ -13,8 +13,8 @@ from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.timings import LEAST
-from cacheblend_rag.prefill import controller
-from cacheblend_rag.prefill.controller import Rates
+from cacheblend_rag.prefill import policy
+from cacheblend_rag.prefill.policy import Rates
 from tests.engines.contract import check_prefilled_instead
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.models import prompt_of, words
@@ -92,7 +92,7 @@ def engine(
     # So small a chunk would be read at once, and the passes of so small a model are slow.
     monkeypatch.setattr(DiskTier, "whole_bytes", 0)
     monkeypatch.setattr(codec, "HEAD_BYTES", 1024)
-    monkeypatch.setattr(controller, "MARGIN", 1000.0)
+    monkeypatch.setattr(policy, "MARGIN", 1000.0)
     jobs = short_steps.worker_connector.blender.jobs
     with TieredKVStore.open(host_bytes=0, kv_path=tmp_path) as store:
         monkeypatch.setattr(jobs, "store", store)

@@ -11,8 +11,13 @@ import torch
 from cacheblend_rag import TieredKVStore
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.stack import Geometry
+from cacheblend_rag.engines.transformers.prefixes import (
+    BLOCK_TOKENS,
+    PrefixKeys,
+    StoredPrefix,
+    block_kv,
+)
 from cacheblend_rag.kv.chunk_kv import chunk_id
-from cacheblend_rag.prefill.prefix import BLOCK_TOKENS, PrefixKeys, StoredPrefix, block_kv
 from tests.kv.samples import CountingTier, make_kv, validate
 
 IDENTITY = {"weights": "some"}
@@ -63,6 +68,8 @@ def test_blocks_are_looked_up_until_one_is_missing(stored: int, asked: int) -> N
         found = StoredPrefix.find(store, keys)
         assert found.keys == keys[:stored]
         assert found.tokens == stored * BLOCK_TOKENS
+        starts = [(block.start, block.end) for block in found.placed]
+        assert starts == [(at * BLOCK_TOKENS, (at + 1) * BLOCK_TOKENS) for at in range(stored)]
         assert tier.lookups == keys[:asked]
         assert began <= found.began <= found.began + found.seconds <= time.perf_counter()
 
