@@ -62,9 +62,8 @@ def test_a_pass_over_a_ring_holds_two_layers(tokens: int, selector: str) -> None
         placed.append(PlacedChunk(key, start, start + CHUNK))
     config = BlendConfig(selector=selector, recompute_ratio=0.05)
     with store.fetch(chunk.key for chunk in placed) as source, PeakBytes() as memory:
-        work = PromptPass(
-            stack, ids, placed, source, config, destination=Ring(needs_hidden=False, attention=shallow)
-        )  # fmt: skip
+        ring = Ring(needs_hidden=False, attention=shallow)
+        work = PromptPass(stack, ids, placed, source, config, destination=ring)
         done = run(work.steps())
     assert all(chunk.hit for chunk in done.chunks)
     # With a check layer, all rows are carried until there.
