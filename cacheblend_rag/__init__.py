@@ -33,13 +33,12 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.after_answer import RequestWatcher
     from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
     from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.engines.component import CheckedOptions, EngineComponent
+    from cacheblend_rag.engines.component import CheckedOptions, EngineComponent, EngineSource
     from cacheblend_rag.engines.factory import open_engine
     from cacheblend_rag.engines.idle import IdleJob
     from cacheblend_rag.engines.model_files import load_tokenizer
     from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
     from cacheblend_rag.engines.sampling import SamplingParams
-    from cacheblend_rag.engines.source import EngineSource
     from cacheblend_rag.engines.structured import StructuredOutputs
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.explanation import Explanation
@@ -84,13 +83,12 @@ _PLACES = {
     "engines.after_answer": "RequestWatcher",
     "engines.answer": "Delta Generation TokenLogprob",
     "engines.base": "Engine",
-    "engines.component": "CheckedOptions EngineComponent",
+    "engines.component": "CheckedOptions EngineComponent EngineSource",
     "engines.factory": "open_engine",
     "engines.idle": "IdleJob",
     "engines.model_files": "load_tokenizer",
     "engines.prepare": "PreparedPrompt TurnPrompt",
     "engines.sampling": "SamplingParams",
-    "engines.source": "EngineSource",
     "engines.structured": "StructuredOutputs",
     "engines.transformers": "TransformersEngine",
     "explanation": "Explanation",
