@@ -29,11 +29,10 @@ from cacheblend_rag.blend.stack import (
     forwards_replaced,
     probe_layer,
 )
-from cacheblend_rag.engines.transformers.interception import (
+from cacheblend_rag.engines.transformers.layer_calls import (
     DRIVEN,
     SIGHT,
     AttentionWindow,
-    Interception,
     LayerCalls,
 )
 from cacheblend_rag.engines.transformers.layer_graphs import LayerGraphs
@@ -79,15 +78,14 @@ class TransformersStack:
 
     decoder: the part of the model that calls the layers. layouts: how each layer rotates its keys,
     from ``find_layouts``; keys cannot be moved before that is set. The model must
-    not be used by others while a method runs; the engine's lock ensures that.
+    not be used by others while a method runs; its loop ensures that.
 
     Raises UnsupportedModelError when the model is not a plain stack of attention layers.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self._interception = Interception(model)
-        self._calls = LayerCalls(model, self._interception)
+        self._calls = LayerCalls(model)
         self.decoder, self.layers = self._calls.decoder, self._calls.layers
         self._device = model.device
         inner = {id(weight) for layer in self.layers for weight in layer.parameters()}
@@ -136,7 +134,7 @@ class TransformersStack:
     def run_layer(
         self, layer: int, hidden: Tensor, position_inputs: PositionInputs, attend: Attend
     ) -> Tensor:
-        with self._interception.attending(repeat((layer, self._windows[layer])), attend):
+        with self._calls.attending(repeat((layer, self._windows[layer])), attend):
             out = self.layers[layer](hidden, **position_inputs[layer])
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
@@ -184,7 +182,7 @@ class TransformersStack:
         blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         with (
             forwards_replaced(self.layers, lambda _: layer),
-            self._interception.implementation(DRIVEN),
+            self._calls.implementation(DRIVEN),
         ):
             out = self.model(input_ids=blank, position_ids=blank, use_cache=False, logits_to_keep=1)
         return cast(Tensor, out.logits[:, -1].float())
@@ -195,7 +193,7 @@ class TransformersStack:
         token_ids, positions: (batch, 1). attend: attention of each layer, in order, to all the KV
         that the texts have before; it gets the tokens' own.
         """
-        with self._interception.attending(enumerate(self._windows), attend):
+        with self._calls.attending(enumerate(self._windows), attend):
             out = self.model(
                 input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=1
             )
@@ -232,7 +230,7 @@ class TransformersStack:
         """Return each layer's attention window; raises UnsupportedModelError for other masks."""
         handed = self._layer_arguments(position, dtype, SIGHT)
         named = [_named_window(layer) for layer in self.layers]
-        flash = self._interception.replaces_flash
+        flash = self._calls.replaces_flash
         windows: list[int | None] = []
         for layer, arguments in enumerate(handed):
             mask = arguments.get("attention_mask")
@@ -287,7 +285,7 @@ class TransformersStack:
             return torch.zeros_like(call.query).transpose(1, 2)
 
         arguments = self._layer_arguments(position, hidden.dtype)[0]
-        with self._interception.attending(repeat((0, self._windows[0])), attend):
+        with self._calls.attending(repeat((0, self._windows[0])), attend):
             return isinstance(self.layers[0](hidden, **arguments), tuple)
 
     def _cost(self, layer: int) -> LayerCost:

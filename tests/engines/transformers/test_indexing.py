@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
 from cacheblend_rag.blend.steps import Steps
@@ -14,13 +16,21 @@ from cacheblend_rag.kv.stored_chunk import PutResult
 from cacheblend_rag.prefill import precompute
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 from tests.engines.transformers.conftest import EngineFactory, keys_of
-from tests.engines.transformers.test_exactness import ordinary_kv
 from tests.models import words
 
 INSTRUCTION = words(4, 50)
 PIECES = tuple(words(12 + i, i) for i in range(4))
 DOCUMENT = Document("doc", PIECES, separator=" w77 ")
 SHORT = SamplingParams(max_tokens=4)
+
+
+def ordinary_kv(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    cache = DynamicCache()
+    model(input_ids=ids[None], past_key_values=cache, use_cache=True)
+    return (
+        torch.stack([layer.keys[0] for layer in cache.layers]),
+        torch.stack([layer.values[0] for layer in cache.layers]),
+    )
 
 
 def tokens(engine, text: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Intercepts the attention of a Hugging Face model while one of its layers, or all of it, is run.
+"""Calls a Hugging Face model's layers as the model does, and intercepts their attention.
 
 An attention implementation is registered under our own name and activated, through the model's own
 configs, only while a layer or the model runs. No model class is named.
@@ -7,8 +7,8 @@ Some families pass their sliding window to attention as a number, some only thro
 PyTorch's attention uses the mask, so each layer's mask function is evaluated at large positions,
 without building a mask.
 
-Layers are called as the model calls them: in a recording pass other functions replace the layers
-and record their inputs: embeddings, rotary tables, and masks.
+In a recording pass other functions replace the layers and record their inputs: embeddings, rotary
+tables, and masks.
 """
 
 from __future__ import annotations
@@ -37,59 +37,6 @@ ACTIVE = "_attn_implementation_internal"
 """The attribute of a config that names the attention implementation."""
 
 _active = threading.local()
-
-
-def attention_configs(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the attributes of all configs in a model that name an attention implementation.
-
-    As dicts: a config's own getattr and setattr are slow, and each layer that is run needs them.
-    """
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if ACTIVE in getattr(config, "__dict__", ()):
-            found[id(config)] = config
-    return [vars(config) for config in found.values()]
-
-
-class Interception:
-    """Replaces the attention of a model's layers by a function temporarily.
-
-    It patches the model meanwhile, so the caller must hold the engine's lock.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._configs = attention_configs(model)
-
-    @property
-    def replaces_flash(self) -> bool:
-        """Whether the model's own attention is a kernel that takes no mask."""
-        return any("flash" in str(config[ACTIVE]) for config in self._configs)
-
-    @contextmanager
-    def attending(self, calls: Iterable[tuple[int, int | None]], attend: Attend) -> Iterator[None]:
-        """Let attention use ``attend``, on this thread.
-
-        calls: the layer and its window, of each call of attention in turn.
-        """
-        _active.calls, _active.attend = iter(calls), attend
-        try:
-            with self.implementation(DRIVEN):
-                yield
-        finally:
-            del _active.calls, _active.attend
-
-    @contextmanager
-    def implementation(self, name: str) -> Iterator[None]:
-        """Activate one of our attention implementations."""
-        before = [config[ACTIVE] for config in self._configs]
-        try:
-            for config in self._configs:
-                config[ACTIVE] = name
-            yield
-        finally:
-            for config, own in zip(self._configs, before, strict=True):
-                config[ACTIVE] = own
 
 
 def _intercepted(
@@ -164,18 +111,52 @@ AttentionMaskInterface.register(SIGHT, record_sight)
 
 
 class LayerCalls:
-    """The inputs that a model passes to its decoder layers.
+    """How a model calls its decoder's layers, and its layers attention; both can be intercepted.
+
+    It patches the model meanwhile, so only the thread that runs the model may use it.
 
     decoder: the part of the model that calls the layers. layers: in order.
 
     Raises UnsupportedModelError when the model has no list of decoder layers.
     """
 
-    def __init__(self, model: PreTrainedModel, interception: Interception) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.decoder, self.layers = _decoder(model)
-        self._model_type, self._interception = type(model).__name__, interception
+        self._model_type = type(model).__name__
         signatures = [inspect.signature(type(layer).forward) for layer in self.layers]
         self._names = [_positional(signature) for signature in signatures]
+        configs = {id(own): own for part in model.modules() if (own := _own_config(part))}
+        self._configs = list(configs.values())
+
+    @property
+    def replaces_flash(self) -> bool:
+        """Whether the model's own attention is a kernel that takes no mask."""
+        return any("flash" in str(config[ACTIVE]) for config in self._configs)
+
+    @contextmanager
+    def attending(self, calls: Iterable[tuple[int, int | None]], attend: Attend) -> Iterator[None]:
+        """Let attention use ``attend``, on this thread.
+
+        calls: the layer and its window, of each call of attention in turn.
+        """
+        _active.calls, _active.attend = iter(calls), attend
+        try:
+            with self.implementation(DRIVEN):
+                yield
+        finally:
+            del _active.calls, _active.attend
+
+    @contextmanager
+    def implementation(self, name: str) -> Iterator[None]:
+        """Activate one of our attention implementations."""
+        before = [config[ACTIVE] for config in self._configs]
+        try:
+            for config in self._configs:
+                config[ACTIVE] = name
+            yield
+        finally:
+            for config, own in zip(self._configs, before, strict=True):
+                config[ACTIVE] = own
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the input of the first layer for tokens (batch, rows)."""
@@ -232,7 +213,7 @@ class LayerCalls:
         return forward
 
     def _record(self, implementation: str, **inputs: Tensor) -> None:
-        with self._interception.implementation(implementation):
+        with self.implementation(implementation):
             try:
                 self.decoder(**inputs, use_cache=False)
             except RecordedError:
@@ -240,6 +221,15 @@ class LayerCalls:
         raise UnsupportedModelError(
             f"{self._model_type} does not call its {len(self.layers)} layers in order"
         )
+
+
+def _own_config(module: nn.Module) -> dict[str, Any] | None:
+    """Return the attributes of a module's config, if it names an attention implementation.
+
+    As a dict: a config's own getattr and setattr are slow, and each layer that is run needs them.
+    """
+    attributes = getattr(getattr(module, "config", None), "__dict__", {})
+    return attributes if ACTIVE in attributes else None
 
 
 def _positional(signature: inspect.Signature) -> list[str]:
