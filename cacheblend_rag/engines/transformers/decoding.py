@@ -36,7 +36,6 @@ class Sampler:
     the repetition penalty come the other two, as in vLLM.
 
     prompt_tokens: how many tokens were not sampled. guide: of the answer's form, if it has one.
-    logprob: of the token that was drawn last, if log-probabilities are asked for.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class Sampler:
         guide: Guide | None = None,
     ) -> None:
         self.greedy = sampling.temperature == 0
-        self.logprob: RawLogprob | None = None
         self._told, self._guide = sampling.logprobs, guide
         self.processors = LogitsProcessorList()
         if sampling.repetition_penalty != 1:
@@ -69,16 +67,19 @@ class Sampler:
         else:
             self.generator.manual_seed(sampling.seed)
 
-    def draw(self, logits: Tensor, token_ids: list[int]) -> int:
-        """Return the next token; logits: (1, vocabulary), token_ids: everything before it."""
+    def draw(self, logits: Tensor, token_ids: list[int]) -> tuple[int, RawLogprob | None]:
+        """Return the next token, and its log-probability if that is asked for.
+
+        logits: (1, vocabulary). token_ids: everything before it.
+        """
         if self._guide is not None:
             logits = self._guide.allowed(logits)
         token = self._drawn(logits, token_ids)
-        if self._told is not None:
-            self.logprob = raw_logprob(logits[0], token, self._told)
         if self._guide is not None:
             self._guide.take(token)
-        return token
+        if self._told is None:
+            return token, None
+        return token, raw_logprob(logits[0], token, self._told)
 
     def _drawn(self, logits: Tensor, token_ids: list[int]) -> int:
         if self.processors:
@@ -249,7 +250,7 @@ class Decoding:
 
     def _add(self, logits: Tensor) -> FinishReason | None:
         """Draw a token; returns why the answer ends with it, if it does."""
-        token = self._sampler.draw(logits, self._token_ids)
+        token, logprob = self._sampler.draw(logits, self._token_ids)
         self._token_ids.append(token)
         self._prefilled.answer.append(token)
         self._watch.lap(self._phase)
@@ -257,8 +258,8 @@ class Decoding:
         if token in self._ends:
             return "stop"
         self._piece += self._text.feed(token)
-        if self._sampler.logprob is not None:
-            self._raw.append(self._sampler.logprob)
+        if logprob is not None:
+            self._raw.append(logprob)
         if self._text.stopped or (self._guide is not None and self._guide.is_over):
             return "stop"
         if self._request.cancel.is_set():

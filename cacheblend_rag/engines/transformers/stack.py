@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import repeat
 from typing import Any, cast
 
@@ -100,9 +100,8 @@ class TransformersStack:
         self._hidden_size = int(first.shape[-1])
         self._windows = self._recorded_windows(zero, first.dtype)
         self._geometry = self._probed_geometry(first, zero)
-        self._returns_tuple = self._answers_in_tuples(first, zero)
+        self._returns_tuple = False
         self.layouts: Sequence[Layout | None] | None = None
-        self._costs: tuple[LayerCost, ...] | None = None
         self._rotation = lru_cache(KEPT_ROTATIONS)(self._rotation_by)
         self._graphs = LayerGraphs(self, self.layers) if _can_have_graphs(model, self) else None
 
@@ -114,11 +113,9 @@ class TransformersStack:
     def row_block(self) -> int:
         return ROW_BLOCK if self._device.type == "cpu" else ACCELERATOR_ROW_BLOCK
 
-    @property
+    @cached_property
     def costs(self) -> tuple[LayerCost, ...]:
-        if self._costs is None:
-            self._costs = tuple(self._cost(layer) for layer in range(len(self.layers)))
-        return self._costs
+        return tuple(self._cost(layer) for layer in range(len(self.layers)))
 
     @property
     def windows(self) -> Sequence[int | None]:
@@ -136,6 +133,7 @@ class TransformersStack:
     ) -> Tensor:
         with self._calls.attending(repeat((layer, self._windows[layer])), attend):
             out = self.layers[layer](hidden, **position_inputs[layer])
+        self._returns_tuple = isinstance(out, tuple)
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
     @property
@@ -174,7 +172,10 @@ class TransformersStack:
         return part
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return (batch, vocabulary) float32 logits of final hidden states (batch, 1, hidden)."""
+        """Return (batch, vocabulary) float32 logits of final hidden states (batch, 1, hidden).
+
+        In place of the layers, those are what the model gets, in the form that the layers give it.
+        """
 
         def layer(*_: Any, **__: Any) -> Any:
             return (hidden,) if self._returns_tuple else hidden
@@ -277,16 +278,6 @@ class TransformersStack:
                 f"layer {layer} ({type(self.layers[layer]).__name__}) does not attend through the "
                 "library's attention functions"
             ) from error
-
-    def _answers_in_tuples(self, hidden: Tensor, position: Tensor) -> bool:
-        """Whether a layer returns a tuple that begins with its hidden state."""
-
-        def attend(call: AttentionCall) -> Tensor:
-            return torch.zeros_like(call.query).transpose(1, 2)
-
-        arguments = self._layer_arguments(position, hidden.dtype)[0]
-        with self._calls.attending(repeat((0, self._windows[0])), attend):
-            return isinstance(self.layers[0](hidden, **arguments), tuple)
 
     def _cost(self, layer: int) -> LayerCost:
         shape, config = self._geometry, self.model.config.get_text_config()

@@ -97,6 +97,6 @@ def test_penalties_are_those_of_openai() -> None:
     prompt, sampler = [3, 2, 2], Sampler(sampling, torch.device("cpu"), prompt_tokens=3)
     drawn = []
     for _ in range(4):
-        drawn.append(sampler.draw(logits, [*prompt, *drawn]))
+        drawn.append(sampler.draw(logits, [*prompt, *drawn])[0])
     # 1.2, then 1.2 - 0.15 < 1.1, then 1.1 - 0.15 < 1.2 - 0.15, then 1.2 - 0.25 < 1.0
     assert drawn == [2, 1, 2, 0]
