@@ -49,8 +49,8 @@ class Backend(ABC):
     Attributes:
         name: the kind of engine, as reports name it.
         part_chunks: least number of chunks to store in one part.
-        fills_last: whether ``_fill`` and ``_compare`` themselves wait until no request needs the
-            model.
+        fills_last: whether ``_fill`` and ``_compare`` are carried out by somebody who does them
+            last, so that their steps need not wait for idle time.
         config: the default for requests without one.
     """
 
@@ -127,10 +127,10 @@ class Backend(ABC):
     def _compare(
         self, request: Request, compared: Compared
     ) -> Generator[None, None, Comparison | None]:
-        """Compare a blended prompt with full prefill at idle priority, in a thread of its own.
+        """Compare a blended prompt with full prefill; returns None if it can no longer be blended.
 
-        Returns None if it can no longer be blended. Closing the engine waits for it, so it must
-        yield or end soon.
+        Each step is begun in idle time, in a thread of its own; if ``fills_last``, at any time.
+        Closing the engine waits for the end of a step.
         """
 
     # The store
@@ -143,10 +143,7 @@ class Backend(ABC):
         """
 
     def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
-        """As ``_store``, at idle priority, in a thread of its own.
-
-        Closing the engine waits for it, so it must yield or end soon.
-        """
+        """As ``_store``, in short steps that are begun as those of ``_compare``."""
         yield from self._store(plans)
 
     @abstractmethod

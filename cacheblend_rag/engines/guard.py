@@ -86,7 +86,7 @@ class Guard:
     def see(self, request: Request, answer: Generation) -> None:
         """Draw whether a blended answer is compared, and queue it if so."""
         state = self._state
-        if state is None or not _is_blended(request, answer):
+        if state is None or not _is_blended(answer):
             return
         config = state.config
         with self._lock:
@@ -181,11 +181,11 @@ def with_least_ratio(config: BlendConfig, least: float) -> BlendConfig:
     )
 
 
-def _is_blended(request: Request, answer: Generation) -> bool:
+def _is_blended(answer: Generation) -> bool:
     """Whether an answer is one of those to draw from."""
     report = answer.report
     is_whole = answer.finish_reason != "cancelled" and bool(answer.token_ids)
-    return is_whole and not request.full and report.blended and report.recompute_ratio < 1
+    return is_whole and report.blended and report.recompute_ratio < 1
 
 
 def as_served(config: BlendConfig, ratio: float) -> BlendConfig:
