@@ -256,27 +256,31 @@ class ChunkLoader:
 
     def _is_on_its_way(self, layer: int) -> bool:
         """Whether this rank waits no more: a layer's copy is queued, or a chunk of it is lost."""
-        if self._transfer is None and not self._errors:
-            if self._laying is None and not self.source.wait(WAIT_SECONDS):
-                return False
-            self._begin(layer)
-        if self._transfer is None or self._go_on(self._transfer):
+        is_read = self._transfer is not None or self._laying is not None or bool(self._errors)
+        if not is_read and not self.source.wait(WAIT_SECONDS):
+            return False
+        if self._copy(layer):
             return True
         time.sleep(WAIT_SECONDS)  # for a buffer
         return False
 
+    def _copy(self, layer: int) -> bool:
+        """Copy more of a layer that has been read; see ``_is_on_its_way``."""
+        with self.watch.laying():
+            if self._transfer is None and not self._errors:
+                self._begin(layer)
+            return self._transfer is None or self._transfer.go_on()
+
     def _begin(self, layer: int) -> None:
         """Begin to copy a layer that has been read; chunks that are lost are noted instead."""
-        with self.watch.laying():
-            if self._buffers is not None and self._laying is not None:
-                stream = self._buffers.copy_stream
-                self._transfer = _Queued(stream, self._laying.queue(layer))
-                return
-            found = self.source.layer(layer)
-            parts = [part for part in found if not isinstance(part, StoreError)]
-            if len(parts) < len(found):
-                self._errors = [one if isinstance(one, StoreError) else None for one in found]
-                return
+        if self._buffers is not None and self._laying is not None:
+            self._transfer = _Queued(self._buffers.copy_stream, self._laying.queue(layer))
+            return
+        found = self.source.layer(layer)
+        parts = [part for part in found if not isinstance(part, StoreError)]
+        if len(parts) < len(found):
+            self._errors = [one if isinstance(one, StoreError) else None for one in found]
+        else:
             self._transfer = self._transfer_of(layer, parts)
 
     def _transfer_of(self, layer: int, kvs: Sequence[LayerKV]) -> _Transfer:
@@ -285,10 +289,6 @@ class ChunkLoader:
             return _Plain(self.fused, layer, parts)
         free = self._free or self._buffers.copy_stream.worked()
         return Upload(self._buffers, self.fused, layer, parts, free)
-
-    def _go_on(self, transfer: _Transfer) -> bool:
-        with self.watch.laying():
-            return transfer.go_on()
 
     def _arrive(self) -> None:
         """Have what is on its way be in the buffer for later work."""
@@ -305,9 +305,7 @@ class ChunkLoader:
             self._free = self._buffers.copy_stream.worked()
             if not self.source.is_read(layer):
                 return
-        self._begin(layer)
-        if self._transfer is not None:
-            self._go_on(self._transfer)
+        self._copy(layer)
 
     def _lose(self, used: Sequence[LoadedChunk], sound: Sequence[bool]) -> None:
         for chunk, error in zip(used, self._errors, strict=False):

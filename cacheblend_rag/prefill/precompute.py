@@ -29,7 +29,7 @@ from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.blend.transfer import Download, to_host, until
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.memory import give_back_unused, lack_of_memory
+from cacheblend_rag.memory import Lack, unless_lacking
 from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LostChunkError, begin_reading
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 
@@ -48,7 +48,8 @@ class NoRoom:
     lack: str
 
 
-Computed = Iterator[tuple[ChunkPlan, ChunkKV] | NoRoom | None]
+Result = tuple[ChunkPlan, ChunkKV] | NoRoom | None
+Computed = Iterator[Result]
 """Computed chunks; None after each layer, when other work may run."""
 
 ComputeAlone = Callable[[list[ChunkPlan]], Computed]
@@ -120,21 +121,17 @@ def or_no_room(chunks: Sequence[ChunkPlan], work: Computed) -> Computed:
     The memory of the work is freed by then.
     """
     left = {chunk.key: chunk for chunk in chunks}
-    try:
+
+    def counted() -> Generator[Result]:
         for computed in work:
             told = computed.chunks if isinstance(computed, NoRoom) else (computed or ())[:1]
             for chunk in told:
                 left.pop(chunk.key, None)
             yield computed
-    except Exception as error:
-        lack = lack_of_memory(error)
-        if lack is None:
-            raise
-    else:
-        return
-    del work  # its traceback holds the last reference to the pass
-    give_back_unused()
-    yield NoRoom(list(left.values()), lack)
+
+    done = yield from unless_lacking(counted())
+    if isinstance(done, Lack):
+        yield NoRoom(list(left.values()), done.why)
 
 
 def _split(

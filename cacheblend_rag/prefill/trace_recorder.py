@@ -52,7 +52,7 @@ class TraceRecorder(Observer):
         self._selections: list[TracedSelection] = []
         self._rows: dict[int, Positions] = {}
         self._truncated = False
-        self._index: dict[int, tuple[Rows, Tensor, Rows]] = {}
+        self._index: dict[Rows, tuple[Tensor, Rows]] = {}
         self._changed: dict[int, list[tuple[Positions, Tensor]]] = defaultdict(list)
 
     def replacing(
@@ -62,13 +62,11 @@ class TraceRecorder(Observer):
         if layer >= MOST_LAYERS:
             return
         index, cached = self._with_cached_kv(rows)
-        whole = fused.of_layer(layer)
         for start in range(0, len(cached), ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
-            here = cached.device[part]
             fresh = [kv[0].index_select(1, index[part]) for kv in (keys, values)]
-            pairs = zip(fresh, whole, strict=True)
-            changes = [squared_deviation(now, then.index_select(1, here)) for now, then in pairs]
+            stored = [kv.index_select(1, cached.device[part]) for kv in fused.of_layer(layer)]
+            changes = [squared_deviation(*pair) for pair in zip(fresh, stored, strict=True)]
             sizes = [kv.float().square_().sum((0, 2)) for kv in fresh]
             self._changed[layer].append((cached.host[part], torch.stack((*changes, *sizes))))
 
@@ -103,7 +101,7 @@ class TraceRecorder(Observer):
 
     def trace(self) -> Trace:
         """Return the trace of a finished pass; collective."""
-        changed = self._all_changed()
+        changed = {layer: self._whole(parts) for layer, parts in sorted(self._changed.items())}
         protected = self._protected.tolist()
         sampled = min((layer for layer in changed if layer >= self._sampled), default=None)
         tokens = None if sampled is None else self._sample(sampled, *changed[sampled])
@@ -119,28 +117,19 @@ class TraceRecorder(Observer):
 
     def _with_cached_kv(self, rows: Rows) -> tuple[Tensor, Rows]:
         """Return the indices of the rows that have cached KV, and these rows."""
-        if id(rows) not in self._index:
+        if rows not in self._index:
             found = np.flatnonzero(self._cached[rows.host])
             device = self._stack.geometry.device
             index = torch.from_numpy(found).to(device, non_blocking=True)
-            # The rows are kept, so that their id is not another's.
-            self._index[id(rows)] = (rows, index, Rows.at(rows.host[found], device))
-        return self._index[id(rows)][1:]
+            self._index[rows] = index, Rows.at(rows.host[found], device)
+        return self._index[rows]
 
-    def _all_changed(self) -> dict[int, tuple[Positions, Measured]]:
-        """Return positions and four numbers each, of all ranks' heads, by layer."""
-        parts = [(layer, *part) for layer, found in self._changed.items() for part in found]
-        if not parts:
-            return {}
-        whole = torch.cat([numbers for _, _, numbers in parts], 1)
+    def _whole(self, parts: Sequence[tuple[Positions, Tensor]]) -> tuple[Positions, Measured]:
+        """Return a layer's positions, and four numbers each, of all ranks' heads."""
+        positions, numbers = zip(*parts, strict=True)
+        whole = self._stack.all_reduce(torch.cat(numbers, 1), "sum").cpu()
         most = torch.finfo(torch.float32).max
-        whole = self._stack.all_reduce(whole, "sum").cpu().nan_to_num(most, most, 0)
-        lengths = [len(positions) for _, positions, _ in parts]
-        split = torch.split(whole, lengths, 1)
-        found: dict[int, list[tuple[Positions, Measured]]] = defaultdict(list)
-        for (layer, positions, _), numbers in zip(parts, split, strict=True):
-            found[layer].append((positions, numbers.numpy()))
-        return {layer: _joined(blocks) for layer, blocks in sorted(found.items())}
+        return np.concatenate(positions), whole.nan_to_num(most, most, 0).numpy()
 
     def _sample(self, layer: int, positions: Positions, numbers: Measured) -> TracedTokens:
         keys, values, *_ = numbers
@@ -169,11 +158,6 @@ def _deviations(found: NDArray[np.float64], sizes: NDArray[np.float64]) -> Devia
         most=float(found.max()),
         size=float(sizes.mean()),
     )
-
-
-def _joined(blocks: Sequence[tuple[Positions, Measured]]) -> tuple[Positions, Measured]:
-    positions, numbers = zip(*blocks, strict=True)
-    return np.concatenate(positions), np.concatenate(numbers, 1)
 
 
 def _numbers(values: Tensor | None, kept: Tensor) -> tuple[float, ...]:

@@ -136,10 +136,6 @@ def test_a_held_prefix_is_computed_neither_way() -> None:
     behind = made.decide(TOKENS, parts, PLAIN, held=500)
     assert behind.load == ()
     assert behind.why == "ordinary prefill takes 501 ms, blending would take 605 ms"
-    cached, eligible = masks_of(TOKENS, parts, held=500)
-    assert cached.sum() == 550
-    assert eligible.sum() == 50
-    assert not eligible[:500].any()
 
 
 def test_below_break_even_it_is_ordinary_prefill() -> None:
@@ -207,19 +203,6 @@ def test_a_slow_tier_is_given_another_try() -> None:
     assert made.decide(TOKENS, PARTS, PLAIN).load == ()
     now[0] = 61.0
     assert made.decide(TOKENS, PARTS, PLAIN).load == tuple(PARTS)
-
-
-@pytest.mark.parametrize("protected", [0, 30, 200])
-def test_protected_tokens_are_not_recomputed(protected: int) -> None:
-    parts = [replace(part, protected=protected) for part in PARTS]
-    cached, eligible = masks_of(TOKENS, parts)
-    assert cached.sum() == 800
-    for part in parts:
-        here = eligible[part.start : part.end]
-        assert here.sum() == 200 - protected
-        halves = here[:100].sum(), here[100:].sum()
-        assert abs(int(halves[0]) - int(halves[1])) <= 1, "spread evenly"
-    assert eligible.sum() == 4 * (200 - protected)
 
 
 @pytest.mark.parametrize(

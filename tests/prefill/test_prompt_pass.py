@@ -18,7 +18,6 @@ from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
-from cacheblend_rag.prefill import prompt_pass as prompt_pass_module
 from cacheblend_rag.prefill import stopwatch
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NOT_STORED, Rates
@@ -26,7 +25,7 @@ from cacheblend_rag.prefill.prompt_pass import (
     COMPUTING,
     FusedPrompt,
 )
-from tests.blend.fake_stack import LAYERS, FakeStack, plain_kv
+from tests.blend.fake_stack import LAYERS, FakeStack
 from tests.prefill.prompts import (
     LEAD,
     QUESTION,
@@ -147,20 +146,6 @@ def vars_of(config: BlendConfig) -> dict[str, Any]:
     return {"selector": config.selector, "recompute_ratio": config.recompute_ratio}
 
 
-def test_a_pass_that_goes_on_without_chunks_is_ordinary_prefill(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As where all of them are lost on their way."""
-    monkeypatch.setattr(prompt_pass_module, "refusal", lambda *_: None)
-    found = finished(prompt_pass(TieredKVStore.open(), placed()))
-    keys, values, hidden = plain_kv(FakeStack(), prompt_ids())
-    torch.testing.assert_close(found.fused.keys, keys, atol=1e-5, rtol=0)
-    torch.testing.assert_close(found.fused.values, values, atol=1e-5, rtol=0)
-    torch.testing.assert_close(found.hidden[0, 0], hidden[-1], atol=1e-5, rtol=0)  # type: ignore[index]
-    assert not found.blended
-    assert [chunk.reason for chunk in found.chunks] == ["not stored"] * 3
-
-
 # What is known of chunks
 
 
@@ -206,16 +191,6 @@ def test_kv_of_another_shape_is_damage_and_that_of_another_model_is_named() -> N
     found = finished(prompt_pass(store, chunks, recompute_ratio=0.3))
     assert [chunk.reason for chunk in found.chunks] == ["damaged", "other model", None]
     assert torch.equal(found.fused.keys, by_hand(BlendConfig(recompute_ratio=0.3), "c").fused.keys)
-
-
-def test_a_question_is_what_follows_the_last_chunk_or_the_last_token() -> None:
-    stack = FakeStack()
-    chunks = [*placed(names="ab"), replace(placed()[2], end=TOKENS)]
-    found = finished(
-        prompt_pass(filled(placed(names="ab")), chunks, stack, selector="question_mid")
-    )
-    assert found.selector == "question_mid"
-    assert found.chunks[2].reason == "not stored"
 
 
 # Steps
