@@ -66,10 +66,9 @@ class StructuredOutputs:
             raise ConfigError(
                 f"structured_outputs is a {type(given).__name__}: give StructuredOutputs(...)"
             )
-        if unknown := next((name for name in given if name not in FORMS), None):
-            raise ConfigError(
-                f"structured_outputs.{unknown!s:.40} is unknown: give one of {', '.join(FORMS)}"
-            )
+        for unknown in given.keys() - set(FORMS):
+            known = ", ".join(FORMS)
+            raise ConfigError(f"structured_outputs.{unknown!s:.40} is unknown: give one of {known}")
         return cls(**given)
 
     @classmethod

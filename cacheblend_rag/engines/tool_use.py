@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,8 +19,6 @@ from cacheblend_rag.text.chat import ChatPrompt
 from cacheblend_rag.text.tool_calls import OPENINGS, ContentStream, find_calls
 from cacheblend_rag.text.tools import Tool, ToolCall, named_tool, tool_name
 
-DEFINED = ("$defs", "definitions")
-"""Where a JSON schema defines others by name."""
 WHOLE = ("$schema", "$id")
 """Keywords of a whole document: within another one they would change what references mean."""
 
@@ -108,58 +106,42 @@ def call_form(
         place = f"arguments_{i}"
         if is_deep(_parameters(tool)):
             raise ConfigError(f"tools[{i}].function.parameters has more than {MOST_DEPTH} levels")
-        schemas |= _hoisted(bounded_schema(_parameters(tool), max_tokens), place)
+        schemas[place] = _within(bounded_schema(_parameters(tool), max_tokens), place)
         of_call = {"name": {"const": tool_name(tool)}, "arguments": {"$ref": f"#/$defs/{place}"}}
         forms.append({"type": "object", "properties": of_call, "required": list(of_call)})
     if answer is not None:
-        own = answer.schema
-        schemas |= _hoisted(_open(own), "answer") if isinstance(own, Mapping) else {"answer": own}
+        schemas["answer"] = _within(_open(answer.schema), "answer")
         forms.append({"$ref": "#/$defs/answer"})
     one = forms[0] if len(forms) == 1 else {"anyOf": forms}
     named = "tools" if answer is None else f"tools or {answer.written_as}"
     return StructuredOutputs(json={**one, "$defs": schemas}, written_as=named)
 
 
-def _hoisted(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a schema, and those that it defines, by their places in another one's ``$defs``."""
-    named = {key: schema[key] for key in DEFINED if isinstance(schema.get(key), Mapping)}
-    own = {key: value for key, value in schema.items() if key not in named and key not in WHOLE}
-    found: dict[str, Any] = {place: own}
-    places = dict[str, str]()
-    for key, defined in named.items():
-        for name, value in defined.items():
-            found[f"{place}_{name}"] = value
-            places[f"#/{key}/{_escaped(name)}"] = f"#/$defs/{place}_{_escaped(name)}"
-
-    def moved(reference: str) -> str:
-        head = "/".join(reference.split("/", 3)[:3])
-        if head in places:
-            return places[head] + reference[len(head) :]
-        own_part = reference == "#" or reference.startswith("#/")
-        return f"#/$defs/{place}{reference[1:]}" if own_part else reference
-
-    return {key: _with_references(value, moved) for key, value in found.items()}
+def _within(schema: Any, place: str) -> Any:
+    """Return a schema as it stands among ``$defs`` of another one, at a place."""
+    if not isinstance(schema, Mapping):
+        return schema
+    return _placed({key: one for key, one in schema.items() if key not in WHOLE}, place)
 
 
-def _open(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def _placed(value: Any, place: str) -> Any:
+    """Return a schema, or a part of one, whose references to itself lead to its place."""
+    if isinstance(value, list):
+        return [_placed(one, place) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    found = {key: _placed(one, place) for key, one in value.items()}
+    reference = found.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        found["$ref"] = f"#/$defs/{place}{reference[1:]}"
+    return found
+
+
+def _open(schema: Any) -> Any:
     """Return a schema of any object with that said: xgrammar closes what a reference leads to."""
-    is_any = schema.get("type") == "object" and "properties" not in schema
-    return {"additionalProperties": True, **schema} if is_any else schema
-
-
-def _escaped(name: str) -> str:
-    """Return a name as JSON pointers write it."""
-    return name.replace("~", "~0").replace("/", "~1")
-
-
-def _with_references(value: Any, moved: Callable[[str], str]) -> Any:
-    """Return a schema, or a part of one, in which each reference was moved."""
-    if isinstance(value, Mapping):
-        found = {key: _with_references(one, moved) for key, one in value.items()}
-        if isinstance(found.get("$ref"), str):
-            found["$ref"] = moved(found["$ref"])
-        return found
-    return [_with_references(one, moved) for one in value] if isinstance(value, list) else value
+    if not isinstance(schema, Mapping) or schema.get("type") != "object" or "properties" in schema:
+        return schema
+    return {"additionalProperties": True, **schema}
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:

@@ -181,14 +181,6 @@ def test_a_loaded_model_cannot_be_a_servers() -> None:
         open_engine("http://127.0.0.1:9", model=make_model())
 
 
-def test_public_names_hide_folders(tmp_path: Path) -> None:
-    from cacheblend_rag.models import public_name
-
-    assert public_name("org/model-7b") == "org/model-7b"
-    assert public_name(str(tmp_path / "secret" / "my-model")) == "my-model"
-    assert public_name("./models/my-model") == "my-model"
-
-
 def test_an_engine_that_nobody_holds_is_freed_at_once() -> None:
     engine = open_engine("transformers", model=TOY)
     engine.precompute(["A chunk."], progress=False)

@@ -112,6 +112,14 @@ def test_an_answer_may_stand_in_place_of_a_call() -> None:
     assert jsonschema.Draft202012Validator(anything).is_valid(7)
 
 
+def test_a_field_that_is_no_form_is_refused() -> None:
+    for name in ("", "yaml", 3):
+        with pytest.raises(
+            ConfigError, match=f"^structured_outputs.{name} is unknown: give one of"
+        ):
+            StructuredOutputs.of({name: 1})
+
+
 @pytest.mark.parametrize("given", [{"json_object": True}, {"json": {"type": "object"}}], ids=str)
 def test_any_object_may_stand_in_place_of_a_call(given: dict[str, Any]) -> None:
     """Said outright: xgrammar takes an object behind a reference as one without properties."""

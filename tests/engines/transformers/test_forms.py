@@ -82,15 +82,6 @@ def test_a_malformed_form_is_named(fields: dict[str, Any], said: str) -> None:
         StructuredOutputs(**fields)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("presence_penalty", 2.5), ("frequency_penalty", "1"), ("logprobs", 21), ("logprobs", True)],
-)
-def test_wrong_settings_are_named(field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{field}="):
-        SamplingParams(**{field: value})
-
-
 def test_penalties_are_those_of_openai() -> None:
     logits = torch.tensor([[1.0, 1.1, 1.2, 0.0]])
     sampling = ResolvedSampling(presence_penalty=0.05, frequency_penalty=0.1)
