@@ -13,11 +13,12 @@ from starlette.middleware.cors import CORSMiddleware
 from cacheblend_rag.api import errors
 from cacheblend_rag.api.chat import ChatRequest
 from cacheblend_rag.api.completions import CompletionRequest
-from cacheblend_rag.api.documents import documents_router
-from cacheblend_rag.api.gate import RUNNING, WAITING, Gate
+from cacheblend_rag.api.documents import documents_router, store_router
+from cacheblend_rag.api.gate import RUNNING, WAITING, EngineLending, Gate
 from cacheblend_rag.api.responses import ResponseRequest
 from cacheblend_rag.api.serving import Serving
-from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE, AccessMiddleware
+from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
+from cacheblend_rag.engines.vllm.middleware.keys import STORERS_STATE
 
 if TYPE_CHECKING:
     from cacheblend_rag.api.collection import Retriever
@@ -56,7 +57,9 @@ def create_app(
     _add_access(app, engine)
     _add_facts(app, serving)
     _add_answers(app, serving)
-    app.include_router(documents_router(lambda _: engine, documents=documents))
+    app.include_router(store_router)
+    if documents:
+        app.include_router(documents_router)
     if find_spec("prometheus_client") is not None:
         _add_metrics(app, engine)
     return app
@@ -65,7 +68,7 @@ def create_app(
 def _add_access(app: FastAPI, engine: Engine) -> None:
     """Add checks of the key (VLLM_API_KEY) and of bodies: length, depth, number of values."""
     app.state.args = SimpleNamespace()  # vLLM has its flags there
-    setattr(app.state, DOCUMENTS_STATE, engine)
+    setattr(app.state, STORERS_STATE, EngineLending(lambda _: engine))
     anything: Any = ["*"]  # as by vLLM: who may ask is checked before
     app.add_middleware(
         CORSMiddleware, allow_origins=anything, allow_methods=anything, allow_headers=anything

@@ -15,7 +15,7 @@ from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.printable import one_line
 from cacheblend_rag.rag.answering import clean_question
 from cacheblend_rag.rag.ordering import PassageOrder, Source
-from cacheblend_rag.rag.prompt import AskedTurn, FittedPrompt, Turn
+from cacheblend_rag.rag.prompt import AskedTurn, Turn
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.sampling import SamplingParams
@@ -44,7 +44,7 @@ class Retriever:
     def asked(
         self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams, n: int = 1
     ) -> Asked:
-        """Return the prompts and settings of a chat; it takes a while, and may be called at once.
+        """Return the prompt and settings of a chat.
 
         The last message is what is searched for; earlier questions and answers stand before it,
         without their passages, and right before it the text of system messages, and of messages of
@@ -59,20 +59,6 @@ class Retriever:
             ApiError: when the last message is not the user's.
             PromptError: when the question is empty, or too long.
         """
-        fitted = self._fitted(messages, sampling)
-        cites = self.cites and sampling.structured_outputs is None
-        return Asked(
-            [fitted.prepared],
-            self.asker.stopping(sampling),
-            n,
-            config=self.asker.config,
-            sources=fitted.sources,
-            closing=sources_text(fitted.sources) if cites else "",
-        )
-
-    def _fitted(
-        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams
-    ) -> FittedPrompt:
         *before, last = messages
         if last["role"] != "user":
             raise bad_field("messages", "must end with a question: a message of the role user")
@@ -83,7 +69,16 @@ class Retriever:
             sources = self.asker.retrieve(question, self.top_k, self.order)
         turns, unanswered = _turns(before)
         asked = "\n\n".join([*(text for text in told if text.strip()), *unanswered, question])
-        return self.asker.fit(turns, asked, sources, sampling.max_tokens)
+        fitted = self.asker.fit(turns, asked, sources, sampling.max_tokens)
+        cites = self.cites and sampling.structured_outputs is None
+        return Asked(
+            [fitted.prepared],
+            self.asker.stopping(sampling),
+            n,
+            config=self.asker.config,
+            sources=fitted.sources,
+            closing=sources_text(fitted.sources) if cites else "",
+        )
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> tuple[list[AskedTurn], list[str]]:

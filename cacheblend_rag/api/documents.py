@@ -1,16 +1,18 @@
 """Documents over HTTP: their chunks' KV is stored, listed and evicted by clients in any language.
 
-Errors are OpenAI's error objects: ``{"error": {"message", "type", "param", "code"}}``.
+Errors are OpenAI's error objects: ``{"error": {"message", "type", "param", "code"}}``. The routes
+find the engine in the application's state, under STORERS_STATE. Whoever includes them must check
+keys before: they read and change all of an engine's documents.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import wraps
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -34,17 +36,33 @@ from cacheblend_rag.api.document_models import (
     StoredDocument,
 )
 from cacheblend_rag.api.errors import OneLineRoute
-from cacheblend_rag.api.gate import EngineOf, EngineWork
+from cacheblend_rag.api.gate import EngineLending, to_its_end
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.vllm.middleware.keys import STORERS_PATH
+from cacheblend_rag.engines.vllm.middleware.keys import STORERS_PATH, STORERS_STATE
 from cacheblend_rag.engines.vllm.refused import ApiError
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, EngineUnavailableError
 from cacheblend_rag.rag.document_windows import AnalysisPlan, cut_document
 from cacheblend_rag.text import chunk as text_chunk
 from cacheblend_rag.text.chunk import Chunk
 
+T = TypeVar("T")
+NO_ENGINE = "documents need the access middleware and the connector: use cacheblend-rag serve"
 
-async def _of_body(request: Request) -> DocumentIn:
+
+def threaded(work: Callable[..., T]) -> Callable[..., Awaitable[T]]:
+    """Return a route that does work in a thread, to its end, but never keeps a server from ending.
+
+    FastAPI's own threads would: a server that is told to end waits for them.
+    """
+
+    @wraps(work)
+    async def route(**given: Any) -> T:
+        return await to_its_end(lambda: work(**given))
+
+    return route
+
+
+async def _sent(request: Request) -> DocumentIn:
     """Parse the body as a document, in a thread, whatever its Content-Type is."""
     try:
         return await asyncio.to_thread(DocumentIn.model_validate_json, await request.body())
@@ -52,82 +70,73 @@ async def _of_body(request: Request) -> DocumentIn:
         raise RequestValidationError(error.errors()) from error
 
 
-Sent = Annotated[DocumentIn, Depends(_of_body)]
+async def _reading(request: Request) -> AsyncIterator[Engine]:
+    async with lending(request).lent(request) as engine:
+        yield engine
+
+
+async def _changing(document_id: DocumentId, request: Request) -> AsyncIterator[Engine]:
+    async with lending(request).lent(request, document_id) as engine:
+        yield engine
+
+
+Reading = Annotated[Engine, Depends(_reading, scope="function")]
+"""The engine for a route that reads, until it has returned."""
+Changing = Annotated[Engine, Depends(_changing, scope="function")]
+"""The engine for a route that changes a document, until it has returned."""
+Sent = Annotated[DocumentIn, Depends(_sent)]
 Collection = Annotated[
     str | None, Query(description="Only the document of this collection; all by default.")
 ]
 After = Annotated[str, Query(max_length=LONGEST_ID, description="The last id of the page before.")]
+ONE = "/documents/{document_id:path}"
+ROUTER: dict[str, Any] = {
+    "prefix": STORERS_PATH,
+    "route_class": OneLineRoute,
+    "tags": ["documents"],
+    "responses": {"4XX": {"model": Failure}, 503: {"model": Failure}},
+}
+SENT_SCHEMA = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": DocumentIn.model_json_schema()}},
+    }
+}
+store_router, documents_router = APIRouter(**ROUTER), APIRouter(**ROUTER)
 
 
-def documents_router(engine_of: EngineOf, *, documents: bool = True) -> APIRouter:
-    """Return the routes below ``/v1/cacheblend``, which the access middleware keeps for who stores.
-
-    Args:
-        engine_of: see EngineWork.
-        documents: whether there are routes for documents, beside those for the store.
-    """
-    failures: dict[int | str, dict[str, Any]] = {one: {"model": Failure} for one in ("4XX", 503)}
-    router = APIRouter(
-        prefix=STORERS_PATH, route_class=OneLineRoute, tags=["documents"], responses=failures
+@store_router.get("/stats")
+@threaded
+def get_stats(engine: Reading) -> Stats:
+    """Return counts of documents and chunks, and whether the server reuses them."""
+    chunks = engine.registry.chunks()
+    refusal = engine.blend_refusal
+    return Stats(
+        model=engine.model_name,
+        documents=len({(one.document_id, one.collection) for one in chunks if one.document_id}),
+        chunks=len(chunks),
+        stored_chunks=engine.stored_chunks(),
+        reuses=refusal is None,
+        reason=None if refusal is None else str(refusal),
+        read_only=engine.read_only,
     )
-    work = EngineWork(engine_of)
-
-    @router.get("/stats")
-    async def get_stats(request: Request) -> Stats:
-        """Return counts of documents and chunks, and whether the server reuses them."""
-        return await work.read(request, store_stats)
-
-    @router.post("/release")
-    async def post_release(request: Request) -> Released:
-        """Free the memory of chunk KV; what is stored elsewhere too is read again when needed."""
-        return await work.read(request, lambda engine: Released(released_bytes=engine.release()))
-
-    if documents:
-        _add_documents(router, work)
-    return router
 
 
-def _add_documents(router: APIRouter, work: EngineWork) -> None:
-    content = {"application/json": {"schema": DocumentIn.model_json_schema()}}
-    body = {"requestBody": {"required": True, "content": content}}
-
-    @router.put("/documents/{document_id:path}", openapi_extra=body)
-    async def put_document(document_id: DocumentId, request: Request, sent: Sent) -> StoredDocument:
-        """Store a document: the KV of its chunks is computed, and an earlier version replaced.
-
-        The answer comes once all of it is stored. ``failed`` above 0 means that a part of it may be
-        stored by another try.
-        """
-        return await work.change(request, document_id, store_document, document_id, sent)
-
-    @router.get("/documents/{document_id:path}")
-    async def get_one(
-        document_id: DocumentId, request: Request, collection: Collection = None
-    ) -> Document:
-        """Return a document's chunks, and which of them are stored."""
-        return await work.read(request, get_document, document_id, collection)
-
-    @router.delete("/documents/{document_id:path}")
-    async def delete_one(
-        document_id: DocumentId, request: Request, collection: Collection = None
-    ) -> DeletedDocument:
-        """Forget a document, and evict the KV of those chunks that no other document has."""
-        return await work.change(request, document_id, delete_document, document_id, collection)
-
-    @router.get("/documents")
-    async def get_list(
-        request: Request,
-        limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = 100,
-        after: After = "",
-        collection: Collection = None,
-    ) -> DocumentList:
-        """Return the documents, by their ids, a page at a time."""
-        return await work.read(request, list_documents, limit, after, collection)
+@store_router.post("/release")
+@threaded
+def post_release(engine: Reading) -> Released:
+    """Free the memory of chunk KV; what is stored elsewhere too is read again when needed."""
+    return Released(released_bytes=engine.release())
 
 
-def store_document(engine: Engine, document_id: str, sent: DocumentIn) -> StoredDocument:
-    """Store a document, and replace an earlier version."""
-    begun = time.perf_counter()
+@documents_router.put(ONE, openapi_extra=SENT_SCHEMA)
+@threaded
+def put_document(document_id: DocumentId, sent: Sent, engine: Changing) -> StoredDocument:
+    """Store a document: the KV of its chunks is computed, and an earlier version replaced.
+
+    The answer comes once all of it is stored. ``failed`` above 0 means that a part of it may be
+    stored by another try.
+    """
     chunks = sent.chunks or split(engine, sent.text or "", sent.chunk_tokens or CHUNK_TOKENS)
     boundaries = tuple(sent.boundaries or ())
     document = text_chunk.Document(
@@ -149,25 +158,16 @@ def store_document(engine: Engine, document_id: str, sent: DocumentIn) -> Stored
         pending=list(report.replaced.pending),
         message=report.replaced.waiting,
         computed_tokens=report.computed_tokens,
-        seconds=round(time.perf_counter() - begun, 6),
+        seconds=round(report.seconds, 6),
     )
 
 
-def split(engine: Engine, text: str, chunk_tokens: int) -> list[str]:
-    """Cut a text into chunks of at most so many tokens, at paragraphs, lines, sentences, words."""
-    cut = cut_document(
-        text,
-        AnalysisPlan(chunk_tokens, overlap=0),
-        lambda piece: len(engine.tokenize(piece)),
-        lambda _: 0,
-        document_id="",
-        collection="",
-    )
-    return list(dict.fromkeys(one.chunk.text for one in cut.chunks))
-
-
-def get_document(engine: Engine, document_id: str, collection: str | None) -> Document:
-    """Return a document; raises ApiError when there is none."""
+@documents_router.get(ONE)
+@threaded
+def get_document(
+    document_id: DocumentId, engine: Reading, collection: Collection = None
+) -> Document:
+    """Return a document's chunks, and which of them are stored."""
     chunks = _known(engine, document_id, collection)
     told = [
         DocumentChunk(text=chunk.text, stored=there, collection=chunk.collection)
@@ -176,8 +176,12 @@ def get_document(engine: Engine, document_id: str, collection: str | None) -> Do
     return Document(id=document_id, chunks=told)
 
 
-def delete_document(engine: Engine, document_id: str, collection: str | None) -> DeletedDocument:
-    """Forget a document; raises ApiError when there is none."""
+@documents_router.delete(ONE)
+@threaded
+def delete_document(
+    document_id: DocumentId, engine: Changing, collection: Collection = None
+) -> DeletedDocument:
+    """Forget a document, and evict the KV of those chunks that no other document has."""
     _known(engine, document_id, collection)
     evicted = engine.evict_document(document_id, collection)
     return DeletedDocument(
@@ -189,8 +193,15 @@ def delete_document(engine: Engine, document_id: str, collection: str | None) ->
     )
 
 
-def list_documents(engine: Engine, limit: int, after: str, collection: str | None) -> DocumentList:
-    """Return ``limit`` documents at most, those whose ids come behind ``after``."""
+@documents_router.get("/documents")
+@threaded
+def get_documents(
+    engine: Reading,
+    limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = 100,
+    after: After = "",
+    collection: Collection = None,
+) -> DocumentList:
+    """Return the documents, by their ids, a page at a time."""
     counts = Counter(
         (chunk.document_id, chunk.collection)
         for chunk in engine.registry.chunks()
@@ -208,19 +219,25 @@ def list_documents(engine: Engine, limit: int, after: str, collection: str | Non
     return DocumentList(data=listed, has_more=len(ids) > limit)
 
 
-def store_stats(engine: Engine) -> Stats:
-    """Return the counts of documents and chunks."""
-    chunks = engine.registry.chunks()
-    refusal = engine.blend_refusal
-    return Stats(
-        model=engine.model_name,
-        documents=len({(one.document_id, one.collection) for one in chunks if one.document_id}),
-        chunks=len(chunks),
-        stored_chunks=engine.stored_chunks(),
-        reuses=refusal is None,
-        reason=None if refusal is None else str(refusal),
-        read_only=engine.read_only,
+def lending(request: Request) -> EngineLending:
+    """Return what lends this application's engines; raises EngineUnavailableError without it."""
+    found: EngineLending | None = getattr(request.app.state, STORERS_STATE, None)
+    if found is None:
+        raise EngineUnavailableError(NO_ENGINE)
+    return found
+
+
+def split(engine: Engine, text: str, chunk_tokens: int) -> list[str]:
+    """Cut a text into chunks of at most so many tokens, at paragraphs, lines, sentences, words."""
+    cut = cut_document(
+        text,
+        AnalysisPlan(chunk_tokens, overlap=0),
+        lambda piece: len(engine.tokenize(piece)),
+        lambda _: 0,
+        document_id="",
+        collection="",
     )
+    return list(dict.fromkeys(one.chunk.text for one in cut.chunks))
 
 
 def _known(engine: Engine, document_id: str, collection: str | None) -> tuple[Chunk, ...]:

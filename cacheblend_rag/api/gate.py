@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
-from threading import Lock
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -16,9 +15,6 @@ from cacheblend_rag.engines.lifetime import in_thread, working
 from cacheblend_rag.engines.vllm.refused import ApiError
 
 T = TypeVar("T")
-P = ParamSpec("P")
-EngineOf = Callable[[Request], Engine]
-Work = Callable[Concatenate[Engine, P], T]
 
 RUNNING = 8
 """So many answers are computed at the same time; further ones wait."""
@@ -28,10 +24,10 @@ PREPARING = 2
 """Most requests whose prompts are prepared at the same time."""
 WAITING = 64
 """So many requests wait at most; further ones are refused."""
-MOST_WORK = 32
-"""So many requests for work with an engine run or wait at most."""
+MOST_LENT = 32
+"""So many requests have an engine, or wait for it, at most."""
 CHANGES, READS = 4, 8
-"""So many of them run at the same time."""
+"""So many of them have it at the same time."""
 TURNS = 64
 
 
@@ -71,55 +67,50 @@ class Gate:
             with working():
                 return prepare()
 
-        return await in_place(self._preparing, work)
+        async with self._preparing:
+            return await to_its_end(work)
 
 
-async def in_place(places: asyncio.Semaphore, work: Callable[[], T]) -> T:
-    """Return the result of work in a thread, which takes one of some places.
+async def to_its_end(work: Callable[[], T]) -> T:
+    """Return the result of work in a thread, which does not keep the process from ending.
 
-    The place is kept until the thread has ended, also after the client has left.
+    Also when this is cancelled, it waits for the thread's end: what is held meanwhile is kept.
     """
-    async with places:
-        done = asyncio.ensure_future(in_thread(work))
-        try:
-            return await asyncio.shield(done)
-        except asyncio.CancelledError:
-            await asyncio.wait({done})
-            raise
+    done = asyncio.ensure_future(in_thread(work))
+    try:
+        return await asyncio.shield(done)
+    except asyncio.CancelledError:
+        await asyncio.wait({done})
+        raise
 
 
-class EngineWork:
-    """Runs work with a request's engine to its end: a few reads, and a few changes, at a time.
+class EngineLending:
+    """Lends a request's engine to its route: to a few reads, and to a few changes, at a time.
 
     engine_of: returns the engine of a request. It is called in a thread, so it may take a while,
     and raises a CacheBlendError when there is none.
     """
 
-    def __init__(self, engine_of: EngineOf) -> None:
+    def __init__(self, engine_of: Callable[[Request], Engine]) -> None:
         self._engine_of = engine_of
-        self._gate = Gate(MOST_WORK, 0)
-        self._changing, self._reading = asyncio.Semaphore(CHANGES), asyncio.Semaphore(READS)
-        self._turns = [Lock() for _ in range(TURNS)]
+        self._gate = Gate(MOST_LENT, 0)
+        self._changes, self._reads = asyncio.Semaphore(CHANGES), asyncio.Semaphore(READS)
+        self._turns = [asyncio.Lock() for _ in range(TURNS)]
 
-    async def read(self, request: Request, work: Work[P, T], *args: P.args, **more: P.kwargs) -> T:
-        """Return the result of work; raises ApiError if too many requests wait."""
+    @asynccontextmanager
+    async def lent(self, request: Request, changed: str | None = None) -> AsyncIterator[Engine]:
+        """Lend a request's engine for the block; raises ApiError if too many requests wait.
+
+        changed: the name of what the block changes, in its turn after others' changes of the same.
+        """
         with self._gate.entered():
-            return await in_place(
-                self._reading, lambda: work(self._engine_of(request), *args, **more)
-            )
-
-    async def change(
-        self, request: Request, name: str, work: Work[P, T], *args: P.args, **more: P.kwargs
-    ) -> T:
-        """Return the result of work that changes what is called so, one change at a time."""
-
-        def in_turn() -> T:
-            engine = self._engine_of(request)
-            with self._turns[hash((id(engine), name)) % TURNS]:
-                return work(engine, *args, **more)
-
-        with self._gate.entered():
-            return await in_place(self._changing, in_turn)
+            engine = await in_thread(lambda: self._engine_of(request))
+            if changed is None:
+                async with self._reads:
+                    yield engine
+            else:
+                async with self._turns[hash((id(engine), changed)) % TURNS], self._changes:
+                    yield engine
 
 
 class ClientGoneError(Exception):

@@ -15,15 +15,16 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 
-from cacheblend_rag.api.documents import documents_router
+from cacheblend_rag.api.documents import NO_ENGINE, documents_router, store_router
+from cacheblend_rag.api.gate import EngineLending
 from cacheblend_rag.api.run import bound_headers
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.factory import open_registry
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import OwnClient
-from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE, GRANT
-from cacheblend_rag.engines.vllm.middleware.keys import Grant
+from cacheblend_rag.engines.vllm.middleware.access import GRANT
+from cacheblend_rag.engines.vllm.middleware.keys import STORERS_STATE, Grant
 from cacheblend_rag.engines.vllm.namespaces import are_told_apart
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.settings import LeadInConfig
@@ -43,22 +44,24 @@ class DocumentsPlugin:
         vLLM starts uvicorn later, which from now on bounds the headers of requests.
         """
         bound_headers()
-        app.include_router(documents_router(_engine_of))
+        app.include_router(store_router)
+        app.include_router(documents_router)
         app.include_router(APIRouter(lifespan=_closing))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Get ready to open engines; engine_client: vLLM's, None on a server without a model."""
         if engine_client is not None:
-            setattr(state, DOCUMENTS_STATE, ServerEngines(engine_client, args.model))
+            setattr(state, STORERS_STATE, ServerEngines(engine_client, args.model))
 
 
-class ServerEngines:
-    """One engine for each namespace, opened with its first request about documents.
+class ServerEngines(EngineLending):
+    """Lends one engine for each namespace, opened with its first request about documents.
 
     A namespace's documents are known from a registry beside its KV, and survive restarts with it.
     """
 
     def __init__(self, client: Any, model: str) -> None:
+        super().__init__(self._of_request)
         self._client, self._model = client, model
         self._settings = ConnectorSettings.of_vllm(client.vllm_config)
         self._loop = asyncio.get_running_loop()
@@ -67,11 +70,11 @@ class ServerEngines:
         self._tokenizer: Any = None
         self._is_closed = False
 
-    def of(self, granted: Grant) -> Engine:
-        """Return the engine of a key's namespace; call it in a thread, since it may open one.
-
-        Raises CacheBlendError when that fails.
-        """
+    def _of_request(self, request: Request) -> Engine:
+        """Return the engine of the namespace that a request's key may change."""
+        granted = request.scope.get(GRANT)
+        if not isinstance(granted, Grant) or not granted.may_change:
+            raise EngineUnavailableError(NO_ENGINE)
         by_key = are_told_apart(tenants=self._settings.tenants)
         namespace = granted.namespace if by_key else self._settings.namespace
         with self._lock:
@@ -119,16 +122,6 @@ class ServerEngines:
 async def _closing(app: FastAPI) -> AsyncIterator[None]:
     """Close the engines when the server shuts down."""
     yield
-    engines: ServerEngines | None = getattr(app.state, DOCUMENTS_STATE, None)
+    engines: ServerEngines | None = getattr(app.state, STORERS_STATE, None)
     if engines is not None:
         await asyncio.to_thread(engines.close)
-
-
-def _engine_of(request: Request) -> Engine:
-    engines: ServerEngines | None = getattr(request.app.state, DOCUMENTS_STATE, None)
-    granted = request.scope.get(GRANT)
-    if engines is None or not isinstance(granted, Grant) or not granted.may_change:
-        raise EngineUnavailableError(
-            "documents need the access middleware and the connector: use cacheblend-rag serve"
-        )
-    return engines.of(granted)

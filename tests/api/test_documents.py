@@ -18,7 +18,9 @@ from fastapi.testclient import TestClient
 
 from cacheblend_rag import TransformersEngine
 from cacheblend_rag.api import gate
-from cacheblend_rag.api.documents import documents_router
+from cacheblend_rag.api.documents import documents_router, store_router
+from cacheblend_rag.api.gate import EngineLending
+from cacheblend_rag.engines.vllm.middleware.keys import STORERS_STATE
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.kv import TieredKVStore
 from cacheblend_rag.kv.chunk_kv import KVKey
@@ -44,7 +46,9 @@ def engine() -> Iterator[ToyEngine]:
 
 def serving(engine: ToyEngine) -> FastAPI:
     app = FastAPI()
-    app.include_router(documents_router(lambda _: engine))
+    setattr(app.state, STORERS_STATE, EngineLending(lambda _: engine))
+    app.include_router(store_router)
+    app.include_router(documents_router)
     return app
 
 
@@ -249,7 +253,7 @@ class Gated(ToyEngine):
 def test_a_long_document_holds_nobody_up_and_too_many_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gate, "MOST_WORK", 6)
+    monkeypatch.setattr(gate, "MOST_LENT", 6)
     engine = Gated()
 
     async def ask() -> list[int]:

@@ -18,8 +18,8 @@ from fastapi import FastAPI
 
 from cacheblend_rag.api import vllm_plugin
 from cacheblend_rag.api.vllm_plugin import DocumentsPlugin
-from cacheblend_rag.engines.vllm.middleware.access import DOCUMENTS_STATE, GRANT
-from cacheblend_rag.engines.vllm.middleware.keys import Grant
+from cacheblend_rag.engines.vllm.middleware.access import GRANT
+from cacheblend_rag.engines.vllm.middleware.keys import STORERS_STATE, Grant
 from cacheblend_rag.engines.vllm.namespaces import TENANTS_VARIABLE
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import namespace_id
@@ -200,4 +200,4 @@ def test_none_is_opened_once_they_are_closed(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_server_without_a_model_has_no_documents() -> None:
     app = FastAPI()
     asyncio.run(DocumentsPlugin().init_state(None, app.state, SimpleNamespace(model="toy")))
-    assert getattr(app.state, DOCUMENTS_STATE, None) is None
+    assert getattr(app.state, STORERS_STATE, None) is None

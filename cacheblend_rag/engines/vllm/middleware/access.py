@@ -26,6 +26,7 @@ from cacheblend_rag.engines.vllm.middleware.keys import (
     DEFAULT_NAMESPACE,
     RELEASES,
     STORERS_PATH,
+    STORERS_STATE,
     Grant,
     ServerKeys,
     lacks_store_key,
@@ -35,8 +36,6 @@ from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.errors import CacheBlendError
 
 OPEN_PATH = "/health"
-DOCUMENTS_STATE = "cacheblend_documents"
-"""What those who answer the paths of who stores set in the application's state."""
 GRANT = "cacheblend_grant"
 """The field of a request's scope that holds what its key allows, a Grant."""
 FORM_PATHS = "/v1/audio/"
@@ -184,7 +183,7 @@ def _check_stores(request: HTTPConnection, granted: Grant) -> None:
     if not granted.may_change and request.scope.get("method") != "OPTIONS":
         what = "release" if _path(request) == RELEASES else "see or change documents"
         raise lacks_store_key(what)
-    if getattr(request.app.state, DOCUMENTS_STATE, None) is None:
+    if getattr(request.app.state, STORERS_STATE, None) is None:
         raise ApiError(
             HTTPStatus.NOT_IMPLEMENTED,
             "documents need the endpoint plugin cacheblend: use cacheblend-rag serve, or set "

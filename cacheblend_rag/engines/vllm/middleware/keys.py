@@ -41,6 +41,8 @@ _MAY_CHANGE = {"ask": False, "store": True}
 STORERS_PATH = "/v1/cacheblend"
 """What is below it is for who may change the store, on every server; other paths are for who asks.
 A tenant's grant is for its own namespace."""
+STORERS_STATE = "cacheblend_lending"
+"""What whoever answers these paths sets in the application's state."""
 RELEASES = f"{STORERS_PATH}/release"
 """It frees the memory of all tenants, so it is the server's own keys'."""
 OPEN_TO_TENANTS = (

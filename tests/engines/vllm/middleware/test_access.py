@@ -31,6 +31,7 @@ from cacheblend_rag.engines.vllm.middleware.hosts import HOSTS_VARIABLE
 from cacheblend_rag.engines.vllm.middleware.keys import KEY_VARIABLE, STORE_KEY_VARIABLE
 from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.errors import ConfigError
+from tests.contracts.security import FOREIGN, HOSTS
 
 ASK, STORE = "sesame", "barley"
 PRECOMPUTE = {"kv_transfer_params": {"cacheblend": {"kind": "precompute"}}}
@@ -107,10 +108,6 @@ def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 # Keys
 
 
-HOSTS = ["127.0.0.1:8000", "127.0.0.2", "[::1]:8000", "localhost", "LOCALHOST:1", "a.localhost:8"]
-FOREIGN = ["evil.example:8000", "evil.example", "192.0.2.7:8000", "localhost.evil.example", "", "["]
-
-
 def test_without_a_key_a_page_reaches_nothing_by_its_own_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -133,16 +130,6 @@ def test_without_a_key_a_page_reaches_nothing_by_its_own_name(
     for host in FOREIGN[:2]:
         assert not is_refused(("host", host), ("origin", f"https://{host}"))
     assert is_refused(("host", "192.0.2.7"))
-
-
-def test_what_clients_do_is_understood() -> None:
-    asked = Asked(method="HEAD", path="///v1/models", headers=[(b"content-encoding", b"identity")])
-    assert (asked.status, asked.method, asked.path) == (None, "GET", "/v1/models")
-    assert Asked(path="//health", keys=[ASK]).status is None
-    assert Asked(path="//metrics", keys=[ASK]).status == 401
-    refused = Asked(b"\x1f\x8b", headers=[(b"content-encoding", b"gzip")])
-    assert refused.status == 415
-    assert refused.said == "the body is compressed (Content-Encoding): send it as it is"
 
 
 def test_a_form_is_read_as_one_where_forms_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

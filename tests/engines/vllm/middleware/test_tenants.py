@@ -14,6 +14,7 @@ from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
 from cacheblend_rag.engines.vllm.middleware.keys import (
     KEY_VARIABLE,
     STORE_KEY_VARIABLE,
+    STORERS_STATE,
     Grant,
     hash_of,
     new_entry,
@@ -51,14 +52,6 @@ def written(folder: Path, text: str | None = None) -> Path:
 
 
 # The file
-
-
-def test_a_key_belongs_to_one_namespace(tmp_path: Path) -> None:
-    granted = read_tenants(written(tmp_path))
-    for name, (ask, store) in KEYS.items():
-        assert granted[hashed(ask)] == Grant(name, may_change=False)
-        assert granted[hashed(store)] == Grant(name, may_change=True)
-    assert len(granted) == 4
 
 
 def test_new_keys_are_of_use_and_in_no_file(tmp_path: Path) -> None:
@@ -151,7 +144,7 @@ class Asked(test_access.Asked):
         state = super()._state(keys)
         state.engine_client = self.client
         if self._has_documents:
-            vars(state)[access.DOCUMENTS_STATE] = object()
+            vars(state)[STORERS_STATE] = object()
         return state
 
     async def _application(self, scope: Any, receive: Any, send: Any) -> None:
