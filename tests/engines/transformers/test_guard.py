@@ -156,6 +156,20 @@ def test_nothing_is_compared_before_the_model_is_idle(make_guarded: EngineFactor
     assert settled(engine).compared == 1
 
 
+def test_what_waited_before_a_guard_began_anew_counts_for_nothing(
+    make_guarded: EngineFactory,
+) -> None:
+    engine, chunks = make_guarded(), [Chunk(words(40, 3))]
+    engine.precompute(chunks, progress=False)
+    with never_idle():
+        engine.generate(asking(*chunks), GREEDY)
+        engine.reset_guard()
+        assert engine.guard_report() == GuardReport()
+        engine.generate(asking(*chunks, seed=91), GREEDY)
+        assert engine.guard_report().waiting == 1
+    assert settled(engine).compared == 1
+
+
 def test_waiting_prompts_are_bounded_and_go_with_the_engine(make_guarded: EngineFactory) -> None:
     config = GuardConfig(sample_share=1.0, most_waiting=2, most_tokens=100)
     engine, chunks = make_guarded(config), [Chunk(words(40, 3))]
