@@ -43,7 +43,7 @@ class EngineOptions(EngineComponent):
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
-        self._source = _source_of(self.engine_source)
+        self._source = EngineSource.of(self.engine_source, example="llm.engine")
         if isinstance(self.engine_source, str):
             _check_model(self.model, self.engine_source)
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
@@ -107,12 +107,6 @@ class EngineOptions(EngineComponent):
             "tokenizer": self.tokenizer,
             "instruction": instruction,
         }
-
-
-def _source_of(engine: Any) -> EngineSource:
-    if isinstance(engine, EngineOptions):
-        raise ConfigError(f"engine is a {type(engine).__name__}: give the engine of it, llm.engine")
-    return EngineSource.of(engine, example="llm.engine")
 
 
 def _check_model(model: Any, engine: str) -> None:

@@ -179,7 +179,7 @@ def test_answers_options_by_other_names() -> None:
         ),
         ({"host_bytes": "much"}, "host_bytes='much' must be a size, such as 8GiB"),
         ({"engine": 3}, "engine is a int: give an open engine"),
-        ({"engine": CacheBlendLLM(model=TOY)}, "engine is a CacheBlendLLM: give the engine of"),
+        ({"engine": CacheBlendLLM(model=TOY)}, "give an open engine, such as llm.open()"),
         ({"model": ""}, "name a model"),
     ],
 )

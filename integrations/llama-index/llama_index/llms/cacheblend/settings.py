@@ -79,7 +79,7 @@ class EngineSettings(CheckedComponent, EngineComponent):
     def __init__(self, **options: Any) -> None:
         named = self._read(options)
         given = named.get("engine", "auto")
-        source = _source_of(given)
+        source = EngineSource.of(given, example="llm.open()")
         if isinstance(given, str):
             _check_model(named.get("model"), given)
         else:
@@ -144,15 +144,6 @@ def checked_llm(llm: Any) -> Any:
     if not isinstance(llm, EngineSettings):
         raise ConfigError(f"llm is a {type(llm).__name__}: give a CacheBlendLLM")
     return llm
-
-
-def _source_of(engine: Any) -> EngineSource:
-    if isinstance(engine, EngineSettings):
-        raise ConfigError(
-            f"engine is a {type(engine).__name__}: give the engine of it, llm.open(), or use "
-            "CacheBlendPrecompute.from_llm(llm)"
-        )
-    return EngineSource.of(engine, example="llm.open()")
 
 
 def _check_model(model: Any, engine: str) -> None:
