@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, Work
 from cacheblend_rag.engines.vllm.connector.live_weights import LiveWeights
 from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, Allotted
-from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices, steps_ahead
+from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices, events_of, steps_ahead
 from cacheblend_rag.engines.vllm.connector.paged_cache import paged_cache
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack, all_reduce
@@ -66,7 +66,8 @@ class Blender:
         self.stack = VLLMStack(attention, vllm_config, min(ROW_BLOCK, most) if on_cpu else most)
         self.cache = paged_cache(vllm_config, kv_cache_config, self.stack)
         self.jobs = JobRunner(self.stack, self.cache, store, namespace=namespace)
-        self.timer = PrefillTimer.of(self.stack.geometry.device, self.stack.costs, self.jobs.rates)
+        make_event = events_of(self.stack.geometry.device)
+        self.timer = PrefillTimer(self.stack.costs, self.jobs.rates, make_event)
         self.trial = Trial(
             self.stack,
             self.cache,
@@ -75,7 +76,7 @@ class Blender:
             vocabulary=int(vllm_config.model_config.get_vocab_size()),
         )
         self._identify = identify
-        self._pace = Pace.of(self.stack.geometry.device)
+        self._pace = Pace(make_event)
         self.slices = Slices.of(self.stack.geometry.device, slice_seconds)
         self.at_work: dict[str, Work] = {}
         self.sources: dict[str, LayerSource] = {}

@@ -44,6 +44,36 @@ def steps_ahead(left: float, seconds: float, steps: int) -> int:
     return max(1, min(MOST_STEPS_AHEAD, int(fit)))
 
 
+class HostEvent:
+    """An event on the host, like ``torch.Event`` on a device."""
+
+    def record(self) -> None:
+        """Record the current time."""
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        """Return True: it has been reached."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once, for the same reason."""
+
+    def elapsed_time(self, end: HostEvent, /) -> float:
+        """Return the milliseconds from this to another one."""
+        return (end._at - self._at) * 1000
+
+
+MakeEvent = Callable[[], Any]
+"""Returns a new event, which can be recorded, asked for and waited for."""
+
+
+def events_of(device: torch.device) -> MakeEvent:
+    """Return what makes a device's events."""
+    if device.type == "cpu":
+        return HostEvent
+    return lambda: torch.Event(device, enable_timing=True)
+
+
 class OwnTime:
     """A clock that runs only inside its ``with`` block."""
 
@@ -69,25 +99,17 @@ class Pace:
     An accelerator queues work faster than it executes it, so by the host's clock alone
     a slice would queue work for many times its length. Waiting for the step before the last one
     keeps the device busy and the time correct.
-
-    make_event: returns an event that can be recorded and synchronized; None on a CPU.
     """
 
-    def __init__(self, make_event: Callable[[], Any] | None) -> None:
+    def __init__(self, make_event: MakeEvent) -> None:
         self._make_event = make_event
         self._before: Any = None
 
-    @classmethod
-    def of(cls, device: torch.device) -> Pace:
-        """Return the pace of a device."""
-        return cls(None if device.type == "cpu" else lambda: torch.Event(device))
-
     def is_over(self, until: float) -> bool:
         """Record that a step was queued, wait for the one before; return whether time is up."""
-        if self._make_event is not None:
-            queued = self._make_event()
-            queued.record()
-            if self._before is not None:
-                self._before.synchronize()
-            self._before = queued
+        queued = self._make_event()
+        queued.record()
+        if self._before is not None:
+            self._before.synchronize()
+        self._before = queued
         return time.perf_counter() >= until

@@ -6,14 +6,11 @@ work in these calls is subtracted.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
+from cacheblend_rag.engines.vllm.connector.pace import HostEvent, MakeEvent
 from cacheblend_rag.prefill.policy import Rates
 
 if TYPE_CHECKING:
@@ -39,46 +36,20 @@ def computed_spans(step: SchedulerOutput) -> Spans:
     return tuple((firsts[name], firsts[name] + count) for name, count in counts.items())
 
 
-class HostEvent:
-    """An event on the host, like ``torch.Event`` on a device."""
-
-    def record(self) -> None:
-        """Record the current time."""
-        self._at = time.perf_counter()
-
-    def query(self) -> bool:
-        """Return True: it has been reached."""
-        return True
-
-    def elapsed_time(self, end: HostEvent, /) -> float:
-        """Return the milliseconds from this to another one."""
-        return (end._at - self._at) * 1000
-
-
 class PrefillTimer:
     """Records the rate of vLLM's own prefill.
 
-    costs: of each layer. make_event: makes an event of the device. The device is never waited for:
-    a step's time is recorded once it is known.
+    costs: of each layer. The device is never waited for: a step's time is recorded once it is
+    known.
     """
 
     def __init__(
-        self,
-        costs: tuple[LayerCost, ...],
-        rates: Rates,
-        make_event: Callable[[], Any] = HostEvent,
+        self, costs: tuple[LayerCost, ...], rates: Rates, make_event: MakeEvent = HostEvent
     ) -> None:
         self._costs, self.rates, self._make_event = costs, rates, make_event
         self._spans: Spans = ()
         self._marks: list[Any] = []
         self._steps: deque[tuple[Spans, list[Any]]] = deque(maxlen=KEPT_STEPS)
-
-    @classmethod
-    def of(cls, device: torch.device, costs: tuple[LayerCost, ...], rates: Rates) -> PrefillTimer:
-        """Return the timer of a device."""
-        if device.type == "cpu":
-            return cls(costs, rates)
-        return cls(costs, rates, lambda: torch.Event(device, enable_timing=True))
 
     def begin(self, spans: Spans) -> None:
         """Mark the begin of a step that computes these tokens."""

@@ -25,37 +25,29 @@ from cacheblend_rag.blend.stack import Attend, AttentionCall
 
 
 class StandIns:
-    """One stand-in for each attention layer, and the forward context in which they are found.
+    """Gives decoder layers that run alone a forward context, with a stand-in for their attention.
 
     attention: the worker's attention layers by name, in order.
     """
 
     def __init__(self, attention: Mapping[str, Any], vllm_config: VllmConfig) -> None:
-        self._config = vllm_config
-        self._by_name = {
-            name: _StandIn(index, layer) for index, (name, layer) in enumerate(attention.items())
-        }
-        self._in_order = list(self._by_name.values())
+        self._attention, self._config = list(attention.items()), vllm_config
 
     @contextmanager
     def answering(self, layer: int, attend: Attend) -> Iterator[None]:
         """Let a layer's attention use ``attend``."""
-        stand_in = self._in_order[layer]
-        stand_in.attend = attend
-        try:
-            with self.context():
-                yield
-        finally:
-            stand_in.attend = None
+        name, attention = self._attention[layer]
+        with self.context({name: _StandIn(layer, attention, attend)}):
+            yield
 
     @contextmanager
-    def context(self, **changes: Any) -> Iterator[None]:
+    def context(self, stand_ins: Mapping[str, Any] | None = None, **changes: Any) -> Iterator[None]:
         """Set a separate forward context: the running step's metadata belongs to other tokens."""
         with set_forward_context(None, self._config):
             context: ForwardContext = get_forward_context()
         own = replace(
             context,
-            no_compile_layers={**context.no_compile_layers, **self._by_name},
+            no_compile_layers={**context.no_compile_layers, **(stand_ins or {})},
             all_moe_layers=None,  # a layer that is run alone looks its experts up by name
             **changes,
         )
@@ -66,10 +58,9 @@ class StandIns:
 class _StandIn:
     """Replaces an attention layer while it runs; it is its own ``impl``, too."""
 
-    def __init__(self, index: int, layer: Any) -> None:
-        self.index, self.layer, self.impl = index, layer, self
+    def __init__(self, index: int, layer: Any, attend: Attend) -> None:
+        self.index, self.layer, self.attend, self.impl = index, layer, attend, self
         self.layer_name, self.kv_cache = layer.layer_name, layer.kv_cache
-        self.attend: Attend | None = None
 
     def do_kv_cache_update(self, *_: Any, **__: Any) -> None:
         """Store nothing: the caller that runs the layer does."""
@@ -86,8 +77,6 @@ class _StandIn:
         **_: Any,
     ) -> Tensor:
         """Pass (rows, heads, head_dim) on as an AttentionCall; write the result."""
-        if self.attend is None:
-            raise RuntimeError(f"{self.layer_name} was called while another layer was running")
         impl = self.layer.impl
         if query.dtype != key.dtype:  # with an fp8 cache, some kernels take the query quantized
             query = query.to(key.dtype) * self.layer._q_scale.to(key.dtype)

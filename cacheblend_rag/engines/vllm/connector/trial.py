@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._dynamo.callback import callback_handler
 
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.rounding import cache_step
@@ -133,32 +130,3 @@ def _run(jobs: JobRunner, job: BlendJob, tokens: list[int]) -> None:
             pass
     finally:
         source.close()
-
-
-class Compilations:
-    """Counts what torch.compile and Triton compile within its ``with`` blocks.
-
-    Triton has one hook, which vLLM may use, too: it is called as well.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> None:
-        callback_handler.register_start_callback(self._note)
-        self._triton = getattr(sys.modules.get("triton.knobs"), "runtime", None)
-        if self._triton is not None:
-            self._theirs = self._triton.jit_post_compile_hook
-            self._triton.jit_post_compile_hook = self._note_kernel
-
-    def __exit__(self, *_: object) -> None:
-        callback_handler.remove_start_callback(self._note)
-        if self._triton is not None:
-            self._triton.jit_post_compile_hook = self._theirs
-
-    def _note(self, _: Any) -> None:
-        self.count += 1
-
-    def _note_kernel(self, *given: Any, **named: Any) -> Any:
-        self.count += 1
-        return self._theirs(*given, **named) if self._theirs is not None else None

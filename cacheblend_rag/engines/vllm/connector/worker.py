@@ -35,7 +35,7 @@ from cacheblend_rag.engines.vllm.connector.pace import OwnTime
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.stack import all_reduce
-from cacheblend_rag.engines.vllm.connector.trial import Compilations, warm_up
+from cacheblend_rag.engines.vllm.connector.trial import warm_up
 from cacheblend_rag.engines.vllm.namespaces import are_told_apart
 from cacheblend_rag.engines.vllm.protocol.result import (
     CANCELLED,
@@ -83,7 +83,6 @@ class ConnectorWorker:
         self._failed_requests: set[str] = set()
         self._timer = PrefillTimer((), Rates())  # of no layers, where nothing is blended
         self._own_time = OwnTime()
-        self._compiled = Compilations()
         self._is_reset = False
         generation = vllm_generation_values(vllm_config.model_config)
         self._sampling = ResolvedSampling.of_model(generation)
@@ -144,7 +143,7 @@ class ConnectorWorker:
     def work(self, step: StepJobs) -> None:
         """Run jobs; their time does not count as vLLM's own prefill."""
         self._timer.mark()
-        with self._own_time, self._compiled:
+        with self._own_time:
             self._work(step)
         self._timer.mark()
 
@@ -227,7 +226,6 @@ class ConnectorWorker:
             profile=json.dumps(settings.profile.to_dict()) if settings.profile else "",
             guard=settings.guard,
             token_bytes=self._token_bytes,
-            compilations=self._compiled.count,
             keeps_exact=settings.store.precision == "native" and not self._has_fp8_cache,
         )
 

@@ -89,7 +89,6 @@ class ConnectorStatus:
     answers that engines compare with full prefill unless they are told otherwise; 0 is none.
     token_bytes: of one token's KV, on all ranks together. keeps_exact: whether KV that is stored
     and reused is what it was computed as, quantized neither in the store nor in vLLM's cache.
-    compilations: of kernels while jobs ran on the first rank, after the start.
     """
 
     active: bool
@@ -108,7 +107,6 @@ class ConnectorStatus:
     guard: FiniteFloat = 0.0
     token_bytes: int = 0
     keeps_exact: bool = False
-    compilations: int = 0
 
     @property
     def problem(self) -> Reason | None:

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
-from triton import knobs
 
 from cacheblend_rag import BlendConfig, Generation
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.metrics import METRICS, PREFIX
-from cacheblend_rag.engines.vllm.connector.trial import Compilations
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.prefill.lead_in import LeadInId
@@ -77,22 +74,6 @@ def test_requests_that_carry_a_job_end_without_a_warning(
         assert llama.status.active
     vllm.removeHandler(caplog.handler)
     assert [record.getMessage() for record in caplog.records] == []
-
-
-def test_what_is_compiled_while_jobs_run_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda *, fn: seen.append(fn))
-    compiled, before = Compilations(), torch.compile(torch.sin, backend="eager")
-    before(torch.ones(3))
-    with compiled:
-        before(torch.ones(3))
-        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
-        assert compiled.count == 1
-        knobs.runtime.jit_post_compile_hook(fn="kernel")
-    knobs.runtime.jit_post_compile_hook(fn="another")
-    torch.compile(lambda x: x + 2, backend="eager")(torch.ones(3))
-    assert compiled.count == 2
-    assert seen == ["kernel", "another"], "vLLM's own hook is called, too"
 
 
 def malformed(engine: InProcessEngine, report_id: str = REPORT_ID) -> VLLMRequest:
