@@ -33,7 +33,7 @@ from tests.engines.vllm.exactness import SHORT, check_exact, difference
 from tests.engines.vllm.fp8_attention import QuantizedQueryBackend, fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
-from tests.engines.vllm.shared import KERNEL_BLOCK
+from tests.engines.vllm.shared import KERNEL_BLOCK, STEP_TOKENS
 from tests.families.reference import DOCUMENTS, OTHER_BLOCKS, retrieved
 from tests.memory import PeakBytes
 from tests.models import words
@@ -67,7 +67,11 @@ def test_a_query_that_vllm_quantizes_with_an_fp8_cache(
         assert engine.generate(retrieved(seed=3), SHORT).report.blended
 
 
-def test_kernels_may_see_smaller_blocks_than_vllm_hands_out(short_steps: InProcessEngine) -> None:
+def test_blocks_of_rows_are_exact_in_smaller_blocks_of_kernels_than_vllm_hands_out(
+    short_steps: InProcessEngine,
+) -> None:
+    stack = short_steps.worker_connector.blender.stack
+    assert stack.row_block == STEP_TOKENS < len(short_steps.tokenize(retrieved().text))
     cache = short_steps.worker_connector.blender.cache
     assert (cache.block_size, cache.kernel_block_size) == (128, KERNEL_BLOCK)
     assert cache.attention[0].kv_cache.shape[2] == KERNEL_BLOCK

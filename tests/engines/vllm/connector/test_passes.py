@@ -18,25 +18,10 @@ from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from tests.engines.vllm.exactness import SHORT, SOME, check_exact, difference, index, logprobs
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
-from tests.engines.vllm.shared import STEP_TOKENS
 from tests.families.reference import DOCUMENTS, OTHER_BLOCKS, retrieved
 from tests.models import make_tokenizer
 
 HAS_FP8 = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def test_ratio_1_equals_ordinary_prefill(llama: InProcessEngine) -> None:
-    index(llama)
-    check_exact(llama)
-
-
-def test_rows_beyond_one_block_are_run_in_several(
-    short_steps: InProcessEngine,
-) -> None:
-    index(short_steps)
-    blender = short_steps.worker_connector.blender
-    assert blender.stack.row_block == STEP_TOKENS < len(short_steps.tokenize(retrieved().text))
-    assert difference(short_steps, retrieved(), 1.0) <= OTHER_BLOCKS
 
 
 @pytest.mark.parametrize("natively", [True, False])
