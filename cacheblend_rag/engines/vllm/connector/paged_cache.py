@@ -39,7 +39,8 @@ class PagedCache:
     table per group, and layers of different groups may share memory, of which they use other
     blocks. builders: make the backend's metadata for each layer; layers of one group whose KV cache
     specs are equal share one. block_size: tokens per block of vLLM's allocator. kernel_block_size:
-    tokens per block of the kernels, which divides it. dtype: of the model.
+    tokens per block of the kernels, which divides it. blocks: of the kernels in each layer's cache.
+    dtype: of the model.
     """
 
     attention: Sequence[Any]
@@ -47,6 +48,7 @@ class PagedCache:
     builders: Sequence[Any]
     block_size: int
     kernel_block_size: int
+    blocks: int
     dtype: torch.dtype
 
     @property
@@ -103,11 +105,16 @@ class PagedCache:
     def room(self, layer: int, tokens: int) -> Tensor:
         """Return an empty cache for so many tokens, in a layer's layout."""
         like: Tensor = self.attention[layer].kv_cache
-        blocks = -(-tokens // self.kernel_block_size)
-        shape = [blocks, *like.shape[1:]]
+        shape = list(like.shape)
+        shape[self._block_axis(like)] = -(-tokens // self.kernel_block_size)
         order = sorted(range(len(shape)), key=like.stride, reverse=True)
         laid_out = like.new_zeros([shape[axis] for axis in order])
         return laid_out.permute([order.index(axis) for axis in range(len(shape))])
+
+    def _block_axis(self, kv_cache: Tensor) -> int:
+        """Return the axis of blocks: the first one, unless a backend has keys and values before."""
+        sizes = list(kv_cache.shape)
+        return sizes.index(self.blocks) if self.blocks in sizes else 0
 
     def write(self, layer: int, fused: FusedKV, here: slice, into: Tensor, slots: Tensor) -> None:
         """Write a layer's KV of positions ``here`` into a cache of its layout.
@@ -155,7 +162,8 @@ class PagedCache:
         """
         assert self.layouts is not None  # noqa: S101 (see above)
         attention = self.attention[layer]
-        return self.layouts[layer].read(attention, attention.kv_cache[blocks.long()], self.dtype)
+        by_block = attention.kv_cache.movedim(self._block_axis(attention.kv_cache), 0)
+        return self.layouts[layer].read(attention, by_block[blocks.long()], self.dtype)
 
 
 @dataclass(frozen=True)
@@ -211,6 +219,7 @@ def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> Pag
         builders,
         block_size=block_size,
         kernel_block_size=size,
+        blocks=int(kv_cache_config.num_blocks) * (block_size // size),
         dtype=stack.geometry.dtype,
     )
 

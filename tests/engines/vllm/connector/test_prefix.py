@@ -386,5 +386,5 @@ def test_a_cache_that_cannot_be_read_back_has_no_layout(fault: str) -> None:
         num_kv_heads=1,
         head_size=2,
     )
-    cache = PagedCache([layer], [0], [None], 2, 2, torch.float32)
+    cache = PagedCache([layer], [0], [None], 2, 2, 4, torch.float32)
     assert cache.layouts is None
