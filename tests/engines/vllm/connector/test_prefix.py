@@ -388,3 +388,26 @@ def test_a_cache_that_cannot_be_read_back_has_no_layout(fault: str) -> None:
     )
     cache = PagedCache([layer], [0], [None], 2, 2, 4, torch.float32)
     assert cache.layouts is None
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 2, 1, 3), (2, 4, 2, 1, 3)])
+def test_a_cache_is_read_back_whether_blocks_or_keys_and_values_come_first(
+    shape: tuple[int, ...],
+) -> None:
+    axis = shape.index(4)
+
+    def write(_: Any, keys: Any, values: Any, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        for part, kv in enumerate((keys, values)):
+            cache.movedim(axis, 0)[slots // 2, part, slots % 2] = kv
+
+    layer = SimpleNamespace(
+        impl=SimpleNamespace(do_kv_cache_update=write),
+        kv_cache=torch.zeros(shape),
+        num_kv_heads=1,
+        head_size=3,
+    )
+    cache, kv = PagedCache([layer], [0], [None], 2, 2, 4, torch.float32), torch.randn(2, 4, 1, 3)
+    write(layer, *kv, layer.kv_cache, torch.tensor([6, 7, 2, 3]))
+    for read, wanted in zip(cache.read(0, torch.tensor([3, 1])), kv, strict=True):
+        assert torch.equal(read, wanted.transpose(0, 1))
+    assert cache.room(0, 5).shape[axis] == 3
