@@ -28,7 +28,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 PACKAGE = Path(cacheblend_rag.__file__).parent
 OWN = {
     "CacheBlendConnector": {"scheduler", "worker"},
-    "BlendStats": {"__init__", "record", "record_found"},
+    "BlendStats": {"__init__", "record", "record_found", "_count", "_add"},
     "BlendPromMetrics": set(),
     "StepResults": set(),
     "StepJobs": set(),
