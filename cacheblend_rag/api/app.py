@@ -15,6 +15,7 @@ from cacheblend_rag.api.chat import ChatRequest
 from cacheblend_rag.api.completions import CompletionRequest
 from cacheblend_rag.api.documents import documents_router, store_router
 from cacheblend_rag.api.gate import RUNNING, WAITING, EngineLending, Gate
+from cacheblend_rag.api.jobs import jobs_router
 from cacheblend_rag.api.responses import ResponseRequest
 from cacheblend_rag.api.serving import Serving
 from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
@@ -60,6 +61,7 @@ def create_app(
     app.include_router(store_router)
     if documents:
         app.include_router(documents_router)
+        app.include_router(jobs_router)
     if find_spec("prometheus_client") is not None:
         _add_metrics(app, engine)
     return app
@@ -91,6 +93,7 @@ def _add_facts(app: FastAPI, serving: Serving) -> None:
             "object": "model",
             "created": serving.created,
             "owned_by": "cacheblend-rag",
+            "root": serving.engine.model_name,
             "max_model_len": serving.engine.context_window,
         }
 

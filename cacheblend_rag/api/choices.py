@@ -40,9 +40,14 @@ class ChoicesForm(Form):
             "cacheblend": self.asked.told(answers[0]),
         }
 
-    def chunk(self, choice: Mapping[str, Any], answer: Generation | None = None) -> bytes:
-        """Return the event with a choice's next part; answer: the whole one, with the last part."""
-        told = {**self._head(self.chunk_kind), "choices": [choice]}
+    def chunk(
+        self, choice: Mapping[str, Any], answer: Generation | None = None, **others: Any
+    ) -> bytes:
+        """Return the event with a choice's next part.
+
+        answer: the whole one, with the last part. others: fields beside the choice.
+        """
+        told = {**self._head(self.chunk_kind), "choices": [choice], **others}
         if answer is not None:
             told["cacheblend"] = self.asked.told(answer)
         return event({**told, "usage": None} if self._usage_in_stream else told)

@@ -16,38 +16,68 @@ from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.engines.answer import LEAST_LOGPROB, Delta, Generation, TokenLogprob
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.prepare import PreparedPrompt
-from cacheblend_rag.errors import PromptTooLongError
-from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
+from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, Wish
+from cacheblend_rag.engines.vllm.protocol.result import params_of, result_of_report
+from cacheblend_rag.text.encoder import encode_plainly
 
 if TYPE_CHECKING:
     from cacheblend_rag.api.collection import Retriever
 
 MOST_ALTERNATIVES = 5
 """As many as the API has for completions."""
+MOST_OF_ENGINES = 20
+"""As many as vLLM has: for those that ask for tokens by their ids."""
 
 
 class CompletionRequest(fields.ChoicesBody):
-    """The body of a completion."""
+    """The body of a completion.
+
+    Its last four fields are vLLM's, and what an engine in another process sends: the answer then
+    has its tokens' ids, and the result of what it wished (``kv_transfer_params``).
+    """
 
     prompt_field: ClassVar[str] = "prompt"
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_OF_ENGINES)
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def asked(self, engine: Engine, retriever: Retriever | None) -> Asked:
         """Return the prompts and settings for the engine; nothing is retrieved for them."""
         self.check()
         if self.echo and self.logprobs is not None:
             raise bad_field("echo", "with logprobs is not supported: leave one of them out")
-        sampling = self.sampling(logprobs=self.logprobs)
-        prompts = [
-            engine.prepare(one) if isinstance(one, str) else of_tokens(engine, one)
-            for one in self._prompts()
-        ]
-        return Asked(prompts, sampling, self.n or 1)
+        if (self.logprobs or 0) > MOST_ALTERNATIVES and not self.return_tokens_as_token_ids:
+            raise bad_field("logprobs", f"must be at most {MOST_ALTERNATIVES}")
+        wish = self.wish()
+        config = engine.config.with_changes(**wish.config) if wish and wish.config else None
+        sampling, given = self.sampling(logprobs=self.logprobs), self._prompts()
+        prompts = [self._prepared(engine, one, wish) for one in given]
+        return Asked(prompts, sampling, self.n or 1, config)
+
+    def wish(self) -> Wish | None:
+        """Return what an engine in another process wishes; raises ConfigError."""
+        others = (self.kv_transfer_params or {}).keys() - {PARAMETER}
+        if others:
+            raise bad_field("kv_transfer_params", f"holds {min(others)}: send {PARAMETER} only")
+        return Wish.from_params(self.kv_transfer_params)
+
+    def _prepared(
+        self, engine: Engine, prompt: str | list[int], wish: Wish | None
+    ) -> PreparedPrompt:
+        if isinstance(prompt, str) and self.add_special_tokens is False:
+            prompt = list(encode_plainly(engine.tokenizer, prompt))
+        if isinstance(prompt, str):
+            return engine.prepare(prompt)
+        secret, until = ("", 0) if wish is None else (wish.conversation, wish.until)
+        prepared = engine.prepare_tokens(prompt, conversation=secret, until=until)
+        return replace(prepared, placed=(), found=()) if wish and wish.kind == "off" else prepared
 
     def form(self, asked: Asked, model: str) -> CompletionForm:
-        return CompletionForm(asked, model, usage_in_stream=self.wants_usage, echo=bool(self.echo))
+        return CompletionForm(asked, model, self)
 
     def _prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts, texts or token ids; raises ApiError when there are none."""
@@ -63,48 +93,58 @@ class CompletionRequest(fields.ChoicesBody):
         return list(given)
 
 
-def of_tokens(engine: Engine, token_ids: Sequence[int]) -> PreparedPrompt:
-    """Return a prompt of exactly these tokens.
-
-    Chunks are found in the text that they decode to. If that text encodes to other tokens, no chunk
-    is reused. Raises ApiError for what are no tokens, PromptTooLongError for too many.
-    """
-    tokenizer = engine.tokenizer
-    if not token_ids:
-        raise bad_field("prompt", "holds an empty list of token ids: give at least one")
-    if len(token_ids) >= engine.context_window:
-        raise PromptTooLongError(len(token_ids), engine.context_window)
-    if not all(0 <= token < len(tokenizer) for token in token_ids):
-        raise bad_field("prompt", f"holds a token id outside 0 to {len(tokenizer) - 1}")
-    text = tokenizer.decode(
-        list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    segmented = BlendPrompt.from_text(text, engine.registry) if text else BlendPrompt.of(" ")
-    prepared = engine.prepare(replace(segmented, is_rendered=True))
-    if prepared.token_ids == tuple(token_ids):
-        return prepared
-    room = engine.context_window - len(token_ids)
-    exact = EncodedPrompt(tuple(token_ids), ())
-    return replace(
-        prepared, encoded=exact, placed=(), unmatched=(), room=room, expects_chunks=False
-    )
-
-
 class CompletionForm(ChoicesForm):
-    """The form of completions; echo: whether a text begins with its prompt."""
+    """The form of completions; body: says what an answer tells beside its text."""
 
     kind = "text_completion"
     chunk_kind = "text_completion"
     id_prefix = "cmpl-"
 
-    def __init__(self, asked: Asked, model: str, *, usage_in_stream: bool, echo: bool) -> None:
-        super().__init__(asked, model, usage_in_stream=usage_in_stream)
-        self._echo = echo
+    def __init__(self, asked: Asked, model: str, body: CompletionRequest) -> None:
+        super().__init__(asked, model, usage_in_stream=body.wants_usage)
+        self._echo, self._has_ids = bool(body.echo), bool(body.return_token_ids)
+        self._names_ids = bool(body.return_tokens_as_token_ids)
+        wish = body.wish()
+        self._tells_result = wish is not None and bool(wish.report_id)
         self._lengths = Counter[int]()  # characters of each choice that logprobs have told of
 
     def choice(self, index: int, answer: Generation) -> dict[str, Any]:
-        told = None if answer.logprobs is None else _logprobs(answer.logprobs, 0)
-        return _choice(index, self._echoed(index) + answer.text, answer.finish_reason, told)
+        told = None if answer.logprobs is None else self._logprobs(answer.logprobs, 0)
+        text = self._echoed(index) + answer.text
+        ids = self._ids(index, answer.token_ids, answer)
+        return _choice(index, text, answer.finish_reason, told) | ids
+
+    def whole(self, answers: Sequence[Generation]) -> dict[str, Any]:
+        return {**super().whole(answers), **self._result(answers[0])}
+
+    def _ids(self, index: int, new: Sequence[int], answer: Generation | None) -> dict[str, Any]:
+        """Return the ids of new tokens, without one that ends the choice, if they are wanted."""
+        if not self._has_ids:
+            return {}
+        if answer is None:
+            return {"token_ids": list(new)}
+        prompt = self.asked.prompts[index // self.asked.n].token_ids
+        ended = "" if answer.finish_reason == "stop" else None
+        return {"token_ids": list(new), "prompt_token_ids": list(prompt), "stop_reason": ended}
+
+    def _result(self, answer: Generation | None) -> dict[str, Any]:
+        if answer is None or not self._tells_result:
+            return {}
+        return {"kv_transfer_params": params_of(result_of_report(answer.report))}
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+        told = _logprobs(tokens, offset)
+        if not self._names_ids:
+            return told
+        return {
+            "tokens": [f"token_id:{one.token_id}" for one in tokens],
+            "token_logprobs": told["token_logprobs"],
+            "top_logprobs": [
+                {f"token_id:{token}": max(logprob, LEAST_LOGPROB) for token, _, logprob in one.top}
+                for one in tokens
+            ],
+            "text_offset": told["text_offset"],
+        }
 
     def beginning(self) -> list[bytes]:
         indices = range(len(self.asked.prompts) * self.asked.n if self._echo else 0)
@@ -114,10 +154,12 @@ class CompletionForm(ChoicesForm):
         answer, new = delta.generation, delta.logprobs
         if not (delta.text or new or answer):
             return []
-        told = _logprobs(new, self._lengths[index]) if new else None
+        told = self._logprobs(new, self._lengths[index]) if new else None
         self._lengths[index] += sum(len(one.token) for one in new)
         reason = answer.finish_reason if answer else None
-        return [self.chunk(_choice(index, delta.text, reason, told), answer)]
+        ids = self._ids(index, delta.token_ids, answer)
+        choice = _choice(index, delta.text, reason, told) | ids
+        return [self.chunk(choice, answer, **self._result(answer))]
 
     def _echoed(self, index: int) -> str:
         return self.asked.prompts[index // self.asked.n].text if self._echo else ""

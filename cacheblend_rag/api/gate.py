@@ -24,6 +24,8 @@ PREPARING = 2
 """Most requests whose prompts are prepared at the same time."""
 WAITING = 64
 """So many requests wait at most; further ones are refused."""
+MOST_JOBS = 256
+"""Jobs of other engines that are under way at the same time; further ones are refused."""
 MOST_LENT = 32
 """So many requests have an engine, or wait for it, at most."""
 CHANGES, READS = 4, 8
@@ -93,9 +95,15 @@ class EngineLending:
 
     def __init__(self, engine_of: Callable[[Request], Engine]) -> None:
         self._engine_of = engine_of
-        self._gate = Gate(MOST_LENT, 0)
+        self._gate, self._jobs = Gate(MOST_LENT, 0), Gate(MOST_JOBS, 0)
         self._changes, self._reads = asyncio.Semaphore(CHANGES), asyncio.Semaphore(READS)
         self._turns = [asyncio.Lock() for _ in range(TURNS)]
+
+    @asynccontextmanager
+    async def lent_for_a_job(self, request: Request) -> AsyncIterator[Engine]:
+        """Lend a request's engine for a job, which may wait for idle time, beside all others."""
+        with self._jobs.entered():
+            yield await in_thread(lambda: self._engine_of(request))
 
     @asynccontextmanager
     async def lent(self, request: Request, changed: str | None = None) -> AsyncIterator[Engine]:

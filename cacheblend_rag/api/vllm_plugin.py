@@ -17,8 +17,8 @@ from fastapi import APIRouter, FastAPI, Request
 
 from cacheblend_rag.api.documents import NO_ENGINE, documents_router, store_router
 from cacheblend_rag.api.gate import EngineLending
+from cacheblend_rag.api.jobs import jobs_router
 from cacheblend_rag.api.run import bound_headers
-from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.factory import open_registry
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
@@ -46,6 +46,7 @@ class DocumentsPlugin:
         bound_headers()
         app.include_router(store_router)
         app.include_router(documents_router)
+        app.include_router(jobs_router)
         app.include_router(APIRouter(lifespan=_closing))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
@@ -70,10 +71,10 @@ class ServerEngines(EngineLending):
         self._tokenizer: Any = None
         self._is_closed = False
 
-    def _of_request(self, request: Request) -> Engine:
-        """Return the engine of the namespace that a request's key may change."""
+    def _of_request(self, request: Request) -> VLLMEngine:
+        """Return the engine of the namespace of a request's key."""
         granted = request.scope.get(GRANT)
-        if not isinstance(granted, Grant) or not granted.may_change:
+        if not isinstance(granted, Grant):
             raise EngineUnavailableError(NO_ENGINE)
         by_key = are_told_apart(tenants=self._settings.tenants)
         namespace = granted.namespace if by_key else self._settings.namespace

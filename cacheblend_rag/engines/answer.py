@@ -138,12 +138,14 @@ class Delta:
         generation: the whole answer on the last step, None on all others.
         content: the new text that is certainly no part of a tool call; by default ``text``.
         logprobs: of the new tokens, if they were asked for.
+        token_ids: the new tokens, without one that ends the answer.
     """
 
     text: str
     generation: Generation | None = None
     content: str = cast(str, None)
     logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.content is None:

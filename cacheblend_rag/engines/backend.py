@@ -12,13 +12,14 @@ from typing import ClassVar, Final
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.answer import Delta, Request
+from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Stream
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.prefill.comparing import Compared, Comparison
-from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import Evicted, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig, LeadInConfig
@@ -101,11 +102,6 @@ class Backend(ABC):
         """Bytes of one token's KV; 0 if unknown."""
         return 0
 
-    @property
-    def _keeps_exact(self) -> bool:
-        """Whether stored KV is reused as it was computed, in no lower precision."""
-        return False
-
     def _refresh(self) -> None:  # noqa: B027 - most engines' models do not change
         """Detect changes of the model; called before keys are computed."""
 
@@ -122,6 +118,13 @@ class Backend(ABC):
     @abstractmethod
     def _start(self, request: Request) -> Stream[Delta]:
         """Begin to answer; the stream's last item holds the Generation."""
+
+    keeps_turns: ClassVar[bool] = False
+    """Whether it finds what it has stored of conversations' turns."""
+
+    def _find(self, prompt: PreparedPrompt) -> Sequence[PlacedChunk]:
+        """Return what else is stored of a prompt than its ``placed`` chunks; in order."""
+        return ()
 
     @abstractmethod
     def _compare(
@@ -142,8 +145,13 @@ class Backend(ABC):
         plans: distinct chunks, whole documents in order. Closing the generator stops the work.
         """
 
-    def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
-        """As ``_store``, in short steps that are begun as those of ``_compare``."""
+    def _fill(
+        self, plans: Sequence[ChunkPlan], conversation: str = ""
+    ) -> Generator[PrecomputeReport]:
+        """As ``_store``, in short steps that are begun as those of ``_compare``.
+
+        conversation: the key of the one whose turns the chunks are of, or "".
+        """
         yield from self._store(plans)
 
     @abstractmethod
@@ -183,8 +191,11 @@ class Backend(ABC):
         """Drop KV in memory that another writer has evicted from a shared store."""
         self._evict(keys)
 
-    def _evict_turns(self, keys: Sequence[KVKey]) -> int:
-        """Drop the KV of conversations' turns; returns for how many keys KV was stored."""
+    def _evict_turns(self, keys: Sequence[KVKey], conversation: str) -> int:
+        """Drop the KV of a conversation's turns; returns for how many keys KV was stored.
+
+        conversation: its secret.
+        """
         return int(self._evict(keys))
 
     @abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any, Self
 from weakref import proxy
 
@@ -75,7 +76,12 @@ class Engine(Indexing, Answering):
             namespace=self.namespace,
         )
         self._preparer = PromptPreparer(
-            self.tokenizer, self.encoder, self.registry, self._led, self.context_window
+            self.tokenizer,
+            self.encoder,
+            self.registry,
+            self._led,
+            self.context_window,
+            MethodType(type(self)._find, proxy(self)),
         )
         self._watch_registry()
         self._add_idle_work(setup)

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cacheblend_rag.engines.catalog_places import Place
 from cacheblend_rag.kv.mac import Mac
 from cacheblend_rag.kv.tiers.breaker import Breaker
-from cacheblend_rag.prefill.lead_in import Hash, LeadInId, MaybeHash
+from cacheblend_rag.prefill.lead_in import LeadInId, MaybeHash
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +45,29 @@ READ_AT_ONCE, TAKEN_AT_ONCE = 32, 8192
 class Name:
     """What a stored chunk is found and looked up by.
 
-    namespace: its namespace_id. chunk_id, context_id: of its KV's key. lead_in: that it was
-    computed after.
+    namespace: its namespace_id, or ``turns_of`` a conversation. chunk_id, context_id: of its KV's
+    key. lead_in: that it was computed after.
     """
 
     namespace: str
     chunk_id: str
     context_id: str
     lead_in: LeadInId
+
+
+TURNS = "turns-"
+"""What the namespaces of conversations begin with."""
+
+
+def turns_of(namespace: str, conversation: str) -> str:
+    """Return the namespace of a conversation's turns: nobody finds them without its secret.
+
+    Args:
+        namespace: the namespace_id of who holds the conversation.
+        conversation: its secret.
+    """
+    key = conversation.encode()
+    return TURNS + hashlib.blake2b(namespace.encode(), digest_size=16, key=key).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +88,7 @@ class _Head(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    namespace: Hash
+    namespace: Annotated[str, Field(pattern=f"^({TURNS})?[0-9a-f]{{32}}$")]
     lead_in: LeadInId
     chunks: Annotated[
         list[tuple[Annotated[int, Field(gt=0, le=MOST_TOKENS)], MaybeHash, MaybeHash]],

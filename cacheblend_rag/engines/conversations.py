@@ -15,6 +15,7 @@ from cacheblend_rag.prefill.conversation_kv import (
     ConversationKV,
     Filling,
     TurnDocument,
+    common_prefix,
     gaps_between,
     turn_fingerprint,
 )
@@ -47,7 +48,8 @@ class TurnKeeper:
         """Queue the turn of an answer, if it belongs to a conversation."""
         backend, conversation = self._backend, request.prepared.conversation
         is_whole = not request.full and answer.finish_reason != "cancelled"
-        may_store = not backend.read_only and backend.blend_refusal is None
+        may_store = backend.keeps_turns and not backend.read_only
+        may_store = may_store and backend.blend_refusal is None
         if conversation is None or not is_whole or not may_store:
             return
         fingerprint = turn_fingerprint(request.prepared.prepared_for.fingerprint)
@@ -77,19 +79,18 @@ class TurnKeeper:
         """
         prompt = request.prepared
         shown = self._encoder.chunk(answer.text.strip())
-        tokens = (*prompt.token_ids, *_same(answer.token_ids, shown))
-        # The last tokens of the turn before may be the first ones of the question.
-        ends = [one.end + len(_same(one.after, tokens[one.end :])) for one in prompt.turns]
-        start = max(ends, default=prompt.turns_start)
+        tokens = (*prompt.token_ids, *common_prefix(answer.token_ids, shown))
         chunks = [(chunk.start, chunk.end) for chunk in prompt.placed]
-        spans = gaps_between(start, chunks, len(tokens))
+        start = conversation.known_until(
+            tokens, gaps_between(prompt.turns_start, chunks, prompt.question_start)
+        )
+        spans = gaps_between(max(start, prompt.turns_start), chunks, len(tokens))
         return conversation.add(
             [tokens[start:end] for start, end in spans],
             TurnDocument(
                 fingerprint,
                 lead=tokens[: prompt.turns_start],
                 token_bytes=self._backend._token_bytes,
-                is_exact=self._backend._keeps_exact,
             ),
             self._backend._longest_run,
         )
@@ -109,22 +110,16 @@ class TurnKeeper:
         gone: Sequence[KVKey],
     ) -> Generator[None, None, None]:
         """Evict what was dropped, and store what is not stored of the conversation's turns."""
-        self._backend._evict_turns(gone)
+        secret = conversation.conversation_id
+        self._backend._evict_turns(gone, secret)
         plans: Sequence[ChunkPlan] = ()
         try:
             for plans in conversation.plans(fingerprint):
-                with closing(self._backend._fill(plans)) as steps:
+                with closing(self._backend._fill(plans, secret)) as steps:
                     for _ in steps:
                         yield
                         if conversation.is_forgotten(filling):
                             return
         finally:
             if conversation.is_forgotten(filling):
-                self._backend._evict_turns([plan.key for plan in plans])
-
-
-def _same(tokens: Sequence[int], others: Sequence[int]) -> Sequence[int]:
-    """Return the tokens that two sequences begin with."""
-    pairs = enumerate(zip(tokens, others, strict=False))
-    least = min(len(tokens), len(others))
-    return tokens[: next((at for at, (one, other) in pairs if one != other), least)]
+                self._backend._evict_turns([plan.key for plan in plans], secret)

@@ -123,6 +123,7 @@ def open_vllm(config: EngineConfig) -> Engine:
 
 def open_transformers(config: EngineConfig) -> Engine:
     """Open the embedded engine."""
+    from cacheblend_rag.engines.catalog_places import place_of
     from cacheblend_rag.engines.labels import put_label
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.engines.transformers.loading import pick_device
@@ -133,6 +134,7 @@ def open_transformers(config: EngineConfig) -> Engine:
         store=TieredKVStore.of(config.store, device=pick_device(config.device)),
         device=config.device,
         dtype=config.dtype,
+        catalog=place_of(config.store),
         **_common(config),
     )
     if config.store.kv_path is not None and not config.store.read_only:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,14 +18,15 @@ from threading import Event, Lock, Thread
 import numpy as np
 
 from cacheblend_rag.engines.catalog import (
+    TURNS,
     Catalog,
     CatalogChunk,
     Name,
     News,
     encoded,
-    id_of,
     record_name,
     same_lead_in,
+    turns_of,
 )
 from cacheblend_rag.engines.found_chunk import (
     Deletions,
@@ -37,13 +38,17 @@ from cacheblend_rag.engines.found_chunk import (
 )
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id, prefix_ids
+from cacheblend_rag.prefill.conversation_kv import gaps_between, turn_context
 from cacheblend_rag.prefill.lead_in import LeadInId
+from cacheblend_rag.text.anchors import Tokens
 from cacheblend_rag.text.token_index import TokenIndex, TokenRun
 
 logger = logging.getLogger(__name__)
 
 LEAST_RUN = 32
 """Tokens of the shortest chunk, or part of one, that is found."""
+LEAST_TURN = 8
+"""The same of a conversation's turns."""
 EDGES = 4
 """Most tokens that a chunk may lack in a prompt to count as the document before the next one."""
 STEP = 16
@@ -67,36 +72,39 @@ REFRESH_SECONDS, CLOSE_SECONDS = 0.5, 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens [start, end) of a run are a chunk; context_id: of its KV's key."""
-
-    start: int
-    end: int
-    context_id: str
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """Chunks of one document that were precomputed together.
 
-    tokens: of the lead-in, and of the document from ``context_start`` on. fresh, lost: indices of
-    the chunks whose KV was computed just now, and of those whose KV is not stored.
+    tokens: of the lead-in, and of the document from ``context_start`` on. spans: [start, end) of
+    each chunk in them. keys: the chunk id and the context id of each. fresh, lost: indices of the
+    chunks whose KV was computed just now, and of those whose KV is not stored. conversation: the
+    secret of the one whose turns they are, or "".
     """
 
     lead_in: LeadInId
     tokens: Sequence[int]
-    chunks: Sequence[Span]
+    spans: Sequence[tuple[int, int]]
+    keys: Sequence[tuple[str, str]]
     context_start: int = 0
     fresh: Collection[int] = ()
     lost: Collection[int] = ()
+    conversation: str = ""
 
 
 @dataclass(slots=True)
 class KnownTokens:
     """The chunks of a namespace: an index from tokens to ids, and each chunk's variants."""
 
-    index: TokenIndex[str] = field(default_factory=lambda: TokenIndex(LEAST_RUN))
+    index: TokenIndex[str]
     variants: dict[str, tuple[Variant, ...]] = field(default_factory=dict)
+
+
+class Known(dict[str, KnownTokens]):
+    """The chunks of all namespaces."""
+
+    def __missing__(self, namespace: str) -> KnownTokens:
+        least = LEAST_TURN if namespace.startswith(TURNS) else LEAST_RUN
+        return self.setdefault(namespace, KnownTokens(TokenIndex(least)))
 
 
 class Finder:
@@ -109,6 +117,7 @@ class Finder:
             thread. None keeps them in this process' memory.
         vocabulary: returns what the model's tokenizer says, on the finder's thread.
         unconfirmed_context: see LeadInConfig.
+        keeps_exact: whether stored KV is reused as it was computed, in no lower precision.
     """
 
     def __init__(
@@ -117,13 +126,14 @@ class Finder:
         *,
         vocabulary: Callable[[], Vocabulary] = Vocabulary,
         unconfirmed_context: bool = True,
+        keeps_exact: bool = False,
     ) -> None:
         self._open_catalog = open_catalog
         self._catalog: Catalog | None = None
         self._find_vocabulary, self._vocabulary = vocabulary, Vocabulary()
-        self._unconfirmed_context = unconfirmed_context
+        self._unconfirmed_context, self._keeps_exact = unconfirmed_context, keeps_exact
         self.deletions = Deletions()
-        self._known: defaultdict[str, KnownTokens] = defaultdict(KnownTokens)
+        self._known = Known()
         self._records: dict[str, tuple[Name, ...]] = {}
         self._missing: dict[Name, float] = {}
         self._tokens, self._looked_at = 0, 0.0
@@ -135,27 +145,89 @@ class Finder:
 
     # For any thread: nothing here waits
 
-    def find(self, namespace: str, token_ids: Sequence[int]) -> list[FoundChunk]:
-        """Return the chunks in a prompt, in order; its last token is in none."""
-        known = self._known.get(namespace_id(namespace))
+    def find(
+        self,
+        namespace: str,
+        token_ids: Sequence[int],
+        *,
+        taken: Iterable[tuple[int, int]] = (),
+        conversation: str = "",
+        until: int = 0,
+    ) -> list[FoundChunk]:
+        """Return the chunks in a prompt, in order; its last token is in none.
+
+        Args:
+            namespace: whose chunks are looked for.
+            token_ids: the prompt.
+            taken: spans of it, in order, in which none is looked for.
+            conversation: the secret of one whose earlier turns are looked for, too; or "".
+            until: so many tokens may hold turns: from there on, there is the new question.
+        """
+        taken, own = [*taken], namespace_id(namespace)
+        last = len(token_ids) - 1
+        found = self._passages(own, token_ids, [*gaps_between(0, taken, last)])
+        if conversation:
+            taken = sorted((*taken, *((one.start, one.end) for one in found)))
+            gaps = gaps_between(0, taken, min(until, last))
+            found += self._turns(own, conversation, token_ids, gaps)
+        return sorted(found, key=lambda one: one.start)
+
+    def knows(self, namespace: str, conversation: str) -> bool:
+        """Whether turns of a conversation are known."""
+        return _inner(namespace, conversation) in self._known
+
+    def _turns(
+        self,
+        namespace: str,
+        conversation: str,
+        token_ids: Sequence[int],
+        gaps: Iterable[tuple[int, int]],
+    ) -> list[FoundChunk]:
+        """Return the parts of a conversation's turns; exact if the prompt begins as they did."""
+        known = self._known.get(turns_of(namespace, conversation))
+        if known is None:
+            return []
+        runs = [run for start, end in gaps for run in known.index.find(token_ids, start, end)]
+        begins = sorted({run.start - run.skip for run in runs if run.start >= run.skip})
+        before = dict(zip(begins, prefix_ids(token_ids, begins), strict=True))
+        found = []
+        for run in runs:
+            if (held := self._held(known, run)) is None:
+                continue
+            variants, tokens = held
+            begin = run.start - run.skip
+            context = turn_context(before[begin], conversation) if begin in before else ""
+            exact = [one for one in variants if one.name.context_id == context]
+            one = self._found((*exact, variants[-1])[0], run, tokens, (), is_turn=True)
+            goes_on = [*tokens[: run.skip].tolist()] == [*token_ids[max(0, begin) : run.start]]
+            found.append(replace(one, is_exact=bool(exact) and goes_on and self._keeps_exact))
+        return found
+
+    def _held(self, known: KnownTokens, run: TokenRun[str]) -> tuple[list[Variant], Tokens] | None:
+        """Return the KV of a run's chunk and all of its tokens; None if it is being forgotten."""
+        variants = known.variants.get(run.name, ())
+        left = [one for one in variants if not self._going[one.name]]
+        try:
+            return (left, known.index.tokens(run.name)) if left else None
+        except KeyError:  # forgotten this very moment
+            return None
+
+    def _passages(
+        self, namespace: str, token_ids: Sequence[int], gaps: Sequence[tuple[int, int]]
+    ) -> list[FoundChunk]:
+        known = self._known.get(namespace)
         if known is None:
             return []
         found: list[FoundChunk] = []
         left = MOST_ABSENT + len(token_ids)
         chains: list[str] = []  # of the chunks right before a run, from each of them on
-        runs = known.index.find(token_ids, 0, len(token_ids) - 1)
+        runs = [run for start, end in gaps for run in known.index.find(token_ids, start, end)]
         leads = cache(lambda: self._confirmed_leads(token_ids[: runs[0].start]))
         for run in runs:
             before, chains = chains, []
-            variants = [
-                one for one in known.variants.get(run.name, ()) if not self._going[one.name]
-            ]
-            if not variants:
+            if (held := self._held(known, run)) is None:
                 continue
-            try:
-                tokens = known.index.tokens(run.name)
-            except KeyError:  # forgotten this very moment
-                continue
+            variants, tokens = held
             run = _in_steps(run, len(tokens))
             absent = len(tokens) - (run.end - run.start)
             if run.end - run.start < LEAST_RUN or absent > left:
@@ -178,8 +250,10 @@ class Finder:
         self,
         variant: Variant,
         run: TokenRun[str],
-        tokens: np.ndarray[tuple[int], np.dtype[np.uint32]],
+        tokens: Tokens,
         before: Sequence[str],
+        *,
+        is_turn: bool = False,
     ) -> FoundChunk:
         name = variant.name
         return FoundChunk(
@@ -188,9 +262,10 @@ class Finder:
             run.end,
             before=tuple(tokens[: run.skip].tolist()),
             after=tuple(tokens[run.skip + run.end - run.start :].tolist()),
-            protected=variant.is_contextual and variant.follows not in before,
+            protected=not is_turn and variant.is_contextual and variant.follows not in before,
             is_missing=self._is_missing(name),
             deletions=self.deletions.number(name.namespace, name.chunk_id),
+            is_turn=is_turn,
         )
 
     def _confirmed_leads(self, beginning: Sequence[int]) -> Collection[str]:
@@ -211,11 +286,17 @@ class Finder:
 
     def learn(self, namespace: str, run: Run) -> None:
         """Add the chunks that were precomputed and stored, or found to be stored."""
-        self._tasks.put(lambda: self._learn(namespace_id(namespace), run))
+        self._tasks.put(lambda: self._learn(_inner(namespace, run.conversation), run))
 
-    def forget(self, namespace: str, lead_in: LeadInId, keys: Iterable[tuple[str, str]]) -> None:
+    def forget(
+        self,
+        namespace: str,
+        lead_in: LeadInId,
+        keys: Iterable[tuple[str, str]],
+        conversation: str = "",
+    ) -> None:
         """Forget deleted chunks by their chunk and context ids: they are not found from now on."""
-        known = namespace_id(namespace)
+        known = _inner(namespace, conversation)
         names = {Name(known, chunk, context, lead_in) for chunk, context in keys}
         if names:
             self.deletions.note(names)
@@ -348,23 +429,25 @@ class Finder:
         The chain of what is before a chunk is None where there is other text between.
         """
         lead, tokens = same_lead_in(run.lead_in), run.tokens
-        context, end = self._context(namespace, run), run.chunks[0].start
-        for place, span in enumerate(run.chunks):
-            own = np.asarray(tokens[span.start : span.end], dtype=np.uint32)
-            name = Name(namespace, id_of(own), span.context_id, lead)
-            if not self._vocabulary.is_blank(tokens[end : span.start]):
+        context, behind = self._context(namespace, run), run.spans[0][0]
+        for place, ((start, end), (own_id, context_id)) in enumerate(
+            zip(run.spans, run.keys, strict=True)
+        ):
+            own = np.asarray(tokens[start:end], dtype=np.uint32)
+            name = Name(namespace, own_id, context_id, lead)
+            if not self._vocabulary.is_blank(tokens[behind:start]):
                 context = None
-            if place not in run.lost and len(own) >= LEAST_RUN:
-                follows = (context or "") if span.context_id else ""
+            if place not in run.lost and len(own) >= self._known[namespace].index.least:
+                follows = (context or "") if context_id else ""
                 yield place, CatalogChunk(name, own, follows)
-            context, end = None if context is None else chain(context, name.chunk_id), span.end
+            context, behind = None if context is None else chain(context, own_id), end
 
     def _context(self, namespace: str, run: Run) -> str | None:
         """Return the ``chain`` of the known chunks before a run's first one.
 
         None if there is other text, too.
         """
-        index, first = self._known[namespace].index, run.chunks[0].start
+        index, first = self._known[namespace].index, run.spans[0][0]
         context, end = "", run.context_start
         for one in index.find(run.tokens, run.context_start, first):
             if one.end - one.start < len(index.tokens(one.name)):
@@ -422,6 +505,12 @@ class Finder:
             most = max(self._known, key=lambda one: len(self._known[one].variants))
             first = next(r for r, names in self._records.items() if names[0].namespace == most)
             self._remove(first, self._records[first])
+
+
+def _inner(namespace: str, conversation: str) -> str:
+    """Return the namespace of chunks, or of a conversation's turns, by its id."""
+    own = namespace_id(namespace)
+    return turns_of(own, conversation) if conversation else own
 
 
 def _in_steps(run: TokenRun[str], length: int) -> TokenRun[str]:

@@ -8,8 +8,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import Any, Self
 
 from cacheblend_rag.engines.catalog import Name
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.text.encoder import PromptEncoder
 
 LEADS = {"document": 0, "instruction": 1, "bos": 2, "none": 3}
 """Which lead-in is preferred among those that a chunk was computed after: the one that is most like
@@ -46,7 +50,8 @@ class FoundChunk:
 
     before, after: the chunk's tokens that the prompt lacks. protected: must not be recomputed,
     since the prompt lacks the document that its KV depends on. is_missing: whether the store lacked
-    its KV when it was asked just now. deletions: see Deletions.
+    its KV when it was asked just now. deletions: see Deletions. is_turn: it is of a conversation's
+    turn. is_exact: its KV is that of full prefill of this prompt.
     """
 
     name: Name
@@ -57,12 +62,27 @@ class FoundChunk:
     protected: bool = False
     is_missing: bool = False
     deletions: int = 0
+    is_turn: bool = False
+    is_exact: bool = False
 
     @property
     def at(self) -> tuple[Name, int, int, int, int, bool]:
         """Which stored KV stands where: all that a blend takes of it, its own tokens aside."""
         where = self.start, self.end, len(self.before), self.protected
         return self.name, self.deletions, *where
+
+    def placed(self, fingerprint: str) -> PlacedChunk:
+        """Return where its KV stands, under a key with such a fingerprint."""
+        return PlacedChunk(
+            KVKey(self.name.chunk_id, fingerprint, self.name.context_id),
+            self.start,
+            self.end,
+            self.protected,
+            before=self.before,
+            after=self.after,
+            is_turn=self.is_turn,
+            is_exact=self.is_exact,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +95,15 @@ class Vocabulary:
 
     is_blank: Callable[[Sequence[int]], bool] = operator.not_
     opening: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Self:
+        """Return what a tokenizer says."""
+
+        def is_blank(tokens: Sequence[int]) -> bool:
+            return not tokens or str(tokenizer.decode(list(tokens))).isspace()
+
+        return cls(is_blank, PromptEncoder(tokenizer).opening)
 
 
 class Deletions:

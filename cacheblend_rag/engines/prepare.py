@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cacheblend_rag.errors import PromptError, PromptTooLongError
-from cacheblend_rag.prefill.conversation_kv import ConversationKV, turn_fingerprint
+from cacheblend_rag.prefill.conversation_kv import ConversationKV
 from cacheblend_rag.prefill.lead_in import LeadIn, PlacedChunk, confirmed, place_chunks
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.text.chat import ChatPrompt, render_chat
@@ -76,8 +76,11 @@ class PreparedPrompt:
         find_seconds: duration of finding known chunks in the text.
         tokenize_seconds: duration of all of preparing after that.
         expects_chunks: whether known or hinted chunks are expected in it.
+        found: parts of stored chunks, and of the conversation's earlier turns, that an engine in
+            this process found in its tokens, in order, beside ``placed``.
         conversation: the one that it belongs to, or None.
-        turns: parts of the conversation's earlier turns in it, in order, beside the chunks.
+        secret: the conversation's id, or that of one whose turns are kept elsewhere; or "".
+        question_start: index of the first token, at the latest, of the new question in it.
         shared_tokens: how many of its first tokens, at most, other conversations may share.
         cache_salt: the KV of its prefix is shared only with prompts of the same one, as in vLLM;
             that of its chunks with all.
@@ -94,8 +97,10 @@ class PreparedPrompt:
     find_seconds: float
     tokenize_seconds: float
     expects_chunks: bool
+    found: tuple[PlacedChunk, ...] = ()
     conversation: ConversationKV | None = None
-    turns: tuple[PlacedChunk, ...] = ()
+    secret: str = field(default="", repr=False)
+    question_start: int = 0
     shared_tokens: int | None = None
     cache_salt: str | None = None
 
@@ -126,23 +131,21 @@ class PreparedPrompt:
 
     @property
     def parts(self) -> tuple[PlacedChunk, ...]:
-        """Its chunks and the parts of earlier turns, in order."""
-        return tuple(sorted((*self.placed, *self.turns), key=lambda part: part.start))
+        """All of it that may be reused, in order."""
+        return tuple(sorted((*self.placed, *self.found), key=lambda part: part.start))
 
     def with_fingerprint(self, fingerprint: str) -> PreparedPrompt:
         """Return the prompt with its chunks' keys for another fingerprint of the model.
 
-        Parts of earlier turns whose KV is another model's are left out.
+        What was found by its tokens is another model's KV, and left out.
         """
         if fingerprint == self.prepared_for.fingerprint:
             return self
-        of_turns = turn_fingerprint(fingerprint)
-        turns = tuple(one for one in self.turns if one.key.fingerprint == of_turns)
         placed = tuple(
             replace(chunk, key=replace(chunk.key, fingerprint=fingerprint)) for chunk in self.placed
         )
         now = replace(self.prepared_for, fingerprint=fingerprint)
-        return replace(self, prepared_for=now, placed=placed, turns=turns)
+        return replace(self, prepared_for=now, placed=placed, found=())
 
 
 PromptLike = str | BlendPrompt | ChatPrompt | Sequence[Message] | TurnPrompt | PreparedPrompt
@@ -155,7 +158,8 @@ of them."""
 class PromptPreparer:
     """Splits prompts at registered chunks, and tokenizes them.
 
-    context_window: tokens of a prompt and its answer together.
+    context_window: tokens of a prompt and its answer together. find: returns what else of a
+    prepared prompt is stored; a server finds that itself.
     """
 
     tokenizer: Any
@@ -163,6 +167,7 @@ class PromptPreparer:
     registry: ChunkRegistry
     lead_in: LeadIn
     context_window: int
+    find: Callable[[PreparedPrompt], Sequence[PlacedChunk]]
 
     def prepare(self, prompt: PromptLike, hints: Sequence[Chunk | str]) -> PreparedPrompt:
         """Segment and tokenize; raises PromptError when a prompt is empty or too long.
@@ -196,32 +201,56 @@ class PromptPreparer:
             unmatched=tuple(self._unmatched(encoded, hints)),
             room=self._room(len(encoded.token_ids)),
             find_seconds=found - started,
-            tokenize_seconds=time.perf_counter() - found,
+            tokenize_seconds=0.0,
             expects_chunks=bool(hints or encoded.spans),
         )
         if isinstance(prompt, TurnPrompt):
-            return self._in_conversation(prepared, prompt, found)
-        return prepared
+            prepared = self._in_conversation(prepared, prompt)
+        parts = tuple(self.find(prepared))
+        return replace(prepared, found=parts, tokenize_seconds=time.perf_counter() - found)
 
-    def _in_conversation(
-        self, prompt: PreparedPrompt, turn: TurnPrompt, found: float
+    def prepare_tokens(
+        self, token_ids: Sequence[int], *, secret: str = "", until: int = 0
     ) -> PreparedPrompt:
-        """Return a prompt with the parts of earlier turns in it, up to the new question.
+        """Return a prompt of exactly these tokens; see ``Engine.prepare_tokens``."""
+        if not token_ids:
+            raise PromptError("prompt holds no token ids: give at least one")
+        self._room(len(token_ids))
+        if not all(0 <= token < len(self.tokenizer) for token in token_ids):
+            last = len(self.tokenizer) - 1
+            raise PromptError(f"prompt holds a token id outside 0 to {last}")
+        text = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        segmented = BlendPrompt.from_text(text, self.registry) if text else BlendPrompt.of(" ")
+        prepared = self.prepare(replace(segmented, is_rendered=True), ())
+        if prepared.token_ids != tuple(token_ids):
+            prepared = replace(
+                prepared,
+                encoded=EncodedPrompt(tuple(token_ids), ()),
+                placed=(),
+                unmatched=(),
+                room=self._room(len(token_ids)),
+                expects_chunks=False,
+            )
+        prepared = replace(prepared, secret=secret, question_start=until)
+        return replace(prepared, found=tuple(self.find(prepared)))
+
+    def _in_conversation(self, prompt: PreparedPrompt, turn: TurnPrompt) -> PreparedPrompt:
+        """Return a prompt as its conversation's next; waits for the turn before to be stored.
 
         Raises PromptError when the question does not stand in it.
         """
         ids = prompt.token_ids
-        prompt = replace(
-            prompt, conversation=turn.conversation, shared_tokens=self._shared_tokens(ids)
+        question_tokens = self._question_tokens(prompt.text, turn.question)
+        turn.conversation.settle()
+        return replace(
+            prompt,
+            conversation=turn.conversation,
+            secret=turn.conversation.conversation_id,
+            shared_tokens=self._shared_tokens(ids),
+            question_start=max(0, len(ids) - question_tokens),
         )
-        turns = turn.conversation.find(
-            ids,
-            prompt.turns_start,
-            [(chunk.start, chunk.end) for chunk in prompt.placed],
-            len(ids) - self._question_tokens(prompt.text, turn.question),
-            prompt.prepared_for.fingerprint,
-        )
-        return replace(prompt, turns=tuple(turns), tokenize_seconds=time.perf_counter() - found)
 
     def _shared_tokens(self, token_ids: Sequence[int]) -> int:
         """Return how many tokens a prompt begins with are those of the engine's instruction."""

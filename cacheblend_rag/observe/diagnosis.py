@@ -85,13 +85,12 @@ def examine_server(url: str, model: str | None, namespace: str) -> dict[str, Any
     """
     from cacheblend_rag.engines.model_files import load_tokenizer
     from cacheblend_rag.engines.vllm.connection import VLLMServer
-    from cacheblend_rag.engines.vllm.job_client import ask_status
 
     with closing(VLLMServer(url, model=model, timeout_seconds=60.0)) as server:
         if model is not None:
             quiet_libraries()
             server.check_tokenizer(load_tokenizer(model))
-        status = ask_status(server)
+        status = server.ask_status()
     return {
         "url": url,
         "problem": status.problem,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -23,13 +22,11 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from cacheblend_rag.errors import ConfigError, first_line
 from cacheblend_rag.kv.chunk_kv import NAMESPACE_DIGITS, KVKey, chunk_id, prefix_ids
-from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
-from cacheblend_rag.text.token_index import TokenIndex, TokenRun
+from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.text.token_index import TokenIndex
 
 LEAST_TOKENS = 8
-"""Fewest tokens of a turn's chunk, and of a part of it that is reused."""
-LEAST_SHARE = 0.5
-"""Of a chunk's tokens that a prompt must hold: less may be another text that begins alike."""
+"""Fewest tokens of a turn's chunk."""
 DOCUMENT_TOKENS = 8192
 """Most tokens of a document; the turn that would exceed them begins another one."""
 MOST_TURNS = 256
@@ -45,8 +42,6 @@ Turn = tuple[Annotated[TokenIds, Field(min_length=1)], ...]
 """The chunks of a turn, in order."""
 Span = tuple[int, int]
 """Tokens [start, end) of a prompt."""
-Kept = tuple[ChunkPlan, bool]
-"""A turn's chunk, and whether its KV is that of full prefill of its document."""
 Filling = Callable[[], bool]
 """A filling of turns, queued or begun: tells whether it may be over soon."""
 
@@ -60,19 +55,28 @@ def turn_fingerprint(fingerprint: str) -> str:
     return fingerprint[:NAMESPACE_DIGITS] + rest
 
 
+def turn_context(before: str, secret: str) -> str:
+    """Return the context id of a turn's chunk: without the secret, nobody has its key.
+
+    Args:
+        before: the hash of all tokens before it, as ``prefix_ids`` returns it.
+        secret: the conversation's id.
+    """
+    return hashlib.blake2b(before.encode(), digest_size=16, key=secret.encode()).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class TurnDocument:
     """Turns whose KV is computed one after another.
 
     fingerprint: see ``turn_fingerprint``. lead: the tokens before the first turn. token_bytes: of
-    one token's KV. is_exact: whether stored KV stays as it was computed.
+    one token's KV.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     fingerprint: str
     lead: TokenIds
     token_bytes: Count
-    is_exact: Annotated[bool, Field(strict=True)]
     turns: tuple[Turn, ...] = ()
 
     @property
@@ -98,8 +102,7 @@ class TurnDocument:
 
     def _key(self, chunk: TokenIds, before: str, secret: str) -> KVKey:
         """Return the key of a chunk; before: the hash of the tokens before it."""
-        context = hashlib.blake2b(before.encode(), digest_size=16, key=secret.encode())
-        return KVKey(chunk_id(chunk), self.fingerprint, context.hexdigest())
+        return KVKey(chunk_id(chunk), self.fingerprint, turn_context(before, secret))
 
 
 _DOCUMENTS = TypeAdapter(tuple[TurnDocument, ...])
@@ -145,7 +148,6 @@ class ConversationKV:
         self._changed = Condition()
         self._documents: tuple[TurnDocument, ...] = ()
         self._fillings: set[Filling] = set()
-        self._index: tuple[str, TokenIndex[Kept]] | None = None
 
     @property
     def turns(self) -> int:
@@ -166,54 +168,9 @@ class ConversationKV:
         told = (one for one in self._documents if one.fingerprint == fingerprint)
         return [one.plans(self.conversation_id) for one in told]
 
-    # Question time
-
-    def find(
-        self,
-        token_ids: Sequence[int],
-        begin: int,
-        taken: Iterable[Span],
-        end: int,
-        fingerprint: str,
-    ) -> list[PlacedChunk]:
-        """Return the parts of earlier turns in a prompt's tokens [begin, end), in order.
-
-        Waits for the turn before if that may be stored soon.
-
-        Args:
-            token_ids: the prompt's.
-            begin: index of the first token to look at.
-            taken: spans of the prompt in which none is looked for, in order.
-            end: index behind the last token to look at.
-            fingerprint: of chunk KV.
-        """
+    def settle(self) -> None:
+        """Wait until turns that may be stored soon are stored: before a prompt is searched."""
         self._settle(lambda is_near: is_near())
-        index = self._indexed(turn_fingerprint(fingerprint))
-        gaps = gaps_between(begin, taken, end) if len(index) else ()
-        runs = [run for start, stop in gaps for run in index.find(token_ids, start, stop)]
-        held = Counter[Kept]()
-        for run in runs:
-            held[run.name] += run.end - run.start
-        return [
-            _placed(run, token_ids)
-            for run in runs
-            if held[run.name] >= LEAST_SHARE * len(run.name[0].token_ids)
-        ]
-
-    def _indexed(self, fingerprint: str) -> TokenIndex[Kept]:
-        """Return the index of the chunks under a fingerprint; the latest were added first."""
-        with self._changed:
-            if self._index is None or self._index[0] != fingerprint:
-                kept = [
-                    (plan, one.is_exact)
-                    for one in self._documents
-                    if one.fingerprint == fingerprint
-                    for plan in one.plans(self.conversation_id)
-                ]
-                index = TokenIndex[Kept](LEAST_TOKENS)
-                index.add_many((name[0].token_ids, name) for name in reversed(kept))
-                self._index = fingerprint, index
-            return self._index[1]
 
     def _settle(self, is_waited_for: Callable[[Filling], bool]) -> None:
         """Wait until turns are filled."""
@@ -223,6 +180,26 @@ class ConversationKV:
                 self._changed.wait(LOOK_SECONDS)
 
     # After an answer
+
+    def known_until(self, token_ids: Sequence[int], gaps: Iterable[Span]) -> int:
+        """Return where the last part of a known turn ends in a prompt with its answer, 0 without.
+
+        The last tokens of a turn may be the first ones of the question behind it.
+
+        Args:
+            token_ids: of prompt and answer.
+            gaps: the spans in which turns are looked for.
+        """
+        chunks = [chunk for one in self._documents for chunk in one.chunks]
+        index = TokenIndex[int](LEAST_TOKENS)
+        index.add_many((chunk, number) for number, chunk in enumerate(chunks))
+        runs = [run for start, end in gaps for run in index.find(token_ids, start, end)]
+        rests = (chunks[run.name][run.skip + run.end - run.start :] for run in runs)
+        ends = (
+            run.end + len(common_prefix(rest, token_ids[run.end :]))
+            for run, rest in zip(runs, rests, strict=True)
+        )
+        return max(ends, default=0)
 
     def add(
         self, runs: Iterable[Sequence[int]], document: TurnDocument, most_tokens: int
@@ -242,7 +219,7 @@ class ConversationKV:
             if not turn or (before and turn == before[-1].turns[-1]):
                 return []
             self._append(replace(document, turns=(turn,)), min(most_tokens, DOCUMENT_TOKENS))
-            self._index, gone = None, list[KVKey]()
+            gone = list[KVKey]()
             while self.turns > self._most_turns or self.nbytes > self._most_bytes:
                 gone += [plan.key for plan in self._documents[0].plans(self.conversation_id)]
                 self._documents = self._documents[1:]
@@ -284,7 +261,7 @@ class ConversationKV:
     def forget(self) -> list[KVKey]:
         """Forget all turns; returns the keys to evict."""
         with self._changed:
-            keys, self._documents, self._index = self.keys(), (), None
+            keys, self._documents = self.keys(), ()
             self._fillings.clear()
             self._changed.notify_all()
             return keys
@@ -337,23 +314,11 @@ def gaps_between(begin: int, taken: Iterable[Span], end: int) -> Iterator[Span]:
         yield begin, end
 
 
-def _placed(run: TokenRun[Kept], token_ids: Sequence[int]) -> PlacedChunk:
-    """Return a part of a turn in a prompt; exact if the prompt begins as the turn's document."""
-    plan, is_exact = run.name
-    before = (*plan.lead, *plan.context)
-    if run.start - run.skip != len(before):
-        is_exact = False
-    elif is_exact:
-        is_exact = (*before, *plan.token_ids)[: run.start] == tuple(token_ids[: run.start])
-    return PlacedChunk(
-        key=plan.key,
-        start=run.start,
-        end=run.end,
-        before=plan.token_ids[: run.skip],
-        after=plan.token_ids[run.skip + run.end - run.start :],
-        is_turn=True,
-        is_exact=is_exact,
-    )
+def common_prefix(tokens: Sequence[int], others: Sequence[int]) -> Sequence[int]:
+    """Return the tokens that two sequences begin with."""
+    pairs = enumerate(zip(tokens, others, strict=False))
+    least = min(len(tokens), len(others))
+    return tokens[: next((at for at, (one, other) in pairs if one != other), least)]
 
 
 def _is_hex(text: str) -> bool:

@@ -35,6 +35,11 @@ class LeadInId:
     tokens: MaybeHash
     window: Annotated[int, Field(ge=0)]
 
+    def fingerprint(self, identity: Mapping[str, Any], namespace: str) -> str:
+        """Return the fingerprint of KV that a model has computed after it, for a namespace."""
+        own = {"lead_in": self.name, "lead_tokens": self.tokens, "window": self.window}
+        return fingerprint({**identity, **own}, namespace)
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
@@ -121,20 +126,18 @@ class LeadIn:
         self.fingerprints: tuple[str, ...] = ()
         self.identify(identity)
 
+    @property
+    def id(self) -> LeadInId:
+        """What tells this lead-in from others."""
+        window = self.window if self.name == "document" else 0
+        return LeadInId(self.name, chunk_id(self.tokens), window)
+
     def identify(self, identity: Mapping[str, Any]) -> None:
         """Use the keys of a model with this identity from now on.
 
         ``fingerprints`` holds those of all identities so far.
         """
-        self.fingerprint = fingerprint(
-            {
-                **identity,
-                "lead_in": self.name,
-                "lead_tokens": chunk_id(self.tokens),
-                "window": self.window if self.name == "document" else 0,
-            },
-            self.namespace,
-        )
+        self.fingerprint = self.id.fingerprint(identity, self.namespace)
         if self.fingerprint not in self.fingerprints:
             self.fingerprints = (*self.fingerprints, self.fingerprint)
         # A new cache: a thread that still computes a key of the old identity cannot put it into

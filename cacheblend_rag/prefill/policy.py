@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,7 +28,6 @@ from cacheblend_rag.blend.cost import Forecast, LayerCost, prefill_cost
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.kv.timings import Estimate, Speeds
-from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.settings import AUTO, DEFAULT_RATIO, BlendConfig
@@ -40,7 +40,18 @@ LEAST_SHARE = 1 / 8
 of a blend pass may exceed the computation saved."""
 
 
-def config_for(config: BlendConfig, parts: Sequence[PlacedChunk], tokens: int) -> BlendConfig:
+class Part(Protocol):
+    """Tokens [start, end) of a prompt whose KV can be reused; see PlacedChunk."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def is_exact(self) -> bool: ...
+
+
+def config_for(config: BlendConfig, parts: Sequence[Part], tokens: int) -> BlendConfig:
     """Return a request's config, without ``min_tokens`` if all that can be reused is exact.
 
     It must be enough to be worth a pass all the same, as a stored prefix must. parts: what can be

@@ -246,8 +246,8 @@ class Conversation:
         return json.dumps({"format": FORMAT, "turns": turns, "kv": self.kv.to_plain()})
 
     def _add(self, fitted: FittedPrompt, answer: Generation) -> None:
-        starts = {part.start for part in fitted.prepared.turns}
-        reused = [one for one in answer.report.chunks if one.hit and one.start in starts]
+        passages = {part.start for part in fitted.prepared.placed}
+        reused = [one for one in answer.report.chunks if one.hit and one.start not in passages]
         self.last = Answered(fitted, answer, sum(one.tokens - one.recomputed for one in reused))
         *earlier, asked = fitted.turns
         text = answer.text.strip()
@@ -324,4 +324,4 @@ def forget_conversation(engine: Engine, conversation: ConversationKV) -> int:
         ConfigError: when the engine is closed.
     """
     engine._lifetime.check()
-    return engine._evict_turns(conversation.forget())
+    return engine._evict_turns(conversation.forget(), conversation.conversation_id)

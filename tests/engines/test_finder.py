@@ -12,9 +12,10 @@ import pytest
 from cacheblend_rag.engines import finder as finder_module
 from cacheblend_rag.engines import found_chunk
 from cacheblend_rag.engines.catalog import Name
-from cacheblend_rag.engines.finder import Finder, Run, Span
+from cacheblend_rag.engines.finder import Finder, Run
 from cacheblend_rag.engines.found_chunk import Deletions, FoundChunk, Vocabulary
 from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
+from cacheblend_rag.prefill.conversation_kv import turn_context
 from cacheblend_rag.prefill.lead_in import LeadInId
 
 BARE = LeadInId("none", "", 0)
@@ -34,11 +35,9 @@ def run(*chunks: Sequence[int], lead_in: LeadInId = BARE, separator: Sequence[in
         starts.append(len(tokens))
         tokens += chunk
     contexts = prefix_ids(tokens, starts) if lead_in.name == "document" else [""] * len(chunks)
-    spans = [
-        Span(start, start + len(chunk), context)
-        for start, chunk, context in zip(starts, chunks, contexts, strict=True)
-    ]
-    return Run(lead_in, tokens, spans)
+    spans = [(start, start + len(chunk)) for start, chunk in zip(starts, chunks, strict=True)]
+    keys = [(chunk_id(chunk), context) for chunk, context in zip(chunks, contexts, strict=True)]
+    return Run(lead_in, tokens, spans, keys)
 
 
 def learn(finder: Finder, work: Run, namespace: str = "default", **result: Any) -> None:
@@ -164,7 +163,7 @@ def test_short_chunks_are_left_out(finder: Finder) -> None:
 def test_in_its_document_a_chunk_is_the_one_of_the_document(finder: Finder) -> None:
     learn(finder, run(SECOND, lead_in=DOCUMENT))
     learn(finder, run(FIRST, SECOND, THIRD, lead_in=DOCUMENT))
-    bare, contextual = "", run(FIRST, SECOND, lead_in=DOCUMENT).chunks[1].context_id
+    bare, contextual = "", run(FIRST, SECOND, lead_in=DOCUMENT).keys[1][1]
     assert [c.name.context_id for c in found(finder, FIRST, SECOND)] == ["", contextual]
     assert [c.name.context_id for c in found(finder, SECOND)] == [bare]
     assert [c.name.context_id for c in found(finder, OTHER, SECOND)] == [bare]
@@ -190,8 +189,8 @@ def test_context_that_is_absent_is_protected(
 def test_a_document_stored_in_parts_is_one_document(finder: Finder) -> None:
     """A window that moved on gives another job, whose first chunk comes after what was stored."""
     whole = run(FIRST, SECOND, THIRD, lead_in=DOCUMENT)
-    learn(finder, whole, chunks=whole.chunks[:2])
-    learn(finder, whole, chunks=whole.chunks[2:])
+    learn(finder, whole, spans=whole.spans[:2], keys=whole.keys[:2])
+    learn(finder, whole, spans=whole.spans[2:], keys=whole.keys[2:])
     told = found(finder, FIRST, SECOND, THIRD)
     assert [one.protected for one in told] == [False] * 3
 
@@ -228,7 +227,7 @@ def test_another_documents_kv_answers_for_no_passage(
     stranger = run(*upload, lead_in=DOCUMENT, separator=separator)
     for one in (manual, stranger) if first == "manual" else (stranger, manual):
         learn(finder, one)
-    own = manual.chunks[1].context_id
+    own = manual.keys[1][1]
     assert used(finder, FIRST, SECOND) == [own], "all that is before it there is before it here"
     assert used(finder, SECOND) == used(finder, OTHER, SECOND) == [], "it is computed"
     learn(finder, run(SECOND, lead_in=DOCUMENT))
@@ -255,7 +254,7 @@ def test_unconfirmed_contexts_can_be_left_out() -> None:
         work = run(FIRST, SECOND, lead_in=DOCUMENT)
         learn(finder, work)
         assert used(finder, SECOND) == []
-        assert used(finder, FIRST, SECOND) == [work.chunks[1].context_id]
+        assert used(finder, FIRST, SECOND) == [work.keys[1][1]]
         learn(finder, run(THIRD, lead_in=LeadInId("document", chunk_id(POISON), 2048)))
         assert used(finder, THIRD) == []
         learn(finder, run(SECOND, lead_in=DOCUMENT))
@@ -345,3 +344,77 @@ def test_a_chunk_of_two_documents_stays_until_both_are_deleted(finder: Finder) -
     finder.forget("default", BARE, [(chunk_id(FIRST), ""), (chunk_id(THIRD), "")])
     assert finder.settle()
     assert ids(found(finder, FIRST, SECOND, THIRD)) == [chunk_id(SECOND)]
+
+
+# Conversations
+
+SECRET, OTHER_SECRET = "1" * 32, "2" * 32
+LEAD = (8, 8, 9)
+QUESTIONS = [tuple(range(at, at + 20)) for at in (100, 200, 300)]
+
+
+def turns(secret: str, *chunks: Sequence[int]) -> Run:
+    """A conversation's turns, computed one after another behind the lead."""
+    tokens, spans = list(LEAD), []
+    for chunk in chunks:
+        spans.append((len(tokens), len(tokens) + len(chunk)))
+        tokens += chunk
+    before = prefix_ids(tokens, [start for start, _ in spans])
+    contexts = [turn_context(one, secret) for one in before]
+    keys = [(chunk_id(chunk), one) for chunk, one in zip(chunks, contexts, strict=True)]
+    return Run(BARE, tokens, spans, keys, len(LEAD), conversation=secret)
+
+
+@pytest.fixture
+def exact() -> Iterator[Finder]:
+    with closing(Finder(vocabulary=lambda: VOCABULARY, keeps_exact=True)) as made:
+        learn(made, turns(SECRET, *QUESTIONS[:2]))
+        yield made
+
+
+def told(
+    finder: Finder, *parts: Sequence[int], secret: str = SECRET, until: int = 999, **options: Any
+) -> list[tuple[int, int, bool]]:
+    """(start, end, is exact) of what is found of a conversation."""
+    tokens = [token for part in (*parts, (6,)) for token in part]
+    found = finder.find("default", tokens, conversation=secret, until=until, **options)
+    assert all(one.is_turn and not one.protected for one in found)
+    return [(one.start, one.end, one.is_exact) for one in found]
+
+
+def test_turns_are_found_by_the_secret_alone(exact: Finder) -> None:
+    first, second, _ = QUESTIONS
+    prompt = (LEAD, first, second)
+    assert told(exact, *prompt) == [(3, 23, True), (23, 43, True)]
+    assert told(exact, *prompt, secret="") == []
+    assert told(exact, *prompt, secret=OTHER_SECRET) == []
+    assert exact.find("other", [*LEAD, *first, *second], conversation=SECRET, until=99) == []
+    assert exact.knows("default", SECRET)
+    assert not exact.knows("default", OTHER_SECRET)
+
+
+def test_turns_are_exact_only_after_the_same_tokens(exact: Finder) -> None:
+    first, second, _ = QUESTIONS
+    assert told(exact, (0, 8, 9), first, second) == [(3, 23, False), (23, 43, False)]
+    assert told(exact, second, first) == [(0, 20, False), (20, 40, False)]
+    changed = (*first[:9], 1, *first[10:])
+    assert told(exact, LEAD, changed, second) == [(3, 12, True), (13, 23, False), (23, 43, False)]
+
+
+def test_turns_are_found_before_the_question_and_between_what_is_taken(exact: Finder) -> None:
+    first, second, _ = QUESTIONS
+    assert told(exact, LEAD, first, second, until=23) == [(3, 23, True)]
+    assert told(exact, LEAD, first, second, taken=[(3, 23)]) == [(23, 43, True)]
+
+
+def test_kv_that_a_store_rounds_is_not_exact(finder: Finder) -> None:
+    learn(finder, turns(SECRET, QUESTIONS[0]))
+    assert told(finder, LEAD, QUESTIONS[0]) == [(3, 23, False)]
+
+
+def test_turns_that_are_evicted_are_not_found(exact: Finder) -> None:
+    work = turns(SECRET, *QUESTIONS[:2])
+    exact.forget("default", BARE, work.keys[:1], SECRET)
+    assert told(exact, LEAD, *QUESTIONS[:2]) == [(23, 43, True)]
+    exact.forget("default", BARE, work.keys)
+    assert told(exact, LEAD, *QUESTIONS[:2]) == [(23, 43, True)], "they are not of this one"

@@ -18,19 +18,12 @@ from cacheblend_rag.prefill.conversation_kv import (
 OF_CHUNKS = fingerprint({"model": "m"}, "tenant")
 OF_TURNS = turn_fingerprint(OF_CHUNKS)
 LEAD = (7, 8, 9)
-EMPTY = TurnDocument(OF_TURNS, LEAD, token_bytes=10, is_exact=True)
+EMPTY = TurnDocument(OF_TURNS, LEAD, token_bytes=10)
 FIRST, SECOND, THIRD = (tuple(range(at, at + 20)) for at in (100, 200, 300))
 
 
 def add(kv: ConversationKV, *runs: tuple[int, ...], most: int = 1000) -> list[KVKey]:
     return kv.add(runs, EMPTY, most)
-
-
-def found(kv: ConversationKV, *parts: tuple[int, ...], **options: Any) -> list[tuple[int, ...]]:
-    """(start, end, is exact) of what is found in a prompt."""
-    tokens = [token for part in parts for token in part]
-    spans = {"begin": 0, "taken": [], "end": len(tokens), "fingerprint": OF_CHUNKS, **options}
-    return [(one.start, one.end, one.is_exact) for one in kv.find(tokens, **spans)]
 
 
 def test_gaps_are_what_is_not_taken() -> None:
@@ -68,31 +61,15 @@ def test_keys_depend_on_the_id_and_on_the_tokens_before() -> None:
     assert len({key.chunk_id for key in keys}) == 2
 
 
-def test_they_are_found_in_gaps_only_and_are_exact_only_after_the_same_tokens() -> None:
+def test_a_prompt_is_known_up_to_its_last_turn() -> None:
     kv = ConversationKV()
     add(kv, FIRST)
     add(kv, SECOND)
-    same = (LEAD, FIRST, SECOND, (1, 2))
-    assert found(kv, *same) == [(3, 23, True), (23, 43, True)]
-    assert found(kv, (0, 8, 9), FIRST, SECOND) == [(3, 23, False), (23, 43, False)]
-    assert found(kv, SECOND, FIRST) == [(0, 20, False), (20, 40, False)]
-    assert found(kv, *same, taken=[(3, 23)]) == [(23, 43, True)]
-    assert found(kv, *same, begin=4, end=30) == [(4, 23, True)]
-    assert found(kv, *same, fingerprint=fingerprint({"model": "n"}, "tenant")) == []
-
-
-def test_what_a_store_rounds_is_not_exact() -> None:
-    kv = ConversationKV()
-    kv.add([FIRST], TurnDocument(OF_TURNS, LEAD, token_bytes=10, is_exact=False), 1000)
-    assert found(kv, LEAD, FIRST) == [(3, 23, False)]
-
-
-def test_a_text_that_shares_less_than_half_of_a_chunk_is_not_taken_for_it() -> None:
-    kv = ConversationKV()
-    add(kv, SECOND)
-    assert found(kv, SECOND[:9], (1, 2, 3)) == []
-    (part,) = kv.find((*SECOND[:10], 1, 2, 3), 0, [], 13, OF_CHUNKS)
-    assert (part.end - part.start, part.before, part.after) == (10, (), SECOND[10:])
+    tokens = (*LEAD, *FIRST, 1, *SECOND, 2, 2)
+    assert kv.known_until(tokens, [(0, len(tokens))]) == 44
+    assert kv.known_until(tokens, [(0, 34)]) == 44, "the rest is of the same turn"
+    assert kv.known_until(tokens, [(0, 10), (20, 23)]) == 23
+    assert kv.known_until((*LEAD, *THIRD), [(0, 23)]) == 0
 
 
 def test_a_document_ends_where_it_would_be_too_long_or_another_models() -> None:
@@ -101,7 +78,7 @@ def test_a_document_ends_where_it_would_be_too_long_or_another_models() -> None:
     add(kv, THIRD, most=62)
     assert [[plan.context for plan in one] for one in kv.plans(OF_TURNS)] == [[(), FIRST], [()]]
     other = turn_fingerprint(fingerprint({"model": "n"}, "tenant"))
-    kv.add([FIRST], TurnDocument(other, LEAD, 10, is_exact=True), 1000)
+    kv.add([FIRST], TurnDocument(other, LEAD, 10), 1000)
     assert [len(one) for one in kv.plans(other)] == [1]
     add(kv, FIRST)
     assert [len(one) for one in kv.plans(OF_TURNS)] == [2, 2], "the latest that it may go on with"
@@ -120,7 +97,7 @@ def test_the_oldest_go_beyond_the_bounds() -> None:
     few = ConversationKV(most_turns=2)
     for run in (FIRST, SECOND, THIRD):
         add(few, run)
-        assert found(few, run)
+        assert few.known_until(run, [(0, 20)]) == 20
     assert few.turns == 2
     none = ConversationKV(most_turns=0)
     assert len(add(none, FIRST)) == 1
@@ -149,7 +126,7 @@ def test_a_prompt_waits_for_a_turn_only_while_it_may_be_stored_soon() -> None:
 
     add(kv, FIRST)
     kv.begin_filling(is_near)
-    assert found(kv, LEAD, FIRST) == [(3, 23, True)]
+    kv.settle()
     assert len(asked) == 4
 
 
@@ -165,7 +142,6 @@ DOCUMENT: dict[str, Any] = {
     "fingerprint": OF_TURNS,
     "lead": [1],
     "token_bytes": 10,
-    "is_exact": True,
     "turns": [[[1, 2, 3]]],
 }
 
@@ -189,7 +165,6 @@ DOCUMENT: dict[str, Any] = {
                 {"turns": [["12"]]},
                 {"lead": ["1"]},
                 {"fingerprint": "../x"},
-                {"is_exact": 1},
                 {"token_bytes": -1},
                 {"more": 1},
             )

@@ -29,7 +29,6 @@ from tests.engines.conversations import (
     begun,
     of_turns,
 )
-from tests.engines.toy_engine import ToyEngine
 from tests.models import make_model, make_tokenizer
 
 
@@ -164,18 +163,6 @@ def test_a_read_only_store_is_not_written_to(opened: Open, tmp_path: Path) -> No
         asked(conversation, turn)
     assert of_turns(conversation) == 0
     assert conversation.kv.turns == 0
-
-
-def test_a_third_engine_keeps_turns_too() -> None:
-    engine = ToyEngine(make_tokenizer())
-    engine.precompute(PASSAGES, progress=False)
-    conversation = Conversation(engine, sampling=SAMPLING)
-    for turn in range(3):
-        answer = asked(conversation, turn)
-    assert answer.report.blended
-    assert of_turns(conversation) >= 2 * 24
-    conversation.to_json()
-    assert conversation.forget() > 0
 
 
 @pytest.mark.parametrize(

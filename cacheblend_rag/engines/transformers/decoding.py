@@ -219,7 +219,7 @@ class Decoding:
         self._watch, self._phase = Stopwatch(device, report.seconds, report.starts), "first_token"
         self._sampler = Sampler(request.sampling, device, len(self._token_ids), guide)
         self._text, self._piece = TextStream(tokenizer, request.sampling.stop), ""
-        self._raw, self._told = list[RawLogprob](), 0
+        self._raw, self._told, self._told_ids = list[RawLogprob](), 0, 0
 
     def steps(
         self, ordinary: OrdinaryPrefill, push: Callable[[Delta], None], tell: Callable[..., Delta]
@@ -270,4 +270,7 @@ class Decoding:
     def _final(self, text: str) -> Delta:
         """Return text that no later token can change, with what was not told yet."""
         new, self._told = self._raw[self._told :], len(self._raw)
-        return Delta(text, logprobs=with_texts(new, self._text.tokenizer))
+        ids = self._text.token_ids[self._told_ids :]
+        self._told_ids += len(ids)
+        logprobs = with_texts(new, self._text.tokenizer)
+        return Delta(text, logprobs=logprobs, token_ids=tuple(ids))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from weakref import finalize
 
 import torch
 from torch import nn
@@ -21,9 +22,13 @@ from cacheblend_rag.engines.answer import CANCELLED, Delta, Generation, Request
 from cacheblend_rag.engines.answering import Hints
 from cacheblend_rag.engines.backend import engine_settings
 from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.catalog import Catalog
+from cacheblend_rag.engines.catalog_places import open_place
+from cacheblend_rag.engines.finder import Finder, Run
+from cacheblend_rag.engines.found_chunk import Vocabulary
 from cacheblend_rag.engines.lifetime import CLOSED
 from cacheblend_rag.engines.model_files import context_window_in
-from cacheblend_rag.engines.prepare import PromptLike
+from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
 from cacheblend_rag.engines.sampling import (
     ResolvedSampling,
     SamplingParams,
@@ -31,7 +36,7 @@ from cacheblend_rag.engines.sampling import (
 )
 from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stream import Stream, Take
-from cacheblend_rag.engines.transformers import loading
+from cacheblend_rag.engines.transformers import jobs, loading
 from cacheblend_rag.engines.transformers.batches import compute_batches, store_computed
 from cacheblend_rag.engines.transformers.decoding import Decoding, eos_token_ids
 from cacheblend_rag.engines.transformers.guiding import Guides
@@ -49,23 +54,27 @@ from cacheblend_rag.engines.transformers.prefill import (
 from cacheblend_rag.engines.transformers.prefixes import Prefixes
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.watched_model import TriedModel, WatchedModel
+from cacheblend_rag.engines.vllm.protocol.job import Job
+from cacheblend_rag.engines.vllm.protocol.result import Result
 from cacheblend_rag.errors import CacheBlendError, ConfigError, OutOfMemoryError
-from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.chunk_kv import KVKey, fingerprint
+from cacheblend_rag.kv.mac import mac_of
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import Lack, give_back_unused, unless_lacking
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
-from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadInId, PlacedChunk
 from cacheblend_rag.prefill.precompute import (
-    ComputeAlone,
     Computed,
     compute_chunks,
     compute_one_by_one,
+    document_plans,
 )
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import Evicted, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig
+from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -87,6 +96,7 @@ class TransformersEngine(Engine):
     """
 
     name = "transformers"
+    keeps_turns = True
 
     def __init__(
         self,
@@ -103,6 +113,7 @@ class TransformersEngine(Engine):
         guard: GuardConfig | None = None,
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
+        catalog: Path | TierUrl | None = None,
     ) -> None:
         """Load a model, and test whether it can be blended.
 
@@ -126,6 +137,8 @@ class TransformersEngine(Engine):
             guard: how the quality of blended answers is watched; None is not at all.
             device: where a model given by name is loaded.
             dtype: in what precision it is loaded.
+            catalog: the folder or tier that keeps the tokens of stored chunks, by which they are
+                found in prompts (``place_of`` a StoreConfig); by default this process' memory.
 
         Raises:
             ModelLoadError: when the model or tokenizer cannot be loaded.
@@ -160,6 +173,19 @@ class TransformersEngine(Engine):
                 guard=guard,
             )
         )
+        self._finder = Finder(
+            self._catalog_in(catalog),
+            vocabulary=partial(Vocabulary.of, self.tokenizer),
+            unconfirmed_context=self.lead_in.unconfirmed_context,
+            keeps_exact=self.store.precision == "native",
+        )
+        finalize(self, self._finder.close)
+
+    def _catalog_in(self, where: Path | TierUrl | None) -> Callable[[], Catalog] | None:
+        if where is None:
+            return None
+        model, read_only = fingerprint(self._tried.identity, ""), self.read_only
+        return lambda: Catalog(open_place(where, model), mac_of(), read_only=read_only)
 
     def _take(self, tried: TriedModel) -> None:
         """Use the stack and the ordinary prefill of a tested model."""
@@ -213,10 +239,6 @@ class TransformersEngine(Engine):
     def _token_bytes(self) -> int:
         return 0 if self._stack is None else FusedKV.bytes_for(self._stack.geometry, 1)
 
-    @property
-    def _keeps_exact(self) -> bool:
-        return self.store.precision == "native"
-
     def _check_config(self, config: BlendConfig) -> None:
         if self._stack is not None:
             plan_schedule(config, self._stack.geometry.layers)
@@ -228,6 +250,46 @@ class TransformersEngine(Engine):
     def _is_idle(self) -> bool:
         """Whether no engine around the model runs it, or is between two steps of an answer."""
         return self._loop.is_idle
+
+    # Stored chunks in a prompt's tokens
+
+    def _find(self, prompt: PreparedPrompt) -> Sequence[PlacedChunk]:
+        """Return the parts of stored chunks, and of the conversation's earlier turns."""
+        conversation, secret = prompt.conversation, prompt.secret
+        if conversation is not None and not self._finder.knows(self.namespace, secret):
+            for plans in conversation.plans(turn_fingerprint(self._led.fingerprint)):
+                self._learn(plans, self._led.id, secret)  # it was resumed
+        found = self._finder.find(
+            self.namespace,
+            prompt.token_ids,
+            taken=[(chunk.start, chunk.end) for chunk in prompt.placed],
+            conversation=secret,
+            until=prompt.question_start,
+        )
+        return [
+            one.placed(self.fingerprint_of(one.name.lead_in, of_turns=one.is_turn)) for one in found
+        ]
+
+    def fingerprint_of(self, lead_in: LeadInId, *, of_turns: bool) -> str:
+        """Return the fingerprint of chunks computed after a lead-in, or of conversations' turns."""
+        whole = lead_in.fingerprint(self._family.identity, self.namespace)
+        return turn_fingerprint(whole) if of_turns else whole
+
+    def _learn(self, plans: Sequence[ChunkPlan], lead_in: LeadInId, conversation: str) -> None:
+        """Have chunks found in prompts from now on."""
+        for run in document_plans(plans):
+            self._finder.learn(
+                self.namespace,
+                Run(
+                    lead_in,
+                    run.tokens,
+                    [(start, start + len(plan.token_ids)) for plan, start in run.members],
+                    [(plan.key.chunk_id, plan.key.context_id) for plan, _ in run.members],
+                    context_start=len(run.members[0][0].lead),
+                    conversation=conversation,
+                ),
+            )
+        self._finder.settle()
 
     # A request: prefill, then decode
 
@@ -422,30 +484,47 @@ class TransformersEngine(Engine):
 
     def _store(self, plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
         """Each chunk is stored as soon as it is computed."""
-        stack = cast(TransformersStack, self._stack)
-        steps = self._compute(plans, lambda chunks: compute_batches(stack, chunks))
-        return self._kept(plans, self._loop.each(steps))
+        return self.compute_and_store(plans, self._led.id)
 
-    def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
+    def _fill(
+        self, plans: Sequence[ChunkPlan], conversation: str = ""
+    ) -> Generator[PrecomputeReport]:
         """As ``_store``, one layer of one chunk at a time, while the model is idle."""
-        stack = cast(TransformersStack, self._stack)
-        steps = self._compute(plans, lambda chunks: compute_one_by_one(stack, chunks, self.store))
-        return self._kept(plans, self._loop.each(steps, idle=True))
+        return self.compute_and_store(plans, self._led.id, conversation, when_idle=True)
 
-    def _kept(self, plans: Sequence[ChunkPlan], steps: Computed) -> Generator[PrecomputeReport]:
-        return store_computed(self.store, plans, steps, self._is_current)
+    def compute_and_store(
+        self,
+        plans: Sequence[ChunkPlan],
+        lead_in: LeadInId,
+        conversation: str = "",
+        *,
+        when_idle: bool = False,
+    ) -> Generator[PrecomputeReport]:
+        """Compute and store the KV of those chunks that are not stored, a few at a time.
 
-    def _is_current(self, key: KVKey) -> bool:
-        self._refresh()
-        known = self._led.fingerprint
-        return key.fingerprint in (known, turn_fingerprint(known))
+        Args:
+            plans: distinct chunks, whole documents in order.
+            lead_in: that they are computed after.
+            conversation: the secret of the one whose turns they are, or "".
+            when_idle: whether one layer of one chunk at a time, while nothing else wants the model.
+        """
+        stack, tried = cast(TransformersStack, self._stack), self._tried
+        self._learn(plans, lead_in, conversation)
 
-    def _compute(self, plans: Sequence[ChunkPlan], alone: ComputeAlone) -> Computed:
-        """Compute the KV of chunks that are not stored, one layer or batch at a time."""
-        stack, in_document = cast(TransformersStack, self._stack), self.lead_in.kind == "document"
-        return compute_chunks(
+        def alone(chunks: list[ChunkPlan]) -> Computed:
+            if when_idle:
+                return compute_one_by_one(stack, chunks, self.store)
+            return compute_batches(stack, chunks)
+
+        def is_current(_: KVKey) -> bool:
+            self._refresh()
+            return self._tried is tried
+
+        in_document = lead_in.name == "document"
+        steps = compute_chunks(
             stack, plans, self.store, alone=alone, in_document=in_document, leaves_out=True
         )
+        return store_computed(self.store, plans, self._loop.each(steps, idle=when_idle), is_current)
 
     def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
         return dict(self.store.unreadable(keys))
@@ -454,15 +533,32 @@ class TransformersEngine(Engine):
         self.store.prefetch(keys)
 
     def _evict(self, keys: Sequence[KVKey]) -> Evicted:
-        evicted = {key: self.store.evict(key) for key in self._of_all_states(keys)}
+        return self.evict_stored(self._of_all_states(keys), self._led.id)
+
+    def _evict_turns(self, keys: Sequence[KVKey], conversation: str) -> int:
+        return int(self.evict_stored(keys, self._led.id, conversation))
+
+    def evict_stored(
+        self, keys: Sequence[KVKey], lead_in: LeadInId, conversation: str = ""
+    ) -> Evicted:
+        """Drop the KV of keys, and find their chunks no more; returns how many chunks were stored.
+
+        Args:
+            keys: of chunks computed after ``lead_in``.
+            lead_in: what they were computed after.
+            conversation: the secret of the one whose turns they are, or "".
+        """
+        self._unlearn(keys, lead_in, conversation)
+        evicted = {key: self.store.evict(key) for key in keys}
         whole = sum(evicted.values(), Evicted())
         dropped = {
             (key.chunk_id, key.context_id) for key, was_there in evicted.items() if was_there
         }
         return Evicted(len(dropped), whole.pending, is_noted=whole.is_noted)
 
-    def _evict_turns(self, keys: Sequence[KVKey]) -> int:
-        return sum(map(self.store.evict, keys))
+    def _unlearn(self, keys: Sequence[KVKey], lead_in: LeadInId, conversation: str = "") -> None:
+        names = {(key.chunk_id, key.context_id) for key in keys}
+        self._finder.forget(self.namespace, lead_in, names, conversation)
 
     def _release(self) -> int:
         freed = self.store.release() + release_buffers(self.model.device)
@@ -470,6 +566,7 @@ class TransformersEngine(Engine):
         return freed
 
     def _forget(self, keys: Sequence[KVKey]) -> None:
+        self._unlearn(keys, self._led.id)
         self.store.forget(self._of_all_states(keys))
 
     def _of_all_states(self, keys: Sequence[KVKey]) -> list[KVKey]:
@@ -485,7 +582,12 @@ class TransformersEngine(Engine):
         fingerprint = self.fingerprint
         return [key for key in self.store.entries() if key.fingerprint == fingerprint]
 
+    async def carry_out(self, job: Job) -> Result:
+        """Do a job of an engine in another process; cancelling it stops what is computed."""
+        return await jobs.carry_out(self, job)
+
     def _close(self) -> None:
         self._loop.call(lambda: None)  # after it has ended all requests, which are cancelled
+        self._finder.close()
         self.prefixes.close()
         self.store.close()

@@ -13,7 +13,15 @@ from cacheblend_rag.engines.answer import RawLogprob
 from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.model_files import generation_values, load_tokenizer
 from cacheblend_rag.engines.structured import StructuredOutputs
-from cacheblend_rag.engines.vllm.protocol.result import Late, params_of
+from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, Job
+from cacheblend_rag.engines.vllm.protocol.result import (
+    NO_CONNECTOR,
+    Failed,
+    Late,
+    Result,
+    params_of,
+    result_of,
+)
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import (
     CacheBlendError,
@@ -212,9 +220,23 @@ class VLLMServer(Transport):
             async for event in self._told(events):
                 for choice in event.choices:
                     finished = finished or choice.finish_reason is not None
-                    yield _piece(choice, most, params=None if request.job is None else LATE)
+                    told = _extra(event, "kv_transfer_params")
+                    late = LATE if request.wish.report_id else None
+                    yield _piece(choice, most, params=told or late)
         if not finished:
             raise EngineUnavailableError(f"engine={self.address!r}: {BROKE_OFF}: ask again")
+
+    async def carry_out(self, job: Job) -> Result:
+        """Have a job done by the server's route for jobs."""
+        try:
+            answer = await self._client.post(
+                "/cacheblend/jobs", body=job.model_dump(mode="json"), cast_to=dict[str, Any]
+            )
+        except self._openai.NotFoundError:
+            return Failed(NO_CONNECTOR)
+        except Exception as error:
+            raise self._failure(error) from None  # whose frames hold the key
+        return result_of({PARAMETER: answer}) or Failed(NO_CONNECTOR)
 
     async def _stop(self) -> None:
         await self._client.close()
@@ -301,7 +323,7 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
             "repetition_penalty": asked.repetition_penalty,
             "ignore_eos": asked.ignore_eos,
             "cache_salt": request.salt,
-            "kv_transfer_params": request.params,
+            "kv_transfer_params": request.wish.to_params(),
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "structured_outputs": form.to_vllm() if form else None,

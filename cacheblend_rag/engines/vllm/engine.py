@@ -11,7 +11,6 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
-    Coroutine,
     Generator,
     Iterator,
     Mapping,
@@ -36,9 +35,29 @@ from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.sampling import ResolvedSampling, warn_of_ignored
 from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stream import Cancellation, Stream
-from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, sent_chunk, stored_by
-from cacheblend_rag.engines.vllm.protocol.job import BlendJob
-from cacheblend_rag.engines.vllm.protocol.result import CompareResult, Late, Result, result_of
+from cacheblend_rag.engines.vllm.protocol.job import (
+    MOST_KEYS,
+    Ask,
+    Compare,
+    Job,
+    Precompute,
+    Span,
+    StoreJob,
+    StoreKind,
+    Wish,
+)
+from cacheblend_rag.engines.vllm.protocol.result import (
+    CompareResult,
+    EvictResult,
+    Failed,
+    Late,
+    LookupResult,
+    PrecomputeResult,
+    ReleaseResult,
+    Result,
+    VerifyResult,
+    result_of,
+)
 from cacheblend_rag.engines.vllm.reporting import Sent, Times, prefill_report
 from cacheblend_rag.engines.vllm.transport import (
     CANCEL_SECONDS,
@@ -54,11 +73,10 @@ from cacheblend_rag.errors import (
     EngineUnavailableError,
     StoreError,
 )
-from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id
+from cacheblend_rag.kv.chunk_kv import KVKey, namespace_id
 from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.prefill.comparing import Compared, Comparison
-from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadInId
-from cacheblend_rag.prefill.policy import NO_CHUNK, config_for, too_little
+from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import Evicted, PrecomputeReport
@@ -68,7 +86,7 @@ from cacheblend_rag.text.registry import ChunkRegistry
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+ToldT = TypeVar("ToldT", bound=Result)
 
 DEFAULT_NAMESPACE = "default"
 JOBS_AT_ONCE = 8
@@ -83,7 +101,7 @@ class VLLMEngine(Engine):
     """
 
     part_chunks = 512
-    fills_last = True
+    fills_last = keeps_turns = True
 
     def __init__(
         self,
@@ -124,7 +142,7 @@ class VLLMEngine(Engine):
             config, lead_in = engine_settings(config, lead_in)
             tokenizer = tokenizer or transport.load_tokenizer()
             transport.check_tokenizer(tokenizer)
-            self.status = ask_status(transport)
+            self._ask_status()
             if self.status.namespace not in {"", namespace_id(namespace)}:
                 raise ConfigError(
                     f"namespace={namespace!r} is not the server's: give the one it was started "
@@ -156,12 +174,8 @@ class VLLMEngine(Engine):
         share = self.status.guard
         return GuardConfig(sample_share=share) if 0 < share <= 1 else None
 
-    def _settle(self, setup: EngineSetup) -> None:
-        super()._settle(setup)
-        led = self._led
-        window = led.window if led.name == "document" else 0
-        self._sent_lead_in = LeadInId(led.name, chunk_id(led.tokens), window)
-        self._jobs = JobClient(self.transport, self._sent_lead_in, self.status)
+    def _ask_status(self) -> None:
+        self.status = self.transport.ask_status()
 
     # Facts
 
@@ -203,14 +217,14 @@ class VLLMEngine(Engine):
         return self.status.token_bytes
 
     @property
-    def _keeps_exact(self) -> bool:
-        return self.status.keeps_exact
-
-    @property
     def _longest_run(self) -> int:
         return self.context_window - 2  # a job's request decodes one token after its prompt
 
-    # A request: a job for the connector, then vLLM's answer
+    async def carry_out(self, job: Job) -> Result:
+        """Have the connector do a job, on each replica that must; cancelling it stops the work."""
+        return await self.transport.carry_out(job)
+
+    # A request: a wish for the connector, then vLLM's answer
 
     def _check_sampling(self, sampling: ResolvedSampling) -> None:
         """Leave it to vLLM, which refuses a request before it begins to work."""
@@ -220,7 +234,7 @@ class VLLMEngine(Engine):
         return self.transport.background.stream(answer, request.cancel)
 
     def _sent(self, request: Request) -> Sent:
-        """Return the request for vLLM: a blend if there is something to reuse."""
+        """Return the request for vLLM, which finds what there is to reuse."""
         tokens = request.prepared.token_ids
         plain = VLLMRequest(
             tokens,
@@ -231,24 +245,21 @@ class VLLMEngine(Engine):
         )
         if request.full:
             return Sent(plain, reason=FULL_PREFILL)
-        # A prompt's last token is vLLM's: it yields the logits.
-        placed = tuple(part for part in request.prepared.parts if part.end < len(tokens))
-        if not placed:
-            return Sent(plain, reason=NO_CHUNK)
+        placed = request.prepared.placed
         if (stopped := request.steering.refusal) is not None:
             return Sent(plain, placed, stopped, STOPPED)
-        known = sum(chunk.end - chunk.start for chunk in placed)
-        config = config_for(request.config, placed, len(tokens))
-        if refused := too_little(known, config.min_tokens):
-            return Sent(plain, placed, *refused)
-        job = BlendJob(
-            "blend",
-            self._sent_lead_in,
-            tuple(map(sent_chunk, placed)),
-            config=config,
-            report_id=uuid.uuid4().hex,
+        wish = Wish(
+            config=request.config.to_dict(), report_id=uuid.uuid4().hex, **self._of_turns(request)
         )
-        return Sent(replace(plain, job=job), placed)
+        return Sent(replace(plain, wish=wish), placed)
+
+    def _of_turns(self, request: Request) -> dict[str, Any]:
+        """Return what a wish, or a comparison, says of the conversation of a request."""
+        prompt = request.prepared
+        if prompt.conversation is None:
+            return {}
+        secret = prompt.conversation.conversation_id
+        return {"conversation": secret, "until": prompt.question_start}
 
     def _salt(self, request: Request) -> str | None:
         """Return a request's ``cache_salt``: requests with the same one may share vLLM's blocks.
@@ -271,6 +282,7 @@ class VLLMEngine(Engine):
         text, last = "", Piece("", (), "abort")
         ids: list[int] = []
         told: list[TokenLogprob] = []
+        told_ids = 0
         pieces = self.transport.send(sent.request, stream=request.streamed)
         async with aclosing(cast("AsyncGenerator[Piece]", pieces)):
             while piece := await next_piece(pieces, request.cancel):
@@ -283,7 +295,8 @@ class VLLMEngine(Engine):
                     ids, new = ids[:-1], new[:-1]
                 told += new
                 if piece.text or new:
-                    yield Delta(piece.text, logprobs=new)
+                    yield Delta(piece.text, logprobs=new, token_ids=tuple(ids[told_ids:]))
+                    told_ids = len(ids)
         reason = _finish_reason(last.finish_reason, request)
         result = await self._result(sent, last)
         if last.decode_seconds is not None:
@@ -301,20 +314,27 @@ class VLLMEngine(Engine):
         vLLM searches for stop strings outside its engine core, without calling the connector.
         """
         result = result_of(last.params)
-        if sent.request.job is not None and (
-            isinstance(last.ended_by, str) or isinstance(result, Late)
+        ended = last.ended_by
+        if sent.request.wish.report_id and (
+            (isinstance(ended, str) and ended) or isinstance(result, Late)
         ):
-            return await self._jobs.late_result(sent.request.job.report_id)
+            asked = Ask(kind="report", report_id=sent.request.wish.report_id)
+            return await self.transport.carry_out(asked)
         return result
 
     def _compare(
         self, request: Request, compared: Compared
     ) -> Generator[None, None, Comparison | None]:
         """The work is done by a worker, while vLLM does nothing else."""
-        tokens = len(compared.prompt)
-        chunks = tuple(sent_chunk(one) for one in request.prepared.parts if one.end < tokens)
+        job = Compare(
+            tokens=tuple(compared.prompt),
+            answer=tuple(compared.answer),
+            reference=tuple(compared.reference or ()),
+            config=request.config,
+            **self._of_turns(request),
+        )
         cancel = Cancellation(is_over=lambda: not self.is_open)
-        asked = until_over(self._jobs.compare(chunks, compared, request.config), cancel)
+        asked = until_over(self.transport.carry_out(job), cancel)
         found: Comparison | None = None
         for result in self.transport.background.stream(asked, cancel):
             if isinstance(result, CompareResult):
@@ -322,47 +342,61 @@ class VLLMEngine(Engine):
             yield
         return found
 
-    # The store's operations: jobs that any two tokens carry
+    # The store's operations
 
     def _storing_refusal(self) -> Reason | None:
         """Asked again when vLLM did not blend the last time."""
         if not self.status.active:
-            self.status = self._jobs.status = ask_status(self.transport)
+            self._ask_status()
         return READ_ONLY if self.read_only else self.blend_refusal
 
     def _store(self, plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
         """The work is done by vLLM's workers, several documents at once."""
         yield from self._carried_out(plans, Cancellation())
 
-    def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
+    def _fill(
+        self, plans: Sequence[ChunkPlan], conversation: str = ""
+    ) -> Generator[PrecomputeReport]:
         """As ``_store``, while vLLM's workers are idle."""
-        yield from self._carried_out(plans, Cancellation(is_over=lambda: not self.is_open), True)
+        cancel = Cancellation(is_over=lambda: not self.is_open)
+        yield from self._carried_out(plans, cancel, idle=True, conversation=conversation)
 
     def _carried_out(
-        self, plans: Sequence[ChunkPlan], cancel: Cancellation, idle: bool = False
+        self, plans: Sequence[ChunkPlan], cancel: Cancellation, **options: Any
     ) -> Iterator[PrecomputeReport]:
-        work = self._stored(self._runs(plans), cancel, idle)
+        work = self._stored(self._runs(plans), cancel, **options)
         return iter(self.transport.background.stream(work, cancel))
 
     async def _stored(
-        self, runs: Sequence[DocumentPlan], cancel: Cancellation, idle: bool
+        self, runs: Sequence[DocumentPlan], cancel: Cancellation, **options: Any
     ) -> AsyncIterator[PrecomputeReport]:
+        """Have documents computed, several at a time; options: of the jobs."""
         waiting = iter(runs)
         at_work: dict[asyncio.Task[Result], DocumentPlan] = {}
         try:
             while not cancel.is_set():
                 for run in islice(waiting, JOBS_AT_ONCE - len(at_work)):
-                    at_work[asyncio.ensure_future(self._jobs.precompute(run, idle=idle))] = run
+                    job = self._precompute(run, **options)
+                    at_work[asyncio.ensure_future(self.transport.carry_out(job))] = run
                 if not at_work:
                     return
                 done, _ = await asyncio.wait(
                     at_work, timeout=CANCEL_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
                 for task in done:
-                    yield stored_by(task.result(), at_work.pop(task))
+                    yield _stored_by(task.result(), at_work.pop(task))
         finally:
             for task in at_work:
                 task.cancel()
+
+    def _precompute(self, run: DocumentPlan, **options: Any) -> Precompute:
+        return Precompute(
+            lead_in=self._led.id,
+            tokens=tuple(run.tokens),
+            chunks=tuple(Span(at, at + len(plan.token_ids)) for plan, at in run.members),
+            context_start=len(run.members[0][0].lead),
+            **options,
+        )
 
     def _runs(self, plans: Sequence[ChunkPlan]) -> list[DocumentPlan]:
         """Group chunks into runs; chunks of a document that does not fit have no prior."""
@@ -372,6 +406,26 @@ class VLLMEngine(Engine):
             for plan in plans
         )
 
+    def _by_keys(
+        self, kind: StoreKind, keys: Sequence[KVKey], conversation: str = ""
+    ) -> Iterator[StoreJob]:
+        for start in range(0, len(keys), MOST_KEYS):
+            some = keys[start : start + MOST_KEYS]
+            yield StoreJob(
+                kind=kind,
+                lead_in=self._led.id,
+                keys=tuple((key.chunk_id, key.context_id) for key in some),
+                conversation=conversation,
+            )
+
+    def _asked(self, job: Job, kind: type[ToldT], what: str) -> ToldT:
+        """Return the result of a job; raises EngineUnavailableError when another one comes."""
+        result = self.transport.run(self.transport.carry_out(job))
+        if isinstance(result, kind):
+            return result
+        why: str = result.error if isinstance(result, Failed) else "no result came"
+        raise EngineUnavailableError(f"vLLM did not {what}: {why}")
+
     def stored(self, keys: Sequence[KVKey]) -> Sequence[bool | None]:
         """Return for each key whether its KV is stored, on every replica if they share no folder.
 
@@ -380,47 +434,81 @@ class VLLMEngine(Engine):
         Raises:
             EngineUnavailableError: when the connector does not say.
         """
-        return self.transport.run(self._jobs.lookup(keys)) if keys else []
+        stored: list[bool | None] = []
+        for job in self._by_keys("lookup", keys):
+            told = self._asked(job, LookupResult, "look chunks up")
+            found, unknown = set(told.found), set(told.unknown)
+            stored += [None if i in unknown else i in found for i in range(len(job.keys))]
+        return stored
 
     def stored_chunks(self) -> int | None:
         """Return how many chunks the server's store holds; see StoredKV."""
-        self.status = self._jobs.status = ask_status(self.transport)
+        self._ask_status()
         return self.status.store.chunks
 
     def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
-        return self.transport.run(self._jobs.verify(keys))
+        lost = dict[str, Reason]()
+        for job in self._by_keys("verify", keys):
+            lost |= self._asked(job, VerifyResult, "check the stored KV").unreadable
+        names = {f"{key.chunk_id}/{key.context_id}": key for key in keys}
+        return {names[name]: why for name, why in lost.items() if name in names}
 
     def _prefetch(self, keys: Sequence[KVKey]) -> None:
-        self._begin(self._jobs.prefetch(keys), "chunks were not prefetched")
+        self._begin(self._by_keys("prefetch", keys), "chunks were not prefetched")
 
-    def _begin(self, work: Coroutine[Any, Any, Any], failure: str) -> None:
-        """Begin work in the background; failure: what is logged if it fails."""
+    def _begin(self, jobs: Iterator[Job], failure: str) -> None:
+        """Begin jobs in the background; failure: what is logged if one fails."""
 
         async def done() -> None:
             try:
-                await work
+                for job in jobs:
+                    await self.transport.carry_out(job)
             except CacheBlendError as error:
                 logger.warning("%s: %s", failure, error)
 
         self.transport.background.start(done())
 
-    def _evict(self, keys: Sequence[KVKey]) -> Evicted:
-        return self.transport.run(self._jobs.evict(keys)) if keys else Evicted()
+    def _evict(self, keys: Sequence[KVKey], conversation: str = "") -> Evicted:
+        evicted = Evicted()
+        for job in self._by_keys("evict", keys, conversation):
+            told = self._asked(job, EvictResult, "evict KV")
+            evicted += Evicted(told.evicted, told.pending, is_noted=told.noted)
+        return evicted
 
-    def _evict_turns(self, keys: Sequence[KVKey]) -> int:
+    def _evict_turns(self, keys: Sequence[KVKey], conversation: str) -> int:
         if keys and self.read_only:
             raise StoreError(READ_ONLY)
-        return self.transport.run(self._jobs.evict(keys, turns=True)) if keys else 0
+        return int(self._evict(keys, conversation))
 
     def _release(self) -> int:
-        return self.transport.run(self._jobs.release())
+        what = "release the memory of chunk KV"
+        return self._asked(Ask(kind="release"), ReleaseResult, what).released
 
     def _forget(self, keys: Sequence[KVKey]) -> None:
         if keys:
-            self._begin(self._jobs.evict(keys), "chunks that others evicted were not dropped")
+            jobs = self._by_keys("evict", keys)
+            self._begin(jobs, "chunks that others evicted were not dropped")
 
     def _close(self) -> None:
         self.transport.close()
+
+
+def _stored_by(result: Result, run: DocumentPlan) -> PrecomputeReport:
+    """Return the results of the chunks of a run."""
+    match result:
+        case PrecomputeResult():
+            return PrecomputeReport(
+                result.computed,
+                result.skipped,
+                result.computed_tokens,
+                refused=result.refused,
+                failed=result.failed,
+            )
+        case Failed(error=why):
+            failed = {why: len(run.members)}
+            return PrecomputeReport(refused=failed, failed=failed)
+        case _:
+            return PrecomputeReport()
 
 
 def _ends_with_its_end(piece: Piece) -> bool:

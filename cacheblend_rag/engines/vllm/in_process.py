@@ -14,7 +14,10 @@ from cacheblend_rag.engines.background import BackgroundLoop, GivenLoop
 from cacheblend_rag.engines.model_files import load_tokenizer, vllm_generation_values
 from cacheblend_rag.engines.structured import ONE_LINE
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.namespaces import current
+from cacheblend_rag.engines.vllm.jobs import carry_out
+from cacheblend_rag.engines.vllm.namespaces import carry, current, current_job
+from cacheblend_rag.engines.vllm.protocol.job import Job
+from cacheblend_rag.engines.vllm.protocol.result import Result, result_of
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.engines.vllm.versions import check_allocator, check_version, memory_share
 from cacheblend_rag.errors import (
@@ -83,7 +86,9 @@ class InProcessVLLM(Transport):
         self.background = BackgroundLoop("cacheblend-vllm")
 
         async def start() -> Any:
-            return AsyncLLM.from_engine_args(arguments)
+            vllm = AsyncLLM.from_engine_args(arguments)
+            carry(vllm)
+            return vllm
 
         try:
             self.vllm = self.run(start())
@@ -95,6 +100,7 @@ class InProcessVLLM(Transport):
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ModelLoadError(f"vLLM does not start with {str(model)!r}: {line}") from error
         self.context_window = int(self.vllm.model_config.max_model_len)
+        self._settings = settings
 
     def load_tokenizer(self) -> Any:
         """Return the model's tokenizer; raises ModelLoadError."""
@@ -134,8 +140,20 @@ class InProcessVLLM(Transport):
                     raise
                 raise request.sampling.structured_outputs.refused(str(error)) from error
 
+    async def carry_out(self, job: Job) -> Result:
+        """Have a job done; it travels in the trace headers of a request of its own."""
+        return await carry_out(job, self._settings, self._result)
+
+    async def _result(self, request: VLLMRequest) -> Result | None:
+        """Send a request, and return the connector's result."""
+        params: Mapping[str, Any] | None = None
+        async for piece in self.send(request, stream=False):
+            params = piece.params or params
+        return result_of(params)
+
     def _parameters(self, request: VLLMRequest) -> Any:
-        """Return vLLM's SamplingParams of a request."""
+        """Return vLLM's SamplingParams of a request; its job is carried from here on."""
+        current_job.set(request.job)  # for the task that sends this request
         return vllm_sampling(request)
 
     async def _stop(self) -> None:
@@ -162,6 +180,8 @@ class OwnClient(InProcessVLLM):
         self._namespace = namespace
         self.background = GivenLoop()
         self.context_window = int(client.model_config.max_model_len)
+        self._settings = ConnectorSettings.of_vllm(client.vllm_config)
+        carry(client)
 
     def _parameters(self, request: VLLMRequest) -> Any:
         current.set(self._namespace)  # for the task that sends this request
@@ -202,5 +222,5 @@ def vllm_sampling(request: VLLMRequest) -> Any:
     return VLLMSamplingParams(
         **plain,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={"kv_transfer_params": request.params},
+        extra_args={"kv_transfer_params": request.wish.to_params()},
     )

@@ -1,10 +1,11 @@
-"""Carries a request's namespace from a server's access middleware to the connector.
+"""Carries a request's namespace, and its job if it has one, from a server to the connector.
 
-The middleware knows the namespace by the client's key, in the process of the HTTP server. The
-connector needs it in vLLM's engine core, another process. So the middleware notes it in a context
-variable, and whatever is sent to the engine core gets it as one of its ``trace_headers``. vLLM puts
-only ``traceparent`` and ``tracestate`` of a client's headers there, and nothing of a body, so a
-client cannot name a namespace. A request that came another way has none, and reuses nothing.
+The access middleware knows the namespace by the client's key, in the process of the HTTP server.
+The connector needs it in vLLM's engine core, another process. So the middleware notes it in a
+context variable, as an engine does with a job, and whatever is sent to the engine core gets it as
+one of its ``trace_headers``. vLLM puts only ``traceparent`` and ``tracestate`` of a client's
+headers there, and nothing of a body, so a client can name no namespace, and send no job. A request
+that came another way has no namespace, and reuses nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ TENANTS_VARIABLE = "CACHEBLEND_TENANTS"
 """The environment variable with the path of a tenants' file."""
 FIELD = "cacheblend-namespace"
 """The trace header that holds a request's namespace."""
+JOB_FIELD = "cacheblend-job"
+"""The trace header that holds a request's job, as JSON."""
 
 current: ContextVar[str | None] = ContextVar("cacheblend_namespace", default=None)
 """The namespace of the HTTP request that is being answered; None if keys do not decide it."""
+current_job: ContextVar[str | None] = ContextVar("cacheblend_job", default=None)
+"""The job of the request that is being sent, None without one."""
 
 
 def are_told_apart(*, tenants: bool) -> bool:
@@ -36,6 +41,11 @@ def namespace_of(request: Any) -> str | None:
     return (request.trace_headers or {}).get(FIELD)
 
 
+def job_of(request: Any) -> str | None:
+    """Return the job of vLLM's Request, None without one."""
+    return (request.trace_headers or {}).get(JOB_FIELD)
+
+
 def block_mark(namespace: str | None) -> str:
     """Return what sets a namespace's blocks apart in vLLM's prefix cache.
 
@@ -45,8 +55,8 @@ def block_mark(namespace: str | None) -> str:
     return hashlib.sha256((namespace or "").encode()).hexdigest()
 
 
-def carry_namespaces(client: Any) -> None:
-    """Have vLLM's engine client send the current namespace with each request, from now on.
+def carry(client: Any) -> None:
+    """Have vLLM's engine client send the current namespace and job with each request, from now on.
 
     It may be called again. Raises EngineUnavailableError when the client has no such way.
     """
@@ -55,17 +65,18 @@ def carry_namespaces(client: Any) -> None:
     if send is None:
         raise EngineUnavailableError(
             "this vLLM's engine client has no engine_core.add_request_async, so that requests "
-            "cannot be told apart by tenant: serve without --tenants, or with a vLLM that "
-            "cacheblend-rag was tested with"
+            "cannot be told apart by tenant, and chunks not stored: use a vLLM that cacheblend-rag "
+            "was tested with"
         )
-    if getattr(send, "carries_namespaces", False):
+    if getattr(send, "carries", False):
         return
 
     @functools.wraps(send)
     async def add_request_async(request: Any) -> Any:
-        if (namespace := current.get()) is not None:
-            request.trace_headers = {**(request.trace_headers or {}), FIELD: namespace}
+        carried = {FIELD: current.get(), JOB_FIELD: current_job.get()}
+        if told := {name: value for name, value in carried.items() if value is not None}:
+            request.trace_headers = {**(request.trace_headers or {}), **told}
         return await send(request)
 
-    vars(add_request_async)["carries_namespaces"] = True
+    vars(add_request_async)["carries"] = True
     core.add_request_async = add_request_async

@@ -15,7 +15,7 @@ from cacheblend_rag.engines.vllm.protocol.result import (
 )
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.prefill.lead_in import PlacedChunk
-from cacheblend_rag.prefill.policy import NOT_STORED
+from cacheblend_rag.prefill.policy import NO_CHUNK, NOT_STORED
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
 from cacheblend_rag.trace import Trace
@@ -53,9 +53,8 @@ def prefill_report(
     sent: Sent, finish_reason: FinishReason, result: Result | None, times: Times
 ) -> PrefillReport:
     """Return the connector's result as a report, with the seconds measured by the client."""
-    done = result if isinstance(result, BlendResult) else _unblended(sent, result)
-    told = zip(done.chunks, sent.placed, strict=False)
-    chunks = [replace(chunk, document_id=placed.document_id) for chunk, placed in told]
+    done = result if isinstance(result, BlendResult) else _unblended(result)
+    chunks = _told(sent, done)
     blended = any(chunk.hit for chunk in chunks)
     phases, by_tier = _phases(done, times.first)
     first_token = max(0.0, times.first - math.fsum(phases.values()))
@@ -82,7 +81,7 @@ def prefill_report(
         starts={name: times.started + seconds for name, seconds in starts.items()},
         trace=_trace(sent, done),
         load_by_tier=by_tier,
-        prefix_tokens=min(max(done.prefix_tokens, 0), sent.placed[0].start) if sent.placed else 0,
+        prefix_tokens=min(max(done.prefix_tokens, 0), chunks[0].start) if chunks else 0,
     )
 
 
@@ -98,10 +97,12 @@ def _phases(done: BlendResult, first: float) -> tuple[dict[str, float], dict[str
     return {name: seconds * scale for name, seconds in phases.items()}, by_tier
 
 
-def _unblended(sent: Sent, result: Result | None) -> BlendResult:
+def _unblended(result: Result | None) -> BlendResult:
     """Return what ordinary prefill did, as the result of a blend that reused no chunk."""
-    done = BlendResult(_missed(sent, result))
-    if not isinstance(result, Declined) or result.compute_share is None:
+    if not isinstance(result, Declined):
+        return BlendResult(())
+    done = BlendResult(result.chunks or ())
+    if result.compute_share is None:
         return done
     return replace(
         done,
@@ -113,18 +114,9 @@ def _unblended(sent: Sent, result: Result | None) -> BlendResult:
 
 
 def _trace(sent: Sent, done: BlendResult) -> Trace | None:
-    """Return the requested trace; None if it does not fit the prompt."""
-    asked = sent.request.job is not None and sent.request.job.config.trace
-    if not asked or done.trace is None or not done.trace.fits(len(sent.request.token_ids)):
-        return None
-    return done.trace
-
-
-def _missed(sent: Sent, result: Result | None) -> tuple[ChunkReport, ...]:
-    """Return the chunk reports of a prompt that was not blended."""
-    if sent.missed:
-        return tuple(chunk.report(sent.missed) for chunk in sent.placed)
-    return (result.chunks or ()) if isinstance(result, Declined) else ()
+    """Return the trace; None if it does not fit the prompt."""
+    fits = done.trace is not None and done.trace.fits(len(sent.request.token_ids))
+    return done.trace if fits else None
 
 
 def _reason(sent: Sent, finish_reason: FinishReason, result: Result | None) -> Reason:
@@ -132,6 +124,8 @@ def _reason(sent: Sent, finish_reason: FinishReason, result: Result | None) -> R
     if sent.reason:
         return sent.reason
     match result:
+        case Declined(reason=why) if why == NO_CHUNK and sent.placed:
+            return NOT_STORED
         case Failed(error=why) | Declined(reason=why):
             return why
         case BlendResult():
@@ -140,3 +134,14 @@ def _reason(sent: Sent, finish_reason: FinishReason, result: Result | None) -> R
             return Reason(ReasonCode.CANCELLED, "cancelled before it was told")
         case _:
             return NO_CONNECTOR
+
+
+def _told(sent: Sent, done: BlendResult) -> list[ChunkReport]:
+    """Return the reports of chunks that vLLM found, and of known ones that it did not."""
+    known = {(one.key.chunk_id, one.start): one for one in sent.placed}
+    chunks = []
+    for chunk in done.chunks:
+        placed = known.pop((chunk.chunk_id, chunk.start), None)
+        chunks.append(chunk if placed is None else replace(chunk, document_id=placed.document_id))
+    missed = (one.report(sent.missed or "not stored") for one in known.values())
+    return sorted((*chunks, *missed), key=lambda chunk: chunk.start)

@@ -12,7 +12,8 @@ from cacheblend_rag.engines.answer import RawLogprob
 from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Cancellation
-from cacheblend_rag.engines.vllm.protocol.job import OFF_PARAMS, BlendJob
+from cacheblend_rag.engines.vllm.protocol.job import NOTHING_FOUND, Ask, Job, Wish
+from cacheblend_rag.engines.vllm.protocol.result import ConnectorStatus, Result, status_of
 
 T = TypeVar("T")
 
@@ -50,26 +51,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class VLLMRequest:
-    """A request to vLLM: token ids, sampling, an optional job, and the cache salt.
+    """A request to vLLM: token ids, sampling, what it wishes, and the cache salt.
 
     salt: requests with the same one, or none, share vLLM's prefix cache. replica: the engine
-    behind the address that serves it; None is any. request_id: the id that vLLM uses for it; with
-    "" the transport chooses one. headers: further ones of HTTP; vLLM in process reads those of a
-    trace.
+    behind the address that serves it; None is any. job: one for the connector, as JSON.
+    request_id: the id that vLLM uses for it; with "" the transport chooses one. headers: further
+    ones of HTTP; vLLM in process reads those of a trace.
     """
 
     token_ids: tuple[int, ...]
     sampling: ResolvedSampling
     salt: str | None = None
-    job: BlendJob | None = None
+    wish: Wish = NOTHING_FOUND
     replica: int | None = None
+    job: str | None = None
     request_id: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def params(self) -> Mapping[str, Any]:
-        """The request's ``kv_transfer_params``: without a job, that no chunks are to be found."""
-        return OFF_PARAMS if self.job is None else self.job.to_params()
 
 
 class Transport(ABC):
@@ -95,6 +92,14 @@ class Transport(ABC):
     @abstractmethod
     def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
         """Answer a request, piece by piece if ``stream``; closing the iterator aborts it."""
+
+    @abstractmethod
+    async def carry_out(self, job: Job) -> Result:
+        """Have a job done, by each replica that must do it, and return the result."""
+
+    def ask_status(self) -> ConnectorStatus:
+        """Return the connector's status."""
+        return status_of(self.run(self.carry_out(Ask(kind="status"))))
 
     @abstractmethod
     def load_tokenizer(self) -> Any:

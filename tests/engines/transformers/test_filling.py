@@ -90,17 +90,17 @@ def test_a_request_comes_between_the_layers_of_what_is_filled(make_filling: Engi
     engine, chunks = make_filling(), [Chunk(words(400, 3))]
     engine.register(chunks)
     turns: list[str] = []
-    kept = engine._kept
+    fill = engine._fill
 
-    def watched(plans, steps):  # type: ignore[no-untyped-def]
-        for done in kept(plans, steps):
+    def watched(*given):  # type: ignore[no-untyped-def]
+        for done in fill(*given):
             turns.append("fill")
             if len(turns) == 3:
                 engine.generate(words(9, 1), SHORT)
                 turns.append("request")
             yield done
 
-    engine._kept = watched  # type: ignore[method-assign]
+    engine._fill = watched  # type: ignore[method-assign]
     engine.generate(asking(chunks), SHORT)
     assert until(lambda: engine.fill_report().computed == 1, PATIENCE)
     assert turns.index("request") == 3

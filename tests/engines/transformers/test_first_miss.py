@@ -34,17 +34,6 @@ def changed_by_a_template(engine: TransformersEngine) -> None:
     engine.generate(PASSAGE[:60] + QUESTION, SHORT, hints=[Chunk(PASSAGE)])
 
 
-def otherwise_spaced(engine: TransformersEngine) -> None:
-    engine.precompute([Chunk(PASSAGE)], progress=False)
-    spaced = PASSAGE.replace(" ", "\n")
-    engine.generate(spaced + QUESTION, SHORT, hints=[Chunk(spaced)])
-
-
-def otherwise_spaced_without_a_hint(engine: TransformersEngine) -> None:
-    engine.precompute([Chunk(PASSAGE)], progress=False)
-    engine.generate(PASSAGE.replace(" ", "  ") + QUESTION, SHORT)
-
-
 def never_computed(engine: TransformersEngine) -> None:
     engine.register([Chunk(PASSAGE)])
     engine.generate(PASSAGE + QUESTION, SHORT)
@@ -60,8 +49,6 @@ def too_short(engine: TransformersEngine) -> None:
     [
         (never_transformed, "never given to precompute"),
         (changed_by_a_template, "cut, or changed by a template"),
-        (otherwise_spaced, "other white space"),
-        (otherwise_spaced_without_a_hint, "other white space"),
         (never_computed, "never computed, or was evicted"),
         (too_short, "40 reusable tokens are fewer than min_tokens=256"),
     ],

@@ -23,6 +23,10 @@ from cacheblend_rag.engines.model_files import vllm_generation_values
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
+from cacheblend_rag.engines.vllm.jobs import carry_out
+from cacheblend_rag.engines.vllm.namespaces import JOB_FIELD
+from cacheblend_rag.engines.vllm.protocol.job import Job
+from cacheblend_rag.engines.vllm.protocol.result import Result, result_of
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from tests.models import make_tokenizer
 
@@ -100,7 +104,7 @@ class LockstepVLLM(Transport):
         name, arrived = name or uuid.uuid4().hex, deque[Any]()
         prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
         self._arrived[name] = arrived
-        headers = dict(request.headers) or None
+        headers = {**request.headers, **({JOB_FIELD: request.job} if request.job else {})} or None
         self.core.add_request(name, prompt, sampling, trace_headers=headers)
         done = False
         try:
@@ -115,6 +119,16 @@ class LockstepVLLM(Transport):
             del self._arrived[name]
             if not done:
                 self.core.abort_request([name])
+
+    async def carry_out(self, job: Job) -> Result:
+        settings = ConnectorSettings.of_vllm(self.core.vllm_config)
+        return await carry_out(job, settings, self._result)
+
+    async def _result(self, request: VLLMRequest) -> Result | None:
+        params: Mapping[str, Any] | None = None
+        async for piece in self.send(request, stream=False):
+            params = piece.params or params
+        return result_of(params)
 
     async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
         outputs = self.outputs(request, vllm_sampling(request), request.request_id)

@@ -129,7 +129,7 @@ class Blender:
         self.sources[allotted.request_id] = source
         self.at_work[allotted.request_id] = self.jobs.work(allotted, source)
         self._worked[allotted.request_id] = 0.0
-        if allotted.job.idle:
+        if allotted.waits:
             self._idle.add(allotted.request_id)
 
     def cancel(self, request_id: str) -> bool:
@@ -210,7 +210,8 @@ class Blender:
         """Free the resources of a job that ran out of memory, after its error, and log it."""
         give_back_unused()
         allotted = self.allotted[request_id]
-        logger.warning("a %s job is abandoned: %s (%s)", allotted.job.kind, NO_ROOM, lack)
+        kind = "blend" if allotted.is_blend else getattr(allotted.work, "kind", "")
+        logger.warning("a %s job is abandoned: %s (%s)", kind, NO_ROOM, lack)
         return self.jobs.no_room(allotted, lack)
 
     def _next_result(self, request_id: str, work: Work) -> Result | _OutOfMemory | None:

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.engines.catalog import Catalog
 from cacheblend_rag.engines.catalog_places import open_place, place_of
-from cacheblend_rag.engines.finder import Finder, Run, Span
+from cacheblend_rag.engines.finder import Finder, Run
 from cacheblend_rag.engines.found_chunk import FoundChunk, Vocabulary
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
 from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.engines.vllm.connector.marks import Marks, Stretch
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
-from cacheblend_rag.engines.vllm.connector.pending import Pending
+from cacheblend_rag.engines.vllm.connector.pending import Blend, Pending
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.tenants import NO_NAMESPACE, Tenants
-from cacheblend_rag.engines.vllm.protocol.job import (
-    PARAMETER,
-    BlendJob,
-    FindJob,
-    SentChunk,
-)
+from cacheblend_rag.engines.vllm.protocol.job import Compare, Precompute, StoreJob, Wish
 from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
     Declined,
@@ -32,14 +27,13 @@ from cacheblend_rag.engines.vllm.protocol.result import (
     PrecomputeResult,
     Result,
 )
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.kv.chunk_kv import chunk_id, fingerprint, namespace_id
+from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.kv.chunk_kv import fingerprint
 from cacheblend_rag.kv.mac import mac_of
-from cacheblend_rag.prefill.policy import NO_CHUNK, NOT_STORED, too_little
+from cacheblend_rag.prefill.policy import NO_CHUNK, config_for, too_little
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.settings import BlendConfig
-from cacheblend_rag.text.encoder import PromptEncoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +44,8 @@ logger = logging.getLogger(__name__)
 LONGEST_REASON = 500
 MISSING: MissReason = "not stored"
 """The miss reason of a chunk that is in no tier."""
+SERVERS_OWN = Wish()
+"""What requests without a wish get, where the server searches all prompts."""
 NEVER = Reason(ReasonCode.UNSUPPORTED_REQUEST, "the server searches no prompts (serve --find off)")
 
 
@@ -82,155 +78,134 @@ class Finding:
 
         finder = Finder(
             opened if place else None,
-            vocabulary=lambda: _vocabulary_of(vllm_config),
+            vocabulary=lambda: Vocabulary.of(load_tokenizer(vllm_config.model_config.tokenizer)),
             unconfirmed_context=settings.takes_unconfirmed,
+            keeps_exact=_keeps_exact(vllm_config, settings),
         )
         return cls(finder, settings)
 
-    def pending(
-        self, request: Request, refusal: Reason | None, stats: BlendStats
-    ) -> Pending | None:
-        """Return the state of a new request without a job of its own; None if it brings one.
+    def pending(self, request: Request, refusal: Reason | None, stats: BlendStats) -> Pending:
+        """Return the state of a new request that brings no job.
 
         Args:
             request: vLLM's.
             refusal: why nothing is blended here, or None.
             stats: that a search is counted in.
         """
-        params = request.kv_transfer_params
         try:
-            wish = FindJob.from_params(params)
-            if wish is None and isinstance(params, Mapping) and PARAMETER in params:
-                return None
-            config = self.config if wish is None else self._config(wish)
+            wish = Wish.from_params(request.kv_transfer_params)
+            config = self.config.with_changes(**wish.config) if wish else self.config
         except Exception as error:  # whatever it is, it must not end vLLM
-            said = str(error) if isinstance(error, ConfigError) else type(error).__name__
-            why = f"malformed job: {said[:LONGEST_REASON]}"
-            return Pending(None, Reason(ReasonCode.MALFORMED_JOB, why))
-        if wish is None and (self.mode != "on" or self._gives_up):
-            return Pending(None, blends=False)
-        if wish is not None and not wish.wanted:
-            return Pending(None, blends=False)
+            return Pending(reason=malformed(error), counts=True)
+        is_asked, wish = wish is not None, wish or SERVERS_OWN
+        if wish.kind == "off" or (not is_asked and (self.mode != "on" or self._gives_up)):
+            return Pending(answers=False)
         found: Pending | Reason | None = NEVER if self.mode == "off" else refusal
         found = found or obstacle_of(request)
         if found is None:
             try:
-                found = self._find(request, config, stats)
+                found = self._find(request, wish, config, stats)
             except Exception:  # as above
                 logger.exception("request %s is not searched for chunks", request.request_id)
                 found = NO_CHUNK
-        if isinstance(found, Pending):
-            found.answers = wish is not None
-            return found
-        return Pending(None, found if wish is not None else None, blends=False)
+        if isinstance(found, Reason):
+            found = Pending(reason=found)
+        found.answers, found.report_id = is_asked, wish.report_id
+        found.counts = found.reason is None or (is_asked and found.reason != NO_CHUNK)
+        return found
 
-    def _config(self, wish: FindJob) -> BlendConfig:
-        return self.config.with_changes(**wish.config) if wish.config else self.config
-
-    def _find(self, request: Request, config: BlendConfig, stats: BlendStats) -> Pending | Reason:
+    def _find(
+        self, request: Request, wish: Wish, config: BlendConfig, stats: BlendStats
+    ) -> Pending | Reason:
         """Return the state of a request in whose prompt there are chunks, else why it is plain."""
         started = time.perf_counter()
         tokens = request.prompt_token_ids or []
         namespace = self.tenants.namespace_of(request)
         if namespace is None:
             return NO_NAMESPACE
-        found = tuple(self.finder.find(namespace, tokens))
-        stored = [one for one in found if not one.is_missing]
-        reusable = sum(one.end - one.start for one in found) if stored else 0
-        refused = too_little(reusable, config.min_tokens) if found else (NO_CHUNK, None)
+        found = self._found(namespace, tokens, wish)
+        config = config_for(config, found, len(tokens))
+        is_stored = any(not one.is_missing for one in found)
+        reusable = sum(one.end - one.start for one in found) if is_stored else 0
+        refused = too_little(reusable, config.min_tokens)
         seconds = time.perf_counter() - started
         stats.record_found(0 if refused else reusable, seconds)
         logger.debug(
             "request %s: %d chunks found, %d of %d tokens, in %.2f ms",
             *(request.request_id, len(found), reusable, len(tokens), seconds * 1000),
         )
-        if found and not stored:
-            missed = tuple(_missed(one) for one in found)
-            return Pending(None, result=Declined(NOT_STORED, missed))
+        if not found:
+            return NO_CHUNK
         if refused:
-            return refused[0]
-        sent = tuple(map(_sent, found))
-        assert sent[0].lead_in is not None  # noqa: S101 (each has its own)
-        job = BlendJob("blend", sent[0].lead_in, sent, config=config)
-        return Pending(job, found=found, stretches=self.stretches(request, found, config))
+            why, miss = refused
+            told = (_missed(one, MISSING if one.is_missing else miss or MISSING) for one in found)
+            return Pending(result=Declined(why, tuple(told)))
+        blend = Blend(found, config)
+        return Pending(blend=blend, stretches=self.stretches(request, blend))
+
+    def _found(
+        self, namespace: str, tokens: Sequence[int], asked: Wish | Compare
+    ) -> tuple[FoundChunk, ...]:
+        conversation, until = asked.conversation, asked.until
+        return tuple(self.finder.find(namespace, tokens, conversation=conversation, until=until))
+
+    def compared(self, namespace: str, job: Compare) -> tuple[FoundChunk, ...]:
+        """Return the chunks in the prompt of a comparison."""
+        return self._found(namespace, job.tokens, job)
 
     def stretches(
-        self,
-        request: Request,
-        found: Sequence[FoundChunk],
-        config: BlendConfig,
-        *,
-        anew: bool = False,
+        self, request: Request, blend: Blend, *, anew: bool = False
     ) -> tuple[Stretch, ...]:
         """Return how the blocks of found chunks are set apart; see Marks."""
         tokens = request.prompt_token_ids or ()
-        return self._marks.stretches(request.request_id, tokens, found, config, anew=anew)
-
-    def mark_of_deleted(self, pending: Pending, request: Request) -> str:
-        """Return what a blend's blocks depend on beside the job that it brought: deletions."""
-        job = pending.job
-        if job is None or pending.namespace is None or not self.finder.deletions.happened:
-            return ""
-        namespace, tokens = namespace_id(pending.namespace), request.prompt_token_ids or ()
-        numbers = [
-            self.finder.deletions.number(namespace, chunk_id(chunk.own_tokens(tokens)))
-            for chunk in job.chunks
-            if not chunk.turn
-        ]
-        return f" {numbers}" if any(numbers) else ""
+        return self._marks.stretches(
+            request.request_id, tokens, blend.chunks, blend.config, anew=anew
+        )
 
     def note_result(self, pending: Pending, result: Result) -> None:
-        """Learn from the result of a job which chunks are stored, and which are deleted."""
-        job, namespace = pending.job, pending.namespace
-        if job is None or namespace is None:
+        """Learn from a result which chunks are stored, and which are deleted."""
+        namespace = pending.namespace
+        if namespace is None:
             return
-        if job.is_of_turns:
-            return  # they are found by their conversation alone
-        if isinstance(result, EvictResult):
-            self.finder.forget(namespace, job.lead_in, job.keys)
-        if self.mode == "off":
-            return
-        match result:
-            case PrecomputeResult() if job.kind == "precompute":
+        match pending.job, result:
+            case StoreJob() as job, EvictResult():
+                self.finder.forget(namespace, job.lead_in, job.keys, job.conversation)
+            case Precompute() as job, PrecomputeResult() if self.mode != "off":
                 self.finder.learn(namespace, _run(job, result))
-            case BlendResult() | Declined() if pending.found:
+        match result:
+            case BlendResult() | Declined() if pending.blend is not None:
                 told = zip(pending.work_found, result.chunks or (), strict=False)
                 self.finder.note_missing(one.name for one, it in told if it.reason == MISSING)
-            case Failed(error=why) if pending.found and why.code.startswith("unsupported_"):
+            case Failed(error=why) if pending.blend and why.code.startswith("unsupported_"):
                 self._gives_up = True  # the worker blends nothing, ever
 
 
-def _run(job: BlendJob, result: PrecomputeResult) -> Run:
+def malformed(error: Exception) -> Reason:
+    """Return why what a client has sent is left aside: whatever it is, it ends no other's work."""
+    said = str(error) if isinstance(error, CacheBlendError) else type(error).__name__
+    return Reason(ReasonCode.MALFORMED_JOB, f"malformed job: {said[:LONGEST_REASON]}")
+
+
+def _run(job: Precompute, result: PrecomputeResult) -> Run:
     """Return the chunks of a precompute job."""
     return Run(
         job.lead_in,
         job.tokens,
-        [Span(one.start, one.end, one.context_id) for one in job.chunks],
-        job.chunks[0].context_start,
+        job.chunks,
+        job.names(),
+        job.context_start,
         result.fresh,
         result.lost,
+        job.conversation,
     )
 
 
-def _sent(found: FoundChunk) -> SentChunk:
-    """Return a found chunk as jobs name it, with its own lead-in."""
-    return SentChunk(
-        found.start,
-        found.end,
-        found.name.context_id,
-        protected=found.protected,
-        before=found.before,
-        after=found.after,
-        lead_in=found.name.lead_in,
-    )
-
-
-def _missed(found: FoundChunk) -> ChunkReport:
-    """Return the report of a chunk that the store lacked just now."""
-    edges = len(found.before) + len(found.after)
+def _missed(found: FoundChunk, reason: MissReason) -> ChunkReport:
+    """Return the report of a chunk that is not blended, without asking the store."""
+    edges = 0 if found.is_turn else len(found.before) + len(found.after)
     tokens = found.end - found.start
     own = found.name.chunk_id
-    return ChunkReport(own, found.start, tokens, hit=False, reason=MISSING, edge_tokens=edges)
+    return ChunkReport(own, found.start, tokens, hit=False, reason=reason, edge_tokens=edges)
 
 
 def obstacle_of(request: Request) -> Reason | None:
@@ -252,14 +227,10 @@ def obstacle_of(request: Request) -> Reason | None:
     return None
 
 
-def _vocabulary_of(vllm_config: VllmConfig) -> Vocabulary:
-    """Load the model's tokenizer for the finder; raises ModelLoadError if there is none."""
-    tokenizer = load_tokenizer(vllm_config.model_config.tokenizer)
-
-    def is_blank(tokens: Sequence[int]) -> bool:
-        return not tokens or str(tokenizer.decode(list(tokens))).isspace()
-
-    return Vocabulary(is_blank, PromptEncoder(tokenizer).opening)
+def _keeps_exact(vllm_config: VllmConfig, settings: ConnectorSettings) -> bool:
+    """Whether KV is quantized neither in the store nor in vLLM's cache."""
+    has_fp8_cache = str(vllm_config.cache_config.cache_dtype).startswith("fp8")
+    return settings.store.precision == "native" and not has_fp8_cache
 
 
 def identity_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,14 @@ from cacheblend_rag.engines.vllm.connector.paged import PagedAttention, PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 from cacheblend_rag.engines.vllm.connector.tenants import NOT_FOR_TENANTS
-from cacheblend_rag.engines.vllm.protocol.job import SentChunk
+from cacheblend_rag.engines.vllm.protocol.job import (
+    CHANGES,
+    Compare,
+    Precompute,
+    Span,
+    StoreJob,
+    StoreKind,
+)
 from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
     CompareResult,
@@ -40,7 +47,7 @@ from cacheblend_rag.engines.vllm.protocol.result import (
     Result,
     VerifyResult,
 )
-from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
+from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.stored_chunk import READ_ONLY
@@ -61,12 +68,9 @@ from cacheblend_rag.prefill.precompute import (
 from cacheblend_rag.prefill.prompt_pass import Destination, FusedPrompt, PromptPass
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import ChunkReport, Evicted
+from cacheblend_rag.settings import BlendConfig
 
 Work = Steps[Result]
-WRITING = frozenset({"evict", "precompute", "verify"})
-"""Kinds of job that change what is stored."""
-BLENDING = frozenset({"blend", "compare"})
-"""Kinds of job that read the chunks of a prompt."""
 
 
 class JobRunner:
@@ -90,38 +94,34 @@ class JobRunner:
         self.rates, self.own_time = Rates(), OwnTime()
 
     def source(self, allotted: Allotted) -> LayerSource:
-        """Begin to read the chunks that a job blends."""
-        placed = self._placed(allotted) if allotted.job.kind in BLENDING else []
-        least = allotted.job.config.min_tokens
-        return begin_reading(self.store, placed, self.stack, least=least)
+        """Begin to read the chunks that are blended, or compared."""
+        config = allotted.work if allotted.is_blend else getattr(allotted.work, "config", None)
+        least = config.min_tokens if isinstance(config, BlendConfig) else 0
+        return begin_reading(self.store, self._placed(allotted), self.stack, least=least)
 
     def work(self, allotted: Allotted, source: LayerSource) -> Work:
-        """Run a job step by step; source: of the chunks to blend."""
-        job = allotted.job
-        if self.store.read_only and job.kind in WRITING:
+        """Do a request's work step by step; source: of the chunks to blend."""
+        work = allotted.work
+        if self.store.read_only and not isinstance(work, BlendConfig) and work.kind in CHANGES:
             return Failed(READ_ONLY)
-        model = self._fingerprint(allotted, job.lead_in, of_turns=job.is_of_turns)
-        named = [KVKey(chunk, model, context) for chunk, context in job.keys]
-        if job.kind == "evict":
-            return (yield from evict(self.store, named))
-        if job.kind == "lookup":
-            return (yield from lookup(self.store, named))
-        if job.kind == "verify":
-            return (yield from verify(self.store, named))
-        if job.kind == "prefetch":
-            return (yield from prefetch(self.store, named))
-        if job.kind == "release":
-            is_own = allotted.namespace in {None, self._namespace}
-            return self._release() if is_own else Failed(NOT_FOR_TENANTS)
-        if job.kind == "precompute":
-            return (yield from self._precompute(allotted))
-        if job.kind == "compare":
-            return (yield from self._compare(allotted, source))
-        return (yield from self._blend(allotted, source))
+        match work:
+            case BlendConfig():
+                return (yield from self._blend(allotted, work, source))
+            case Precompute():
+                return (yield from self._precompute(allotted, work))
+            case Compare():
+                return (yield from self._compare(allotted, work, source))
+            case StoreJob():
+                model = self._fingerprint(allotted, work.lead_in, of_turns=bool(work.conversation))
+                keys = [KVKey(chunk, model, context) for chunk, context in work.keys]
+                return (yield from STORE_JOBS[work.kind](self.store, keys))
+            case _:
+                is_own = allotted.namespace in {None, self._namespace}
+                return self._release() if is_own else Failed(NOT_FOR_TENANTS)
 
     def no_room(self, allotted: Allotted, lack: str) -> Declined | Failed:
         """Return the result of a job that ran out of memory; vLLM serves its request."""
-        if allotted.job.kind != "blend":
+        if not allotted.is_blend:
             return Failed(no_room(lack))
         chunks = tuple(chunk.report(NO_ROOM) for chunk in self._placed(allotted))
         return self._declined(allotted, no_room(lack), chunks)
@@ -135,19 +135,11 @@ class JobRunner:
         return Declined(why, chunks, prefix_tokens=prefix, compute_share=1 - saved)
 
     def _placed(self, allotted: Allotted) -> list[PlacedChunk]:
-        return [
-            PlacedChunk(
-                key,
-                c.start,
-                c.end,
-                c.protected,
-                before=c.before,
-                after=c.after,
-                is_turn=c.turn,
-                is_exact=c.exact,
-            )
-            for key, c in zip(self._chunk_keys(allotted), allotted.job.chunks, strict=True)
-        ]
+        prints = {
+            (lead, of_turns): self._fingerprint(allotted, lead, of_turns=of_turns)
+            for lead, of_turns in {(one.name.lead_in, one.is_turn) for one in allotted.chunks}
+        }
+        return [one.placed(prints[one.name.lead_in, one.is_turn]) for one in allotted.chunks]
 
     def _release(self) -> ReleaseResult:
         """Free the memory of chunk KV, vLLM's own cache aside."""
@@ -155,22 +147,9 @@ class JobRunner:
         give_back_unused()
         return ReleaseResult(freed)
 
-    def _chunk_keys(self, allotted: Allotted) -> list[KVKey]:
-        """Return the keys of the chunks that a job has tokens of."""
-        lead_in, chunks = allotted.job.lead_in, allotted.job.chunks
-        leads = [chunk.lead_in or lead_in for chunk in chunks]
-        prints = {
-            (lead, turn): self._fingerprint(allotted, lead, of_turns=turn)
-            for lead, turn in {(lead, c.turn) for lead, c in zip(leads, chunks, strict=True)}
-        }
-        return [
-            KVKey(chunk_id(c.own_tokens(allotted.tokens)), prints[lead, c.turn], c.context_id)
-            for lead, c in zip(leads, chunks, strict=True)
-        ]
-
-    def _blend(self, allotted: Allotted, source: LayerSource) -> Work:
+    def _blend(self, allotted: Allotted, config: BlendConfig, source: LayerSource) -> Work:
         handed_over = time.perf_counter() - max(0.0, time.time() - allotted.arrived)
-        work = self._pass(allotted, source)
+        work = self._pass(allotted, config, source)
         done = yield from work.steps()
         starts = {phase: max(0.0, at - handed_over) for phase, at in work.watch.starts.items()}
         if not isinstance(done, FusedPrompt):
@@ -191,8 +170,8 @@ class JobRunner:
             load_by_tier=done.load_by_tier,
         )
 
-    def _pass(self, allotted: Allotted, source: LayerSource) -> PromptPass:
-        checks = plan_schedule(allotted.job.config, self.stack.geometry.layers).checks
+    def _pass(self, allotted: Allotted, config: BlendConfig, source: LayerSource) -> PromptPass:
+        checks = plan_schedule(config, self.stack.geometry.layers).checks
         paged = PagedKV(
             self.cache,
             allotted.block_ids,
@@ -205,7 +184,7 @@ class JobRunner:
             token_tensor(allotted.tokens, self.stack.geometry.device),
             self._placed(allotted),
             source,
-            allotted.job.config,
+            config,
             destination=paged.holding(allotted.prefix),
             controller=Controller(
                 self.stack.costs, self.rates, self.store.speeds, self.own_time.seconds
@@ -214,9 +193,9 @@ class JobRunner:
             request_id=allotted.request_id,
         )
 
-    def _compare(self, allotted: Allotted, source: LayerSource) -> Work:
+    def _compare(self, allotted: Allotted, job: Compare, source: LayerSource) -> Work:
         """Compare a prompt that is blended again, in a buffer of its own, with full prefill."""
-        job, device = allotted.job, self.stack.geometry.device
+        device = self.stack.geometry.device
         compared = Compared(job.tokens, job.answer, job.reference or None)
         checks = plan_schedule(job.config, self.stack.geometry.layers).checks
         if lack := self._lack_of_room(compared.longest, checks=bool(checks), whole=True):
@@ -253,20 +232,22 @@ class JobRunner:
             f"vLLM's, there is {there}: serve with a smaller --gpu-memory-utilization"
         )
 
-    def _precompute(self, allotted: Allotted) -> Work:
-        if lack := self._lack_of_room(len(allotted.tokens)):
+    def _precompute(self, allotted: Allotted, job: Precompute) -> Work:
+        if lack := self._lack_of_room(len(job.tokens)):
             return Failed(no_room(lack))
         writer = ChunkWriter(self.stack, self.store)
         try:
-            return (yield from self._written(allotted, writer))
+            return (yield from self._written(allotted, job, writer))
         finally:
             writer.close()
 
-    def _written(self, allotted: Allotted, writer: ChunkWriter) -> Work:
+    def _written(self, allotted: Allotted, job: Precompute, writer: ChunkWriter) -> Work:
         """Compute chunks while earlier ones are written."""
-        keys, counts = self._chunk_keys(allotted), Counter[str]()
+        model = self._fingerprint(allotted, job.lead_in, of_turns=bool(job.conversation))
+        keys = [KVKey(chunk, model, context) for chunk, context in job.names()]
+        counts = Counter[str]()
         put, lost = list[KVKey](), set[KVKey]()
-        for done in self._computed(allotted, keys):
+        for done in self._computed(job, keys):
             if isinstance(done, NoRoom):
                 lost |= {plan.key for plan in done.chunks}
             elif done is not None:
@@ -289,11 +270,10 @@ class JobRunner:
             lost=tuple(i for i, key in enumerate(keys) if key in lost),
         )
 
-    def _computed(self, allotted: Allotted, keys: Sequence[KVKey]) -> Computed:
+    def _computed(self, job: Precompute, keys: Sequence[KVKey]) -> Computed:
         """Compute a document's chunks that are not stored, after the job's lead-in."""
-        job = allotted.job
-        plans = [_plan(allotted, chunk, key) for key, chunk in zip(keys, job.chunks, strict=True)]
-        if job.lead_in.name != "document" and not job.is_of_turns:
+        plans = [_plan(job, span, key) for key, span in zip(keys, job.chunks, strict=True)]
+        if job.lead_in.name != "document" and not job.conversation:
             return compute_chunks(
                 self.stack,
                 plans,
@@ -301,15 +281,14 @@ class JobRunner:
                 alone=lambda chunks: compute_one_by_one(self.stack, chunks, self.store),
                 in_document=False,
             )
-        starts = [chunk.start for chunk in job.chunks]
-        document = DocumentPlan(list(allotted.tokens), list(zip(plans, starts, strict=True)))
+        starts = [start for start, _ in job.chunks]
+        document = DocumentPlan(list(job.tokens), list(zip(plans, starts, strict=True)))
         return compute_document(self.stack, document, self.store)
 
     def _fingerprint(self, allotted: Allotted, lead: LeadInId, *, of_turns: bool) -> str:
         """Return what a job's keys depend on; its namespace is its request's, never a client's."""
-        parts = {"lead_in": lead.name, "lead_tokens": lead.tokens, "window": lead.window}
         namespace = self._namespace if allotted.namespace is None else allotted.namespace
-        of_chunks = fingerprint({**self.identity, **parts}, namespace)
+        of_chunks = lead.fingerprint(self.identity, namespace)
         return turn_fingerprint(of_chunks) if of_turns else of_chunks
 
 
@@ -360,10 +339,18 @@ def free_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0]) + reserved
 
 
-def _plan(allotted: Allotted, chunk: SentChunk, key: KVKey) -> ChunkPlan:
+def _plan(job: Precompute, span: Span, key: KVKey) -> ChunkPlan:
     return ChunkPlan(
-        token_ids=allotted.tokens[chunk.start : chunk.end],
-        lead=allotted.tokens[: chunk.context_start],
-        context=allotted.tokens[chunk.context_start : chunk.start],
+        token_ids=job.tokens[span.start : span.end],
+        lead=job.tokens[: job.context_start],
+        context=job.tokens[job.context_start : span.start],
         key=key,
     )
+
+
+STORE_JOBS: Mapping[StoreKind, Callable[[TieredKVStore, Sequence[KVKey]], Work]] = {
+    "lookup": lookup,
+    "verify": verify,
+    "evict": evict,
+    "prefetch": prefetch,
+}

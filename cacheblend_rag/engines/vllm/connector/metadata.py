@@ -9,8 +9,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from cacheblend_rag.engines.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.connector.prefill_timer import Spans
-from cacheblend_rag.engines.vllm.protocol.job import BlendJob
+from cacheblend_rag.engines.vllm.protocol.job import Compare, Job, Precompute
 from cacheblend_rag.engines.vllm.protocol.result import (
     Declined,
     Failed,
@@ -20,22 +21,25 @@ from cacheblend_rag.engines.vllm.protocol.result import (
     Result,
 )
 from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.settings import BlendConfig
 
 RANK_FAILED = Failed(Reason(ReasonCode.FAILED, "blending failed on another rank"))
 
 
 @dataclass(frozen=True)
 class Allotted:
-    """One request's job with the blocks that the scheduler allocated.
+    """One request's work with the blocks that the scheduler allocated.
 
-    tokens: the whole prompt. first, until: tokens [first, until) must be provided; those before are
-    in the cache already. block_ids: the request's blocks in each KV cache group. arrived: when vLLM
-    received the request, in seconds of ``time.time``. shared: tokens in the blocks before the first
-    chunk, which ordinary requests may share. namespace: of its KV; None is the server's.
+    work: a job, or how the prompt is blended. chunks: that are blended, or compared. tokens: the
+    whole prompt, or the job's. first, until: tokens [first, until) must be provided; those before
+    are in the cache already. block_ids: the request's blocks in each KV cache group. arrived: when
+    vLLM received the request, in seconds of ``time.time``. shared: tokens in the blocks before the
+    first chunk, which ordinary requests may share. namespace: of its KV; None is the server's.
     """
 
     request_id: str
-    job: BlendJob
+    work: Job | BlendConfig
+    chunks: tuple[FoundChunk, ...]
     tokens: tuple[int, ...]
     first: int
     until: int
@@ -43,6 +47,18 @@ class Allotted:
     arrived: float = 0.0
     shared: int = 0
     namespace: str | None = None
+
+    @property
+    def is_blend(self) -> bool:
+        """Whether a prompt is blended, into its own blocks."""
+        return isinstance(self.work, BlendConfig)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is only worked on while nothing else is."""
+        return isinstance(self.work, Compare) or (
+            isinstance(self.work, Precompute) and self.work.idle
+        )
 
     @property
     def prefix(self) -> int:

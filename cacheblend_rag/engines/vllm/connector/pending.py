@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.connector.marks import Stretch
-from cacheblend_rag.engines.vllm.protocol.job import BlendJob
+from cacheblend_rag.engines.vllm.protocol.job import Job
 from cacheblend_rag.engines.vllm.protocol.result import Result
 from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.settings import BlendConfig
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+@dataclass(frozen=True)
+class Blend:
+    """What is blended for a request: the chunks that were found in its prompt, in order."""
+
+    chunks: tuple[FoundChunk, ...]
+    config: BlendConfig
+
+
 @dataclass
 class Pending:
-    """The state of a request: its job, and why it was not blended.
+    """The state of a request: what is to be done for it, and why it is not blended.
 
-    As it arrived: job; reason: why there is none. blends: whether the job is a blend. found: its
-    chunks if they were found here. stretches: how its blocks are set apart. report_id: under which
-    the result is kept, or "". answers: whether the client, which knows of jobs, gets the result.
-    request: vLLM's. namespace: of the KV that it may use; None is of none.
+    As it arrived: job, that it brought; blend, of the chunks in its prompt; reason: why there is
+    neither. stretches: how its blocks are set apart. report_id: under which the result is kept, or
+    "". answers: whether the client, which knows of wishes, gets the result. counts: whether the
+    metrics count it as a blend, or as one that was refused. request: vLLM's. namespace: of the KV
+    that it may use; None is of none.
 
     Its blocks: may_go_on: whether it is a blend of exact KV only, looked up as an ordinary request
     until it is begun. salt: the request's, before its blocks were set apart. shared_by: tokens in
     the blocks before each stretch; 0 if it shares none.
 
-    What is promised: left_out: how many of the job's first chunks vLLM's prefix cache has, blended
-    for earlier prompts. tokens: of the prompt to provide. first: those that the prefix cache has.
-    work: the blend's, see ``_work_of``. sent: whether a worker has the job, so that a result will
+    What is promised: left_out: how many of the first chunks vLLM's prefix cache has, blended for
+    earlier prompts. tokens: of the prompt to provide. first: those that the prefix cache has.
+    work: the blend's, see ``_work_of``. sent: whether a worker has the work, so that a result will
     come. result: that came.
     """
 
-    job: BlendJob | None
+    job: Job | None = None
+    blend: Blend | None = None
     reason: Reason | None = None
     report_id: str = ""
-    blends: bool = True
-    found: tuple[FoundChunk, ...] = ()
     stretches: tuple[Stretch, ...] = ()
     answers: bool = True
+    counts: bool = False
     request: Request | None = None
     namespace: str | None = None
     may_go_on: bool = False
@@ -66,7 +76,7 @@ class Pending:
     @property
     def work_found(self) -> tuple[FoundChunk, ...]:
         """The found chunks that are blended."""
-        return self.found[self.left_out :]
+        return self.blend.chunks[self.left_out :] if self.blend else ()
 
     def leave_out(self, computed: int) -> None:
         """Leave out chunks that were blended for earlier prompts, if the cache has all of them.
@@ -77,12 +87,6 @@ class Pending:
         if 1 < len(self.stretches) == len(self.shared_by) and computed >= self.shared_by[-1]:
             last = self.stretches[-1]
             self.left_out = last.first if last.is_own else 0
-
-    def work_job(self) -> BlendJob | None:
-        """Return the job, without the chunks that are left out."""
-        if self.job is None or not self.left_out:
-            return self.job
-        return replace(self.job, chunks=self.job.chunks[self.left_out :])
 
     @property
     def lacks_earlier(self) -> bool:
@@ -95,9 +99,9 @@ class Pending:
 
     def too_little(self, computed: int) -> Reason | None:
         """Return why what is left to blend after so many cached tokens is not worth it, or None."""
-        if self.job is None or not self.left_out:
+        if self.blend is None or not self.left_out:
             return None
-        tokens, least = sum(c.end - c.start for c in self.work_found), self.job.config.min_tokens
+        tokens, least = sum(c.end - c.start for c in self.work_found), self.blend.config.min_tokens
         if tokens >= least:
             return None
         return Reason(

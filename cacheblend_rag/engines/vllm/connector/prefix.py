@@ -9,11 +9,11 @@ request with these tokens, and the same salt, has: their KV is that of ordinary 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk
+from cacheblend_rag.engines.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.protocol.result import PREFIX_CACHE, BlendResult
-from cacheblend_rag.kv.chunk_kv import chunk_id
 from cacheblend_rag.prefill.policy import LEAST_SHARE
 from cacheblend_rag.prefill.prompt_pass import ALL_EXACT
 from cacheblend_rag.report import ChunkReport
@@ -60,35 +60,28 @@ def undo(request: Request, salt: str | None) -> None:
     request.update_block_hashes()
 
 
-def goes_on(job: BlendJob) -> bool:
-    """Whether all that a blend reuses is exact: vLLM's own blocks with its tokens are as good."""
-    return all(chunk.exact for chunk in job.chunks)
-
-
-def is_held(job: BlendJob, tokens: int, computed: int, block_size: int) -> bool:
+def is_held(last: int, tokens: int, computed: int, block_size: int) -> bool:
     """Whether vLLM's prefix cache has all that a blend would load, but for a part not worth a pass.
 
     Args:
-        job: the blend.
+        last: where the last chunk ends.
         tokens: of the whole prompt.
         computed: how many of the first ones vLLM's prefix cache holds.
         block_size: up to so many tokens are in no complete block, which it cannot hold.
     """
-    missing = job.chunks[-1].end - computed
-    return bool(computed) and missing <= max(block_size, int(LEAST_SHARE * tokens))
+    return bool(computed) and last - computed <= max(block_size, int(LEAST_SHARE * tokens))
 
 
-def gone_on(job: BlendJob, tokens: tuple[int, ...], computed: int) -> BlendResult:
+def gone_on(chunks: Sequence[FoundChunk], computed: int) -> BlendResult:
     """Return the result of a blend of exact KV that vLLM's prefix cache has made needless.
 
     Args:
-        job: the blend.
-        tokens: the prompt.
-        computed: how many of the first ones vLLM's prefix cache holds.
+        chunks: of the prompt.
+        computed: how many of its first tokens vLLM's prefix cache holds.
     """
-    chunks, end = job.chunks, job.chunks[-1].end
+    end = chunks[-1].end
     return BlendResult(
-        chunks=tuple(_report(chunk, tokens, computed) for chunk in chunks),
+        chunks=tuple(_report(chunk, computed) for chunk in chunks),
         ratio=0.0,
         compute_share=max(0, end - computed) / end,
         selector_reason=ALL_EXACT,
@@ -96,11 +89,11 @@ def gone_on(job: BlendJob, tokens: tuple[int, ...], computed: int) -> BlendResul
     )
 
 
-def _report(chunk: SentChunk, tokens: tuple[int, ...], computed: int) -> ChunkReport:
+def _report(chunk: FoundChunk, computed: int) -> ChunkReport:
     """Report the part of a chunk behind the prefix cache as recomputed, all of it as a miss."""
-    is_hit, own = chunk.start < computed, chunk_id(chunk.own_tokens(tokens))
+    is_hit = chunk.start < computed
     return ChunkReport(
-        own,
+        chunk.name.chunk_id,
         chunk.start,
         chunk.end - chunk.start,
         is_hit,

@@ -14,20 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from cacheblend_rag.engines.vllm.connector.finding import LONGEST_REASON, Finding, obstacle_of
-from cacheblend_rag.engines.vllm.connector.marks import Stretch
+from cacheblend_rag.engines.vllm.connector.finding import Finding, malformed
 from cacheblend_rag.engines.vllm.connector.metadata import (
     Allotted,
     StepJobs,
     leaves_blocks_empty,
 )
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
-from cacheblend_rag.engines.vllm.connector.pending import Pending
+from cacheblend_rag.engines.vllm.connector.pending import Blend, Pending
 from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
-from cacheblend_rag.engines.vllm.connector.prefix import goes_on, gone_on, is_held, set_apart, undo
+from cacheblend_rag.engines.vllm.connector.prefix import gone_on, is_held, set_apart, undo
 from cacheblend_rag.engines.vllm.connector.tenants import NO_NAMESPACE
 from cacheblend_rag.engines.vllm.connector.usage import tell_reused
-from cacheblend_rag.engines.vllm.protocol.job import ASKS, SALT_PREFIX, BlendJob, sent_report_id
+from cacheblend_rag.engines.vllm.namespaces import job_of
+from cacheblend_rag.engines.vllm.protocol.job import (
+    Ask,
+    Compare,
+    Job,
+    Precompute,
+    read_job,
+)
 from cacheblend_rag.engines.vllm.protocol.result import (
     CANCELLED,
     NO_REPORT,
@@ -36,10 +42,11 @@ from cacheblend_rag.engines.vllm.protocol.result import (
     CompareResult,
     Declined,
     Late,
+    PrecomputeResult,
     Result,
     params_of,
 )
-from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import chunk_id
 from cacheblend_rag.reason import Reason, ReasonCode
 
@@ -101,33 +108,35 @@ class ConnectorScheduler:
         """
         pending = self._read(request)
         self.pending[request.request_id] = pending
-        if pending.job is None or not pending.blends:
+        if (blend := pending.blend) is None:
             return
-        pending.may_go_on = pending.job.config.reuse_prefix and goes_on(pending.job)
+        # vLLM's own blocks with the tokens of exact KV are as good.
+        is_exact = all(chunk.is_exact for chunk in blend.chunks)
+        pending.may_go_on = blend.config.reuse_prefix and is_exact
         if not pending.may_go_on:
-            self._set_apart(request, pending, pending.job)
+            self._set_apart(request, pending, blend)
 
     def _read(self, request: Request) -> Pending:
         """Return the state of a new request, for its own namespace."""
         tenants = self.finding.tenants
         namespace = tenants.namespace_of(request)
         tenants.set_apart(request, namespace, self._block_size)
-        found = self.finding.pending(request, self._refusal, self._stats)
-        pending = found or read_job(request, self._refusal, self._model)
-        if namespace is None and (pending.job or pending.reason):
-            pending = Pending(None, NO_NAMESPACE, blends=pending.blends)
+        sent = job_of(request)
+        if sent is not None:
+            pending = read_pending(sent, self._refusal, self._model)
+        else:
+            pending = self.finding.pending(request, self._refusal, self._stats)
+        if namespace is None and (pending.job or pending.blend or pending.reason):
+            pending = Pending(reason=NO_NAMESPACE)
         pending.request, pending.namespace = request, namespace
-        if pending.mark and found is None:
-            deleted = self.finding.mark_of_deleted(pending, request)
-            pending.stretches = (replace(pending.stretches[0], mark=pending.mark + deleted),)
         if pending.report_id and namespace != tenants.own:
             pending.report_id = f"{pending.report_id} {namespace}"
         return pending
 
-    def _set_apart(self, request: Request, pending: Pending, job: BlendJob) -> None:
+    def _set_apart(self, request: Request, pending: Pending, blend: Blend) -> None:
         """Set a blend's blocks apart: all of them, or those from its first chunk on."""
         pending.salt = request.cache_salt
-        if job.config.reuse_prefix and job.chunks[-1].end <= self._kept_tokens:
+        if blend.config.reuse_prefix and blend.chunks[-1].end <= self._kept_tokens:
             pending.shared_by = [
                 set_apart(request, one.start, self._block_size, one.mark)
                 for one in pending.stretches
@@ -141,18 +150,26 @@ class ConnectorScheduler:
         They end at the prompt's last chunk, or there are none; None makes a request wait a step.
         """
         pending = self.pending.get(request.request_id)
-        job = None if pending is None else pending.job
-        if pending is None or job is None or job.kind == "report":
+        if pending is None or (pending.blend is None and pending.job is None):
             return 0, False
-        if not pending.blends:
-            request.max_tokens = min(request.max_tokens, CARRIER_TOKENS)
+        if pending.blend is not None:
+            return self._promise_blend(request, pending, pending.blend, computed)
+        request.max_tokens = min(request.max_tokens, CARRIER_TOKENS)
+        if isinstance(pending.job, Ask) and pending.job.kind == "report":
+            return 0, False
+        pending.tokens = 1
+        return 1 - computed, computed < 1
+
+    def _promise_blend(
+        self, request: Request, pending: Pending, blend: Blend, computed: int
+    ) -> tuple[int | None, bool]:
+        tokens = blend.chunks[-1].end
         if pending.may_go_on:
-            if is_held(job, request.num_prompt_tokens, computed, self._block_size):
-                pending.result = gone_on(job, tuple(request.prompt_token_ids), computed)
+            if is_held(tokens, request.num_prompt_tokens, computed, self._block_size):
+                pending.result = gone_on(blend.chunks, computed)
                 return 0, False
             pending.may_go_on = False
-            self._set_apart(request, pending, job)
-        tokens = job.chunks[-1].end if pending.blends else 1
+            self._set_apart(request, pending, blend)
         pending.leave_out(computed)
         work = _work_of(request, pending.mark, tokens)
         why = self._needless(pending, tokens, computed)
@@ -164,7 +181,7 @@ class ConnectorScheduler:
         if self._is_under_way(work, request):
             return None, False
         if pending.lacks_earlier:
-            self._begin_anew(request, pending, job)
+            self._begin_anew(request, pending, blend)
             return None, False
         pending.tokens, pending.work = tokens, work
         return tokens - computed, True
@@ -174,41 +191,49 @@ class ConnectorScheduler:
 
         Of what was blended before, only an incomplete last block is missing: vLLM computes it.
         """
-        is_repeat = bool(pending.found) and computed > pending.shared
-        least = self._block_size if is_repeat else 1
+        least = self._block_size if computed > pending.shared else 1
         return CACHED if tokens - computed < least else pending.too_little(computed)
 
     def _is_under_way(self, work: str, request: Request) -> bool:
         """Whether a prompt with found chunks is being blended for another request already."""
         other = self._at_work.get(work)
-        if other is None or other is request or not self.pending[request.request_id].found:
+        if other is None or other is request:
             return False
         return bool(other.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
-    def _begin_anew(self, request: Request, pending: Pending, job: BlendJob) -> None:
+    def _begin_anew(self, request: Request, pending: Pending, blend: Blend) -> None:
         """Set a prompt's blocks apart as its own: those of the one that it continues are gone.
 
         vLLM looks it up again in the next step.
         """
         undo(request, pending.salt)
-        pending.stretches = self.finding.stretches(request, pending.found, job.config, anew=True)
-        self._set_apart(request, pending, job)
+        pending.stretches = self.finding.stretches(request, blend, anew=True)
+        self._set_apart(request, pending, blend)
 
     def allot(self, request: Request, blocks: KVCacheBlocks, promised: int) -> None:
         """Queue the job of a request whose blocks were allocated."""
         pending = self.pending.get(request.request_id)
-        job = None if pending is None else pending.work_job()
-        if pending is None or job is None or promised == 0:
+        if pending is None or promised == 0:
             return
+        job, blend, prompt = pending.job, pending.blend, tuple(request.prompt_token_ids)
+        work = job if blend is None else blend.config
+        if work is None:
+            return
+        chunks, tokens = pending.work_found, prompt
+        if isinstance(job, Compare) and pending.namespace is not None:
+            chunks = self.finding.compared(pending.namespace, job)
+        if isinstance(job, Compare | Precompute):
+            tokens = job.tokens
         pending.sent, pending.result, pending.first = False, None, pending.tokens - promised
-        if pending.blends:
+        if blend is not None:
             self._at_work[pending.work] = request
             tell_reused(request, None, pending.first)
         self._new.append(
             Allotted(
                 request_id=request.request_id,
-                job=job,
-                tokens=job.tokens or tuple(request.prompt_token_ids),
+                work=work,
+                chunks=chunks,
+                tokens=tokens,
                 first=pending.first,
                 until=pending.tokens,
                 block_ids=tuple(map(tuple, blocks.get_block_ids())),
@@ -243,10 +268,11 @@ class ConnectorScheduler:
                 continue
             pending.result = result
             self.finding.note_result(pending, result)
-            if pending.blends and pending.request is not None:
+            blends = pending.blend is not None
+            if blends and pending.request is not None:
                 tell_reused(pending.request, result, pending.first)
-            if leaves_blocks_empty(result, blends=pending.blends):  # vLLM's: promise none again
-                pending.job = None
+            if leaves_blocks_empty(result, blends=blends):  # vLLM's: promise none again
+                pending.job = pending.blend = None
 
     def finish(self, request: Request) -> dict[str, Any] | None:
         """Return the result for the last output of a request with a job."""
@@ -256,7 +282,7 @@ class ConnectorScheduler:
             return None
         if self._at_work.get(pending.work) is request:
             del self._at_work[pending.work]
-        if pending.job is not None and pending.job.kind == "report":
+        if isinstance(pending.job, Ask) and pending.job.kind == "report":
             return params_of(self.reports.pop(pending.report_id, NO_REPORT))
         if pending.sent and pending.result is None:
             self._gone.append(request.request_id)
@@ -265,12 +291,14 @@ class ConnectorScheduler:
         result = pending.result or (Declined(pending.reason) if pending.reason else None)
         if result is None:
             return None
+        if isinstance(result, PrecomputeResult):
+            self.finding.finder.settle(0.1)
         self._conclude(pending, result)
         return params_of(result) if pending.answers else None
 
     def _conclude(self, pending: Pending, result: Result) -> None:
         """Count a finished request's result; keep it for a later ``report``, drop the oldest."""
-        if isinstance(result, CompareResult) or (pending.blends and result != CANCELLED):
+        if isinstance(result, CompareResult) or (pending.counts and result != CANCELLED):
             self._stats.record(result)
         if pending.work and isinstance(result, BlendResult):
             _keep(self._blended, pending.work, replace(result, trace=None))
@@ -325,32 +353,23 @@ def _repeated(result: BlendResult, prefix: int) -> BlendResult:
     )
 
 
-def read_job(request: Request, refusal: Reason | None, model: ModelConfig) -> Pending:
-    """Return a request's job, or the reason why it is served by ordinary prefill."""
-    named = ""
+def read_pending(sent: str, refusal: Reason | None, model: ModelConfig) -> Pending:
+    """Return the state of a request that brings a job, as JSON; or why that is not done."""
     try:
-        params = request.kv_transfer_params
-        named = sent_report_id(params)
-        job = BlendJob.from_params(params, request.num_prompt_tokens)
-        if job is None:
-            return Pending(None, blends=False)
-        job.check(longest=model.max_model_len, vocabulary=model.get_vocab_size())
-        reason = _decline(request, job, None if job.kind in ASKS else refusal)
-        mark = job.salt(request.prompt_token_ids) if job.kind == "blend" and not reason else ""
+        job = read_job(sent)
+        _check_tokens(job, model.max_model_len, model.get_vocab_size())
     except Exception as error:  # whatever it is, it must end this request's work and no other's
-        said = str(error) if isinstance(error, CacheBlendError) else type(error).__name__
-        why = f"malformed job: {said[:LONGEST_REASON]}"
-        return Pending(None, Reason(ReasonCode.MALFORMED_JOB, why), named)
-    stretches = (Stretch(0, job.chunks[0].start, mark),) if mark else ()
-    blends = job.kind == "blend"
-    return Pending(None if reason else job, reason, named, blends, stretches=stretches)
+        return Pending(reason=malformed(error))
+    if isinstance(job, Ask) and job.kind != "release":
+        return Pending(job=job, report_id=job.report_id)
+    return Pending(job=job) if refusal is None else Pending(reason=refusal)
 
 
-def _decline(request: Request, job: BlendJob, refusal: Reason | None) -> Reason | None:
-    """Return why a request's job is refused, or None."""
-    if refusal is not None:
-        return refusal
-    if job.kind != "blend" and not (request.cache_salt or "").startswith(SALT_PREFIX):
-        why = f"cache_salt must begin with {SALT_PREFIX!r}"
-        return Reason(ReasonCode.MALFORMED_JOB, why)
-    return obstacle_of(request)
+def _check_tokens(job: Job, longest: int, vocabulary: int) -> None:
+    """Raise ConfigError unless a job's tokens are the model's, and fit its context window."""
+    if not isinstance(job, Compare | Precompute):
+        return
+    reference, answer = (job.reference, job.answer) if isinstance(job, Compare) else ((), ())
+    most = max(len(job.tokens), len(reference)) + len(answer)
+    if most > longest or max((*job.tokens, *reference, *answer)) >= vocabulary:
+        raise ConfigError("tokens exceed the model's context or vocabulary")

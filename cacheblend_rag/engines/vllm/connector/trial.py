@@ -22,12 +22,15 @@ from cacheblend_rag.blend.trial import (
     tokens_behind,
     trial_tokens,
 )
+from cacheblend_rag.engines.catalog import Name
+from cacheblend_rag.engines.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.paged import PagedAttention, PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
-from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk
+from cacheblend_rag.engines.vllm.protocol.job import Precompute, Span
+from cacheblend_rag.kv.chunk_kv import chunk_id
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.lead_in import LeadInId
 from cacheblend_rag.settings import BlendConfig
@@ -112,18 +115,26 @@ def warm_up(jobs: JobRunner) -> None:
     """
     with TieredKVStore.open(precision=jobs.store.precision) as store:
         own = JobRunner(jobs.stack, jobs.cache, store, namespace="")
-        prompt, placed = [1] * TEXT_TOKENS, list[SentChunk]()
+        prompt, found = [1] * TEXT_TOKENS, list[FoundChunk]()
         for tokens in CHUNK_TOKENS:
-            chunk = [token % 2 for token in range(tokens)]
-            _run(own, BlendJob("precompute", LEAD_IN, (SentChunk(0, tokens),)), chunk)
-            placed.append(SentChunk(len(prompt), len(prompt) + tokens))
+            chunk = tuple(token % 2 for token in range(tokens))
+            job = Precompute(lead_in=LEAD_IN, tokens=chunk, chunks=(Span(0, tokens),))
+            _run(own, job, chunk, 1)
+            name = Name("", chunk_id(chunk), "", LEAD_IN)
+            found.append(FoundChunk(name, len(prompt), len(prompt) + tokens))
             prompt += [*chunk, *[1] * TEXT_TOKENS]
-            _run(own, BlendJob("blend", LEAD_IN, tuple(placed), config=CONFIG), prompt)
+            _run(own, CONFIG, tuple(prompt), found[-1].end, tuple(found))
 
 
-def _run(jobs: JobRunner, job: BlendJob, tokens: list[int]) -> None:
+def _run(
+    jobs: JobRunner,
+    work: Precompute | BlendConfig,
+    tokens: tuple[int, ...],
+    until: int,
+    chunks: tuple[FoundChunk, ...] = (),
+) -> None:
     blocks = tuple(map(tuple, jobs.cache.first_blocks(len(tokens))))
-    allotted = Allotted("warm-up", job, tuple(tokens), 0, job.chunks[-1].end, blocks)
+    allotted = Allotted("warm-up", work, chunks, tokens, 0, until, blocks)
     source = jobs.source(allotted)
     try:
         for _ in jobs.work(allotted, source):

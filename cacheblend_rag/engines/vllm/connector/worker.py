@@ -37,6 +37,7 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.stack import all_reduce
 from cacheblend_rag.engines.vllm.connector.trial import warm_up
 from cacheblend_rag.engines.vllm.namespaces import are_told_apart
+from cacheblend_rag.engines.vllm.protocol.job import Ask
 from cacheblend_rag.engines.vllm.protocol.result import (
     CANCELLED,
     ConnectorStatus,
@@ -152,10 +153,11 @@ class ConnectorWorker:
         self.at_work |= {new.request_id: new for new in step.jobs}
         if self.blender is None:
             for new in step.jobs:
-                asked = new.job.kind == "status"
                 self._finish(
                     new.request_id,
-                    self.status(new.namespace) if asked else Failed(self._refusal or OTHER_RANK),
+                    self.status(new.namespace)
+                    if _asks_status(new)
+                    else Failed(self._refusal or OTHER_RANK),
                 )
             return
         for request_id in step.gone:
@@ -180,7 +182,7 @@ class ConnectorWorker:
 
     def _begin(self, blender: Blender, new: Allotted) -> None:
         """Begin a job; the status is told at once."""
-        if new.job.kind == "status":
+        if _asks_status(new):
             self._finish(new.request_id, self.status(new.namespace))
         else:
             blender.start(new)
@@ -194,7 +196,7 @@ class ConnectorWorker:
         done = self.at_work.pop(request_id)
         self._results[request_id] = result
         self._done.add(request_id)
-        if leaves_blocks_empty(result, blends=done.job.kind == "blend"):
+        if leaves_blocks_empty(result, blends=done.is_blend):
             if FAILS_REQUESTS:
                 self._failed_requests.add(request_id)
             else:
@@ -226,7 +228,6 @@ class ConnectorWorker:
             profile=json.dumps(settings.profile.to_dict()) if settings.profile else "",
             guard=settings.guard,
             token_bytes=self._token_bytes,
-            keeps_exact=settings.store.precision == "native" and not self._has_fp8_cache,
         )
 
     @property
@@ -236,10 +237,6 @@ class ConnectorWorker:
             return 0
         ranks = int(self._vllm_config.parallel_config.tensor_parallel_size)
         return ranks * FusedKV.bytes_for(self.blender.stack.geometry, 1)
-
-    @property
-    def _has_fp8_cache(self) -> bool:
-        return str(self._vllm_config.cache_config.cache_dtype).startswith("fp8")
 
     def take_done(self) -> set[str] | None:
         """Return requests whose jobs are done since the last call."""
@@ -260,6 +257,10 @@ class ConnectorWorker:
         """Return results for the scheduler's side."""
         results, self._results = self._results, {}
         return StepResults(results) if results else None
+
+
+def _asks_status(allotted: Allotted) -> bool:
+    return isinstance(allotted.work, Ask) and allotted.work.kind == "status"
 
 
 def _stored(store: TieredKVStore, tenant: str) -> StoredKV:

@@ -24,6 +24,7 @@ from cacheblend_rag.engines.vllm.middleware.bodies import (
 from cacheblend_rag.engines.vllm.middleware.hosts import refusal
 from cacheblend_rag.engines.vllm.middleware.keys import (
     DEFAULT_NAMESPACE,
+    JOBS,
     RELEASES,
     STORERS_PATH,
     STORERS_STATE,
@@ -31,7 +32,7 @@ from cacheblend_rag.engines.vllm.middleware.keys import (
     ServerKeys,
     lacks_store_key,
 )
-from cacheblend_rag.engines.vllm.namespaces import carry_namespaces, current
+from cacheblend_rag.engines.vllm.namespaces import carry, current
 from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.errors import CacheBlendError
 
@@ -39,7 +40,7 @@ OPEN_PATH = "/health"
 GRANT = "cacheblend_grant"
 """The field of a request's scope that holds what its key allows, a Grant."""
 FORM_PATHS = "/v1/audio/"
-"""They take forms, in whose fields no order fits; all others take JSON, whatever it is called."""
+"""They take forms; all others take JSON, whatever it is called."""
 POLICY_VIOLATION = 1008
 
 
@@ -49,9 +50,9 @@ class AccessMiddleware:
     The keys of vLLM (``--api-key``, or VLLM_API_KEY) and CACHEBLEND_STORE_KEY give access to every
     path; if vLLM has no key, none is needed, but only requests to this machine's loopback, to the
     host where vLLM listens and to those in CACHEBLEND_ALLOWED_HOSTS are passed, and only of their
-    own pages (see ``hosts``). If CACHEBLEND_STORE_KEY is set, jobs that change the store (see
-    CHANGES) need it, and so do the paths below STORERS_PATH. The path /health is always open, and
-    so are OPTIONS requests, which browsers send first.
+    own pages (see ``hosts``). If CACHEBLEND_STORE_KEY is set, the paths below STORERS_PATH need
+    it, and so do the jobs that change the store. The path /health is always open, and so are
+    OPTIONS requests, which browsers send first.
 
     With CACHEBLEND_TENANTS, a file (see ``keys``), a key decides the namespace of its requests:
     those above are the namespace ``default``. Then a key is always needed.
@@ -81,7 +82,7 @@ class AccessMiddleware:
                 if self._keys.tenants is not None:
                     held.enter_context(_named(request, granted.namespace))
                 if scope["type"] == "http" and not _is_open(request):  # nobody reads a body there
-                    receive = await self._checked_body(request, receive, granted, held)
+                    receive = await self._checked_body(request, receive, held)
                 passed = {**self._with_vllms_key(request), GRANT: granted}
                 await self._app(passed, receive, send)
             except ApiError as error:
@@ -107,12 +108,12 @@ class AccessMiddleware:
         return granted
 
     async def _checked_body(
-        self, request: HTTPConnection, receive: Receive, granted: Grant, held: AsyncExitStack
+        self, request: HTTPConnection, receive: Receive, held: AsyncExitStack
     ) -> Receive:
         """Return what passes on a body that is no danger; held: frees its place among the large."""
         body, end = await self._bodies.read(request.headers, receive, held)
         if not _path(request).startswith(FORM_PATHS):
-            await check_body(body, may_change=granted.may_change)
+            await check_body(body)
         events = [end or {"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -138,7 +139,7 @@ class AccessMiddleware:
 def _named(request: HTTPConnection, namespace: str) -> Iterator[None]:
     """Have what vLLM does for a request know its namespace."""
     try:
-        carry_namespaces(getattr(request.app.state, "engine_client", None))
+        carry(getattr(request.app.state, "engine_client", None))
     except CacheBlendError as error:
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
     marked = current.set(namespace)
@@ -180,7 +181,8 @@ def _check_hosts(request: HTTPConnection) -> None:
 
 def _check_stores(request: HTTPConnection, granted: Grant) -> None:
     """Refuse a request of who stores without the right key, or where nobody answers it."""
-    if not granted.may_change and request.scope.get("method") != "OPTIONS":
+    is_for_all = _path(request) == JOBS or request.scope.get("method") == "OPTIONS"
+    if not granted.may_change and not is_for_all:
         what = "release" if _path(request) == RELEASES else "see or change documents"
         raise lacks_store_key(what)
     if getattr(request.app.state, STORERS_STATE, None) is None:

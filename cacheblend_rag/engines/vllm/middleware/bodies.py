@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import PydanticKnownError, SchemaValidator
 
-from cacheblend_rag.engines.vllm.middleware.keys import lacks_store_key
 from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.errors import ConfigError
 
@@ -111,21 +109,12 @@ class BodyReader:
         await held.enter_async_context(self._large)
 
 
-async def check_body(body: bytes, *, may_change: bool) -> None:
-    """Raise ApiError for a body that is dangerous, or changes the store without the key for it.
-
-    A large one is checked in a thread.
-    """
-
-    def check() -> None:
-        check_json(body)
-        if not may_change and body and (kind := order_in(body)):
-            raise lacks_store_key(kind)
-
+async def check_body(body: bytes) -> None:
+    """Raise ApiError for a body that is dangerous; a large one is checked in a thread."""
     if len(body) > LARGE_BYTES:
-        await asyncio.to_thread(check)
+        await asyncio.to_thread(check_json, body)
     else:
-        check()
+        check_json(body)
 
 
 def check_json(body: bytes) -> None:
@@ -161,30 +150,6 @@ def _counted(name: bytes, part: bytes) -> bytes:
     """Return what follows a string outside of strings, without commas between token ids."""
     is_field = name in TOKEN_FIELDS and part.lstrip().startswith(b":")
     return part.replace(b",", b"") if is_field and not part.strip(_OF_TOKEN_IDS) else part
-
-
-def order_in(body: bytes) -> str | None:
-    """Return the kind of a job that changes the store, if a body holds one.
-
-    Raises ApiError when the body is no JSON, or names a field twice.
-    """
-    # Both with torch, which is not for `--help`.
-    from cacheblend_rag.engines.vllm.protocol.job import CHANGES, PARAMETER
-
-    try:
-        value = json.loads(body, object_pairs_hook=_without_twins)
-    except ValueError as error:
-        raise _bad("the body must be JSON in UTF-8") from error
-    waiting = [value] if type(value) in _CONTAINERS else []
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            order = value.get(PARAMETER)
-            if isinstance(order, dict) and order.get("kind") in CHANGES:
-                return str(order["kind"])
-            value = value.values()
-        waiting += [entry for entry in value if type(entry) in _CONTAINERS]
-    return None
 
 
 def end_at_first_errors(routes: Iterable[Any]) -> None:
@@ -228,15 +193,6 @@ def _few_names(value: Any) -> Any:
 
 
 _FEW_NAMES = {"type": "no-info", "function": _few_names}
-
-
-def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; refuse duplicate names, which parsers read differently."""
-    pairs = list(pairs)
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise _bad("the body names a field twice")
-    return made
 
 
 def _bad(message: str) -> ApiError:

@@ -43,6 +43,8 @@ STORERS_PATH = "/v1/cacheblend"
 A tenant's grant is for its own namespace."""
 STORERS_STATE = "cacheblend_lending"
 """What whoever answers these paths sets in the application's state."""
+JOBS = f"{STORERS_PATH}/jobs"
+"""It says by itself which jobs are for whom."""
 RELEASES = f"{STORERS_PATH}/release"
 """It frees the memory of all tenants, so it is the server's own keys'."""
 OPEN_TO_TENANTS = (

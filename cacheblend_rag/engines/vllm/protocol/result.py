@@ -25,7 +25,7 @@ from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, problem_of
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import ChunkReport
+from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.trace import Trace
 
 MOST_SECONDS = 1e6
@@ -87,8 +87,7 @@ class ConnectorStatus:
     only. sampling: the model's own sampling settings; None from an older connector. profile: the
     one for clients without settings of their own, as JSON; "" is none. guard: the share of blended
     answers that engines compare with full prefill unless they are told otherwise; 0 is none.
-    token_bytes: of one token's KV, on all ranks together. keeps_exact: whether KV that is stored
-    and reused is what it was computed as, quantized neither in the store nor in vLLM's cache.
+    token_bytes: of one token's KV, on all ranks together.
     """
 
     active: bool
@@ -106,7 +105,6 @@ class ConnectorStatus:
     profile: str = ""
     guard: FiniteFloat = 0.0
     token_bytes: int = 0
-    keeps_exact: bool = False
 
     @property
     def problem(self) -> Reason | None:
@@ -301,9 +299,43 @@ def _check_load(told: BlendResult) -> None:
         raise ValueError("load_by_tier does not add up to load")
 
 
-def status_of(params: Mapping[str, Any] | None) -> ConnectorStatus:
-    """Read the answer to a ``status`` job; any other answer is the reason for not blending."""
-    match result_of(params):
+def result_of_report(report: BlendReport) -> Result:
+    """Return what an engine did with a prompt, by its report, as a connector tells it."""
+    seconds = {
+        phase: value
+        for phase, value in vars(report.seconds).items()
+        if isinstance(value, float) and phase not in {"find", "tokenize", "first_token", "decode"}
+    }
+    starts = {
+        phase: value for phase, value in vars(report.starts).items() if value and phase in seconds
+    }
+    if not report.blended:
+        return Declined(
+            report.reason or NO_REFUSAL,
+            report.chunks,
+            prefix_tokens=report.prefix_tokens,
+            compute_share=report.compute_share,
+            seconds=seconds,
+            starts=starts,
+        )
+    return BlendResult(
+        report.chunks,
+        selector=report.selector,
+        ratio=report.recompute_ratio,
+        compute_share=report.compute_share,
+        seconds=seconds,
+        selector_reason=report.selector_reason,
+        ratio_reason=report.ratio_reason,
+        starts=starts,
+        trace=report.trace,
+        prefix_tokens=report.prefix_tokens,
+        load_by_tier=report.seconds.load_by_tier,
+    )
+
+
+def status_of(result: Result | None) -> ConnectorStatus:
+    """Return the status that was asked for; any other answer is the reason for not blending."""
+    match result:
         case ConnectorStatus() as status:
             return status
         case None:

@@ -7,10 +7,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from cacheblend_rag.engines.vllm.job_client import JobClient
 
 from cacheblend_rag import BlendConfig, Chunk, Document
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm.job_client import JobClient
 from cacheblend_rag.engines.vllm.protocol.result import PrecomputeResult
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.prefill.precompute import document_plans

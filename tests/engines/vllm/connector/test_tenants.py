@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 import pytest
+from cacheblend_rag.engines.vllm.job_client import ask_status
 
 from cacheblend_rag import BlendConfig, Document, Generation
 from cacheblend_rag.engines.sampling import ResolvedSampling
@@ -17,7 +18,6 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.tenants import Tenants
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
-from cacheblend_rag.engines.vllm.job_client import ask_status
 from cacheblend_rag.engines.vllm.namespaces import FIELD, TENANTS_VARIABLE
 from cacheblend_rag.engines.vllm.protocol.job import BlendJob
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest

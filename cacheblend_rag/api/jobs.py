@@ -1,0 +1,47 @@
+"""Jobs over HTTP: what an engine in another process has this server's store and model do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from http import HTTPStatus
+from typing import Protocol, runtime_checkable
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from cacheblend_rag.api.documents import lending
+from cacheblend_rag.api.errors import OneLineRoute
+from cacheblend_rag.api.gate import ClientGoneError, while_connected
+from cacheblend_rag.api.serving import CLIENT_GONE
+from cacheblend_rag.engines.vllm.middleware.access import GRANT
+from cacheblend_rag.engines.vllm.middleware.keys import JOBS, lacks_store_key
+from cacheblend_rag.engines.vllm.protocol.job import CHANGES, PARAMETER, Job, read_job
+from cacheblend_rag.engines.vllm.protocol.result import Result, params_of
+from cacheblend_rag.engines.vllm.refused import ApiError
+
+jobs_router = APIRouter(route_class=OneLineRoute, tags=["documents"])
+
+
+@runtime_checkable
+class DoesJobs(Protocol):
+    """An engine that does jobs."""
+
+    def carry_out(self, job: Job) -> Awaitable[Result]:
+        """Do a job; cancelling it stops the work."""
+
+
+@jobs_router.post(JOBS)
+async def post_job(request: Request) -> Response:
+    """Do a job of an engine's, and return its result; it stops when the client hangs up."""
+    job = await asyncio.to_thread(read_job, await request.body())
+    if job.kind in CHANGES and not request.scope[GRANT].may_change:
+        raise lacks_store_key(job.kind)
+    async with lending(request).lent_for_a_job(request) as engine:
+        if not isinstance(engine, DoesJobs):
+            raise ApiError(HTTPStatus.NOT_IMPLEMENTED, f"a {engine.name} engine does no jobs")
+        try:
+            result = await while_connected(request, engine.carry_out(job))
+        except ClientGoneError:
+            return Response(status_code=CLIENT_GONE)
+    return JSONResponse(params_of(result)[PARAMETER])
