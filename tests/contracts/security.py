@@ -19,6 +19,7 @@ OURS = {
     "/redoc": ASKS,
     "/openapi.json": ASKS,
     "/metrics": WHOLE,
+    "/v1/cacheblend/jobs": ASKS,
     "/v1/cacheblend/documents": STORES,
     "/v1/cacheblend/documents/{document_id}": STORES,
     "/v1/cacheblend/stats": STORES,

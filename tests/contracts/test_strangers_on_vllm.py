@@ -54,6 +54,7 @@ NO_PATH = {"detail": "Not Found"}
 """What vLLM itself says where there is nothing."""
 FERRY = "A ferry that leaves at noon carries apples, letters and the village doctor. " * 2
 TENANTS = ("acme", "globex")
+JOBS = "/v1/cacheblend/jobs"
 ROWS = {
     **OURS,
     "/tokenize": ASKS,
@@ -350,15 +351,15 @@ def opened(
 
 
 @pytest.fixture(scope="module")
-def sent(server: Served) -> list[dict[str, Any]]:
-    """Bodies with parameters of ours, as our client sends them while it stores, asks and evicts."""
-    seen: list[dict[str, Any]] = []
+def sent(server: Served) -> list[tuple[str, dict[str, Any]]]:
+    """Paths and bodies of wishes and jobs, as our client sends them while it stores and asks."""
+    seen: list[tuple[str, dict[str, Any]]] = []
 
     class Passing(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
-            if body and "kv_transfer_params" in (told := json.loads(body)):
-                seen.append(told)
+            if body and (self.path == JOBS or b"kv_transfer_params" in body):
+                seen.append((self.path, json.loads(body)))
             left_out = {"host", "content-length", "connection", "accept-encoding"}
             headers = {n: v for n, v in self.headers.items() if n.lower() not in left_out}
             answer = httpx.request(
@@ -393,23 +394,27 @@ def sent(server: Served) -> list[dict[str, Any]]:
     return seen
 
 
-def ask(server: Served, key: str, body: bytes) -> httpx.Response:
+def ask(server: Served, key: str, path: str, body: bytes) -> httpx.Response:
     headers = {"content-type": "application/json"}
-    return server.ask("POST", COMPLETIONS, key, content=body, headers=headers)
+    return server.ask("POST", path, key, content=body, headers=headers)
 
 
 def test_a_malformed_job_is_its_own_requests_concern(
-    honest: Served, sent: list[dict[str, Any]]
+    honest: Served, sent: list[tuple[str, dict[str, Any]]]
 ) -> None:
-    draw, told = random.Random(1), Counter[int]()
+    draw, told = random.Random(1), Counter[tuple[str, int]]()
     for _ in range(CASES):
-        body = draw.choice(sent)
-        wrong = {**body, "kv_transfer_params": mutated(body["kv_transfer_params"], draw)}
-        answer = ask(honest, STORE, json.dumps(wrong).encode())
-        told[answer.status_code] += 1
+        path, body = draw.choice(sent)
+        if path == JOBS:
+            wrong = mutated(body, draw)
+        else:
+            wrong = {**body, "kv_transfer_params": mutated(body["kv_transfer_params"], draw)}
+        answer = ask(honest, STORE, path, json.dumps(wrong).encode())
+        told[path, answer.status_code] += 1
         assert "Traceback" not in answer.text
-    assert told[200] > CASES // 4
-    assert max(told) < 500, told
+    assert {path for path, status in told if status == 200} == {JOBS, COMPLETIONS}, told
+    assert told[JOBS, 400] > CASES // 8
+    assert max(status for _, status in told) < 500, told
 
 
 def hidden(body: dict[str, Any]) -> Iterator[bytes]:
@@ -418,23 +423,43 @@ def hidden(body: dict[str, Any]) -> Iterator[bytes]:
     yield plain.encode()
     yield plain.encode("utf-8-sig")
     yield plain.encode("utf-16")
-    yield plain.replace('"kv_transfer_params"', '"\\u006bv_transfer_params"').encode()
-    yield plain.replace('"kind": "', '"kind": "off", "kind": "').encode()
-    params = body.pop("kv_transfer_params")
-    within = {"sampling_params": {"extra_args": {"kv_transfer_params": params}}}
-    yield json.dumps({**body, **within}).encode()
+    yield plain.replace('"kind"', '"\\u006bind"').encode()
+    yield plain.replace('"kind": "', '"kind": "status", "kind": "').encode()
+
+
+def within(job: dict[str, Any]) -> Iterator[bytes]:
+    """Yield completions that hold a job where vLLM, or an earlier version of ours, might look."""
+    asked = {"model": "tiny", "prompt": [5, 6], "max_tokens": 2, "temperature": 0.0}
+    params = {"cacheblend": {"version": 5, **job}}
+    for more in (
+        {"kv_transfer_params": params},
+        {"sampling_params": {"extra_args": {"kv_transfer_params": params}}},
+        {"trace_headers": {"cacheblend-job": json.dumps(job)}},
+    ):
+        yield json.dumps({**asked, **more}).encode()
 
 
 def test_who_may_ask_changes_nothing_however_it_is_said(
-    server: Served, sent: list[dict[str, Any]]
+    server: Served, sent: list[tuple[str, dict[str, Any]]]
 ) -> None:
     """Nor does a tenant that may ask."""
-    changing = [one for one in sent if ask(server, ASK, json.dumps(one).encode()).is_error]
-    assert 0 < len(changing) < len(sent)
+    jobs = [body for path, body in sent if path == JOBS]
+    changing = [one for one in jobs if ask(server, ASK, JOBS, json.dumps(one).encode()).is_error]
+    assert 0 < len(changing) < len(jobs)
+
+    def stored() -> int:
+        return int(server.ask("GET", "/v1/cacheblend/stats", STORE).json()["stored_chunks"])
+
+    before = stored()
     for body in changing:
         for key in (ASK, "acme asks"):
-            for written in hidden({**body}):
-                assert ask(server, key, written).status_code in {400, 403}
+            for written in hidden(body):
+                assert ask(server, key, JOBS, written).status_code in {400, 403}
+            for written in within(body):
+                answer = ask(server, key, COMPLETIONS, written)
+                told = (answer.json().get("kv_transfer_params") or {}).get("cacheblend", {})
+                assert answer.is_error or told.keys() <= {"reason"}, "no job was read"
+    assert stored() == before
 
 
 # What the page shows
