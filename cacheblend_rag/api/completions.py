@@ -72,8 +72,8 @@ class CompletionRequest(fields.ChoicesBody):
             prompt = list(encode_plainly(engine.tokenizer, prompt))
         if isinstance(prompt, str):
             return engine.prepare(prompt)
-        secret, until = ("", 0) if wish is None else (wish.conversation, wish.until)
-        prepared = engine.prepare_tokens(prompt, conversation=secret, until=until)
+        key, until = ("", 0) if wish is None else (wish.conversation, wish.until)
+        prepared = engine.prepare_tokens(prompt, conversation=key, until=until)
         return replace(prepared, placed=(), found=()) if wish and wish.kind == "off" else prepared
 
     def form(self, asked: Asked, model: str) -> CompletionForm:

@@ -85,14 +85,14 @@ class Answering(Backend):
         Args:
             token_ids: the prompt. Registered chunks are found in the text that it decodes to, if
                 that encodes to the same tokens, and stored ones in its tokens.
-            conversation: the secret of one whose earlier turns are found, too; or "".
+            conversation: the key of one whose earlier turns are found, too; or "".
             until: so many tokens may hold such turns.
 
         Raises:
             PromptError: when they are no tokens of the model, or none, or too many.
         """
         self._lifetime.check()
-        return self._preparer.prepare_tokens(token_ids, secret=conversation, until=until)
+        return self._preparer.prepare_tokens(token_ids, conversation=conversation, until=until)
 
     def generate(
         self,

@@ -194,7 +194,7 @@ class Backend(ABC):
     def _evict_turns(self, keys: Sequence[KVKey], conversation: str) -> int:
         """Drop the KV of a conversation's turns; returns for how many keys KV was stored.
 
-        conversation: its secret.
+        conversation: its key.
         """
         return int(self._evict(keys))
 

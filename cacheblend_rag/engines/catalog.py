@@ -60,11 +60,11 @@ TURNS = "turns-"
 
 
 def turns_of(namespace: str, conversation: str) -> str:
-    """Return the namespace of a conversation's turns: nobody finds them without its secret.
+    """Return the namespace of a conversation's turns: nobody finds them without its key.
 
     Args:
         namespace: the namespace_id of who holds the conversation.
-        conversation: its secret.
+        conversation: its key.
     """
     key = conversation.encode()
     return TURNS + hashlib.blake2b(namespace.encode(), digest_size=16, key=key).hexdigest()

@@ -110,16 +110,16 @@ class TurnKeeper:
         gone: Sequence[KVKey],
     ) -> Generator[None, None, None]:
         """Evict what was dropped, and store what is not stored of the conversation's turns."""
-        secret = conversation.conversation_id
-        self._backend._evict_turns(gone, secret)
+        key = conversation.key
+        self._backend._evict_turns(gone, key)
         plans: Sequence[ChunkPlan] = ()
         try:
             for plans in conversation.plans(fingerprint):
-                with closing(self._backend._fill(plans, secret)) as steps:
+                with closing(self._backend._fill(plans, key)) as steps:
                     for _ in steps:
                         yield
                         if conversation.is_forgotten(filling):
                             return
         finally:
             if conversation.is_forgotten(filling):
-                self._backend._evict_turns([plan.key for plan in plans], secret)
+                self._backend._evict_turns([plan.key for plan in plans], key)

@@ -78,7 +78,7 @@ class Run:
     tokens: of the lead-in, and of the document from ``context_start`` on. spans: [start, end) of
     each chunk in them. keys: the chunk id and the context id of each. fresh, lost: indices of the
     chunks whose KV was computed just now, and of those whose KV is not stored. conversation: the
-    secret of the one whose turns they are, or "".
+    key of the one whose turns they are, or "".
     """
 
     lead_in: LeadInId
@@ -160,7 +160,7 @@ class Finder:
             namespace: whose chunks are looked for.
             token_ids: the prompt.
             taken: spans of it, in order, in which none is looked for.
-            conversation: the secret of one whose earlier turns are looked for, too; or "".
+            conversation: the key of one whose earlier turns are looked for, too; or "".
             until: so many tokens may hold turns: from there on, there is the new question.
         """
         taken, own = [*taken], namespace_id(namespace)

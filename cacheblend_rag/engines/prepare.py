@@ -79,7 +79,7 @@ class PreparedPrompt:
         found: parts of stored chunks, and of the conversation's earlier turns, that an engine in
             this process found in its tokens, in order, beside ``placed``.
         conversation: the one that it belongs to, or None.
-        secret: the conversation's id, or that of one whose turns are kept elsewhere; or "".
+        conversation_key: the conversation's, or that of one whose turns are kept elsewhere; or "".
         question_start: index of the first token, at the latest, of the new question in it.
         shared_tokens: how many of its first tokens, at most, other conversations may share.
         cache_salt: the KV of its prefix is shared only with prompts of the same one, as in vLLM;
@@ -99,7 +99,7 @@ class PreparedPrompt:
     expects_chunks: bool
     found: tuple[PlacedChunk, ...] = ()
     conversation: ConversationKV | None = None
-    secret: str = field(default="", repr=False)
+    conversation_key: str = field(default="", repr=False)
     question_start: int = 0
     shared_tokens: int | None = None
     cache_salt: str | None = None
@@ -210,7 +210,7 @@ class PromptPreparer:
         return replace(prepared, found=parts, tokenize_seconds=time.perf_counter() - found)
 
     def prepare_tokens(
-        self, token_ids: Sequence[int], *, secret: str = "", until: int = 0
+        self, token_ids: Sequence[int], *, conversation: str = "", until: int = 0
     ) -> PreparedPrompt:
         """Return a prompt of exactly these tokens; see ``Engine.prepare_tokens``."""
         if not token_ids:
@@ -233,7 +233,7 @@ class PromptPreparer:
                 room=self._room(len(token_ids)),
                 expects_chunks=False,
             )
-        prepared = replace(prepared, secret=secret, question_start=until)
+        prepared = replace(prepared, conversation_key=conversation, question_start=until)
         return replace(prepared, found=tuple(self.find(prepared)))
 
     def _in_conversation(self, prompt: PreparedPrompt, turn: TurnPrompt) -> PreparedPrompt:
@@ -247,7 +247,7 @@ class PromptPreparer:
         return replace(
             prompt,
             conversation=turn.conversation,
-            secret=turn.conversation.conversation_id,
+            conversation_key=turn.conversation.key,
             shared_tokens=self._shared_tokens(ids),
             question_start=max(0, len(ids) - question_tokens),
         )

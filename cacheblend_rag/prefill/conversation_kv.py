@@ -55,14 +55,14 @@ def turn_fingerprint(fingerprint: str) -> str:
     return fingerprint[:NAMESPACE_DIGITS] + rest
 
 
-def turn_context(before: str, secret: str) -> str:
-    """Return the context id of a turn's chunk: without the secret, nobody has its key.
+def turn_context(before: str, conversation: str) -> str:
+    """Return the context id of a turn's chunk: nobody else can name its KV.
 
     Args:
         before: the hash of all tokens before it, as ``prefix_ids`` returns it.
-        secret: the conversation's id.
+        conversation: the conversation's key.
     """
-    return hashlib.blake2b(before.encode(), digest_size=16, key=secret.encode()).hexdigest()
+    return hashlib.blake2b(before.encode(), digest_size=16, key=conversation.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +89,22 @@ class TurnDocument:
         """Bytes of the KV."""
         return self.token_bytes * sum(map(len, self.chunks))
 
-    def plans(self, secret: str) -> list[ChunkPlan]:
-        """Return the chunks with the tokens before them; secret: without it none has their keys."""
+    def plans(self, conversation: str) -> list[ChunkPlan]:
+        """Return the chunks with the tokens before them; conversation: its key."""
         chunks, lead = self.chunks, len(self.lead)
         whole = (*self.lead, *(token for chunk in chunks for token in chunk))
         *starts, _ = accumulate(map(len, chunks), initial=lead)
         found = zip(chunks, starts, prefix_ids(whole, starts), strict=True)
         return [
-            ChunkPlan(chunk, self.lead, whole[lead:start], self._key(chunk, before, secret), True)
+            ChunkPlan(
+                chunk, self.lead, whole[lead:start], self._key(chunk, before, conversation), True
+            )
             for chunk, start, before in found
         ]
 
-    def _key(self, chunk: TokenIds, before: str, secret: str) -> KVKey:
+    def _key(self, chunk: TokenIds, before: str, conversation: str) -> KVKey:
         """Return the key of a chunk; before: the hash of the tokens before it."""
-        return KVKey(chunk_id(chunk), self.fingerprint, turn_context(before, secret))
+        return KVKey(chunk_id(chunk), self.fingerprint, turn_context(before, conversation))
 
 
 _DOCUMENTS = TypeAdapter(tuple[TurnDocument, ...])
@@ -116,8 +118,9 @@ class ConversationKV:
     texts are the same.
 
     Attributes:
-        conversation_id: names the conversation in the store. It is a secret: who knows it can
-            resume the conversation, or evict its KV.
+        conversation_id: is a secret, which never leaves this process but by ``to_plain``: who knows
+            it can resume the conversation.
+        key: a hash of it, by which the KV of turns is named, found and evicted; servers get it.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class ConversationKV:
             if type(most) is not int or most < 0:
                 raise ConfigError(f"{name}={most!r} must be an integer of at least 0")
         self.conversation_id = drawn
+        self.key = hashlib.blake2b(b"turns", digest_size=ID_BYTES, key=drawn.encode()).hexdigest()
         self._most_turns, self._most_bytes = most_turns, most_bytes
         self._changed = Condition()
         self._documents: tuple[TurnDocument, ...] = ()
@@ -161,12 +165,12 @@ class ConversationKV:
 
     def keys(self) -> list[KVKey]:
         """Return the keys of all kept KV."""
-        return [plan.key for one in self._documents for plan in one.plans(self.conversation_id)]
+        return [plan.key for one in self._documents for plan in one.plans(self.key)]
 
     def plans(self, fingerprint: str) -> list[list[ChunkPlan]]:
         """Return the chunks of each document under a ``turn_fingerprint``."""
         told = (one for one in self._documents if one.fingerprint == fingerprint)
-        return [one.plans(self.conversation_id) for one in told]
+        return [one.plans(self.key) for one in told]
 
     def settle(self) -> None:
         """Wait until turns that may be stored soon are stored: before a prompt is searched."""
@@ -221,7 +225,7 @@ class ConversationKV:
             self._append(replace(document, turns=(turn,)), min(most_tokens, DOCUMENT_TOKENS))
             gone = list[KVKey]()
             while self.turns > self._most_turns or self.nbytes > self._most_bytes:
-                gone += [plan.key for plan in self._documents[0].plans(self.conversation_id)]
+                gone += [plan.key for plan in self._documents[0].plans(self.key)]
                 self._documents = self._documents[1:]
             return gone
 

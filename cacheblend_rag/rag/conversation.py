@@ -324,4 +324,4 @@ def forget_conversation(engine: Engine, conversation: ConversationKV) -> int:
         ConfigError: when the engine is closed.
     """
     engine._lifetime.check()
-    return engine._evict_turns(conversation.forget(), conversation.conversation_id)
+    return engine._evict_turns(conversation.forget(), conversation.key)

@@ -215,7 +215,7 @@ class ConversationContract:
         conversation = begun(engine)
         for turn in range(2):
             self.asked(conversation, turn)
-        assert engine._evict_turns(conversation.kv.keys(), conversation.kv.conversation_id) > 0
+        assert engine._evict_turns(conversation.kv.keys(), conversation.kv.key) > 0
         self.asked(conversation, 2)
         assert of_turns(conversation) == 0
         self.asked(conversation, 3)

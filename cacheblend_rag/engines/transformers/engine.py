@@ -255,15 +255,15 @@ class TransformersEngine(Engine):
 
     def _find(self, prompt: PreparedPrompt) -> Sequence[PlacedChunk]:
         """Return the parts of stored chunks, and of the conversation's earlier turns."""
-        conversation, secret = prompt.conversation, prompt.secret
-        if conversation is not None and not self._finder.knows(self.namespace, secret):
+        conversation, key = prompt.conversation, prompt.conversation_key
+        if conversation is not None and not self._finder.knows(self.namespace, key):
             for plans in conversation.plans(turn_fingerprint(self._led.fingerprint)):
-                self._learn(plans, self._led.id, secret)  # it was resumed
+                self._learn(plans, self._led.id, key)  # it was resumed
         found = self._finder.find(
             self.namespace,
             prompt.token_ids,
             taken=[(chunk.start, chunk.end) for chunk in prompt.placed],
-            conversation=secret,
+            conversation=key,
             until=prompt.question_start,
         )
         return [
@@ -505,7 +505,7 @@ class TransformersEngine(Engine):
         Args:
             plans: distinct chunks, whole documents in order.
             lead_in: that they are computed after.
-            conversation: the secret of the one whose turns they are, or "".
+            conversation: the key of the one whose turns they are, or "".
             when_idle: whether one layer of one chunk at a time, while nothing else wants the model.
         """
         stack, tried = cast(TransformersStack, self._stack), self._tried
@@ -546,7 +546,7 @@ class TransformersEngine(Engine):
         Args:
             keys: of chunks computed after ``lead_in``.
             lead_in: what they were computed after.
-            conversation: the secret of the one whose turns they are, or "".
+            conversation: the key of the one whose turns they are, or "".
         """
         self._unlearn(keys, lead_in, conversation)
         evicted = {key: self.store.evict(key) for key in keys}

@@ -258,8 +258,7 @@ class VLLMEngine(Engine):
         prompt = request.prepared
         if prompt.conversation is None:
             return {}
-        secret = prompt.conversation.conversation_id
-        return {"conversation": secret, "until": prompt.question_start}
+        return {"conversation": prompt.conversation.key, "until": prompt.question_start}
 
     def _salt(self, request: Request) -> str | None:
         """Return a request's ``cache_salt``: requests with the same one may share vLLM's blocks.

@@ -35,8 +35,8 @@ Key: TypeAlias = tuple[Hash, MaybeHash]
 """A chunk id and a context id."""
 
 
-Secret = Annotated[MaybeHash, Field(repr=False)]
-"""The secret of a conversation: without it, nobody finds or names the KV of its turns."""
+ConversationKey = Annotated[MaybeHash, Field(repr=False)]
+"""The key of a conversation: without it, nobody finds or names the KV of its turns."""
 
 
 class _Message(BaseModel):
@@ -47,15 +47,15 @@ class Wish(_Message):
     """Whether chunks are to be found in a request's prompt, and how they are blended.
 
     config: settings of a BlendConfig; those that are missing are the server's. report_id: 32 hex
-    digits under which the result is kept for a later ``report``, or "". conversation: the secret of
-    a conversation whose earlier turns are found, too, in the first ``until`` tokens; or "".
+    digits under which the result is kept for a later ``report``, or "". conversation: the key of
+    one whose earlier turns are found, too, in the first ``until`` tokens; or "".
     """
 
     version: Literal[5] = VERSION
     kind: Literal["find", "off"] = "find"
     config: Mapping[str, Any] = {}
     report_id: MaybeHash = ""
-    conversation: Secret = ""
+    conversation: ConversationKey = ""
     until: Count = 0
 
     @classmethod
@@ -89,7 +89,7 @@ class Precompute(_Message):
     """Compute and store the KV of a document's chunks.
 
     lead_in: what they are computed after. tokens: the lead-in's, and the document's from
-    ``context_start`` on. conversation: the secret of one whose turns the chunks are, or "": these
+    ``context_start`` on. conversation: the key of one whose turns the chunks are, or "": these
     are computed after all tokens before them, and nobody else can name their KV. idle: whether to
     work only while nothing else is to be done.
     """
@@ -99,7 +99,7 @@ class Precompute(_Message):
     tokens: SomeTokens
     chunks: Annotated[tuple[Span, ...], FailFast(), Field(min_length=1)]
     context_start: Count = 0
-    conversation: Secret = ""
+    conversation: ConversationKey = ""
     idle: bool = False
 
     def names(self) -> list[Key]:
@@ -148,7 +148,7 @@ class Compare(_Message):
     answer: SomeTokens
     reference: Tokens = ()
     config: BlendConfig
-    conversation: Secret = ""
+    conversation: ConversationKey = ""
     until: Count = 0
 
 
@@ -158,13 +158,13 @@ StoreKind = Literal["lookup", "verify", "evict", "prefetch"]
 class StoreJob(_Message):
     """Look up, verify, evict or prefetch stored KV.
 
-    conversation: the secret of one whose turns the keys are of, or "".
+    conversation: the key of one whose turns the keys are of, or "".
     """
 
     kind: StoreKind
     lead_in: LeadInId
     keys: Annotated[tuple[Key, ...], Field(max_length=MOST_KEYS)]
-    conversation: Secret = ""
+    conversation: ConversationKey = ""
 
 
 class Ask(_Message):
