@@ -1,4 +1,7 @@
-"""The vLLM engine: CacheBlend on a vLLM with the connector, in process or behind a server."""
+"""The vLLM engine: CacheBlend on a vLLM with the connector, in process or behind a server.
+
+A server of the embedded engine takes the same requests, so this is its client, too.
+"""
 
 from __future__ import annotations
 
@@ -89,6 +92,8 @@ logger = logging.getLogger(__name__)
 ToldT = TypeVar("ToldT", bound=Result)
 
 DEFAULT_NAMESPACE = "default"
+EMBEDDED_SERVER = "transformers-server"
+"""The name of an engine whose server runs the embedded engine."""
 JOBS_AT_ONCE = 8
 
 
@@ -143,6 +148,8 @@ class VLLMEngine(Engine):
             tokenizer = tokenizer or transport.load_tokenizer()
             transport.check_tokenizer(tokenizer)
             self._ask_status()
+            if self.status.active and not self.status.vllm:
+                self.name = EMBEDDED_SERVER
             if self.status.namespace not in {"", namespace_id(namespace)}:
                 raise ConfigError(
                     f"namespace={namespace!r} is not the server's: give the one it was started "
@@ -256,9 +263,9 @@ class VLLMEngine(Engine):
     def _of_turns(self, request: Request) -> dict[str, Any]:
         """Return what a wish, or a comparison, says of the conversation of a request."""
         prompt = request.prepared
-        if prompt.conversation is None:
+        if not prompt.conversation_key:
             return {}
-        return {"conversation": prompt.conversation.key, "until": prompt.question_start}
+        return {"conversation": prompt.conversation_key, "until": prompt.question_start}
 
     def _salt(self, request: Request) -> str | None:
         """Return a request's ``cache_salt``: requests with the same one may share vLLM's blocks.
