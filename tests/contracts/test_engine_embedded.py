@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
 
 import pytest
-import uvicorn
-from fastapi import FastAPI
 from transformers import PreTrainedModel
 
 from cacheblend_rag import (
     Chunk,
     Document,
-    Engine,
     GuardConfig,
     LeadInConfig,
     PromptError,
     TransformersEngine,
     open_engine,
 )
-from cacheblend_rag.api.app import create_app
 from tests.contracts.engine import (
     ALL,
     CONFIG,
@@ -37,7 +31,6 @@ from tests.contracts.engine import (
     tokenizer_with_template,
     wait_until,
 )
-from tests.local_servers import HOST, free_port
 from tests.models import make_model, make_tokenizer
 
 
@@ -84,42 +77,6 @@ class TestTransformersEngine(EngineContract):
 
     def steps(self, engine: object) -> int:
         return self._calls[0]
-
-
-@contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
-    """Run an application in a thread; yields its URL."""
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, host=HOST, port=port, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    wait_until(lambda: server.started)
-    yield f"http://{HOST}:{port}"
-    server.should_exit = True
-    thread.join(20)
-
-
-@pytest.fixture(scope="module")
-def on_server(
-    model: PreTrainedModel, calls: list[int], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    """An engine over a server of the embedded engine; it knows the tokenizer by a folder."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer_with_template().save_pretrained(folder)
-    with (
-        closing(
-            TransformersEngine(model, tokenizer=tokenizer_with_template(), config=CONFIG)
-        ) as served,
-        listening(create_app(served)) as url,
-        closing(open_engine(url, model=folder, config=CONFIG)) as engine,
-    ):
-        yield engine
-
-
-class TestEmbeddedServer(TestTransformersEngine):
-    @pytest.fixture
-    def engine(self, on_server: Engine) -> Engine:
-        return on_server
 
 
 @pytest.fixture(scope="module")

@@ -222,12 +222,21 @@ def test_a_batch_reads_what_its_prompts_share_once(
     engine = opened({"recompute_ratio": 0.0, "reuse_prefix": False}, tiers=places)
     engine.register([*topics, *own, *one])
 
+    def sent() -> int:
+        return int(there.info("stats")["total_net_output_bytes"])
+
+    def is_quiet() -> bool:
+        before = sent()
+        time.sleep(0.3)
+        return sent() - before < 10_000
+
     def read(*prompts: BlendPrompt) -> int:
-        before = there.info("stats")["total_net_output_bytes"]
+        before = sent()
         answers = engine.generate_batch(prompts, ONE)
         assert all(chunk.hit for answer in answers for chunk in answer.report.chunks)
-        return there.info("stats")["total_net_output_bytes"] - before
+        return sent() - before
 
+    assert until(is_quiet)  # the engine has read which chunks there are
     size = read(asking(*one))
     together = read(*[asking(topics[at % 2], chunk) for at, chunk in enumerate(own)])
     assert round(together / size) == len(topics) + len(own)
