@@ -198,5 +198,5 @@ def read_job(text: str | bytes) -> Job:
 def problem_of(error: ValidationError) -> str:
     """Return one line about the first field that is wrong."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    line = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    line = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
     return " ".join(line.split())
