@@ -12,7 +12,7 @@ import pytest
 
 from cacheblend_rag import Document
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.protocol.job import OFF_PARAMS, PARAMETER, VERSION
+from cacheblend_rag.engines.vllm.protocol.job import NOTHING_FOUND, PARAMETER, VERSION
 from cacheblend_rag.engines.vllm.serve import RunningServer
 from tests.models import words
 
@@ -118,7 +118,7 @@ class AnyClient:
 
     def test_ratio_1_is_plain_and_plain_is_never_blended(self, client: openai.OpenAI) -> None:
         seed = next(self.questions)
-        off, told = {"kv_transfer_params": dict(OFF_PARAMS)}, {"logprobs": True}
+        off, told = {"kv_transfer_params": NOTHING_FOUND.to_params()}, {"logprobs": True}
         fresh = self.chat(client, seed, extra_body={**off, "cache_salt": uuid.uuid4().hex}, **told)
         assert self.cached(fresh) == 0
         blended = self.chat(client, seed, **told)

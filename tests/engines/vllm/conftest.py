@@ -26,6 +26,7 @@ WITHOUT_VLLM = {
     "connector/test_settings.py",
     "protocol/test_job.py",
     "protocol/test_result.py",
+    "test_jobs.py",
     "test_connection.py",
     "middleware/test_access.py",
     "middleware/test_tenants.py",

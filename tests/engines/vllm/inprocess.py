@@ -20,6 +20,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.model_files import vllm_generation_values
+from cacheblend_rag.engines.vllm.connector.finding import Finding
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
@@ -215,3 +216,6 @@ class InProcessEngine(VLLMEngine):
             store.evict(key)
         self.free_blocks()
         assert self.core.reset_prefix_cache()
+        config, connector = self.core.vllm_config, self.scheduler_connector
+        connector.finding.finder.close()
+        connector.finding = Finding.of(config, ConnectorSettings.of_vllm(config))

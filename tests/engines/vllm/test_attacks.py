@@ -1,81 +1,89 @@
-"""What strangers may send to a vLLM server, and what it must not bring them."""
+"""What may come as a job, and what it must not bring."""
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
-from cacheblend_rag import BlendConfig, Chunk
+from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.job_runner import evict, prefetch
-from cacheblend_rag.engines.vllm.connector.scheduler import read_job
+from cacheblend_rag.engines.vllm.connector.scheduler import read_pending
 from cacheblend_rag.engines.vllm.protocol.job import (
-    SALT_PREFIX,
-    BlendJob,
-    SentChunk,
+    Ask,
+    Compare,
+    Job,
+    Precompute,
+    StoreJob,
+    read_job,
 )
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import KVKey, TieredKVStore
+from cacheblend_rag.kv.chunk_kv import chunk_id
 from cacheblend_rag.prefill.lead_in import LeadInId
+from tests.contracts.wire import cut
 from tests.engines.vllm.exactness import SHORT, logprobs
 from tests.engines.vllm.hostile import HOSTILE, mutated
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.opening import request_of
-from tests.models import make_tokenizer, prompt_of, words
+from tests.models import make_tokenizer, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
 
 
-@pytest.fixture
-def blend_config() -> BlendConfig:
-    return CONFIG
+# What is sent as a job
 
-
-# What strangers send
-
+HASH = "0" * 32
+NONE = LeadInId("none", chunk_id(()), 0)
+DOCUMENT = LeadInId("document", chunk_id(range(3)), 2048)
 MUTATIONS = 3_000
+TOKENS = tuple(range(2, 150))
+JOBS: dict[str, Job] = {
+    "precompute": Precompute(lead_in=NONE, tokens=TOKENS, chunks=((0, 148),)),
+    "turns": Precompute(lead_in=NONE, tokens=TOKENS, chunks=((2, 90),), conversation=HASH),
+    "compare": Compare(tokens=TOKENS, answer=(3, 4), config=CONFIG),
+    "evict": StoreJob(kind="evict", lead_in=NONE, keys=((HASH, ""),)),
+    "prefetch": StoreJob(kind="prefetch", lead_in=NONE, keys=((HASH, ""),)),
+    "status": Ask(kind="status"),
+    "report": Ask(kind="report", report_id="1" * 32),
+}
 
 
-def test_whatever_is_wrong_with_an_order_is_its_requests_reason() -> None:
-    draw = random.Random(0)
-    chunks = (SentChunk(3, 10), SentChunk(12, 20, "0" * 32, True))
-    lead_in = LeadInId("document", "0" * 32, 2048)
-    orders = [
-        BlendJob("blend", lead_in, chunks, config=CONFIG, report_id="1" * 32),
-        BlendJob("precompute", lead_in, chunks, tokens=tuple(range(20))),
-        BlendJob("evict", lead_in, keys=(("0" * 32, ""),)),
-        BlendJob(
-            "precompute",
-            lead_in,
-            (SentChunk(3, 10, "1" * 32, turn=True), SentChunk(12, 20, "0" * 32, turn=True)),
-            tokens=tuple(range(40)),
-        ),
-        BlendJob("report", lead_in, report_id="1" * 32),
-    ]
-    model = SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 256)
-    read = Counter[bool]()
+@pytest.fixture
+def _long_numbers() -> Iterator[None]:
+    most = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    yield
+    sys.set_int_max_str_digits(most)
+
+
+@pytest.mark.usefixtures("_long_numbers")
+def test_whatever_is_wrong_with_a_job_is_its_requests_reason() -> None:
+    draw, read = random.Random(0), Counter[bool]()
+    document = Precompute(
+        lead_in=DOCUMENT, tokens=tuple(range(40)), chunks=((3, 10), (12, 20)), context_start=3
+    )
+    jobs = [document, *JOBS.values()]
+    model = SimpleNamespace(max_model_len=150, get_vocab_size=lambda: 256)
     for turn in range(MUTATIONS):
-        params = mutated(draw.choice(orders).to_params(), draw)
-        request = SimpleNamespace(
-            kv_transfer_params=params if turn % 50 else draw.choice(HOSTILE),
-            num_prompt_tokens=100,
-            prompt_token_ids=list(range(100)),
-            cache_salt=f"{SALT_PREFIX}x",
-            lora_request=None,
-            mm_features=[],
-            prompt_embeds=None,
-            sampling_params=SimpleNamespace(prompt_logprobs=None),
-            skip_reading_prefix_cache=False,
-            resumable=False,
-        )
-        pending = read_job(request, None, model)  # type: ignore[arg-type]
+        plain = draw.choice(jobs).model_dump(mode="json")
+        sent = json.dumps(mutated(plain, draw, 900) if turn % 50 else draw.choice(HOSTILE))
+        if turn % 5 == 0:
+            sent = cut(json.dumps(plain).encode(), draw).decode(errors="replace")
+        pending = read_pending(sent, None, model)  # type: ignore[arg-type]
         read[pending.job is not None] += 1
-        assert pending.job is None or pending.reason is None
+        assert (pending.job is None) == (pending.reason is not None)
         assert len(pending.reason or "") < 600
+        assert "\n" not in (pending.reason or "")
+        with suppress(ConfigError):  # it is all that the HTTP route must expect
+            read_job(sent.encode(errors="replace"))
     assert min(read[True], read[False]) > MUTATIONS // 50
 
 
@@ -86,37 +94,18 @@ def test_an_order_of_many_keys_lets_others_in_between(work: Callable[..., Iterat
         assert len(list(work(store, keys))) == len(keys)
 
 
-def orders_of_every_kind(engine: InProcessEngine) -> dict[str, BlendJob]:
-    blend = request_of(engine, prompt_of(Chunk(words(30, 5)), words(5, 6)), SHORT, CONFIG).job
-    assert blend is not None
-    lead_in = blend.lead_in
-    tokens = tuple(range(2, 150))
-    whole = SentChunk(0, 148, "", False, 0)
-    return {
-        "precompute": BlendJob("precompute", lead_in, (whole,), tokens=tokens),
-        "evict": BlendJob("evict", lead_in, keys=(("0" * 32, ""),)),
-        "turns": BlendJob(
-            "precompute", lead_in, (SentChunk(2, 90, "0" * 32, turn=True),), tokens=tokens
-        ),
-        "prefetch": BlendJob("prefetch", lead_in, keys=(("0" * 32, ""),)),
-        "status": BlendJob("status", lead_in),
-        "report": BlendJob("report", lead_in, report_id="1" * 32),
-    }
-
-
-@pytest.mark.parametrize("kind", ["precompute", "evict", "turns", "prefetch", "status", "report"])
-def test_an_order_reads_nothing_of_others(few_blocks: InProcessEngine, kind: str) -> None:
-    """Whatever goes with an order as prompt is computed, never decoded from what stood there."""
+@pytest.mark.parametrize("kind", JOBS)
+def test_a_job_reads_nothing_of_others(few_blocks: InProcessEngine, kind: str) -> None:
+    """Whatever goes with it as prompt is computed, never decoded from what stood there."""
     for seed in range(4):  # others' prompts, in all blocks there are
         few_blocks.generate_full(words(700, 70 + seed), SHORT)
-    order = orders_of_every_kind(few_blocks)[kind]
     prompt = tuple(make_tokenizer().encode(words(400, 90)))
     many = ResolvedSampling(max_tokens=40)
-    salt = f"{SALT_PREFIX}{kind}"
-    seen = logprobs(few_blocks, VLLMRequest(prompt, many, salt, order))
-    assert len(seen) == (40 if kind == "report" else 2), "it ends when its order is done"
+    salt, job = f"carrier {kind}", JOBS[kind].model_dump_json()
+    seen = logprobs(few_blocks, VLLMRequest(prompt, many, salt, job=job))
+    assert len(seen) == 2, "it ends when its job is done"
     plain = logprobs(few_blocks, VLLMRequest(prompt, many, f"plain {kind}"))
-    assert seen == plain[: len(seen)]
+    assert seen == plain[:2]
     after = logprobs(few_blocks, VLLMRequest(prompt, many, salt))
     assert after == pytest.approx(plain, abs=1e-4), (
         "what the prefix cache keeps is the prompt's own"

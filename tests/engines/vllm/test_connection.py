@@ -55,9 +55,9 @@ HIT = {"chunk_id": "0" * 32, "start": 0, "tokens": 40, "hit": True, "tier": "hos
 
 
 class CannedServer:
-    """Answers ``/v1/models`` and completions; ``orders`` notes the kinds of orders that came.
+    """Answers ``/v1/models``, completions and jobs; ``asked`` notes the kinds of wishes and jobs.
 
-    said: what blend orders bring. fail: a status for completions that are no status orders.
+    said: what requests and jobs bring. fail: a status for those that ask for no status.
     breaks: how many streams break off after their first token. names, traces: headers.
     """
 
@@ -69,18 +69,16 @@ class CannedServer:
         self.fail: list[int] = []
         self.breaks = 0
         self.metrics: dict[str, Any] | None = None
-        self.orders: list[str] = []
+        self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.names: list[str | None] = []
         self.traces: list[str | None] = []
         self.url = ""
 
-    def params(self, body: dict[str, Any]) -> dict[str, Any] | None:
-        order = (body.get("kv_transfer_params") or {}).get("cacheblend", {})
-        kind = order.get("kind", "plain")
-        self.orders.append(kind)
-        result = {"status": self.status, "report": self.reports}.get(kind, self.said)
-        return None if kind == "plain" or result is None else {"cacheblend": result}
+    def result(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        told = (body.get("kv_transfer_params") or {}).get("cacheblend", body)
+        self.asked.append(told["kind"])
+        return {"status": self.status, "report": self.reports}.get(told["kind"], self.said)
 
 
 @contextmanager
@@ -96,12 +94,15 @@ def listening(canned: CannedServer) -> Iterator[CannedServer]:
             canned.bodies.append(body)
             canned.names.append(self.headers["X-Request-Id"])
             canned.traces.append(self.headers["traceparent"])
-            if isinstance(body["prompt"], str):
+            if isinstance(body.get("prompt"), str):
                 count = len(body["prompt"].split())
                 return self.reply(200, completion(prompt_token_ids=[UNKNOWN] * count))
-            params = canned.params(body)
-            if canned.orders[-1] != "status" and canned.fail:
+            result = canned.result(body)
+            if canned.asked[-1] != "status" and canned.fail:
                 return self.reply(canned.fail.pop(0), {"error": {"message": "no\nroom"}})
+            if self.path == "/v1/cacheblend/jobs":
+                return self.reply(404 if result is None else 200, result)
+            params = None if result is None else {"cacheblend": result}
             if body.get("stream"):
                 return self.stream()
             return self.reply(200, completion(kv_transfer_params=params, metrics=canned.metrics))
@@ -208,7 +209,7 @@ def test_a_requests_headers_are_sent_and_replace_none_of_ours(
     answer = engine.generate(PROMPT, FOUR)
     joined = list(engine.stream(PROMPT, FOUR))
     assert len(joined) > 1
-    assert canned.orders == ["status", "blend", "blend", "report"]
+    assert canned.asked == ["status", "find", "find", "report"]
     assert canned.traces == [sent["traceparent"], sent["traceparent"], None]
     assert canned.names[0] == answer.report.request_id
 
@@ -272,10 +273,16 @@ def test_a_prefix_ends_before_the_first_chunk_whatever_a_server_says(
 
 def test_a_late_report_is_asked_for(canned: CannedServer, connect: Open) -> None:
     engine = connect()
-    canned.said, canned.reports = {"late": True}, {"chunks": [HIT]}
-    assert engine.generate(PROMPT, FOUR).report.blended
-    sent = [body["kv_transfer_params"]["cacheblend"]["report_id"] for body in canned.bodies[-2:]]
-    assert sent[0] == sent[1] != ""
+    known = {**HIT, "chunk_id": engine.key(CHUNK).chunk_id}
+    canned.said, canned.reports = {"late": True}, {"chunks": [known]}
+    report = engine.generate(PROMPT, FOUR).report
+    assert [(one.hit, one.document_id) for one in report.chunks] == [(True, "report")]
+    wish, asked = canned.bodies[-2]["kv_transfer_params"]["cacheblend"], canned.bodies[-1]
+    assert wish["report_id"] == asked["report_id"] != ""
+    canned.reports = {"chunks": [HIT]}
+    found, missed = engine.generate(PROMPT, FOUR).report.chunks
+    assert (found.hit, found.document_id) == (True, None), "whose it is, the client cannot say"
+    assert (missed.reason, missed.document_id) == ("not stored", "report")
 
 
 @pytest.mark.parametrize(
@@ -316,7 +323,7 @@ def test_without_the_connector_nothing_is_computed_ahead(
     engine = connect()
     report = engine.precompute([CHUNK, "w5 w6"], progress=False)
     assert report.refused == {NO_CONNECTOR: 2}
-    assert set(canned.orders) == {"status"}
+    assert set(canned.asked) == {"status"}
     canned.status = dict(STATUS)
     canned.said = {"computed": 1, "computed_tokens": 40}
     assert engine.precompute([CHUNK], progress=False).computed == 1
@@ -544,13 +551,13 @@ def test_options_out_of_range(options: dict[str, Any], said: str) -> None:
 def test_a_slow_server_is_given_up(canned: CannedServer, connect: Open) -> None:
     engine = connect(timeout_seconds=0.2)
     slow = threading.Event()
-    params = canned.params
+    result = canned.result
 
     def late(body: dict[str, Any]) -> Any:
         slow.wait(5)
-        return params(body)
+        return result(body)
 
-    canned.params = late  # type: ignore[method-assign]
+    canned.result = late  # type: ignore[method-assign]
     with pytest.raises(EngineUnavailableError, match=r"within timeout_seconds=0\.2"):
         engine.generate(PROMPT, FOUR)
     slow.set()

@@ -56,7 +56,7 @@ def requests_of(engine: InProcessEngine) -> list[VLLMRequest]:
         for prompt in prompts_of(kind):
             asked = request_of(engine, prompt, sampling, engine.config)
             found.append(asked)
-            if asked.job is not None:
+            if kind != "plain":
                 found.append(VLLMRequest(asked.token_ids, sampling, "ordinary"))
     return found
 
@@ -110,6 +110,9 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(
 ) -> None:
     free = engine.free_blocks()
     distinct = requests_of(engine)
+    find = engine.scheduler_connector.finding.finder.find
+    loads = [one.wish.kind == "find" and bool(find("default", one.token_ids)) for one in distinct]
+    assert any(loads)
     references = [engine.transport.run(answer(engine, request)) for request in distinct]
     preempted: Counter[str] = Counter()
     preempt = engine.scheduler._preempt_request
@@ -132,7 +135,7 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(
                 fate: Fate = "done"
                 if index % 5 == 0:
                     fate = "aborted while decoding"
-                elif index % 5 == 1 and request.job is not None:
+                elif index % 5 == 1 and loads[which]:
                     request = unseen(request)
                     fate = "aborted while loading"
                 if fate != "done":

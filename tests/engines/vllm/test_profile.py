@@ -11,7 +11,6 @@ import pytest
 from cacheblend_rag import BlendConfig, LeadInConfig, Profile, load_tokenizer
 from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm import engine as vllm_engine
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol.result import ConnectorStatus
 from tests.toy import TOY
@@ -22,13 +21,16 @@ SERVED = Profile(
 
 
 class Nowhere:
-    """A transport that sends nothing."""
+    """A transport that sends nothing; status: the connector's."""
 
     name = model_name = "nowhere"
     context_window = 1024
 
-    def __init__(self) -> None:
-        self.background = BackgroundLoop("nowhere")
+    def __init__(self, status: ConnectorStatus) -> None:
+        self.background, self.status = BackgroundLoop("nowhere"), status
+
+    def ask_status(self) -> ConnectorStatus:
+        return self.status
 
     def load_tokenizer(self) -> Any:
         return load_tokenizer(TOY)
@@ -40,19 +42,16 @@ class Nowhere:
 
 
 @pytest.mark.parametrize("profile", [None, SERVED])
-def test_a_servers_profile_is_its_clients(
-    monkeypatch: pytest.MonkeyPatch, profile: Profile | None
-) -> None:
+def test_a_servers_profile_is_its_clients(profile: Profile | None) -> None:
     status = ConnectorStatus(
         active=True,
         sampling=ResolvedSampling.of_model({}),
         profile=json.dumps(profile.to_dict()) if profile else "",
     )
-    monkeypatch.setattr(vllm_engine, "ask_status", lambda _: status)
-    with closing(VLLMEngine(Nowhere(), config=BlendConfig(recompute_ratio=0.5))) as engine:
+    with closing(VLLMEngine(Nowhere(status), config=BlendConfig(recompute_ratio=0.5))) as engine:
         assert engine.config.ratio == 0.5
         assert engine.config.selector == ("prior" if profile else BlendConfig().selector)
         assert engine.lead_in.kind == ("bos" if profile else LeadInConfig().kind)
-    with closing(VLLMEngine(Nowhere(), lead_in="document")) as own:
+    with closing(VLLMEngine(Nowhere(status), lead_in="document")) as own:
         assert own.lead_in.kind == "document"
         assert own.config.ratio == (0.2 if profile else BlendConfig().ratio)

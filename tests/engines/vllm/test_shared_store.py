@@ -15,6 +15,7 @@ from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.exactness import SHORT, difference, logprobs
 from tests.engines.vllm.opening import request_of
 from tests.families.reference import DOCUMENTS, retrieved
+from tests.kv.samples import until
 from tests.local_servers import Server
 from tests.models import make_tokenizer
 from tests.servers import redis_place, s3_place, tier_at
@@ -102,5 +103,9 @@ def test_what_one_worker_forgets_the_other_misses(pair: Pair, tier: str) -> None
     answer = other.generate(retrieved(opening=opening), SHORT)
     assert [chunk.hit for chunk in answer.report.chunks] == [False, True, True]
     assert other.precompute(DOCUMENTS, progress=False).computed == 2
-    answer = one.generate(retrieved(opening=opening + 1), SHORT)
-    assert [chunk.hit for chunk in answer.report.chunks] == [True] * 3
+
+    def found() -> bool:
+        answer = one.generate(retrieved(opening=opening + 1), SHORT)
+        return [chunk.hit for chunk in answer.report.chunks] == [True] * 3
+
+    assert until(found, 20), "what another process stores is found a moment later"

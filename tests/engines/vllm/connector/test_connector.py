@@ -14,11 +14,10 @@ from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
 
 from cacheblend_rag import BlendConfig, Generation
-from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.metrics import METRICS, PREFIX
-from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob
+from cacheblend_rag.engines.vllm.jobs import carrier
+from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, Ask
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
-from cacheblend_rag.prefill.lead_in import LeadInId
 from cacheblend_rag.reason import ReasonCode
 from tests.engines.vllm.exactness import SHORT
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -27,7 +26,6 @@ from tests.families.reference import DOCUMENTS, retrieved
 from tests.models import words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
-REPORT_ID = "0123456789abcdef" * 2
 
 
 @pytest.fixture
@@ -55,11 +53,9 @@ def params_of(engine: InProcessEngine, request: VLLMRequest) -> Mapping[str, Any
     return result
 
 
-def asked(engine: InProcessEngine, salt: str = "", **changes: Any) -> VLLMRequest:
-    """A request to blend; salt makes it one that was never asked before."""
-    request = request_of(engine, f"{retrieved().text} {salt}", SHORT, engine.config)
-    assert request.job is not None
-    return replace(request, job=replace(request.job, **changes))
+def asked(engine: InProcessEngine, more: str, config: BlendConfig = CONFIG) -> VLLMRequest:
+    """A request to blend; more: what makes it one that was never asked before."""
+    return request_of(engine, f"{retrieved().text} {more}", SHORT, config)
 
 
 def test_requests_that_carry_a_job_end_without_a_warning(
@@ -76,22 +72,6 @@ def test_requests_that_carry_a_job_end_without_a_warning(
     assert [record.getMessage() for record in caplog.records] == []
 
 
-def malformed(engine: InProcessEngine, report_id: str = REPORT_ID) -> VLLMRequest:
-    return asked(engine, "w9", report_id=report_id, lead_in=LeadInId("odd", "", 0))
-
-
-def report_order(report_id: str) -> VLLMRequest:
-    order = BlendJob("report", LeadInId("none", "", 0), report_id=report_id)
-    return VLLMRequest((5, 6), ResolvedSampling(max_tokens=1), order.salt((5, 6)), order)
-
-
-def test_only_a_blend_needs_no_salt_of_its_own(core: InProcessEngine) -> None:
-    """Its blocks are set apart; those of other jobs would hold nothing until vLLM fills them."""
-    assert asked(core).salt is None
-    assert len(params_of(core, asked(core, "w12"))["chunks"]) == 3
-    code, sentence = params_of(core, replace(report_order(REPORT_ID), salt="mine"))["reason"]
-    assert code == ReasonCode.MALFORMED_JOB
-    assert "cache_salt" in sentence
 
 
 # Refusals
@@ -106,13 +86,11 @@ def check_refused(engine: InProcessEngine, said: str) -> None:
     assert not answer.report.blended
     assert said in str(answer.report.reason)
     assert answer.token_ids == engine.generate_full(retrieved(), SHORT).token_ids
-    status = BlendJob("status", LeadInId("none", "", 0))
-    request = VLLMRequest((5, 6), ResolvedSampling(max_tokens=2), status.salt((5, 6)), status)
-    found = params_of(engine, request)
-    assert found["active"] is False
-    code, sentence = found["refusal"]
-    assert code.startswith("unsupported_")
-    assert said in sentence
+    status = engine.transport.ask_status()
+    assert not status.active
+    assert status.problem is not None
+    assert status.problem.code.startswith("unsupported_")
+    assert said in status.problem
 
 
 def test_a_refused_model_is_served_by_ordinary_prefill(
@@ -172,18 +150,22 @@ def test_chunks_of_other_weights_are_not_found_and_those_of_the_same_are(
 
 
 def test_a_report_can_be_asked_for_once(core: InProcessEngine) -> None:
-    told = params_of(core, asked(core, "w8", report_id=REPORT_ID))
+    request = asked(core, "w8")
+    told = params_of(core, request)
     assert [chunk["hit"] for chunk in told["chunks"]] == [True] * 3
-    assert params_of(core, report_order(REPORT_ID)) == told
-    assert params_of(core, report_order(REPORT_ID)) == {"reason": ["no_answer", "no such report"]}
+    report = carrier(Ask(kind="report", report_id=request.wish.report_id))
+    assert params_of(core, report) == told
+    assert params_of(core, report) == {"reason": ["no_answer", "no such report"]}
 
 
-def test_why_an_order_was_not_carried_out_can_be_asked_for(core: InProcessEngine) -> None:
-    told = params_of(core, malformed(core))
-    code, sentence = told["reason"]
+@pytest.mark.parametrize("job", ["{", '{"kind": "steal"}', '{"kind": "status"}' * 2])
+def test_a_malformed_job_ends_its_own_request_only(core: InProcessEngine, job: str) -> None:
+    sent = replace(carrier(Ask(kind="status")), job=job)
+    code, sentence = params_of(core, sent)["reason"]
     assert code == ReasonCode.MALFORMED_JOB
-    assert "lead_in" in sentence
-    assert params_of(core, report_order(REPORT_ID)) == told
+    assert sentence.startswith("malformed job: ")
+    assert "\n" not in sentence
+    assert core.transport.ask_status().active
 
 
 def counted() -> dict[str, float]:
@@ -206,10 +188,11 @@ def test_metrics_count_what_reports_say(core: InProcessEngine) -> None:
         core.generate(f"{retrieved().text} {words(4, i)}", SHORT) for i in range(3)
     ]
     reports = [answer.report for answer in answers]
-    params_of(core, asked(core, "w19", config=core.config.with_changes(min_tokens=1000)))
+    params_of(core, asked(core, "w19", CONFIG.with_changes(min_tokens=1000)))
     core.generate(words(20, 1), SHORT)
     found = {name: value - before[name] for name, value in counted().items()}
     assert found.pop("blend_seconds") > 0
+    assert found.pop("find_seconds") > 0
     assert found == {
         "chunk_hits": 9,
         "chunk_misses": 3,
@@ -219,7 +202,6 @@ def test_metrics_count_what_reports_say(core: InProcessEngine) -> None:
         "fallbacks": 1,
         "guard_samples": 0,
         "guard_divergence": 0,
-        "found_requests": 0,
-        "found_tokens": 0,
-        "find_seconds": 0,
+        "found_requests": 3,
+        "found_tokens": 3 * 301,
     }

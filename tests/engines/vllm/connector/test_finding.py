@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
 from vllm import SamplingParams
+from vllm.tracing import extract_trace_headers
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Document
 from cacheblend_rag.engines.vllm.connector.metrics import PREFIX
-from cacheblend_rag.engines.vllm.protocol.job import OFF_PARAMS, PARAMETER, VERSION
+from cacheblend_rag.engines.vllm.namespaces import FIELD, JOB_FIELD
+from cacheblend_rag.engines.vllm.protocol.job import NOTHING_FOUND, PARAMETER, VERSION, StoreJob
+from cacheblend_rag.engines.vllm.protocol.result import EvictResult
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
+from cacheblend_rag.prefill.lead_in import LeadInId
 from tests.engines.vllm.exactness import SHORT, index
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
@@ -22,9 +26,10 @@ from tests.families.reference import DOCUMENTS, retrieved
 from tests.models import prompt_of, words
 
 SPACED = Document("c", (words(70, 81), words(120, 82)), separator="\n\n")
-"""Our client compares separators that are no white space, too; the finder knows tokens only."""
 CONFIG = BlendConfig(min_tokens=0, selector="question_mid", recompute_ratio=0.2, cost_model=False)
 TELLING = {"kind": "find", "version": VERSION}
+OFF = NOTHING_FOUND.to_params()
+EVICT = StoreJob(kind="evict", lead_in=LeadInId("none", "", 0), keys=()).model_dump(mode="json")
 
 
 @pytest.fixture
@@ -33,16 +38,13 @@ def blend_config() -> BlendConfig:
 
 
 @pytest.fixture
-def engine(llama: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcessEngine]:
+def engine(llama: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> InProcessEngine:
     finder = llama.scheduler_connector.finding
     monkeypatch.setattr(finder, "config", CONFIG)
     index(llama)
     llama.precompute([SPACED], progress=False)
     assert finder.finder.settle()
-    yield llama
-    for document in (*DOCUMENTS, SPACED):
-        llama.evict_document(document.document_id)
-    assert finder.finder.settle()
+    return llama
 
 
 class Told:
@@ -103,7 +105,7 @@ def find(**config: Any) -> dict[str, Any]:
 
 def plain(engine: InProcessEngine, prompt: Sequence[int]) -> Told:
     """Ordinary prefill that nothing is cached of."""
-    [told] = ask(engine, prompt, salt=uuid.uuid4().hex, params=dict(OFF_PARAMS))
+    [told] = ask(engine, prompt, salt=uuid.uuid4().hex, params=OFF)
     assert told.cached == 0
     return told
 
@@ -133,8 +135,7 @@ def test_it_is_the_blend_that_our_own_client_asks_for(engine: InProcessEngine) -
     prompt = spaced()
     [found] = ask(engine, tokens_of(engine, prompt), salt="a")
     own = request_of(engine, prompt, SHORT, CONFIG)
-    assert own.job is not None
-    [brought] = ask(engine, own.token_ids, salt="b", params=own.params)
+    [brought] = ask(engine, own.token_ids, salt="b", params=own.wish.to_params())
     assert found.logprobs == pytest.approx(brought.logprobs, abs=1e-6)
     assert found.cached == brought.cached
 
@@ -235,8 +236,6 @@ def test_a_prompt_that_a_preempted_one_began_with_is_counted_once(
         patched.setattr(engine.vllm, "step", step)
         [told] = ask(engine, later, params=config)
     assert told.cached == cached[0] > 301, "as many as its first prefill had"
-    for document in DOCUMENTS:
-        engine.evict_document(document.document_id)
 
 
 def test_parts_of_cut_and_edited_text_are_reused(engine: InProcessEngine) -> None:
@@ -286,7 +285,7 @@ def test_what_the_store_has_lost_stays_known(engine: InProcessEngine) -> None:
     assert "work_seconds" not in told[1].params[PARAMETER], "no worker had it"
     long = (*first, *engine.tokenize(words(300, 91)))
     ask(engine, long)
-    [plain_one] = ask(engine, long, params=dict(OFF_PARAMS))
+    [plain_one] = ask(engine, long, params=OFF)
     assert plain_one.cached > len(first), "nothing is set apart"
     index(engine)
     assert engine.scheduler_connector.finding.finder.settle()
@@ -299,7 +298,7 @@ def test_what_the_store_has_lost_stays_known(engine: InProcessEngine) -> None:
     [
         ("on", None, True),
         ("on", find(), True),
-        ("on", dict(OFF_PARAMS), False),
+        ("on", OFF, False),
         ("asked", None, False),
         ("asked", find(), True),
         ("off", None, False),
@@ -320,9 +319,12 @@ def test_who_is_searched(
 @pytest.mark.parametrize(
     ("sent", "said"),
     [
-        ({"kind": "find", "version": 1}, "version must be"),
+        ({"kind": "find", "version": 1}, "version: Input should be 5"),
         ({**TELLING, "config": {"recompute_ratio": 7}}, "recompute_ratio=7"),
-        ({"kind": "seek", "version": VERSION}, "kind: Input should be 'blend'"),
+        ({"kind": "seek", "version": VERSION}, "kind: Input should be 'find'"),
+        ({**TELLING, "namespace": "another"}, "namespace: Extra inputs"),
+        (EVICT, "kind: Input should be 'find'"),
+        ({**EVICT, **TELLING}, "lead_in: Extra inputs"),
     ],
 )
 def test_a_malformed_wish_is_told(engine: InProcessEngine, sent: Any, said: str) -> None:
@@ -331,7 +333,22 @@ def test_a_malformed_wish_is_told(engine: InProcessEngine, sent: Any, said: str)
     code, sentence = told.params[PARAMETER]["reason"]
     assert code == "malformed_job"
     assert said in sentence
+    assert "\n" not in sentence
     assert told.cached == 0
+
+
+def test_a_strangers_request_carries_no_job(engine: InProcessEngine) -> None:
+    """Jobs are in a trace header, of which vLLM takes two from clients, and none from bodies."""
+    stored = set(engine.worker_connector.blender.store.entries())
+    keys = tuple((key.chunk_id, key.context_id) for key in stored)
+    job = StoreJob(kind="evict", lead_in=engine._led.id, keys=keys)
+    sent = {**find(), JOB_FIELD: job.model_dump_json(), "job": job.model_dump(mode="json")}
+    [told] = ask(engine, tokens_of(engine, retrieved()), params=sent)
+    assert [chunk["hit"] for chunk in told.params[PARAMETER]["chunks"]] == [True] * 3
+    assert engine.worker_connector.blender.store.entries().keys() == stored
+    assert extract_trace_headers({JOB_FIELD: job.model_dump_json(), FIELD: "another"}) == {}
+    done = engine.transport.run(engine.carry_out(job))
+    assert done == EvictResult(len(keys)), "which a server's own does"
 
 
 def test_a_chunk_right_at_the_end_leaves_vllm_the_last_token(engine: InProcessEngine) -> None:

@@ -46,7 +46,7 @@ from tests.models import prompt_of, words
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", cost_model=False)
 FAMILY, GROUPS = "gemma3", 3
 WINDOW, BLOCK = 48, 128
-SMALL = Document("small", (words(30, 71),))
+SMALL = Document("small", (words(36, 71),))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,6 @@ def test_scattered_rows_attend_to_the_same_in_vllms_kernel_and_over_dense_kv(
 def test_what_is_not_blended_is_computed_by_vllm(engine: InProcessEngine, ends: str) -> None:
     """vLLM takes no failed blocks where there are several groups, but failed requests."""
     asked = request_of(engine, retrieved(seed=21), SHORT, engine.config)
-    assert asked.job is not None
     expected = plain(engine, asked)
     free = engine.free_blocks()
     with pytest.MonkeyPatch.context() as patched:
@@ -123,7 +122,7 @@ def test_what_is_not_blended_is_computed_by_vllm(engine: InProcessEngine, ends: 
             patched.setattr(JobRunner, "_blend", fail)
         else:
             unstored = engine.config.with_changes(min_tokens=10_000)
-            asked = replace(asked, job=replace(asked.job, config=unstored))
+            asked = request_of(engine, retrieved(seed=21), SHORT, unstored)
         found = logprobs(engine, replace(asked, salt=uuid.uuid4().hex))
     assert found == pytest.approx(expected, abs=OTHER_BLOCKS)
     assert engine.free_blocks() == free
@@ -204,8 +203,8 @@ def short(question: int, opening: int) -> BlendPrompt:
 
 def test_a_short_prompt_reads_the_blocks_before_its_first_chunk(engine: InProcessEngine) -> None:
     asked = request_of(engine, short(1, 81), SHORT, engine.config.with_ratio(1.0))
-    assert asked.job is not None
-    assert BLOCK < asked.job.chunks[0].start < asked.job.chunks[0].end <= WINDOW + BLOCK - 2
+    (chunk,) = engine.prepare(short(1, 81)).placed
+    assert BLOCK < chunk.start < chunk.end <= WINDOW + BLOCK - 2
     expected = plain(engine, asked)
     assert plain(engine, asked, "shared") == expected
     report = blended(engine, short(2, 81), 1.0)

@@ -32,7 +32,6 @@ from cacheblend_rag.reason import ReasonCode
 from tests.engines.vllm.exactness import SHORT, check_exact, difference
 from tests.engines.vllm.fp8_attention import QuantizedQueryBackend, fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.shared import KERNEL_BLOCK, STEP_TOKENS
 from tests.families.reference import DOCUMENTS, OTHER_BLOCKS, retrieved
 from tests.memory import PeakBytes
@@ -269,16 +268,16 @@ def test_without_room_for_a_workspace_nothing_is_blended_and_the_reason_says_so(
 def peak_of(engine: InProcessEngine, prompt: str) -> tuple[int, int]:
     """The most bytes that a blend's pass held, and how many tokens its prompt has."""
     blender = engine.worker_connector.blender
-    request = request_of(engine, prompt, SHORT, CONFIG)
-    assert request.job is not None
-    until = request.job.chunks[-1].end
+    tokens = engine.prepare(prompt).token_ids
+    chunks = tuple(engine.scheduler_connector.finding.finder.find("default", tokens))
+    until = chunks[-1].end
     last = blender.trial.blocks - 1
     blocks = tuple(range(last + (-until // blender.cache.block_size), last))
-    job = Allotted("", request.job, request.token_ids, 0, until, (blocks,))
+    job = Allotted("", CONFIG, chunks, tokens, 0, until, (blocks,))
     with PeakBytes() as memory:
         for _ in blender.jobs.work(job, blender.jobs.source(job)):
             pass
-    return memory.peak, len(request.token_ids)
+    return memory.peak, len(tokens)
 
 
 def test_a_pass_takes_no_more_memory_than_is_asked_for_beforehand(llama: InProcessEngine) -> None:

@@ -23,6 +23,7 @@ from cacheblend_rag.engines.vllm.connector.block_layout import FP8, block_layout
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.prefix import set_apart
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
+from cacheblend_rag.engines.vllm.protocol.job import NOTHING_FOUND
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.reason import ReasonCode
 from tests.engines.vllm.exactness import SHORT, check_exact, index
@@ -117,9 +118,7 @@ def sent(
     engine: InProcessEngine, asked: BlendPrompt, ratio: float = 0.3, **changes: Any
 ) -> VLLMRequest:
     config = engine.config.with_changes(recompute_ratio=ratio, **changes)
-    request = request_of(engine, asked, SHORT, config)
-    assert request.job is not None
-    return request
+    return request_of(engine, asked, SHORT, config)
 
 
 def told(engine: InProcessEngine, *requests: VLLMRequest) -> list[tuple[list[float], int]]:
@@ -158,7 +157,7 @@ def ordinary(engine: InProcessEngine, request: VLLMRequest) -> list[float]:
 
 
 def plain_of(request: VLLMRequest, salt: str | None = None) -> VLLMRequest:
-    return replace(request, job=None, salt=salt)
+    return replace(request, wish=NOTHING_FOUND, salt=salt)
 
 
 def generate(engine: InProcessEngine, asked: BlendPrompt, **changes: Any) -> Generation:
@@ -171,7 +170,7 @@ def block_size(engine: InProcessEngine) -> int:
 
 def shared_tokens(engine: InProcessEngine) -> int:
     """Tokens in whole blocks before the first chunk."""
-    start = sent(engine, prompt(1)).job.chunks[0].start  # type: ignore[union-attr]
+    start = engine.prepare(prompt(1)).placed[0].start
     shared = start // block_size(engine) * block_size(engine)
     assert 0 < shared < start, "a block holds the end of the instruction and a chunk's beginning"
     return shared
@@ -249,7 +248,6 @@ def test_without_reuse_nothing_of_other_requests_is_used(engine: InProcessEngine
         assert {chunk.tier for chunk in report.chunks} == {"host"}, "not out of the prefix cache"
     bare = engine.config.with_changes(reuse_prefix=False)
     without_chunks = request_of(engine, words(300, 51), SHORT, bare)
-    assert without_chunks.job is None
     for request in (without_chunks, plain_of(sent(engine, prompt(1)))):
         assert told(engine, request)[0][1] == 0
 

@@ -10,7 +10,7 @@ import pytest
 
 from cacheblend_rag import TieredKVStore
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, verify
-from cacheblend_rag.engines.vllm.protocol.job import BlendJob
+from cacheblend_rag.engines.vllm.protocol.job import Ask, Job, Precompute, StoreJob
 from cacheblend_rag.engines.vllm.protocol.result import Failed, VerifyResult
 from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.kv.tiers import disk
@@ -38,16 +38,27 @@ def test_a_job_reads_stored_kv_through(tmp_path: Path, monkeypatch: pytest.Monke
         assert run(verify(store, keys)) == VerifyResult(3, {name: "disk tier: store error"})
 
 
-@pytest.mark.parametrize("kind", ["evict", "precompute", "verify"])
-def test_jobs_that_change_the_store_are_refused(kind: Any, tmp_path: Path) -> None:
+LEAD_IN = LeadInId("none", "", 0)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        StoreJob(kind="evict", lead_in=LEAD_IN, keys=((make_key(1).chunk_id, ""),)),
+        StoreJob(kind="verify", lead_in=LEAD_IN, keys=()),
+        Precompute(lead_in=LEAD_IN, tokens=(1, 2), chunks=((0, 2),)),
+        Ask(kind="release"),
+    ],
+    ids=lambda job: job.kind,
+)
+def test_jobs_that_change_the_store_are_refused(job: Job, tmp_path: Path) -> None:
     key = make_key(1)
     with TieredKVStore.open(host_bytes=0, kv_path=tmp_path) as writer:
         writer.put(key, make_kv(1))
         with TieredKVStore.open(kv_path=tmp_path, read_only=True) as store:
             nothing = cast("Any", None)
             jobs = JobRunner(nothing, nothing, store, namespace="default")
-            job = BlendJob(kind, LeadInId("none", "", 0), keys=((key.chunk_id, ""),))
             with pytest.raises(StopIteration) as ended:
-                next(jobs.work(cast("Any", SimpleNamespace(job=job)), nothing))
+                next(jobs.work(cast("Any", SimpleNamespace(work=job)), nothing))
         assert ended.value.value == Failed(READ_ONLY)
         assert writer.contains(key)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import pytest
-from cacheblend_rag.engines.vllm.job_client import ask_status
 
 from cacheblend_rag import BlendConfig, Document, Generation
 from cacheblend_rag.engines.sampling import ResolvedSampling
@@ -18,8 +16,10 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.tenants import Tenants
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
-from cacheblend_rag.engines.vllm.namespaces import FIELD, TENANTS_VARIABLE
-from cacheblend_rag.engines.vllm.protocol.job import BlendJob
+from cacheblend_rag.engines.vllm.jobs import carry_out
+from cacheblend_rag.engines.vllm.namespaces import FIELD, JOB_FIELD, TENANTS_VARIABLE
+from cacheblend_rag.engines.vllm.protocol.job import Ask, Job
+from cacheblend_rag.engines.vllm.protocol.result import NO_REPORT, BlendResult, Result
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import namespace_id
@@ -31,7 +31,7 @@ from tests.models import make_tokenizer, prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", cost_model=False)
 SHORT_SAMPLING = ResolvedSampling(max_tokens=2, ignore_eos=True)
-DOCUMENT = Document("d", (words(60, 1), words(30, 2)), " w7 ")
+DOCUMENT = Document("d", (words(60, 1), words(40, 2)), " w7 ")
 
 
 @pytest.fixture
@@ -61,13 +61,14 @@ class TenantsVLLM(Transport):
     def generation_values(self) -> Any:
         return self.vllm.generation_values()
 
-    async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
-        outputs = self.vllm.outputs(carrying(request, self._namespace), vllm_sampling(request))
-        async with aclosing(outputs) as steps:
-            async for step in steps:
-                out = step.outputs[0]
-                params = step.kv_transfer_params
-                yield Piece(out.text, tuple(out.token_ids), out.finish_reason, params=params)
+    def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
+        return self.vllm.send(carrying(request, self._namespace), stream=stream)
+
+    async def carry_out(self, job: Job) -> Result:
+        return await carry_out(job, ConnectorSettings(tenants=True), self._result)
+
+    async def _result(self, request: VLLMRequest) -> Result | None:
+        return await self.vllm._result(carrying(request, self._namespace))
 
     def close(self) -> None:
         """vLLM is another's."""
@@ -139,48 +140,22 @@ def test_a_namespace_sees_its_own_counts(
     monkeypatch.setattr(shared.worker_connector, "_settings", ConnectorSettings(tenants=told))
     acme, globex = map(tenant, ("acme", "globex"))
     acme.precompute([DOCUMENT], progress=False)
-    mine, theirs = ask_status(acme.transport), ask_status(globex.transport)
+    mine, theirs = (engine.transport.ask_status() for engine in (acme, globex))
     assert (mine.namespace, theirs.namespace) == (namespace_id("acme"), namespace_id("globex"))
     assert (mine.store.chunks, theirs.store.chunks, theirs.store.bytes) == (2, 0, 0)
     assert mine.store.bytes > 0
     assert mine.identity != theirs.identity
     assert (acme.stored_chunks(), globex.stored_chunks()) == (2, 0)
+    assert (hits(acme), hits(globex)) == ([True, True], [False, False])
     with pytest.raises(ConfigError, match="namespace='other' is not the server's"):
         VLLMEngine(acme.transport, namespace="other")
-
-
-def test_a_job_names_no_other_namespace(tenant: Open, shared: InProcessEngine) -> None:
-    """Not by a field of its own, and not by its salt."""
-    acme, globex = map(tenant, ("acme", "globex"))
-    acme.precompute([DOCUMENT], progress=False)
-    globex.register([DOCUMENT])
-    prompt = prompt_of(words(20, 9), *DOCUMENT.to_chunks(), words(40, 3))
-    request = request_of(globex, prompt, SHORT, CONFIG)
-
-    class Named(BlendJob):
-        def to_params(self) -> dict[str, Any]:
-            params = super().to_params()
-            params["cacheblend"]["namespace"] = "acme"
-            return params
-
-    assert request.job is not None
-    job = Named(**{name: getattr(request.job, name) for name in request.job.__dataclass_fields__})
-    mark = namespaces.block_mark("acme")
-    for one in (replace(request, job=job), replace(request, salt=f" {mark}")):
-
-        async def ask(one: VLLMRequest = one) -> list[Piece]:
-            return [piece async for piece in globex.transport.send(one, stream=False)]
-
-        (params,) = [piece.params for piece in globex.transport.run(ask()) if piece.params]
-        told = params["cacheblend"]
-        assert "chunks" not in told or not any(chunk["hit"] for chunk in told["chunks"]), told
 
 
 def test_who_came_past_the_middleware_reuses_nothing(tenant: Open, shared: InProcessEngine) -> None:
     acme = tenant("acme")
     acme.precompute([DOCUMENT], progress=False)
     stranger = TenantsVLLM(shared.vllm, None)
-    status = ask_status(stranger)
+    status = stranger.ask_status()
     assert (status.active, status.namespace, status.store.chunks) == (False, "", 0)
     assert status.problem is not None
     assert status.problem.code == ReasonCode.UNSUPPORTED_REQUEST
@@ -196,7 +171,7 @@ def test_who_came_past_the_middleware_reuses_nothing(tenant: Open, shared: InPro
 def test_clients_reach_no_trace_header_but_the_traces() -> None:
     from vllm.tracing import extract_trace_headers
 
-    sent = {"traceparent": "00-1-2-01", "tracestate": "a=b", FIELD: "acme", "baggage": "c"}
+    sent = {"traceparent": "00-1-2-01", "tracestate": "a=b", FIELD: "acme", JOB_FIELD: "{}"}
     assert extract_trace_headers(sent).keys() == {"traceparent", "tracestate"}
 
 
@@ -218,6 +193,8 @@ def test_blended_blocks_are_apart(tenant: Open, shared: InProcessEngine) -> None
         tiers = {chunk.tier for chunk in asked(engine).report.chunks}
         assert tiers == {"host"}, "none of another's blend is taken for its own"
     assert {chunk.tier for chunk in asked(acme).report.chunks} == {"prefix cache"}
+    globex.evict_document("d")
+    assert (hits(acme), hits(globex)) == ([True, True], [False, False]), "nor deleted"
 
 
 def test_results_and_memory_are_no_other_tenants(tenant: Open) -> None:
@@ -226,19 +203,15 @@ def test_results_and_memory_are_no_other_tenants(tenant: Open) -> None:
     acme.register([DOCUMENT])
     prompt = prompt_of(words(20, 9), *DOCUMENT.to_chunks(), words(40, 3))
     request = request_of(acme, prompt, SHORT, CONFIG)
-    assert request.job is not None
-    report_id = request.job.report_id
+    report = Ask(kind="report", report_id=request.wish.report_id)
 
     async def drain() -> None:
         async for _ in acme.transport.send(request, stream=False):
             pass
 
-    async def late(engine: VLLMEngine) -> Any:
-        return await engine._jobs.late_result(report_id)
-
     acme.transport.run(drain())
-    assert "no such report" in str(globex.transport.run(late(globex)))
-    assert "BlendResult" in type(acme.transport.run(late(acme))).__name__
+    assert globex.transport.run(globex.carry_out(report)) == NO_REPORT
+    assert isinstance(acme.transport.run(acme.carry_out(report)), BlendResult)
     with pytest.raises(EngineUnavailableError, match="release frees the memory of all tenants"):
         globex.release()
     assert hits(acme) == [True, True]

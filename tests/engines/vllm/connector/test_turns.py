@@ -21,7 +21,6 @@ from tests.engines.conversations import (
     of_turns,
 )
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.opening import request_of
 from tests.kv.samples import until
 from tests.models import words
 
@@ -96,19 +95,27 @@ def test_a_turn_that_the_store_refuses_is_computed_again(
     assert of_turns(conversation) >= 2 * 24
 
 
-def test_the_server_finds_no_turns_for_other_clients(opened: Open) -> None:
+def test_turns_are_found_by_the_conversations_secret_alone(opened: Open) -> None:
     engine = opened()
     conversation = begun(engine)
     for turn in range(2):
         asked(conversation, turn)
     assert conversation.last is not None
+    prompt, secret = conversation.last.fitted.prepared, conversation.kv.conversation_id
     finder = engine.scheduler_connector.finding.finder
-    assert finder.settle()
-    prompt = conversation.last.fitted.prepared
-    found = finder.find("default", prompt.token_ids)  # parts of passages that other tests stored
-    assert len(found) == len(prompt.placed) == 4
-    for one, passage in zip(found, prompt.placed, strict=True):
-        assert passage.start <= one.start < one.end <= passage.end
+
+    def found(secret: str, namespace: str = "default") -> list[tuple[int, int, bool]]:
+        several = finder.find(
+            namespace, prompt.token_ids, conversation=secret, until=prompt.question_start
+        )
+        return [(one.start, one.end, one.is_turn) for one in several]
+
+    passages = [(one.start, one.end, False) for one in prompt.placed]
+    assert len(passages) == 4
+    assert found("") == found("1" * 32) == passages
+    turns = set(found(secret)) - set(passages)
+    assert sum(end - start for start, end, is_turn in turns if is_turn) >= 24
+    assert found(secret, "another") == []
 
 
 def test_what_a_busy_vllm_has_not_kept_yet_is_no_reason_to_wait(opened: Open) -> None:
@@ -145,22 +152,19 @@ def test_where_vllms_own_prefix_cache_goes_on_nothing_is_loaded(opened: Open) ->
 
 
 def test_blended_turns_are_in_blocks_of_their_own_conversation(opened: Open) -> None:
-    """Equal prompts of two conversations have different names of parts, so of their blocks."""
-    engine = opened()
-    jobs = []
+    """Equal prompts of two conversations find nothing of each other in vLLM's prefix cache."""
+    engine, prompts = opened(), []
     for conversation in (begun(engine), begun(engine)):
         asked(conversation, 0)
         asked(conversation, 1)
+        assert of_turns(conversation) > 0
         assert conversation.last is not None
-        again = engine.prepare(conversation.last.fitted.prepared)
-        job = request_of(engine, again, SAMPLING, None).job
-        assert job is not None
-        jobs.append((job, again.token_ids))
-    (one, tokens), (other, same) = jobs
-    assert tokens == same
-    assert [chunk.turn for chunk in one.chunks].count(True) >= 1
-    assert [(c.start, c.end) for c in one.chunks] == [(c.start, c.end) for c in other.chunks]
-    assert one.salt(tokens) != other.salt(tokens)
+        prompt = conversation.last.fitted.prepared
+        prompts.append(prompt.token_ids)
+        assert {chunk.tier for chunk in conversation.last.answer.report.chunks} == {"host"}
+        again = engine.generate(prompt, SAMPLING).report
+        assert {chunk.tier for chunk in again.chunks} == {"prefix cache"}
+    assert prompts[0] == prompts[1]
 
 
 def test_a_turns_key_is_never_that_of_a_chunk(opened: Open) -> None:
@@ -175,8 +179,7 @@ def test_a_turns_key_is_never_that_of_a_chunk(opened: Open) -> None:
         token_ids=tokens[24:],
         is_turn=True,
     )
-    plan = replace(plan, key=replace(plan.key, context_id="1" * 32))
-    assert sum(done.computed for done in engine._fill([plan])) == 1
+    assert sum(done.computed for done in engine._fill([plan], "1" * 32)) == 1
     (new,) = set(store.entries()) - before
     assert new.chunk_id in {key.chunk_id for key in before}
     assert new.fingerprint not in {key.fingerprint for key in before}

@@ -118,7 +118,7 @@ def test_what_a_newer_connector_adds_is_left_out() -> None:
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, {"cacheblend": 3}, [1]])
 def test_where_no_connector_spoke_there_is_no_result(params: Any) -> None:
     assert result_of(params) is None
-    assert status_of(params) == ConnectorStatus(False, NO_CONNECTOR)
+    assert status_of(result_of(params)) == ConnectorStatus(False, NO_CONNECTOR)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_what_is_no_result_is_a_failure_that_says_why(plain: dict[Any, Any], sai
     assert isinstance(read, Failed)
     assert "cannot be read" in read.error
     assert said in read.error
-    assert not status_of({"cacheblend": plain}).active
+    assert not status_of(read).active
 
 
 def test_whatever_a_server_says_is_read_or_refused() -> None:
@@ -163,7 +163,7 @@ def test_whatever_a_server_says_is_read_or_refused() -> None:
         params = mutated(params_of(draw.choice(RESULTS)), draw, deepest=200)
         read = result_of(params)
         kinds.add(type(read))
-        assert len(status_of(params).refusal or "") < 200_000
+        assert len(status_of(read).refusal or "") < 200_000
         if read is not None:
             assert isinstance(read, Result)
     assert len(kinds) == 11, "each kind, and none"
@@ -185,13 +185,13 @@ def test_a_status_that_blends_nothing_always_has_a_problem() -> None:
 
 
 def test_a_status_that_did_not_come_says_what_came() -> None:
-    assert status_of(sent(STATUS)) == STATUS
+    assert status_of(result_of(sent(STATUS))) == STATUS
     lack = Reason(ReasonCode.NO_ROOM, "no memory")
-    assert status_of(sent(Failed(lack))) == ConnectorStatus(False, lack)
+    assert status_of(result_of(sent(Failed(lack)))) == ConnectorStatus(False, lack)
     lora = Reason(ReasonCode.UNSUPPORTED_REQUEST, "a LoRA")
-    assert status_of(sent(Declined(lora))) == ConnectorStatus(False, lora)
+    assert status_of(result_of(sent(Declined(lora)))) == ConnectorStatus(False, lora)
     for other in (Late(), EvictResult(1), Failed(Reason(ReasonCode.FAILED, ""))):
-        told = status_of(sent(other))
+        told = status_of(result_of(sent(other)))
         assert told == ConnectorStatus(False, Reason(ReasonCode.NO_ANSWER, "no status came"))
         assert told.refusal is not None
         assert told.refusal.code is ReasonCode.NO_ANSWER

@@ -10,11 +10,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import BlendConfig
-from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk
 from cacheblend_rag.engines.vllm.protocol.result import BlendResult, Failed, params_of, result_of
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.prefill.lead_in import LeadInId
 from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.trace import (
     MOST_LAYERS,
@@ -135,26 +131,3 @@ def test_a_trace_of_another_prompt_does_not_fit() -> None:
     assert not Trace(tokens=TOKENS).fits(9)
     assert not Trace(layers=(LAYER,)).fits(2)
     assert Trace().fits(0)
-
-
-JOB = BlendJob(
-    "blend", LeadInId("none", "", 0), (SentChunk(0, 5),), report_id="a" * 32,
-    config=BlendConfig(trace=True),
-)  # fmt: skip
-
-
-def test_a_job_asks_for_a_trace_in_its_config() -> None:
-    read = BlendJob.from_params(json.loads(json.dumps(JOB.to_params())), 9)
-    assert read is not None
-    assert read.config.trace is True
-    odd = JOB.to_params()
-    odd["cacheblend"]["config"]["trace"] = "all"
-    with pytest.raises(ConfigError, match="trace='all'"):
-        BlendJob.from_params(odd, 9)
-
-
-def test_a_traced_prompt_shares_no_blocks_so_that_it_is_computed() -> None:
-    other = replace(JOB, report_id="b" * 32)
-    assert JOB.salt((1, 2)) != other.salt((1, 2))
-    plain = [replace(job, config=BlendConfig()) for job in (JOB, other)]
-    assert plain[0].salt((1, 2)) == plain[1].salt((1, 2))
