@@ -66,6 +66,11 @@ class FoundChunk:
     is_exact: bool = False
 
     @property
+    def tokens(self) -> int:
+        """How many of its tokens the prompt has."""
+        return self.end - self.start
+
+    @property
     def at(self) -> tuple[Name, int, int, int, int, bool]:
         """Which stored KV stands where: all that a blend takes of it, its own tokens aside."""
         where = self.start, self.end, len(self.before), self.protected

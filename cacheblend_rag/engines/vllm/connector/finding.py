@@ -126,7 +126,7 @@ class Finding:
         found = self._found(namespace, tokens, wish)
         config = config_for(config, found, len(tokens))
         is_stored = any(not one.is_missing for one in found)
-        reusable = sum(one.end - one.start for one in found) if is_stored else 0
+        reusable = sum(one.tokens for one in found) if is_stored else 0
         refused = too_little(reusable, config.min_tokens)
         seconds = time.perf_counter() - started
         stats.record_found(0 if refused else reusable, seconds)
@@ -203,7 +203,7 @@ def _run(job: Precompute, result: PrecomputeResult) -> Run:
 def _missed(found: FoundChunk, reason: MissReason) -> ChunkReport:
     """Return the report of a chunk that is not blended, without asking the store."""
     edges = 0 if found.is_turn else len(found.before) + len(found.after)
-    tokens = found.end - found.start
+    tokens = found.tokens
     own = found.name.chunk_id
     return ChunkReport(own, found.start, tokens, hit=False, reason=reason, edge_tokens=edges)
 

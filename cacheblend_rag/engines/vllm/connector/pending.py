@@ -101,7 +101,7 @@ class Pending:
         """Return why what is left to blend after so many cached tokens is not worth it, or None."""
         if self.blend is None or not self.left_out:
             return None
-        tokens, least = sum(c.end - c.start for c in self.work_found), self.blend.config.min_tokens
+        tokens, least = sum(c.tokens for c in self.work_found), self.blend.config.min_tokens
         if tokens >= least:
             return None
         return Reason(

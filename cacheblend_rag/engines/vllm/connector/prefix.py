@@ -95,7 +95,7 @@ def _report(chunk: FoundChunk, computed: int) -> ChunkReport:
     return ChunkReport(
         chunk.name.chunk_id,
         chunk.start,
-        chunk.end - chunk.start,
+        chunk.tokens,
         is_hit,
         None if is_hit else "slow",
         tier=PREFIX_CACHE if is_hit else None,
