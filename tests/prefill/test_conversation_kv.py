@@ -68,7 +68,7 @@ def test_a_prompt_is_known_up_to_its_last_turn() -> None:
     tokens = (*LEAD, *FIRST, 1, *SECOND, 2, 2)
     assert kv.known_until(tokens, [(0, len(tokens))]) == 44
     assert kv.known_until(tokens, [(0, 34)]) == 44, "the rest is of the same turn"
-    assert kv.known_until(tokens, [(0, 10), (20, 23)]) == 23
+    assert kv.known_until(tokens, [(0, 15), (40, 44)]) == 23
     assert kv.known_until((*LEAD, *THIRD), [(0, 23)]) == 0
 
 

@@ -258,7 +258,7 @@ class VLLMEngine(Engine):
         wish = Wish(
             config=request.config.to_dict(), report_id=uuid.uuid4().hex, **self._of_turns(request)
         )
-        return Sent(replace(plain, wish=wish), placed)
+        return Sent(replace(plain, wish=wish), placed, refusal=self.blend_refusal)
 
     def _of_turns(self, request: Request) -> dict[str, Any]:
         """Return what a wish, or a comparison, says of the conversation of a request."""

@@ -28,13 +28,15 @@ PHASES = frozenset({"look_up", "load", "lay_in", "early_layers", "selection", "r
 class Sent:
     """A request to vLLM, with the chunks to reuse, or why none is reused.
 
-    missed: the miss reason of chunks that are not to be reused.
+    missed: the miss reason of chunks that are not to be reused. refusal: why vLLM stores and blends
+    nothing, as it told last.
     """
 
     request: VLLMRequest
     placed: tuple[PlacedChunk, ...] = ()
     reason: Reason | None = None
     missed: MissReason | None = None
+    refusal: Reason | None = None
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def _reason(sent: Sent, finish_reason: FinishReason, result: Result | None) -> R
         return sent.reason
     match result:
         case Declined(reason=why) if why == NO_CHUNK and sent.placed:
-            return NOT_STORED
+            return sent.refusal or NOT_STORED
         case Failed(error=why) | Declined(reason=why):
             return why
         case BlendResult():

@@ -10,6 +10,7 @@ from cacheblend_rag.engines.vllm.connector.marks import Stretch
 from cacheblend_rag.engines.vllm.protocol.job import Job
 from cacheblend_rag.engines.vllm.protocol.result import Result
 from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.settings import BlendConfig
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ class Pending:
     the blocks before each stretch; 0 if it shares none.
 
     What is promised: left_out: how many of the first chunks vLLM's prefix cache has, blended for
-    earlier prompts. tokens: of the prompt to provide. first: those that the prefix cache has.
-    work: the blend's, see ``_work_of``. sent: whether a worker has the work, so that a result will
-    come. result: that came.
+    earlier prompts. cached: their reports. tokens: of the prompt to provide. first: those that the
+    prefix cache has. work: the blend's, see ``_work_of``. sent: whether a worker has the work, so
+    that a result will come. result: that came.
     """
 
     job: Job | None = None
@@ -57,6 +58,7 @@ class Pending:
     salt: str | None = None
     shared_by: list[int] = field(default_factory=lambda: [0])
     left_out: int = 0
+    cached: tuple[ChunkReport, ...] = ()
     tokens: int = 0
     first: int = 0
     work: str = ""

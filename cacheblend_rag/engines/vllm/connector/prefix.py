@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from cacheblend_rag.engines.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.protocol.result import PREFIX_CACHE, BlendResult
 from cacheblend_rag.prefill.policy import LEAST_SHARE
-from cacheblend_rag.prefill.prompt_pass import ALL_EXACT
+from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import ChunkReport
 
 if TYPE_CHECKING:
@@ -72,25 +72,30 @@ def is_held(last: int, tokens: int, computed: int, block_size: int) -> bool:
     return bool(computed) and last - computed <= max(block_size, int(LEAST_SHARE * tokens))
 
 
-def gone_on(chunks: Sequence[FoundChunk], computed: int) -> BlendResult:
-    """Return the result of a blend of exact KV that vLLM's prefix cache has made needless.
+def held_result(chunks: Sequence[FoundChunk], computed: int, why: Reason) -> BlendResult:
+    """Return the result of a blend that vLLM's prefix cache has made needless.
 
     Args:
         chunks: of the prompt.
         computed: how many of its first tokens vLLM's prefix cache holds.
+        why: nothing more is blended.
     """
     end = chunks[-1].end
     return BlendResult(
-        chunks=tuple(_report(chunk, computed) for chunk in chunks),
+        chunks=tuple(held_report(chunk, computed) for chunk in chunks),
         ratio=0.0,
         compute_share=max(0, end - computed) / end,
-        selector_reason=ALL_EXACT,
+        selector_reason=why,
         prefix_tokens=min(computed, chunks[0].start),
     )
 
 
-def _report(chunk: FoundChunk, computed: int) -> ChunkReport:
-    """Report the part of a chunk behind the prefix cache as recomputed, all of it as a miss."""
+def held_report(chunk: FoundChunk, computed: int | None = None) -> ChunkReport:
+    """Report a chunk as read from the prefix cache.
+
+    Its part behind the first ``computed`` tokens is recomputed; all of one behind them is a miss.
+    """
+    computed = chunk.end if computed is None else computed
     is_hit = chunk.start < computed
     return ChunkReport(
         chunk.name.chunk_id,

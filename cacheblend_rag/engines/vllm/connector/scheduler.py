@@ -23,7 +23,13 @@ from cacheblend_rag.engines.vllm.connector.metadata import (
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
 from cacheblend_rag.engines.vllm.connector.pending import Blend, Pending
 from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
-from cacheblend_rag.engines.vllm.connector.prefix import gone_on, is_held, set_apart, undo
+from cacheblend_rag.engines.vllm.connector.prefix import (
+    held_report,
+    held_result,
+    is_held,
+    set_apart,
+    undo,
+)
 from cacheblend_rag.engines.vllm.connector.tenants import NO_NAMESPACE
 from cacheblend_rag.engines.vllm.connector.usage import tell_reused
 from cacheblend_rag.engines.vllm.namespaces import job_of
@@ -48,6 +54,7 @@ from cacheblend_rag.engines.vllm.protocol.result import (
 )
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import chunk_id
+from cacheblend_rag.prefill.prompt_pass import ALL_EXACT
 from cacheblend_rag.reason import Reason, ReasonCode
 
 if TYPE_CHECKING:
@@ -166,16 +173,20 @@ class ConnectorScheduler:
         tokens = blend.chunks[-1].end
         if pending.may_go_on:
             if is_held(tokens, request.num_prompt_tokens, computed, self._block_size):
-                pending.result = gone_on(blend.chunks, computed)
+                pending.result = held_result(blend.chunks, computed, ALL_EXACT)
                 return 0, False
             pending.may_go_on = False
             self._set_apart(request, pending, blend)
         pending.leave_out(computed)
+        pending.cached = tuple(map(held_report, blend.chunks[: pending.left_out]))
         work = _work_of(request, pending.mark, tokens)
         why = self._needless(pending, tokens, computed)
         if why is not None:
             if pending.result is None and work in self._blended:
                 pending.result = _repeated(self._blended[work], pending.shared)
+            elif pending.result is None:
+                pending.cached = ()
+                pending.result = held_result(blend.chunks, computed, why)
             pending.reason = why
             return 0, False
         if self._is_under_way(work, request):
@@ -262,7 +273,7 @@ class ConnectorScheduler:
             late = self.late.pop(request_id, None)
             if late is not None:
                 self.finding.note_result(late, result)
-                self._conclude(late, result)
+                self._concluded(late, result)
             pending = self.pending.get(request_id)
             if pending is None:
                 continue
@@ -293,19 +304,25 @@ class ConnectorScheduler:
             return None
         if isinstance(result, PrecomputeResult):
             self.finding.finder.settle(0.1)
-        self._conclude(pending, result)
+        result = self._concluded(pending, result)
         return params_of(result) if pending.answers else None
 
-    def _conclude(self, pending: Pending, result: Result) -> None:
-        """Count a finished request's result; keep it for a later ``report``, drop the oldest."""
+    def _concluded(self, pending: Pending, result: Result) -> Result:
+        """Count a finished request's result, and return it with the chunks that were left out.
+
+        It is kept for a later ``report``, and the oldest one is dropped.
+        """
         if isinstance(result, CompareResult) or (pending.counts and result != CANCELLED):
             self._stats.record(result)
         if pending.work and isinstance(result, BlendResult):
             _keep(self._blended, pending.work, replace(result, trace=None))
+        if pending.cached and isinstance(result, BlendResult | Declined):
+            result = replace(result, chunks=(*pending.cached, *(result.chunks or ())))
         if pending.report_id:
             _keep(self.reports, pending.report_id, result)
             if isinstance(result, BlendResult) and result.trace is not None:
                 self.note_traced(pending.report_id)
+        return result
 
     def note_traced(self, report_id: str) -> None:
         """Record that a kept report has a trace, and drop the oldest trace if there are many."""

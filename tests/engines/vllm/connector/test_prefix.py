@@ -111,7 +111,8 @@ def test_salts_share_nothing_before_the_chunk_or_after() -> None:
 def prompt(question: int, tokens: int = 23) -> BlendPrompt:
     """An instruction of several blocks, chunks that are not where they were, and a question."""
     last, first = DOCUMENTS[1].to_chunks()[::-1]
-    return prompt_of(words(300, 51), last, " w7 ", first, " w7 ", words(tokens, question))
+    between = question * " w7 "  # so that none repeats the work of another
+    return prompt_of(words(300, 51), last, between, first, " w7 ", words(tokens, question))
 
 
 def sent(

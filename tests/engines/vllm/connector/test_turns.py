@@ -101,7 +101,7 @@ def test_turns_are_found_by_the_conversations_secret_alone(opened: Open) -> None
     for turn in range(2):
         asked(conversation, turn)
     assert conversation.last is not None
-    prompt, secret = conversation.last.fitted.prepared, conversation.kv.conversation_id
+    prompt, secret = conversation.last.fitted.prepared, conversation.kv.key
     finder = engine.scheduler_connector.finding.finder
 
     def found(secret: str, namespace: str = "default") -> list[tuple[int, int, bool]]:
@@ -153,7 +153,7 @@ def test_where_vllms_own_prefix_cache_goes_on_nothing_is_loaded(opened: Open) ->
 
 def test_blended_turns_are_in_blocks_of_their_own_conversation(opened: Open) -> None:
     """Equal prompts of two conversations find nothing of each other in vLLM's prefix cache."""
-    engine, prompts = opened(), []
+    engine, prompts = opened(recompute_ratio=1.0), []  # so that both get the same answers
     for conversation in (begun(engine), begun(engine)):
         asked(conversation, 0)
         asked(conversation, 1)
@@ -162,6 +162,7 @@ def test_blended_turns_are_in_blocks_of_their_own_conversation(opened: Open) -> 
         prompt = conversation.last.fitted.prepared
         prompts.append(prompt.token_ids)
         assert {chunk.tier for chunk in conversation.last.answer.report.chunks} == {"host"}
+        engine.generate(prompt, SAMPLING)  # which also finds what was stored of its own turn
         again = engine.generate(prompt, SAMPLING).report
         assert {chunk.tier for chunk in again.chunks} == {"prefix cache"}
     assert prompts[0] == prompts[1]
