@@ -24,7 +24,7 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import OwnClient
 from cacheblend_rag.engines.vllm.middleware.access import GRANT
-from cacheblend_rag.engines.vllm.middleware.keys import STORERS_STATE, Grant
+from cacheblend_rag.engines.vllm.middleware.keys import JOBS, STORERS_STATE, Grant
 from cacheblend_rag.engines.vllm.namespaces import are_told_apart
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.settings import LeadInConfig
@@ -74,7 +74,8 @@ class ServerEngines(EngineLending):
     def _of_request(self, request: Request) -> VLLMEngine:
         """Return the engine of the namespace of a request's key."""
         granted = request.scope.get(GRANT)
-        if not isinstance(granted, Grant):
+        asks = request.url.path.endswith(JOBS)  # which jobs are for whom is checked there
+        if not isinstance(granted, Grant) or not (granted.may_change or asks):
             raise EngineUnavailableError(NO_ENGINE)
         by_key = are_told_apart(tenants=self._settings.tenants)
         namespace = granted.namespace if by_key else self._settings.namespace

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.api import jobs as jobs_module
+from cacheblend_rag.api import gate
 from cacheblend_rag.api.app import create_app
 from cacheblend_rag.engines.vllm.protocol.job import CHANGES, Ask, Job, Precompute, StoreJob
 from cacheblend_rag.engines.vllm.protocol.result import LookupResult, Result, params_of
@@ -108,7 +108,7 @@ async def test_a_client_that_hangs_up_cancels_its_job(engine, app):
 
 
 async def test_so_many_jobs_are_under_way_at_a_time(engine, monkeypatch):
-    monkeypatch.setattr(jobs_module, "MOST_JOBS", 1)
+    monkeypatch.setattr(gate, "MOST_JOBS", 1)
     engine.may_end.clear()
     http = http_client(create_app(engine, name="model"))
     first = asyncio.create_task(post(http, json.dumps({"kind": "status"})))

@@ -74,6 +74,7 @@ def answers(ask: Ask, settings: dict[str, Any], grant: Grant | None = ACME) -> A
                 kv_transfer_config=SimpleNamespace(kv_connector_extra_config=settings)
             ),
             model_config=SimpleNamespace(max_model_len=4096),
+            engine_core=SimpleNamespace(add_request_async=print),
         )
         await plugin.init_state(client, app.state, SimpleNamespace(model="toy"))
 
