@@ -72,8 +72,6 @@ def test_requests_that_carry_a_job_end_without_a_warning(
     assert [record.getMessage() for record in caplog.records] == []
 
 
-
-
 # Refusals
 
 
