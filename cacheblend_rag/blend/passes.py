@@ -78,8 +78,8 @@ class Candidates:
     @classmethod
     def none(cls, tokens: int) -> Candidates:
         """Return the candidates of a prompt without cached tokens."""
-        nothing = torch.zeros(tokens, dtype=torch.bool)
-        return cls(nothing, nothing, torch.zeros(tokens, dtype=torch.long))
+        cached, eligible = torch.zeros(2, tokens, dtype=torch.bool)
+        return cls(cached, eligible, torch.zeros(tokens, dtype=torch.long))
 
     def first(self, count: int) -> Candidates:
         """Return the candidates among the first ``count`` tokens."""

@@ -248,16 +248,20 @@ class ChunkLoader:
         self._loaded = layer + 1
         self._look_ahead(layer + 1)
 
+    @property
+    def _needs_reads(self) -> bool:
+        """Whether the next layer is neither in memory nor taken from ``source`` already."""
+        return self._transfer is None and self._laying is None and not self._errors
+
     def _wait(self, layer: int, used: Sequence[LoadedChunk]) -> LayerWait:
         """Have a layer read; returns the measurement of the wait."""
-        if self._transfer is None and self._laying is None and not self._errors:
+        if self._needs_reads:
             return self.source.waiting(layer)
         return LayerWait((chunk.tier or "", None) for chunk in used)
 
     def _is_on_its_way(self, layer: int) -> bool:
         """Whether this rank waits no more: a layer's copy is queued, or a chunk of it is lost."""
-        is_read = self._transfer is not None or self._laying is not None or bool(self._errors)
-        if not is_read and not self.source.wait(WAIT_SECONDS):
+        if self._needs_reads and not self.source.wait(WAIT_SECONDS):
             return False
         if self._copy(layer):
             return True

@@ -91,7 +91,6 @@ def _predicted(
     """
     ids = torch.tensor([*prompt, *answer[:-1]], device=stack.geometry.device)
     candidates = Candidates.none(ids.numel())
-    candidates.eligible = candidates.cached.clone()
     if fused is not None:
         candidates.cached[: len(prompt) - 1] = True
     run = BlendPass(

@@ -228,8 +228,9 @@ class Controller:
     ) -> Decision:
         """Choose what to load of a prompt of so many tokens, and the ratio if it is "auto".
 
-        A way that was not measured often enough is tried, which measures it. held: so many first
-        tokens are computed by no way, nor by ordinary prefill, since their KV is there.
+        A way that was not measured often enough is tried, which measures it. parts: at least one.
+        held: so many first tokens are computed by no way, nor by ordinary prefill, since their KV
+        is there.
         """
         ways = [self._guess(tokens, load, config, held) for load in self._choices(parts)]
         spans = [way.seconds(len(self.costs)) for way in ways]
@@ -247,10 +248,10 @@ class Controller:
         return Decision((), everything.config, Reason(ReasonCode.SLOW, took))
 
     def _choices(self, parts: Sequence[StoredPart]) -> list[tuple[StoredPart, ...]]:
-        """All parts, and those without the slowest tier, the two slowest, ...; at least one."""
+        """Return all parts, then those without the slowest tier, the two slowest, ..."""
         tiers = sorted({part.tier for part in parts}, key=self._slowness)
         kept = [set(tiers[:count]) for count in range(len(tiers), 0, -1)]
-        return [tuple(part for part in parts if part.tier in some) for some in kept] or [()]
+        return [tuple(part for part in parts if part.tier in some) for some in kept]
 
     def _slowness(self, tier: str) -> float:
         return _seconds(self.speeds.of(tier), 1 << 20) or 0.0

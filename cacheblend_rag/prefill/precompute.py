@@ -223,7 +223,6 @@ def _cut_out(
     """
     fused = RingKV(stack.geometry, ids.numel()) if loader is None else loader.fused
     candidates = Candidates.none(ids.numel())
-    candidates.eligible = candidates.cached.clone()
     for chunk in () if loader is None else loader.used:
         candidates.cached[chunk.here] = True
     cut = Cut(stack.geometry, [(at, at + len(chunk.token_ids)) for chunk, at in members])

@@ -282,7 +282,7 @@ class PromptPass:
         """Return the candidates among the prompt's tokens."""
         share = 0.0 if schedule.recomputes_all else self.config.protect_context
         known = Candidates.none(self.token_ids.numel())
-        known.eligible, known.prior = known.cached.clone(), torch.zeros(self.token_ids.numel())
+        known.prior = torch.zeros(self.token_ids.numel())
         known.cached[: self.destination.held_tokens] = True
         for chunk in self._loader.used:
             known.cached[chunk.here] = True

@@ -68,7 +68,6 @@ class Prompt:
     @property
     def candidates(self) -> Candidates:
         known = Candidates.none(TOKENS)
-        known.eligible = known.cached.clone()
         draw = torch.Generator().manual_seed(9)
         known.prior, known.question_attention = torch.rand(2, TOKENS, generator=draw).unbind()
         for name in self.hits:

@@ -56,7 +56,7 @@ def by_hand(
     """
     stack, fused = FakeStack(), FusedKV(FakeStack().geometry, TOKENS)
     known = Candidates.none(TOKENS)
-    known.eligible, known.prior = known.cached.clone(), torch.zeros(TOKENS)
+    known.prior = torch.zeros(TOKENS)
     for chunk, name in zip(placed(), SPANS, strict=True):
         if name in hits:
             kv, here = chunk_kv(stack, chunk), slice(chunk.start + lost[0], chunk.end - lost[1])
