@@ -23,7 +23,7 @@ from tests.engines.vllm.exactness import SHORT, index
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.families.reference import DOCUMENTS, retrieved
-from tests.models import prompt_of, words
+from tests.models import words
 
 SPACED = Document("c", (words(70, 81), words(120, 82)), separator="\n\n")
 CONFIG = BlendConfig(min_tokens=0, selector="question_mid", recompute_ratio=0.2, cost_model=False)
@@ -88,13 +88,6 @@ def ask(
     return engine.transport.run(all_())
 
 
-def spaced() -> BlendPrompt:
-    """A document whole and in order, and a chunk whose document is not there."""
-    return prompt_of(
-        words(9, 50), *SPACED.to_chunks(), " w7 ", DOCUMENTS[1].to_chunks()[1], words(23, 9)
-    )
-
-
 def tokens_of(engine: InProcessEngine, prompt: BlendPrompt | str) -> tuple[int, ...]:
     return request_of(engine, prompt, SHORT, CONFIG, full=True).token_ids
 
@@ -129,15 +122,6 @@ def test_a_request_of_any_client_reuses_chunks(engine: InProcessEngine) -> None:
     grown = {name: counted(name) - value for name, value in before.items()}
     assert grown == {"found_requests": 1, "found_tokens": 301, "chunk_hits": 3}
     assert counted("find_seconds") > 0
-
-
-def test_it_is_the_blend_that_our_own_client_asks_for(engine: InProcessEngine) -> None:
-    prompt = spaced()
-    [found] = ask(engine, tokens_of(engine, prompt), salt="a")
-    own = request_of(engine, prompt, SHORT, CONFIG)
-    [brought] = ask(engine, own.token_ids, salt="b", params=own.wish.to_params())
-    assert found.logprobs == pytest.approx(brought.logprobs, abs=1e-6)
-    assert found.cached == brought.cached
 
 
 def test_repeats_come_out_of_the_prefix_cache(engine: InProcessEngine) -> None:
