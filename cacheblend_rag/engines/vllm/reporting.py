@@ -116,9 +116,10 @@ def _unblended(result: Result | None) -> BlendResult:
 
 
 def _trace(sent: Sent, done: BlendResult) -> Trace | None:
-    """Return the trace; None if it does not fit the prompt."""
+    """Return the trace; None if it was not asked for, or does not fit the prompt."""
+    is_asked = sent.request.wish.config.get("trace")
     fits = done.trace is not None and done.trace.fits(len(sent.request.token_ids))
-    return done.trace if fits else None
+    return done.trace if is_asked and fits else None
 
 
 def _reason(sent: Sent, finish_reason: FinishReason, result: Result | None) -> Reason:
