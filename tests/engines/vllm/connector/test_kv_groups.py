@@ -198,7 +198,9 @@ def test_other_requests_decode_meanwhile_in_blocks_of_their_own(engine: InProces
 
 def short(question: int, opening: int) -> BlendPrompt:
     """A prompt of two blocks and more, whose only chunk ends before a block would be dropped."""
-    return prompt_of(words(131, opening), SMALL.to_chunks()[0], " w7 ", words(BLOCK, question))
+    return prompt_of(
+        words(131, opening), SMALL.to_chunks()[0], " w7 ", words(BLOCK, 100 + question)
+    )
 
 
 def test_a_short_prompt_reads_the_blocks_before_its_first_chunk(engine: InProcessEngine) -> None:
