@@ -117,18 +117,18 @@ def test_many_at_once_answer_as_one_after_another(two_ranks: TwoRanks) -> None:
 
 def test_a_chunk_that_one_rank_lost_is_a_miss_on_both(two_ranks: TwoRanks) -> None:
     engine, tier = two_ranks.engine, tier_at(two_ranks.place)
-    chunks = engine.generate(f"{retrieved().text} w4", SHORT).report.chunks
+    chunks = engine.generate(retrieved(opening=64), SHORT).report.chunks
     assert [chunk.tier for chunk in chunks] == [tier.name] * 3
     own = engine.key(DOCUMENTS[0].to_chunks()[0]).chunk_id
     parts = [key for key, _ in tier.entries() if key.chunk_id == own]
     assert len(parts) == 2, "each rank stores its half"
     assert tier.evict(parts[1])
-    report = engine.generate(f"{retrieved().text} w5", SHORT).report
+    report = engine.generate(retrieved(opening=65), SHORT).report
     assert [c.hit for c in report.chunks] == [True, False, True]
     again = engine.precompute(DOCUMENTS, progress=False)
     assert (again.computed, again.skipped) == (1, 3)
     assert tier.contains(parts[1])
-    report = engine.generate(f"{retrieved().text} w6", SHORT).report
+    report = engine.generate(retrieved(opening=66), SHORT).report
     assert [c.hit for c in report.chunks] == [True] * 3
 
 
@@ -151,11 +151,11 @@ def test_a_rank_that_fails_in_a_layer_does_not_leave_the_others_waiting(
 ) -> None:
     """Last: it ends the engine."""
     engine = two_ranks.engine
-    assert engine.generate(f"{retrieved().text} w2", SHORT).report.blended
+    assert engine.generate(retrieved(opening=62), SHORT).report.blended
     two_ranks.fails.touch()
     started = time.monotonic()
     with pytest.raises(EngineUnavailableError, match="has ended"):
-        engine.generate(f"{retrieved().text} w3", SHORT)
+        engine.generate(retrieved(opening=63), SHORT)
     assert time.monotonic() - started < ENDS_WITHIN_SECONDS
 
 

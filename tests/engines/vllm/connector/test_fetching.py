@@ -12,8 +12,8 @@ from tests.engines.vllm.inprocess import InProcessEngine
 from tests.kv.samples import SlowTier
 from tests.models import prompt_of, words
 
-CHUNKS = [Chunk(words(20, seed)) for seed in range(8)]
-PROMPTS = [prompt_of(*CHUNKS, words(6, seed)) for seed in (98, 99)]
+CHUNKS = [Chunk(words(40, seed)) for seed in range(8)]
+PROMPTS = [prompt_of(words(6, seed), *CHUNKS, "w9") for seed in (98, 99)]
 SHORT = SamplingParams(max_tokens=4)
 
 
