@@ -271,7 +271,12 @@ class TransformersEngine(Engine):
         ]
 
     def fingerprint_of(self, lead_in: LeadInId, *, of_turns: bool) -> str:
-        """Return the fingerprint of chunks computed after a lead-in, or of conversations' turns."""
+        """Return the fingerprint of KV of this model, now, in this namespace.
+
+        Args:
+            lead_in: what chunks were computed after.
+            of_turns: whether they are of conversations' turns.
+        """
         whole = lead_in.fingerprint(self._family.identity, self.namespace)
         return turn_fingerprint(whole) if of_turns else whole
 
@@ -583,7 +588,11 @@ class TransformersEngine(Engine):
         return [key for key in self.store.entries() if key.fingerprint == fingerprint]
 
     async def carry_out(self, job: Job) -> Result:
-        """Do a job of an engine in another process; cancelling it stops what is computed."""
+        """Do a job of an engine in another process, and return its result.
+
+        Args:
+            job: what is to be done. Cancelling stops what is computed.
+        """
         return await jobs.carry_out(self, job)
 
     def _close(self) -> None:

@@ -134,7 +134,7 @@ class ConnectorScheduler:
         else:
             pending = self.finding.pending(request, self._refusal, self._stats)
         if namespace is None and (pending.job or pending.blend or pending.reason):
-            pending = Pending(reason=NO_NAMESPACE)
+            pending = Pending(reason=NO_NAMESPACE, answers=pending.answers)
         pending.request, pending.namespace = request, namespace
         if pending.report_id and namespace != tenants.own:
             pending.report_id = f"{pending.report_id} {namespace}"
