@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from cacheblend_rag.engines.model_files import quiet_libraries
 
 PACKAGES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -22,7 +24,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "vllm": {"vllm": "vllm"},
     "vllm-server": {"openai": "openai"},
 }
-NOT_TOLD = ("active", "refusal", "identity", "store", "vllm", "cacheblend_rag")
+NOT_TOLD = {"active", "refusal", "identity", "store", "vllm", "cacheblend_rag"}
 """What a server's status has beside the connector's settings."""
 
 
@@ -101,7 +103,7 @@ def examine_server(url: str, model: str | None, namespace: str) -> dict[str, Any
         "versions": {"vllm": status.vllm, "cacheblend-rag": status.cacheblend_rag},
         "store": asdict(status.store),
         "connector": {
-            **{k: v for k, v in asdict(status).items() if k not in NOT_TOLD},
+            **TypeAdapter(type(status)).dump_python(status, mode="json", exclude=NOT_TOLD),
             "namespace": namespace_name(status.namespace, namespace),
         },
     }
