@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from http import HTTPStatus
-from typing import Protocol, runtime_checkable
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -14,6 +13,7 @@ from cacheblend_rag.api.documents import lending
 from cacheblend_rag.api.errors import OneLineRoute
 from cacheblend_rag.api.gate import ClientGoneError, while_connected
 from cacheblend_rag.api.serving import CLIENT_GONE
+from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.vllm.middleware.access import GRANT
 from cacheblend_rag.engines.vllm.middleware.keys import JOBS, lacks_store_key
 from cacheblend_rag.engines.vllm.protocol.job import CHANGES, PARAMETER, Job, read_job
@@ -21,14 +21,6 @@ from cacheblend_rag.engines.vllm.protocol.result import Result, params_of
 from cacheblend_rag.engines.vllm.refused import ApiError
 
 jobs_router = APIRouter(route_class=OneLineRoute, tags=["documents"])
-
-
-@runtime_checkable
-class DoesJobs(Protocol):
-    """An engine that does jobs."""
-
-    def carry_out(self, job: Job) -> Awaitable[Result]:
-        """Do a job; cancelling it stops the work."""
 
 
 @jobs_router.post(JOBS)
@@ -39,10 +31,21 @@ async def post_job(request: Request) -> Response:
     if job.kind in CHANGES and not (granted and granted.may_change):
         raise lacks_store_key(job.kind)
     async with lending(request).lent_for_a_job(request) as engine:
-        if not isinstance(engine, DoesJobs):
-            raise ApiError(HTTPStatus.NOT_IMPLEMENTED, f"a {engine.name} engine does no jobs")
         try:
-            result = await while_connected(request, engine.carry_out(job))
+            result = await while_connected(request, _carried_out(engine, job))
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
     return JSONResponse(params_of(result)[PARAMETER])
+
+
+def _carried_out(engine: Engine, job: Job) -> Awaitable[Result]:
+    """Have an engine do a job; raises ApiError for one that does none."""
+    if (does := getattr(engine, "carry_out", None)) is not None:
+        done: Awaitable[Result] = does(job)
+        return done
+    from cacheblend_rag.engines.embedded_jobs import carry_out
+    from cacheblend_rag.engines.transformers import TransformersEngine
+
+    if not isinstance(engine, TransformersEngine):
+        raise ApiError(HTTPStatus.NOT_IMPLEMENTED, f"a {engine.name} engine does no jobs")
+    return carry_out(engine, job)

@@ -137,6 +137,7 @@ class LeadIn:
 
         ``fingerprints`` holds those of all identities so far.
         """
+        self.identity = identity
         self.fingerprint = self.id.fingerprint(identity, self.namespace)
         if self.fingerprint not in self.fingerprints:
             self.fingerprints = (*self.fingerprints, self.fingerprint)

@@ -8,6 +8,8 @@ from typing import Literal
 QuestionKind = Literal["direct", "referring"]
 SegmentKind = Literal["text", "chunk"]
 
+from cacheblend_rag import Document
+
 INSTRUCTION = "Read the notes below and answer the question. Give a short answer."
 CHUNK_SEPARATOR = "\n\n"
 
@@ -72,3 +74,18 @@ class DemoPrompt:
             parts.append(("chunk", chunk))
         parts.append(("text", DEFAULT_FRAME.tail.format(question=self.question.question)))
         return parts
+
+
+HEAD = f"<bos>{INSTRUCTION}\n\n"
+"""What prompts of plain text begin with."""
+
+
+def documents(*prompts: DemoPrompt) -> list[Document]:
+    """Return the documents that prompts are about."""
+    return [Document(d.document_id, d.chunks) for prompt in prompts for d in prompt.documents]
+
+
+def text(prompt: DemoPrompt) -> str:
+    """Return a prompt with its passages and question."""
+    passages = "\n\n".join(prompt.chunk_texts)
+    return f"{HEAD}{passages}\n\nQuestion: {prompt.question.question}\nAnswer:"

@@ -22,10 +22,6 @@ from cacheblend_rag.engines.answer import CANCELLED, Delta, Generation, Request
 from cacheblend_rag.engines.answering import Hints
 from cacheblend_rag.engines.backend import engine_settings
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.catalog import Catalog
-from cacheblend_rag.engines.catalog_places import open_place
-from cacheblend_rag.engines.finder import Finder, Run
-from cacheblend_rag.engines.found_chunk import Vocabulary
 from cacheblend_rag.engines.lifetime import CLOSED
 from cacheblend_rag.engines.model_files import context_window_in
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
@@ -35,8 +31,9 @@ from cacheblend_rag.engines.sampling import (
     warn_of_ignored,
 )
 from cacheblend_rag.engines.setup import EngineSetup
+from cacheblend_rag.engines.stored_chunks import StoredChunks, finder_of
 from cacheblend_rag.engines.stream import Stream, Take
-from cacheblend_rag.engines.transformers import jobs, loading
+from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches, store_computed
 from cacheblend_rag.engines.transformers.decoding import Decoding, eos_token_ids
 from cacheblend_rag.engines.transformers.guiding import Guides
@@ -54,22 +51,17 @@ from cacheblend_rag.engines.transformers.prefill import (
 from cacheblend_rag.engines.transformers.prefixes import Prefixes
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.watched_model import TriedModel, WatchedModel
-from cacheblend_rag.engines.vllm.protocol.job import Job
-from cacheblend_rag.engines.vllm.protocol.result import Result
 from cacheblend_rag.errors import CacheBlendError, ConfigError, OutOfMemoryError
-from cacheblend_rag.kv.chunk_kv import KVKey, fingerprint
-from cacheblend_rag.kv.mac import mac_of
+from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import Lack, give_back_unused, unless_lacking
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.comparing import Compared, Comparison
-from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadInId, PlacedChunk
 from cacheblend_rag.prefill.precompute import (
     Computed,
     compute_chunks,
     compute_one_by_one,
-    document_plans,
 )
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import Evicted, PrecomputeReport
@@ -173,19 +165,15 @@ class TransformersEngine(Engine):
                 guard=guard,
             )
         )
-        self._finder = Finder(
-            self._catalog_in(catalog),
-            vocabulary=partial(Vocabulary.of, self.tokenizer),
+        self._finder = finder_of(
+            catalog,
+            self._tried.identity,
+            self.tokenizer,
+            read_only=self.read_only,
             unconfirmed_context=self.lead_in.unconfirmed_context,
             keeps_exact=self.store.precision == "native",
         )
         finalize(self, self._finder.close)
-
-    def _catalog_in(self, where: Path | TierUrl | None) -> Callable[[], Catalog] | None:
-        if where is None:
-            return None
-        model, read_only = fingerprint(self._tried.identity, ""), self.read_only
-        return lambda: Catalog(open_place(where, model), mac_of(), read_only=read_only)
 
     def _take(self, tried: TriedModel) -> None:
         """Use the stack and the ordinary prefill of a tested model."""
@@ -253,48 +241,13 @@ class TransformersEngine(Engine):
 
     # Stored chunks in a prompt's tokens
 
+    @property
+    def found_chunks(self) -> StoredChunks:
+        """What finds its stored chunks in prompts."""
+        return StoredChunks(self._finder, self._led)
+
     def _find(self, prompt: PreparedPrompt) -> Sequence[PlacedChunk]:
-        """Return the parts of stored chunks, and of the conversation's earlier turns."""
-        conversation, key = prompt.conversation, prompt.conversation_key
-        if conversation is not None and not self._finder.knows(self.namespace, key):
-            for plans in conversation.plans(turn_fingerprint(self._led.fingerprint)):
-                self._learn(plans, self._led.id, key)  # it was resumed
-        found = self._finder.find(
-            self.namespace,
-            prompt.token_ids,
-            taken=[(chunk.start, chunk.end) for chunk in prompt.placed],
-            conversation=key,
-            until=prompt.question_start,
-        )
-        return [
-            one.placed(self.fingerprint_of(one.name.lead_in, of_turns=one.is_turn)) for one in found
-        ]
-
-    def fingerprint_of(self, lead_in: LeadInId, *, of_turns: bool) -> str:
-        """Return the fingerprint of KV of this model, now, in this namespace.
-
-        Args:
-            lead_in: what chunks were computed after.
-            of_turns: whether they are of conversations' turns.
-        """
-        whole = lead_in.fingerprint(self._family.identity, self.namespace)
-        return turn_fingerprint(whole) if of_turns else whole
-
-    def _learn(self, plans: Sequence[ChunkPlan], lead_in: LeadInId, conversation: str) -> None:
-        """Have chunks found in prompts from now on."""
-        for run in document_plans(plans):
-            self._finder.learn(
-                self.namespace,
-                Run(
-                    lead_in,
-                    run.tokens,
-                    [(start, start + len(plan.token_ids)) for plan, start in run.members],
-                    [(plan.key.chunk_id, plan.key.context_id) for plan, _ in run.members],
-                    context_start=len(run.members[0][0].lead),
-                    conversation=conversation,
-                ),
-            )
-        self._finder.settle()
+        return self.found_chunks.find(prompt)
 
     # A request: prefill, then decode
 
@@ -514,7 +467,7 @@ class TransformersEngine(Engine):
             when_idle: whether one layer of one chunk at a time, while nothing else wants the model.
         """
         stack, tried = cast(TransformersStack, self._stack), self._tried
-        self._learn(plans, lead_in, conversation)
+        self.found_chunks.learn(plans, lead_in, conversation)
 
         def alone(chunks: list[ChunkPlan]) -> Computed:
             if when_idle:
@@ -553,7 +506,7 @@ class TransformersEngine(Engine):
             lead_in: what they were computed after.
             conversation: the key of the one whose turns they are, or "".
         """
-        self._unlearn(keys, lead_in, conversation)
+        self.found_chunks.forget(keys, lead_in, conversation)
         evicted = {key: self.store.evict(key) for key in keys}
         whole = sum(evicted.values(), Evicted())
         dropped = {
@@ -561,17 +514,13 @@ class TransformersEngine(Engine):
         }
         return Evicted(len(dropped), whole.pending, is_noted=whole.is_noted)
 
-    def _unlearn(self, keys: Sequence[KVKey], lead_in: LeadInId, conversation: str = "") -> None:
-        names = {(key.chunk_id, key.context_id) for key in keys}
-        self._finder.forget(self.namespace, lead_in, names, conversation)
-
     def _release(self) -> int:
         freed = self.store.release() + release_buffers(self.model.device)
         give_back_unused()
         return freed
 
     def _forget(self, keys: Sequence[KVKey]) -> None:
-        self._unlearn(keys, self._led.id)
+        self.found_chunks.forget(keys, self._led.id)
         self.store.forget(self._of_all_states(keys))
 
     def _of_all_states(self, keys: Sequence[KVKey]) -> list[KVKey]:
@@ -586,14 +535,6 @@ class TransformersEngine(Engine):
     def _stored_keys(self) -> list[KVKey]:
         fingerprint = self.fingerprint
         return [key for key in self.store.entries() if key.fingerprint == fingerprint]
-
-    async def carry_out(self, job: Job) -> Result:
-        """Do a job of an engine in another process, and return its result.
-
-        Args:
-            job: what is to be done. Cancelling stops what is computed.
-        """
-        return await jobs.carry_out(self, job)
 
     def _close(self) -> None:
         self._loop.call(lambda: None)  # after it has ended all requests, which are cancelled

@@ -31,8 +31,8 @@ from cacheblend_rag.kv.chunk_kv import chunk_id
 from cacheblend_rag.prefill.lead_in import LeadInId
 from tests.contracts.wire import cut
 from tests.engines.vllm.exactness import SHORT, logprobs
-from tests.engines.vllm.hostile import HOSTILE, mutated
 from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.protocol.test_result import HOSTILE, mutated
 from tests.models import make_tokenizer, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)

@@ -32,10 +32,10 @@ from cacheblend_rag.engines.vllm.serve import RunningServer, reserved_port
 from cacheblend_rag.errors import CacheBlendError, EngineUnavailableError
 from tests.engines.vllm.any_client import FLAGS, LEAST, AnyClient
 from tests.engines.vllm.conftest import ServerFactory
-from tests.engines.vllm.demo_prompts import HEAD, documents, text
 from tests.models import words
 from tests.readme import blocks
 from tests.toy import TOY, DemoPrompt, generate_prompts
+from tests.toy.prompt import HEAD, documents, text
 from tests.unmodified_clients import UnmodifiedClients
 
 KEY, STORE_KEY = "sesame", "barley"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from typing import Any
 
@@ -32,8 +33,21 @@ from cacheblend_rag.engines.vllm.protocol.result import (
 )
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
-from tests.engines.vllm.hostile import HOSTILE, mutated
+from tests.contracts import wire
 from tests.models import QWEN_SAMPLING
+
+HOSTILE: tuple[Any, ...] = (
+    None, True, -1, 0, 1, 2**63, 10**5000, 1e308, math.nan, math.inf, "", "abc", "\ud800", "0" * 32,
+    "x" * 100_000, [], {}, [[]], {"a": {}}, [0] * 10_000, {"\ud800": 1}, [None], [1, "2"],
+    [math.nan],
+)  # fmt: skip
+"""What strangers may put into a message: values that are not what they should be."""
+
+
+def mutated(value: Any, draw: random.Random, deepest: int = 2_000) -> Any:
+    """Return a value with something in it replaced, left out or added."""
+    return wire.mutated(value, draw, deepest, HOSTILE)
+
 
 HIT = ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=5)
 MISS = ChunkReport("1" * 32, 50, 7, False, "not stored", document_id="report")

@@ -22,7 +22,7 @@ from cacheblend_rag.trace import (
     TracedSelection,
     TracedTokens,
 )
-from tests.engines.vllm.hostile import HOSTILE, mutated
+from tests.engines.vllm.protocol.test_result import HOSTILE, mutated
 
 EARLY = TracedSelection(None, (3, 5, 9), (0.5, -1.0, 0.25), (True, False, True))
 AT_LAYER = TracedSelection(1, (3, 9), (1e-9, 3e38), (False, True), (0.0, 1.5), (1e-9, 3e38))

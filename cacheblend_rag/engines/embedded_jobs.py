@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from contextlib import closing
 from importlib.metadata import version
 from threading import Event
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 from cacheblend_rag.blend.steps import run_to_end
 from cacheblend_rag.engines.lifetime import in_thread
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers.engine import TransformersEngine
 from cacheblend_rag.engines.vllm.protocol.job import (
     Ask,
     Compare,
@@ -41,9 +42,6 @@ from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NOT_STORED
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import PrecomputeReport
-
-if TYPE_CHECKING:
-    from cacheblend_rag.engines.transformers.engine import TransformersEngine
 
 
 async def carry_out(engine: TransformersEngine, job: Job) -> Result:
@@ -76,7 +74,7 @@ def _precomputed(engine: TransformersEngine, job: Precompute, stop: Event) -> Re
     refusal = engine._storing_refusal()
     if refusal is not None:
         return Failed(refusal)
-    model = engine.fingerprint_of(job.lead_in, of_turns=bool(job.conversation))
+    model = engine.found_chunks.fingerprint(job.lead_in, of_turns=bool(job.conversation))
     first = job.context_start
     plans = [
         ChunkPlan(
@@ -118,7 +116,7 @@ def _compared(engine: TransformersEngine, job: Compare) -> Result:
 
 
 def _of_store(engine: TransformersEngine, job: StoreJob) -> Result:
-    model = engine.fingerprint_of(job.lead_in, of_turns=bool(job.conversation))
+    model = engine.found_chunks.fingerprint(job.lead_in, of_turns=bool(job.conversation))
     keys = [KVKey(chunk, model, context) for chunk, context in job.keys]
     match job.kind:
         case "lookup":
