@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from http import HTTPStatus
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -13,12 +11,11 @@ from cacheblend_rag.api.documents import lending
 from cacheblend_rag.api.errors import OneLineRoute
 from cacheblend_rag.api.gate import ClientGoneError, while_connected
 from cacheblend_rag.api.serving import CLIENT_GONE
-from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.embedded_jobs import carry_out
 from cacheblend_rag.engines.vllm.middleware.access import GRANT
 from cacheblend_rag.engines.vllm.middleware.keys import JOBS, lacks_store_key
-from cacheblend_rag.engines.vllm.protocol.job import CHANGES, PARAMETER, Job, read_job
-from cacheblend_rag.engines.vllm.protocol.result import Result, params_of
-from cacheblend_rag.engines.vllm.refused import ApiError
+from cacheblend_rag.engines.vllm.protocol.job import CHANGES, PARAMETER, read_job
+from cacheblend_rag.engines.vllm.protocol.result import params_of
 
 jobs_router = APIRouter(route_class=OneLineRoute, tags=["documents"])
 
@@ -32,20 +29,7 @@ async def post_job(request: Request) -> Response:
         raise lacks_store_key(job.kind)
     async with lending(request).lent_for_a_job(request) as engine:
         try:
-            result = await while_connected(request, _carried_out(engine, job))
+            result = await while_connected(request, carry_out(engine, job))
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
     return JSONResponse(params_of(result)[PARAMETER])
-
-
-def _carried_out(engine: Engine, job: Job) -> Awaitable[Result]:
-    """Have an engine do a job; raises ApiError for one that does none."""
-    if (does := getattr(engine, "carry_out", None)) is not None:
-        done: Awaitable[Result] = does(job)
-        return done
-    from cacheblend_rag.engines.embedded_jobs import carry_out
-    from cacheblend_rag.engines.transformers import TransformersEngine
-
-    if not isinstance(engine, TransformersEngine):
-        raise ApiError(HTTPStatus.NOT_IMPLEMENTED, f"a {engine.name} engine does no jobs")
-    return carry_out(engine, job)

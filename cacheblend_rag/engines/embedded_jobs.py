@@ -9,6 +9,7 @@ from threading import Event
 from typing import assert_never
 
 from cacheblend_rag.blend.steps import run_to_end
+from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.lifetime import in_thread
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.engine import TransformersEngine
@@ -44,8 +45,13 @@ from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import PrecomputeReport
 
 
-async def carry_out(engine: TransformersEngine, job: Job) -> Result:
-    """Do a job in a thread, and return its result; cancelling it stops what is computed."""
+async def carry_out(engine: Engine, job: Job) -> Result:
+    """Have a server's engine do a job, and return its result; cancelling it stops the work."""
+    if (does := getattr(engine, "carry_out", None)) is not None:  # vLLM's hands it on
+        done: Result = await does(job)
+        return done
+    if not isinstance(engine, TransformersEngine):
+        return Failed(Reason(ReasonCode.NO_CONNECTOR, f"a {engine.name} engine does no jobs"))
     stop = Event()
     try:
         return await in_thread(lambda: _done(engine, job, stop))

@@ -82,8 +82,7 @@ def examine_server(url: str, model: str | None, namespace: str) -> dict[str, Any
     """Return facts about the server at ``url``; ``problem`` says why it does not blend.
 
     model: its tokenizer must equal the server's; None skips that check. namespace: the expected
-    one; servers report only a hash of theirs. Raises EngineUnavailableError and other errors of a
-    request.
+    one; servers report only a hash of theirs. Raises what a request raises.
     """
     from cacheblend_rag.engines.model_files import load_tokenizer
     from cacheblend_rag.engines.vllm.connection import VLLMServer

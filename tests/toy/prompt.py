@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cacheblend_rag import Document
+
 QuestionKind = Literal["direct", "referring"]
 SegmentKind = Literal["text", "chunk"]
-
-from cacheblend_rag import Document
 
 INSTRUCTION = "Read the notes below and answer the question. Give a short answer."
 CHUNK_SEPARATOR = "\n\n"
