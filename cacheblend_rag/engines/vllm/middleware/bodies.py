@@ -44,7 +44,6 @@ _UNPAIRED = re.compile(
     rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])"
 )
 """Half of a character that stands for none by itself, escaped."""
-_CONTAINERS = (dict, list)
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKET = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
