@@ -165,11 +165,12 @@ def check_stored(prompted: Prompted) -> Check:
     rest = rest[len(opening) + len(first.text) :]
     parts = [part for part in (opening, first, rest) if part != ""]
     alone = replace(BlendPrompt.of(*parts), is_rendered=prompted.frame.is_rendered)
-    encoded, lead = engine.prepare(alone).encoded, lead_tokens(engine)
+    prepared = replace(engine.prepare(alone), found=())  # other passages are computed, too
+    encoded, lead = prepared.encoded, lead_tokens(engine)
     span = next(iter(encoded.spans), None)
     if span is None or span.before or encoded.token_ids[: span.start] != lead:
         return STORED.skipped("the first passage is computed after other tokens than it stands at")
-    score = engine.score(alone, prompted.answer, config=REUSE)
+    score = engine.score(prepared, prompted.answer, config=REUSE)
     remedy = "report the model; until then do not blend it"
     return prompted.compare(STORED, score, remedy)
 
