@@ -14,7 +14,8 @@ from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.trial import open_stack
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LoadedChunk, begin_reading
+from cacheblend_rag.prefill.chunk_loader import ChunkLoader, begin_reading
+from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.settings import Precision, StoreConfig
 from tests.benchmarks.gpu.layer import build_layers
 from tests.benchmarks.gpu.scene import Doing, Row, Scene
@@ -54,10 +55,11 @@ def _measured(scene: Scene, stack: TransformersStack, chunks: int, size: int, ro
             store.put(key, _chunk(stack, size))
         loaders = []
         for _ in range(1 + REPEAT):
-            source = open_things.enter_context(begin_reading(store, keys, stack))
-            loaded = [LoadedChunk(index * size, (index + 1) * size) for index in range(chunks)]
-            loader = ChunkLoader(stack, loaded, source)
-            run_to_end(loader.heads())
+            starts = range(0, chunks * size, size)
+            placed = [PlacedChunk(key, at, at + size) for key, at in zip(keys, starts, strict=True)]
+            source = open_things.enter_context(begin_reading(store, placed, stack))
+            loader = ChunkLoader(stack, placed, source)
+            run_to_end(loader.find())
             loaders.append(loader.into(FusedKV(stack.geometry, chunks * size)))
         works = [partial(_load, loader) for loader in loaders]
         works[0]()  # buffers are made when first needed
