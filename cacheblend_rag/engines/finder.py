@@ -24,6 +24,7 @@ from cacheblend_rag.engines.catalog import (
     Name,
     News,
     encoded,
+    id_of,
     record_name,
     same_lead_in,
     turns_of,
@@ -225,6 +226,7 @@ class Finder:
         leads = cache(lambda: self._confirmed_leads(token_ids[: runs[0].start]))
         for run in runs:
             before, chains = chains, []
+            run = _as_whole(known, run, token_ids)
             if (held := self._held(known, run)) is None:
                 continue
             variants, tokens = held
@@ -511,6 +513,12 @@ def _inner(namespace: str, conversation: str) -> str:
     """Return the namespace of chunks, or of a conversation's turns, by its id."""
     own = namespace_id(namespace)
     return turns_of(own, conversation) if conversation else own
+
+
+def _as_whole(known: KnownTokens, run: TokenRun[str], token_ids: Sequence[int]) -> TokenRun[str]:
+    """Return a part of a chunk as the whole chunk that has the same tokens, if there is one."""
+    own = id_of(np.asarray(token_ids[run.start : run.end], dtype=np.uint32))
+    return replace(run, name=own, skip=0) if own in known.index else run
 
 
 def _in_steps(run: TokenRun[str], length: int) -> TokenRun[str]:

@@ -91,6 +91,15 @@ def test_a_part_names_the_whole_chunk(finder: Finder) -> None:
     assert {own_tokens(p, tokens) for p in parts} == {long}
 
 
+def test_a_whole_chunk_is_found_rather_than_a_part_of_a_longer_one(finder: Finder) -> None:
+    longer = (*FIRST, *range(9000, 9040))
+    learn(finder, run(longer))
+    learn(finder, run(FIRST))
+    [one] = found(finder, FIRST)
+    assert (one.name.chunk_id, one.before, one.after) == (chunk_id(FIRST), (), ())
+    assert ids(found(finder, longer)) == [chunk_id(longer)]
+
+
 def test_who_knows_a_part_cannot_try_what_comes_next(finder: Finder) -> None:
     """What is found tells no single token beyond what was known, on either side."""
     secret = tuple(range(5000, 5200))

@@ -140,11 +140,18 @@ def _reason(sent: Sent, finish_reason: FinishReason, result: Result | None) -> R
 
 
 def _told(sent: Sent, done: BlendResult) -> list[ChunkReport]:
-    """Return the reports of chunks that vLLM found, and of known ones that it did not."""
-    known = {(one.key.chunk_id, one.start): one for one in sent.placed}
-    chunks = []
-    for chunk in done.chunks:
-        placed = known.pop((chunk.chunk_id, chunk.start), None)
-        chunks.append(chunk if placed is None else replace(chunk, document_id=placed.document_id))
-    missed = (one.report(sent.missed or "not stored") for one in known.values())
+    """Return the reports of chunks that vLLM found, and of known ones where it found nothing.
+
+    The tokens of a known chunk may have been found in another one that has them, too.
+    """
+    known = {(one.key.chunk_id, one.start): one.document_id for one in sent.placed}
+    chunks = [
+        replace(chunk, document_id=known.get((chunk.chunk_id, chunk.start)))
+        for chunk in done.chunks
+    ]
+    missed = [
+        one.report(sent.missed or "not stored")
+        for one in sent.placed
+        if not any(c.start < one.end and one.start < c.start + c.tokens for c in chunks)
+    ]
     return sorted((*chunks, *missed), key=lambda chunk: chunk.start)
