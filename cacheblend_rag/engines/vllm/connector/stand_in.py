@@ -59,8 +59,13 @@ class _StandIn:
     """Replaces an attention layer while it runs; it is its own ``impl``, too."""
 
     def __init__(self, index: int, layer: Any, attend: Attend) -> None:
-        self.index, self.layer, self.attend, self.impl = index, layer, attend, self
+        self.index, self.layer, self.attend = index, layer, attend
         self.layer_name, self.kv_cache = layer.layer_name, layer.kv_cache
+
+    @property
+    def impl(self) -> _StandIn:
+        """No attribute: in a circle of references, it would keep a pass's memory for a while."""
+        return self
 
     def do_kv_cache_update(self, *_: Any, **__: Any) -> None:
         """Store nothing: the caller that runs the layer does."""
