@@ -170,9 +170,8 @@ def check_stored(prompted: Prompted) -> Check:
     span = next(iter(encoded.spans), None)
     if span is None or span.before or encoded.token_ids[: span.start] != lead:
         return STORED.skipped("the first passage is computed after other tokens than it stands at")
-    score = engine.score(prepared, prompted.answer, config=REUSE)
     remedy = "report the model; until then do not blend it"
-    return prompted.compare(STORED, score, remedy)
+    return prompted.compare(STORED, engine.score(prepared, prompted.answer, config=REUSE), remedy)
 
 
 def check_precision(prompted: Prompted, checkpoint: torch.dtype | None) -> Check:
