@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 
@@ -55,6 +56,8 @@ EDGES = 4
 STEP = 16
 """A part of a chunk begins and ends at a multiple of so many of its tokens. Whoever knows a part
 could otherwise try, one token after another, what comes next: ``cached_tokens`` would tell."""
+CUTS = sorted(product(range(3), repeat=2), key=sum)
+"""How many tokens at the edges of a part may be another chunk's."""
 LONGEST_CHAIN = 64
 """Most chunks before another that are compared with its document context."""
 LONGEST_LEAD = 8192
@@ -516,9 +519,18 @@ def _inner(namespace: str, conversation: str) -> str:
 
 
 def _as_whole(known: KnownTokens, run: TokenRun[str], token_ids: Sequence[int]) -> TokenRun[str]:
-    """Return a part of a chunk as the whole chunk that has the same tokens, if there is one."""
-    own = id_of(np.asarray(token_ids[run.start : run.end], dtype=np.uint32))
-    return replace(run, name=own, skip=0) if own in known.index else run
+    """Return a part of a chunk as the whole chunk that has the same tokens, if there is one.
+
+    The longer one may go on alike by a token or two: a line break before both, say.
+    """
+    own = np.asarray(token_ids[run.start : run.end], dtype=np.uint32)
+    for first, last in CUTS:
+        name = id_of(own[first : len(own) - last])
+        if name == run.name:
+            return run
+        if name in known.index:
+            return replace(run, name=name, start=run.start + first, end=run.end - last, skip=0)
+    return run
 
 
 def _in_steps(run: TokenRun[str], length: int) -> TokenRun[str]:

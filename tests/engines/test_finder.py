@@ -98,6 +98,10 @@ def test_a_whole_chunk_is_found_rather_than_a_part_of_a_longer_one(finder: Finde
     [one] = found(finder, FIRST)
     assert (one.name.chunk_id, one.before, one.after) == (chunk_id(FIRST), (), ())
     assert ids(found(finder, longer)) == [chunk_id(longer)]
+    learn(finder, run((8, *BETWEEN[1:], *SECOND)))  # alike from the token before it on
+    learn(finder, run(SECOND))
+    [other] = found(finder, SECOND)
+    assert (other.name.chunk_id, other.before, other.after) == (chunk_id(SECOND), (), ())
 
 
 def test_who_knows_a_part_cannot_try_what_comes_next(finder: Finder) -> None:
