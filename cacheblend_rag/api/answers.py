@@ -153,11 +153,11 @@ class Form(ABC):
 
     @abstractmethod
     def ending(self, answers: Sequence[Generation]) -> list[bytes]:
-        """Return the events behind those of the last piece."""
+        """Return the events after that of the last token."""
 
     @abstractmethod
     def failure(self, error: ApiError) -> list[bytes]:
-        """Return the events for an error in place of those that are left."""
+        """Return the events that end a stream with an error."""
 
 
 def event(plain: Any, name: str | None = None) -> bytes:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MOST_ALTERNATIVES = 5
 """As many as the API has for completions."""
 MOST_OF_ENGINES = 20
-"""As many as vLLM has: for those that ask for tokens by their ids."""
+"""vLLM's own limit, for clients that want token ids in place of texts."""
 
 
 class CompletionRequest(fields.ChoicesBody):

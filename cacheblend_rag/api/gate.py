@@ -25,7 +25,7 @@ PREPARING = 2
 WAITING = 64
 """So many requests wait at most; further ones are refused."""
 MOST_JOBS = 256
-"""Jobs of other engines that are under way at the same time; further ones are refused."""
+"""Most jobs of remote engines that run at the same time; further ones get 503."""
 MOST_LENT = 32
 """So many requests have an engine, or wait for it, at most."""
 CHANGES, READS = 4, 8
@@ -101,7 +101,7 @@ class EngineLending:
 
     @asynccontextmanager
     async def lent_for_a_job(self, request: Request) -> AsyncIterator[Engine]:
-        """Lend a request's engine for a job, which may wait for idle time, beside all others."""
+        """Lend a request's engine for a job, which may take long: it counts among jobs only."""
         with self._jobs.entered():
             yield await in_thread(lambda: self._engine_of(request))
 

@@ -22,7 +22,7 @@ jobs_router = APIRouter(route_class=OneLineRoute, tags=["documents"])
 
 @jobs_router.post(JOBS)
 async def post_job(request: Request) -> Response:
-    """Do a job of an engine's, and return its result; it stops when the client hangs up."""
+    """Do a job for a remote engine, and return its result; it stops if the client disconnects."""
     job = await asyncio.to_thread(read_job, await request.body())
     granted = request.scope.get(GRANT)
     if job.kind in CHANGES and not (granted and granted.may_change):

@@ -159,7 +159,7 @@ def _open(config: EngineConfig) -> Engine:
 
 
 class CheckedOptions(BaseModel):
-    """Options whose errors are one line.
+    """Options that are checked by pydantic; each error is one line.
 
     Raises:
         ConfigError: for an option that is invalid or unknown.

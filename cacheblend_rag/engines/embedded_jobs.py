@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import closing
 from importlib.metadata import version
 from threading import Event
@@ -39,7 +38,6 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import KVKey, namespace_id
 from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.prefill.comparing import Compared
-from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NOT_STORED
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import PrecomputeReport
@@ -81,19 +79,8 @@ def _precomputed(engine: TransformersEngine, job: Precompute, stop: Event) -> Re
     if refusal is not None:
         return Failed(refusal)
     model = engine.found_chunks.fingerprint(job.lead_in, of_turns=bool(job.conversation))
-    first = job.context_start
-    plans = [
-        ChunkPlan(
-            token_ids=job.tokens[start:end],
-            lead=job.tokens[:first],
-            context=job.tokens[first:start],
-            key=KVKey(own, model, context),
-            is_turn=bool(job.conversation),
-        )
-        for (start, end), (own, context) in zip(job.chunks, job.names(), strict=True)
-    ]
     steps = engine.compute_and_store(
-        plans, job.lead_in, conversation=job.conversation, when_idle=job.idle
+        job.plans(model), job.lead_in, conversation=job.conversation, when_idle=job.idle
     )
     total = PrecomputeReport()
     with closing(steps):
@@ -126,7 +113,7 @@ def _of_store(engine: TransformersEngine, job: StoreJob) -> Result:
     keys = [KVKey(chunk, model, context) for chunk, context in job.keys]
     match job.kind:
         case "lookup":
-            return _looked_up(engine.stored(keys))
+            return LookupResult.of(engine.stored(keys))
         case "verify":
             if engine.read_only:
                 return Failed(READ_ONLY)
@@ -141,13 +128,6 @@ def _of_store(engine: TransformersEngine, job: StoreJob) -> Result:
         case "prefetch":
             engine._prefetch(keys)
             return PrefetchResult()
-
-
-def _looked_up(stored: Sequence[bool | None]) -> LookupResult:
-    found, unknown = (
-        tuple(index for index, there in enumerate(stored) if there is kind) for kind in (True, None)
-    )
-    return LookupResult(found, unknown=unknown)
 
 
 def _told(engine: TransformersEngine, job: Ask) -> Result:

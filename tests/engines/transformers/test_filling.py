@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -92,7 +93,7 @@ def test_a_request_comes_between_the_layers_of_what_is_filled(make_filling: Engi
     turns: list[str] = []
     fill = engine._fill
 
-    def watched(*given):  # type: ignore[no-untyped-def]
+    def watched(*given: Any) -> Iterator[Any]:
         for done in fill(*given):
             turns.append("fill")
             if len(turns) == 3:

@@ -30,7 +30,6 @@ from cacheblend_rag.engines.vllm.protocol.job import (
     CHANGES,
     Compare,
     Precompute,
-    Span,
     StoreJob,
     StoreKind,
 )
@@ -244,10 +243,11 @@ class JobRunner:
     def _written(self, allotted: Allotted, job: Precompute, writer: ChunkWriter) -> Work:
         """Compute chunks while earlier ones are written."""
         model = self._fingerprint(allotted, job.lead_in, of_turns=bool(job.conversation))
-        keys = [KVKey(chunk, model, context) for chunk, context in job.names()]
+        plans = job.plans(model)
+        keys = [plan.key for plan in plans]
         counts = Counter[str]()
         put, lost = list[KVKey](), set[KVKey]()
-        for done in self._computed(job, keys):
+        for done in self._computed(job, plans):
             if isinstance(done, NoRoom):
                 lost |= {plan.key for plan in done.chunks}
             elif done is not None:
@@ -270,9 +270,8 @@ class JobRunner:
             lost=tuple(i for i, key in enumerate(keys) if key in lost),
         )
 
-    def _computed(self, job: Precompute, keys: Sequence[KVKey]) -> Computed:
+    def _computed(self, job: Precompute, plans: list[ChunkPlan]) -> Computed:
         """Compute a document's chunks that are not stored, after the job's lead-in."""
-        plans = [_plan(job, span, key) for key, span in zip(keys, job.chunks, strict=True)]
         if job.lead_in.name != "document" and not job.conversation:
             return compute_chunks(
                 self.stack,
@@ -308,10 +307,7 @@ def lookup(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
     for key in keys:  # each may wait for a tier
         told += store.stored_many([key])
         yield
-    found, unknown = (
-        tuple(index for index, there in enumerate(told) if there is kind) for kind in (True, None)
-    )
-    return LookupResult(found, unknown=unknown)
+    return LookupResult.of(told)
 
 
 def evict(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
@@ -337,15 +333,6 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + reserved
-
-
-def _plan(job: Precompute, span: Span, key: KVKey) -> ChunkPlan:
-    return ChunkPlan(
-        token_ids=job.tokens[span.start : span.end],
-        lead=job.tokens[: job.context_start],
-        context=job.tokens[job.context_start : span.start],
-        key=key,
-    )
 
 
 STORE_JOBS: Mapping[StoreKind, Callable[[TieredKVStore, Sequence[KVKey]], Work]] = {

@@ -66,7 +66,7 @@ class LayerCalls:
         with self._stand_ins.answering(0, _attend_to_nothing):
             done = self._layers[0](**first)
         self._result_count = len(done) if isinstance(done, tuple) else 0
-        """How many values a layer returns; 0 is a bare tensor. The first are passed on."""
+        """How many tensors a decoder layer returns; 0 if it returns one that is not in a tuple."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the input of the first layer for tokens (rows,)."""

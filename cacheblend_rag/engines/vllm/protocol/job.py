@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
+from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, prefix_ids
 from cacheblend_rag.prefill.conversation_kv import turn_context
-from cacheblend_rag.prefill.lead_in import Hash, LeadInId, MaybeHash
+from cacheblend_rag.prefill.lead_in import ChunkPlan, Hash, LeadInId, MaybeHash
 from cacheblend_rag.settings import BlendConfig
 
 PARAMETER = "cacheblend"
@@ -75,7 +75,7 @@ class Wish(_Message):
 
 
 NOTHING_FOUND = Wish(kind="off")
-"""The wish of a request whose prompt is not to be searched: ordinary prefill answers it."""
+"""The wish of a request in whose prompt no chunks are looked for: ordinary prefill serves it."""
 
 
 class Span(NamedTuple):
@@ -119,6 +119,20 @@ class Precompute(_Message):
             contexts = [""] * len(starts)
         own = [chunk_id(self.tokens[chunk.start : chunk.end]) for chunk in self.chunks]
         return list(zip(own, contexts, strict=True))
+
+    def plans(self, fingerprint: str) -> list[ChunkPlan]:
+        """Return the chunks with the tokens before them, and keys under a fingerprint."""
+        tokens, first, is_turn = self.tokens, self.context_start, bool(self.conversation)
+        return [
+            ChunkPlan(
+                token_ids=tokens[start:end],
+                lead=tokens[:first],
+                context=tokens[first:start],
+                key=KVKey(own, fingerprint, context),
+                is_turn=is_turn,
+            )
+            for (start, end), (own, context) in zip(self.chunks, self.names(), strict=True)
+        ]
 
     def check(self) -> None:
         """Raise ConfigError unless the chunks and the lead-in are those of the tokens."""

@@ -7,9 +7,9 @@ it a failure with a reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, TypeAlias, get_args
+from typing import Annotated, Any, Self, TypeAlias, get_args
 
 from pydantic import (
     AfterValidator,
@@ -162,6 +162,15 @@ class LookupResult:
 
     found: tuple[int, ...]
     unknown: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, stored: Sequence[bool | None]) -> Self:
+        """Return the result for keys that are stored, are not, or cannot be told (None)."""
+        found, unknown = (
+            tuple(index for index, there in enumerate(stored) if there is kind)
+            for kind in (True, None)
+        )
+        return cls(found, unknown=unknown)
 
 
 @dataclass(frozen=True)
