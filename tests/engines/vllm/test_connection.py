@@ -280,9 +280,12 @@ def test_a_late_report_is_asked_for(canned: CannedServer, connect: Open) -> None
     wish, asked = canned.bodies[-2]["kv_transfer_params"]["cacheblend"], canned.bodies[-1]
     assert wish["report_id"] == asked["report_id"] != ""
     canned.reports = {"chunks": [HIT]}
-    found, missed = engine.generate(PROMPT, FOUR).report.chunks
+    [found] = engine.generate(PROMPT, FOUR).report.chunks
     assert (found.hit, found.document_id) == (True, None), "whose it is, the client cannot say"
+    canned.reports = {"chunks": [{**HIT, "start": 40, "tokens": 8}]}
+    missed, found = engine.generate(PROMPT, FOUR).report.chunks
     assert (missed.reason, missed.document_id) == ("not stored", "report")
+    assert (found.hit, found.document_id) == (True, None)
 
 
 @pytest.mark.parametrize(
