@@ -1,4 +1,4 @@
-"""OpenMP threads: threads that move chunks have none."""
+"""OpenMP threads: those that move chunks, or wait for a model, have none."""
 
 from __future__ import annotations
 
@@ -61,6 +61,31 @@ def test_a_thread_does_without_openmp_threads() -> None:
     )
     before, beside, own, others = map(int, re.findall(r"\d+", run.stdout))
     assert (beside, own, others) == (before, 1, 3)
+
+
+WAITED = """
+import os
+import threading
+import torch
+from cacheblend_rag.engines.transformers.loop import ModelLoop
+
+def compute():
+    torch.ones(1 << 20).sum()
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(3)
+first = compute()
+print(first, ModelLoop().call(compute))
+"""
+
+
+@needs_gnu_openmp
+def test_who_waits_for_a_model_leaves_its_thread_the_openmp_threads() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WAITED], capture_output=True, text=True, check=True, timeout=120
+    )
+    callers, models = map(int, run.stdout.split())
+    assert models == callers + 1, "the model's thread, and as many OpenMP threads as the caller had"
 
 
 def test_threads_that_move_chunks_start_none(

@@ -34,6 +34,7 @@ from cacheblend_rag.engines.lifetime import ITS_OWN_THREAD, working
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers.decode_step import DecodeStep, run_steps
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.openmp import end_openmp_threads
 
 PATIENCE_SECONDS = 0.05
 """Seconds between checks whether a request that waits for its chunks was cancelled."""
@@ -146,6 +147,7 @@ class ModelLoop:
             raise ConfigError(ITS_OWN_THREAD)
         task = _Task(work, cancel, streamed, idle)
         task.done.set_running_or_notify_cancel()  # nobody can cancel it but by ``cancel``
+        end_openmp_threads()  # of whoever waits, so that those of the model's thread may spin
         self._start()
         self._mail.put(task)
         return task.done
