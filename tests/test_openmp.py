@@ -65,7 +65,6 @@ def test_a_thread_does_without_openmp_threads() -> None:
 
 WAITED = """
 import os
-import threading
 import torch
 from cacheblend_rag.engines.transformers.loop import ModelLoop
 

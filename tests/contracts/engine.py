@@ -905,3 +905,14 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+class EmbeddedContract(EngineContract):
+    """Held by engines around an embedded model, whose steps are counted."""
+
+    @pytest.fixture(autouse=True)
+    def _count(self, calls: list[int]) -> None:
+        self._calls = calls
+
+    def steps(self, engine: object) -> int:
+        return self._calls[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -24,39 +23,18 @@ from tests.contracts.engine import (
     LIKELY,
     REUSE,
     SHORT,
-    WINDOW,
-    EngineContract,
+    EmbeddedContract,
     Texts,
     distance,
     tokenizer_with_template,
     wait_until,
 )
-from tests.models import make_model, make_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    model = make_model("llama")
-    model.config.max_position_embeddings = WINDOW
-    return model
+from tests.models import make_tokenizer
 
 
 @pytest.fixture
 def texts(request: pytest.FixtureRequest) -> Texts:
     return Texts(request.node.name)
-
-
-@pytest.fixture(scope="module")
-def calls(model: PreTrainedModel) -> Iterator[list[int]]:
-    """How often the model has embedded tokens: at least once a step."""
-    calls, counted = [0], count(1)
-
-    def note(*_: object) -> None:
-        calls[0] = next(counted)
-
-    hook = model.get_input_embeddings().register_forward_pre_hook(note)
-    yield calls
-    hook.remove()
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +44,10 @@ def shared(model: PreTrainedModel, calls: list[int]) -> Iterator[TransformersEng
     engine.close()
 
 
-class TestTransformersEngine(EngineContract):
+class TestTransformersEngine(EmbeddedContract):
     @pytest.fixture
     def engine(self, shared: TransformersEngine) -> TransformersEngine:
         return shared
-
-    @pytest.fixture(autouse=True)
-    def _count(self, calls: list[int]) -> None:
-        self._calls = calls
-
-    def steps(self, engine: object) -> int:
-        return self._calls[0]
 
 
 @pytest.fixture(scope="module")

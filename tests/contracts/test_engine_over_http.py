@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -17,34 +16,12 @@ from cacheblend_rag import BlendConfig, Conversation, Engine, TransformersEngine
 from cacheblend_rag.api.app import create_app
 from tests.contracts.engine import (
     CONFIG,
-    WINDOW,
-    EngineContract,
+    EmbeddedContract,
     tokenizer_with_template,
     wait_until,
 )
 from tests.engines.conversations import PASSAGES, QUESTIONS, SAMPLING
 from tests.local_servers import HOST, free_port
-from tests.models import make_model
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    model = make_model("llama")
-    model.config.max_position_embeddings = WINDOW
-    return model
-
-
-@pytest.fixture(scope="module")
-def calls(model: PreTrainedModel) -> Iterator[list[int]]:
-    """How often the model has embedded tokens: at least once a step."""
-    calls, counted = [0], count(1)
-
-    def note(*_: object) -> None:
-        calls[0] = next(counted)
-
-    hook = model.get_input_embeddings().register_forward_pre_hook(note)
-    yield calls
-    hook.remove()
 
 
 @contextmanager
@@ -77,17 +54,10 @@ def on_server(
         yield engine
 
 
-class TestOverHTTP(EngineContract):
+class TestOverHTTP(EmbeddedContract):
     @pytest.fixture
     def engine(self, on_server: Engine) -> Engine:
         return on_server
-
-    @pytest.fixture(autouse=True)
-    def _count(self, calls: list[int]) -> None:
-        self._calls = calls
-
-    def steps(self, engine: Engine) -> int:
-        return self._calls[0]
 
 
 def test_conversations_are_kept_on_the_server(model: PreTrainedModel, tmp_path: Path) -> None:
