@@ -59,7 +59,7 @@ class CompletionRequest(fields.ChoicesBody):
         return Asked(prompts, sampling, self.n or 1, config)
 
     def wish(self) -> Wish | None:
-        """Return what an engine in another process wishes; raises ConfigError."""
+        """Return the wish of an engine in another process; raises ConfigError."""
         others = (self.kv_transfer_params or {}).keys() - {PARAMETER}
         if others:
             raise bad_field("kv_transfer_params", f"holds {min(others)}: send {PARAMETER} only")

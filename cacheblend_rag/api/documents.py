@@ -220,7 +220,7 @@ def get_documents(
 
 
 def lending(request: Request) -> EngineLending:
-    """Return what lends this application's engines; raises EngineUnavailableError without it."""
+    """Return the lender of this application's engines; raises EngineUnavailableError."""
     found: EngineLending | None = getattr(request.app.state, STORERS_STATE, None)
     if found is None:
         raise EngineUnavailableError(NO_ENGINE)

@@ -58,7 +58,7 @@ def bad_field(param: str, message: str) -> ApiError:
 
 
 def of_engine(error: Exception, prompt_field: str | None = None) -> ApiError:
-    """Return what a client is told of an error.
+    """Return the error that a client gets for an exception.
 
     prompt_field: the field of the body that holds the prompt, if one does. Errors of the server
     itself are logged with their traceback, and told in general words.

@@ -125,7 +125,7 @@ class Body(Fields):
 
     @abstractmethod
     def form(self, asked: Asked, model: str) -> Form:
-        """Return what writes the answers as JSON; model: the name that clients call the model."""
+        """Return the form of the answers; model: the name that clients call the model."""
 
     def sampling(self, **given: Any) -> SamplingParams:
         """Return the sampling parameters; a field that is None takes its default.

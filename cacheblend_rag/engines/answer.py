@@ -65,7 +65,7 @@ class RawLogprob(NamedTuple):
 
     @classmethod
     def of(cls, token_id: int, likely: Mapping[int, float], most: int) -> Self:
-        """Return what vLLM tells of a token: beside it, its dictionary has the ``most`` likely."""
+        """Return the dictionary that vLLM gives of a token: it and the ``most`` likely ones."""
         top = sorted(likely.items(), key=lambda pair: -pair[1])
         return cls(token_id, likely[token_id], tuple(top[:most]))
 

@@ -123,7 +123,7 @@ class Backend(ABC):
     """Whether it finds what it has stored of conversations' turns."""
 
     def _find(self, prompt: PreparedPrompt) -> Sequence[PlacedChunk]:
-        """Return what else is stored of a prompt than its ``placed`` chunks; in order."""
+        """Return the stored chunks of a prompt that are not among its ``placed`` ones, in order."""
         return ()
 
     @abstractmethod

@@ -255,7 +255,7 @@ class Catalog:
         return decoded(content)
 
     def _signed(self, name: str, content: bytes) -> tuple[bytes, bytes]:
-        """Return what a digest covers: under another name or in another place it does not hold."""
+        """Return the bytes that a digest covers: the record's place and name are among them."""
         return f"{self._place.folder}{name}\n".encode(), content
 
     # Writing

@@ -96,7 +96,7 @@ class TurnKeeper:
         )
 
     def _filling(self) -> Filling:
-        """Return what tells whether a turn that is queued now may be stored soon."""
+        """Return a function that says whether a turn that is queued now may be stored soon."""
         activity, fills_last, began = self._activity, self._backend.fills_last, monotonic()
         return lambda: activity.is_idle and not (fills_last and monotonic() > began + PATIENCE)
 

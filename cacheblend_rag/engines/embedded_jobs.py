@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import closing
 from importlib.metadata import version
 from threading import Event
-from typing import assert_never
+from typing import TypeVar, assert_never
 
-from cacheblend_rag.blend.steps import run_to_end
+from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.lifetime import in_thread
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -42,6 +42,8 @@ from cacheblend_rag.prefill.policy import NOT_STORED
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import PrecomputeReport
 
+T = TypeVar("T")
+
 
 async def carry_out(engine: Engine, job: Job) -> Result:
     """Have a server's engine do a job, and return its result; cancelling it stops the work."""
@@ -63,7 +65,7 @@ def _done(engine: TransformersEngine, job: Job, stop: Event) -> Result:
             case Precompute():
                 return _precomputed(engine, job, stop)
             case Compare():
-                return _compared(engine, job)
+                return _compared(engine, job, stop)
             case StoreJob():
                 return _of_store(engine, job)
             case Ask():
@@ -97,15 +99,27 @@ def _precomputed(engine: TransformersEngine, job: Precompute, stop: Event) -> Re
     )
 
 
-def _compared(engine: TransformersEngine, job: Compare) -> Result:
+def _compared(engine: TransformersEngine, job: Compare, stop: Event) -> Result:
     prompt = engine.prepare_tokens(job.tokens, conversation=job.conversation, until=job.until)
     sampling = SamplingParams.greedy(max_tokens=len(job.answer))
     request = engine._request(prompt, sampling, job.config, steered=False)
     compared = Compared(job.tokens, job.answer, job.reference or None)
-    found = run_to_end(engine._compare(request, compared))
+    found = _unless(stop, engine._compare(request, compared))
     if found is None:
         return Declined(NOT_STORED)
     return CompareResult(found.blend, found.prefill)
+
+
+def _unless(stop: Event, steps: Steps[T]) -> T | None:
+    """Return the result of steps; None if they are stopped before their end."""
+    with closing(steps):
+        while not stop.is_set():
+            try:
+                next(steps)
+            except StopIteration as done:
+                found: T = done.value
+                return found
+    return None
 
 
 def _of_store(engine: TransformersEngine, job: StoreJob) -> Result:

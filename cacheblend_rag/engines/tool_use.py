@@ -78,7 +78,7 @@ class ToolUse:
         return content, calls if self.chat.parallel_tool_calls else calls[:1]
 
     def content_stream(self, *, is_json: bool) -> ContentStream:
-        """Return what tells the answer's content from its calls; is_json: as for ``read``."""
+        """Return a filter that leaves calls out of a streamed answer; is_json: as for ``read``."""
         return ContentStream(self._known, is_json=is_json)
 
     @property

@@ -32,7 +32,7 @@ DOCUMENT_TOKENS = 8192
 MOST_TURNS = 256
 MOST_BYTES = 1 << 30
 WAIT_SECONDS = 5.0
-"""How long it is waited for turns that are being filled."""
+"""How long a prompt waits for turns that are being filled."""
 LOOK_SECONDS = 0.02
 ID_BYTES = 16
 

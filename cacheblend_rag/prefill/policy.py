@@ -143,7 +143,7 @@ def free_tokens(tokens: int, prior: Tensor | None, share: float) -> Mask:
 # What is worth loading
 
 MARGIN = 1.1
-"""A way must look so many times slower than another before it is rejected."""
+"""A way to prefill is rejected if its estimate is this many times slower than another's."""
 KEEP_SECONDS = 120.0
 """Age at which measurements of passes and of ordinary prefill expire."""
 STEPS = 20
@@ -308,7 +308,7 @@ def _seconds(estimate: Estimate | None, units: float) -> float | None:
 
 
 def _told(way: _Guess, asked: BlendConfig, parts: Sequence[StoredPart]) -> Reason | None:
-    """Return what was chosen of these parts and why, if there was a choice."""
+    """Return why these parts and this ratio were chosen, if there was a choice."""
     said: list[Reason] = []
     chunks = sum(part.is_chunk for part in parts)
     left = chunks - sum(part.is_chunk for part in way.load)

@@ -51,7 +51,7 @@ class FusedPrompt(PrefillReport):
 
 
 class Destination:
-    """Where a pass leaves a prompt's KV: here, in a buffer of all layers.
+    """Keeps the KV of a prompt that a pass computes, in one buffer of all layers.
 
     A subclass may take each layer elsewhere once it is final, and then keep fewer layers.
 
@@ -321,7 +321,7 @@ class PromptPass:
         return schedule, name, None
 
     def _probe(self, candidates: Candidates, schedule: Schedule) -> Steps[Tensor]:
-        """Return what the question attends to; it begins after the chunks, or is the last token."""
+        """Return the attention of the question: of what follows the chunks, or of the last token."""
         ends = (chunk.here.stop + len(chunk.placed.after) for chunk in self._chunks)
         question_start = min(max(ends, default=0), self.token_ids.numel() - 1)
         attention, work = yield from probe_question(

@@ -243,7 +243,7 @@ class TransformersEngine(Engine):
 
     @property
     def found_chunks(self) -> StoredChunks:
-        """What finds its stored chunks in prompts."""
+        """The search for its stored chunks in prompts."""
         return StoredChunks(self._finder, self._led)
 
     def _find(self, prompt: PreparedPrompt) -> Sequence[PlacedChunk]:

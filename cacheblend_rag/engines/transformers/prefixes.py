@@ -131,7 +131,7 @@ class Prefixes:
         self._room = Budget(MOST_WAITING_BYTES)
 
     def keys(self, identity: Mapping[str, Any], salt: str | None) -> PrefixKeys | None:
-        """Return what makes the keys of a prompt's blocks; None if stored KV is not exact.
+        """Return the maker of a prompt's block keys; None if stored KV is not exact.
 
         identity: all that the model's KV depends on. salt: of prompts that share blocks with those
         of the same one alone.

@@ -206,7 +206,7 @@ def _all_parts(model: nn.Module) -> tuple[list[nn.Module], list[Tensor]]:
 
 
 def _stamp(tensor: Tensor) -> Hashable:
-    """Return what changes when a tensor is written to, or is laid elsewhere."""
+    """Return a tensor's address and version: one of them changes when it is moved or written."""
     try:
         return tensor._version, tensor.data_ptr()
     except RuntimeError:  # an inference tensor counts no writes, a wrapper has no storage

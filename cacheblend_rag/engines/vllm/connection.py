@@ -332,7 +332,7 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
 
 
 def _headers(request: VLLMRequest) -> dict[str, str]:
-    """Return what says who is to serve a request, what vLLM is to call it, and its own headers."""
+    """Return a request's own headers, with its replica and its id for vLLM."""
     told = {
         **request.headers,
         REPLICA_HEADER: "" if request.replica is None else str(request.replica),

@@ -261,7 +261,7 @@ class VLLMEngine(Engine):
         return Sent(replace(plain, wish=wish), placed, refusal=self.blend_refusal)
 
     def _of_turns(self, request: Request) -> dict[str, Any]:
-        """Return what a wish, or a comparison, says of the conversation of a request."""
+        """Return the fields of a wish or a comparison that name a request's conversation."""
         prompt = request.prepared
         if not prompt.conversation_key:
             return {}

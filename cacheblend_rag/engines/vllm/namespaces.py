@@ -47,7 +47,7 @@ def job_of(request: Any) -> str | None:
 
 
 def block_mark(namespace: str | None) -> str:
-    """Return what sets a namespace's blocks apart in vLLM's prefix cache.
+    """Return the part of a ``cache_salt`` that keeps a namespace's blocks to itself.
 
     It ends the salt of each request, and all are of one length: no salt of a client's own, which
     stands before it, makes a request look like another namespace's.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 LONGEST = 500
 """Characters of a message."""
 RETRY_SECONDS = 2
-"""What a client that came while too many others wait is told to wait."""
+"""``Retry-After`` of a client that came while too many others wait."""
 INVALID, FAILED = "invalid_request_error", "server_error"
 TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",

@@ -285,7 +285,7 @@ class JobRunner:
         return compute_document(self.stack, document, self.store)
 
     def _fingerprint(self, allotted: Allotted, lead: LeadInId, *, of_turns: bool) -> str:
-        """Return what a job's keys depend on; its namespace is its request's, never a client's."""
+        """Return the fingerprint of a job's keys; the namespace is the request's own."""
         namespace = self._namespace if allotted.namespace is None else allotted.namespace
         of_chunks = lead.fingerprint(self.identity, namespace)
         return turn_fingerprint(of_chunks) if of_turns else of_chunks

@@ -42,7 +42,7 @@ def layers_by_spec(group: Any) -> dict[Any, list[str]]:
 
 
 def obstacle(kv_cache_config: Any, cache_config: Any) -> str | None:
-    """Return what cannot be blended about several KV cache groups, or None.
+    """Return why a model with several KV cache groups cannot be blended, or None.
 
     With one group nothing is refused here: `Trial` tests the model.
     """

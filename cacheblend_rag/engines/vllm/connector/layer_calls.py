@@ -205,7 +205,7 @@ class LayerCalls:
         return torch.cat((state, residual.view_as(state)), -1)
 
     def _parts(self, hidden: Tensor) -> Sequence[Tensor]:
-        """Return what layers pass on of hidden states: a state, and a residual if there is one."""
+        """Split hidden states into a layer's arguments: a state, and a residual if it takes one."""
         hidden = hidden if self._is_batched else hidden[0]
         return hidden.chunk(2, -1) if self._has_residual else (hidden,)
 

@@ -68,7 +68,7 @@ MakeEvent = Callable[[], Any]
 
 
 def events_of(device: torch.device) -> MakeEvent:
-    """Return what makes a device's events."""
+    """Return the maker of a device's events."""
     if device.type == "cpu":
         return HostEvent
     return lambda: torch.Event(device, enable_timing=True)

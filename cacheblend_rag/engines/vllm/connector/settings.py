@@ -87,7 +87,7 @@ class ConnectorSettings(Settings):
         return {**plain.pop("store"), **plain}
 
     def to_transfer_config(self) -> dict[str, Any]:
-        """Return what vLLM's KVTransferConfig is made of."""
+        """Return the arguments of vLLM's KVTransferConfig."""
         return {
             "kv_connector": CONNECTOR,
             "kv_connector_module_path": MODULE,

@@ -89,7 +89,7 @@ class AccessMiddleware:
                 await _refuse(error, scope, receive, send)
 
     def _granted(self, request: HTTPConnection) -> Grant:
-        """Return what a request's key allows; raises ApiError for a wrong one."""
+        """Return the access that a request's key grants; raises ApiError for a wrong one."""
         own, path = self._vllms_keys(request), _path(request)
         needs_key = bool(own) or self._keys.tenants is not None
         if not needs_key and path != OPEN_PATH:
@@ -110,7 +110,10 @@ class AccessMiddleware:
     async def _checked_body(
         self, request: HTTPConnection, receive: Receive, held: AsyncExitStack
     ) -> Receive:
-        """Return what passes on a body that is no danger; held: frees its place among the large."""
+        """Read and check the body; returns a ``receive`` that gives it to the route.
+
+        held: frees the body's place among the large ones.
+        """
         body, end = await self._bodies.read(request.headers, receive, held)
         if not _path(request).startswith(FORM_PATHS):
             await check_body(body)

@@ -146,7 +146,7 @@ def check_json(body: bytes) -> None:
 
 
 def _counted(name: bytes, part: bytes) -> bytes:
-    """Return what follows a string outside of strings, without commas between token ids."""
+    """Return the part of a body behind a string, without the commas of a list of token ids."""
     is_field = name in TOKEN_FIELDS and part.lstrip().startswith(b":")
     return part.replace(b",", b"") if is_field and not part.strip(_OF_TOKEN_IDS) else part
 
