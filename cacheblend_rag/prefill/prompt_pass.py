@@ -321,7 +321,7 @@ class PromptPass:
         return schedule, name, None
 
     def _probe(self, candidates: Candidates, schedule: Schedule) -> Steps[Tensor]:
-        """Return the attention of the question: of what follows the chunks, or of the last token."""
+        """Return the attention of what follows the chunks, or of the last token: the question."""
         ends = (chunk.here.stop + len(chunk.placed.after) for chunk in self._chunks)
         question_start = min(max(ends, default=0), self.token_ids.numel() - 1)
         attention, work = yield from probe_question(
