@@ -72,7 +72,8 @@ if TYPE_CHECKING:
         StoreConfig,
     )
     from cacheblend_rag.text.chat import ChatPrompt, text_before
-    from cacheblend_rag.text.prompt import BlendPrompt, Segment
+    from cacheblend_rag.text.encoder import Segment
+    from cacheblend_rag.text.prompt import BlendPrompt
     from cacheblend_rag.text.registry import ChunkRegistry
     from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
     from cacheblend_rag.text.tools import ToolCall
@@ -112,7 +113,8 @@ _PLACES = {
     "settings.request": "BlendConfig",
     "settings.store": "StoreConfig",
     "text.chat": "ChatPrompt text_before",
-    "text.prompt": "BlendPrompt Segment",
+    "text.encoder": "Segment",
+    "text.prompt": "BlendPrompt",
     "text.registry": "ChunkRegistry",
     "text.sqlite_registry": "SharedChunkRegistry",
     "text.tools": "ToolCall",

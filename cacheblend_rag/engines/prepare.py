@@ -13,8 +13,8 @@ from cacheblend_rag.prefill.lead_in import LeadIn, PlacedChunk, confirmed, place
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.text.chat import ChatPrompt, render_chat
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import EDGE_TOKENS, PromptEncoder
-from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
+from cacheblend_rag.text.encoder import EDGE_TOKENS, EncodedPrompt, PromptEncoder, Segment
+from cacheblend_rag.text.prompt import BlendPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.tools import Message
 
@@ -227,7 +227,7 @@ class PromptPreparer:
         if prepared.token_ids != tuple(token_ids):
             prepared = replace(
                 prepared,
-                encoded=EncodedPrompt(tuple(token_ids), ()),
+                encoded=EncodedPrompt(tuple(token_ids)),
                 placed=(),
                 unmatched=(),
                 room=self._room(len(token_ids)),
@@ -263,7 +263,7 @@ class PromptPreparer:
         at = text.rfind(question.strip())
         if at < 0 or not question.strip():
             raise PromptError("the prompt does not hold the question of the conversation's turn")
-        return len(self.encoder.encode([(text[at:], False)], opens=False).token_ids) + EDGE_TOKENS
+        return len(self.encoder.encode([Segment(text[at:])], opens=False).token_ids) + EDGE_TOKENS
 
     def _room(self, tokens: int) -> int:
         if tokens >= self.context_window:
@@ -280,8 +280,7 @@ class PromptPreparer:
         if isinstance(prompt, str):
             self._check_length(prompt)
             return BlendPrompt.from_text(prompt, self.registry, hints)
-        chat = prompt if isinstance(prompt, ChatPrompt) else ChatPrompt(prompt)
-        rendered = render_chat(chat, self.tokenizer)
+        rendered = render_chat(prompt, self.tokenizer)
         self._check_length(rendered.text)
         return BlendPrompt.from_rendered(rendered, self.registry, hints)
 

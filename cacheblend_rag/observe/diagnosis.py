@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pydantic import TypeAdapter
 
 from cacheblend_rag.engines.model_files import quiet_libraries
+from cacheblend_rag.text.encoder import PromptEncoder, encode_plainly
 
 PACKAGES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 EXTRAS: Mapping[str, Mapping[str, str]] = {
@@ -26,6 +28,9 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
 }
 NOT_TOLD = {"active", "refusal", "identity", "store", "vllm", "cacheblend_rag"}
 """What a server's status has beside the connector's settings."""
+
+RoleMarkers = Literal["text", "special tokens", "none"]
+"""How roles are marked; what a passage can imitate comes first."""
 
 
 def examine_versions() -> dict[str, str | None]:
@@ -73,9 +78,39 @@ def examine_model(name: str, device: str | None) -> dict[str, Any]:
         "tokenizer": {
             "adds_prefix_space": encoder.adds_prefix,
             "special_tokens": len(encoder.special_ids),
-            "role_markers": encoder.role_markers(),
+            "role_markers": role_markers(encoder),
         },
     }
+
+
+def role_markers(encoder: PromptEncoder) -> RoleMarkers | None:
+    """Return how the chat template marks roles; None without a template that marks them.
+
+    If the markers are plain text, a passage can imitate them: no tokenizer can tell them apart.
+    """
+    from jinja2 import TemplateError
+
+    turns = [("user", "alpha"), ("assistant", "beta"), ("user", "gamma")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    try:
+        text = encoder.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=False
+        )
+    except (TemplateError, TypeError, ValueError):
+        return None
+    found = re.search("alpha(.*)beta(.*)gamma", str(text), re.DOTALL)
+    kinds = {_kind_of(marker, encoder) for marker in found.groups()} if found else set()
+    return min(kinds, key=get_args(RoleMarkers).index, default="none")
+
+
+def _kind_of(marker: str, encoder: PromptEncoder) -> RoleMarkers:
+    """Classify the text between two turns, without BOS and EOS, which mark no role."""
+    tokenizer = encoder.tokenizer
+    ends = {getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")}
+    left = [token for token in encode_plainly(tokenizer, marker) if token not in ends]
+    if not encoder.special_ids.isdisjoint(left):
+        return "special tokens"
+    return "text" if str(tokenizer.decode(left)).strip() else "none"
 
 
 def examine_server(url: str, model: str | None, namespace: str) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.settings import LeadInConfig, LeadInKind
 from cacheblend_rag.text.chat import begins_as_rendered
 from cacheblend_rag.text.chunk import Chunk, Context, stands_before
-from cacheblend_rag.text.encoder import PromptEncoder, TokenIds
-from cacheblend_rag.text.prompt import ChunkSpan
+from cacheblend_rag.text.encoder import ChunkSpan, PromptEncoder, TokenIds
 
 CACHED_KEYS = 200_000
 CACHED_WINDOWS = 4096

@@ -90,21 +90,6 @@ class RenderedChat:
     data: tuple[tuple[int, int], ...] = ()
 
 
-def render_messages(
-    messages: Sequence[Message] | ChatPrompt,
-    tokenizer: Tokenizer,
-    add_generation_prompt: bool = True,
-    *,
-    day: datetime | None = None,
-) -> str:
-    """Render chat messages with the tokenizer's template; raises as BlendPrompt.from_messages.
-
-    day: that the template tells; today by default.
-    """
-    chat = messages if isinstance(messages, ChatPrompt) else ChatPrompt(messages)
-    return render_chat(chat, tokenizer, add_generation_prompt, day=day).text
-
-
 def text_before(place: str, messages: Sequence[Message], tokenizer: Tokenizer) -> str:
     """Return what rendered messages have before a place in them, on a fixed day.
 
@@ -117,29 +102,40 @@ def text_before(place: str, messages: Sequence[Message], tokenizer: Tokenizer) -
         tokenizer: the one whose chat template is used.
 
     Raises:
-        PromptError: as BlendPrompt.from_messages.
+        PromptError: as ``render_chat``.
     """
-    before, found, _ = render_messages(messages, tokenizer, day=FIXED_DAY).partition(place)
+    before, found, _ = render_chat(messages, tokenizer, day=FIXED_DAY).text.partition(place)
     return before if found else ""
 
 
 def render_chat(
-    chat: ChatPrompt,
+    prompt: ChatPrompt | Sequence[Message],
     tokenizer: Tokenizer,
     add_generation_prompt: bool = True,
     *,
     day: datetime | None = None,
 ) -> RenderedChat:
-    """Render a chat with the tokenizer's template; raises as BlendPrompt.from_messages.
+    """Render a chat with the tokenizer's template.
 
     Results of tools stand in it word for word, and control tokens in the user's text as text. A
     template that takes no tools, or refuses, drops or repeats what they were asked and what they
     said, gets all this as plain text (see ``turns``). A template that refuses or drops system
     messages gets them as the user's: those that the messages begin with at the start of the first
-    user's message, say. day: that the template tells; today by default.
+    user's message, say.
+
+    Args:
+        prompt: the chat so far.
+        tokenizer: the one whose chat template is used.
+        add_generation_prompt: whether the text ends where the answer begins.
+        day: that the template tells; today by default.
+
+    Raises:
+        PromptError: when a message is malformed, the tokenizer has no chat template, or the
+            template refuses the messages.
     """
     from jinja2 import TemplateError
 
+    chat = prompt if isinstance(prompt, ChatPrompt) else ChatPrompt(prompt)
     plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages)]
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError(
@@ -268,7 +264,7 @@ def _opening(roles: Sequence[str], tokenizer: Tokenizer, day: datetime | None) -
     """Return the text that the template puts before the first message; "" if it refuses."""
     messages = [{"role": role, "content": CONTENT} for role in roles]
     try:
-        opening, found, _ = render_messages(messages, tokenizer, day=day).partition(CONTENT)
+        opening, found, _ = render_chat(messages, tokenizer, day=day).text.partition(CONTENT)
     except PromptError:
         return ""
     return opening if found else ""

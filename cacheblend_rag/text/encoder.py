@@ -1,4 +1,4 @@
-"""Encodes a prompt as one text, and finds the tokens of its chunks.
+"""Encodes a prompt's segments as one text, and finds the tokens of its chunks.
 
 The model reads the tokens that it was trained on, those of ``tokenizer(text)``. A chunk's stored KV
 belongs to the tokens of the chunk by itself; in the prompt they occur as a run, except for a few at
@@ -12,15 +12,15 @@ special although templates use them as such.
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cacheblend_rag.errors import PromptError
+from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.known_texts import (
     CUT,
     SHORTEST,
@@ -32,10 +32,9 @@ from cacheblend_rag.text.known_texts import (
 from cacheblend_rag.text.special_tokens import Markers, special_tokens
 
 if TYPE_CHECKING:
-    from cacheblend_rag.text.runs import Ids, Run
+    from cacheblend_rag.text.runs import Ids
 
 TokenIds = tuple[int, ...]
-RoleMarkers = Literal["special tokens", "text", "none"]
 
 EDGE_TOKENS = 4
 """Most tokens by which encoding a text together with its neighbours changes its length."""
@@ -66,16 +65,59 @@ Tokenizer: TypeAlias = Any
 """A Hugging Face tokenizer."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedParts:
-    """A prompt's tokens, and those of its parts; without chunks, of none.
+Piece = tuple[str, bool]
+"""A text, and whether what looks like a special token in it is text."""
 
-    alone: each part's by itself. runs: where those of a chunk are in the prompt, None if not found.
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of a prompt.
+
+    Args:
+        text: its characters.
+        chunk: the chunk with this text, None for other text (instructions, separators, question).
+        is_data: whether text that is no chunk is data as well, such as a tool's result: what looks
+            like a special token in it is text.
+    """
+
+    text: str
+    chunk: Chunk | None = None
+    is_data: bool = False
+
+    @property
+    def is_untrusted(self) -> bool:
+        """Whether what looks like a special token in it is text: in chunks and other data."""
+        return self.is_data or self.chunk is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """Tokens [start, end) of an encoded prompt are tokens of ``chunk``.
+
+    before, after: the chunk's tokens that are missing at its edges, because the tokenizer joins its
+    text with the text beside it.
+    """
+
+    chunk: Chunk
+    start: int
+    end: int
+    before: TokenIds = ()
+    after: TokenIds = ()
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt's token ids and the spans of its chunks, in order.
+
+    A chunk without tokens (its characters are normalized away) has no span.
+
+    inseparable: chunks with hardly any of their own tokens in the prompt, because the tokenizer
+    joins them with the text beside them.
     """
 
     token_ids: TokenIds
-    alone: Sequence[array[int]] = ()
-    runs: Sequence[Run | None] = ()
+    spans: tuple[ChunkSpan, ...] = ()
+    inseparable: tuple[Chunk, ...] = ()
 
 
 class PromptEncoder:
@@ -111,39 +153,6 @@ class PromptEncoder:
         """Whether the tokenizer puts a space before each text."""
         return bool(self._anchors)
 
-    def role_markers(self) -> RoleMarkers | None:
-        """How the chat template marks roles; None without a template that marks them.
-
-        If the markers are plain text, a passage can imitate them: no tokenizer can tell them apart.
-        """
-        from jinja2 import TemplateError
-
-        turns = [("user", "alpha"), ("assistant", "beta"), ("user", "gamma")]
-        messages = [{"role": role, "content": content} for role, content in turns]
-        try:
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=False
-                )
-            )
-        except (TemplateError, TypeError, ValueError):
-            return None
-        found = re.search("alpha(.*)beta(.*)gamma", text, re.DOTALL)
-        kinds: set[RoleMarkers] = (
-            {self._kind_of(marker) for marker in found.groups()} if found else set()
-        )
-        order: tuple[RoleMarkers, ...] = ("text", "special tokens", "none")
-        return min(kinds, key=order.index, default="none")
-
-    def _kind_of(self, marker: str) -> RoleMarkers:
-        """Classify the text between two turns, without BOS and EOS, which mark no role."""
-        roles = dict(getattr(self.tokenizer, "special_tokens_map", {}))
-        ends = {roles.get("bos_token"), roles.get("eos_token")}
-        left = [token for token in self._plain(marker) if self._special.get(token) not in ends]
-        if not self.special_ids.isdisjoint(left):
-            return "special tokens"
-        return "text" if self._says(left).strip() else "none"
-
     def chunk(self, text: str) -> TokenIds:
         """Return the tokens of a chunk by itself, for which KV is stored.
 
@@ -174,72 +183,72 @@ class PromptEncoder:
         opens: as for ``encode``.
         """
         word = self.chunk(WORD) if text[-1:].isspace() else ()
-        ids = self.encode([(f"{text}{WORD}", False)], opens=opens).token_ids
+        ids = self.encode([Segment(f"{text}{WORD}")], opens=opens).token_ids
         if word and ids[-len(word) :] == word:
             return ids[: -len(word)]
-        return self.encode([(text, False)], opens=opens).token_ids
+        return self.encode([Segment(text)], opens=opens).token_ids
 
-    def encode(self, parts: Sequence[tuple[str, bool]], *, opens: bool = True) -> EncodedParts:
-        """Encode (text, whether it is a chunk or other data), in order, as one text.
+    def encode(self, segments: Sequence[Segment], *, opens: bool = True) -> EncodedPrompt:
+        """Encode segments, in order, as one text, and find the chunks in its tokens.
 
         opens: whether the tokenizer's opening tokens (BOS) come first; never if the text already
         contains them, as rendered chat messages may. Raises PromptError as ``chunk`` does.
         """
-        for text, _ in parts:
-            _check_surrogates(text)
+        text = "".join(part.text for part in segments)
+        _check_surrogates(text)
         known: list[KnownText] = []
-        if any(is_chunk for _, is_chunk in parts):  # else there is nothing to find in the whole
-            known = [self._known(text, is_data=is_chunk) for text, is_chunk in parts]
-        alone = [one.ids for one in known]
-        ids = self._joined(parts, known)
-        if not self._adds_no_control(ids, parts, alone):
-            ids = array("i", chain.from_iterable(alone))
+        if any(part.is_untrusted for part in segments):
+            known = [self._known(part.text, is_data=part.is_untrusted) for part in segments]
+            ids = self._joined(segments, known)
+            if not self._adds_no_control(ids, segments, known):
+                ids = array("i", chain.from_iterable(one.ids for one in known))
+        else:  # there is nothing to find in the whole
+            ids = array("i", self._plain(text))
         opening = array("i", self.opening)
-        has_opening = parts and not parts[0][1] and ids[: len(opening)] == opening
+        has_opening = segments and not segments[0].is_untrusted and ids[: len(opening)] == opening
         start = 0 if has_opening or not opens else len(opening)
-        ids = opening[:start] + ids
-        runs = _placed(parts, alone, ids, start) if known else ()
-        return EncodedParts(tuple(ids), alone, runs)
+        alone = [one.ids for one in known]
+        return _placed(segments, alone, opening[:start] + ids, start)
 
-    def _joined(self, parts: Sequence[tuple[str, bool]], known: Sequence[KnownText]) -> array[int]:
-        """Return the tokens of all parts as one text; known: each part, if it is known."""
-        ids, seam = array("i"), list[tuple[str, bool]]()
-        is_first = True
-        for (text, is_chunk), one in zip_longest(parts, known):
-            if one is None or (inside := one.inside) is None:
-                seam.append((text, is_chunk))
+    def _joined(self, segments: Sequence[Segment], known: Sequence[KnownText]) -> array[int]:
+        """Return the tokens of all segments as one text; known: those of each by itself."""
+        ids, seam, is_first = array("i"), list[Piece](), True
+        for part, one in zip(segments, known, strict=True):
+            if (inside := one.inside) is None:
+                seam.append((part.text, part.is_untrusted))
                 continue
-            ids.extend(self._whole([*seam, (text[: inside.start], is_chunk)], is_first))
+            seam.append((part.text[: inside.start], part.is_untrusted))
+            ids.extend(self._whole(seam, is_first))
             ids += one.ids[inside.first : inside.last]
-            seam, is_first = [(text[inside.stop :], is_chunk)], False
+            seam, is_first = [(part.text[inside.stop :], part.is_untrusted)], False
         ids.extend(self._whole(seam, is_first))
         return ids
 
-    def _whole(self, parts: Sequence[tuple[str, bool]], is_first: bool) -> Iterator[int]:
-        """Return the tokens of parts as one text, without special tokens in its chunks.
+    def _whole(self, pieces: Sequence[Piece], is_first: bool) -> Iterator[int]:
+        """Return the tokens of pieces as one text, without special tokens in untrusted ones.
 
         is_first: whether it begins the prompt.
         """
         guarded, end = [], 0
-        for text, is_chunk in parts:
-            if is_chunk and self.splits_special_tokens:
+        for text, is_untrusted in pieces:
+            if is_untrusted and self.splits_special_tokens:
                 guarded.append((end, end + len(text)))
             end += len(text)
-        first, *rest = self.pieces("".join(text for text, _ in parts), guarded)
+        first, *rest = self.pieces("".join(text for text, _ in pieces), guarded)
         begins = self._plain(first) if is_first else self._behind(first)
         return chain(begins, *map(self._behind, rest))
 
     def _adds_no_control(
-        self, ids: array[int], parts: Sequence[tuple[str, bool]], alone: Sequence[array[int]]
+        self, ids: array[int], segments: Sequence[Segment], known: Sequence[KnownText]
     ) -> bool:
-        """Whether all special tokens come from text parts; a normalizer may create others."""
-        if not self.splits_special_tokens or not any(is_chunk for _, is_chunk in parts):
+        """Whether all special tokens come from trusted text; a normalizer may create others."""
+        if not self.splits_special_tokens:
             return True
         own = [
             token
-            for part, (_, is_chunk) in zip(alone, parts, strict=True)
-            if not is_chunk
-            for token in self._specials_in(part)
+            for part, one in zip(segments, known, strict=True)
+            if not part.is_untrusted
+            for token in self._specials_in(one.ids)
         ]
         return own == self._specials_in(ids)
 
@@ -321,26 +330,34 @@ class PromptEncoder:
 
 
 def _placed(
-    parts: Sequence[tuple[str, bool]],
-    alone: Sequence[array[int]],
-    ids: array[int],
-    start: int,
-) -> list[Run | None]:
-    """Find each chunk's run among a prompt's tokens; start: where its text begins."""
+    segments: Sequence[Segment], alone: Sequence[array[int]], ids: array[int], start: int
+) -> EncodedPrompt:
+    """Find the chunks among a prompt's tokens.
+
+    alone: the tokens of each segment by itself. start: where the text of the first one begins.
+    """
     import numpy as np
 
     from cacheblend_rag.text.runs import find_run
 
     tokens: Ids = np.asarray(ids, dtype=np.int64)
-    near, after = start, start
-    found: list[Run | None] = []
-    for own, (_, is_chunk) in zip(alone, parts, strict=True):
-        run = find_run(tokens, np.asarray(own, dtype=np.int64), near, after) if is_chunk else None
+    near = after = start
+    spans, inseparable = list[ChunkSpan](), list[Chunk]()
+    for part, own in zip(segments, alone, strict=bool(alone)):
+        run = None
+        if own and part.is_untrusted:  # other data shows, too, how far the tokens have moved
+            run = find_run(tokens, np.asarray(own, dtype=np.int64), near, after)
         if run is not None:
             near, after = run.start - run.skip, run.end
         near += len(own)
-        found.append(run)
-    return found
+        if part.chunk is None or not own:
+            continue
+        if run is None:
+            inseparable.append(part.chunk)
+        else:
+            edges = tuple(own[: run.skip]), tuple(own[run.skip + run.tokens :])
+            spans.append(ChunkSpan(part.chunk, run.start, run.end, *edges))
+    return EncodedPrompt(tuple(ids), tuple(spans), tuple(inseparable))
 
 
 def encode_plainly(tokenizer: Tokenizer, text: str) -> TokenIds:

@@ -1,6 +1,6 @@
-"""A prompt as segments of text and chunks, its token ids, and the spans of its chunks.
+"""A prompt as segments of text and chunks.
 
-A prompt is tokenized as one text; each chunk is then a run of its tokens (see ``encoder``).
+It is tokenized as one text; each chunk is then a run of its tokens (see ``encoder``).
 """
 
 from __future__ import annotations
@@ -8,61 +8,16 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.text.chat import ChatPrompt, RenderedChat, render_chat
+from cacheblend_rag.text.chat import RenderedChat
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import PromptEncoder, Tokenizer
-from cacheblend_rag.text.tools import Message
+from cacheblend_rag.text.encoder import EncodedPrompt, PromptEncoder, Segment, Tokenizer
 
 if TYPE_CHECKING:
     from cacheblend_rag.text.registry import ChunkRegistry
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of a prompt.
-
-    Args:
-        text: its characters.
-        chunk: the chunk with this text, None for other text (instructions, separators, question).
-        is_data: whether text that is no chunk is data as well, such as a tool's result: what looks
-            like a special token in it is text.
-    """
-
-    text: str
-    chunk: Chunk | None = None
-    is_data: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkSpan:
-    """Tokens [start, end) of an encoded prompt are tokens of ``chunk``.
-
-    before, after: how many tokens of the chunk are missing at its edges, because the tokenizer
-    joins its text with the text beside it.
-    """
-
-    chunk: Chunk
-    start: int
-    end: int
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """A prompt's token ids and the spans of its chunks, in order.
-
-    inseparable: chunks with hardly any of their own tokens in the prompt, because the tokenizer
-    joins them with the text beside them.
-    """
-
-    token_ids: tuple[int, ...]
-    spans: tuple[ChunkSpan, ...]
-    inseparable: tuple[Chunk, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,33 +64,7 @@ class BlendPrompt:
             registry: known chunks.
             hints: chunks, or document ids, that are expected (see ChunkRegistry.find).
         """
-        return cls(segment(text, registry, hints))
-
-    @classmethod
-    def from_messages(
-        cls,
-        messages: Sequence[Message] | ChatPrompt,
-        registry: ChunkRegistry,
-        tokenizer: Tokenizer,
-        hints: Sequence[Chunk | str] = (),
-        add_generation_prompt: bool = True,
-    ) -> BlendPrompt:
-        """Return chat messages as the tokenizer's template renders them, split at known chunks.
-
-        Args:
-            messages: the chat so far.
-            registry: known chunks.
-            tokenizer: the one whose chat template is used.
-            hints: chunks, or document ids, that are expected (see ChunkRegistry.find).
-            add_generation_prompt: whether the prompt ends where the answer begins.
-
-        Raises:
-            PromptError: when a message is malformed, the tokenizer has no chat template, or the
-                template refuses the messages.
-        """
-        chat = messages if isinstance(messages, ChatPrompt) else ChatPrompt(messages)
-        rendered = render_chat(chat, tokenizer, add_generation_prompt)
-        return cls.from_rendered(rendered, registry, hints)
+        return cls(tuple(_found(text, (), registry, hints)))
 
     @classmethod
     def from_rendered(
@@ -148,8 +77,8 @@ class BlendPrompt:
             registry: known chunks.
             hints: chunks, or document ids, that are expected (see ChunkRegistry.find).
         """
-        found = segment(rendered.text, registry, hints)
-        return cls(tuple(_told_apart(found, rendered.data)), is_rendered=True)
+        found = _found(rendered.text, rendered.data, registry, hints)
+        return cls(tuple(found), is_rendered=True)
 
     @property
     def text(self) -> str:
@@ -163,61 +92,38 @@ class BlendPrompt:
             tokenizer: a tokenizer, whose behaviour is then examined in each call, or a
                 PromptEncoder of it, which has done so once.
 
-        Returns:
-            The tokens, and the spans of chunks. A chunk without tokens (its characters are
-            normalized away) gets no span.
-
         Raises:
             PromptError: when a text holds an unpaired surrogate.
         """
         encoder = tokenizer if isinstance(tokenizer, PromptEncoder) else PromptEncoder(tokenizer)
-        parts = [(s.text, s.chunk is not None or s.is_data) for s in self.segments]
-        done = encoder.encode(parts, opens=not self.is_rendered)
-        spans: list[ChunkSpan] = []
-        inseparable: list[Chunk] = []
-        for part, own, run in zip(self.segments, done.alone, done.runs, strict=False):
-            if part.chunk is None or not own:
-                continue
-            if run is None:
-                inseparable.append(part.chunk)
-            else:
-                before, after = own[: run.skip], own[run.skip + run.tokens :]
-                span = ChunkSpan(part.chunk, run.start, run.end, tuple(before), tuple(after))
-                spans.append(span)
-        return EncodedPrompt(done.token_ids, tuple(spans), tuple(inseparable))
+        return encoder.encode(self.segments, opens=not self.is_rendered)
 
 
-def segment(
-    text: str, registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
-) -> tuple[Segment, ...]:
-    """Split ``text`` at the registered chunks in it; the segments' texts, joined, are ``text``."""
-    segments: list[Segment] = []
+def _found(
+    text: str,
+    data: Sequence[tuple[int, int]],
+    registry: ChunkRegistry,
+    hints: Sequence[Chunk | str],
+) -> Iterator[Segment]:
+    """Yield a text's segments: the registered chunks in it, and the text between them.
+
+    data: (start, end) of what is data in the text, in order.
+    """
+    edges = list(chain.from_iterable(data))
     done = 0
     for match in registry.find(text, hints):
-        if done < match.start:
-            segments.append(Segment(text[done : match.start]))
-        segments.append(Segment(match.chunk.text, match.chunk))
+        yield from _between(text, done, match.start, edges)
+        yield Segment(match.chunk.text, match.chunk)
         done = match.end
-    if done < len(text):
-        segments.append(Segment(text[done:]))
-    return tuple(segments)
+    yield from _between(text, done, len(text), edges)
 
 
-def _told_apart(segments: Iterable[Segment], data: Sequence[tuple[int, int]]) -> Iterator[Segment]:
-    """Yield a text's segments, cut where data begins and ends; data: (start, end), in order."""
-    edges = [edge for span in data for edge in span]
-    start = 0
-    for found in segments:
-        end = start + len(found.text)
-        if found.chunk is not None:
-            yield found
-        else:
-            first = bisect_right(edges, start)
-            cuts = [start, *edges[first : bisect_left(edges, end)], end]
-            for i, (left, right) in enumerate(pairwise(cuts)):
-                text = found.text[left - start : right - start]
-                yield Segment(text, is_data=(first + i) % 2 == 1)
-        start = end
+def _between(text: str, start: int, end: int, edges: Sequence[int]) -> Iterator[Segment]:
+    """Yield characters [start, end) of a text, cut at the edges of data: begin, end, begin, ..."""
+    first = bisect_right(edges, start)
+    cuts = [start, *edges[first : bisect_left(edges, end)], end]
+    for index, (left, right) in enumerate(pairwise(cuts), first):
+        yield Segment(text[left:right], is_data=index % 2 == 1)
 
 
 def _segment_of(part: str | Chunk, index: int) -> Segment:

@@ -22,7 +22,7 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.comparing import divergence
 from cacheblend_rag.rag.conversation import Answered
 from cacheblend_rag.text.chat import InstructedChat
-from cacheblend_rag.text.prompt import Segment
+from cacheblend_rag.text.encoder import Segment
 from tests.benchmarks.command import run, say
 
 INSTRUCTION = "Answer each question from the passages above it. Be brief."

@@ -19,7 +19,7 @@ from cacheblend_rag.prefill.lead_in import (
     next_window,
     place_chunks,
 )
-from cacheblend_rag.text.chat import render_messages
+from cacheblend_rag.text.chat import render_chat
 from cacheblend_rag.text.encoder import PromptEncoder
 from tests.models import make_tokenizer, words
 from tests.tokenizer_kinds import CORPUS, KINDS, tokenizer_of
@@ -84,7 +84,7 @@ def test_the_lead_in_has_bos_where_prompts_have_it(kind: str, is_rendered: bool)
     text = f"Instruction: {content}"
     if is_rendered:
         system = {"role": "system", "content": "Be brief."}
-        text = render_messages([system, {"role": "user", "content": content}], tokenizer)
+        text = render_chat([system, {"role": "user", "content": content}], tokenizer).text
     instruction = text.partition(CORPUS[1])[0]
     chunk = Chunk(CORPUS[1])
     prompt = BlendPrompt.of(instruction, chunk, text.partition(CORPUS[1])[2])

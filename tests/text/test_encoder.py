@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text import encoder as encoder_module
+from cacheblend_rag.text.chat import render_chat
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import PromptEncoder, encode_plainly
-from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
+from cacheblend_rag.text.encoder import EncodedPrompt, PromptEncoder, Segment, encode_plainly
+from cacheblend_rag.text.prompt import BlendPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.special_tokens import special_tokens
 from tests.tokenizer_kinds import (
@@ -185,7 +186,9 @@ def test_a_chat_template_is_read_as_it_is(kind: str, passage: str) -> None:
         {"role": "user", "content": f"{passage}\n\nwho sailed it"},
     ]
     registry = ChunkRegistry([Chunk(passage)])
-    encoded = BlendPrompt.from_messages(messages, registry, tokenizer).encode(tokenizer)
+    encoded = BlendPrompt.from_rendered(render_chat(messages, tokenizer), registry).encode(
+        tokenizer
+    )
     assert [span.chunk.text for span in encoded.spans] == [passage]
     tokens = tokenizer.convert_ids_to_tokens(list(encoded.token_ids))
     assert [token for token in tokens if token in MARKERS] == [START, END, START, END, START]
@@ -249,7 +252,9 @@ def test_many_lookalikes_of_special_tokens_are_joined_in_linear_work(
     monkeypatch.setattr(encoder_module, "encode_plainly", lambda *told: Counted(plainly(*told)))
     text = END * 200
     monkeypatch.setattr(Counted, "copied", 0)
-    ids = encoder.chunk(text) if is_chunk else encoder.encode([(text, True)]).token_ids
+    ids = (
+        encoder.chunk(text) if is_chunk else encoder.encode([Segment(text, is_data=True)]).token_ids
+    )
     assert len(ids) > 400
     assert Counted.copied <= 2 * len(ids)
 
@@ -270,29 +275,6 @@ def test_a_separator_has_the_tokens_it_has_between_passages(kind: str) -> None:
     prompt = BlendPrompt.of(Chunk(CORPUS[0]), "\n\n", Chunk(CORPUS[1])).encode(encoder)
     first, second = prompt.spans
     assert encoder.separator("\n\n") == prompt.token_ids[first.end : second.start]
-
-
-@every_kind
-def test_a_template_of_special_tokens_is_told(kind: str) -> None:
-    assert encoder_of(kind).role_markers() == "special tokens"
-
-
-@pytest.mark.parametrize(
-    ("template", "markers"),
-    [
-        (
-            "{% for m in messages %}[INST] {{ m.content }} [/INST]{{ eos_token }}{% endfor %}",
-            "text",
-        ),
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "none"),
-        ("{{ raise_exception('no') }}", None),
-        (None, None),
-    ],
-)
-def test_roles_told_apart_by_text_are_told(template: str | None, markers: str | None) -> None:
-    tokenizer = copy.deepcopy(tokenizer_of("tiktoken"))
-    tokenizer.chat_template = template
-    assert PromptEncoder(tokenizer).role_markers() == markers
 
 
 def test_a_special_token_of_two_characters_is_broken_up() -> None:
@@ -322,17 +304,6 @@ def test_added_tokens_are_special_where_they_look_so_or_the_template_names_them(
     assert special_tokens(Stub(**roles)) == {2: "plain"}
     templated = Stub(**roles, chat_template="[NAMED] once and {{ n }}")
     assert special_tokens(templated) == {2: "plain", 3: "[NAMED]"}
-
-
-@every_kind
-def test_a_tokenizer_that_names_no_roles_is_taken_as_it_is(kind: str) -> None:
-    class Nameless:
-        def __getattr__(self, name: str) -> Any:
-            if name == "special_tokens_map":
-                raise AttributeError(name)
-            return getattr(tokenizer_of(kind), name)
-
-    assert PromptEncoder(Nameless()).role_markers() == "special tokens"  # type: ignore[arg-type]
 
 
 def test_a_text_that_cannot_be_encoded_is_named_by_its_beginning() -> None:

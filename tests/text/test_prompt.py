@@ -13,14 +13,10 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend_rag.errors import PromptError
+from cacheblend_rag.text.chat import render_chat
 from cacheblend_rag.text.chunk import Chunk, Document
-from cacheblend_rag.text.encoder import PromptEncoder
-from cacheblend_rag.text.prompt import (
-    BlendPrompt,
-    EncodedPrompt,
-    Segment,
-    segment,
-)
+from cacheblend_rag.text.encoder import EncodedPrompt, PromptEncoder, Segment
+from cacheblend_rag.text.prompt import BlendPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 from tests.tokenizer_kinds import CHATML, CORPUS, tokenizer_of
 
@@ -80,11 +76,10 @@ def test_segments_joined_are_the_text(known: list[Chunk], text: str, data: st.Da
     registry = ChunkRegistry(known)
     pieces = data.draw(st.permutations([text, *(c.text for c in known), text]))
     whole = "".join(pieces)
-    segments = segment(whole, registry)
+    segments = BlendPrompt.from_text(whole, registry).segments
     assert "".join(s.text for s in segments) == whole
     assert all(s.text for s in segments)
     assert all(s.chunk is None or s.chunk.text == s.text in registry for s in segments)
-    assert BlendPrompt.from_text(whole, registry).segments == segments
 
 
 @given(st.lists(texts | chunks, max_size=8))
@@ -113,7 +108,7 @@ def test_an_empty_prompt_is_the_opening_alone(single: str) -> None:
     tokenizer.backend_tokenizer.post_processor = own
     opening = (tokenizer.bos_token_id,) if single.startswith("<s>") else ()
     assert PromptEncoder(tokenizer).opening == opening
-    assert BlendPrompt.of("").encode(tokenizer) == EncodedPrompt(opening, ())
+    assert BlendPrompt.of("").encode(tokenizer) == EncodedPrompt(opening)
 
 
 def test_a_segment_must_hold_its_chunk() -> None:
@@ -138,9 +133,7 @@ def test_the_text_is_the_plain_rendering(
     tokenizer = with_template(template, opens=True)
     messages = [{"role": role, "content": content} for role, content in turns]
     registry = ChunkRegistry(Chunk(text) for text in CORPUS)
-    prompt = BlendPrompt.from_messages(
-        messages, registry, tokenizer, add_generation_prompt=generation
-    )
+    prompt = BlendPrompt.from_rendered(render_chat(messages, tokenizer, generation), registry)
     if template in (CHATML, WITH_BOS) or "tool" not in {role for role, _ in turns}:
         assert prompt.text == plain_rendering(tokenizer, messages, generation)
     encoder = PromptEncoder(tokenizer)
@@ -155,7 +148,7 @@ def test_chunks_are_found_in_messages(template: str) -> None:
     known = Document("vell", (CORPUS[0], CORPUS[1])).to_chunks()
     content = f"  {CORPUS[0]}\n\n{CORPUS[1]}\n\nWho built it? {{braces}} \ue000"
     messages = [{"role": "system", "content": "Answer."}, {"role": "user", "content": content}]
-    prompt = BlendPrompt.from_messages(messages, ChunkRegistry(known), tokenizer)
+    prompt = BlendPrompt.from_rendered(render_chat(messages, tokenizer), ChunkRegistry(known))
     assert [s.chunk for s in prompt.segments if s.chunk] == known
 
 
@@ -164,7 +157,7 @@ def test_hints_reach_the_registry() -> None:
     old, new = Chunk("Shared.", "old"), Chunk("Shared.", "new")
     registry = ChunkRegistry([old, new])
     messages = [{"role": "user", "content": "Shared."}]
-    by_hint = BlendPrompt.from_messages(messages, registry, tokenizer, hints=["old"])
+    by_hint = BlendPrompt.from_rendered(render_chat(messages, tokenizer), registry, ["old"])
     assert [s.chunk for s in by_hint.segments if s.chunk] == [old]
     assert BlendPrompt.from_text("Shared.", registry, [old]).segments[0].chunk == old
 
@@ -177,18 +170,13 @@ def test_text_parts_are_joined_and_other_fields_kept() -> None:
         {"role": "user", "content": parts, "name": "ann"},
         {"role": "assistant", "content": None, "tool_calls": [1]},
     ]
-    prompt = BlendPrompt.from_messages(messages, ChunkRegistry(), tokenizer)
-    assert prompt.text == "one\ntwoannNone[1]"
+    assert render_chat(messages, tokenizer).text == "one\ntwoannNone[1]"
 
 
 @pytest.mark.parametrize("template", [REFUSING, "{{ messages[0].content + 1 }}", "{% if %}"])
 def test_a_failing_template_is_explained(template: str) -> None:
     with pytest.raises(PromptError, match="the chat template refused the messages"):
-        BlendPrompt.from_messages(
-            [{"role": "user", "content": "hello"}],
-            ChunkRegistry(),
-            with_template(template),
-        )
+        render_chat([{"role": "user", "content": "hello"}], with_template(template))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +213,7 @@ def test_a_failing_template_is_explained(template: str) -> None:
 )
 def test_what_is_wrong_with_messages_is_said_whole(messages: Any, said: str) -> None:
     with pytest.raises(PromptError) as refused:
-        BlendPrompt.from_messages(messages, ChunkRegistry(), with_template(CHATML))
+        render_chat(messages, with_template(CHATML))
     assert str(refused.value) == said
 
 
@@ -240,11 +228,7 @@ def test_what_is_wrong_with_a_prompt_is_said_whole() -> None:
         "registering"
     )
     with pytest.raises(PromptError) as refused:
-        BlendPrompt.from_messages(
-            [{"role": "user", "content": "a"}],
-            ChunkRegistry(),
-            with_template(None),
-        )
+        render_chat([{"role": "user", "content": "a"}], with_template(None))
     assert str(refused.value) == (
         "the tokenizer has no chat template: pass the prompt as a plain string or set "
         "tokenizer.chat_template"
@@ -275,4 +259,4 @@ def test_system_messages_that_a_template_does_not_take_are_the_users(
         for place, role in enumerate(roles.split())
     ]
     tokenizer = with_template(head + MARKED)
-    assert BlendPrompt.from_messages(messages, ChunkRegistry(), tokenizer).text == wanted
+    assert render_chat(messages, tokenizer).text == wanted

@@ -32,7 +32,8 @@ from cacheblend_rag.report import BlendReport
 from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.settings.options import DEFAULT_RATIO
 from cacheblend_rag.text.chat import on_day
-from cacheblend_rag.text.prompt import BlendPrompt, Segment, segment
+from cacheblend_rag.text.encoder import Segment
+from cacheblend_rag.text.prompt import BlendPrompt
 from cacheblend_rag.text.special_tokens import special_tokens
 
 READS = 3
@@ -242,7 +243,7 @@ def _segments(engine: Engine, prompt: PreparedPrompt) -> Sequence[Segment]:
     source = prompt.source.prompt if isinstance(prompt.source, TurnPrompt) else prompt.source
     if isinstance(source, BlendPrompt):
         return source.segments
-    return segment(prompt.text, engine.registry, prompt.hints)
+    return BlendPrompt.from_text(prompt.text, engine.registry, prompt.hints).segments
 
 
 def _greedy(tokens: int) -> SamplingParams:

@@ -10,7 +10,7 @@ from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, PromptFrame
 from cacheblend_rag.quality.verify.check import Check
-from cacheblend_rag.text.chat import begins_as_rendered, render_messages
+from cacheblend_rag.text.chat import begins_as_rendered, render_chat
 from cacheblend_rag.text.encoder import encode_plainly
 
 TEMPLATE = Check("template", "renders instruction, passages and question by the chat template")
@@ -39,16 +39,17 @@ def _wrong_renderings(tokenizer: Any, data: EvalDataset) -> Iterator[str]:
     question = data.questions[0]
     content = "\n\n".join([*(one.text for one in question.passages), question.question])
     user = {"role": "user", "content": content}
-    plain = render_messages([user], tokenizer)
+    plain = render_chat([user], tokenizer).text
     if content not in plain:
         yield "it changes or drops the text of the user's message"
     if question.passages[0].text not in plain:
         yield "it changes the passages"
-    told = render_messages([{"role": "system", "content": data.instruction}, user], tokenizer)
+    system = {"role": "system", "content": data.instruction}
+    told = render_chat([system, user], tokenizer).text
     if told.find(data.instruction) > told.find(content):
         yield "it puts the instruction behind the passages, which are precomputed after it"
     turns = [("user", "alpha one"), ("assistant", "beta two"), ("user", "gamma three")]
-    told = render_messages([{"role": r, "content": c} for r, c in turns], tokenizer)
+    told = render_chat([{"role": r, "content": c} for r, c in turns], tokenizer).text
     places = [told.find(text) for _, text in turns]
     if -1 in places or places != sorted(places):
         yield "it drops or reorders the turns of a conversation"
