@@ -6,10 +6,10 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.stored_chunk import Entry, Lookup, StoredChunk
 from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.kv.tiers.bytes import BytesTier
-from cacheblend_rag.kv.tiers.contract import TierPolicy, Usage
 from cacheblend_rag.kv.tiers.disk import DiskTier
 from cacheblend_rag.kv.tiers.host import DeviceTier, HostTier
 from cacheblend_rag.kv.tiers.object import ObjectTier
+from cacheblend_rag.kv.tiers.policy import TierPolicy, Usage
 from cacheblend_rag.kv.tiers.redis import RedisTier
 from cacheblend_rag.kv.whole_chunks import DamagedObject, VerifyReport
 

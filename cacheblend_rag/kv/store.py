@@ -382,7 +382,7 @@ class TieredKVStore:
 
         Returns:
             Under each tier's name: entries, bytes (None if it cannot be asked), capacity_bytes, and
-            this process's counts: see ``COUNTED`` in kv/tiers/contract.py.
+            this process's counts: see ``COUNTED`` in kv/tiers/policy.py.
         """
         return {tier.name: tier.stats() for tier in self.tiers}
 

@@ -94,13 +94,13 @@ class SlowTier(HostTier):
         for number, key in enumerate(keys):
             assert self.put(key, StoredChunk(make_kv(number), time.time()))
 
-    def _load(self, key):
+    def _open(self, key):
         with self._counting:
             self.keys.append(key)
             self._reading += 1
             self.most_at_once = max(self.most_at_once, self._reading)
         self.gate()
-        chunk = super()._load(key)
+        chunk = super()._open(key)
         with self._counting:
             self._reading -= 1
             if chunk is not None:
@@ -119,9 +119,9 @@ class CountingTier(HostTier):
         self.lookups.append(key)
         return super()._entry(key)
 
-    def _load(self, key):
+    def _open(self, key):
         self.lookups.append(key)
-        return super()._load(key)
+        return super()._open(key)
 
 
 class SlowBytes(HostTier):

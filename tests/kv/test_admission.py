@@ -20,7 +20,7 @@ from cacheblend_rag.kv.tiers.admission import (
     Resident,
     Sightings,
 )
-from cacheblend_rag.kv.tiers.contract import Counters
+from cacheblend_rag.kv.tiers.policy import Counters
 
 from .samples import SlowTier, chunk_files, encode, make_key, make_kv, same, until
 

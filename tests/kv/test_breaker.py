@@ -34,8 +34,8 @@ class Dead(HostTier):
         self.fails_whole = fails_whole
         super().__init__(**{"name": "far", **options})
         self.failure, self.takes, self.calls, self.stalls = None, takes, 0, 0.0
-        self.access.reading = Breaker(ticks)
-        self.access.writing = self.access.reading if fails_whole else Breaker(ticks)
+        self.guard.reading = Breaker(ticks)
+        self.guard.writing = self.guard.reading if fails_whole else Breaker(ticks)
         self._ticks, self._counting = ticks, threading.Lock()
 
     entries_at_once = reads_at_once = 1
@@ -44,10 +44,10 @@ class Dead(HostTier):
         self._call()
         return super()._entry(key)
 
-    def _load(self, key):
+    def _open(self, key):
         self._call()
         self._ticks.now += self.stalls
-        return super()._load(key)
+        return super()._open(key)
 
     def _save(self, key, chunk):
         self._call()
@@ -88,7 +88,7 @@ def recovered(tier, ticks):
     """Let time pass until the tier is tried, and let the trial end."""
     ticks.now += MOST_SECONDS + 1
     tier.contains(KEYS[0])
-    return until(lambda: not tier.access.reading.is_out)
+    return until(lambda: not tier.guard.reading.is_out)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_whatever_a_tier_raises_no_request_fails(ticks, failure, tmp_path):
 
 def tier_error(tier, ticks):
     """What reading the tier raises once it is asked again."""
-    tier.access.reading = Breaker(ticks)
+    tier.guard.reading = Breaker(ticks)
     with pytest.raises(StoreError) as caught:
         tier.get(KEYS[0])
     return caught.value

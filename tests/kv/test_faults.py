@@ -212,7 +212,7 @@ def test_no_tier_keeps_what_is_no_number_whichever_looks_first(tmp_path, tiers, 
         for tier in opened:
             assert not tier.contains(KEY)
             assert same(unpacked(tier.get(OTHER).kv), rounded(make_kv(), precision))
-            assert not tier.access.writing.is_failing
+            assert not tier.guard.writing.is_failing
             assert tier.stats()["errors"] == 0
     assert not temporaries(tmp_path)
     assert len(chunk_files(tmp_path)) == ("disk" in tiers)

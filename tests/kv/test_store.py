@@ -63,11 +63,11 @@ class SlowDisk(DiskTier):
         self.loads = 0
         self.loading, self.go_on = threading.Event(), threading.Event()
 
-    def _load(self, key):
+    def _open(self, key):
         self.loads += 1
         self.loading.set()
         assert self.go_on.wait(5)
-        return super()._load(key)
+        return super()._open(key)
 
 
 class Unlisted(HostTier):

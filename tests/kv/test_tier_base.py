@@ -9,9 +9,10 @@ import pytest
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv import DiskTier, HostTier, RedisTier, StoredChunk, Tier, TierPolicy, Usage
+from cacheblend_rag.kv.reader import WholeReader
 from cacheblend_rag.kv.stored_chunk import PutResult
 from cacheblend_rag.kv.tiers.admission import RefusedError
-from cacheblend_rag.kv.tiers.contract import COUNTED
+from cacheblend_rag.kv.tiers.policy import COUNTED
 from tests.kv.samples import make_key, make_kv
 
 KEY = make_key(0)
@@ -34,11 +35,12 @@ class Plain(Tier):
     def usage(self):
         return Usage(len(self.chunks), 7)
 
-    def _load(self, key):
+    def _open(self, key):
         self._fail()
         if self.unreadable is not None:
             raise self.unreadable
-        return self.chunks.get(key)
+        chunk = self.chunks.get(key)
+        return None if chunk is None else WholeReader(chunk.kv, chunk.written_at)
 
     def _save(self, key, chunk):
         self._fail()
@@ -74,7 +76,7 @@ def said(caplog):
 def test_hits_misses_evictions_and_expiries_are_counted():
     tier = Plain()
     assert tier.put(KEY, CHUNK)
-    assert tier.get(KEY) is CHUNK
+    assert tier.get(KEY).kv is CHUNK.kv
     assert tier.get(make_key(1)) is None
     assert not tier.evict(make_key(1))
     assert not tier.expire(make_key(1))

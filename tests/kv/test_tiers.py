@@ -128,15 +128,15 @@ def test_many_at_once_are_as_one_by_one(make_tier, monkeypatch):
     tier = make_tier()
     for number in (0, 1, 2, 3):
         tier.put(KEYS[number], stored(number))
-    load, wrong = tier._load, {KEYS[1]: OSError("unplugged"), KEYS[2]: DamagedChunkError("bits")}
+    load, wrong = tier._open, {KEYS[1]: OSError("unplugged"), KEYS[2]: DamagedChunkError("bits")}
 
     def broken(key):
         if key in wrong:
             raise wrong[key]
         return load(key)
 
-    monkeypatch.setattr(tier, "_load", broken)
-    monkeypatch.setattr(tier, "fails_whole", False)  # or the others would not be asked
+    monkeypatch.setattr(tier, "_open", broken)
+    monkeypatch.setattr(tier.guard, "fails_whole", False)  # or the others would not be asked
     assert tier.entry_many(KEYS) == [tier.entry(key) for key in KEYS]
     found = tier.get_many(KEYS)
     assert same(found[0].kv, make_kv(0))

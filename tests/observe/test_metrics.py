@@ -28,7 +28,7 @@ from cacheblend_rag import (
     TieredKVStore,
     TransformersEngine,
 )
-from cacheblend_rag.kv.tiers.contract import COUNTED
+from cacheblend_rag.kv.tiers.policy import COUNTED
 from cacheblend_rag.observe.metrics import TIER_COUNTERS, TIER_GAUGES
 from cacheblend_rag.report import PREFILL_PHASES, BlendReport
 from tests.engines.toy_engine import ToyEngine

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.tiers.contract import Counters, TierPolicy
+from cacheblend_rag.kv.tiers.policy import Counters, TierPolicy
 
 LOOKED_AT = 32
 """Number of least recently used chunks from which the least often seen ones are evicted."""

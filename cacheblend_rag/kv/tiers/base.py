@@ -1,11 +1,12 @@
-"""The base class of tiers: the methods that the store calls, built on what a tier implements."""
+"""The base class of tiers: six methods that a tier implements, and what the store calls."""
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from cacheblend_rag.errors import (
     BadSignatureError,
@@ -17,11 +18,12 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.mac import CHECKSUM, Mac
 from cacheblend_rag.kv.packed_kv import LayerKV
 from cacheblend_rag.kv.reader import ChunkReader
+from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.stored_chunk import Entry, PutResult, Read, StoredChunk, told
-from cacheblend_rag.kv.tiers.access import Access
 from cacheblend_rag.kv.tiers.admission import Capacity, RefusedError, RejectedError
 from cacheblend_rag.kv.tiers.breaker import OutError
-from cacheblend_rag.kv.tiers.contract import Counters, TierContract, TierPolicy, Usage
+from cacheblend_rag.kv.tiers.guard import Guard
+from cacheblend_rag.kv.tiers.policy import Counters, TierPolicy, Usage
 from cacheblend_rag.openmp import use_one_thread
 
 logger = logging.getLogger(__name__)
@@ -29,14 +31,32 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Tier(TierContract):
-    """One place where chunk KV is kept; counts, pins, admission and failures are the same for all.
+class Tier(ABC):
+    """One place where chunk KV is kept.
 
-    Unless its docstring says so, no method raises because the storage fails: that is a miss or a
-    failed put.
+    A new tier implements the abstract methods, and overrides others if it can do better. Those with
+    an underscore may raise OSError: its guard makes that a miss or a failed put. All are called
+    from several threads at once. Unless its docstring says so, no method without an underscore
+    raises because the storage fails.
 
-    access: wraps each use of the storage, and skips it while it fails.
+    name: shown in reports and stats. policy: how it is used. mac: the MAC of stored bytes.
+    ttl_seconds: time after which copies expire, the lower one of the policy's and the store's.
+    guard: wraps each use of the storage, and skips it while it fails.
+    durable: whether chunks outlive this process, so that ``check`` has bytes to check.
+    entries_at_once, reads_at_once: threads that look up and read many chunks; 1 if a thread costs
+    more than it saves. parts_at_once: see SharedChunk's at_once. fails_whole: whether any failure
+    affects the whole tier (a network's), not one chunk or only writing (a disk's). keeps_found:
+    whether a chunk found in a slower tier is kept here, too. takes_puts: whether chunks put into
+    the store are stored here. keeps_pins: whether pins outlive this process and hold for all
+    processes that share the tier.
     """
+
+    durable: ClassVar[bool] = True
+    entries_at_once: ClassVar[int] = 8
+    reads_at_once: ClassVar[int] = 8
+    parts_at_once: ClassVar[int] = PARTS_AT_ONCE
+    fails_whole: ClassVar[bool] = False
+    keeps_pins: ClassVar[bool] = False
 
     def __init__(
         self, name: str, capacity_bytes: int | None = None, *, policy: TierPolicy | None = None
@@ -46,14 +66,91 @@ class Tier(TierContract):
         self.capacity_bytes = self.policy.capacity_bytes
         if self.fails_whole and self.capacity_bytes is not None:
             raise StoreError(f"the {name} tier takes no capacity: its server has limits of its own")
-        writable = not self.policy.read_only
-        self.keeps_found = type(self).keeps_found and self.policy.promote and writable
-        self.takes_puts = type(self).takes_puts and self.policy.write != "none" and writable
-        self.mac, self.ttl_seconds = CHECKSUM, self.policy.ttl_seconds
+        self.keeps_found = self.policy.promote and not self.policy.read_only
+        self.takes_puts = self.policy.write != "none" and not self.policy.read_only
+        self.mac: Mac = CHECKSUM
+        self.ttl_seconds = self.policy.ttl_seconds
         self._pinned: set[KVKey] = set()
         self._counts = Counters()
-        self.access = Access(self, self._counts)
         self._capacity = Capacity(self.policy, self._counts)
+        self.guard = Guard(
+            name,
+            self._counts,
+            self._entry,
+            fails_whole=self.fails_whole,
+            timeout_seconds=self.policy.timeout_seconds,
+        )
+
+    # What a tier implements
+
+    @abstractmethod
+    def _entry(self, key: KVKey) -> Entry | None:
+        """Look a chunk up without reading it; None when absent."""
+
+    @abstractmethod
+    def entries(self) -> Iterator[tuple[KVKey, Entry]]:
+        """Yield all stored chunks in any order; never called during a request."""
+
+    @abstractmethod
+    def _open(self, key: KVKey) -> ChunkReader | None:
+        """Read a chunk's head, and return what reads its layers; None when absent.
+
+        Whether to blend a prompt is decided from heads. Raises DamagedChunkError and
+        ForeignChunkError, as the reader does.
+        """
+
+    @abstractmethod
+    def _save(self, key: KVKey, chunk: StoredChunk) -> None:
+        """Store or replace a chunk, evicting those that the tier's ``_capacity`` names.
+
+        Raises RefusedError, and the errors of its check.
+        """
+
+    @abstractmethod
+    def _drop(self, key: KVKey) -> bool:
+        """Remove a chunk; returns whether it was there."""
+
+    def usage(self) -> Usage:
+        """Count the stored chunks and bytes; may raise OSError. By default, they are listed."""
+        sizes = {key: entry.nbytes for key, entry in self.entries()}
+        return Usage(len(sizes), sum(sizes.values()))
+
+    # What a tier may do better
+
+    def _mark_used(self, key: KVKey) -> None:  # noqa: B027 - servers know themselves
+        """Note that a chunk is used now."""
+
+    def _set_aside(self, key: KVKey, reason: str) -> None:
+        """Keep the bytes for inspection if possible; by default they are dropped."""
+        self._drop(key)
+
+    def some_entries(self) -> Iterable[tuple[KVKey, Entry]]:
+        """Return some of the stored chunks, to check whether they are expired.
+
+        Empty by default, and for network tiers: their servers expire chunks, or expired chunks are
+        removed when they are found.
+        """
+        return ()
+
+    def has_relative(self, key: KVKey) -> bool:
+        """Whether the same chunk is stored for another model or lead-in of the same namespace.
+
+        Called at each miss, so a tier that would have to list its chunks returns False.
+        """
+        return False
+
+    def would_take(self, key: KVKey, nbytes: int) -> bool:
+        """Whether a chunk of so many bytes would probably be stored."""
+        return True
+
+    def release(self) -> int:
+        """Free the memory of chunks here, if any; returns its bytes. Pinned chunks stay."""
+        return 0
+
+    def close(self) -> None:  # noqa: B027 - most tiers have nothing to free
+        """Free memory, files and connections."""
+
+    # What the store calls
 
     def join(self, mac: Mac, ttl_seconds: float | None) -> None:
         """Join a store with this MAC and time to live, unless the policy's is lower."""
@@ -64,7 +161,7 @@ class Tier(TierContract):
     @property
     def is_failing(self) -> bool:
         """Whether the last read failed."""
-        return self.access.reading.is_failing
+        return self.guard.reading.is_failing
 
     def contains(self, key: KVKey) -> bool:
         """Whether a chunk is stored here."""
@@ -75,29 +172,16 @@ class Tier(TierContract):
 
         Returns None when it is absent or the tier cannot be read.
         """
-        return self.entry_many([key])[0]
+        try:
+            with self.guard.reads(key):
+                return self._entry(key)
+        except OSError as error:
+            self.guard.could_not("look up %s", key, error, reading=True)
+            return None
 
     def entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
         """As entry, for many chunks, in their order."""
-        if not keys:
-            return []
-        try:
-            with self.access.to_read(keys[0], timed=False):
-                together = self._entry_many(keys)
-                if together is not None:
-                    return together
-                return _in_parallel(self._looked_up, keys, self.entries_at_once)
-        except OSError as error:
-            self.access.could_not("look up %s", keys[0], error, reading=True)
-            return [None] * len(keys)
-
-    def _looked_up(self, key: KVKey) -> Entry | None:
-        try:
-            with self.access.to_read(key):
-                return self._entry(key)
-        except OSError as error:
-            self.access.could_not("look up %s", key, error, reading=True)
-            return None
+        return _in_parallel(self.entry, keys, self.entries_at_once)
 
     def all_entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Yield all chunks; raises StoreError when the tier cannot be listed."""
@@ -112,77 +196,80 @@ class Tier(TierContract):
         Raises DamagedChunkError or ForeignChunkError once it is quarantined, StoreError when the
         tier cannot be read.
         """
-        (read,) = self.get_many([key])
+        read = self._got(key)
         if isinstance(read, StoreError):
             raise read
         return read
 
     def get_many(self, keys: Sequence[KVKey]) -> list[Read]:
         """As get, for many chunks, in their order; an error stands in its chunk's place."""
-        if not keys:
-            return []
-        loaded: list[Read | OSError]
-        try:
-            with self.access.to_read(keys[0], timed=False) as permit:
-                together = self._load_many(keys)
-                loaded = (
-                    _in_parallel(self._loaded, keys, self.reads_at_once)
-                    if together is None
-                    else together
-                )
-                if self.fails_whole and any(isinstance(one, OSError) for one in loaded):
-                    self.access.reading.failed(permit)
-        except OSError as error:
-            loaded = [error] * len(keys)
-        return [self._settled(key, found) for key, found in zip(keys, loaded, strict=True)]
+        return _in_parallel(self._got, keys, self.reads_at_once)
 
-    def _loaded(self, key: KVKey) -> Read | OSError:
-        try:
-            with self.access.to_read(key):
-                return self._load(key)
-        except (StoreError, OSError) as error:
-            return error
+    def _got(self, key: KVKey) -> Read:
+        def load() -> StoredChunk | None:
+            reader = self._opened(key)
+            return None if reader is None else StoredChunk(reader.whole(), reader.written_at)
 
-    def _settled(self, key: KVKey, found: Read | OSError) -> Read:
-        """Count the result of a read, and quarantine an unusable chunk."""
-        self._counts.add("hits" if isinstance(found, StoredChunk) else "misses")
-        return found if isinstance(found, StoredChunk) else self._failed(key, found)
-
-    def _failed(self, key: KVKey, found: StoreError | OSError | None) -> StoreError | None:
-        """Quarantine an unusable chunk; returns the error to report, if any."""
-        if isinstance(found, OSError):
-            self.access.could_not("read %s", key, found, reading=True)
-            unread = StoreError(f"{self.name} tier: could not read {key}: {found}")
-            unread.__cause__ = found
-            return unread
-        if isinstance(found, BadSignatureError) and not self.mac.by_key:
-            # It is valid for holders of the key, who may remove it.
-            logger.warning("%s tier: %s is not read: %s", self.name, key, found)
-        elif isinstance(found, DamagedChunkError | ForeignChunkError):
-            self.quarantine(key, str(found))
-        return found
+        return self._counted(key, load)
 
     def open(self, key: KVKey) -> ChunkReader | StoreError | None:
         """As get, but for the chunk's layers, which ``read_layers`` reads; an error is returned."""
-        opened: ChunkReader | StoreError | OSError | None
+        return self._counted(key, lambda: self._opened(key))
+
+    def _opened(self, key: KVKey) -> ChunkReader | None:
+        reader = self._open(key)
+        if reader is not None and not self.policy.read_only:
+            self._mark_used(key)
+        return reader
+
+    def _counted(self, key: KVKey, read: Callable[[], T | None]) -> T | StoreError | None:
+        """Read from a chunk, and count a hit or a miss; an error is returned."""
+        found: T | StoreError | None
         try:
-            with self.access.to_read(key):
-                opened = self._open(key)
+            with self.guard.reads(key):
+                found = read()
         except (StoreError, OSError) as error:
-            opened = error
-        self._counts.add("hits" if isinstance(opened, ChunkReader) else "misses")
-        return opened if isinstance(opened, ChunkReader) else self._failed(key, opened)
+            self._counts.add("misses")
+            return self._unusable(key, error)
+        self._counts.add("misses" if found is None else "hits")
+        return found
 
     def read_layers(
         self, key: KVKey, reader: ChunkReader, first: int, last: int
     ) -> Sequence[LayerKV]:
         """Read layers ``first`` to ``last - 1`` of a chunk that was opened here; raises as get."""
         try:
-            with self.access.to_read(key):
+            with self.guard.reads(key):
                 return reader.read(first, last)
         except (StoreError, OSError) as error:
-            failed = self._failed(key, error)
-            raise failed or error from error
+            raise self._unusable(key, error) from error
+
+    def _unusable(self, key: KVKey, error: StoreError | OSError) -> StoreError:
+        """Return the error to report of a chunk that cannot be read; quarantine it if it is bad."""
+        if isinstance(error, OSError):
+            self.guard.could_not("read %s", key, error, reading=True)
+            unread = StoreError(f"{self.name} tier: could not read {key}: {error}")
+            unread.__cause__ = error
+            return unread
+        if isinstance(error, BadSignatureError) and not self.mac.by_key:
+            # It is valid for holders of the key, who may remove it.
+            logger.warning("%s tier: %s is not read: %s", self.name, key, error)
+        elif isinstance(error, DamagedChunkError | ForeignChunkError):
+            self.quarantine(key, str(error))
+        return error
+
+    def check(self, key: KVKey) -> str | None:
+        """Read a whole chunk; returns what is wrong with it, None if it is sound or gone.
+
+        This is not counted as its use.
+        """
+        try:
+            reader = self._open(key)
+            if reader is not None:
+                reader.whole()
+        except (DamagedChunkError, ForeignChunkError, OSError) as error:
+            return str(error)
+        return None
 
     def see(self, keys: Iterable[KVKey]) -> None:
         """Count accesses of chunks in any tier: often accessed chunks are kept."""
@@ -196,7 +283,7 @@ class Tier(TierContract):
         if self.policy.read_only:
             return PutResult(False)
         try:
-            with self.access.to_write(key):
+            with self.guard.writes():
                 self._save(key, chunk)
         except RejectedError as rejection:
             self._counts.add("rejected")
@@ -209,8 +296,8 @@ class Tier(TierContract):
             logger.log(level, "%s tier refused %s: %s", self.name, key, refusal)
             return PutResult(False)
         except OSError as error:
-            self.access.could_not("store %s", key, error, reading=False)
-            cause = self.access.last_failure if isinstance(error, OutError) else told(error)
+            self.guard.could_not("store %s", key, error, reading=False)
+            cause = self.guard.last_failure if isinstance(error, OutError) else told(error)
             return PutResult(False, f"{self.name} tier: {cause}")
         return PutResult(True)
 
@@ -226,10 +313,10 @@ class Tier(TierContract):
         if self.policy.read_only:
             return False
         try:
-            with self.access.to_write(key):
+            with self.guard.writes():
                 removed = self._drop(key)
         except OSError as error:
-            self.access.could_not("remove %s", key, error, reading=False)
+            self.guard.could_not("remove %s", key, error, reading=False)
             return None
         if removed:
             self._capacity.freed(counter, 1)
@@ -243,10 +330,10 @@ class Tier(TierContract):
         logger.warning("%s tier: %s quarantined: %s", self.name, key, reason)
         self._counts.add("quarantined")
         try:
-            with self.access.to_write(key):
+            with self.guard.writes():
                 self._set_aside(key, reason)
         except OSError as error:
-            self.access.could_not("set %s aside", key, error, reading=False)
+            self.guard.could_not("set %s aside", key, error, reading=False)
 
     def pin(self, *keys: KVKey) -> None:
         """Exempt chunks from eviction by capacity and age, stored yet or not.
@@ -276,7 +363,7 @@ class Tier(TierContract):
         try:
             # A disk takes its lock, as writing does. A network tier lists what it holds, which may
             # take longer than an answer.
-            with self.access.to_write(timed=not self.fails_whole):
+            with self.guard.writes(timed=not self.fails_whole):
                 usage = self.usage()
         except OSError as error:
             level = logging.DEBUG if isinstance(error, OutError) else logging.WARNING

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
+from cacheblend_rag.errors import DamagedChunkError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_header import MAX_BODY_BYTES
 from cacheblend_rag.kv.chunk_kv import KVKey
@@ -48,38 +48,15 @@ class BytesTier(Tier):
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
         """Read an object's bytes from ``start`` to ``end``, or to its own end if that is first.
 
-        None when absent. Does not count as a use of the chunk: see ``_mark_used``. Raises
-        DamagedChunkError for an impossible size, or for fewer bytes than the object declares.
+        None when absent. Raises DamagedChunkError for an impossible size, or for fewer bytes than
+        the object declares.
         """
 
     @abstractmethod
     def _write(self, key: KVKey, data: ChunkObject, written_at: float) -> None:
         """Store or replace an object, evicting others; raises RefusedError."""
 
-    def _mark_used(self, key: KVKey) -> None:
-        """Record that a chunk is used now."""
-
-    def check(self, key: KVKey) -> str | None:
-        """Check an object; returns what is wrong with it, None if it is sound or gone."""
-        try:
-            reader = self._reader(key)
-            if reader is not None:
-                reader.whole()
-        except (DamagedChunkError, ForeignChunkError, OSError) as error:
-            return str(error)
-        return None
-
-    def _load(self, key: KVKey) -> StoredChunk | None:
-        reader = self._open(key)
-        return None if reader is None else StoredChunk(reader.whole(), reader.written_at)
-
     def _open(self, key: KVKey) -> ChunkReader | None:
-        reader = self._reader(key)
-        if reader is not None and not self.policy.read_only:
-            self._mark_used(key)
-        return reader
-
-    def _reader(self, key: KVKey) -> ChunkReader | None:
         """Read an object's head; of an object without a valid head nothing more is read."""
         start = self._read(key, 0, max(self.whole_bytes, codec.HEAD_BYTES))
         if start is None:

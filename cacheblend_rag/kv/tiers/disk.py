@@ -34,7 +34,6 @@ from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for
-from cacheblend_rag.kv.tiers.contract import TierPolicy, Usage
 from cacheblend_rag.kv.tiers.files import (
     PinFile,
     UsageFile,
@@ -43,6 +42,7 @@ from cacheblend_rag.kv.tiers.files import (
     new_file,
     write_parts,
 )
+from cacheblend_rag.kv.tiers.policy import TierPolicy, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -145,21 +145,16 @@ class DiskTier(BytesTier):
             raise StoreError(f"cannot read {self.path}: {error}") from error
 
     def check(self, key: KVKey) -> str | None:
-        """Read a whole file; returns what is wrong with it, None if it is sound or gone."""
-        path = self._file(key)
+        """As for any tier; that is no use of the chunk, whatever the mount's atime option."""
         try:
             before = os.lstat(self._own_file(key))
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            return str(error)
+        except OSError:
+            return super().check(key)
         wrong = super().check(key)
-        if self.policy.read_only:
-            return wrong
         with suppress(OSError):
-            # Checking does not count as a use of the chunk, whatever the mount's atime option.
-            times = before.st_atime_ns, before.st_mtime_ns
-            os.utime(path, ns=times, follow_symlinks=False)
+            if not self.policy.read_only:
+                times = before.st_atime_ns, before.st_mtime_ns
+                os.utime(self._file(key), ns=times, follow_symlinks=False)
         return wrong
 
     def pin(self, *keys: KVKey) -> None:

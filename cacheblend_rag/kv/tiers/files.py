@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.tiers.contract import Usage
+from cacheblend_rag.kv.tiers.policy import Usage
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.packed_kv import StoredKV
 from cacheblend_rag.kv.page_locked import SLACK_BYTES, PageLockedMemory, cuda_memory
+from cacheblend_rag.kv.reader import WholeReader
 from cacheblend_rag.kv.stored_chunk import Entry, StoredChunk
 from cacheblend_rag.kv.tiers.admission import Resident
 from cacheblend_rag.kv.tiers.base import Tier
-from cacheblend_rag.kv.tiers.contract import TierPolicy, Usage
+from cacheblend_rag.kv.tiers.policy import TierPolicy, Usage
 
 
 class HostTier(Tier):
@@ -99,13 +100,16 @@ class HostTier(Tier):
             return None
         return Entry(chunk.kv.nbytes, chunk.written_at, self._used_at[key])
 
-    def _load(self, key: KVKey) -> StoredChunk | None:
+    def _open(self, key: KVKey) -> WholeReader | None:
         with self._lock:
             chunk = self._chunks.get(key)
-            if chunk is not None:
+        return None if chunk is None else WholeReader(chunk.kv, chunk.written_at)
+
+    def _mark_used(self, key: KVKey) -> None:
+        with self._lock:
+            if key in self._chunks:  # not dropped meanwhile
                 self._chunks.move_to_end(key)
                 self._used_at[key] = time.time()
-            return chunk
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
         self._capacity.check_fits(chunk.kv.nbytes)  # before copying: a refusal costs nothing

@@ -19,8 +19,8 @@ from cacheblend_rag.kv.codec import ChunkObject
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, tensor_of
-from cacheblend_rag.kv.tiers.contract import TierPolicy
 from cacheblend_rag.kv.tiers.object_client import ObjectClient, bytes_of
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 QUARANTINE = "quarantine/"
 WRITTEN_AT = "writtenat"

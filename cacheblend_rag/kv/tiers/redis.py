@@ -23,8 +23,8 @@ from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RefusedError
 from cacheblend_rag.kv.tiers.bytes import BytesTier, tensor_of
-from cacheblend_rag.kv.tiers.contract import TierPolicy
 from cacheblend_rag.kv.tiers.deadline import BoundedSocket, deadline
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.settings.base import Secret
 
 PREFIX = "cacheblend:"
@@ -45,7 +45,6 @@ class RedisTier(BytesTier):
     ``connect`` takes it; raises as that.
     """
 
-    entries_at_once: ClassVar[int] = 1
     fails_whole: ClassVar[bool] = True
 
     def __init__(
@@ -76,20 +75,28 @@ class RedisTier(BytesTier):
             told = [name.decode(errors="replace") for name in names if isinstance(name, bytes)]
             found_keys = (KVKey.parsed(text.removeprefix(start)) for text in told)
             keys = [key for key in found_keys if key is not None]
-            found = zip(keys, self._entry_many(keys), strict=True)
+            found = zip(keys, self._entries(keys) if keys else (), strict=True)
             yield from ((key, entry) for key, entry in found if entry is not None)
 
     def close(self) -> None:
         """Close the connections."""
         self.client.close()
 
-    def _entry(self, key: KVKey) -> Entry | None:
-        return self._entry_many([key])[0]
-
-    def _entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
+    def entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
+        """As for any tier, in one request."""
         if not keys:
             return []
+        try:
+            with self.guard.reads(keys[0]):
+                return self._entries(keys)
+        except OSError as error:
+            self.guard.could_not("look up %s", keys[0], error, reading=True)
+            return [None] * len(keys)
 
+    def _entry(self, key: KVKey) -> Entry | None:
+        return self._entries([key])[0]
+
+    def _entries(self, keys: Sequence[KVKey]) -> list[Entry | None]:
         def ask(pipe: Any) -> None:
             for key in keys:
                 pipe.getrange(self._value(key), 0, TIME.size - 1)

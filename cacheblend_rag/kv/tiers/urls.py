@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from cacheblend_rag.kv.tiers.base import Tier
-from cacheblend_rag.kv.tiers.contract import TierPolicy
 from cacheblend_rag.kv.tiers.disk import DiskTier
 from cacheblend_rag.kv.tiers.host import DeviceTier, HostTier
 from cacheblend_rag.kv.tiers.object import ObjectTier
 from cacheblend_rag.kv.tiers.object_client import open_store
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.kv.tiers.redis import PREFIX, RedisTier
 from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.settings.tier_url import REDIS_SCHEMES, TierUrl
