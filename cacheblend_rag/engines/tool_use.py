@@ -16,7 +16,7 @@ from cacheblend_rag.engines.structured import (
 )
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chat import ChatPrompt
-from cacheblend_rag.text.tool_calls import OPENINGS, ContentStream, find_calls
+from cacheblend_rag.text.tool_calls import MARKS, ContentStream, find_calls
 from cacheblend_rag.text.tools import Tool, ToolCall, named_tool, tool_name
 
 WHOLE = ("$schema", "$id")
@@ -68,7 +68,7 @@ class ToolUse:
 
         is_json: whether it was held to JSON, so that calls are plain JSON, too.
         """
-        if not is_json and self._hides_an_opening(token_ids):
+        if not is_json and self._hides_a_mark(token_ids):
             whole = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
             content, calls = find_calls(whole, self._known)
         else:
@@ -85,11 +85,10 @@ class ToolUse:
     def _known(self) -> frozenset[str]:
         return frozenset(map(tool_name, self.chat.tools))
 
-    def _hides_an_opening(self, token_ids: Sequence[int]) -> bool:
-        """Whether a special token that opens calls is missing in the text."""
-        openings = {text for text in OPENINGS if text in self.tokenizer.all_special_tokens}
-        special = set(self.tokenizer.convert_tokens_to_ids(list(openings)))
-        return not special.isdisjoint(token_ids)
+    def _hides_a_mark(self, token_ids: Sequence[int]) -> bool:
+        """Whether a mark of calls that is a special token is missing in the text."""
+        marks = [text for text in MARKS if text in self.tokenizer.all_special_tokens]
+        return not set(self.tokenizer.convert_tokens_to_ids(marks)).isdisjoint(token_ids)
 
 
 def call_form(

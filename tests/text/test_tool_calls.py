@@ -30,7 +30,6 @@ CALLS = {
     f"[{ROME}, {OSLO}]": ("", FOUND),
     f"Here:\n```json\n{ROME}\n```": ("Here:", FOUND[:1]),
     '{"name": "look", "arguments": "{\\"city\\": \\"Rome\\"}"}': ("", FOUND[:1]),
-    '{"n\\u0061me": "look", "arguments": {"city": "Rome"}}': ("", FOUND[:1]),
     'look{"city": "Rome"}': ("", FOUND[:1]),
     '{"type": "function", "name": "look", "arguments": {"city": "Rome"}}': ("", FOUND[:1]),
 }  # fmt: skip
