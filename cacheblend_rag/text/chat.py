@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -12,15 +12,14 @@ from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.special_tokens import Markers, special_tokens
 from cacheblend_rag.text.tool_turns import (
     Data,
-    called,
-    instruction,
+    functions_called,
     is_system,
     plain_turns,
     speaks_of_tools,
     stand_in_order,
     system_as_user,
     text_of,
-    with_objects,
+    with_object,
 )
 from cacheblend_rag.text.tools import (
     Message,
@@ -33,12 +32,10 @@ from cacheblend_rag.text.tools import (
 
 SEPARATOR = "\n\n"
 PLACE = "[the passages stand here]"
-"""Stands for the passages in a rendered prompt."""
+"""Stands for the passages, or a message, in a rendered prompt."""
 
 Told = tuple[str, str]
 """A user's message and its answer."""
-CONTENT = "alpha"
-"""Stands for a message's text."""
 CLOCK = "strftime_now"
 """The function by which chat templates tell the date."""
 FIXED_DAY = datetime(2024, 7, 26)
@@ -111,30 +108,26 @@ def text_before(place: str, messages: Sequence[Message], tokenizer: Tokenizer) -
 def render_chat(
     prompt: ChatPrompt | Sequence[Message],
     tokenizer: Tokenizer,
-    add_generation_prompt: bool = True,
     *,
     day: datetime | None = None,
 ) -> RenderedChat:
-    """Render a chat with the tokenizer's template.
+    """Render a chat with the tokenizer's template, up to where the answer begins.
 
     Results of tools stand in it word for word, and control tokens in the user's text as text. A
     template that takes no tools, or refuses, drops or repeats what they were asked and what they
-    said, gets all this as plain text (see ``turns``). A template that refuses or drops system
+    said, gets all this as plain text (see ``tool_turns``). A template that refuses or drops system
     messages gets them as the user's: those that the messages begin with at the start of the first
     user's message, say.
 
     Args:
         prompt: the chat so far.
         tokenizer: the one whose chat template is used.
-        add_generation_prompt: whether the text ends where the answer begins.
         day: that the template tells; today by default.
 
     Raises:
         PromptError: when a message is malformed, the tokenizer has no chat template, or the
             template refuses the messages.
     """
-    from jinja2 import TemplateError
-
     chat = prompt if isinstance(prompt, ChatPrompt) else ChatPrompt(prompt)
     plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages)]
     if not getattr(tokenizer, "chat_template", None):
@@ -142,74 +135,77 @@ def render_chat(
             "the tokenizer has no chat template: pass the prompt as a plain string or set "
             "tokenizer.chat_template"
         )
+    template = _Template(tokenizer, day)
+    data = Data(plain, chat.told_tools, Markers(special_tokens(tokenizer).values()))
+    if data.tools or any(map(speaks_of_tools, plain)):
+        text = _natively(template, data) or _plainly(template, data)
+    else:
+        text = template.render(data.messages)
+    return RenderedChat(*data.put_into(text))
 
-    def tried(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """A tokenizer's chat template; fields as for ``render_chat``."""
+
+    tokenizer: Tokenizer
+    day: datetime | None
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        """Return the text of messages, in the first form that shows all that the system says."""
+        system = [text_of(one).strip() for one in messages if is_system(one)]
+        if not system:
+            return self._text(messages, tools)
+        forms = (messages, *(system_as_user(messages, but_first=first) for first in (True, False)))
+        incomplete, refusals = list[str](), list[PromptError]()
+        for form in forms:
+            try:
+                text = self._text(form, tools)
+            except PromptError as refusal:
+                refusals.append(refusal)
+                continue
+            if stand_in_order(system, text):
+                return text
+            incomplete.append(text)
+        if not incomplete:
+            raise refusals[0]
+        return incomplete[0]
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        from jinja2 import TemplateError
+
         told: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
-        if day is not None and tells_the_date(tokenizer):
-            told[CLOCK] = day.strftime
+        if self.day is not None and tells_the_date(self.tokenizer):
+            told[CLOCK] = self.day.strftime
         try:
-            text = tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=True,
                 **told,
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise PromptError(f"the chat template refused the messages: {error}") from error
         return str(text)
 
-    def rendered(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        return _with_system(lambda form: tried(form, tools), messages)
 
-    data = Data(plain, chat.told_tools, Markers(special_tokens(tokenizer).values()))
-    if data.tools or any(map(speaks_of_tools, plain)):
-        text = _natively(rendered, data)
-        if text is None:
-            text = _plainly(rendered, data)
-    else:
-        text = rendered(data.messages)
-    return RenderedChat(*data.put_into(text))
-
-
-def _with_system(rendered: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
-    """Return what a template makes of messages, in the first form that shows all the system's."""
-    system = [text_of(one).strip() for one in messages if is_system(one)]
-    if not system:
-        return rendered(messages)
-    forms = (messages, *(system_as_user(messages, but_first=first) for first in (True, False)))
-    incomplete: list[str] = []
-    refusals: list[PromptError] = []
-    for form in forms:
-        try:
-            text = rendered(form)
-        except PromptError as refusal:
-            refusals.append(refusal)
-            continue
-        if stand_in_order(system, text):
-            return text
-        incomplete.append(text)
-    if not incomplete:
-        raise refusals[0]
-    return incomplete[0]
-
-
-def _natively(rendered: Callable[..., str], data: Data) -> str | None:
+def _natively(template: _Template, data: Data) -> str | None:
     """Return what the template makes of tools and calls; None unless it shows all of them."""
-    tools, messages = data.tools, [with_objects(message) for message in data.messages]
-    names = (name for one in messages for name in called(one))
+    tools, messages = data.tools, data.messages
+    called = (str(one.get("name")) for message in messages for one in functions_called(message))
     try:
-        text = rendered(messages, tools)
-        if tools and text == rendered(messages):  # their names may stand in it by chance
+        text = template.render(messages, tools)
+        if tools and text == template.render(messages):  # their names may stand in it by chance
             return None
     except PromptError:
         return None
-    shown = stand_in_order(map(tool_name, tools), text) and stand_in_order(names, text)
+    shown = stand_in_order(map(tool_name, tools), text) and stand_in_order(called, text)
     return text if shown and data.are_in(text) else None
 
 
-def _plainly(rendered: Callable[..., str], data: Data) -> str:
+def _plainly(template: _Template, data: Data) -> str:
     """Return the chat with tools and calls as plain text, where the template lets it stand."""
-    text = rendered(plain_turns(data.messages, instruction(data.tools)))
+    text = template.render(plain_turns(data.messages, data.tools))
     if not data.are_in(text):
         raise PromptError(
             "the chat template drops or repeats the results of tools: use another model"
@@ -254,20 +250,16 @@ def on_day(day: datetime | None, text: str, tokenizer: Tokenizer) -> str:
 
 def _openings(tokenizer: Tokenizer, day: datetime | None) -> list[str]:
     """Return the texts that the template puts before a first message, of the user or the system."""
-    if not getattr(tokenizer, "chat_template", None):
-        return []
-    found = (_opening(roles, tokenizer, day) for roles in (("user",), ("system", "user")))
-    return [opening for opening in found if opening]
-
-
-def _opening(roles: Sequence[str], tokenizer: Tokenizer, day: datetime | None) -> str:
-    """Return the text that the template puts before the first message; "" if it refuses."""
-    messages = [{"role": role, "content": CONTENT} for role in roles]
-    try:
-        opening, found, _ = render_chat(messages, tokenizer, day=day).text.partition(CONTENT)
-    except PromptError:
-        return ""
-    return opening if found else ""
+    found = list[str]()
+    for roles in (("user",), ("system", "user")):
+        messages = [{"role": role, "content": PLACE} for role in roles]
+        try:
+            opening, place, _ = render_chat(messages, tokenizer, day=day).text.partition(PLACE)
+        except PromptError:  # it has no template, or takes no system message
+            continue
+        if opening and place:
+            found.append(opening)
+    return found
 
 
 class InstructedChat:
@@ -314,18 +306,20 @@ class InstructedChat:
 
 
 def _plain_message(message: Message, name: str) -> dict[str, Any]:
-    """Return the message with its content as one string; other fields as they are."""
+    """Return the message with its content as one string, its calls' arguments as objects."""
     if not isinstance(message, Mapping):
         raise PromptError(
             f"{name} must be a mapping with 'role' and 'content', not {message!r:.40}"
         )
-    role = message.get("role")
+    role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise PromptError(f"{name}.role must be a non-empty string, not {role!r:.40}")
-    content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return dict(message)
-    return {**message, "content": _plain_content(content, f"{name}.content")}
+    plain = dict(message)
+    if isinstance(calls := message.get("tool_calls"), Sequence) and calls:
+        plain["tool_calls"] = [with_object(call) for call in calls]
+    if content is not None or not calls:
+        plain["content"] = _plain_content(content, f"{name}.content")
+    return plain
 
 
 def _plain_content(content: object, name: str) -> str:

@@ -200,7 +200,7 @@ class PromptEncoder:
         if any(part.is_untrusted for part in segments):
             known = [self._known(part.text, is_data=part.is_untrusted) for part in segments]
             ids = self._joined(segments, known)
-            if not self._adds_no_control(ids, segments, known):
+            if self._adds_control(ids, segments, known):
                 ids = array("i", chain.from_iterable(one.ids for one in known))
         else:  # there is nothing to find in the whole
             ids = array("i", self._plain(text))
@@ -238,19 +238,15 @@ class PromptEncoder:
         begins = self._plain(first) if is_first else self._behind(first)
         return chain(begins, *map(self._behind, rest))
 
-    def _adds_no_control(
+    def _adds_control(
         self, ids: array[int], segments: Sequence[Segment], known: Sequence[KnownText]
     ) -> bool:
-        """Whether all special tokens come from trusted text; a normalizer may create others."""
+        """Whether special tokens come from untrusted text, too, as a normalizer may make them."""
         if not self.splits_special_tokens:
-            return True
-        own = [
-            token
-            for part, one in zip(segments, known, strict=True)
-            if not part.is_untrusted
-            for token in self._specials_in(one.ids)
-        ]
-        return own == self._specials_in(ids)
+            return False
+        pairs = zip(segments, known, strict=True)
+        own = chain.from_iterable(one.ids for part, one in pairs if not part.is_untrusted)
+        return self._specials_in(ids) != self._specials_in(array("i", own))
 
     def _specials_in(self, ids: array[int]) -> list[int]:
         if self.special_ids.isdisjoint(ids):

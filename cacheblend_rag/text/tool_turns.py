@@ -1,4 +1,4 @@
-"""Tools in chat messages: what they are, calls of them, and their results.
+"""Chat messages as templates take them: data by placeholders, tools and system as plain turns.
 
 A model whose chat template takes no tools reads them as plain text: a system message lists them, a
 call is ``<tool_call>`` with JSON, and a result is a user's message with ``<tool_response>``.
@@ -42,37 +42,39 @@ class Data:
         self, messages: Sequence[Message], tools: Sequence[Tool], markers: Markers
     ) -> None:
         self._mark = uuid.uuid4().hex  # so that no text holds a placeholder
+        self._placeholder = re.compile(rf"({self._mark}x\d+z)")
         self._markers = markers
         self._texts: dict[str, str] = {}
-        self._results: list[str] = []
+        self._results: dict[str, None] = {}
         self.messages = [self._told(message) for message in messages]
         self.tools: list[Tool] = [self._guarded(tool) for tool in tools]
 
     def are_in(self, text: str) -> bool:
-        """Whether a rendered text has each result once."""
-        return sorted(re.findall(rf"result{self._mark}\d+z", text)) == sorted(self._results)
+        """Whether a rendered text has each result once, in order."""
+        found = (place for place in self._placeholder.findall(text) if place in self._results)
+        return list(found) == list(self._results)
 
     def put_into(self, text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Return a text with the data in their places, and (start, end) of each."""
-        done, pieces, data = 0, list[str](), list[tuple[int, int]]()
-        size = 0
-        for found in re.finditer(rf"(?:result|token){self._mark}\d+z", text):
-            at, own = found.start(), self._texts[found[0]]
-            pieces += [text[done:at], own]
-            size += at - done
-            data.append((size, size + len(own)))
-            done, size = found.end(), size + len(own)
-        return "".join([*pieces, text[done:]]), tuple(data)
+        pieces, data, size = list[str](), list[tuple[int, int]](), 0
+        for index, piece in enumerate(self._placeholder.split(text)):
+            is_data = index % 2 == 1
+            pieces.append(self._texts[piece] if is_data else piece)
+            end = size + len(pieces[-1])
+            data += [(size, end)] if is_data else []
+            size = end
+        return "".join(pieces), tuple(data)
 
     def _told(self, message: Message) -> Message:
         if is_result(message):
-            self._results.append(self._place("result", str(message["content"])))
-            return {**message, "content": self._results[-1]}
+            place = self._place(message["content"])
+            self._results[place] = None
+            return {**message, "content": place}
         guards = message["role"] == "user" and "content" in message
         return {**message, "content": self._guarded(message["content"])} if guards else message
 
-    def _place(self, kind: str, text: str) -> str:
-        place = f"{kind}{self._mark}{len(self._texts)}z"
+    def _place(self, text: str) -> str:
+        place = f"{self._mark}x{len(self._texts)}z"
         self._texts[place] = text
         return place
 
@@ -87,7 +89,7 @@ class Data:
         pieces, done = list[str](), 0
         for start, end in sorted(self._markers.find(value)):
             if start >= done:
-                pieces += [value[done:start], self._place("token", value[start:end])]
+                pieces += [value[done:start], self._place(value[start:end])]
                 done = end
         return "".join([*pieces, value[done:]])
 
@@ -102,10 +104,22 @@ def speaks_of_tools(message: Message) -> bool:
     return is_result(message) or bool(message.get("tool_calls"))
 
 
-def called(message: Message) -> Iterator[str]:
-    """Yield the names of the functions that a message calls."""
-    for function in _functions(message):
-        yield str(function.get("name"))
+def functions_called(message: Message) -> Iterator[Mapping[str, Any]]:
+    """Yield the functions that a message calls, each a mapping with ``name`` and ``arguments``."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            yield function
+
+
+def with_object(call: Any) -> Any:
+    """Return a call with its arguments as an object, as templates want them; else as it is."""
+    try:
+        found = json.loads(call["function"]["arguments"])
+    except (TypeError, KeyError, ValueError, RecursionError):
+        return call
+    return {**call, "function": {**call["function"], "arguments": found}}
 
 
 def stand_in_order(names: Iterable[str], text: str) -> bool:
@@ -119,32 +133,6 @@ def stand_in_order(names: Iterable[str], text: str) -> bool:
     return True
 
 
-def with_objects(message: Message) -> Message:
-    """Return a message whose calls have arguments as objects, as templates want them."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
-
-
-def instruction(tools: Sequence[Tool]) -> str:
-    """Return the system message that tells of tools; "" without any."""
-    if not tools:
-        return ""
-    return INSTRUCTION.format(tools="\n".join(_json(tool["function"]) for tool in tools))
-
-
-def plain_turns(messages: Sequence[Message], instructed: str) -> list[Message]:
-    """Return messages without tools: results and calls as text, one turn after the other.
-
-    instructed: is put behind the text of the system messages that they begin with.
-    """
-    first = [{"role": "system", "content": instructed}] if instructed else []
-    turns = list(map(_plain_turn, messages))
-    system = list(takewhile(is_system, turns))
-    return _merged([*system, *first, *turns[len(system) :]], ("system", "user", "assistant"))
-
-
 def is_system(message: Message) -> bool:
     """Whether a message is the system's."""
     return bool(message["role"] == "system")
@@ -153,6 +141,18 @@ def is_system(message: Message) -> bool:
 def text_of(message: Message) -> str:
     """Return a message's text; "" without any, as beside calls."""
     return str(message.get("content") or "")
+
+
+def plain_turns(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """Return messages without tools: results and calls as text, one turn after the other.
+
+    What tells of the tools stands behind the system messages that they begin with.
+    """
+    turns = list(map(_plain_turn, messages))
+    system = list(takewhile(is_system, turns))
+    told = "\n".join(_json(tool["function"]) for tool in tools)
+    own = [{"role": "system", "content": INSTRUCTION.format(tools=told)}] if tools else []
+    return _merged([*system, *own, *turns[len(system) :]], ("system", "user", "assistant"))
 
 
 def system_as_user(messages: Sequence[Message], *, but_first: bool) -> list[Message]:
@@ -170,8 +170,8 @@ def _plain_turn(message: Message) -> dict[str, Any]:
     if is_result(message):
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = [
-        f"{OPEN}\n{_json({'name': one.get('name'), 'arguments': one.get('arguments')})}\n{CLOSE}"
-        for one in _functions(with_objects(message))
+        f"{OPEN}\n{_json({key: one.get(key) for key in ('name', 'arguments')})}\n{CLOSE}"
+        for one in functions_called(message)
     ]
     turn = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**turn, "content": "\n".join([*([content] if content else []), *calls])}
@@ -187,26 +187,6 @@ def _merged(turns: Sequence[Message], roles: Collection[str]) -> list[Message]:
             group = [{**group[0], "content": joined}]
         done += group
     return done
-
-
-def _functions(message: Message) -> Iterator[Mapping[str, Any]]:
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, Sequence) and not isinstance(calls, str) else ():
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping):
-            yield function
-
-
-def _with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    told = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(told, str):
-        return call
-    try:
-        found = json.loads(told)
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**call["function"], "arguments": found}}
 
 
 def _json(value: Any) -> str:
