@@ -26,8 +26,9 @@ from cacheblend_rag.settings import (
     names_of,
 )
 from cacheblend_rag.settings.base import Secret
-from cacheblend_rag.settings.engine import BlendOption, GuardOption, LeadInOption, StoreOption
+from cacheblend_rag.settings.engine import GuardOption, StoreOption
 from cacheblend_rag.settings.options import Arguments, check_engine_name, describe_errors
+from cacheblend_rag.settings.profile import BlendOption, LeadInOption
 
 OF_REQUESTS = frozenset({"engine", "profile", "blend", "api_key"})
 """Fields of EngineConfig that may be combined with a given engine."""
@@ -70,7 +71,7 @@ class EngineSource:
                 f"engine is a {type(engine).__name__}: give an open engine, such as {example}, "
                 f"or {', '.join(ENGINES)} or a server's URL"
             )
-        check_engine_name(engine, ENGINES)
+        check_engine_name(engine)
         return cls()
 
     @property

@@ -29,6 +29,13 @@ logger = logging.getLogger(__name__)
 
 PRIORITY = -1
 """Of its idle jobs: filling, whose chunks the next requests may need, comes first."""
+ANSWER_TOKENS = 16
+"""As many of an answer's first tokens are compared."""
+MOST_WAITING = 8
+"""Most samples that wait in memory for idle time; further ones are dropped."""
+MOST_TOKENS = 16384
+"""Longest prompt that is compared, in tokens, with the documents' texts that its chunks were
+computed after."""
 SEED = 0
 """Of the draw of requests: the same requests in the same order give the same samples."""
 
@@ -88,15 +95,14 @@ class Guard:
         state = self._state
         if state is None or not _is_blended(answer):
             return
-        config = state.config
         with self._lock:
-            if self._draw.random() >= config.sample_share:
+            if self._draw.random() >= state.config.sample_share:
                 return
             served = as_served(request.config, answer.report.recompute_ratio)
-            first = answer.token_ids[: config.answer_tokens]
+            first = answer.token_ids[:ANSWER_TOKENS]
             sample = _Sample(state, replace(request, config=served), first)
-            is_short = len(request.prepared.token_ids) <= config.most_tokens
-            if is_short and state.waiting < config.most_waiting and self._queue(sample):
+            is_short = len(request.prepared.token_ids) <= MOST_TOKENS
+            if is_short and state.waiting < MOST_WAITING and self._queue(sample):
                 state.waiting += 1
             else:
                 state.take(sample.outcome)
@@ -129,8 +135,7 @@ class Guard:
         if sample.request.steering.steps != state.steps:
             sample.outcome = "outdated"
             return
-        room = self._backend.context_window - len(sample.answer)
-        most = min(state.config.most_tokens, room)
+        most = min(MOST_TOKENS, self._backend.context_window - len(sample.answer))
         asked = with_reference(prepared, sample.answer, self._lead_in, most)
         if asked is None:
             sample.outcome = "unknown"
@@ -174,11 +179,10 @@ def with_least_ratio(config: BlendConfig, least: float) -> BlendConfig:
     low, high = config.ratio_bounds
     if config.recompute_ratio == AUTO:
         return config.with_changes(ratio_bounds=(max(low, least), max(high, least)))
-    ratios = config.recompute_ratios
-    return config.with_changes(
-        recompute_ratio=max(config.ratio, least),
-        recompute_ratios=None if ratios is None else [max(ratio, least) for ratio in ratios],
-    )
+    checks = range(len(config.check_layers))
+    ratios = [max(config.ratio_at(check), least) for check in checks]
+    is_list = isinstance(config.recompute_ratio, tuple)
+    return config.with_changes(recompute_ratio=ratios if is_list else ratios[0])
 
 
 def _is_blended(answer: Generation) -> bool:

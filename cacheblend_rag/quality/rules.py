@@ -51,7 +51,6 @@ class Rule:
         return base.with_changes(
             selector=self.selector,
             recompute_ratio=self.ratio,
-            recompute_ratios=None,
             selector_options=options.get(self.selector, {}),
             **ALWAYS,
         )

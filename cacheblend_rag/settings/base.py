@@ -1,14 +1,14 @@
-"""The base of settings, a frozen pydantic model; how secrets, sizes and times are read."""
+"""The base of settings, a frozen pydantic model, and kinds of values that several settings take."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NoReturn, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
@@ -18,14 +18,38 @@ from pydantic import (
 )
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.options import Arguments, described, names_of
+from cacheblend_rag.settings.options import Arguments, describe_errors, names_of
+
+_SIZE = TypeAdapter(ByteSize)
+_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", re.IGNORECASE)
+_SECONDS: Mapping[str, int] = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def _bytes(value: object) -> object:
+    try:
+        return int(_SIZE.validate_python(value)) if isinstance(value, str) else value
+    except ValidationError:
+        raise ValueError("must be a size, such as 8GiB") from None
+
+
+def _seconds(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    found = _TIME.fullmatch(value)
+    if found is None:
+        raise ValueError("must be a time, such as 12h")
+    return float(found[1]) * _SECONDS[found[2].lower()]
+
 
 Ratio = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
-TIME = r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*"
-"""Regular expression for a number with an optional unit."""
-SECOND_UNITS: Mapping[str, int] = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+Flag = Annotated[bool, Field(strict=False)]
+"""True or false, also as a text: ``"true"``, ``"no"``, ``"1"``, ..."""
+Bytes = Annotated[int, Field(ge=0), BeforeValidator(_bytes)]
+"""A size in bytes, or a text with a unit, such as ``"8GiB"``."""
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_seconds)]
+"""A time in seconds, or a text with a unit, such as ``"12h"``."""
 
 
 class Secret(SecretStr):
@@ -68,19 +92,20 @@ class Settings(BaseModel):
 
     def __init__(self, /, **values: Any) -> None:
         known = Arguments(self._noun, names_of(type(self))).read(values)
-        problem = ""
         try:
             super().__init__(**known)
         except ConfigError as error:
             problem = str(error)
         except ValidationError as error:
             errors = error.errors(include_url=False, include_input=False)
-            name = str(errors[0]["loc"][0])
-            told = [one["msg"] for one in errors if one["loc"][0] == name]
-            shown = type(self).model_fields[name].title or name
-            problem = described(f"{shown}={known[name]!r:.100}", told)
-        if problem:
-            raise ConfigError(problem)  # outside of except: no error in its context holds a value
+            problem = describe_errors(errors, lambda name: self._shown(name, known[name]))
+        else:
+            return
+        raise ConfigError(problem)  # outside of except: no error in its context holds a value
+
+    @classmethod
+    def _shown(cls, name: str, value: Any) -> str:
+        return f"{cls.model_fields[name].title or name}={value!r:.100}"
 
     @classmethod
     def of(cls, value: Self | Mapping[str, Any] | None) -> Self:
@@ -100,43 +125,17 @@ class Settings(BaseModel):
         """Return plain JSON values."""
         return self.model_dump(mode="json")
 
+    def given(self) -> dict[str, Any]:
+        """Return the fields that were given, by name."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
+
     def with_changes(self, **changes: Any) -> Self:
         """Return a copy with some fields replaced, validated again."""
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**{**given, **changes})
+        return type(self)(**{**self.given(), **changes})
 
     def with_given(self, **changes: Any) -> Self:
         """Return a copy as ``with_changes`` does; changes that are None were not given."""
         return self.with_changes(**{n: value for n, value in changes.items() if value is not None})
-
-
-def read_bytes(name: str, value: object) -> int | None:
-    """Return a size in bytes; text may name a unit, such as ``"8GiB"``. Raises ConfigError."""
-    if isinstance(value, str):
-        try:
-            return int(TypeAdapter(ByteSize).validate_python(value))
-        except ValidationError:
-            raise ConfigError(f"{name}={value!r:.100} must be a size, such as 8GiB") from None
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{name}={value!r} must be an integer of at least 0")
-    return value
-
-
-def read_seconds(name: str, value: object) -> float | None:
-    """Return a time above 0 in seconds; text may name a unit, as ``"12h"``. Raises ConfigError."""
-    if isinstance(value, str):
-        found = re.fullmatch(TIME, value)
-        unit = SECOND_UNITS.get(found[2].lower()) if found else None
-        if found is None or unit is None:
-            raise ConfigError(f"{name}={value!r:.100} must be a time, such as 12h")
-        value = float(found[1]) * unit
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{name}={value!r:.100} must be a number above 0")
-    return value
 
 
 def size(nbytes: int) -> str:

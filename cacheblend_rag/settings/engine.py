@@ -13,28 +13,23 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.base import Positive, Ratio, Secret, Settings, as_tuple
+from cacheblend_rag.settings.base import Ratio, Secret, Settings, as_tuple
 from cacheblend_rag.settings.options import (
     AUTO,
-    ENGINES,
     Arguments,
     check_engine_name,
     check_namespace,
     names_of,
 )
-from cacheblend_rag.settings.profile import LeadInConfig, Profile, ProfileOption
+from cacheblend_rag.settings.profile import (
+    BlendOption,
+    LeadInConfig,
+    LeadInOption,
+    Profile,
+    ProfileOption,
+)
 from cacheblend_rag.settings.request import BlendConfig
 from cacheblend_rag.settings.store import StoreConfig
-
-
-def _engine(name: str) -> str:
-    check_engine_name(name, ENGINES)
-    return name
-
-
-def _namespace(name: Any) -> Any:
-    check_namespace(name)
-    return name
 
 
 def _own_name(value: Any) -> Any:
@@ -43,17 +38,15 @@ def _own_name(value: Any) -> Any:
     return str(value).removeprefix("torch.") if is_torch else value
 
 
-Namespace = Annotated[str, BeforeValidator(_namespace)]
-_TEXT = WithJsonSchema({"type": "string"})
-
-
-Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-
-
 def _rising(ratios: tuple[float, ...]) -> tuple[float, ...]:
     if any(b <= a for a, b in pairwise(ratios)):
-        raise ConfigError(f"ratios={ratios} must rise strictly")
+        raise ValueError("must be strictly rising")
     return ratios
+
+
+Namespace = Annotated[str, BeforeValidator(check_namespace)]
+_TEXT = WithJsonSchema({"type": "string"})
+_NAMED = BeforeValidator(_own_name)
 
 
 class GuardConfig(Settings):
@@ -61,24 +54,16 @@ class GuardConfig(Settings):
 
     _noun: ClassVar[str] = "setting of a guard"
 
-    sample_share: Share = 0.01
+    sample_share: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Share of blended answers that are compared with full prefill, in idle time."""
     limit: Annotated[float, Field(gt=0, le=3)] = 0.1
     """Divergence from full prefill that is too much, in nats per token of the answer."""
-    ratios: Annotated[
-        tuple[Ratio, ...],
-        BeforeValidator(as_tuple),
-        AfterValidator(_rising),
-    ] = (0.3, 0.5)
+    ratios: Annotated[tuple[Ratio, ...], BeforeValidator(as_tuple), AfterValidator(_rising)] = (
+        0.3,
+        0.5,
+    )
     """Least recompute ratios, tried one after another while the divergence is above the limit;
     after the last one blending stops."""
-    answer_tokens: Positive = 16
-    """How many of an answer's first tokens are compared."""
-    most_waiting: Positive = 8
-    """Most sampled requests that wait in memory for idle time; further ones are dropped."""
-    most_tokens: Positive = 16384
-    """Longest prompt that is compared, in tokens, with the documents' texts that its chunks were
-    computed after."""
 
     @classmethod
     def of(cls, value: GuardConfig | Mapping[str, Any] | float | None) -> Self:
@@ -92,10 +77,6 @@ class GuardConfig(Settings):
         return cls(sample_share=float(value))
 
 
-BlendOption = Annotated[BlendConfig, BeforeValidator(BlendConfig.of)]
-"""A BlendConfig, or a mapping of its fields."""
-LeadInOption = Annotated[LeadInConfig, BeforeValidator(LeadInConfig.of)]
-"""A LeadInConfig, a mapping of its fields, or its kind."""
 StoreOption = Annotated[StoreConfig, BeforeValidator(StoreConfig.of)]
 """A StoreConfig, or a mapping of its fields."""
 GuardOption = Annotated[GuardConfig, BeforeValidator(GuardConfig.of)]
@@ -107,7 +88,7 @@ class EngineConfig(Settings):
 
     _noun: ClassVar[str] = "option of an engine"
 
-    engine: Annotated[str, AfterValidator(_engine)] = AUTO
+    engine: Annotated[str, AfterValidator(check_engine_name)] = AUTO
     """``transformers`` (embedded), ``vllm`` (in this process), the URL of a server that
     ``cacheblend-rag serve`` started, or ``auto``."""
     model: Annotated[Any, _TEXT] = ""
@@ -139,9 +120,9 @@ class EngineConfig(Settings):
     guard: GuardOption | None = None
     """How the quality of blended answers is watched: settings, or the share of answers that are
     compared. None is not at all, or what the server was started with."""
-    device: Annotated[str | None, BeforeValidator(_own_name)] = None
+    device: Annotated[str | None, _NAMED] = None
     """Where the model runs, such as ``cpu`` or ``cuda``; fixed for a server."""
-    dtype: Annotated[str | None, BeforeValidator(_own_name)] = None
+    dtype: Annotated[str | None, _NAMED] = None
     """Precision of the model's weights, such as ``bfloat16``; fixed for a server."""
     api_key: Annotated[
         Secret | None,

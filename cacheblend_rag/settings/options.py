@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -16,8 +16,6 @@ Precision = Literal["native", "fp8"]
 
 DEFAULT_RATIO = 0.08
 RATIO_BOUNDS = (0.05, 0.30)
-PROTECTED_SHARE = 0.9
-"""Share of a contextual chunk's prior whose tokens stay as stored if its document is absent."""
 AUTO, EMBEDDED, VLLM = "auto", "transformers", "vllm"
 PROFILES = ("quality", "balanced", "speed")
 """The packaged profiles."""
@@ -32,7 +30,8 @@ ALIASES: Mapping[str, str] = {
     "stop_sequences": "stop",
 }
 """Other libraries' names of these arguments."""
-KIND = "Input should be "
+MUST = "must be "
+_PYDANTICS = ("Value error, ", "Input should be ")
 """The beginnings of pydantic's messages."""
 
 
@@ -69,13 +68,8 @@ class Arguments:
             settings: the arguments that are settings, if they are known, each with its class.
         """
         names = frozenset(known)
-        inside = {
-            name: outer
-            for outer in settings.keys() & names
-            for name in names_of(settings[outer])
-            if name not in names
-        }
-        return cls(kind, names, inside)
+        given = {outer: names_of(settings[outer]) - names for outer in settings.keys() & names}
+        return cls(kind, names, {name: outer for outer in given for name in given[outer]})
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by their own names. Errors contain no values.
@@ -125,55 +119,30 @@ class Arguments:
         return f"{unknown}; known: {', '.join(sorted(self.known))}"
 
 
-def check_engine_name(engine: str, kinds: Sequence[str]) -> None:
-    """Raise ConfigError unless ``engine`` is one of ``kinds`` or a server's URL without a secret.
+def describe_errors(errors: Iterable[Mapping[str, Any]], show: Callable[[str], str] = str) -> str:
+    """Return pydantic's errors of arguments in one line.
 
-    The server is not contacted.
+    show: returns how an argument is shown, such as ``name=value``; by default its name alone.
     """
-    if engine in kinds:
-        return
-    if "://" in engine:
-        check_server_url(engine)
-    elif any(mark in engine for mark in ":/@?"):
-        check_server_url(f"http://{engine}")
-        raise ConfigError(f"engine={engine!r} lacks a scheme: give http://{engine}")
-    else:
-        raise ConfigError(f"engine={engine!r} must be {', '.join(kinds)} or a server's URL")
-
-
-def check_namespace(namespace: object) -> None:
-    """Raise ConfigError unless a namespace is a text that can be hashed and stored.
-
-    Half of a character (a lone surrogate) cannot; it occurs, for example, if a command line is not
-    UTF-8.
-    """
-    if not isinstance(namespace, str):
-        raise ConfigError(f"namespace={namespace!r:.100} must be a name")
-    try:
-        namespace.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"namespace={namespace!r:.100} holds a lone surrogate: give text in UTF-8"
-        ) from error
-
-
-def describe_errors(errors: Iterable[Mapping[str, Any]]) -> str:
-    """Return pydantic's errors of arguments in one line, without values."""
     found: dict[str, list[str]] = {}
     for error in errors:
-        where = str(error["loc"][0]) if error["loc"] else ""
-        found.setdefault(where, []).append(str(error["msg"]))
-    return "; ".join(described(where, told) for where, told in found.items())
+        where = show(str(error["loc"][0])) if error["loc"] else ""
+        found.setdefault(where, []).append(_said(" ".join(str(error["msg"]).split())))
+    return "; ".join(_joined(where, told) for where, told in found.items())
 
 
-def described(where: str, told: Sequence[str]) -> str:
-    """Return what pydantic said of one argument, in one line."""
-    told = [" ".join(text.split()) for text in told]
-    kinds = dict.fromkeys(text.removeprefix(KIND) for text in told if text.startswith(KIND))
+def _said(message: str) -> str:
+    wrong, kind = _PYDANTICS
+    message = message.removeprefix(wrong)
+    return MUST + message.removeprefix(kind) if message.startswith(kind) else message
+
+
+def _joined(where: str, told: Sequence[str]) -> str:
+    """Return what is wrong with one argument; of a union, what each of its kinds must be."""
+    kinds = dict.fromkeys(text.removeprefix(MUST) for text in told if text.startswith(MUST))
     if kinds:
-        return f"{where} must be {' or '.join(kinds)}"
-    text = "; ".join(text.removeprefix("Value error, ") for text in told)
-    return f"{where}: {text}" if where else text
+        return f"{where} {MUST}{' or '.join(kinds)}"
+    return f"{where}: {'; '.join(told)}" if where else "; ".join(told)
 
 
 def read_object(name: str, text: str, example: str) -> dict[str, Any]:
@@ -190,6 +159,23 @@ def read_object(name: str, text: str, example: str) -> dict[str, Any]:
     return found
 
 
+def check_engine_name(engine: str) -> str:
+    """Return ``engine``. Raises ConfigError unless it is one of ENGINES or a server's URL.
+
+    The URL must hold no secret; the server is not contacted.
+    """
+    if engine in ENGINES:
+        return engine
+    if "://" in engine:
+        check_server_url(engine)
+    elif any(mark in engine for mark in ":/@?"):
+        check_server_url(f"http://{engine}")
+        raise ConfigError(f"engine={engine!r} lacks a scheme: give http://{engine}")
+    else:
+        raise ConfigError(f"engine={engine!r} must be {', '.join(ENGINES)} or a server's URL")
+    return engine
+
+
 def check_server_url(url: str) -> None:
     """Raise ConfigError unless ``url`` is a server's, without a secret in it."""
     parts = urlsplit(url)
@@ -199,3 +185,20 @@ def check_server_url(url: str) -> None:
         raise ConfigError("the server's URL holds a query: give its key as api_key=")
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ConfigError(f"url={url!r} must be like http://host:8000")
+
+
+def check_namespace(namespace: object) -> str:
+    """Return a namespace. Raises ConfigError unless it is a text that can be hashed and stored.
+
+    Half of a character (a lone surrogate) cannot; it occurs, for example, if a command line is not
+    UTF-8.
+    """
+    if not isinstance(namespace, str):
+        raise ConfigError(f"namespace={namespace!r:.100} must be a name")
+    try:
+        namespace.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"namespace={namespace!r:.100} holds a lone surrogate: give text in UTF-8"
+        ) from error
+    return namespace

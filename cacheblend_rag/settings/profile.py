@@ -44,6 +44,12 @@ class LeadInConfig(Settings):
         return cls(kind=value) if isinstance(value, str) else super().of(value)  # type: ignore[arg-type]
 
 
+BlendOption = Annotated[BlendConfig, BeforeValidator(BlendConfig.of)]
+"""A BlendConfig, or a mapping of its fields."""
+LeadInOption = Annotated[LeadInConfig, BeforeValidator(LeadInConfig.of)]
+"""A LeadInConfig, a mapping of its fields, or its kind."""
+
+
 class Profile(Settings):
     """Settings under one name; `tune` writes one.
 
@@ -56,13 +62,9 @@ class Profile(Settings):
     """What reports call it."""
     model: str = ""
     """The public name of the model that it was tuned on; "" suits any."""
-    blend: Annotated[BlendConfig, BeforeValidator(BlendConfig.of)] = Field(
-        default_factory=BlendConfig
-    )
+    blend: BlendOption = Field(default_factory=BlendConfig)
     """How KV is blended; only the fields that are given count."""
-    lead_in: Annotated[LeadInConfig, BeforeValidator(LeadInConfig.of)] = Field(
-        default_factory=LeadInConfig
-    )
+    lead_in: LeadInOption = Field(default_factory=LeadInConfig)
     """The text that chunks are computed after; only the fields that are given count."""
     measured: Annotated[dict[str, Any], Field(strict=False)] = Field(default_factory=dict)
     """What was measured with these settings, and where: for readers, no program uses it."""
@@ -115,17 +117,16 @@ class Profile(Settings):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; of the settings, those that are given and not None."""
-        given = {"blend": _given(self.blend), "lead_in": _given(self.lead_in)}
-        plain = {"name": self.name, "model": self.model, **given, "measured": self.measured}
+        plain = self.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         return {name: value for name, value in plain.items() if value}
 
     def blended(self, config: BlendConfig) -> BlendConfig:
         """Return a request's settings over the profile's."""
-        return BlendConfig(**{**_set(self.blend), **_set(config)})
+        return self.blend.with_changes(**config.given())
 
     def led_in(self, lead_in: LeadInConfig) -> LeadInConfig:
         """Return the settings of a lead-in over the profile's."""
-        return LeadInConfig(**{**_set(self.lead_in), **_set(lead_in)})
+        return self.lead_in.with_changes(**lead_in.given())
 
 
 def _plain(profile: Profile | None) -> dict[str, Any] | None:
@@ -134,14 +135,3 @@ def _plain(profile: Profile | None) -> dict[str, Any] | None:
 
 ProfileOption = Annotated[Profile | None, PlainSerializer(_plain)]
 """A profile or none; of its settings, only the given ones are serialized."""
-
-
-def _set(settings: Settings) -> dict[str, Any]:
-    """Return the fields that were given."""
-    return {name: getattr(settings, name) for name in settings.model_fields_set}
-
-
-def _given(settings: Settings) -> dict[str, Any]:
-    """Return the fields that were given, as plain JSON values; TOML has no null."""
-    plain = settings.to_dict()
-    return {n: plain[n] for n in plain if n in settings.model_fields_set and plain[n] is not None}

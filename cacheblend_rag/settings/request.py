@@ -7,36 +7,30 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.base import Count, Ratio, Settings, as_tuple
-from cacheblend_rag.settings.options import (
-    AUTO,
-    DEFAULT_RATIO,
-    PROTECTED_SHARE,
-    RATIO_BOUNDS,
-)
+from cacheblend_rag.settings.options import DEFAULT_RATIO, RATIO_BOUNDS
+
+RatioChoice = Ratio | tuple[Ratio, ...] | Literal["auto"]
+"""A ratio, one for each check layer, or ``auto``."""
+
+
+def _falling(ratio: RatioChoice) -> RatioChoice:
+    if isinstance(ratio, tuple) and any(b > a for a, b in pairwise(ratio)):
+        raise ValueError("must be a list that does not rise: check layers only drop rows")
+    return ratio
 
 
 def _rising(layers: tuple[int, ...]) -> tuple[int, ...]:
     if layers[0] < 1:
-        raise ConfigError(
-            f"check_layers={layers} must be at least 1 each: the KV of layer 0 is exact and ranks "
-            "nothing"
-        )
+        raise ValueError("must be at least 1 each: the KV of layer 0 is exact and ranks nothing")
     if any(b <= a for a, b in pairwise(layers)):
-        raise ConfigError(f"check_layers={layers} must rise strictly")
+        raise ValueError("must be strictly rising")
     return layers
-
-
-def _falling(ratios: tuple[float, ...] | None) -> tuple[float, ...] | None:
-    if any(b > a for a, b in pairwise(ratios or ())):
-        raise ConfigError(f"recompute_ratios={ratios} must not rise: check layers only drop rows")
-    return ratios
 
 
 def _bounds(ratios: tuple[float, float]) -> tuple[float, float]:
     if ratios[0] > ratios[1]:
-        raise ConfigError(f"ratio_bounds={ratios} must not fall")
+        raise ValueError("must be the smaller ratio, then the larger one")
     return ratios
 
 
@@ -45,9 +39,16 @@ class BlendConfig(Settings):
 
     _noun: ClassVar[str] = "setting of a request"
 
-    recompute_ratio: Ratio | Literal["auto"] = DEFAULT_RATIO
-    """Share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill); ``auto`` is the
-    largest whose recompute takes no longer than loading the chunks does."""
+    recompute_ratio: Annotated[RatioChoice, BeforeValidator(as_tuple), AfterValidator(_falling)] = (
+        DEFAULT_RATIO
+    )
+    """Share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill); of several check
+    layers, a list of one ratio each, never rising; ``auto`` is the largest whose recompute takes no
+    longer than loading the chunks does."""
+    ratio_bounds: Annotated[
+        tuple[Ratio, Ratio], BeforeValidator(as_tuple), AfterValidator(_bounds)
+    ] = RATIO_BOUNDS
+    """The smallest and the largest ratio that ``auto`` may choose."""
     check_layers: Annotated[
         tuple[int, ...],
         Field(min_length=1),
@@ -56,19 +57,13 @@ class BlendConfig(Settings):
     ] = (1,)
     """Layers at which a selector that needs fresh KV compares it with cached KV; ignored by
     selectors that choose rows before layer 0."""
-    recompute_ratios: Annotated[
-        tuple[Ratio, ...] | None,
-        BeforeValidator(as_tuple),
-        AfterValidator(_falling),
-    ] = None
-    """One ratio per check layer, never rising; None uses recompute_ratio for all."""
     selector: Annotated[str, Field(min_length=1)] = "question_mid"
     """Name of the rule that ranks tokens (see ``cacheblend_rag.blend.selectors``)."""
     selector_options: Annotated[dict[str, Any], Field(strict=False)] = Field(default_factory=dict)
     """The selector's own fields, such as ``{"deviation": "k"}`` for ``hkvd``."""
     min_tokens: Count = 256
     """Prompts with fewer reusable chunk tokens are served by ordinary prefill."""
-    protect_context: Ratio = PROTECTED_SHARE
+    protect_context: Ratio = 0.9
     """In a contextual chunk whose own document context is absent from the prompt, never recompute
     the tokens that depend on that context most, since fresh KV would forget it: the fewest that
     hold this share of the chunk's prior, less those whose keys the context changed by less than
@@ -87,36 +82,28 @@ class BlendConfig(Settings):
     """Put the chosen tokens and their scores, and how far fresh KV is from stored KV, into the
     report. It costs a little: fresh KV is compared in each layer, scores are copied back from the
     accelerator, and vLLM computes such a request anew each time."""
-    ratio_bounds: Annotated[
-        tuple[Ratio, Ratio],
-        BeforeValidator(as_tuple),
-        AfterValidator(_bounds),
-    ] = RATIO_BOUNDS
-    """The smallest and the largest ratio that ``auto`` may choose."""
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
-        ratios, layers = self.recompute_ratios, self.check_layers
-        if ratios is None:
-            return self
-        if self.recompute_ratio == AUTO:
-            raise ConfigError(f'recompute_ratio="{AUTO}" chooses one: leave recompute_ratios out')
-        if len(ratios) != len(layers):
-            raise ConfigError(
-                f"recompute_ratios={ratios} must hold one ratio for each of check_layers={layers}"
+        ratios, layers = self.recompute_ratio, self.check_layers
+        if isinstance(ratios, tuple) and len(ratios) != len(layers):
+            raise ValueError(
+                f"recompute_ratio={ratios} must hold one ratio for each of check_layers={layers}"
             )
         return self
 
-    def with_ratio(self, recompute_ratio: float) -> BlendConfig:
-        """Return a copy with one ratio, used after every check layer."""
-        return self.with_changes(recompute_ratio=recompute_ratio, recompute_ratios=None)
+    def with_ratio(self, recompute_ratio: float) -> Self:
+        """Return a copy with another ratio, which is that of every check layer."""
+        return self.with_changes(recompute_ratio=recompute_ratio)
 
     @property
     def ratio(self) -> float:
-        """The recompute ratio; the largest allowed one if the engine chooses."""
-        chosen = self.recompute_ratio
-        return self.ratio_bounds[1] if isinstance(chosen, str) else chosen
+        """The recompute ratio: the last check layer's, the largest allowed one of ``auto``."""
+        return self.ratio_at(len(self.check_layers) - 1)
 
     def ratio_at(self, check: int) -> float:
         """Return the recompute ratio after the ``check``-th check layer."""
-        return self.ratio if self.recompute_ratios is None else self.recompute_ratios[check]
+        chosen = self.recompute_ratio
+        if isinstance(chosen, tuple):
+            return chosen[check]
+        return self.ratio_bounds[1] if isinstance(chosen, str) else chosen

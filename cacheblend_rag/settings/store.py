@@ -6,35 +6,20 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, InstanceOf, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, InstanceOf, model_validator
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.base import Settings, read_bytes, read_seconds
+from cacheblend_rag.settings.base import Bytes, Flag, Seconds, Settings
 from cacheblend_rag.settings.options import Precision
 from cacheblend_rag.settings.tier_url import TierUrl, read_tiers
-
-
-def _bytes(value: Any, info: ValidationInfo) -> Any:
-    return read_bytes(str(info.field_name), value)
-
-
-def _seconds(value: Any, info: ValidationInfo) -> Any:
-    return read_seconds(str(info.field_name), value)
 
 
 def _path(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _flag(value: Any) -> Any:
-    """Read a flag, which is a text on a command line."""
-    return {"true": True, "false": False}.get(str(value).lower(), value)
-
-
 FilledText = Annotated[str, Field(min_length=1)]
 Path = Annotated[FilledText | None, BeforeValidator(_path)]
-Bytes = Annotated[int | None, BeforeValidator(_bytes)]
-Seconds = Annotated[float | None, BeforeValidator(_seconds)]
 Tiers = Annotated[tuple[InstanceOf[str], ...] | None, BeforeValidator(read_tiers)]
 
 
@@ -50,18 +35,18 @@ class StoreConfig(Settings):
     kv_path: Path = None
     """Folder for chunk KV and the registry of known chunks, shared between processes and runs;
     None keeps both in this process' memory."""
-    host_bytes: Bytes = 4 << 30
+    host_bytes: Bytes | None = 4 << 30
     """Memory for chunk KV, in each process that computes; None is without limit, 0 keeps no chunk
     in memory."""
-    disk_bytes: Bytes = None
+    disk_bytes: Bytes | None = None
     """Room for chunk KV in ``kv_path``; None is without limit."""
-    ttl_seconds: Seconds = None
+    ttl_seconds: Seconds | None = None
     """Time after which a chunk expires, counted from when it was first stored; None is never."""
     tiers: Tiers = None
     """Where chunk KV is kept, fastest first, as URLs: ``host://?capacity=8GiB``,
     ``disk:///folder``, ``redis://host:6379/0``, ``s3://bucket/prefix``, ...; None is memory and
     ``kv_path``. With tiers, ``kv_path`` holds only the registry."""
-    read_only: Annotated[bool, BeforeValidator(_flag)] = False
+    read_only: Flag = False
     """Only read what others store: nothing outside this process's memory is written, evicted,
     quarantined or marked as used."""
     precision: Precision = "native"
@@ -94,12 +79,8 @@ class StoreConfig(Settings):
 
     def environment(self) -> dict[str, str]:
         """Return the passwords of tiers as environment variables for a worker process."""
-        urls = self.urls
-        return {
-            url.variable: url.password.get_secret_value()
-            for url in urls
-            if url.password is not None
-        }
+        secrets = ((url.variable, url.password) for url in self.urls)
+        return {name: secret.get_secret_value() for name, secret in secrets if secret}
 
     @classmethod
     def gather(cls, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,13 +35,13 @@ LENGTHS = {"head": 3, "a": 7, "between": 2, "b": 6, "c": 8, "question": 4}
 ENDS = dict(zip(LENGTHS, torch.tensor(list(LENGTHS.values())).cumsum(0).tolist(), strict=True))
 SPANS = {name: (ENDS[name] - length, ENDS[name]) for name, length in LENGTHS.items()}
 TOKENS = sum(LENGTHS.values())
-GRADUAL = BlendConfig(selector="hkvd", check_layers=(1, 2), recompute_ratios=(0.5, 0.25))
+GRADUAL = BlendConfig(selector="hkvd", check_layers=(1, 2), recompute_ratio=(0.5, 0.25))
 CHECKS: tuple[dict[str, Any], ...] = (
     {},
     {"check_layers": (2,)},
     {"check_layers": (LAYERS - 1,)},
-    {"check_layers": (1, 3), "recompute_ratios": (0.6, 0.25)},
-    {"check_layers": (1, 2, 3), "recompute_ratios": (0.9, 0.5, 0.1)},
+    {"check_layers": (1, 3), "recompute_ratio": (0.6, 0.25)},
+    {"check_layers": (1, 2, 3), "recompute_ratio": (0.9, 0.5, 0.1)},
 )
 
 
@@ -152,7 +152,7 @@ class Slow:
     def _run(self, config: BlendConfig) -> None:
         checks = dict(zip(config.check_layers, map(config.ratio_at, range(9)), strict=False))
         ratio = self.selector.fixed_ratio
-        ratio = config.recompute_ratio if ratio is None else ratio
+        ratio = config.ratio if ratio is None else ratio
         if not self.selector.needs_fresh_kv or set(checks.values()) in ({0}, {1}):
             ratio = max(checks.values()) if self.selector.needs_fresh_kv else ratio
             checks, rows = {}, self._kept(self.eligible, ratio, {})
@@ -199,7 +199,7 @@ def every_schedule() -> Iterator[Any]:
     for name, kind in SELECTORS.items():
         for settings in CHECKS if kind.needs_fresh_kv else ({},):
             for ratio in (0.0, 0.3, 1.0) if kind.fixed_ratio is None and not settings else (0.3,):
-                config = BlendConfig(selector=name, recompute_ratio=ratio, **settings)
+                config = BlendConfig(selector=name, **{"recompute_ratio": ratio, **settings})
                 layers = "" if not settings else "-" + "".join(map(str, config.check_layers))
                 yield pytest.param(config, id=f"{name}{layers}-{ratio}")
 

@@ -146,7 +146,7 @@ def test_tune_writes_the_cheapest_settings_that_keep_the_quality_as_a_profile(
         ({"selector": "hkvd", "recompute_ratio": 0.25}, [1, 1, 0.25, 0.25]),
         ({"selector": "hkvd", "recompute_ratio": 0.25, "check_layers": [2]}, [1, 1, 1, 0.25]),
         (
-            {"selector": "hkvd", "check_layers": [1, 2], "recompute_ratios": [0.5, 0.25]},
+            {"selector": "hkvd", "check_layers": [1, 2], "recompute_ratio": [0.5, 0.25]},
             [1, 1, 0.5, 0.25],
         ),
     ],
@@ -168,8 +168,8 @@ def test_check_layers_say_how_many_tokens_each_layer_computes(
     ("blend", "said"),
     [
         ({"check_layers": [0]}, "layer 0 is exact and ranks nothing"),
-        ({"check_layers": [1, 2], "recompute_ratios": [0.1, 0.2]}, "only drop"),
-        ({"check_layers": [1, 2], "recompute_ratios": [0.1]}, "one ratio for each"),
+        ({"check_layers": [1, 2], "recompute_ratio": [0.1, 0.2]}, "only drop"),
+        ({"check_layers": [1, 2], "recompute_ratio": [0.1]}, "one ratio for each"),
     ],
 )
 def test_check_layers_that_make_no_sense_are_refused_in_one_line(
@@ -478,7 +478,7 @@ def test_what_is_only_registered_is_filled_by_its_traffic(opened: Open) -> None:
 def test_the_quality_monitor_raises_the_ratio_and_stops_blending_that_diverges(
     opened: Open,
 ) -> None:
-    guard = GuardConfig(sample_share=1.0, limit=1e-6, ratios=(0.5,), answer_tokens=1)
+    guard = GuardConfig(sample_share=1.0, limit=1e-6, ratios=(0.5,))
     engine, chunks = opened({"recompute_ratio": 0.1}, guard=guard, lead_in="none"), chunks_of(1, 2)
     engine.precompute(chunks, progress=False)
     seen: list[tuple[bool, float, str | None]] = []

@@ -153,7 +153,7 @@ def test_hkvd_takes_what_deviates_most(engine: Engine, deviation: str) -> None:
 
 
 def test_each_check_layer_drops_tokens_down_to_its_own_ratio(engine: Engine) -> None:
-    told = {"check_layers": [1, 2, 3], "recompute_ratios": [0.5, 0.3, 0.1]}
+    told = {"check_layers": [1, 2, 3], "recompute_ratio": [0.5, 0.3, 0.1]}
     answer = ask(engine, "hkvd", **told)
     first, second, third = map(set, choices(answer))
     assert (len(first), len(second), len(third)) == (45, 27, 9)

@@ -504,7 +504,7 @@ def test_what_a_killed_writer_left_behind_goes(tmp_path: Path) -> None:
         ({"kv_path": "/kv", "tiers": "disk:///kv,file:///objects"}, "file:///objects"),
         ({"kv_path": "/kv", "tiers": "disk:///kv,memory://"}, Path("/kv")),
         ({"tiers": "host://,memory://"}, None),
-        ({"tiers": "host://,redis://one:6379/0,redis://two:6379/0"}, "redis://one:6379/0"),
+        ({"tiers": "host://,redis://one:6379/0,redis://two:6379/0?name=two"}, "redis://one:6379/0"),
         ({"kv_path": "/kv", "tiers": "host://,unix:///run/redis.sock"}, "unix:///run/redis.sock"),
     ],
 )

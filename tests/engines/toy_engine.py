@@ -87,7 +87,7 @@ class ToyEngine(Engine):
             chunks = [c.report((one and refused[1]) or "not stored") for c, one in found]
             return kv, PrefillReport(refused[0], chunks=chunks)
         chunks = []
-        ratio = config.recompute_ratio
+        ratio = config.ratio
         for chunk, one in found:
             fresh, own = round(ratio * len(one or ())), one or kv[chunk.start : chunk.end]
             kv = kv[: chunk.start + fresh] + own[fresh:] + kv[chunk.end :]

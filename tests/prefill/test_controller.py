@@ -208,9 +208,11 @@ def test_a_slow_tier_is_given_another_try() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"recompute_ratio": "most"}, "recompute_ratio='most' must be a valid number or 'auto'"),
-        ({"recompute_ratio": "auto", "recompute_ratios": (0.5,)}, "leave recompute_ratios out"),
-        ({"ratio_bounds": (0.3, 0.1)}, "must not fall"),
+        (
+            {"recompute_ratio": "most"},
+            "recompute_ratio='most' must be a valid number or a valid tuple or 'auto'",
+        ),
+        ({"ratio_bounds": (0.3, 0.1)}, "must be the smaller ratio, then"),
         ({"ratio_bounds": (0.3,)}, "ratio_bounds"),
         ({"ratio_bounds": 0.3}, "must be a valid tuple"),
         ({"ratio_bounds": (0.3, 2)}, r"ratio_bounds=\(0.3, 2\) must be less than or equal to 1"),

@@ -100,15 +100,15 @@ def test_each_question_is_precomputed_once_a_lead_in_and_evicted():
 
 def test_rules_are_laid_over_the_base_config_with_their_options():
     engine = RoteEngine()
-    base = BlendConfig(min_tokens=0, check_layers=(2, 3), recompute_ratios=(0.4, 0.2))
+    base = BlendConfig(min_tokens=0, check_layers=(2, 3), recompute_ratio=(0.4, 0.2))
     options = {"random": {"seed": 2}}
     Evaluator({"instruction": engine}, FRAME, base, SamplingParams(), options).run(
         QUESTIONS[:1], [Rule("instruction", "random", 0.25), Rule("instruction", "hkvd", 0.1)]
     )
     drawn, hkvd = engine.configs
     assert (drawn.recompute_ratio, drawn.selector, drawn.min_tokens) == (0.25, "random", 0)
-    assert (drawn.selector_options, drawn.recompute_ratios) == ({"seed": 2}, None)
-    assert (hkvd.selector_options, hkvd.check_layers) == ({}, (2, 3))
+    assert (drawn.selector_options, hkvd.selector_options) == ({"seed": 2}, {})
+    assert (hkvd.recompute_ratio, hkvd.check_layers) == (0.1, (2, 3))
 
 
 def test_prompts_that_were_not_blended_are_counted_by_reason():

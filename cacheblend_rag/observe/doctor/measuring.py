@@ -156,10 +156,7 @@ class Measurement:
         trace, checks = now.report.trace, self.config.check_layers
         if checks[0] > 1 and trace and any(one.layer is not None for one in trace.selections):
             self.on_step("the same with an earlier check layer")
-            ratio = now.ratio
-            early = self.config.with_changes(
-                check_layers=(1,), recompute_ratios=None, recompute_ratio=ratio
-            )
+            early = self.config.with_changes(check_layers=(1,), recompute_ratio=now.ratio)
             earlier = self._trial(early)
         return replace(found, in_force=now, more=more, less=less, earlier=earlier)
 

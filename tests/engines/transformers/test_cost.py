@@ -97,11 +97,12 @@ def schedules() -> Iterator[Any]:
     for name, kind in SELECTORS.items():
         checks: list[dict[str, Any]] = [{}]
         if kind.needs_fresh_kv:
-            gradual = {"check_layers": (1, 2), "recompute_ratios": (0.6, 0.2)}
+            gradual = {"check_layers": (1, 2), "recompute_ratio": (0.6, 0.2)}
             checks += [{"check_layers": (2,)}, {"check_layers": (3,)}, gradual]
         for settings in checks:
             for ratio in (0.0, 0.3, 1.0) if kind.fixed_ratio is None and not settings else (0.3,):
-                config = BlendConfig(min_tokens=0, selector=name, recompute_ratio=ratio, **settings)
+                own = {"min_tokens": 0, "selector": name, "recompute_ratio": ratio, **settings}
+                config = BlendConfig(**own)
                 layers = "".join(map(str, config.check_layers))
                 yield pytest.param(config, id=f"{name}-at{layers}-{ratio}")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendPrompt, Chunk, Document, SamplingParams, TransformersEngine
+from cacheblend_rag.engines import guard
 from cacheblend_rag.engines.reference import reference_of
 from cacheblend_rag.engines.transformers import loop as loop_module
 from cacheblend_rag.engines.transformers import prefill
@@ -31,9 +32,9 @@ def make_guarded(make_engine: EngineFactory) -> Iterator[EngineFactory]:
     """As make_engine, with every answer compared; ended with the test."""
     made: list[TransformersEngine] = []
 
-    def make(guard: GuardConfig = EVERY, **arguments: object) -> TransformersEngine:
+    def make(config: GuardConfig = EVERY, **arguments: object) -> TransformersEngine:
         made.append(make_engine(**arguments))
-        made[-1].guard = guard
+        made[-1].guard = config
         return made[-1]
 
     yield make
@@ -73,14 +74,14 @@ def test_alone_chunks_are_compared_with_the_prompt(family: str) -> None:
         tokenizer=make_tokenizer(),
         config=config,
         lead_in="instruction",
-        guard=GuardConfig(sample_share=1.0, answer_tokens=4),
+        guard=EVERY,
     )
     engine.precompute(chunks, progress=False)
     prompt = asking(*chunks)
     answer = engine.generate(prompt, GREEDY)
     report = settled(engine)
-    first = answer.token_ids[:4]
-    full, blended = engine.score(prompt, first, full=True), engine.score(prompt, first)
+    told = answer.token_ids
+    full, blended = engine.score(prompt, told, full=True), engine.score(prompt, told)
     assert report.compared == 1
     assert report.prefill_divergence == 0
     assert report.divergence == pytest.approx(
@@ -137,9 +138,12 @@ def test_a_reference_holds_each_piece_once(make_guarded: EngineFactory) -> None:
     assert found(skipping, most=40) is None
 
 
-def test_without_a_reference_nothing_is_concluded(make_guarded: EngineFactory) -> None:
+def test_without_a_reference_nothing_is_concluded(
+    make_guarded: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "MOST_TOKENS", 60)
     document = Document("d", tuple(words(20, i) for i in range(4)), separator=SEPARATOR)
-    engine = make_guarded(GuardConfig(sample_share=1.0, most_tokens=60), lead_in="document")
+    engine = make_guarded(lead_in="document")
     engine.precompute([document], progress=False)
     assert engine.generate(asking(document.to_chunks()[3]), GREEDY).report.blended
     report = settled(engine)
@@ -170,9 +174,11 @@ def test_what_waited_before_a_guard_began_anew_counts_for_nothing(
     assert settled(engine).compared == 1
 
 
-def test_waiting_prompts_are_bounded_and_go_with_the_engine(make_guarded: EngineFactory) -> None:
-    config = GuardConfig(sample_share=1.0, most_waiting=2, most_tokens=100)
-    engine, chunks = make_guarded(config), [Chunk(words(40, 3))]
+def test_waiting_prompts_are_bounded_and_go_with_the_engine(
+    make_guarded: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "MOST_WAITING", 2)
+    engine, chunks = make_guarded(), [Chunk(words(40, 3))]
     engine.precompute(chunks, progress=False)
     with never_idle():
         for seed in range(5):
@@ -214,7 +220,7 @@ def test_changed_weights_void_a_comparison(make_guarded: EngineFactory) -> None:
 def test_steps_are_reported_and_logged_without_texts(
     make_guarded: EngineFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = GuardConfig(sample_share=1.0, limit=1e-6, ratios=(0.5,), answer_tokens=1)
+    config = GuardConfig(sample_share=1.0, limit=1e-6, ratios=(0.5,))
     engine = make_guarded(config, recompute_ratio=0.1, lead_in="instruction", cost_model=False)
     chunks = [Chunk(words(40, seed)) for seed in (1, 2)]
     engine.precompute(chunks, progress=False)

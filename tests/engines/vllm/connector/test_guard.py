@@ -23,7 +23,7 @@ from tests.models import make_tokenizer, prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.2, cost_model=False)
 GREEDY = SamplingParams.greedy(max_tokens=5, ignore_eos=True)
-EVERY = GuardConfig(sample_share=1.0, answer_tokens=4)
+EVERY = GuardConfig(sample_share=1.0)
 DOCUMENT = Document("d", tuple(words(40 + i, i) for i in range(4)), separator=" w77 ")
 ALONE = [Chunk(words(40, seed)) for seed in (11, 12)]
 

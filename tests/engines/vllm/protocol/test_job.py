@@ -25,7 +25,7 @@ from cacheblend_rag.prefill.conversation_kv import TurnDocument
 from cacheblend_rag.prefill.lead_in import LeadInId
 
 HASH, SECRET = "0123456789abcdef" * 2, "fedcba9876543210" * 2
-CONFIG = BlendConfig(recompute_ratio=0.3, check_layers=(1, 2), recompute_ratios=(0.5, 0.3))
+CONFIG = BlendConfig(check_layers=(1, 2), recompute_ratio=(0.5, 0.3))
 WISH = Wish(config=CONFIG.to_dict(), report_id=HASH, conversation=SECRET, until=7)
 TOKENS = tuple(range(100, 120))
 LEAD_IN = LeadInId("document", chunk_id(TOKENS[:3]), 64)
