@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+import numpy as np
+
 from cacheblend_rag.report import PREFILL_PHASES, BlendReport, ChunkReport
-from cacheblend_rag.trace import Trace, TracedLayer, TracedSelection
+from cacheblend_rag.trace import Trace, TracedLayer, TracedSelection, TracedTokens
 
 BINS = 24
 ROUNDING = 1e-9
@@ -38,33 +39,15 @@ class ExplainedToken:
 
 
 @dataclass(frozen=True)
-class ExplainedChunk:
-    """The fate of a chunk, and why.
+class ExplainedChunk(ChunkReport):
+    """A chunk's report, and the fate of its tokens.
 
     Args:
-        chunk_id: as in its report.
-        document_id: as in its report.
-        start: as in its report; -1 if it is not in the prompt.
-        tokens: how many of its tokens are in the prompt.
-        hit: whether its KV was reused.
-        code: the code of the reason of a miss, None on a hit.
         why: a sentence.
-        tier: where its KV came from.
-        recomputed: how many of its tokens were recomputed.
-        edge_tokens: how many the tokenizer joins with the text beside it.
         marked: its tokens that were recomputed or protected, rising; empty without a trace.
     """
 
-    chunk_id: str
-    document_id: str | None
-    start: int
-    tokens: int
-    hit: bool
-    code: str | None
-    why: str
-    tier: str | None
-    recomputed: int
-    edge_tokens: int
+    why: str = ""
     marked: tuple[ExplainedToken, ...] = ()
 
 
@@ -105,6 +88,39 @@ class Histogram:
     others: tuple[int, ...]
     zeros: int = 0
 
+    @classmethod
+    def of(cls, trace: Trace) -> Self | None:
+        """Return the deviations of all candidates at the first check, or of recomputed tokens."""
+        last = trace.selections[-1:]
+        kept = {at for one in last for at, on in zip(one.positions, one.chosen, strict=True) if on}
+        for choice in trace.selections:
+            if choice.layer is not None and any(choice.value_deviations):
+                return cls._binned(choice.layer, choice, kept)
+        one = trace.tokens
+        if one is None or one.layer is None or not any(one.value_deviations):
+            return None
+        return cls._binned(one.layer, one, set(one.positions))
+
+    @classmethod
+    def _binned(cls, layer: int, tokens: TracedTokens, kept: set[int]) -> Self:
+        deviations = np.asarray(tokens.value_deviations)
+        is_changed = deviations > deviations.max() * ROUNDING
+        is_kept = np.array([at in kept for at in tokens.positions])
+        changed = np.log10(deviations[is_changed])
+        low, high = changed.min(), changed.max()
+        edges = low + ((high - low) / BINS or 0.1) * np.arange(BINS + 1)
+        edges[-1] = max(edges[-1], high)  # which rounding may have put below
+        recomputed, others = (
+            np.histogram(changed[of[is_changed]], edges)[0].tolist() for of in (is_kept, ~is_kept)
+        )
+        return cls(
+            layer,
+            tuple((10 ** np.minimum(edges, 308.0)).tolist()),
+            tuple(recomputed),
+            tuple(others),
+            int((~is_changed).sum()),
+        )
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -142,41 +158,40 @@ class Explanation:
         A report with a trace (``BlendConfig(trace=True)``) tells which tokens were recomputed.
         """
         trace = report.trace or Trace()
-        first = float(report.seconds.time_to_first_token)
         marked = _marked(report, trace)
         return cls(
-            summary=_summary(report, first),
+            summary=_summary(report),
             blended=report.blended,
-            code=None if report.reason is None else report.reason.code.value,
+            code=report.reason_code,
             chunks=tuple(_chunk(chunk, report, marked) for chunk in report.chunks),
-            phases=tuple(_phases(report, first)),
-            first_token_seconds=first,
+            phases=tuple(_phases(report)),
+            first_token_seconds=report.seconds.time_to_first_token,
             compute_share=report.compute_share,
-            histogram=_histogram(trace),
+            histogram=Histogram.of(trace),
             layers=trace.layers,
             notes=tuple(_notes(report)),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
+        """Return plain JSON values; each chunk with the code of its reason."""
+        plain = asdict(self)
+        for told, chunk in zip(plain["chunks"], self.chunks, strict=True):
+            told["reason_code"] = chunk.reason_code
+        return plain
 
 
-def _summary(report: BlendReport, first: float) -> str:
-    tokens = f"{report.prompt_tokens:,} tokens"
+def _summary(report: BlendReport) -> str:
+    tokens, first = f"{report.prompt_tokens:,} tokens", report.seconds.time_to_first_token
     if not report.blended:
         why = f": {report.reason}" if report.reason else ""
         return f"Ordinary prefill computed {tokens}{why}. First token after {first:.3f} s."
     return (
         f"Of {tokens}, {report.reused_tokens:,} were reused as stored, "
-        f"{report.recomputed_tokens:,} recomputed ({_rule(report)}) and "
-        f"{report.computed_tokens:,} computed: {100 * report.compute_share:.1f} % of full "
-        f"prefill's work. First token after {first:.3f} s."
+        f"{report.recomputed_tokens:,} recomputed ({report.selector}, ratio "
+        f"{report.recompute_ratio:g}) and {report.computed_tokens:,} computed: "
+        f"{100 * report.compute_share:.1f} % of full prefill's work. "
+        f"First token after {first:.3f} s."
     )
-
-
-def _rule(report: BlendReport) -> str:
-    return f"{report.selector}, ratio {report.recompute_ratio:g}"
 
 
 def _notes(report: BlendReport) -> Iterable[str]:
@@ -194,10 +209,11 @@ def _notes(report: BlendReport) -> Iterable[str]:
         yield "every token was recomputed, so none was chosen by a score"
 
 
-def _phases(report: BlendReport, first: float) -> Iterable[ExplainedPhase]:
+def _phases(report: BlendReport) -> Iterable[ExplainedPhase]:
     """Yield each phase with its start and duration, in the order of PhaseStarts."""
+    first = report.seconds.time_to_first_token
     for name in (one.name for one in fields(report.starts)):
-        seconds = float(getattr(report.seconds, name))
+        seconds = getattr(report.seconds, name)
         share = seconds / first if first > 0 and name in PREFILL_PHASES else 0.0
         known = tuple(report.seconds.load_by_tier.items()) if name == "load" else ()
         yield ExplainedPhase(name, getattr(report.starts, name), seconds, share, known)
@@ -206,22 +222,9 @@ def _phases(report: BlendReport, first: float) -> Iterable[ExplainedPhase]:
 def _chunk(
     chunk: ChunkReport, report: BlendReport, marked: Mapping[int, ExplainedToken]
 ) -> ExplainedChunk:
-    code = None if chunk.reason_code is None else chunk.reason_code.value
     here = range(chunk.start, chunk.start + chunk.tokens) if chunk.hit else range(0)
     own = tuple(marked[at] for at in here if at in marked)
-    return ExplainedChunk(
-        chunk_id=chunk.chunk_id,
-        document_id=chunk.document_id,
-        start=chunk.start,
-        tokens=chunk.tokens,
-        hit=chunk.hit,
-        code=code,
-        why=_why(chunk, report, own),
-        tier=chunk.tier,
-        recomputed=chunk.recomputed,
-        edge_tokens=chunk.edge_tokens,
-        marked=own,
-    )
+    return ExplainedChunk(**vars(chunk), why=_why(chunk, report, own), marked=own)
 
 
 def _why(chunk: ChunkReport, report: BlendReport, own: Sequence[ExplainedToken]) -> str:
@@ -253,16 +256,13 @@ def _marked(report: BlendReport, trace: Trace) -> dict[int, ExplainedToken]:
     """Return the recomputed and the protected tokens of reused chunks, by position."""
     found = {at: ExplainedToken(at, "protected") for at in trace.protected}
     deviations: dict[int, float] = {}
-    if (one := trace.tokens) is not None:
-        deviations |= zip(one.positions, one.value_deviations, strict=True)
-    for choice in reversed(trace.selections):
-        if choice.value_deviations:
-            deviations |= zip(choice.positions, choice.value_deviations, strict=True)
+    for one in (trace.tokens, *reversed(trace.selections)):  # of the first choice that has them
+        if one is not None and one.value_deviations:
+            deviations |= zip(one.positions, one.value_deviations, strict=True)
     if trace.selections:
         last = trace.selections[-1]
         ranks = _ranks(last)
-        chosen = zip(last.positions, last.scores, last.chosen, strict=True)
-        for at, score, is_chosen in chosen:
+        for at, score, is_chosen in zip(last.positions, last.scores, last.chosen, strict=True):
             if is_chosen:
                 found[at] = ExplainedToken(at, "recomputed", score, ranks[at], deviations.get(at))
     elif report.recomputed_tokens:
@@ -278,37 +278,3 @@ def _ranks(choice: TracedSelection) -> dict[int, int]:
     scored = zip(choice.scores, choice.positions, strict=True)
     order = sorted(scored, key=lambda pair: (-pair[0], pair[1]))
     return {position: rank for rank, (_, position) in enumerate(order, start=1)}
-
-
-def _histogram(trace: Trace) -> Histogram | None:
-    """Return the deviations of all candidates at the first check, or of recomputed tokens."""
-    last = trace.selections[-1:]
-    kept = {at for one in last for at, on in zip(one.positions, one.chosen, strict=True) if on}
-    for choice in trace.selections:
-        if choice.layer is not None and any(choice.value_deviations):
-            return _binned(choice.layer, choice.positions, choice.value_deviations, kept)
-    one = trace.tokens
-    if one is None or not any(one.value_deviations):
-        return None
-    return _binned(one.layer, one.positions, one.value_deviations, set(one.positions))
-
-
-def _binned(
-    layer: int, positions: Sequence[int], deviations: Sequence[float], kept: set[int]
-) -> Histogram:
-    least = max(deviations) * ROUNDING
-    pairs = [
-        (math.log10(one), at) for at, one in zip(positions, deviations, strict=True) if one > least
-    ]
-    low, high = min(pairs)[0], max(pairs)[0]
-    step = (high - low) / BINS or 0.1
-    counts = {True: [0] * BINS, False: [0] * BINS}
-    for value, at in pairs:
-        counts[at in kept][min(BINS - 1, int((value - low) / step))] += 1
-    return Histogram(
-        layer,
-        tuple(10 ** min(308.0, low + step * index) for index in range(BINS + 1)),
-        tuple(counts[True]),
-        tuple(counts[False]),
-        len(positions) - len(pairs),
-    )

@@ -1,11 +1,15 @@
-"""The trace of a blend pass: chosen tokens, deviations; bounded."""
+"""The trace of a blend pass: chosen tokens, and deviations by layer.
+
+A trace may come from a server, so its bounds are checked where it is read.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, FiniteFloat
 
 MOST_TOKENS = 4096
 """Most tokens traced per selection: those with the highest scores."""
@@ -13,70 +17,95 @@ MOST_SELECTIONS = 8
 MOST_LAYERS = 1024
 
 
+def _rising(positions: tuple[int, ...]) -> tuple[int, ...]:
+    if any(b <= a for a, b in pairwise((-1, *positions))):
+        raise ValueError("must rise")
+    return positions
+
+
+def _rising_layers(layers: tuple[TracedLayer, ...]) -> tuple[TracedLayer, ...]:
+    _rising(tuple(one.layer for one in layers))
+    return layers
+
+
+Layer = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
+Rows = Annotated[int, Field(ge=0)]
+Positions = Annotated[tuple[int, ...], Field(max_length=MOST_TOKENS), AfterValidator(_rising)]
+Deviation = Annotated[FiniteFloat, Field(ge=0)]
+"""A squared difference of a token's fresh key or value from its cached one, summed over heads and
+components, before the fresh one replaces the cached one."""
+
+
 @dataclass(frozen=True)
-class TracedSelection:
-    """One choice of tokens that are recomputed from a layer on.
+class TracedTokens:
+    """The deviations of single tokens in one layer.
 
     Args:
-        layer: the check layer at which it was made; None before layer 0.
-        positions: in the prompt, rising, of the tokens that a selector could choose. Tokens that
-            its rule excludes (a score of minus infinity) are left out.
-        scores: one per token.
-        chosen: one per token: whether it is computed from here on.
-        key_deviations: one per token: squared difference of its fresh key from its cached key at
-            the layer, summed over heads and components; empty before layer 0, where there is no
-            fresh key.
-        value_deviations: the same of its value.
+        layer: its index; None before layer 0.
+        positions: of the tokens in the prompt, rising; the MOST_TOKENS with the highest deviations
+            of values if there are more.
+        key_deviations: one per token; empty before layer 0, where there is no fresh key.
+        value_deviations: the same of values.
 
     Raises:
-        ValueError: when it is longer than MOST_TOKENS, or its parts do not fit one another.
+        ValueError: when its parts do not fit one another.
     """
 
-    layer: int | None
-    positions: tuple[int, ...]
-    scores: tuple[float, ...]
-    chosen: tuple[bool, ...]
-    key_deviations: tuple[float, ...] = ()
-    value_deviations: tuple[float, ...] = ()
+    layer: Layer | None
+    positions: Positions
+    key_deviations: tuple[Deviation, ...] = ()
+    value_deviations: tuple[Deviation, ...] = ()
 
     def __post_init__(self) -> None:
-        count = len(self.positions)
-        if count > MOST_TOKENS:
-            raise ValueError(f"a selection of {count} tokens is longer than {MOST_TOKENS}")
-        if self.layer is not None and not 0 <= self.layer < MOST_LAYERS:
-            raise ValueError(f"layer={self.layer} of a selection")
-        if {len(self.scores), len(self.chosen)} != {count}:
-            raise ValueError("a selection needs a score and a choice for each token")
-        deviations = len(self.key_deviations)
-        if deviations not in {0, count} or len(self.value_deviations) != deviations:
-            raise ValueError("a selection needs two deviations for each token, or none")
-        _check_rising(self.positions, "a selection")
-        _check_finite((*self.scores, *self.key_deviations, *self.value_deviations), "a selection")
+        lengths = {len(self.key_deviations), len(self.value_deviations)}
+        if lengths not in ({0}, {len(self.positions)}):
+            raise ValueError("must have two deviations for each token, or none")
+
+
+@dataclass(frozen=True)
+class TracedSelection(TracedTokens):
+    """One choice of tokens that are recomputed from a layer on, the check layer.
+
+    ``positions`` are of the tokens that a selector could choose, the MOST_TOKENS with the highest
+    scores if there are more. Tokens that its rule excludes (a score of minus infinity) are left
+    out.
+
+    Args:
+        layer: as of TracedTokens.
+        positions: as of TracedTokens.
+        key_deviations: as of TracedTokens.
+        value_deviations: as of TracedTokens.
+        scores: one per token.
+        chosen: one per token: whether it is computed from here on.
+
+    Raises:
+        ValueError: when its parts do not fit one another.
+    """
+
+    scores: tuple[FiniteFloat, ...] = ()
+    chosen: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if {len(self.scores), len(self.chosen)} != {len(self.positions)}:
+            raise ValueError("must have a score and a choice for each token")
 
 
 @dataclass(frozen=True)
 class Deviations:
-    """Squared differences of tokens' fresh KV from their cached KV, in one layer and one of K, V.
-
-    They are summed over heads and components, before the fresh KV replaces the cached KV.
+    """Deviations of all recomputed tokens' keys, or values, in one layer.
 
     Args:
         mean: over tokens.
         median: over tokens; of two in the middle their mean.
         most: the largest.
         size: mean squared length of the tokens' fresh keys or values, to compare layers by.
-
-    Raises:
-        ValueError: when a number is not finite, or below 0.
     """
 
-    mean: float
-    median: float
-    most: float
-    size: float
-
-    def __post_init__(self) -> None:
-        _check_finite((self.mean, self.median, self.most, self.size), "a layer", least=0.0)
+    mean: Deviation
+    median: Deviation
+    most: Deviation
+    size: Deviation
 
 
 @dataclass(frozen=True)
@@ -88,51 +117,12 @@ class TracedLayer:
         tokens: how many tokens with cached KV were recomputed there.
         keys: deviations of their keys.
         values: deviations of their values.
-
-    Raises:
-        ValueError: for a layer that cannot be, or without tokens.
     """
 
-    layer: int
-    tokens: int
+    layer: Layer
+    tokens: Annotated[int, Field(ge=1)]
     keys: Deviations
     values: Deviations
-
-    def __post_init__(self) -> None:
-        _check_layer(self.layer, "a layer")
-        if self.tokens < 1:
-            raise ValueError(f"tokens={self.tokens} of a layer")
-
-
-@dataclass(frozen=True)
-class TracedTokens:
-    """The deviations of single recomputed tokens in one layer, as in ``Deviations``.
-
-    Args:
-        layer: its index.
-        positions: of the tokens in the prompt, rising; the MOST_TOKENS with the highest deviations
-            of values if there are more.
-        key_deviations: one per token.
-        value_deviations: one per token.
-
-    Raises:
-        ValueError: when it is longer than MOST_TOKENS, or its parts do not fit one another.
-    """
-
-    layer: int
-    positions: tuple[int, ...]
-    key_deviations: tuple[float, ...]
-    value_deviations: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        _check_layer(self.layer, "tokens")
-        count = len(self.positions)
-        if count > MOST_TOKENS:
-            raise ValueError(f"{count} tokens of a layer are more than {MOST_TOKENS}")
-        if {len(self.key_deviations), len(self.value_deviations)} != {count}:
-            raise ValueError("tokens of a layer need two deviations each")
-        _check_rising(self.positions, "tokens")
-        _check_finite((*self.key_deviations, *self.value_deviations), "tokens", least=0.0)
 
 
 @dataclass(frozen=True)
@@ -146,33 +136,20 @@ class Trace:
         truncated: whether something is left out: tokens beyond MOST_TOKENS, selections beyond
             MOST_SELECTIONS, layers beyond MOST_LAYERS.
         layers: the layers that recomputed tokens with cached KV, in order.
-        tokens: deviations of single tokens in the first layer that compares them and whose values
-            depend on other tokens; None if none does.
+        tokens: the recomputed tokens of the first layer that compares them and whose values depend
+            on other tokens; None if none does.
         protected: positions of tokens with cached KV that may not be recomputed, rising; at most
             MOST_TOKENS.
-
-    Raises:
-        ValueError: when it is longer than that, or out of order.
     """
 
-    selections: tuple[TracedSelection, ...] = ()
-    rows: tuple[int, ...] = ()
+    selections: Annotated[tuple[TracedSelection, ...], Field(max_length=MOST_SELECTIONS)] = ()
+    rows: Annotated[tuple[Rows, ...], Field(max_length=MOST_LAYERS)] = ()
     truncated: bool = False
-    layers: tuple[TracedLayer, ...] = ()
+    layers: Annotated[
+        tuple[TracedLayer, ...], Field(max_length=MOST_LAYERS), AfterValidator(_rising_layers)
+    ] = ()
     tokens: TracedTokens | None = None
-    protected: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.selections) > MOST_SELECTIONS or len(self.rows) > MOST_LAYERS:
-            raise ValueError(f"a trace of {len(self.selections)} selections, {len(self.rows)} rows")
-        if any(count < 0 for count in self.rows):
-            raise ValueError("a trace has a negative number of rows")
-        if len(self.layers) > MOST_LAYERS:
-            raise ValueError(f"a trace of {len(self.layers)} layers")
-        _check_rising([one.layer for one in self.layers], "layers")
-        if len(self.protected) > MOST_TOKENS:
-            raise ValueError(f"{len(self.protected)} protected tokens are more than {MOST_TOKENS}")
-        _check_rising(self.protected, "protected tokens")
+    protected: Positions = ()
 
     def fits(self, tokens: int) -> bool:
         """Whether it is possible for a prompt of so many tokens."""
@@ -181,21 +158,3 @@ class Trace:
         ends = (positions[-1] for positions in listed if positions)
         counts = (one.tokens for one in self.layers)
         return max((*ends, -1)) < tokens and max((*self.rows, *counts, 0)) <= tokens
-
-
-def _check_rising(positions: Sequence[int], where: str) -> None:
-    if any(b <= a for a, b in pairwise((-1, *positions))):
-        raise ValueError(f"positions of {where} must rise")
-
-
-def _check_finite(numbers: Iterable[float], where: str, least: float = -math.inf) -> None:
-    for number in numbers:
-        if not math.isfinite(number):
-            raise ValueError(f"{where} holds NaN or infinity")
-        if number < least:
-            raise ValueError(f"{where} holds {number}, which is below {least:g}")
-
-
-def _check_layer(layer: int, where: str) -> None:
-    if not 0 <= layer < MOST_LAYERS:
-        raise ValueError(f"layer={layer} of {where}")

@@ -16,7 +16,7 @@ HIT = ChunkReport("a" * 32, 2, 4, True, tier="disk", document_id="notes.txt", re
 MISS = ChunkReport("b" * 32, 8, 3, False, "not stored", edge_tokens=1)
 GONE = ChunkReport("c" * 32, -1, 0, False, "altered text")
 CHOICE = TracedSelection(
-    1, (2, 3, 5), (0.5, 8.0, 2.0), (False, True, True), (1.0, 1.0, 1.0), (0.5, 8.0, 0.0)
+    1, (2, 3, 5), (1.0, 1.0, 1.0), (0.5, 8.0, 0.0), (0.5, 8.0, 2.0), (False, True, True)
 )
 TRACE = Trace((CHOICE,), (3, 3, 2), protected=(4,))
 REPORT = BlendReport(
@@ -29,7 +29,7 @@ REPORT = BlendReport(
 
 def test_each_chunk_says_what_became_of_it_and_why() -> None:
     hit, miss, gone = Explanation.of(REPORT).chunks
-    assert (hit.hit, hit.code, hit.tier) == (True, None, "disk")
+    assert (hit.hit, hit.reason_code, hit.tier) == (True, None, "disk")
     assert hit.why == (
         "reused from disk, 2 tokens recomputed by hkvd, ranks 1 to 2, "
         "1 token protected, since fresh KV would forget its document"
@@ -37,7 +37,7 @@ def test_each_chunk_says_what_became_of_it_and_why() -> None:
     assert miss.why == (
         "computed: not stored; 1 token at its edges joined with the text beside it, computed"
     )
-    assert (miss.code, gone.code) == ("not_stored", "altered_text")
+    assert (miss.reason_code, gone.reason_code) == ("not_stored", "altered_text")
     assert (miss.marked, gone.marked) == ((), ())
 
 
@@ -61,7 +61,7 @@ def test_tokens_are_marked_where_everything_was_recomputed() -> None:
 
 
 def test_after_several_check_layers_only_the_last_choice_counts() -> None:
-    later = TracedSelection(2, (3, 5), (1.0, 9.0), (False, True))
+    later = TracedSelection(2, (3, 5), scores=(1.0, 9.0), chosen=(False, True))
     trace = replace(TRACE, selections=(CHOICE, later))
     marked = Explanation.of(replace(REPORT, trace=trace)).chunks[0].marked
     chosen = [(one.position, one.rank) for one in marked if one.fate == "recomputed"]

@@ -239,7 +239,7 @@ def _print_chunks(told: Explanation) -> None:
             "-" if one.start < 0 else f"{one.start:,}",
             f"{one.tokens:,}",
             "hit" if one.hit else "miss",
-            output.printable(one.why + (f" [{one.code}]" if one.code else "")),
+            output.printable(one.why + (f" [{one.reason_code}]" if one.reason_code else "")),
         )
         for index, one in enumerate(told.chunks, start=1)
     ]

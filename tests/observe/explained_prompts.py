@@ -25,7 +25,7 @@ HOSTILE = (
 def explained(text: str = "word", document: str = "notes.txt") -> Explained:
     """A prompt of 12 tokens, each with this text: a hit, a miss, text around them."""
     choice = TracedSelection(
-        1, (2, 3, 5), (0.5, 8.0, 2.0), (False, True, True), (1.0, 2.0, 3.0), (0.5, 8.0, 2.0)
+        1, (2, 3, 5), (1.0, 2.0, 3.0), (0.5, 8.0, 2.0), (0.5, 8.0, 2.0), (False, True, True)
     )
     layers = tuple(
         TracedLayer(

@@ -100,7 +100,8 @@ def test_nothing_is_found_in_healthy_facts() -> None:
 
 SLOW = report(seconds=seconds(load=0.6), tier="disk")
 LATE = Trace(
-    selections=(TracedSelection(3, (1, 2), (0.0, 1.0), (False, True)),), rows=(9, 9, 9, 9, 1, 1)
+    selections=(TracedSelection(3, (1, 2), scores=(0.0, 1.0), chosen=(False, True)),),
+    rows=(9, 9, 9, 9, 1, 1),
 )
 SIMILAR = SimilarChunk("a", "white space", 1.0, "a b", "a\nb")
 SOONER = replace(report(reason="slow"), reason=Reason(ReasonCode.SLOW, "3 ms"))

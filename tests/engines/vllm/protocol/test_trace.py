@@ -24,8 +24,8 @@ from cacheblend_rag.trace import (
 )
 from tests.engines.vllm.protocol.test_result import HOSTILE, mutated
 
-EARLY = TracedSelection(None, (3, 5, 9), (0.5, -1.0, 0.25), (True, False, True))
-AT_LAYER = TracedSelection(1, (3, 9), (1e-9, 3e38), (False, True), (0.0, 1.5), (1e-9, 3e38))
+EARLY = TracedSelection(None, (3, 5, 9), scores=(0.5, -1.0, 0.25), chosen=(True, False, True))
+AT_LAYER = TracedSelection(1, (3, 9), (0.0, 1.5), (1e-9, 3e38), (1e-9, 3e38), (False, True))
 LAYER = TracedLayer(1, 3, Deviations(1.5, 1.0, 3e38, 9.0), Deviations(0.5, 0.25, 1.0, 4.0))
 TOKENS = TracedTokens(1, (3, 9), (0.5, 1.5), (0.25, 1e-9))
 TRACE = Trace(
@@ -78,32 +78,32 @@ def plain_tokens(**changes: Any) -> dict[str, Any]:
     [
         ([], "trace: Input should be"),
         (plain_trace(selections={}), "trace.selections: Input should be"),
-        (plain_trace(selections=sent()["trace"]["selections"] * MOST_SELECTIONS), "a trace of"),
-        (plain_trace(rows=[1] * (MOST_LAYERS + 1)), "a trace of"),
-        (plain_trace(rows=[1, -1]), "negative number of rows"),
+        (plain_trace(selections=sent()["trace"]["selections"] * MOST_SELECTIONS), "at most 8"),
+        (plain_trace(rows=[1] * (MOST_LAYERS + 1)), "at most 1024"),
+        (plain_trace(rows=[1, -1]), "trace.rows.1: Input should be greater than or equal to 0"),
         (plain_selection(layer="last"), "selections.0.layer: Input should be"),
-        (plain_selection(layer=MOST_LAYERS), "layer=1024"),
-        (plain_selection(positions=LONG, scores=LONG, chosen=[True] * len(LONG)), "longer than"),
+        (plain_selection(layer=MOST_LAYERS), "selections.0.layer: Input should be less than 1024"),
+        (plain_selection(positions=LONG, scores=LONG, chosen=[True] * len(LONG)), "at most 4096"),
         (plain_selection(positions=[9, 3]), "must rise"),
         (plain_selection(positions=[3.5, 9]), "selections.0.positions.0"),
-        (plain_selection(positions=[3]), "a score and a choice"),
-        (plain_selection(scores=[1.0, math.nan]), "NaN or infinity"),
+        (plain_selection(positions=[3]), "for each token"),
+        (plain_selection(scores=[1.0, math.nan]), "finite number"),
         (plain_selection(scores=[1.0, 10**400]), "selections.0.scores.1"),
         (plain_selection(key_deviations=[]), "two deviations"),
-        (plain_selection(key_deviations=[math.nan, 1.0]), "NaN or infinity"),
+        (plain_selection(key_deviations=[math.nan, 1.0]), "finite number"),
         (plain_trace(layers=sent()["trace"]["layers"] * 2), "must rise"),
-        (plain_layer(layer=-1), "layer=-1"),
-        (plain_layer(tokens=0), "tokens=0"),
-        (plain_values(mean=-1.0), "below 0"),
-        (plain_values(most=math.inf), "NaN or infinity"),
-        (plain_tokens(key_deviations=[1.0]), "two deviations each"),
-        (plain_tokens(value_deviations=[1.0, -1.0]), "below 0"),
+        (plain_layer(layer=-1), "layers.0.layer: Input should be greater than"),
+        (plain_layer(tokens=0), "layers.0.tokens: Input should be greater than"),
+        (plain_values(mean=-1.0), "values.mean: Input should be greater than"),
+        (plain_values(most=math.inf), "finite number"),
+        (plain_tokens(key_deviations=[1.0]), "two deviations"),
+        (plain_tokens(value_deviations=[1.0, -1.0]), "value_deviations.1: Input should be"),
         (
             plain_tokens(positions=LONG, key_deviations=LONG, value_deviations=LONG),
-            "more than",
+            "at most 4096",
         ),
         (plain_trace(protected=[4, 4]), "must rise"),
-        (plain_trace(protected=LONG), "more than"),
+        (plain_trace(protected=LONG), "at most 4096"),
     ],
 )
 def test_a_hostile_trace_is_a_failure_that_says_why(trace: Any, said: str) -> None:
