@@ -6,12 +6,10 @@ import errno
 import gc
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import TypeVar
 
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
 
-NO_ROOM: Final = "no room"
-"""The reason in reports for a prompt, or a chunk, for which there was no memory."""
 _SIGNS = (
     "out of memory",
     "can't allocate memory",
@@ -47,7 +45,7 @@ def lack_of_memory(error: BaseException) -> str | None:
 
 def no_room(lack: str) -> Reason:
     """Return the reason of a prompt for which there was no memory; lack: one line about it."""
-    return Reason(ReasonCode.NO_ROOM, f"{NO_ROOM}: {lack}")
+    return Reason(ReasonCode.NO_ROOM, f"{Miss.NO_ROOM}: {lack}")
 
 
 def give_back_unused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from pydantic_core import core_schema
 
@@ -68,9 +68,9 @@ class ReasonCode(StrEnum):
     OTHER = "other"
 
     @classmethod
-    def named(cls, code: str) -> ReasonCode:
-        """Return the code with a name; ``other`` if a newer version added it."""
-        return cls._value2member_map_.get(code, cls.OTHER)  # type: ignore[return-value]
+    def _missing_(cls, value: object) -> ReasonCode | None:
+        """Return ``other`` for a code that a newer version added."""
+        return cls.OTHER if isinstance(value, str) else None
 
 
 class Reason(str):
@@ -93,12 +93,45 @@ class Reason(str):
     def __get_pydantic_core_schema__(cls, _: Any, handler: Any) -> core_schema.CoreSchema:
         """A reason travels as [code, sentence]; the code may be a newer version's."""
         return core_schema.no_info_after_validator_function(
-            lambda row: cls(ReasonCode.named(row[0]), row[1]),
+            lambda row: cls(ReasonCode(row[0]), row[1]),
             handler.generate_schema(tuple[str, str]),
             serialization=core_schema.plain_serializer_function_ser_schema(
                 lambda reason: [reason.code.value, str(reason)]
             ),
         )
+
+
+class Miss:
+    """Why chunks of prompts are missed."""
+
+    UNKNOWN: Final = Reason(ReasonCode.UNKNOWN, "unknown")
+    """It was given as a chunk, but never registered."""
+    NOT_STORED: Final = Reason(ReasonCode.NOT_STORED, "not stored")
+    """It is registered, but its KV is in no tier."""
+    BEING_FILLED: Final = Reason(ReasonCode.BEING_FILLED, "not stored, being filled")
+    """The same, and it is computed once nobody waits, as the engine fills on miss."""
+    OTHER_MODEL: Final = Reason(ReasonCode.OTHER_MODEL, "other model")
+    """Stored KV belongs to another model, tokenizer, lead-in or namespace."""
+    INSEPARABLE: Final = Reason(ReasonCode.INSEPARABLE, "inseparable")
+    """The tokenizer joins it with the text beside it."""
+    ALTERED_TEXT: Final = Reason(ReasonCode.ALTERED_TEXT, "altered text")
+    """The text differs from the chunk that the hint named."""
+    DAMAGED: Final = Reason(ReasonCode.DAMAGED, "damaged")
+    """Stored bytes failed their checksum and were quarantined."""
+    BAD_SIGNATURE: Final = Reason(ReasonCode.BAD_SIGNATURE, "bad signature")
+    """Stored by who has not the store's key, or with one that this store lacks."""
+    STORE_ERROR: Final = Reason(ReasonCode.STORE_ERROR, "store error")
+    """A tier could not be read."""
+    NO_ROOM: Final = Reason(ReasonCode.NO_ROOM, "no room")
+    """There is too little memory to read it, or to fuse the prompt's KV."""
+    SLOW: Final = Reason(ReasonCode.SLOW, "slow")
+    """Loading it would take longer than computing it."""
+    TOO_SHORT: Final = Reason(ReasonCode.TOO_SHORT, "too short")
+    """The prompt's reusable tokens are fewer than min_tokens."""
+    UNSUPPORTED_MODEL: Final = Reason(ReasonCode.UNSUPPORTED_MODEL, "unsupported model")
+    """This model's KV cannot be blended."""
+    GUARD_STOPPED: Final = Reason(ReasonCode.GUARD_STOPPED, "stopped by the guard")
+    """Blended answers diverged too far from full prefill."""
 
 
 def count_codes(reasons: Mapping[Reason, int]) -> dict[ReasonCode, int]:

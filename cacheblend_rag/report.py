@@ -6,42 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal, Self
-
-from pydantic import GetPydanticSchema
+from typing import Any, Self
 
 from cacheblend_rag.reason import Reason, ReasonCode, count_codes
 from cacheblend_rag.trace import Trace
-
-MissReason = Literal[
-    "unknown",  # the chunk was given as such, but never registered
-    "not stored",  # registered, but its KV is in no tier
-    "not stored, being filled",  # and is computed once nobody waits, as the engine fills on miss
-    "other model",  # stored KV belongs to another model, tokenizer, lead-in or namespace
-    "inseparable",  # the tokenizer joins it with the text beside it
-    "altered text",  # the text differs from the chunk the hint named
-    "damaged",  # stored bytes failed their checksum and were quarantined
-    "bad signature",  # stored by who has not the store's key, or with one that this store lacks
-    "store error",  # a tier could not be read
-    "no room",  # there is too little memory to read it, or to fuse the prompt's KV
-    "slow",  # loading it would take longer than computing it
-    "too short",  # the prompt's reusable tokens are fewer than min_tokens
-    "unsupported model",  # this model's KV cannot be blended
-    "stopped by the guard",  # blended answers diverged too far from full prefill
-]
-"""Why a chunk was missed."""
-_MAY_BE_NEWER = GetPydanticSchema(lambda _, handler: handler.generate_schema(str | None))
-"""Reads a reason that a server of a newer version knows."""
-
-_NAMED_OTHERWISE: Mapping[str, ReasonCode] = {
-    "not stored, being filled": ReasonCode.BEING_FILLED,
-    "stopped by the guard": ReasonCode.GUARD_STOPPED,
-}
-
-
-def code_of(reason: MissReason) -> ReasonCode:
-    """Return the code of a chunk's miss; ``other`` for a reason of a newer version."""
-    return _NAMED_OTHERWISE.get(reason) or ReasonCode.named(reason.replace(" ", "_"))
 
 
 @dataclass(frozen=True)
@@ -68,7 +36,7 @@ class ChunkReport:
     start: int
     tokens: int
     hit: bool
-    reason: Annotated[MissReason | None, _MAY_BE_NEWER] = None
+    reason: Reason | None = None
     tier: str | None = None
     document_id: str | None = None
     recomputed: int = 0
@@ -77,7 +45,7 @@ class ChunkReport:
     @property
     def reason_code(self) -> ReasonCode | None:
         """The code of ``reason``, None on a hit."""
-        return None if self.reason is None else code_of(self.reason)
+        return None if self.reason is None else self.reason.code
 
 
 def count_chunks(chunks: Iterable[ChunkReport]) -> tuple[Counter[str], Counter[str]]:

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from cacheblend_rag import Explanation
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds, PhaseStarts
 from cacheblend_rag.trace import Trace, TracedSelection, TracedTokens
 
 HIT = ChunkReport("a" * 32, 2, 4, True, tier="disk", document_id="notes.txt", recomputed=2)
-MISS = ChunkReport("b" * 32, 8, 3, False, "not stored", edge_tokens=1)
-GONE = ChunkReport("c" * 32, -1, 0, False, "altered text")
+MISS = ChunkReport("b" * 32, 8, 3, False, Miss.NOT_STORED, edge_tokens=1)
+GONE = ChunkReport("c" * 32, -1, 0, False, Miss.ALTERED_TEXT)
 CHOICE = TracedSelection(
     1, (2, 3, 5), (1.0, 1.0, 1.0), (0.5, 8.0, 0.0), (0.5, 8.0, 2.0), (False, True, True)
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.answer import Delta, Request
@@ -20,12 +20,9 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
-from cacheblend_rag.reason import Reason
+from cacheblend_rag.reason import Miss, Reason
 from cacheblend_rag.report import Evicted, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig, LeadInConfig
-
-UNSUPPORTED: Final = "unsupported model"
-STOPPED: Final = "stopped by the guard"
 
 
 def checked_config(config: BlendConfig) -> BlendConfig:
@@ -211,7 +208,7 @@ class Backend(ABC):
         if self.read_only:
             return READ_ONLY
         refusal = self.blend_refusal
-        return None if refusal is None else Reason(refusal.code, UNSUPPORTED)
+        return None if refusal is None else Reason(refusal.code, Miss.UNSUPPORTED_MODEL)
 
     @abstractmethod
     def _close(self) -> None:

@@ -17,12 +17,12 @@ from cacheblend_rag.engines.answer import Generation, Request
 from cacheblend_rag.engines.idle import IdleJob, IdleQueue
 from cacheblend_rag.engines.indexing import Indexing
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.report import FillReport, MissReason, PrecomputeReport
+from cacheblend_rag.reason import Miss, ReasonCode
+from cacheblend_rag.report import FillReport, PrecomputeReport
 from cacheblend_rag.text.chunk import Chunk
 
-FILLED: frozenset[MissReason | None] = frozenset({"not stored", "other model"})
+FILLED = frozenset({ReasonCode.NOT_STORED, ReasonCode.OTHER_MODEL})
 """Miss reasons of chunks that are filled."""
-BEING_FILLED: MissReason = "not stored, being filled"
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Filling:
         if not self.is_on or self._engine.read_only:
             return None
         prepared, chunks = request.prepared, answer.report.chunks
-        starts = {chunk.start for chunk in chunks if chunk.reason in FILLED}
+        starts = {chunk.start for chunk in chunks if chunk.reason_code in FILLED}
         missed = {
             placed.start: (placed.key, span.chunk)
             for placed, span in zip(prepared.placed, prepared.encoded.spans, strict=True)
@@ -60,8 +60,8 @@ class Filling:
         filled = self._queue(dict(missed.values()))
         told = {start for start, (key, _) in missed.items() if key in filled}
         chunks = tuple(
-            replace(chunk, reason=BEING_FILLED)
-            if chunk.reason == "not stored" and chunk.start in told
+            replace(chunk, reason=Miss.BEING_FILLED)
+            if chunk.reason_code == ReasonCode.NOT_STORED and chunk.start in told
             else chunk
             for chunk in chunks
         )

@@ -10,7 +10,8 @@ from typing import Any
 from cacheblend_rag.errors import PromptError, PromptTooLongError
 from cacheblend_rag.prefill.conversation_kv import ConversationKV
 from cacheblend_rag.prefill.lead_in import LeadIn, PlacedChunk, confirmed, place_chunks
-from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.reason import Miss, Reason
+from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.text.chat import ChatPrompt, render_chat
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import EDGE_TOKENS, EncodedPrompt, PromptEncoder, Segment
@@ -301,14 +302,14 @@ class PromptPreparer:
         """Report chunks that are inseparable from the text beside them, or altered."""
         present = {span.chunk.text for span in prompt.spans}
         present |= {chunk.text for chunk in prompt.inseparable}
-        reports = [self._missed(chunk, "inseparable") for chunk in prompt.inseparable]
+        reports = [self._missed(chunk, Miss.INSEPARABLE) for chunk in prompt.inseparable]
         for hint in hints:
             if isinstance(hint, str) or hint.text in present:
                 continue
-            reason: MissReason = "altered text" if hint.text in self.registry else "unknown"
+            reason = Miss.ALTERED_TEXT if hint.text in self.registry else Miss.UNKNOWN
             reports.append(self._missed(hint, reason))
         return reports
 
-    def _missed(self, chunk: Chunk, reason: MissReason) -> ChunkReport:
+    def _missed(self, chunk: Chunk, reason: Reason) -> ChunkReport:
         key = self.lead_in.key(chunk)
         return ChunkReport(key.chunk_id, -1, 0, False, reason, document_id=chunk.document_id)

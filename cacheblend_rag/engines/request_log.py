@@ -13,7 +13,6 @@ from cacheblend_rag.report import (
     PREFILL_PHASES,
     BlendReport,
     ChunkReport,
-    MissReason,
     count_chunks,
     reused_and_recomputed,
 )
@@ -25,14 +24,16 @@ WHITE_SPACE = (
     "it holds them with other white space than was indexed: chunks are found word for word, so "
     "index the texts as prompts show them"
 )
-CAUSES: Mapping[MissReason | None, str] = {
-    "unknown": "its passages were never given to precompute (CacheBlendPrecompute in LlamaIndex, "
-    "CacheBlendTransformer in LangChain) of an engine with this registry: kv_path, namespace",
-    "altered text": "its passages differ from the indexed ones: cut, or changed by a template",
-    "not stored": "their KV was never computed, or was evicted: precompute them, or give the "
-    "engine fill_on_miss=True",
-    "other model": "their KV was computed after another instruction, or by another model or "
-    "tokenizer: precompute them with the engine that answers",
+CAUSES: Mapping[ReasonCode | None, str] = {
+    ReasonCode.UNKNOWN: "its passages were never given to precompute (CacheBlendPrecompute in "
+    "LlamaIndex, CacheBlendTransformer in LangChain) of an engine with this registry: kv_path, "
+    "namespace",
+    ReasonCode.ALTERED_TEXT: "its passages differ from the indexed ones: cut, or changed by a "
+    "template",
+    ReasonCode.NOT_STORED: "their KV was never computed, or was evicted: precompute them, or give "
+    "the engine fill_on_miss=True",
+    ReasonCode.OTHER_MODEL: "their KV was computed after another instruction, or by another model "
+    "or tokenizer: precompute them with the engine that answers",
 }
 MOST_COMPARED = 10_000
 """Most chunks that are looked for in a prompt with other white space."""
@@ -117,14 +118,14 @@ class FirstMiss:
             logger.warning("nothing was reused of a prompt with retrieved passages: %s", cause)
 
     def _cause(self, text: str, expected: bool, answer: Generation) -> str:
-        reasons = Counter(chunk.reason for chunk in answer.report.chunks)
-        reason = reasons.most_common(1)[0][0] if reasons else None
-        found = reason not in {None, "unknown", "altered text"}
+        codes = Counter(chunk.reason_code for chunk in answer.report.chunks)
+        code = codes.most_common(1)[0][0] if codes else None
+        found = code not in {None, ReasonCode.UNKNOWN, ReasonCode.ALTERED_TEXT}
         if not found and self._looks > 0:
             self._looks -= 1
             if self._stands_otherwise_spaced(text):
                 return WHITE_SPACE
-        return CAUSES.get(reason, answer.report.reason or "") if expected else ""
+        return CAUSES.get(code, answer.report.reason or "") if expected else ""
 
     def _stands_otherwise_spaced(self, text: str) -> bool:
         """Whether the prompt holds a known chunk with different white space."""

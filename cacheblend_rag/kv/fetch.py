@@ -18,6 +18,7 @@ from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV
 from cacheblend_rag.kv.reading import Reservation, SharedReads
 from cacheblend_rag.kv.shared_chunk import Found, Part, SharedChunk
 from cacheblend_rag.kv.timings import BusySeconds, LayerWait
+from cacheblend_rag.reason import Miss
 
 
 @dataclass
@@ -382,7 +383,7 @@ def _found(opened: Future[Found]) -> Found:
     try:
         return opened.result()
     except (CancelledError, StoreError):  # the store was closed meanwhile
-        return Found(None, "store error")
+        return Found(None, Miss.STORE_ERROR)
 
 
 def _part(chunk: SharedChunk, future: Future[Part], layer: int) -> LayerKV | StoreError:

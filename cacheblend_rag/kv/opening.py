@@ -19,7 +19,7 @@ from cacheblend_rag.kv.shared_chunk import Found
 from cacheblend_rag.kv.stored_chunk import miss_of
 from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.openmp import use_one_thread
-from cacheblend_rag.report import MissReason
+from cacheblend_rag.reason import Miss, Reason
 
 T = TypeVar("T")
 FETCH_THREADS = 16
@@ -76,7 +76,7 @@ class Search:
     def __init__(self, key: KVKey, way: Way) -> None:
         self.key, self.way, self.is_stale = key, way, False
         self.has_relative = False
-        self.missed: tuple[MissReason, str | None] = ("not stored", None)
+        self.missed: tuple[Reason, str | None] = (Miss.NOT_STORED, None)
         self.askers: list[Future[Found]] = []
 
     @property
@@ -138,7 +138,7 @@ class Opening:
 
     def _look_in(self, search: Search, depth: int) -> None:
         if search.is_given_up:
-            self._end(search, Found(None, "store error"))
+            self._end(search, Found(None, Miss.STORE_ERROR))
             return
         found = self._open_in(depth, search)
         if found is None:
@@ -153,12 +153,12 @@ class Opening:
     def _end_without(self, search: Search) -> None:
         """End a search that found nothing, saying why."""
         reason, failed = search.missed
-        if reason != "not stored":
+        if reason != Miss.NOT_STORED:
             self._end(search, Found(None, reason, failed))
         elif failing := [tier.name for tier in self._tiers if tier.is_failing]:
-            self._end(search, Found(None, "store error", failing[0]))
+            self._end(search, Found(None, Miss.STORE_ERROR, failing[0]))
         else:
-            self._end(search, Found(None, "other model" if search.has_relative else reason))
+            self._end(search, Found(None, Miss.OTHER_MODEL if search.has_relative else reason))
 
     def _on_threads_of(self, tier: Tier, search: Search, work: Callable[[], None]) -> None:
         """Run a step of a lookup on a tier's thread; a failure ends the lookup."""
@@ -166,7 +166,7 @@ class Opening:
         def see(done: Future[None]) -> None:
             error = StoreError("the store was closed") if done.cancelled() else done.exception()
             if error is not None:
-                reason = miss_of(error) if isinstance(error, StoreError) else "store error"
+                reason = miss_of(error) if isinstance(error, StoreError) else Miss.STORE_ERROR
                 self._end(search, Found(None, reason, tier.name))
 
         self._threads.submit(tier.name, work).add_done_callback(see)

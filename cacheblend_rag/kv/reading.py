@@ -20,6 +20,7 @@ from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.shared_chunk import Found, Part, SharedChunk
 from cacheblend_rag.kv.stored_chunk import StoredChunk, miss_of
 from cacheblend_rag.kv.tiers.base import Tier
+from cacheblend_rag.reason import Miss
 
 FETCHED_AHEAD = 32
 """Chunks that all running prompts may read ahead; they take memory besides the tiers'."""
@@ -112,7 +113,7 @@ class SharedReads:
             return None
         if isinstance(opened, StoreError):
             reason = miss_of(opened)
-            return Found(None, reason, tier.name if reason == "store error" else None)
+            return Found(None, reason, tier.name if reason == Miss.STORE_ERROR else None)
         if self._expiry.is_past(tier, key, opened.written_at):
             self._expiry.remove_opened(tier, key)
             return None

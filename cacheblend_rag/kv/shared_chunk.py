@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV, unpacked_layer
 from cacheblend_rag.kv.reader import ChunkReader, LayersInMemory, WholeReader
-from cacheblend_rag.report import MissReason
+from cacheblend_rag.reason import Reason
 
 PARTS_AT_ONCE = 16
 """Most reads in flight per prompt if reading is waiting: heads first, then parts."""
@@ -209,7 +209,7 @@ class Found:
     """
 
     chunk: SharedChunk | None
-    reason: MissReason | None
+    reason: Reason | None
     failed: str | None = None
 
     @property

@@ -35,7 +35,7 @@ from cacheblend_rag.kv.tiers.urls import open_tiers
 from cacheblend_rag.kv.timings import Speeds
 from cacheblend_rag.kv.whole_chunks import Prefetch, VerifyReport, WholeChunks, read_through
 from cacheblend_rag.reason import Reason
-from cacheblend_rag.report import Evicted, code_of
+from cacheblend_rag.report import Evicted
 from cacheblend_rag.settings import Precision, StoreConfig
 
 FORKED = (
@@ -402,7 +402,7 @@ class TieredKVStore:
             found = self.get(key, promote=False)
             if found.reason is not None and self.contains(key):
                 tier = f"{found.tier} tier: " if found.tier else ""
-                yield key, Reason(code_of(found.reason), f"{tier}{found.reason}")
+                yield key, Reason(found.reason.code, f"{tier}{found.reason}")
 
     def verify(
         self, *, repair: bool = False, progress: Callable[[int, int], None] | None = None

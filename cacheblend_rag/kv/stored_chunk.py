@@ -17,8 +17,7 @@ from cacheblend_rag.errors import (
 )
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.packed_kv import StoredKV
-from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import MissReason
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +62,25 @@ class Lookup:
 
     kv: ChunkKV | None
     tier: str | None
-    reason: MissReason | None
+    reason: Reason | None
 
     @classmethod
-    def missed(cls, reason: MissReason, tier: str | None = None) -> Lookup:
+    def missed(cls, reason: Reason, tier: str | None = None) -> Lookup:
         """Return the result for a chunk that was not found."""
         return cls(None, tier, reason)
 
 
-def miss_of(error: StoreError) -> MissReason:
+def miss_of(error: StoreError) -> Reason:
     """Return the miss reason for an error."""
     if isinstance(error, BadSignatureError):
-        return "bad signature"
+        return Miss.BAD_SIGNATURE
     if isinstance(error, ForeignChunkError):
-        return "other model"
+        return Miss.OTHER_MODEL
     if isinstance(error, DamagedChunkError):
-        return "damaged"
+        return Miss.DAMAGED
     cause = error.__cause__
     is_lack = isinstance(cause, OSError) and cause.errno == errno.ENOMEM
-    return "no room" if is_lack else "store error"
+    return Miss.NO_ROOM if is_lack else Miss.STORE_ERROR
 
 
 STORE_FULL: Final = Reason(ReasonCode.STORE_FULL, "store full")

@@ -18,6 +18,7 @@ from cacheblend_rag.kv.reading import keep_in
 from cacheblend_rag.kv.stored_chunk import Entry, Lookup, Read, StoredChunk, miss_of
 from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.openmp import use_one_thread
+from cacheblend_rag.reason import Miss
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,13 @@ class WholeChunks:
 
         promote: whether found chunks are kept in faster tiers.
         """
-        found = dict.fromkeys(keys, Got(None, Lookup.missed("not stored")))
+        found = dict.fromkeys(keys, Got(None, Lookup.missed(Miss.NOT_STORED)))
         for depth, tier in enumerate(self._tiers):
             missing = [key for key, got in found.items() if got.chunk is None]
             for key, read in zip(missing, self._read(tier, missing), strict=True):
                 if isinstance(read, StoreError):
                     reason = miss_of(read)
-                    failed = tier.name if reason == "store error" else None
+                    failed = tier.name if reason == Miss.STORE_ERROR else None
                     found[key] = Got(None, Lookup.missed(reason, failed))
                 elif read is not None:
                     found[key] = Got(read, Lookup(None, tier.name, None))

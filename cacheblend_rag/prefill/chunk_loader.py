@@ -35,7 +35,8 @@ from cacheblend_rag.kv.timings import LayerWait
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import StoredPart, free_tokens
 from cacheblend_rag.prefill.stopwatch import Stopwatch
-from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.reason import Miss, Reason
+from cacheblend_rag.report import ChunkReport
 
 WAIT_SECONDS = 0.001
 """How long a step waits for a layer before other work may run."""
@@ -76,7 +77,7 @@ class LoadedChunk:
     placed: PlacedChunk
     head: ChunkReader | None = None
     tier: str | None = None
-    reason: MissReason | None = None
+    reason: Reason | None = None
     is_used: bool = False
     turn: Rotation | None = None
     prior: Tensor | None = None
@@ -122,7 +123,7 @@ class LoadedChunk:
         """Return its report; a chunk that only other ranks lack is not stored."""
         if self.is_used or self.reason:
             return self.placed.report(self.reason, self.tier)
-        return self.placed.report("not stored")
+        return self.placed.report(Miss.NOT_STORED)
 
 
 class ChunkLoader:
@@ -183,7 +184,7 @@ class ChunkLoader:
         if head is None:
             return
         if not self.stack.geometry.fits(head.shape, head.dtype, placed.stored_tokens):
-            chunk.tier, chunk.reason = None, "damaged"
+            chunk.tier, chunk.reason = None, Miss.DAMAGED
             return
         chunk.head = head
         chunk.prior = None if head.prior is None else head.prior[chunk.own]
@@ -196,7 +197,7 @@ class ChunkLoader:
             chunk.is_used = is_used
         self.source.keep(used)
 
-    def leave_out(self, unwanted: Iterable[LoadedChunk], reason: MissReason | None = None) -> None:
+    def leave_out(self, unwanted: Iterable[LoadedChunk], reason: Reason | None = None) -> None:
         """Use some chunks no more, the same on all ranks."""
         for chunk in unwanted:
             chunk.is_used, chunk.reason = False, reason or chunk.reason

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
-from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.reason import Reason
+from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.settings import LeadInConfig, LeadInKind
 from cacheblend_rag.text.chat import begins_as_rendered
 from cacheblend_rag.text.chunk import Chunk, Context, stands_before
@@ -89,7 +90,7 @@ class PlacedChunk:
         """How many tokens the stored chunk has."""
         return len(self.before) + self.tokens + len(self.after)
 
-    def report(self, reason: MissReason | None, tier: str | None = None) -> ChunkReport:
+    def report(self, reason: Reason | None, tier: str | None = None) -> ChunkReport:
         """Report a hit in a tier, or a miss for a reason, perhaps with the tier that failed."""
         return ChunkReport(
             chunk_id=self.key.chunk_id,

@@ -28,13 +28,15 @@ from cacheblend_rag.blend.cost import Forecast, LayerCost, prefill_cost
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.kv.timings import Estimate, Speeds
-from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
+from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.settings import AUTO, DEFAULT_RATIO, BlendConfig
 
 NO_CHUNK = Reason(ReasonCode.NO_CHUNK, "no known chunk in the prompt")
 NOT_STORED = Reason(ReasonCode.NOT_STORED, "no chunk of the prompt is stored")
 UNREADABLE = Reason(ReasonCode.UNREADABLE, "no stored chunk could be read")
+ABSENT = (ReasonCode.NOT_STORED, ReasonCode.OTHER_MODEL)
+"""Codes of misses of chunks whose KV is not there, whatever state the store is in."""
 LEAST_SHARE = 1 / 8
 """Smallest share of a prompt that exact KV must have to be reused by itself: below it, the overhead
 of a blend pass may exceed the computation saved."""
@@ -71,12 +73,12 @@ def refusal(found: Sequence[ChunkReport], least: int) -> tuple[Reason, list[Chun
     if refused is None:
         return None
     reason, miss = refused
-    if miss is None and any(chunk.reason not in ("not stored", "other model") for chunk in found):
+    if miss is None and any(chunk.reason_code not in ABSENT for chunk in found):
         reason = UNREADABLE
     return reason, missed(found, miss) if miss else list(found)
 
 
-def missed(found: Sequence[ChunkReport], reason: MissReason) -> list[ChunkReport]:
+def missed(found: Sequence[ChunkReport], reason: Reason) -> list[ChunkReport]:
     """Report the found chunks as missed for ``reason``, the others unchanged."""
     return [
         replace(chunk, hit=False, reason=reason, tier=None) if chunk.hit else chunk
@@ -84,7 +86,7 @@ def missed(found: Sequence[ChunkReport], reason: MissReason) -> list[ChunkReport
     ]
 
 
-def too_little(reusable: int, least: int) -> tuple[Reason, MissReason | None] | None:
+def too_little(reusable: int, least: int) -> tuple[Reason, Reason | None] | None:
     """Return why so few tokens are not worth blending, and the miss reason of their chunks.
 
     reusable: tokens of chunks that are stored. least: ``min_tokens``. None if blending is worth it;
@@ -94,7 +96,7 @@ def too_little(reusable: int, least: int) -> tuple[Reason, MissReason | None] | 
         return NOT_STORED, None
     if reusable < least:
         why = f"{reusable} reusable tokens are fewer than min_tokens={least}"
-        return Reason(ReasonCode.TOO_SHORT, why), "too short"
+        return Reason(ReasonCode.TOO_SHORT, why), Miss.TOO_SHORT
     return None
 
 

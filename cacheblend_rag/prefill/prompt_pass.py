@@ -17,13 +17,13 @@ from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, Geometry
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.fetch import LayerSource
-from cacheblend_rag.memory import NO_ROOM, no_room
+from cacheblend_rag.memory import no_room
 from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LostChunkError
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NOT_STORED, UNREADABLE, Controller, refusal
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport, PrefillReport
 from cacheblend_rag.settings import AUTO, BlendConfig
 
@@ -170,7 +170,7 @@ class PromptPass:
             why, told = refused
             return PrefillReport(why, chunks=told)
         if self._lack_of_room is not None and (lack := self._lack_of_room()) is not None:
-            told = [chunk.placed.report(NO_ROOM) for chunk in self._chunks]
+            told = [chunk.placed.report(Miss.NO_ROOM) for chunk in self._chunks]
             return PrefillReport(no_room(lack), chunks=told)
         slow = self._decide()
         return PrefillReport(slow, chunks=self._reports()) if slow else None
@@ -198,7 +198,7 @@ class PromptPass:
             self.config = self.config.with_ratio(ratio)
         self._ratio_reason = decided.why
         slow = [chunk for chunk, keep in zip(found, kept, strict=True) if not keep]
-        self._loader.leave_out(slow, "slow")
+        self._loader.leave_out(slow, Miss.SLOW)
         is_worth = any(chunk.is_used for chunk in self._chunks or found)
         return None if is_worth else decided.why or FASTER_WITHOUT
 

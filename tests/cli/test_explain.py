@@ -56,7 +56,7 @@ def test_a_prompt_is_explained_with_the_chunks_that_it_is_told(cli, indexed, tmp
     given = ("--model", TOY, "--passage", tmp_path / "passage.txt", "--json")
     found = cli("explain", "--prompt", tmp_path / "prompt.txt", *given).json
     (chunk,) = found["explanation"]["chunks"]
-    assert (chunk["hit"], chunk["code"]) == (False, "not_stored")
+    assert (chunk["hit"], chunk["reason_code"]) == (False, "not_stored")
     assert not found["report"]["blended"]
 
 

@@ -6,13 +6,13 @@ import logging
 from typing import Any
 
 from cacheblend_rag.engines.request_log import log_report, logger
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds
 
 CHUNKS = (
     ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=10),
     ChunkReport("1" * 32, 43, 40, True, tier="disk"),
-    ChunkReport("2" * 32, 83, 7, False, "not stored"),
+    ChunkReport("2" * 32, 83, 7, False, Miss.NOT_STORED),
 )
 SECONDS = PhaseSeconds(
     find=0.001, load=0.02, recompute=0.1, decode=3.0, load_by_tier={"host": 0.005, "disk": 0.015}

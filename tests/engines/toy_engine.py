@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
-from cacheblend_rag.engines.backend import STOPPED
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stream import Stream, Take
@@ -16,6 +15,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
+from cacheblend_rag.reason import Miss
 from cacheblend_rag.report import Evicted, PrecomputeReport, PrefillReport
 from cacheblend_rag.trace import Trace
 
@@ -80,18 +80,20 @@ class ToyEngine(Engine):
         if request.full or not prepared.parts:
             return kv, PrefillReport(FULL_PREFILL if request.full else NO_CHUNK)
         if stopped := request.steering.refusal:
-            return kv, PrefillReport(stopped, chunks=[c.report(STOPPED) for c in prepared.parts])
+            return kv, PrefillReport(
+                stopped, chunks=[c.report(Miss.GUARD_STOPPED) for c in prepared.parts]
+            )
         found = [(chunk, self._kv.get(chunk.key)) for chunk in prepared.parts]
         refused = too_little(sum(len(one or ()) for _, one in found), config.min_tokens)
         if refused:
-            chunks = [c.report((one and refused[1]) or "not stored") for c, one in found]
+            chunks = [c.report((one and refused[1]) or Miss.NOT_STORED) for c, one in found]
             return kv, PrefillReport(refused[0], chunks=chunks)
         chunks = []
         ratio = config.ratio
         for chunk, one in found:
             fresh, own = round(ratio * len(one or ())), one or kv[chunk.start : chunk.end]
             kv = kv[: chunk.start + fresh] + own[fresh:] + kv[chunk.end :]
-            told = chunk.report(None, "host") if one else chunk.report("not stored")
+            told = chunk.report(None, "host") if one else chunk.report(Miss.NOT_STORED)
             chunks.append(replace(told, recomputed=fresh))
         trace = Trace(rows=(sum(told.recomputed for told in chunks),)) if config.trace else None
         return kv, PrefillReport(None, "first", ratio=ratio, chunks=chunks, trace=trace)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
 from cacheblend_rag.observe.explained import Cost, Explained
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds, PhaseStarts
 from cacheblend_rag.trace import (
     Deviations,
@@ -45,8 +45,8 @@ def explained(text: str = "word", document: str = "notes.txt") -> Explained:
         PhaseSeconds(load=0.1, recompute=0.75, first_token=0.15, decode=4.0),
         chunks=(
             ChunkReport("a" * 32, 2, 4, True, tier="disk", document_id=document, recomputed=2),
-            ChunkReport("b" * 32, 7, 3, False, "store error", tier=text, document_id=document),
-            ChunkReport("c" * 32, -1, 0, False, "altered text"),
+            ChunkReport("b" * 32, 7, 3, False, Miss.STORE_ERROR, tier=text, document_id=document),
+            ChunkReport("c" * 32, -1, 0, False, Miss.ALTERED_TEXT),
         ),
         selector_reason=Reason(ReasonCode.NO_PRIOR, f"no prior stored for {text}"),
         request_id="0123456789abcdef",

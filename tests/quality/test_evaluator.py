@@ -12,7 +12,7 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, PromptFrame
 from cacheblend_rag.quality.evaluator import Evaluator, evaluate_settings, used_lead_ins
 from cacheblend_rag.quality.rules import Rule
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.text.chunk import Document
@@ -61,7 +61,7 @@ class RoteEngine:
         return self._generation("blue" if wrong else "red", self.blended, 0.5, 2)
 
     def _generation(self, text, blended, share, recomputed):
-        hit, miss = ("x", 0, 10, True), ("y", 10, 6, False, "not stored")
+        hit, miss = ("x", 0, 10, True), ("y", 10, 6, False, Miss.NOT_STORED)
         report = BlendReport(
             "rote", blended, None if blended else SHORT, 20, 8, recomputed, 4, 0.25, "prior",
             "instruction", share, PhaseSeconds(),

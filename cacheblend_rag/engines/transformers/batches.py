@@ -13,10 +13,9 @@ from cacheblend_rag.engines.lifetime import working
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.memory import NO_ROOM
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.precompute import Computed, NoRoom, or_no_room
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import PrecomputeReport
 
 logger = logging.getLogger(__name__)
@@ -24,8 +23,6 @@ logger = logging.getLogger(__name__)
 BATCH_TOKENS = 8192
 MODEL_CHANGED = Reason(ReasonCode.MODEL_CHANGED, "the model changed meanwhile")
 """The reason for chunks that were computed while adapters or weights were changed."""
-NOT_COMPUTED = Reason(ReasonCode.NO_ROOM, NO_ROOM)
-"""The reason for chunks that were not computed for lack of memory."""
 
 
 def compute_batches(stack: TransformersStack, chunks: list[ChunkPlan]) -> Computed:
@@ -94,7 +91,7 @@ def store_computed(
             continue
         if isinstance(computed, NoRoom):
             logger.warning("%d chunks not computed: %s", len(computed.chunks), computed.lack)
-            failed = {NOT_COMPUTED: len(computed.chunks)}
+            failed = {Miss.NO_ROOM: len(computed.chunks)}
             yield PrecomputeReport(refused=failed, failed=failed)
             continue
         plan, kv = computed

@@ -20,7 +20,6 @@ from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.rows import token_tensor
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import FULL_PREFILL, Request
-from cacheblend_rag.engines.backend import STOPPED, UNSUPPORTED
 from cacheblend_rag.engines.batch import chunks_of
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS, FusedCache
@@ -32,14 +31,14 @@ from cacheblend_rag.engines.transformers.watched_model import TriedModel
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.memory import NO_ROOM, Lack, no_room, unless_lacking
+from cacheblend_rag.memory import Lack, no_room, unless_lacking
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import LEAST_SHARE, NO_CHUNK, config_for, missed
 from cacheblend_rag.prefill.prompt_pass import Destination, FusedPrompt, PromptPass
 from cacheblend_rag.prefill.stopwatch import Stopwatch
-from cacheblend_rag.reason import Reason
+from cacheblend_rag.reason import Miss, Reason
 from cacheblend_rag.report import BlendReport, ChunkReport, PrefillReport
 from cacheblend_rag.settings import BlendConfig
 
@@ -125,7 +124,7 @@ class Prefill:
             return done
         tokens = compared.longest
         logger.warning(
-            "an answer after %d tokens is not compared: %s (%s)", tokens, NO_ROOM, done.why
+            "an answer after %d tokens is not compared: %s (%s)", tokens, Miss.NO_ROOM, done.why
         )
         return None
 
@@ -198,10 +197,12 @@ class Prefill:
         if not placed:
             return PrefillReport(NO_CHUNK)
         if (stopped := self.request.steering.refusal) is not None:
-            return PrefillReport(stopped, chunks=[chunk.report(STOPPED) for chunk in placed])
+            return PrefillReport(
+                stopped, chunks=[chunk.report(Miss.GUARD_STOPPED) for chunk in placed]
+            )
         assert refusal is not None  # noqa: S101 (otherwise the store is asked)
-        why = Reason(refusal.code, f"{UNSUPPORTED}: {refusal}")
-        return PrefillReport(why, chunks=[chunk.report(UNSUPPORTED) for chunk in placed])
+        why = Reason(refusal.code, f"{Miss.UNSUPPORTED_MODEL}: {refusal}")
+        return PrefillReport(why, chunks=[chunk.report(Miss.UNSUPPORTED_MODEL) for chunk in placed])
 
     def _with_prefix(self) -> Work[Prefilled | None]:
         """Reuse the prefix alone, if it is worth a pass."""
@@ -255,8 +256,12 @@ class Prefill:
             self._told = done
             return None
         tokens = len(self._token_ids)
-        logger.warning("a prompt of %d tokens is not blended: %s (%s)", tokens, NO_ROOM, done.why)
-        chunks = missed(self._found, NO_ROOM) or [chunk.report(NO_ROOM) for chunk in placed]
+        logger.warning(
+            "a prompt of %d tokens is not blended: %s (%s)", tokens, Miss.NO_ROOM, done.why
+        )
+        chunks = missed(self._found, Miss.NO_ROOM) or [
+            chunk.report(Miss.NO_ROOM) for chunk in placed
+        ]
         self._tell(PrefillReport(no_room(done.why), chunks=chunks))
         return None
 

@@ -33,7 +33,7 @@ from cacheblend_rag.engines.answer import (
     TokenLogprob,
     with_texts,
 )
-from cacheblend_rag.engines.backend import STOPPED, engine_settings
+from cacheblend_rag.engines.backend import engine_settings
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.sampling import ResolvedSampling, warn_of_ignored
 from cacheblend_rag.engines.setup import EngineSetup
@@ -81,7 +81,7 @@ from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
-from cacheblend_rag.reason import Reason
+from cacheblend_rag.reason import Miss, Reason
 from cacheblend_rag.report import Evicted, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig, Profile
 from cacheblend_rag.text.encoder import Tokenizer
@@ -254,7 +254,7 @@ class VLLMEngine(Engine):
             return Sent(plain, reason=FULL_PREFILL)
         placed = request.prepared.placed
         if (stopped := request.steering.refusal) is not None:
-            return Sent(plain, placed, stopped, STOPPED)
+            return Sent(plain, placed, stopped, Miss.GUARD_STOPPED)
         wish = Wish(
             config=request.config.to_dict(), report_id=uuid.uuid4().hex, **self._of_turns(request)
         )

@@ -16,8 +16,8 @@ from cacheblend_rag.engines.vllm.protocol.result import (
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NO_CHUNK, NOT_STORED
-from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
+from cacheblend_rag.report import ChunkReport, PrefillReport
 from cacheblend_rag.trace import Trace
 
 PHASES = frozenset({"look_up", "load", "lay_in", "early_layers", "selection", "recompute"})
@@ -35,7 +35,7 @@ class Sent:
     request: VLLMRequest
     placed: tuple[PlacedChunk, ...] = ()
     reason: Reason | None = None
-    missed: MissReason | None = None
+    missed: Reason | None = None
     refusal: Reason | None = None
 
 
@@ -150,7 +150,7 @@ def _told(sent: Sent, done: BlendResult) -> list[ChunkReport]:
         for chunk in done.chunks
     ]
     missed = [
-        one.report(sent.missed or "not stored")
+        one.report(sent.missed or Miss.NOT_STORED)
         for one in sent.placed
         if not any(c.start < one.end and one.start < c.start + c.tokens for c in chunks)
     ]

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from cacheblend_rag.observe.doctor.machine import CpuLoad
 from cacheblend_rag.observe.doctor.similar import SimilarChunk
 from cacheblend_rag.prefill.comparing import Comparison
-from cacheblend_rag.reason import Reason
-from cacheblend_rag.report import BlendReport, MissReason
+from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.report import BlendReport
 from cacheblend_rag.settings import BlendConfig
 
 
@@ -189,20 +189,20 @@ class Evidence:
         """Median time to first token of blended requests; 0 if there was none."""
         return _median_ttft([report for report in self.blends if report.blended])
 
-    def missed_tokens(self, *reasons: MissReason) -> int:
+    def missed_tokens(self, *codes: ReasonCode) -> int:
         """Return the tokens of chunks that the first request missed for one of these reasons."""
         chunks = () if self.first is None else self.first.chunks
-        return sum(chunk.tokens for chunk in chunks if chunk.reason in reasons)
+        return sum(chunk.tokens for chunk in chunks if chunk.reason_code in codes)
 
-    def missed(self, *reasons: MissReason) -> int:
+    def missed(self, *codes: ReasonCode) -> int:
         """Return how many chunks the first request missed for one of these reasons."""
         chunks = () if self.first is None else self.first.chunks
-        return sum(chunk.reason in reasons for chunk in chunks)
+        return sum(chunk.reason_code in codes for chunk in chunks)
 
-    def missed_tiers(self, reason: MissReason) -> Counter[str]:
+    def missed_tiers(self, code: ReasonCode) -> Counter[str]:
         """Return how many chunks were missed for a reason, by the tier that failed."""
         chunks = () if self.first is None else self.first.chunks
-        return Counter(chunk.tier for chunk in chunks if chunk.reason == reason and chunk.tier)
+        return Counter(chunk.tier for chunk in chunks if chunk.reason_code == code and chunk.tier)
 
 
 def waited(report: BlendReport) -> Mapping[str, float]:

@@ -9,7 +9,6 @@ from cacheblend_rag.observe.doctor.evidence import Evidence
 from cacheblend_rag.observe.doctor.finding import Figure, Finding, FindingCode, SettingChange
 from cacheblend_rag.observe.doctor.similar import SimilarChunk
 from cacheblend_rag.reason import ReasonCode
-from cacheblend_rag.report import MissReason
 
 SHORT_PROMPT = 1000
 """Tokens below which little can be gained."""
@@ -35,7 +34,7 @@ def cannot_be_blended(evidence: Evidence) -> Finding | None:
 
 def no_room(evidence: Evidence) -> Finding | None:
     """A request found no memory to blend, or none at all."""
-    memory, chunks = evidence.memory, evidence.missed("no room")
+    memory, chunks = evidence.memory, evidence.missed(ReasonCode.NO_ROOM)
     if not chunks and memory.lack is None:
         return None
     lack = memory.lack or next(
@@ -88,7 +87,7 @@ def _less_memory(evidence: Evidence) -> SettingChange:
 
 def guard_stopped(evidence: Evidence) -> Finding | None:
     """The guard has stopped blending, since answers diverged."""
-    chunks = evidence.missed("stopped by the guard")
+    chunks = evidence.missed(ReasonCode.GUARD_STOPPED)
     if not chunks:
         return None
     return Finding(
@@ -106,7 +105,7 @@ def guard_stopped(evidence: Evidence) -> Finding | None:
 
 def tier_fails(evidence: Evidence) -> Finding | None:
     """A tier of the store cannot be used."""
-    of_chunks = evidence.missed_tiers("store error")
+    of_chunks = evidence.missed_tiers(ReasonCode.STORE_ERROR)
     failing = {name: one for name, one in evidence.tiers.items() if one.errors or one.skipped}
     names = sorted({*of_chunks, *failing})
     if not names:
@@ -132,7 +131,7 @@ def tier_fails(evidence: Evidence) -> Finding | None:
 
 def damaged(evidence: Evidence) -> Finding | None:
     """Stored KV is damaged, or signed with another key."""
-    chunks, forged = evidence.missed("damaged"), evidence.missed("bad signature")
+    chunks, forged = evidence.missed(ReasonCode.DAMAGED), evidence.missed(ReasonCode.BAD_SIGNATURE)
     if not chunks + forged:
         return None
     return Finding(
@@ -152,14 +151,14 @@ def damaged(evidence: Evidence) -> Finding | None:
 
 def other_model(evidence: Evidence) -> Finding | None:
     """Stored KV belongs to another model, tokenizer, instruction, lead-in or namespace."""
-    chunks = evidence.missed("other model")
+    chunks = evidence.missed(ReasonCode.OTHER_MODEL)
     if not chunks:
         return None
     return Finding(
         FindingCode.OTHER_MODEL,
         "The store holds these chunks as another model, tokenizer, instruction, lead-in or "
         "namespace computed them.",
-        {"chunks": chunks, "tokens": evidence.missed_tokens("other model")},
+        {"chunks": chunks, "tokens": evidence.missed_tokens(ReasonCode.OTHER_MODEL)},
         SettingChange(
             "instruction",
             f"{evidence.prompt.instruction[:40]!r}, lead-in {evidence.prompt.lead_in}",
@@ -226,7 +225,7 @@ def _of_similar(
 
 def not_stored(evidence: Evidence) -> Finding | None:
     """Registered chunks have no stored KV."""
-    reasons: tuple[MissReason, ...] = ("not stored", "not stored, being filled")
+    reasons: tuple[ReasonCode, ...] = (ReasonCode.NOT_STORED, ReasonCode.BEING_FILLED)
     chunks = evidence.missed(*reasons)
     if not chunks:
         return None
@@ -270,7 +269,7 @@ def no_known_chunk(evidence: Evidence) -> Finding | None:
 
 def prompt_too_short(evidence: Evidence) -> Finding | None:
     """The prompt is too short for a gain."""
-    tokens, chunks = evidence.prompt.tokens, evidence.missed("too short")
+    tokens, chunks = evidence.prompt.tokens, evidence.missed(ReasonCode.TOO_SHORT)
     short = tokens < SHORT_PROMPT and _gains_little(evidence)
     if not chunks and not short:
         return None

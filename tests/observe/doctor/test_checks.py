@@ -24,6 +24,7 @@ from cacheblend_rag.observe.doctor.machine import CpuLoad
 from cacheblend_rag.observe.doctor.similar import SimilarChunk
 from cacheblend_rag.prefill.comparing import Comparison
 from cacheblend_rag.quality.verify.check import Check, Verdict
+from cacheblend_rag.reason import Miss
 from cacheblend_rag.report import PhaseSeconds
 from cacheblend_rag.trace import Trace, TracedSelection
 
@@ -104,7 +105,7 @@ LATE = Trace(
     rows=(9, 9, 9, 9, 1, 1),
 )
 SIMILAR = SimilarChunk("a", "white space", 1.0, "a b", "a\nb")
-SOONER = replace(report(reason="slow"), reason=Reason(ReasonCode.SLOW, "3 ms"))
+SOONER = replace(report(reason=Miss.SLOW), reason=Reason(ReasonCode.SLOW, "3 ms"))
 PASSES = Verdict("toy", "transformers", "float32", "cpu", ())
 FAILS = replace(PASSES, checks=(Check("positions", "", "failed", "off"),))
 PLANTED: dict[str, Evidence] = {
@@ -112,22 +113,22 @@ PLANTED: dict[str, Evidence] = {
     "cannot_be_blended": of(
         refusal=Reason(ReasonCode.UNSUPPORTED_LAYERS, "no"), first=None, blends=(), in_force=None
     ),
-    "no_room": missing("no room"),
+    "no_room": missing(Miss.NO_ROOM),
     "question_registered": of(prompt=replace(PROMPT, chunk_tokens=(350, 350, 9), after=" ")),
     "other_instruction": of(prompt=replace(PROMPT, before="Be brief.\n\n")),
     "ratio_too_low": of(in_force=trial(0.12, 0.01), more=trial(0.03, 0.16)),
     "predictions_differ": of(in_force=trial(0.5), more=trial(0.4, 0.16)),
-    "guard_stopped": missing("stopped by the guard"),
-    "tier_fails": missing("store error", "redis"),
-    "damaged": missing("damaged"),
-    "other_model": missing("other model"),
+    "guard_stopped": missing(Miss.GUARD_STOPPED),
+    "tier_fails": missing(Miss.STORE_ERROR, "redis"),
+    "damaged": missing(Miss.DAMAGED),
+    "other_model": missing(Miss.OTHER_MODEL),
     "white_space_differs": of(prompt=replace(PROMPT, chunks=()), similar=(SIMILAR,)),
     "text_differs": of(
         prompt=replace(PROMPT, chunks=()), similar=(replace(SIMILAR, differs="text"),)
     ),
-    "not_stored": missing("not stored"),
+    "not_stored": missing(Miss.NOT_STORED),
     "no_known_chunk": of(prompt=replace(PROMPT, chunks=()), first=None, in_force=None),
-    "prompt_too_short": missing("too short"),
+    "prompt_too_short": missing(Miss.TOO_SHORT),
     "machine_busy": of(load=BUSY),
     "tier_slow": of(first=SLOW, tiers={"disk": TierFacts(read_seconds=0.5, read_bytes=9)}),
     "check_layer_late": of(
@@ -210,7 +211,7 @@ def test_a_busy_machine_silences_what_times_say_and_nothing_else() -> None:
 
 def test_findings_are_ordered_by_severity_notes_last() -> None:
     few = report().chunks[:2]
-    lost = ChunkReport("2", 700, 40, False, "not stored")
+    lost = ChunkReport("2", 700, 40, False, Miss.NOT_STORED)
     first = replace(report(), chunks=(*few, lost))
     evidence = of(first=first, load=BUSY, prompt=replace(PROMPT, before="Be brief."))
     found = examine(evidence)
@@ -221,11 +222,11 @@ def test_findings_are_ordered_by_severity_notes_last() -> None:
 
 def test_what_to_lower_is_the_memory_for_chunks_if_that_is_enough() -> None:
     facts = MemoryFacts(needed=300 << 20, available=100 << 20, kept=1 << 30)
-    found = reuse.no_room(replace(missing("no room"), memory=facts))
+    found = reuse.no_room(replace(missing(Miss.NO_ROOM), memory=facts))
     assert found is not None
     change = found.change
     assert (change.setting, change.proposed) == ("host_bytes", "824 MiB")
-    found = reuse.no_room(replace(missing("no room"), memory=replace(facts, kept=50 << 20)))
+    found = reuse.no_room(replace(missing(Miss.NO_ROOM), memory=replace(facts, kept=50 << 20)))
     assert found is not None
     change = found.change
     assert change.setting == "tokens of the prompt"

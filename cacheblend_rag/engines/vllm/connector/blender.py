@@ -23,8 +23,8 @@ from cacheblend_rag.engines.vllm.protocol.result import BlendResult, Declined, F
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.memory import give_back_unused, lack_of_memory
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class Blender:
         give_back_unused()
         allotted = self.allotted[request_id]
         kind = "blend" if allotted.is_blend else getattr(allotted.work, "kind", "")
-        logger.warning("a %s job is abandoned: %s (%s)", kind, NO_ROOM, lack)
+        logger.warning("a %s job is abandoned: %s (%s)", kind, Miss.NO_ROOM, lack)
         return self.jobs.no_room(allotted, lack)
 
     def _next_result(self, request_id: str, work: Work) -> Result | _OutOfMemory | None:

@@ -31,8 +31,8 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import fingerprint
 from cacheblend_rag.kv.mac import mac_of
 from cacheblend_rag.prefill.policy import NO_CHUNK, config_for, too_little
-from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
+from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.settings import BlendConfig
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_REASON = 500
-MISSING: MissReason = "not stored"
+MISSING: Reason = Miss.NOT_STORED
 """The miss reason of a chunk that is in no tier."""
 SERVERS_OWN = Wish()
 """What requests without a wish get, where the server searches all prompts."""
@@ -200,7 +200,7 @@ def _run(job: Precompute, result: PrecomputeResult) -> Run:
     )
 
 
-def _missed(found: FoundChunk, reason: MissReason) -> ChunkReport:
+def _missed(found: FoundChunk, reason: Reason) -> ChunkReport:
     """Return the report of a chunk that is not blended, without asking the store."""
     edges = 0 if found.is_turn else len(found.before) + len(found.after)
     tokens = found.tokens

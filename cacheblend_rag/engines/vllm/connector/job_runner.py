@@ -50,7 +50,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.stored_chunk import READ_ONLY
-from cacheblend_rag.memory import NO_ROOM, give_back_unused, no_room
+from cacheblend_rag.memory import give_back_unused, no_room
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
 from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
@@ -65,7 +65,7 @@ from cacheblend_rag.prefill.precompute import (
     compute_one_by_one,
 )
 from cacheblend_rag.prefill.prompt_pass import Destination, FusedPrompt, PromptPass
-from cacheblend_rag.reason import Reason
+from cacheblend_rag.reason import Miss, Reason
 from cacheblend_rag.report import ChunkReport, Evicted
 from cacheblend_rag.settings import BlendConfig
 
@@ -122,7 +122,7 @@ class JobRunner:
         """Return the result of a job that ran out of memory; vLLM serves its request."""
         if not allotted.is_blend:
             return Failed(no_room(lack))
-        chunks = tuple(chunk.report(NO_ROOM) for chunk in self._placed(allotted))
+        chunks = tuple(chunk.report(Miss.NO_ROOM) for chunk in self._placed(allotted))
         return self._declined(allotted, no_room(lack), chunks)
 
     def _declined(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from cacheblend_rag.engines.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.protocol.result import PREFIX_CACHE, BlendResult
 from cacheblend_rag.prefill.policy import LEAST_SHARE
-from cacheblend_rag.reason import Reason
+from cacheblend_rag.reason import Miss, Reason
 from cacheblend_rag.report import ChunkReport
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def held_report(chunk: FoundChunk, computed: int | None = None) -> ChunkReport:
         chunk.start,
         chunk.tokens,
         is_hit,
-        None if is_hit else "slow",
+        None if is_hit else Miss.SLOW,
         tier=PREFIX_CACHE if is_hit else None,
         recomputed=max(0, chunk.end - computed) if is_hit else 0,
     )

@@ -45,7 +45,7 @@ def _printable(name: str) -> str:
 def _counts_schema(_: Any, handler: Any) -> core_schema.CoreSchema:
     """Counts of reasons travel as [code, sentence, count]."""
     return core_schema.no_info_after_validator_function(
-        lambda rows: {Reason(ReasonCode.named(code), said): count for code, said, count in rows},
+        lambda rows: {Reason(ReasonCode(code), said): count for code, said, count in rows},
         handler.generate_schema(list[tuple[str, str, int]]),
         serialization=core_schema.plain_serializer_function_ser_schema(
             lambda counts: [[one.code.value, str(one), count] for one, count in counts.items()]

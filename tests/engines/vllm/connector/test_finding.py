@@ -265,7 +265,7 @@ def test_what_the_store_has_lost_stays_known(engine: InProcessEngine) -> None:
     for one in told:
         said = one.params[PARAMETER]
         assert said["reason"][0] == "not_stored"
-        assert [chunk["reason"] for chunk in said["chunks"]] == ["not stored"] * 3
+        assert [chunk["reason"][0] for chunk in said["chunks"]] == ["not_stored"] * 3
     assert "work_seconds" in told[0].params[PARAMETER]
     assert "work_seconds" not in told[1].params[PARAMETER], "no worker had it"
     long = (*first, *engine.tokenize(words(300, 91)))

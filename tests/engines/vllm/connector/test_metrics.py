@@ -10,12 +10,12 @@ from vllm.config import VllmConfig
 
 from cacheblend_rag.engines.vllm.connector.metrics import KEPT, BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.protocol.result import BlendResult, CompareResult, Declined, Failed
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
 
 HIT = ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=10)
-MISS = ChunkReport("1" * 32, 43, 7, False, "not stored")
-DAMAGED = ChunkReport("2" * 32, 50, 7, False, "damaged")
+MISS = ChunkReport("1" * 32, 43, 7, False, Miss.NOT_STORED)
+DAMAGED = ChunkReport("2" * 32, 50, 7, False, Miss.DAMAGED)
 TOO_FEW = Declined(
     Reason(ReasonCode.TOO_SHORT, "too few"), (MISS,), work_seconds=0.5, seconds={"look_up": 0.25}
 )

@@ -31,7 +31,7 @@ from cacheblend_rag.engines.vllm.protocol.result import (
     result_of,
     status_of,
 )
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
 from tests.contracts import wire
 from tests.models import QWEN_SAMPLING
@@ -50,7 +50,7 @@ def mutated(value: Any, draw: random.Random, deepest: int = 2_000) -> Any:
 
 
 HIT = ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=5)
-MISS = ChunkReport("1" * 32, 50, 7, False, "not stored", document_id="report")
+MISS = ChunkReport("1" * 32, 50, 7, False, Miss.NOT_STORED, document_id="report")
 BLEND = BlendResult((HIT, MISS), "hkvd", 0.15, 0.3, {"load": 0.5}, None, 0.25)
 FULL = Reason(ReasonCode.STORE_FULL, "store full")
 DISK = Reason(ReasonCode.STORE_ERROR, "disk tier: no space left")
@@ -117,7 +117,7 @@ def test_what_a_newer_connector_adds_is_left_out() -> None:
     plain = sent(BLEND)
     plain["cacheblend"] |= {"colour": "red"}
     plain["cacheblend"]["chunks"][0] |= {"colour": "red"}
-    plain["cacheblend"]["chunks"][1]["reason"] = "a reason that is new"
+    plain["cacheblend"]["chunks"][1]["reason"] = ["a_miss_that_is_new", "a reason that is new"]
     plain["cacheblend"]["ratio_reason"] = ["a_code_that_is_new", "a sentence"]
     read = result_of(plain)
     assert isinstance(read, BlendResult)
