@@ -38,7 +38,7 @@ def reference_of(
         if placed.protected:
             reference += _missing(span.chunk, lead_in, held)
         reference += prepared.token_ids[span.start : span.end]
-        held.add(Context(span.chunk.context).then(span.chunk.text))
+        held.add(span.chunk.passage)
         done = span.end
         if len(reference) > most_tokens:
             return None

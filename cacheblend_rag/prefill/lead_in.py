@@ -160,7 +160,7 @@ class LeadIn:
         if self.name != "document":
             return []
         pieces: list[tuple[Context, TokenIds]] = []
-        context = Context(chunk.context)
+        context = Context.of(chunk.context)
         for tokens in reversed(self._window_of(context)):
             pieces.append((context, tokens))
             context = context.before
@@ -191,7 +191,7 @@ class LeadIn:
 
         A document's next chunk has the same pieces and few more, so results are cached.
         """
-        context = Context(pieces)
+        context = Context.of(pieces)
         waiting: list[Context] = []
         while context and context not in self._windows:
             waiting.append(context)

@@ -15,7 +15,7 @@ from typing import get_args
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.rag.document_report import Combine
-from cacheblend_rag.text.chunk import EMPTY, Chunk, Context
+from cacheblend_rag.text.chunk import Chunk, Context
 
 FEWEST_CHUNK_TOKENS = 16
 PIECE_TOKENS = 64
@@ -194,7 +194,7 @@ def _context(pieces: Sequence[Piece], texts: Sequence[str], room: int) -> Contex
     while first and pieces[first - 1].tokens <= room:
         first -= 1
         room -= pieces[first].tokens
-    return Context(texts[first : len(pieces)]) if first < len(pieces) else EMPTY
+    return Context.of(texts[first : len(pieces)])
 
 
 def fitting_window(sizes: Sequence[int], window: int, room: int) -> int:

@@ -3,58 +3,56 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from hashlib import blake2b
 from typing import Any
 
 from cacheblend_rag.errors import ConfigError
 
 BOUNDARY_KEY = "cacheblend_boundary"
 """The metadata field in which frameworks' nodes and documents hold their boundary."""
+DIGEST_BYTES = 16
 
 
 class Context(Sequence[str]):
-    """The pieces of a document before a chunk, in order, as a linked list.
+    """The pieces of a document before a chunk, in order.
 
     Each chunk's context is a prefix of the document: copies of them would take memory and time
-    quadratic in its length. So a context holds its last piece, the context before that, its length
-    and its hash. It equals other contexts and tuples with the same pieces; as a dict key, it only
-    finds contexts.
+    quadratic in its length. So a context holds its last piece and the context before that. It
+    equals contexts with the same pieces, of which it compares digests, and tuples of them; as a
+    dict key, it only finds contexts.
+
+    Attributes:
+        before: the context without its last piece; an empty one is itself.
+        last: the last piece; "" of an empty context.
+        digest: 16 bytes that no other pieces have.
     """
 
-    __slots__ = ("_hash", "_length", "_parent", "last")
+    __slots__ = ("_length", "before", "digest", "last")
 
-    _hash: int
-    _length: int
-    _parent: Context | None
+    before: Context
     last: str
-    """The last piece; "" of an empty context."""
+    digest: bytes
 
-    def __new__(cls, pieces: Iterable[str] = ()) -> Context:
-        """Make a context of pieces; a context itself is returned as it is."""
-        if isinstance(pieces, Context):
-            return pieces
-        made = EMPTY
-        for piece in pieces:
-            made = made.then(piece)
-        return made
+    def __init__(self, before: Context | None = None, last: str = "") -> None:
+        self.last = last
+        if before is None:
+            self.before, self._length, self.digest = self, 0, bytes(DIGEST_BYTES)
+            return
+        self.before, self._length = before, len(before) + 1
+        told = before.digest + last.encode("utf-8", "surrogatepass")
+        self.digest = blake2b(told, digest_size=DIGEST_BYTES).digest()
 
     @classmethod
-    def _make(cls, parent: Context | None, last: str) -> Context:
-        made = super().__new__(cls)
-        made._parent, made.last = parent, last
-        made._length = 0 if parent is None else parent._length + 1
-        made._hash = hash((0 if parent is None else parent._hash, last))
-        return made
+    def of(cls, pieces: Iterable[str]) -> Context:
+        """Make a context of pieces; a context itself is returned as it is."""
+        return pieces if isinstance(pieces, Context) else reduce(cls, pieces, EMPTY)
 
     def then(self, piece: str) -> Context:
         """Return the context with one piece more."""
-        return self._make(self, piece)
-
-    @property
-    def before(self) -> Context:
-        """The context without its last piece; an empty one is itself."""
-        return self if self._parent is None else self._parent
+        return Context(self, piece)
 
     def __len__(self) -> int:
         """Return how many pieces there are."""
@@ -62,10 +60,10 @@ class Context(Sequence[str]):
 
     def __reversed__(self) -> Iterator[str]:
         """Yield the pieces from the last to the first."""
-        node = self
-        while node._parent is not None:
-            yield node.last
-            node = node._parent
+        context = self
+        while context:
+            yield context.last
+            context = context.before
 
     def __iter__(self) -> Iterator[str]:
         """Yield the pieces in order."""
@@ -76,30 +74,24 @@ class Context(Sequence[str]):
         return tuple(self)[index]
 
     def __hash__(self) -> int:
-        """Return the hash of all pieces, which is known."""
-        return self._hash
+        """Return a hash of all pieces."""
+        return hash(self.digest)
 
     def __eq__(self, other: object) -> bool:
         """Tell whether the pieces are the same."""
-        if not isinstance(other, Context):
-            return tuple(self) == other if isinstance(other, tuple) else NotImplemented
-        here, there = self, other
-        while here is not there:
-            if (here._hash, here._length, here.last) != (there._hash, there._length, there.last):
-                return False
-            here, there = here.before, there.before
-        self._parent = other._parent  # kept once from now on, and compared no more
-        return True
+        if isinstance(other, Context):
+            return self.digest == other.digest
+        return tuple(self) == other if isinstance(other, tuple) else NotImplemented
 
-    def __reduce__(self) -> tuple[type[Context], tuple[tuple[str, ...]]]:
-        """Pickle and copy the pieces as a tuple: the linked list would nest too deep."""
-        return Context, (tuple(self),)
+    def __reduce__(self) -> tuple[Callable[[Iterable[str]], Context], tuple[tuple[str, ...]]]:
+        """Pickle and copy the pieces as a tuple: contexts in each other would nest too deep."""
+        return Context.of, (tuple(self),)
 
     def __repr__(self) -> str:
         return repr(tuple(self))
 
 
-EMPTY = Context._make(None, "")
+EMPTY = Context()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +114,12 @@ class Chunk:
     collection: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "context", Context(self.context))
+        object.__setattr__(self, "context", Context.of(self.context))
+
+    @property
+    def passage(self) -> Context:
+        """Its context and its text: all that stands in its document up to its end."""
+        return Context.of(self.context).then(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +164,9 @@ class Document:
         for text, boundary in zip(self.chunks, boundaries, strict=True):
             if boundary != within:
                 before, within = EMPTY, boundary
-            found.append(Chunk(text, self.document_id, before, self.collection))
-            before = before.then(text).then(self.separator)
+            chunk = Chunk(text, self.document_id, before, self.collection)
+            before = chunk.passage.then(self.separator)
+            found.append(chunk)
         return found
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from threading import Lock
+from typing import Any, TypeAlias
 
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.text.chunk import EMPTY, Chunk, Match, stands_before
+from cacheblend_rag.text.chunk import Chunk, Match, stands_before
 from cacheblend_rag.text.search import (
     AnchorTable,
     SearchBudget,
@@ -15,6 +16,9 @@ from cacheblend_rag.text.search import (
     windows,
     without_overlaps,
 )
+
+Numbered: TypeAlias = dict[Chunk, int]
+"""Chunks with their serial numbers."""
 
 CROWD = 64
 """A text with more variants than this does not identify the document that it occurs in."""
@@ -35,11 +39,12 @@ class ChunkRegistry:
         self._lock = Lock()
         self._serial = 0
         self._generation = object()
-        self._variants: dict[str, dict[Chunk, int]] = {}
-        self._documents: dict[str | None, dict[str, dict[Chunk, None]]] = {}
+        # Each index has its chunks in the order of their serial numbers.
+        self._variants: dict[str, Numbered] = {}
+        self._documents: dict[str | None, Numbered] = {}
+        self._of_documents: dict[tuple[str | None, str], Numbered] = {}
         self._anchors: dict[int, AnchorTable] = {}
-        for chunk in chunks:
-            self.add(chunk)
+        ChunkRegistry.add_many(self, chunks)
 
     def __len__(self) -> int:
         """Return how many chunks are registered, each variant counted."""
@@ -62,30 +67,21 @@ class ChunkRegistry:
         self._catch_up()
         return self._generation
 
-    def add(self, chunk: Chunk) -> None:
-        """Register a chunk; one that is known already becomes the most recently added.
-
-        Raises:
-            PromptError: when its text is empty or only white space.
-        """
-        self.add_many([chunk])
-
     def add_many(self, chunks: Iterable[Chunk]) -> None:
-        """Register chunks in order; searches may run in between.
+        """Register chunks in order; one that is known already becomes the most recently added.
+
+        Searches may run in between.
 
         Raises:
             PromptError: when a text is empty or only white space.
         """
         for chunk in chunks:
-            self.check(chunk)
-            self._remember(chunk)
-
-    def discard(self, chunk: Chunk) -> None:
-        """Forget one chunk, if it is registered; other variants of its text stay."""
-        self.discard_many([chunk])
+            check_text(chunk)
+            with self._lock:
+                self._add(chunk)
 
     def discard_many(self, chunks: Iterable[Chunk]) -> None:
-        """Forget those of the chunks that are registered."""
+        """Forget those of the chunks that are registered; other variants of their texts stay."""
         with self._lock:
             for chunk in chunks:
                 self._discard(chunk)
@@ -99,7 +95,7 @@ class ChunkRegistry:
         """
         self._catch_up()
         with self._lock:
-            chunks = self._chunks_of(document_id)
+            chunks = tuple(self._documents.get(document_id, ()))
         return tuple(c for c in chunks if collection is None or c.collection == collection)
 
     def chunks(self) -> tuple[Chunk, ...]:
@@ -149,9 +145,8 @@ class ChunkRegistry:
             hints: chunks, or document ids, that are expected.
         """
         self._catch_up()
-        found = list(windows(text))
+        found, hinted = list(windows(text)), _Hints(hints)
         with self._lock:
-            hinted = _Hints(hints)
             budget = SearchBudget(len(text))
             spans = [
                 span
@@ -164,70 +159,49 @@ class ChunkRegistry:
                 start, end = span
                 return not self._is_hinted(text[start:end], hinted), start - end, start
 
-            return self._name(text, without_overlaps(spans, precedence), hinted)
+            matches: list[Match] = []
+            earlier: list[str] = []
+            for start, end in without_overlaps(spans, precedence):
+                chunk = self._variant(text[start:end], earlier, hinted)
+                matches.append(Match(start, end, chunk))
+                earlier.append(chunk.text)
+            return matches
 
     def _catch_up(self) -> None:
         """Read what other processes changed; does nothing in memory."""
 
-    @staticmethod
-    def check(chunk: Chunk) -> None:
-        """Refuse a chunk that cannot be searched for.
-
-        Raises:
-            PromptError: when the chunk's text is empty or only white space.
-        """
-        if not chunk.text or chunk.text.isspace():
-            raise PromptError(
-                f"chunk text {chunk.text[:20]!r} of document {chunk.document_id!r} is empty or "
-                "only white space; drop such chunks before registering"
-            )
-
-    def _remember(self, chunk: Chunk) -> None:
-        with self._lock:
-            if chunk.text not in self._variants:
-                *_, (width, hashes) = windows(chunk.text)
-                self._anchors.setdefault(width, AnchorTable()).add(chunk.text, hashes)
-            self._serial += 1
-            self._generation = object()
-            variants = self._variants.setdefault(chunk.text, {})
-            variants.pop(chunk, None)  # so that they are in the order of their serial numbers
-            variants[chunk] = self._serial
-            texts = self._documents.setdefault(chunk.document_id, {})
-            texts.setdefault(chunk.text, {})[chunk] = None
+    def _add(self, chunk: Chunk) -> None:
+        if chunk.text not in self._variants:
+            *_, (width, hashes) = windows(chunk.text)
+            self._anchors.setdefault(width, AnchorTable()).add(chunk.text, hashes)
+        self._serial += 1
+        self._generation = object()
+        for index, key in self._entries(chunk):
+            chunks = index.setdefault(key, {})
+            chunks.pop(chunk, None)
+            chunks[chunk] = self._serial
 
     def _discard(self, chunk: Chunk) -> None:
-        variants = self._variants.get(chunk.text, {})
-        if chunk not in variants:
+        if chunk not in self._variants.get(chunk.text, ()):
             return
         self._generation = object()
-        del variants[chunk]
-        if not variants:
-            del self._variants[chunk.text]
+        for index, key in self._entries(chunk):
+            del index[key][chunk]
+            if not index[key]:
+                del index[key]
+        if chunk.text not in self._variants:
             self._anchors[window_width(chunk.text)].discard(chunk.text)
-        texts = self._documents[chunk.document_id]
-        del texts[chunk.text][chunk]
-        if not texts[chunk.text]:
-            del texts[chunk.text]
-        if not texts:
-            del self._documents[chunk.document_id]
 
-    def _chunks_of(self, document_id: str) -> list[Chunk]:
-        chunks = [c for found in self._documents.get(document_id, {}).values() for c in found]
-        return sorted(chunks, key=lambda chunk: self._variants[chunk.text][chunk])
+    def _entries(self, chunk: Chunk) -> Iterator[tuple[dict[Any, Numbered], Any]]:
+        """Yield each index, with the key under which it has a chunk."""
+        yield self._variants, chunk.text
+        yield self._documents, chunk.document_id
+        yield self._of_documents, (chunk.document_id, chunk.text)
 
     def _is_hinted(self, text: str, hints: _Hints) -> bool:
         return text in hints.chunks or any(
-            text in self._documents.get(document_id, ()) for document_id in hints.document_ids
+            (document_id, text) in self._of_documents for document_id in hints.document_ids
         )
-
-    def _name(self, text: str, spans: Iterable[Span], hints: _Hints) -> list[Match]:
-        matches: list[Match] = []
-        earlier: list[str] = []
-        for start, end in spans:
-            found = text[start:end]
-            matches.append(Match(start, end, self._variant(found, earlier, hints)))
-            earlier.append(found)
-        return matches
 
     def _variant(self, text: str, earlier: Sequence[str], hints: _Hints) -> Chunk:
         """Choose among the variants of ``text``; ``earlier``: the chunk texts before it."""
@@ -260,15 +234,28 @@ class ChunkRegistry:
         return [
             chunk
             for document_id in document_ids
-            for chunk in self._documents.get(document_id, {}).get(text, ())
+            for chunk in self._of_documents.get((document_id, text), ())
         ]
+
+
+def check_text(chunk: Chunk) -> None:
+    """Refuse a chunk that cannot be searched for.
+
+    Raises:
+        PromptError: when the chunk's text is empty or only white space.
+    """
+    if not chunk.text or chunk.text.isspace():
+        raise PromptError(
+            f"chunk text {chunk.text[:20]!r} of document {chunk.document_id!r} is empty or only "
+            "white space; drop such chunks before registering"
+        )
 
 
 def differ(variants: Collection[Chunk]) -> bool:
     """Whether variants of a text have different contexts, hence different contextual KV."""
     contexts = (chunk.context for chunk in variants)
-    first = next(contexts, EMPTY)
-    return any(context is not first and context != first for context in contexts)
+    first = next(contexts, ())
+    return any(context != first for context in contexts)
 
 
 class _Hints:

@@ -1,4 +1,9 @@
-"""The schema of a registry's SQLite file, and checks of the values read from it.
+"""A registry's SQLite file: its tables, how they are changed, and what is read of them.
+
+A document is stored as its pieces, each named by the digest of all that stands up to its end
+(``Context.digest``), and with the name of what stands before it. So what several chunks, versions
+or documents begin with is stored once, and a piece that was damaged is known by its digest. A chunk
+is the name of its last piece, with a document and a collection.
 
 A file may come from anywhere. So no foreign view, trigger or index is run, and an invalid row is
 left out instead of failing the reader.
@@ -6,172 +11,275 @@ left out instead of failing the reader.
 
 from __future__ import annotations
 
+import logging
+import secrets
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from cacheblend_rag.text.chunk import Context
+from cacheblend_rag.text.chunk import EMPTY, Chunk, Context
 
-VERSION = 2
-NO_CONTEXT = 0
-TABLES = """
-CREATE TABLE texts (id INTEGER PRIMARY KEY AUTOINCREMENT, text BLOB NOT NULL UNIQUE);
-CREATE TABLE contexts (
+logger = logging.getLogger(__name__)
+
+SCHEMA = (
+    """CREATE TABLE pieces (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
-    parent INTEGER NOT NULL,
-    text INTEGER NOT NULL,
-    UNIQUE (parent, text)
-);
-CREATE TABLE chunks (
+    name BLOB NOT NULL UNIQUE,
+    before BLOB NOT NULL,
+    text BLOB NOT NULL
+)""",
+    """CREATE TABLE chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
-    text INTEGER NOT NULL,
+    piece BLOB NOT NULL,
     document BLOB,
-    context INTEGER NOT NULL,
-    collection BLOB NOT NULL DEFAULT x''
-);
-CREATE TABLE removals (id INTEGER PRIMARY KEY AUTOINCREMENT, chunk INTEGER NOT NULL);
-CREATE INDEX contexts_by_text ON contexts (text);
-CREATE INDEX chunks_by_text ON chunks (text);
-CREATE INDEX chunks_by_context ON chunks (context)
+    collection BLOB NOT NULL
+)""",
+    """CREATE TABLE removals (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    chunk INTEGER NOT NULL,
+    writer BLOB NOT NULL
+)""",
+    "CREATE INDEX pieces_by_before ON pieces (before)",
+    "CREATE INDEX chunks_by_piece ON chunks (piece)",
+)
+ADDED_BY_SQLITE = "CREATE TABLE sqlite_sequence(name,seq)"
+DELETE_UNNEEDED = """
+DELETE FROM pieces WHERE name = :name
+AND NOT EXISTS (SELECT 1 FROM chunks WHERE piece = :name)
+AND NOT EXISTS (SELECT 1 FROM pieces WHERE before = :name)
 """
 MOST_BYTES = 64 << 20
-"""Of one text, document id or collection."""
+"""Of one row. SQLite neither writes nor reads a longer one."""
 
 
-class BadRowError(Exception):
-    """A row is invalid; the message says why in a few words."""
+@dataclass(slots=True)
+class News:
+    """What has changed in a file.
+
+    removed: chunks that are gone. by_others: those of them that another registry removed. added:
+    new chunks, in order.
+    """
+
+    removed: list[Chunk] = field(default_factory=list)
+    by_others: list[Chunk] = field(default_factory=list)
+    added: list[Chunk] = field(default_factory=list)
 
 
-def open_file(path: str, *, timeout: float) -> sqlite3.Connection:
-    """Open a registry's file by its URI, without trusting its schema."""
+class RegistryFile:
+    """A registry's file. It is read by one thread at a time, and changed by one at a time.
+
+    Reading and writing have a connection each: who reads does not wait for who writes.
+
+    Args:
+        path: the file; one that is empty gets its tables.
+        read_only: whether nothing may be written, not even to undo what a killed writer began.
+        wait_seconds: how long a change waits for other processes.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool, wait_seconds: float) -> None:
+        self._path = path
+        self._name = secrets.token_bytes(8)
+        self._pieces: dict[bytes, Context] = {EMPTY.digest: EMPTY}
+        self._chunks: dict[int, Chunk] = {}
+        self._row_of: dict[Chunk, int] = {}
+        self._last_piece = self._last_chunk = self._last_removal = 0
+        self._seen_version = -1
+        self._reader = _connect(path, "ro" if read_only else "rw", 0)
+        self._writer = self._reader if read_only else _connect(path, "rw", wait_seconds)
+        if not read_only:
+            self._writer.execute("PRAGMA secure_delete = ON")
+            self._make_tables()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._reader.close()
+        self._writer.close()
+
+    # Reading
+
+    def news(self) -> News:
+        """Return what has changed since the last call.
+
+        Raises:
+            sqlite3.Error: when another process is writing, when the file cannot be read, or when
+                it is no registry's. The next call returns the same changes.
+        """
+        (version,) = self._reader.execute("PRAGMA data_version").fetchone()
+        if version == self._seen_version:
+            return News()
+        with self._reader:
+            self._reader.execute("BEGIN")
+            _check_schema(self._reader)
+            removals = self._rows("removals", "chunk, writer", self._last_removal).fetchall()
+            added = self._rows("chunks", "piece, document, collection", self._last_chunk).fetchall()
+            for _, row, _ in removals:
+                self._forget_pieces(self._chunks.get(row))
+            self._read_pieces()
+        self._seen_version = version
+        news = News()
+        self._take_out(removals, news)
+        self._take_in(added, news)
+        return news
+
+    def _rows(self, table: str, columns: str, last: int) -> sqlite3.Cursor:
+        """Select a table's rows after the last one that was read, each with its id first."""
+        select = f"SELECT id, {columns} FROM {table} WHERE id > ? ORDER BY id"  # noqa: S608
+        return self._reader.execute(select, (last,))
+
+    def _forget_pieces(self, chunk: Chunk | None) -> None:
+        """Forget those pieces of a chunk that were deleted with it."""
+        piece = EMPTY if chunk is None else chunk.passage
+        select = "SELECT 1 FROM pieces WHERE name = ?"
+        while piece and piece.digest in self._pieces:
+            if self._reader.execute(select, (piece.digest,)).fetchone() is not None:
+                return
+            del self._pieces[piece.digest]
+            piece = piece.before
+
+    def _read_pieces(self) -> None:
+        """Read new pieces; what is damaged, or stands behind that, is left out."""
+        once: dict[str, str] = {}  # a text that many rows hold is kept once
+        for row, name, before, stored in self._rows(
+            "pieces", "name, before, text", self._last_piece
+        ):
+            self._last_piece = row
+            try:
+                text = _decoded(stored)
+                piece = self._pieces[before].then(once.setdefault(text, text))
+            except (ValueError, KeyError):
+                continue
+            if piece.digest == name:
+                self._pieces[piece.digest] = piece
+
+    def _take_out(self, removals: Sequence[tuple[int, int, bytes]], news: News) -> None:
+        for last, row, writer in removals:
+            self._last_removal = last
+            chunk = self._chunks.pop(row, None)
+            if chunk is not None:
+                self._row_of.pop(chunk, None)
+                news.removed.append(chunk)
+                if writer != self._name:
+                    news.by_others.append(chunk)
+
+    def _take_in(self, rows: Sequence[tuple[Any, ...]], news: News) -> None:
+        """Add chunks; invalid rows are left out, with one warning."""
+        bad: list[str] = []
+        for row, *values in rows:
+            self._last_chunk = row
+            try:
+                chunk = self._chunk(*values)
+            except ValueError as error:
+                bad.append(f"row {row} of its chunks is left out: {error}")
+            else:
+                self._chunks[row], self._row_of[chunk] = chunk, row
+                news.added.append(chunk)
+        if bad:
+            more = f", and {len(bad) - 1} more" if bad[1:] else ""
+            logger.warning("chunk registry %s: %s%s", self._path, bad[0], more)
+
+    def _chunk(self, name: object, document: object, collection: object) -> Chunk:
+        """Return the chunk of a row; raises ValueError if the row is invalid."""
+        piece = self._pieces.get(name) if isinstance(name, bytes) else None
+        if piece is None or not piece.last.strip():
+            raise ValueError("its text, or what stands before it, is missing or damaged")
+        document_id = None if document is None else _decoded(document)
+        return Chunk(piece.last, document_id, piece.before, _decoded(collection))
+
+    # Writing
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Lock the file, waiting for other processes; commit what is done meanwhile, or undo it."""
+        with self._writer:
+            self._writer.execute("BEGIN IMMEDIATE")
+            yield
+
+    def _make_tables(self) -> None:
+        """Create the tables of an empty file."""
+        with self.changing():
+            (tables,) = self._writer.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+            for statement in () if tables else SCHEMA:
+                self._writer.execute(statement)
+
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        """Write chunks behind all others; those that are there already are moved.
+
+        All earlier changes must have been read.
+        """
+        written: set[bytes] = set()
+        for chunk in dict.fromkeys(chunks):
+            self._remove_row(chunk)
+            piece, new = chunk.passage, list[Context]()
+            while piece.digest not in self._pieces and piece.digest not in written:
+                new.append(piece)
+                piece = piece.before
+            self._writer.executemany(
+                "INSERT OR REPLACE INTO pieces (name, before, text) VALUES (?, ?, ?)",
+                ((one.digest, one.before.digest, _encoded(one.last)) for one in reversed(new)),
+            )
+            written.update(one.digest for one in new)
+            document = None if chunk.document_id is None else _encoded(chunk.document_id)
+            self._writer.execute(
+                "INSERT INTO chunks (piece, document, collection) VALUES (?, ?, ?)",
+                (chunk.passage.digest, document, _encoded(chunk.collection)),
+            )
+
+    def remove(self, chunks: Iterable[Chunk]) -> None:
+        """Delete those of the chunks that are there, and the pieces that only they needed."""
+        for chunk in dict.fromkeys(chunks):
+            self._remove_row(chunk)
+            piece = chunk.passage
+            while piece and self._writer.execute(DELETE_UNNEEDED, {"name": piece.digest}).rowcount:
+                piece = piece.before
+
+    def _remove_row(self, chunk: Chunk) -> None:
+        row = self._row_of.get(chunk)
+        if row is not None:
+            self._writer.execute("DELETE FROM chunks WHERE id = ?", (row,))
+            self._writer.execute(
+                "INSERT INTO removals (chunk, writer) VALUES (?, ?)", (row, self._name)
+            )
+
+
+def _connect(path: Path, mode: str, wait_seconds: float) -> sqlite3.Connection:
+    """Open a file without trusting its schema."""
     file = sqlite3.connect(
-        path, timeout=timeout, isolation_level=None, check_same_thread=False, uri=True
+        f"{path.absolute().as_uri()}?mode={mode}",
+        uri=True,
+        timeout=wait_seconds,
+        isolation_level=None,
+        check_same_thread=False,
     )
     # Our columns hold bytes; SQLite does not check that values stored as text are UTF-8.
     file.text_factory = lambda stored: stored.decode("utf-8", "replace")
+    file.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
     file.execute("PRAGMA trusted_schema = OFF")
     file.execute("PRAGMA cell_size_check = ON")
     return file
 
 
-def check_schema(file: sqlite3.Connection) -> None:
-    """Check that a file has exactly our tables and indexes, besides what SQLite adds itself.
-
-    Raises:
-        DatabaseError: for a table that is missing or differs from ours, and for a view, a trigger
-            or an index that is not ours.
-    """
-    ours = {_squeezed(statement) for statement in TABLES.split(";")}
-    missing = {statement for statement in ours if statement.startswith("createtable")}
-    for kind, name, statement in file.execute("SELECT type, name, sql FROM sqlite_master"):
-        if str(name).startswith("sqlite_"):  # a name that SQLite reserves for itself
-            continue
-        squeezed = _squeezed(str(statement))
-        if squeezed not in ours:
+def _check_schema(file: sqlite3.Connection) -> None:
+    """Check that a file has exactly our tables and indexes; raises DatabaseError otherwise."""
+    missing = {*SCHEMA, ADDED_BY_SQLITE}
+    for kind, name, statement in file.execute(
+        "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL"
+    ):
+        if statement not in missing:
             raise sqlite3.DatabaseError(f"its {kind} {str(name)[:40]!r} is not a registry's")
-        missing.discard(squeezed)
+        missing.remove(statement)
     if missing:
-        raise sqlite3.DatabaseError("a registry's tables are missing")
+        raise sqlite3.DatabaseError("a registry's tables or indexes are missing")
 
 
-def _squeezed(statement: str) -> str:
-    return "".join(statement.lower().split())
+def _decoded(stored: object) -> str:
+    """Return stored text; raises ValueError if it is none."""
+    if not isinstance(stored, bytes):  # SQLite's columns accept values of any type
+        raise ValueError("a value is not text")
+    return stored.decode("utf-8", "surrogatepass")
 
 
-def bounded(column: str) -> str:
-    """Return SQL for a column of bytes, which gives 0 for a value of another type.
-
-    Values that are too long are not read.
-    """
-    is_bytes = f"typeof({column}) = 'blob' AND length({column}) <= {MOST_BYTES}"
-    return f"CASE WHEN {column} IS NULL OR {is_bytes} THEN {column} ELSE 0 END"
-
-
-class RegistryRows:
-    """Reads texts and contexts of a file, each once.
-
-    Args:
-        file: the file, within a transaction.
-        contexts: the contexts known so far; contexts that are read are added.
-    """
-
-    def __init__(self, file: sqlite3.Connection, contexts: dict[int, Context]) -> None:
-        self._file, self._contexts = file, contexts
-        self._texts: dict[int, str] = {}
-        self._broken: set[int] = set()
-
-    def text(self, row: object) -> str:
-        """Return a stored text; raises BadRowError if it is missing or no text."""
-        number = as_number(row, "text")
-        if number not in self._texts:
-            found = self._file.execute(
-                f"SELECT {bounded('text')} FROM texts WHERE id = ?",  # noqa: S608
-                (number,),
-            ).fetchone()
-            if found is None:
-                raise BadRowError(f"text {number} is missing")
-            self._texts[number] = decoded(found[0])
-        return self._texts[number]
-
-    def context(self, row: object) -> Context:
-        """Return the pieces of a stored context; raises BadRowError if it is broken."""
-        context = as_number(row, "context")
-        unknown: list[tuple[int, str]] = []
-        try:
-            while context not in self._contexts:
-                parent, piece = self._context_row(context)
-                unknown.append((context, piece))
-                context = parent
-        except BadRowError:  # and so is every context that needs it
-            self._broken.update(known for known, _ in unknown)
-            raise
-        pieces = self._contexts[context]
-        for known, piece in reversed(unknown):
-            self._contexts[known] = pieces = pieces.then(piece)
-        return pieces
-
-    def _context_row(self, context: int) -> tuple[int, str]:
-        """Return a context's parent, which always has a lower id, and its last piece."""
-        select = "SELECT parent, text FROM contexts WHERE id = ?"
-        found = (
-            None if context in self._broken else self._file.execute(select, (context,)).fetchone()
-        )
-        if found is None:
-            raise BadRowError(f"context {context} is broken")
-        try:
-            parent, piece = as_number(found[0], "context"), self.text(found[1])
-        except BadRowError:
-            self._broken.add(context)
-            raise
-        if not NO_CONTEXT <= parent < context:
-            self._broken.add(context)
-            raise BadRowError(f"context {context} is broken")
-        return parent, piece
-
-
-def as_number(stored: object, what: str) -> int:
-    """Return a stored number; raises BadRowError, since SQLite columns accept any type."""
-    if not isinstance(stored, int):
-        raise BadRowError(f"{what} {str(stored)[:40]!r} is not a number")
-    return stored
-
-
-def decoded(stored: object) -> str:
-    """Return stored text; raises BadRowError if it is no UTF-8 text."""
-    if not isinstance(stored, bytes):
-        raise BadRowError("a value is not text")
-    try:
-        return stored.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:
-        raise BadRowError("a text is not UTF-8") from error
-
-
-def encoded(text: str) -> bytes:
-    """Return text as stored bytes."""
+def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
-
-
-def warning_of(bad: Sequence[tuple[int, str]]) -> str:
-    """Return a warning about rows of chunks that are left out; it names the first."""
-    (row, why), more = bad[0], len(bad) - 1
-    also = f", and {more} more" if more else ""
-    return f"row {row} of its chunks is left out: {why}{also}"

@@ -61,7 +61,7 @@ def test_the_demo_model_is_asked_as_it_was_trained():
 )
 def test_known_passages_are_chunks_of_the_prompt(tokenizer, is_rendered):
     registry, known = ChunkRegistry(), Chunk("Passage {a}.")
-    registry.add(known)
+    registry.add_many([known])
     rag = RagPrompt(tokenizer, "Be brief.")
     prompt = rag.segmented([NOW], registry)
     assert prompt.text == rag.render([NOW])

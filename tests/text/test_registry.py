@@ -117,10 +117,10 @@ def test_add_and_remove_in_any_order(
     for step, index in steps if chunks else ():
         chunk = chunks[index % len(chunks)]
         if step == "add":
-            registry.add(chunk)
+            registry.add_many([chunk])
             added = with_last(added, chunk)
         elif step == "discard":
-            registry.discard(chunk)
+            registry.discard_many([chunk])
             added = [c for c in added if c != chunk]
         elif chunk.document_id is not None:
             gone = [c for c in added if c.document_id == chunk.document_id]
@@ -173,15 +173,14 @@ def test_within_a_document_nothing_behind_a_boundary_answers_for_what_others_may
 def test_blank_chunks_are_refused(text: str) -> None:
     registry = ChunkRegistry()
     with pytest.raises(PromptError, match=r"document 'manual' is empty or only white space"):
-        registry.add(Chunk(text, "manual"))
+        registry.add_many([Chunk(text, "manual")])
     assert len(registry) == 0
 
 
 def test_the_registry_grows_past_its_first_table() -> None:
     chunks = [Chunk(f"{n} is a number of its own, longer than one window.") for n in range(3000)]
     registry = ChunkRegistry(chunks)
-    for chunk in chunks[::2]:
-        registry.discard(chunk)
+    registry.discard_many(chunks[::2])
     text = " ".join(chunk.text for chunk in chunks[1000:1100])
     assert [m.chunk for m in registry.find(text)] == chunks[1001:1100:2]
 
@@ -215,31 +214,28 @@ def copied(value: object) -> object:
 
 @given(st.lists(st.sampled_from(["a", "b", "", " "])), st.lists(st.sampled_from(["a", "b", ""])))
 def test_a_context_is_its_pieces(pieces: list[str], others: list[str]) -> None:
-    context, other = Context(pieces), Context(others)
+    context, other = Context.of(pieces), Context.of(others)
     assert list(context) == pieces
     assert list(reversed(context)) == pieces[::-1]
     assert (len(context), bool(context)) == (len(pieces), bool(pieces))
     assert context == tuple(pieces) == context[:]
-    assert [context[index] for index in range(len(pieces))] == pieces
     assert repr(context) == repr(tuple(pieces))
     assert (context == other) == (pieces == others)
-    assert hash(context) == hash(Context(pieces))
-    assert Context(context) is context
+    assert hash(context) == hash(Context.of(pieces))
+    assert Context.of(context) is context
     assert context.then("c") == (*pieces, "c")
     assert context.then("c").before == context
     assert copied(context) == copy.deepcopy(context) == context
     chunk = Chunk("text", "document", pieces)
     assert chunk == Chunk("text", "document", context)
+    assert chunk.passage == (*pieces, "text")
     assert replace(chunk, document_id=None).context == tuple(pieces)
 
 
-def test_a_long_documents_contexts_share_their_pieces() -> None:
+def test_a_long_document_costs_what_its_length_does() -> None:
     document = Document("long", tuple(str(number) for number in range(30_000)))
     first, second = document.to_chunks(), document.to_chunks()
     assert first == second, "compared piece by piece, this would take hours"
-    here, there = (Context(chunks[-1].context) for chunks in (first, second))
-    assert here is not there
-    assert here.before is there.before
     assert copied(first[-1]) == first[-1]
     assert len(dict.fromkeys(first + second)) == 30_000
     assert {Chunk("a"): 1}[Chunk("a", context=())] == 1

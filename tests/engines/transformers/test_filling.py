@@ -114,7 +114,7 @@ def test_a_store_that_is_only_read_is_not_filled(
     TieredKVStore.of(StoreConfig(kv_path=tmp_path)).close()
     store = TieredKVStore.of(StoreConfig(kv_path=tmp_path, read_only=True))
     engine, chunk = make_filling(store=store), Chunk(words(40, 3))
-    engine.registry.add(chunk)
+    engine.registry.add_many([chunk])
     report = engine.generate(asking([chunk]), SHORT).report
     assert [told.reason for told in report.chunks] == ["not stored"]
     assert engine.fill_report() == FillReport()
