@@ -14,7 +14,7 @@ from cacheblend_rag.reason import Miss, Reason
 from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.text.chat import ChatPrompt, render_chat
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import EDGE_TOKENS, EncodedPrompt, PromptEncoder, Segment
+from cacheblend_rag.text.encoder import EDGE_TOKENS, EncodedPrompt, PromptEncoder
 from cacheblend_rag.text.prompt import BlendPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.tools import Message
@@ -264,7 +264,7 @@ class PromptPreparer:
         at = text.rfind(question.strip())
         if at < 0 or not question.strip():
             raise PromptError("the prompt does not hold the question of the conversation's turn")
-        return len(self.encoder.encode([Segment(text[at:])], opens=False).token_ids) + EDGE_TOKENS
+        return self.encoder.count(text[at:]) + EDGE_TOKENS
 
     def _room(self, tokens: int) -> int:
         if tokens >= self.context_window:

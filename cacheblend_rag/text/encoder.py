@@ -234,7 +234,7 @@ class PromptEncoder:
             if is_untrusted and self.splits_special_tokens:
                 guarded.append((end, end + len(text)))
             end += len(text)
-        first, *rest = self.pieces("".join(text for text, _ in pieces), guarded)
+        first, *rest = self._pieces("".join(text for text, _ in pieces), guarded)
         begins = self._plain(first) if is_first else self._behind(first)
         return chain(begins, *map(self._behind, rest))
 
@@ -260,10 +260,10 @@ class PromptEncoder:
     def _look_at(self, text: str, is_data: bool) -> KnownText:
         _check_surrogates(text)
         is_split = is_data and self.splits_special_tokens
-        pieces = list(self.pieces(text, [(0, len(text))] if is_split else []))
+        pieces = list(self._pieces(text, [(0, len(text))] if is_split else []))
         ids = array("i", chain.from_iterable(map(self._behind, pieces)))
         if is_split and not self.special_ids.isdisjoint(ids):
-            return KnownText(array("i", self.broken_up(text)))
+            return KnownText(array("i", self._broken_up(text)))
         if len(pieces) > 1 or len(text) < SHORTEST or not self._has_cuts:
             return KnownText(ids)
         return KnownText(ids, find_inside(text, ids, self._behind))
@@ -275,15 +275,15 @@ class PromptEncoder:
             return False
         return has_cuts(self.tokenizer, self._plain, self._behind)
 
-    def broken_up(self, text: str) -> TokenIds:
+    def _broken_up(self, text: str) -> TokenIds:
         """Return a chunk's tokens, without special tokens: texts that look like one are split."""
         ids = self._behind(text)
         if len(text) < 2 or self.special_ids.isdisjoint(ids):
             return ids
         middle = len(text) // 2
-        return self.broken_up(text[:middle]) + self.broken_up(text[middle:])
+        return self._broken_up(text[:middle]) + self._broken_up(text[middle:])
 
-    def pieces(self, text: str, guarded: Sequence[tuple[int, int]]) -> Iterator[str]:
+    def _pieces(self, text: str, guarded: Sequence[tuple[int, int]]) -> Iterator[str]:
         """Split a text inside of each special token that lies, or ends, in a guarded range."""
         cuts = {
             at + 1

@@ -283,7 +283,7 @@ def test_a_special_token_of_two_characters_is_broken_up() -> None:
     encoder = PromptEncoder(tokenizer)
     whole, *halves = (encode_plainly(tokenizer, text) for text in ("|>", "|", ">"))
     assert not encoder.special_ids.isdisjoint(whole)
-    assert encoder.broken_up("|>") == halves[0] + halves[1]
+    assert encoder.chunk("|>") == halves[0] + halves[1]
 
 
 class Stub:
