@@ -131,9 +131,9 @@ def _opened(model: str, sample: PassageSample) -> Iterator[tuple[SideBySide, str
 
 
 def _described(model: str) -> str:
-    """Return a model's name, with title and weights if it is packaged."""
+    """Return a model's name, with its title if it is packaged."""
     known = packaged.MODELS.get(model)
-    return f"{model}: {known.title}, {known.weights} weights" if known else model
+    return f"{model}: {known.title}" if known else model
 
 
 def _print_answered(console: Console, found: Answers) -> None:

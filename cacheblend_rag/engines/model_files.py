@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import ModelLoadError, first_line
-from cacheblend_rag.models import is_local, resolve, tokenizer_source
+from cacheblend_rag.models import OF_A_TOKENIZER, is_local, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ def load_tokenizer(name: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    source = tokenizer_source(name)
+    source = resolve(name, files=OF_A_TOKENIZER)
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, ImportError) as error:

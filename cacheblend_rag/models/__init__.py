@@ -20,9 +20,12 @@ LOCAL_MODELS = "'smollm2' (packaged), a .gguf file or a folder in hub format"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 SCHEME = "://"
 """Part of a storage URL, which vLLM reads by itself."""
+OF_A_MODEL = ("config.json",)
+OF_A_TOKENIZER = ("config.json", "tokenizer_config.json")
+"""Files of a folder in hub format: it holds one of them."""
 
 
-def resolve(name: str | Path, *, converts: bool = True) -> str:
+def resolve(name: str | Path, *, converts: bool = True, files: tuple[str, ...] = OF_A_MODEL) -> str:
     """Return the folder or hub name that transformers and vLLM load.
 
     Args:
@@ -30,34 +33,25 @@ def resolve(name: str | Path, *, converts: bool = True) -> str:
             holds one, a folder in hub format, or a hub name. A GGUF file is converted into a folder
             the first time, which takes a while.
         converts: whether a GGUF file may be converted; else its name is returned.
+        files: names of files, one of which a folder in hub format must hold.
 
     Raises:
         ModelLoadError: when a packaged model was not fetched, a local path holds no model, or a
             GGUF file cannot be converted.
     """
-    text = str(name)
+    text, path = str(name), _path(name)
     if text in packaged.MODELS:
         return str(packaged.fetched_folder(text))
-    path = Path(os.path.expanduser(name))
     if (file := _gguf_file(path, text)) is not None:
         return str(gguf.converted_folder(file, text)) if converts else text
-    _check_folder(path, text)
-    return os.path.expanduser(text)
-
-
-def tokenizer_source(name: str | Path) -> str:
-    """Return the folder or hub name that transformers loads a tokenizer from.
-
-    Args:
-        name: as for ``resolve``, or a folder that holds only a tokenizer.
-
-    Raises:
-        ModelLoadError: as ``resolve`` does.
-    """
-    text, folder = str(name), Path(os.path.expanduser(name))
-    if text in packaged.MODELS or not (folder / "tokenizer_config.json").is_file():
-        return resolve(name)
-    return str(folder) if _gguf_file(folder, text) is None else resolve(name)
+    if SCHEME in text or not is_local(text) or any((path / file).is_file() for file in files):
+        return os.path.expanduser(text)
+    if path.is_dir():
+        raise ModelLoadError(
+            f"model={text!r}: the folder holds no config.json and no .gguf file; give a model in "
+            "hub format"
+        )
+    raise ModelLoadError(f"model={text!r}: there is no such folder")
 
 
 def check(name: str | Path) -> None:
@@ -70,32 +64,33 @@ def public_name(name: str) -> str:
 
     For a folder or file it is the last part, never the whole path; a hub name is unchanged.
     """
-    path = Path(os.path.expanduser(name))
+    path = _path(name)
     if name in packaged.MODELS or not is_local(name):
         return name
     if (record := converted.read_record(path)) is not None:
         return record.name
-    return gguf.stem(path.name) or path.resolve().name or name
+    return path.stem if gguf.has_suffix(path) else path.resolve().name or name
 
 
 def is_local(name: str | Path) -> bool:
     """Whether a name refers to a local model: a packaged one, a file or a folder."""
     text = str(name)
-    if text in packaged.MODELS:
-        return True
-    return Path(os.path.expanduser(name)).exists() or not HUB_NAME.fullmatch(text)
+    return text in packaged.MODELS or _path(name).exists() or not HUB_NAME.fullmatch(text)
 
 
 def absolute(name: str) -> str:
     """Return a name that works from any working directory."""
-    path = Path(os.path.expanduser(name))
-    if name in packaged.MODELS or not path.exists():
+    if name in packaged.MODELS or not _path(name).exists():
         return name
-    return os.path.abspath(path)
+    return os.path.abspath(_path(name))
+
+
+def _path(name: str | Path) -> Path:
+    return Path(os.path.expanduser(name))
 
 
 def _gguf_file(path: Path, name: str) -> Path | None:
-    """Return the GGUF file that a name refers to, None for other names."""
+    """Return the GGUF file that a name refers to, itself or in a folder; None for other names."""
     if path.is_file():
         if not gguf.is_gguf(path):
             raise ModelLoadError(
@@ -103,27 +98,15 @@ def _gguf_file(path: Path, name: str) -> Path | None:
             )
         return path
     if not path.is_dir():
-        if gguf.stem(path.name) is not None:
+        if gguf.has_suffix(path):
             raise ModelLoadError(f"model={name!r}: there is no such file")
         return None
     if (path / "config.json").is_file():
         return None
-    files = sorted(file for file in path.iterdir() if gguf.stem(file.name) is not None)
+    files = sorted(filter(gguf.has_suffix, path.iterdir()))
     if len(files) > 1:
         names = ", ".join(file.name for file in files[:3])
         raise ModelLoadError(
             f"model={name!r}: the folder holds {len(files)} GGUF files ({names}): name one of them"
         )
     return files[0] if files else None
-
-
-def _check_folder(path: Path, name: str) -> None:
-    if SCHEME in name:
-        return
-    if is_local(name) and not path.is_dir():
-        raise ModelLoadError(f"model={name!r}: there is no such folder")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelLoadError(
-            f"model={name!r}: the folder holds no config.json and no .gguf file; give a model in "
-            "hub format"
-        )

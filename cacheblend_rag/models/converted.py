@@ -10,9 +10,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from filelock import FileLock
 
@@ -22,11 +21,10 @@ from cacheblend_rag.folders import make_folder
 VARIABLE = "CACHEBLEND_MODELS"
 RECORD = "cacheblend.json"
 FORMAT = 1
-"""The version of the conversion; folders of another version are not used."""
+"""The version of the conversion, at the end of a folder's name."""
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """The record in a converted model's folder.
 
     name: of the model in reports. source: the package or file that it was made from.
@@ -34,7 +32,6 @@ class Record:
 
     name: str
     source: str
-    format: int = FORMAT
 
 
 def models_folder() -> Path:
@@ -54,80 +51,51 @@ def read_record(folder: Path) -> Record | None:
     """Return a converted model's record; None when the folder is not one."""
     try:
         plain = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        record = Record(plain["name"], plain["source"], plain["format"])
+        return Record(plain["name"], plain["source"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return record if record.format == FORMAT else None
 
 
 def converted_models() -> Iterator[tuple[Path, Record]]:
     """Yield the folder and the record of every converted model, by name of folder."""
-    folder = models_folder()
-    if not folder.is_dir():
-        return
-    for path in sorted(folder.iterdir()):
-        if not path.name.startswith(".") and (record := read_record(path)) is not None:
+    for path in sorted(models_folder().glob(f"[!.]*-{FORMAT}")):
+        if (record := read_record(path)) is not None:
             yield path, record
 
 
 def make_once(folder: Path, record: Record, write: Callable[[Path], None]) -> Path:
     """Return ``folder``, after ``write`` has filled it the first time.
 
-    write: gets an empty folder; its errors propagate, and the folder is then removed.
-    Raises ModelLoadError when the folder of converted models cannot be used.
+    write: gets an empty folder. What it raises removes the folder, and is raised; an OSError, such
+    as of a full disk, as a ModelLoadError that names the folder of converted models.
     """
     if folder.is_dir():
         return folder
-    with _locked(folder):
-        if not folder.is_dir():
-            partial = folder.with_name(f".{folder.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-            try:
-                with _usable(folder):
-                    make_folder(partial)
-                write(partial)
-                with _usable(folder):
-                    told = json.dumps(asdict(record), indent=1)
-                    (partial / RECORD).write_text(f"{told}\n", encoding="utf-8")
-                    _flush(partial)
-                    partial.rename(folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+    partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        make_folder(folder.parent)
+        with FileLock(folder.with_name(f".{folder.name}.lock"), mode=0o600):
+            if not folder.is_dir():
+                _write(partial, record, write)
+                partial.rename(folder)
+    except OSError as error:
+        raise ModelLoadError(
+            f"the folder of converted models {folder.parent} cannot be used: {first_line(error)}: "
+            f"free space or set {VARIABLE} to another folder"
+        ) from error
     return folder
 
 
-def size_of(folder: Path) -> int:
-    """Return the total size of a folder's files."""
-    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a converted model against changes by other processes."""
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"), mode=0o600)
-    with _usable(folder):
-        make_folder(folder.parent)
-        lock.acquire()
+def _write(folder: Path, record: Record, write: Callable[[Path], None]) -> None:
+    """Fill a folder, and have its files on the disk, so that they are whole after a power cut."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+    make_folder(folder)
     try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _usable(folder: Path) -> Iterator[None]:
-    """Turn an OSError into a ModelLoadError that names the folder of converted models."""
-    try:
-        yield
-    except OSError as error:
-        raise ModelLoadError(
-            f"the folder of converted models {folder.parent} cannot be used: {first_line(error)}; "
-            f"set {VARIABLE} to another folder"
-        ) from error
-
-
-def _flush(folder: Path) -> None:
-    """Sync a folder's files to disk, so that a renamed folder is complete after a power cut."""
-    for file in folder.iterdir():
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
+        write(folder)
+        (folder / RECORD).write_text(f"{json.dumps(record._asdict())}\n", encoding="utf-8")
+        for file in folder.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+    except BaseException:
+        shutil.rmtree(folder)
+        raise

