@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, pre_tokenizers
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cacheblend_rag.errors import first_line
 from cacheblend_rag.models.gguf_header import ROLES, CannotConvertError, GgufHeader
@@ -23,9 +22,6 @@ WHOLE_WORDS_FIRST = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", 
 """Byte-level vocabularies that use whole words without merging, and begin with BOS unless the file
 says otherwise."""
 ANSWER = "xyzzy"
-BYTE_LETTERS = bytes_to_unicode()
-SPACE = "\u2581"
-"""The character for a space in SentencePiece vocabularies."""
 
 
 def save_tokenizer(file: Path, header: GgufHeader, folder: Path) -> list[int]:
@@ -41,7 +37,6 @@ def save_tokenizer(file: Path, header: GgufHeader, folder: Path) -> list[int]:
         check_merges(header.tokens, header.tokenizer("merges", ()))
     read = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     backend: Tokenizer = read.backend_tokenizer
-    check_vocabulary(backend, header.tokens)
     _split_as_trained(backend, header)
     begins = kind == SENTENCE_PIECE or rule in WHOLE_WORDS_FIRST
     tokenizer = PreTrainedTokenizerFast(
@@ -111,20 +106,4 @@ def check_merges(tokens: Sequence[str], merges: Sequence[str]) -> None:
         if not {left, right, left + right} <= known:
             raise CannotConvertError(
                 f"its tokenizer merges {left!r} and {right!r}, which are no tokens or make none"
-            )
-
-
-def check_vocabulary(backend: Tokenizer, tokens: Sequence[str]) -> None:
-    """Raise CannotConvertError unless each token's id is its index in the list.
-
-    For a token that is listed twice, either id is right.
-    """
-    ids = backend.get_vocab()
-    for number, token in enumerate(tokens):
-        by_bytes = "".join(BYTE_LETTERS[byte] for byte in token.encode("utf-8", "surrogatepass"))
-        read = [ids[one] for one in (token, token.replace(" ", SPACE), by_bytes) if one in ids]
-        if not any(tokens[each] == token for each in read if each < len(tokens)):
-            raise CannotConvertError(
-                f"transformers reads token {number} of its tokenizer as "
-                f"{backend.id_to_token(number)!r}, not {token!r}"
             )
