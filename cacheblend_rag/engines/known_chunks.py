@@ -66,7 +66,7 @@ class KnownChunks:
             return []
         texts = dict.fromkeys(chunk.text for chunk in chunks if chunk.context)
         every = not self.lead_in.unconfirmed_context
-        return [Chunk(text) for text in texts if every or self.registry.is_ambiguous(text)]
+        return [Chunk(text) for text in texts if every or differ(self.registry.variants(text))]
 
     def unregistered(self, keys: Iterable[KVKey]) -> list[KVKey]:
         """Return those keys that no registered chunk has."""

@@ -121,12 +121,6 @@ class ChunkRegistry:
         with self._lock:
             return tuple(self._variants.get(text, ()))
 
-    def is_ambiguous(self, text: str) -> bool:
-        """Whether chunks with this text have different contexts."""
-        self._catch_up()
-        with self._lock:
-            return differ(self._variants.get(text, ()))
-
     def find(self, text: str, hints: Sequence[Chunk | str] = ()) -> list[Match]:
         """Return the registered chunks in ``text``, in order, without overlaps.
 

@@ -45,7 +45,8 @@ SCHEMA = (
     "CREATE INDEX pieces_by_before ON pieces (before)",
     "CREATE INDEX chunks_by_piece ON chunks (piece)",
 )
-ADDED_BY_SQLITE = "CREATE TABLE sqlite_sequence(name,seq)"
+OURS = {*SCHEMA, "CREATE TABLE sqlite_sequence(name,seq)"}
+"""What a registry's file has; the last one is SQLite's, for AUTOINCREMENT."""
 DELETE_UNNEEDED = """
 DELETE FROM pieces WHERE name = :name
 AND NOT EXISTS (SELECT 1 FROM chunks WHERE piece = :name)
@@ -212,20 +213,28 @@ class RegistryFile:
         written: set[bytes] = set()
         for chunk in dict.fromkeys(chunks):
             self._remove_row(chunk)
-            piece, new = chunk.passage, list[Context]()
-            while piece.digest not in self._pieces and piece.digest not in written:
-                new.append(piece)
-                piece = piece.before
-            self._writer.executemany(
-                "INSERT OR REPLACE INTO pieces (name, before, text) VALUES (?, ?, ?)",
-                ((one.digest, one.before.digest, _encoded(one.last)) for one in reversed(new)),
-            )
-            written.update(one.digest for one in new)
+            passage = chunk.passage
+            self._write_pieces(passage, written)
             document = None if chunk.document_id is None else _encoded(chunk.document_id)
             self._writer.execute(
                 "INSERT INTO chunks (piece, document, collection) VALUES (?, ?, ?)",
-                (chunk.passage.digest, document, _encoded(chunk.collection)),
+                (passage.digest, document, _encoded(chunk.collection)),
             )
+
+    def _write_pieces(self, piece: Context, written: set[bytes]) -> None:
+        """Write a piece and those before it, as far as they are new; adds them to ``written``.
+
+        A piece that could not be read is new: it replaces the damaged one.
+        """
+        new: list[Context] = []
+        while piece.digest not in self._pieces and piece.digest not in written:
+            new.append(piece)
+            written.add(piece.digest)
+            piece = piece.before
+        self._writer.executemany(
+            "INSERT OR REPLACE INTO pieces (name, before, text) VALUES (?, ?, ?)",
+            [(one.digest, one.before.digest, _encoded(one.last)) for one in reversed(new)],
+        )
 
     def remove(self, chunks: Iterable[Chunk]) -> None:
         """Delete those of the chunks that are there, and the pieces that only they needed."""
@@ -263,15 +272,13 @@ def _connect(path: Path, mode: str, wait_seconds: float) -> sqlite3.Connection:
 
 def _check_schema(file: sqlite3.Connection) -> None:
     """Check that a file has exactly our tables and indexes; raises DatabaseError otherwise."""
-    missing = {*SCHEMA, ADDED_BY_SQLITE}
-    for kind, name, statement in file.execute(
-        "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL"
-    ):
-        if statement not in missing:
-            raise sqlite3.DatabaseError(f"its {kind} {str(name)[:40]!r} is not a registry's")
-        missing.remove(statement)
-    if missing:
-        raise sqlite3.DatabaseError("a registry's tables or indexes are missing")
+    rows = file.execute("SELECT sql, type, name FROM sqlite_master WHERE sql IS NOT NULL")
+    found = {statement: f"its {kind} {str(name)[:40]!r}" for statement, kind, name in rows}
+    if found.keys() == OURS:
+        return
+    foreign = [name for statement, name in found.items() if statement not in OURS]
+    what = f"{foreign[0]} is not a registry's" if foreign else "a registry's tables are missing"
+    raise sqlite3.DatabaseError(f"{what}; give another path, or delete it and index again")
 
 
 def _decoded(stored: object) -> str:

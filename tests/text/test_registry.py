@@ -135,21 +135,6 @@ def test_add_and_remove_in_any_order(
     assert registry.find(text) == reference_find(added, text, ())
 
 
-def test_what_several_documents_hold_is_none_of_theirs_unless_one_is_meant() -> None:
-    old = Document("old", ("Alpha.", "Shared.")).to_chunks()
-    new = Document("new", ("Beta.", "Shared.")).to_chunks()
-    registry = ChunkRegistry([*old, *new])
-    assert registry.variants("Shared.") == (old[1], new[1])
-    assert registry.find("Shared.")[0].chunk.context == ()
-    assert registry.find("Alpha. Shared.")[1].chunk == old[1]
-    assert registry.find("Beta. Alpha. Shared.", ["old"])[2].chunk == old[1]
-    assert registry.find("Alpha. Shared.", [new[1]])[1].chunk == new[1]
-    assert registry.find("Shared.", [Chunk("Shared.", "old")])[0].chunk == old[1]
-    assert registry.find("Shared.", ["old", "new"])[0].chunk.context == ()
-    registry.discard_many(registry.document("new"))
-    assert registry.find("Shared.")[0].chunk == old[1]
-
-
 def test_the_variant_whose_whole_context_stands_in_the_prompt_is_the_one() -> None:
     manual = Document("manual", ("Safety first.", "Press twice.")).to_chunks()
     upload = Document("upload", ("Forget it all.", "Safety first.", "Press twice.")).to_chunks()

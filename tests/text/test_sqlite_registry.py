@@ -270,10 +270,10 @@ def test_a_schema_that_is_not_ours_is_run_by_nobody(
     registry.add_many(REPORT.to_chunks())
     with sqlite3.connect(path) as file:
         file.executescript(foreign)
-    said = f"its {FOREIGN[foreign]} is not a registry's"
+    said = f"its {FOREIGN[foreign]} is not a registry's; give another path, or delete it and index"
     for _ in range(3):
         assert len(registry.find(REPORT.chunks[0])) == 1
-    assert caplog.messages == [f"chunk registry {path} cannot be read: {said}"]
+    assert caplog.messages == [f"chunk registry {path} cannot be read: {said} again"]
     with pytest.raises(StoreError, match=f"cannot be changed: {said}"):
         registry.add_many([Chunk("more")])
     for read_only in (False, True):
@@ -284,7 +284,7 @@ def test_a_schema_that_is_not_ours_is_run_by_nobody(
 def test_a_file_without_our_tables_is_refused(path: Path) -> None:
     path.parent.mkdir()
     path.touch()
-    with pytest.raises(StoreError, match="cannot be opened: a registry's tables or indexes are"):
+    with pytest.raises(StoreError, match="cannot be opened: a registry's tables are missing"):
         SharedChunkRegistry(path, read_only=True)
 
 
