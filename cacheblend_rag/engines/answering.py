@@ -299,14 +299,15 @@ class Answering(Backend):
     def _told_apart(self, request: Request) -> Callable[[Delta], Delta]:
         """Return a function that sets a delta's ``content``: its text without tool calls."""
         tools = ToolUse.of(request.prepared, self.tokenizer)
-        stream = None if tools is None else tools.content_stream(is_json=request.is_json)
+        if tools is None:
+            return lambda delta: delta
+        stream = tools.content_stream(is_json=request.is_json)
 
         def told_apart(delta: Delta) -> Delta:
-            if stream is None:
-                return delta
             if delta.generation is not None:
                 return replace(delta, content=stream.finish(delta.generation.content))
-            return replace(delta, content=stream.feed(delta.text))
+            is_call = tools.hides_mark(delta.token_ids)
+            return replace(delta, content=stream.feed(delta.text, is_call=is_call))
 
         return told_apart
 

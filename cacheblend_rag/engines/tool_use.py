@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
@@ -68,7 +69,7 @@ class ToolUse:
 
         is_json: whether it was held to JSON, so that calls are plain JSON, too.
         """
-        if not is_json and self._hides_a_mark(token_ids):
+        if not is_json and self.hides_mark(token_ids):
             whole = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
             content, calls = find_calls(whole, self._known)
         else:
@@ -85,10 +86,14 @@ class ToolUse:
     def _known(self) -> frozenset[str]:
         return frozenset(map(tool_name, self.chat.tools))
 
-    def _hides_a_mark(self, token_ids: Sequence[int]) -> bool:
-        """Whether a mark of calls that is a special token is missing in the text."""
+    def hides_mark(self, token_ids: Sequence[int]) -> bool:
+        """Whether tokens hold a mark of calls that is a special token, missing in their text."""
+        return not self._special_marks.isdisjoint(token_ids)
+
+    @cached_property
+    def _special_marks(self) -> frozenset[int]:
         marks = [text for text in MARKS if text in self.tokenizer.all_special_tokens]
-        return not set(self.tokenizer.convert_tokens_to_ids(marks)).isdisjoint(token_ids)
+        return frozenset(self.tokenizer.convert_tokens_to_ids(marks))
 
 
 def call_form(

@@ -77,9 +77,16 @@ class ContentStream:
         self._opening = _opening(known, is_json)
         self._text, self._shown = "", 0
         self._begun = 0  # where calls may begin
+        self._is_over = False
 
-    def feed(self, piece: str) -> str:
-        """Add a piece; return what may be shown now."""
+    def feed(self, piece: str, *, is_call: bool = False) -> str:
+        """Add a piece; return what may be shown now.
+
+        is_call: whether a call begins in it, by a mark that decoding has left out of its text.
+        """
+        self._is_over = self._is_over or is_call
+        if self._is_over:
+            return ""
         self._text += piece
         begun = self._opening.search(self._text, self._begun, partial=True)
         self._begun = len(self._text) if begun is None else begun.start()
