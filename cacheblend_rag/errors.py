@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
 from cacheblend_rag.reason import Reason, ReasonCode
+
+_MUST = "must be "
+_PYDANTICS = ("Value error, ", "Input should be ")
+"""The beginnings of pydantic's messages."""
 
 
 class CacheBlendError(Exception):
@@ -112,3 +117,29 @@ def first_line(error: BaseException) -> str:
     """Return an error's first line, or its kind when it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def describe_errors(errors: Iterable[Mapping[str, Any]], show: Callable[[str], str] = str) -> str:
+    """Return pydantic's errors of arguments in one line.
+
+    show: returns how an argument is shown, such as ``name=value``; by default its name alone.
+    """
+    found: dict[str, list[str]] = {}
+    for error in errors:
+        where = show(str(error["loc"][0])) if error["loc"] else ""
+        found.setdefault(where, []).append(_said(" ".join(str(error["msg"]).split())))
+    return "; ".join(_joined(where, told) for where, told in found.items())
+
+
+def _said(message: str) -> str:
+    wrong, kind = _PYDANTICS
+    message = message.removeprefix(wrong)
+    return _MUST + message.removeprefix(kind) if message.startswith(kind) else message
+
+
+def _joined(where: str, told: Sequence[str]) -> str:
+    """Return what is wrong with one argument; of a union, what each of its kinds must be."""
+    kinds = dict.fromkeys(text.removeprefix(_MUST) for text in told if text.startswith(_MUST))
+    if kinds:
+        return f"{where} {_MUST}{' or '.join(kinds)}"
+    return f"{where}: {'; '.join(told)}" if where else "; ".join(told)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from cacheblend_rag.errors import ConfigError, DatasetError
+from cacheblend_rag.errors import ConfigError, DatasetError, describe_errors
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -19,27 +18,20 @@ Key = Mapping[str, Any]
 ResultT = TypeVar("ResultT", bound="DataclassInstance")
 
 
-class ResultLog(ABC, Generic[ResultT]):
+class ResultLog(Generic[ResultT]):
     """Results by key, in memory and, if it has a file, there as JSON lines.
 
     A line is an object with ``key`` and ``record``. Each is on disk as soon as it is known, so that
     interrupted work can go on; a last line that was not finished is dropped. ``work`` names the
-    work in errors.
+    work in errors, ``kind`` is the dataclass of results.
     """
 
     work: ClassVar[str]
+    kind: ClassVar[type[Any]]
 
     def __init__(self) -> None:
         self._results: dict[str, ResultT] = {}
         self._path: Path | None = None
-
-    @staticmethod
-    @abstractmethod
-    def from_plain(plain: Mapping[str, Any]) -> ResultT:
-        """Return the dataclass that ``dataclasses.asdict`` made these values of.
-
-        Raises ValueError, KeyError or TypeError for values of another form.
-        """
 
     @classmethod
     def resumed(cls, path: Path) -> Self:
@@ -75,11 +67,18 @@ class ResultLog(ABC, Generic[ResultT]):
         return iter(self._results.values())
 
     def _read(self, line: bytes, where: str) -> None:
+        from pydantic import TypeAdapter, ValidationError  # here, so that a command starts sooner
+
         try:
             plain = json.loads(line)
-            self._results[_text(plain["key"])] = self.from_plain(plain["record"])
+            key, record = _text(plain["key"]), plain["record"]
+            self._results[key] = TypeAdapter(self.kind).validate_python(record)
+            return
+        except ValidationError as error:
+            why = describe_errors(error.errors(include_input=False))
         except (ValueError, KeyError, TypeError) as error:
-            raise DatasetError(f"{where} is not a result of this {self.work}: {error}") from error
+            why = str(error)
+        raise DatasetError(f"{where} is not a result of this {self.work}: {why}")
 
 
 def _text(key: Key) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -19,11 +17,7 @@ class Number:
 
 
 class Numbers(ResultLog[Number]):
-    work = "count"
-
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> Number:
-        return Number(int(plain["number"]))
+    work, kind = "count", Number
 
 
 def test_results_are_there_again_whatever_the_order_of_a_keys_fields(tmp_path) -> None:

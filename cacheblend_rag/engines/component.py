@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, PrivateAttr, SecretStr, ValidationError, 
 
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.factory import open_engine
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, describe_errors
 from cacheblend_rag.settings import (
     ENGINES,
     BlendConfig,
@@ -27,7 +27,7 @@ from cacheblend_rag.settings import (
 )
 from cacheblend_rag.settings.base import Secret
 from cacheblend_rag.settings.engine import GuardOption, StoreOption
-from cacheblend_rag.settings.options import Arguments, check_engine_name, describe_errors
+from cacheblend_rag.settings.options import Arguments, check_engine_name
 from cacheblend_rag.settings.profile import BlendOption, LeadInOption
 
 OF_REQUESTS = frozenset({"engine", "profile", "blend", "api_key"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +69,4 @@ def question_key(question: EvalQuestion, prompt: BlendPrompt) -> str:
 class RecordLog(ResultLog[PromptRecord]):
     """The log of an evaluation: one result per rule and question."""
 
-    work = "evaluation"
-
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> PromptRecord:
-        """Return the record that ``dataclasses.asdict`` made these values of."""
-        found = plain["fidelity"]
-        return PromptRecord(**{**plain, "fidelity": found and PromptFidelity(**found)})
+    work, kind = "evaluation", PromptRecord

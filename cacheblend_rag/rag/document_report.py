@@ -62,12 +62,7 @@ class PromptAnswer:
 class AnswerLog(ResultLog[PromptAnswer]):
     """The answers to an analysis' prompts, those that combine answers included."""
 
-    work = "analysis"
-
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> PromptAnswer:
-        """Return the answer that ``dataclasses.asdict`` made these values of."""
-        return PromptAnswer(**plain)
+    work, kind = "analysis", PromptAnswer
 
 
 @dataclass(frozen=True)

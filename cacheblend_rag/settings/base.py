@@ -17,8 +17,8 @@ from pydantic import (
     ValidationError,
 )
 
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.options import Arguments, describe_errors, names_of
+from cacheblend_rag.errors import ConfigError, describe_errors
+from cacheblend_rag.settings.options import Arguments, names_of
 
 _SIZE = TypeAdapter(ByteSize)
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", re.IGNORECASE)

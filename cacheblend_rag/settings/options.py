@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -15,7 +15,6 @@ LeadInKind = Literal["none", "bos", "instruction", "document"]
 Precision = Literal["native", "fp8"]
 
 DEFAULT_RATIO = 0.08
-RATIO_BOUNDS = (0.05, 0.30)
 AUTO, EMBEDDED, VLLM = "auto", "transformers", "vllm"
 PROFILES = ("quality", "balanced", "speed")
 """The packaged profiles."""
@@ -30,9 +29,6 @@ ALIASES: Mapping[str, str] = {
     "stop_sequences": "stop",
 }
 """Other libraries' names of these arguments."""
-MUST = "must be "
-_PYDANTICS = ("Value error, ", "Input should be ")
-"""The beginnings of pydantic's messages."""
 
 
 def names_of(settings: type[Any]) -> frozenset[str]:
@@ -117,32 +113,6 @@ class Arguments:
         if close := get_close_matches(name.lower(), sorted(names), n=1):
             return f"{unknown} (did you mean {self._own(close[0])!r}?)"
         return f"{unknown}; known: {', '.join(sorted(self.known))}"
-
-
-def describe_errors(errors: Iterable[Mapping[str, Any]], show: Callable[[str], str] = str) -> str:
-    """Return pydantic's errors of arguments in one line.
-
-    show: returns how an argument is shown, such as ``name=value``; by default its name alone.
-    """
-    found: dict[str, list[str]] = {}
-    for error in errors:
-        where = show(str(error["loc"][0])) if error["loc"] else ""
-        found.setdefault(where, []).append(_said(" ".join(str(error["msg"]).split())))
-    return "; ".join(_joined(where, told) for where, told in found.items())
-
-
-def _said(message: str) -> str:
-    wrong, kind = _PYDANTICS
-    message = message.removeprefix(wrong)
-    return MUST + message.removeprefix(kind) if message.startswith(kind) else message
-
-
-def _joined(where: str, told: Sequence[str]) -> str:
-    """Return what is wrong with one argument; of a union, what each of its kinds must be."""
-    kinds = dict.fromkeys(text.removeprefix(MUST) for text in told if text.startswith(MUST))
-    if kinds:
-        return f"{where} {MUST}{' or '.join(kinds)}"
-    return f"{where}: {'; '.join(told)}" if where else "; ".join(told)
 
 
 def read_object(name: str, text: str, example: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from cacheblend_rag.settings.base import Count, Ratio, Settings, as_tuple
-from cacheblend_rag.settings.options import DEFAULT_RATIO, RATIO_BOUNDS
+from cacheblend_rag.settings.options import DEFAULT_RATIO
 
 RatioChoice = Ratio | tuple[Ratio, ...] | Literal["auto"]
 """A ratio, one for each check layer, or ``auto``."""
@@ -47,7 +47,7 @@ class BlendConfig(Settings):
     longer than loading the chunks does."""
     ratio_bounds: Annotated[
         tuple[Ratio, Ratio], BeforeValidator(as_tuple), AfterValidator(_bounds)
-    ] = RATIO_BOUNDS
+    ] = (0.05, 0.3)
     """The smallest and the largest ratio that ``auto`` may choose."""
     check_layers: Annotated[
         tuple[int, ...],

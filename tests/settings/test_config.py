@@ -25,26 +25,6 @@ from tests.engines.toy_engine import ToyEngine
 from tests.toy import TOY
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("recompute_ratio", 1.1),
-        ("recompute_ratio", True),
-        ("recompute_ratio", "0.2"),
-        ("check_layers", ()),
-        ("check_layers", (1.5,)),
-        ("check_layers", (2, 1)),
-        ("recompute_ratio", (0.2, 0.1)),
-        ("recompute_ratio", (2.0,)),
-        ("selector", ""),
-        ("min_tokens", 1.0),
-    ],
-)
-def test_a_bad_setting_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=field):
-        BlendConfig(**{field: value})
-
-
 def test_an_unknown_setting_is_refused() -> None:
     with pytest.raises(
         ConfigError,
@@ -77,22 +57,47 @@ def test_a_lead_in_may_be_given_by_its_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("model", "field", "value", "message"),
     [
-        ("host_bytes", -1, "must be greater than or equal to 0"),
-        ("host_bytes", True, "a valid integer"),
-        ("disk_bytes", "much", "a size, such as 8GiB"),
-        ("disk_bytes", "8 parsecs", "a size, such as 8GiB"),
-        ("kv_path", 3, "a valid string"),
-        ("ttl_seconds", 0, "must be greater than 0"),
-        ("ttl_seconds", float("inf"), "must be a finite number"),
-        ("ttl_seconds", "soon", "a time, such as 12h"),
-        ("kv_path", "", "at least 1 char"),
+        (BlendConfig, "recompute_ratio", 1.1, "must be less than or equal to 1"),
+        (
+            BlendConfig,
+            "recompute_ratio",
+            "0.2",
+            "must be a valid number or a valid tuple or 'auto'",
+        ),
+        (
+            BlendConfig,
+            "recompute_ratio",
+            [0.2, 0.1],
+            "must hold one ratio for each of check_layers",
+        ),
+        (BlendConfig, "recompute_ratio", [0.1, 0.2], "that does not rise: check layers only drop"),
+        (BlendConfig, "check_layers", (), "at least 1 item"),
+        (BlendConfig, "check_layers", (2, 1), "must be strictly rising"),
+        (BlendConfig, "selector", "", "at least 1 character"),
+        (BlendConfig, "min_tokens", 1.0, "must be a valid integer"),
+        (StoreConfig, "host_bytes", -1, "must be greater than or equal to 0"),
+        (StoreConfig, "host_bytes", True, "must be a valid integer"),
+        (StoreConfig, "disk_bytes", "8 parsecs", "must be a size, such as 8GiB"),
+        (StoreConfig, "kv_path", 3, "must be a valid string"),
+        (StoreConfig, "ttl_seconds", 0, "must be greater than 0"),
+        (StoreConfig, "ttl_seconds", float("inf"), "must be a finite number"),
+        (StoreConfig, "ttl_seconds", "soon", "must be a time, such as 12h"),
     ],
 )
-def test_a_bad_setting_of_a_store_is_refused_by_name(field: str, value: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field}=.*{message}"):
-        StoreConfig(**{field: value})
+def test_a_bad_setting_is_refused_by_name_and_with_what_it_must_be(
+    model: Any, field: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}=.*{message}"):
+        model(**{field: value})
+
+
+def test_each_check_layer_may_have_a_ratio_of_its_own() -> None:
+    config = BlendConfig(check_layers=[1, 2], recompute_ratio=[0.5, 0.25])
+    assert (config.ratio_at(0), config.ratio_at(1), config.ratio) == (0.5, 0.25, 0.25)
+    assert config.with_changes(recompute_ratio=0.1) == config.with_ratio(0.1)
+    assert BlendConfig(recompute_ratio="auto", ratio_bounds=(0.1, 0.2)).ratio == 0.2
 
 
 @pytest.mark.parametrize(

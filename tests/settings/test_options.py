@@ -7,9 +7,9 @@ import re
 import pytest
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, describe_errors
 from cacheblend_rag.settings.base import size
-from cacheblend_rag.settings.options import Arguments, check_engine_name, describe_errors
+from cacheblend_rag.settings.options import Arguments, check_engine_name
 
 TAKEN = Arguments(
     "option of Model",
