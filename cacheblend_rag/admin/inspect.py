@@ -17,6 +17,7 @@ from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, Entry, KVKey, TieredKVStore, chunk_id
 from cacheblend_rag.kv.chunk_kv import namespace_id
+from cacheblend_rag.kv.tiers.disk import INDEX
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
 from cacheblend_rag.prefill.lead_in import LeadIn
@@ -203,15 +204,11 @@ def _check_keeps(store: TieredKVStore) -> None:
         raise StoreError(f"no pins are kept in {names}: only a folder (disk) keeps pins")
 
 
-USAGE_NAME = "usage"
-"""The file with a store's usage, which every store has."""
-
-
 def check_is_store(path: Path) -> None:
     """Raise StoreError unless a folder is a store of chunk KV."""
     if not path.is_dir():
         raise StoreError(f"{path} is not a folder: give --kv-path or set CACHEBLEND_KV_PATH")
-    if not (path / USAGE_NAME).exists() and not any(path.glob("?/?/*.safetensors")):
+    if not (path / INDEX).exists() and not any(path.glob("?/?/*.safetensors")):
         raise StoreError(
             f"{path} is not a store of chunk KV: give --kv-path or set CACHEBLEND_KV_PATH"
         )

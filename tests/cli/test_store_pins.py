@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cacheblend_rag.cli.main import app
-from cacheblend_rag.kv import DiskTier
+from cacheblend_rag.kv import DiskTier, KVKey
 from tests.admin.test_select import ONE, SHARED, TWO, indexed, keys
 from tests.toy import TOY
 
@@ -54,7 +54,7 @@ def test_all_pins_are_let_go_of_chunks_that_are_gone_too(
     store: Callable[..., Any], folder: Path, wanted: set[Any]
 ) -> None:
     store("pin", "one", "--model", TOY)
-    (folder / "pins").write_text((folder / "pins").read_text() + f"{'0' * 64}-{'0' * 32}\n")
+    DiskTier(folder).pin(KVKey("0" * 32, "0" * 64))
     assert json.loads(store("pin", "--undo").stdout)["unpinned"] == len(wanted) + 1
     assert DiskTier(folder).pinned() == set()
 

@@ -1,6 +1,5 @@
 """What a full tier takes: counted in hits, against plain least-recently-used in the same run."""
 
-import os
 import time
 
 import pytest
@@ -12,6 +11,7 @@ from cacheblend_rag.kv import (
     TieredKVStore,
     TierPolicy,
 )
+from cacheblend_rag.kv.tiers import disk_index
 from cacheblend_rag.kv.tiers.admission import (
     LEAST_HALVED,
     LOOKED_AT,
@@ -131,8 +131,9 @@ def disk(folder, chunks):
     return DiskTier(folder, chunks * FILE)
 
 
-def test_what_another_process_reads_is_not_driven_out_by_what_is_new(tmp_path, clock):
+def test_what_another_process_reads_is_not_driven_out_by_what_is_new(tmp_path, clock, monkeypatch):
     """Two stores stand for two processes: neither knows what the other sees."""
+    monkeypatch.setattr(disk_index, "NOTED_SECONDS", 0.0)
     with TieredKVStore([disk(tmp_path, 10)]) as serving:
         for number in range(10):
             serving.put(make_key(number), make_kv(number))
@@ -148,13 +149,12 @@ def test_what_another_process_reads_is_not_driven_out_by_what_is_new(tmp_path, c
 
 
 @pytest.mark.parametrize(("hours_ago", "taken"), [(1, False), (30, True)])
-def test_what_was_read_long_ago_makes_room(tmp_path, hours_ago, taken):
+def test_what_was_read_long_ago_makes_room(tmp_path, clock, hours_ago, taken):
     with TieredKVStore([disk(tmp_path, 2)]) as before:
         for number in range(2):
             before.put(make_key(number), make_kv(number))
-    read = time.time() - 3600 * hours_ago
-    for path in chunk_files(tmp_path):
-        os.utime(path, (read, read - 3600))
+            before.get(make_key(number))
+    clock.advance(3600 * hours_ago)
     with TieredKVStore([disk(tmp_path, 2)]) as later:
         assert later.put(make_key(5), make_kv(5)).stored == taken
 
@@ -195,8 +195,8 @@ def test_large_chunks_are_weighed_by_what_all_they_drive_out_is_worth():
     for key in small[:8]:
         capacity.see([key] * 4)
     capacity.see([large] * 3)
-    assert capacity.evicted_for(large, residents, excess=200, held=10) == small[8:]
+    assert capacity.victims(large, residents, excess=200, held=10) == small[8:]
     with pytest.raises(
         RejectedError, match=r"^requested 3 times, the chunks to evict 2\.66667 times$"
     ):
-        capacity.evicted_for(large, residents, excess=600, held=10)
+        capacity.victims(large, residents, excess=600, held=10)

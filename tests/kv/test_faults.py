@@ -5,13 +5,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 
 from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, Usage
 from cacheblend_rag.kv.packed_kv import unpacked
@@ -160,37 +158,6 @@ def test_a_killed_writer_leaves_nothing_but_a_file_that_is_cleaned_up(tmp_path, 
     assert same(tier.get(KEY).kv, make_kv())
 
 
-def test_a_lock_that_stays_taken_fails_puts_but_not_reads(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_module, "LOCK_TIMEOUT_SECONDS", 0.05)
-    disk = DiskTier(tmp_path)
-    store = TieredKVStore([disk])
-    deleted = make_key(2)
-    for key in (KEY, deleted):
-        store.put(key, make_kv())
-    taken, done = threading.Event(), threading.Event()
-
-    def hog():
-        with FileLock(tmp_path / "lock"):
-            taken.set()
-            done.wait(10)
-
-    thread = threading.Thread(target=hog)
-    thread.start()
-    assert taken.wait(5)
-    try:
-        assert not store.put(OTHER, make_kv())
-        assert not store.evict(deleted)
-        assert same(store.get(KEY).kv, make_kv())
-        assert disk.stats()["errors"] == 2
-        assert store.get(deleted).kv is None, "it is deleted once the lock is free"
-    finally:
-        done.set()
-        thread.join()
-    assert temporaries(tmp_path) == []
-    assert store.put(OTHER, make_kv())
-    store.close()
-
-
 # What a hand that may write to the folder can do
 
 
@@ -228,40 +195,6 @@ def test_what_a_model_computed_without_numbers_is_refused_by_name():
         assert put.failure == "", "another call would not store it either"
         assert not store.contains(KEY)
         assert store.put_computed(KEY, make_kv())
-
-
-@pytest.mark.parametrize("text", [b"9" * 5000 + b" 1\n", b"x", b"", b"1 1\n" * 1000])
-def test_a_forged_usage_file_is_counted_afresh(store, disk, tmp_path, text):
-    store.put(KEY, make_kv())
-    (tmp_path / "usage").write_bytes(text)
-    assert (disk.usage().entries, disk.usage().nbytes) == (1, len(DATA))
-    assert store.put(OTHER, make_kv(1))
-    assert store.evict(KEY)
-
-
-def test_a_pipe_for_a_usage_file_holds_nobody_up(tmp_path):
-    os.mkfifo(tmp_path / "usage")
-    process = run_python(
-        """
-        tier = DiskTier(folder)
-        taken = tier.put(make_key(0), StoredChunk(make_kv(), time.time())).stored
-        print(taken, tier.usage().entries)
-        """,
-        str(tmp_path),
-    )
-    assert finish(process).strip() == "True 1"
-
-
-@pytest.mark.parametrize("name", ["usage", "usage.new"])
-def test_a_link_for_a_usage_file_is_not_written_through(tmp_path, name):
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    folder = tmp_path / "store"
-    folder.mkdir()
-    (folder / name).symlink_to(victim)
-    tier = DiskTier(folder)
-    assert tier.put(KEY, StoredChunk(make_kv(), time.time()))
-    assert victim.read_text() == "precious"
 
 
 def test_a_link_for_quarantine_is_not_written_through(store, disk, tmp_path):

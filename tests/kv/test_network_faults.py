@@ -12,7 +12,7 @@ from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.settings.tier_url import TierUrl
 from tests.kv.samples import make_key, make_kv, same, taken, until
 from tests.local_servers import BUCKET, redis_server
-from tests.servers import redis_name, redis_place, refusing, s3_place, tier_at
+from tests.servers import redis_place, refusing, s3_place, tier_at
 
 KEY, OTHER, THIRD = (make_key(number) for number in range(3))
 LARGE = {"tokens": 20_000}
@@ -77,16 +77,6 @@ def limit(server, memory, policy="noeviction"):
     client = tier_at(redis_place(server)).client
     client.config_set("maxmemory-policy", policy)
     client.config_set("maxmemory", memory)
-
-
-def test_what_is_damaged_in_redis_is_set_aside(redis):
-    store = opened(redis_place(redis))
-    tier = store.tiers[0]
-    assert store.put(KEY, make_kv())
-    tier.client.set(redis_name(tier, KEY), b"rubbish and more")
-    assert store.get(KEY).reason == "damaged"
-    assert store.get(KEY).reason == "not stored"
-    store.close()
 
 
 # Object stores

@@ -2,15 +2,14 @@
 
 As TinyLFU over the order of last use: it is counted how often keys were seen recently, stored or
 not, and a chunk replaces others only if it was seen more often. Libraries for this (theine) count
-entries, own the values and have no pins; here sizes differ, some chunks are pinned, and the order
-of last use may be that of files which several processes read. So the tier keeps the order, and this
-module adds only the counts.
+entries, own the values and have no pins; here sizes differ, some chunks are pinned, and several
+processes may share the order of last use. So the tier keeps the order, and this module adds only
+the counts.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ LOOKED_AT = 32
 """Number of least recently used chunks from which the least often seen ones are evicted."""
 SAMPLE, LEAST_HALVED = 16, 1 << 11
 """Accesses per held chunk, and in all, after which counts are halved."""
-REMEMBERED_SECONDS = 10.0
 
 
 class RefusedError(Exception):
@@ -82,7 +80,6 @@ class Capacity:
         self._bytes, self._counts = policy.capacity_bytes, counts
         self._by_frequency = policy.admit == "frequency" and policy.capacity_bytes is not None
         self._sightings = Sightings()
-        self._turned_away, self._until = 0, 0.0
 
     def see(self, keys: Iterable[KVKey]) -> None:
         """See ``Tier.see``."""
@@ -99,60 +96,29 @@ class Capacity:
         if self.excess(nbytes) > 0:
             raise RefusedError(f"{nbytes} bytes, capacity is {self._bytes}")
 
-    def would_reject(self, key: KVKey) -> bool:
-        """Whether a chunk seen as often was just rejected, so that the search can be skipped."""
-        lately = self._by_frequency and time.monotonic() < self._until
-        return lately and self._sightings.count(key) <= self._turned_away
-
-    def would_take(
+    def victims(
         self, key: KVKey, by_last_use: Iterable[Resident], *, excess: int, held: int
-    ) -> bool:
-        """Whether ``evicted_for`` would let a chunk in; nothing is counted."""
-        try:
-            self._victims(key, by_last_use, excess=excess, spare=0, held=held)
-        except RefusedError:
-            return False
-        return True
-
-    def evicted_for(
-        self, key: KVKey, by_last_use: Iterable[Resident], *, excess: int, held: int, spare: int = 0
     ) -> list[KVKey]:
-        """Return and count the chunks to evict so that a chunk fits.
-
-        spare: least number of further bytes to evict. Raises RefusedError before anything is
-        evicted in vain.
-        """
-        if excess <= 0:
-            return []
-        gone = self._victims(key, by_last_use, excess=excess, spare=spare, held=held)
-        self._counts.add("admitted")
-        self._counts.add("evictions", len(gone))
-        return [one.key for one in gone]
-
-    def freed(self, counter: str, chunks: int) -> None:
-        """Count chunks that were removed although none was to be stored, so that there is room."""
-        self._counts.add(counter, chunks)
-        self._until = 0.0
-
-    def _victims(
-        self, key: KVKey, by_last_use: Iterable[Resident], *, excess: int, spare: int, held: int
-    ) -> list[Resident]:
-        """Return the chunks to evict so that a new one fits.
-
-        spare: more bytes to evict, so that not every put has to search.
+        """Return the chunks to evict so that a chunk fits.
 
         Raises RefusedError if too little can be evicted, RejectedError if it is not worth it.
         """
         if excess <= 0:
             return []
         self._sightings.fit(held)
-        coldest = sorted(_looked_at(by_last_use, excess + spare), key=self._seen)
+        coldest = sorted(_looked_at(by_last_use, excess), key=self._seen)
         needed = _freeing(coldest, excess)
         missing = excess - sum(one.nbytes for one in needed)
         if missing > 0:
             raise RefusedError(f"{missing} bytes do not fit beside pinned chunks")
         self._check_worth(key, needed)
-        return needed + _within(coldest[len(needed) :], spare)
+        return [one.key for one in needed]
+
+    def count(self, evicted: Sequence[KVKey]) -> None:
+        """Count chunks that were evicted for another one."""
+        if evicted:
+            self._counts.add("admitted")
+            self._counts.add("evictions", len(evicted))
 
     def _seen(self, one: Resident) -> int:
         return max(self._sightings.count(one.key), one.seen) if self._by_frequency else 0
@@ -168,7 +134,6 @@ class Capacity:
         total = sum(one.nbytes for one in victims)
         theirs = sum(self._seen(one) * one.nbytes for one in victims) / total if total else 0
         if own < theirs or 1 < theirs > own - 2:
-            self._turned_away, self._until = own, time.monotonic() + REMEMBERED_SECONDS
             raise RejectedError(f"requested {own} times, the chunks to evict {theirs:g} times")
 
 
@@ -188,14 +153,4 @@ def _freeing(order: Iterable[Resident], excess: int) -> list[Resident]:
             break
         found.append(one)
         excess -= one.nbytes
-    return found
-
-
-def _within(order: Iterable[Resident], spare: int) -> list[Resident]:
-    found = []
-    for one in order:
-        spare -= one.nbytes
-        if spare < 0:
-            break
-        found.append(one)
     return found

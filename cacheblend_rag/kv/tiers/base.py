@@ -319,7 +319,7 @@ class Tier(ABC):
             self.guard.could_not("remove %s", key, error, reading=False)
             return None
         if removed:
-            self._capacity.freed(counter, 1)
+            self._counts.add(counter)
         return removed
 
     def quarantine(self, key: KVKey, reason: str) -> None:

@@ -1,10 +1,10 @@
 """Chunk KV in files, one per chunk, in a folder that several processes may share.
 
 Layout: ``<a>/<b>/<key>.safetensors``, where a and b are the chunk id's first hex digits;
-``quarantine/`` for unusable files, each beside a ``.reason``; ``usage`` (entries and bytes),
-``pins`` (keys) and ``lock``; ``deletions`` are the store's (kv/deletions.py). A file appears
-complete, by rename, and is never written again, so readers need no lock; its access time is its
-last use, its modification time when it was written. Only trusted processes may write to the folder.
+``quarantine/`` for unusable files, each beside a ``.reason``; ``index.sqlite`` (see DiskIndex);
+``deletions`` are the store's (kv/deletions.py). A file appears complete, by rename, and is never
+written again, so readers need no lock; its modification time is when its chunk was first stored.
+Only trusted processes may write to the folder.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 from uuid import uuid4
 
-from filelock import FileLock
 from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
@@ -32,38 +30,21 @@ from cacheblend_rag.kv.read_memory import OF_PROCESS
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.stored_chunk import Entry
-from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for
-from cacheblend_rag.kv.tiers.files import (
-    PinFile,
-    UsageFile,
-    check_kind,
-    create,
-    new_file,
-    write_parts,
-)
+from cacheblend_rag.kv.tiers.disk_index import DiskIndex
+from cacheblend_rag.kv.tiers.files import check_kind, create, new_file, write_parts
 from cacheblend_rag.kv.tiers.policy import TierPolicy, Usage
 
 logger = logging.getLogger(__name__)
 
+INDEX = "index.sqlite"
 TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_SECONDS = 3600.0
-LOCK_TIMEOUT_SECONDS = 10.0
 QUARANTINE_FILES = 16
-SAME_USE_SECONDS = 60.0
-"""Most seconds between computing a chunk and creating its file."""
-LATELY_SECONDS = 86_400.0
-SWEPT_FOLDERS = 4
-"""How many of the 256 folders are searched at a time for expired chunks."""
+SWEPT = 256
+"""How many of the oldest chunks are looked at together for expired ones."""
 
 _HEX = "0123456789abcdef"
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    key: KVKey
-    path: str
-    entry: Entry
 
 
 class DiskTier(BytesTier):
@@ -97,36 +78,29 @@ class DiskTier(BytesTier):
         self.path = Path(path).expanduser().absolute()
         self._root = str(self.path)
         self._fsync = fsync
-        self._pins, self._usage = PinFile(self.path / "pins"), UsageFile(self.path / "usage")
-        self._mutex = threading.Lock()
-        self._swept, self._told = 0, set[str]()
-        self._lock = os.path.join(self._root, "lock")
-        self._file_lock = FileLock(self._lock, timeout=LOCK_TIMEOUT_SECONDS, mode=0o600)
-        if self.policy.read_only:
-            if not self.path.is_dir():
-                raise StoreError(f"there is no chunk KV to read in {self.path}: index first")
-            return
+        self._told = set[str]()
+        is_read_only = self.policy.read_only
+        if is_read_only and not self.path.is_dir():
+            raise StoreError(f"there is no chunk KV to read in {self.path}: index first")
         try:
-            make_folder(self.path)
-            with self._exclusive():
-                self._usage.write(self._scan())
+            if not is_read_only:
+                make_folder(self.path)
+            index = os.path.join(self._root, INDEX)
+            self._index = DiskIndex(index, self._files, read_only=is_read_only)
         except OSError as error:
             raise StoreError(f"cannot keep chunk KV in {self.path}: {error}") from error
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Yield all chunk files, removing temporary files of killed writers."""
-        return ((file.key, file.entry) for file in self._files())
+        used = self._index.last_uses()
+        for key, entry in self._files():
+            yield key, replace(entry, used_at=used.get(str(key), entry.used_at))
 
-    def some_entries(self) -> list[tuple[KVKey, Entry]]:
-        """As for any tier: the files of some of the 256 folders, the next ones each time."""
-        first, self._swept = self._swept, self._swept + SWEPT_FOLDERS
-        folders = [index % len(_HEX) ** 2 for index in range(first, first + SWEPT_FOLDERS)]
-        pairs = [divmod(index, len(_HEX)) for index in folders]
-        return [
-            (file.key, file.entry)
-            for one, other in pairs
-            for file in self._files_in(_HEX[one], _HEX[other])
-        ]
+    def some_entries(self) -> Sequence[tuple[KVKey, Entry]]:
+        """As for any tier: the oldest chunks that are not pinned."""
+        with suppress(OSError), self._index.reading():
+            return self._index.oldest(SWEPT)
+        return ()
 
     def has_relative(self, key: KVKey) -> bool:
         """As for any tier; reads the names in one of 256 folders, and no file."""
@@ -137,52 +111,40 @@ class DiskTier(BytesTier):
         return False
 
     def usage(self) -> Usage:
-        """Return the usage by all processes of this folder; raises StoreError."""
-        try:
-            with self._exclusive():
-                return self._usage.read() or self._scan()
-        except OSError as error:
-            raise StoreError(f"cannot read {self.path}: {error}") from error
-
-    def check(self, key: KVKey) -> str | None:
-        """As for any tier; that is no use of the chunk, whatever the mount's atime option."""
-        try:
-            before = os.lstat(self._own_file(key))
-        except OSError:
-            return super().check(key)
-        wrong = super().check(key)
-        with suppress(OSError):
-            if not self.policy.read_only:
-                times = before.st_atime_ns, before.st_mtime_ns
-                os.utime(self._file(key), ns=times, follow_symlinks=False)
-        return wrong
+        """Return the usage by all processes of this folder; raises OSError."""
+        if self.policy.read_only:
+            return super().usage()
+        with self._index.reading():
+            return self._index.usage()
 
     def pin(self, *keys: KVKey) -> None:
-        """As for any tier, for all processes of the folder; for this one if it is read-only."""
+        """As for any tier, for all processes of the folder; for this one if it is read-only.
+
+        Raises StoreError when pins cannot be written, or are too many.
+        """
         if self.policy.read_only:
             super().pin(*keys)
         else:
-            self._write_pins(set(keys), set())
+            self._to_pins(self._index.pin, keys)
 
     def unpin(self, *keys: KVKey) -> None:
         """Undo pin; raises StoreError."""
         if self.policy.read_only:
             super().unpin(*keys)
         else:
-            self._write_pins(set(), set(keys))
+            self._to_pins(self._index.unpin, keys)
 
     def pinned(self) -> frozenset[KVKey]:
         """As for any tier, including other processes' pins."""
-        return self._pins.keys() | self._pinned
+        return self._index.pins() | self._pinned
 
     def is_pinned(self, key: KVKey) -> bool:
         """As for any tier, including other processes' pins."""
-        return key in self._pinned or key in self._pins.keys()  # noqa: SIM118  # a method
+        return key in self._pinned or key in self._index.pins()
 
-    def _write_pins(self, more: set[KVKey], fewer: set[KVKey]) -> None:
+    def _to_pins(self, change: Callable[[Sequence[KVKey]], None], keys: Sequence[KVKey]) -> None:
         try:
-            with self._exclusive():
-                self._pins.write((self._pins.current() | more) - fewer)
+            change(keys)
         except OSError as error:
             raise StoreError(f"cannot pin in {self.path}: {error}") from error
 
@@ -192,6 +154,10 @@ class DiskTier(BytesTier):
             names = os.listdir(self.path / "quarantine")
             return sorted((n for n in names if not n.endswith(".reason")), key=_quarantine_time)
         return []
+
+    def close(self) -> None:
+        """Close the index."""
+        self._index.close()
 
     def _entry(self, key: KVKey) -> Entry | None:
         try:
@@ -219,29 +185,40 @@ class DiskTier(BytesTier):
         return StoredBytes(raw, found.st_size, found.st_mtime_ns / 1e9)
 
     def _mark_used(self, key: KVKey) -> None:
-        with suppress(OSError):
-            path = self._own_file(key)
-            times = time.time_ns(), os.lstat(path).st_mtime_ns
-            os.utime(path, ns=times, follow_symlinks=False)
+        self._index.note_use(key)
 
     def _write(self, key: KVKey, data: ChunkObject, written_at: float) -> None:
+        with suppress(OSError), self._index.reading():
+            self._victims(key, data.nbytes)  # refuses before a file is written in vain
         path = self._file(key)
-        if self._capacity.would_reject(key) and not os.path.exists(path):
-            raise RejectedError("another chunk requested as often was rejected just now")
         self._make_folders(path)
         temporary = f"{path}.{uuid4().hex}{TEMPORARY_SUFFIX}"
         try:
             with new_file(temporary, fsync=self._fsync) as file:
                 write_parts(file, data.parts())
-            with self._exclusive():
-                os.stat(temporary)  # gone if another clock is far ahead: record nothing
-                self._usage.write(self._make_room(key, data.nbytes))
+            with self._index.writing():
+                victims = self._victims(key, data.nbytes)
+                for victim in victims:
+                    self._index.remove(victim)
+                    with suppress(FileNotFoundError):
+                        os.unlink(self._file(victim))
+                self._capacity.count(victims)
+                self._index.add(key, data.nbytes, written_at)
                 # Not before: until it is in place, its modification time says whether it is stale.
                 os.utime(temporary, ns=(time.time_ns(), int(written_at * 1e9)))
                 os.replace(temporary, path)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
+
+    def _victims(self, key: KVKey, nbytes: int) -> list[KVKey]:
+        """Return the chunks to evict so that ``nbytes`` fit in place of ``key``."""
+        if self.capacity_bytes is None:
+            return []
+        others = self._index.usage(without=key)
+        excess = self._capacity.excess(others.nbytes + nbytes)
+        order = self._index.coldest(key)
+        return self._capacity.victims(key, order, excess=excess, held=others.entries)
 
     def _drop(self, key: KVKey) -> bool:
         return self._take_out(key, os.unlink)
@@ -258,6 +235,16 @@ class DiskTier(BytesTier):
         for name in self.quarantined()[:-QUARANTINE_FILES]:
             for leaf in (name, f"{name}.reason"):
                 (folder / leaf).unlink(missing_ok=True)
+
+    def _take_out(self, key: KVKey, remove: Callable[[str], object]) -> bool:
+        """Remove a chunk's file; returns whether it was there."""
+        with self._index.writing():
+            self._index.remove(key)
+            try:
+                remove(self._own_file(key))
+            except FileNotFoundError:
+                return False
+        return True
 
     def _file(self, key: KVKey) -> str:
         return file_of(self._root, key)
@@ -282,27 +269,12 @@ class DiskTier(BytesTier):
                 os.mkdir(folder, mode=0o700)
             check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Lock the folder against other threads and processes; raises OSError after a timeout.
-
-        Readers take no lock: files appear by rename.
-        """
-        if self.policy.read_only:
-            yield
-            return
-        with self._mutex:
-            with suppress(FileNotFoundError):
-                check_kind(self._lock, os.lstat(self._lock), stat.S_ISREG, "file")
-            with self._file_lock.acquire(poll_interval=0.005):
-                yield
-
-    def _files(self) -> Iterator[_File]:
+    def _files(self) -> Iterator[tuple[KVKey, Entry]]:
         for first in _HEX:
             for second in _HEX:
                 yield from self._files_in(first, second)
 
-    def _files_in(self, first: str, second: str) -> Iterator[_File]:
+    def _files_in(self, first: str, second: str) -> Iterator[tuple[KVKey, Entry]]:
         above = os.path.join(self._root, first)
         folder = os.path.join(above, second)
         try:
@@ -326,61 +298,7 @@ class DiskTier(BytesTier):
                     if age > STALE_TEMPORARY_SECONDS and not self.policy.read_only:
                         os.unlink(item.path)
                 elif key := key_of(item.name):
-                    yield _File(key, item.path, _entry(status))
-
-    def _scan(self) -> Usage:
-        sizes = [file.entry.nbytes for file in self._files()]
-        return Usage(len(sizes), sum(sizes))
-
-    def _make_room(self, key: KVKey, nbytes: int) -> Usage:
-        """Evict until ``nbytes`` fit in place of ``key``; returns the usage once they are stored.
-
-        Under the lock. Refuses before evicting in vain.
-        """
-        usage = self._usage.read() or self._scan()
-        own = self._entry(key)
-        if own is not None:
-            usage = Usage(usage.entries - 1, usage.nbytes - own.nbytes)
-        after = Usage(usage.entries + 1, usage.nbytes + nbytes)
-        if self.capacity_bytes is None or after.nbytes <= self.capacity_bytes:
-            return after
-        # The files themselves are the truth: a killed writer or a bare `rm` leaves `usage` high.
-        others = [file for file in self._files() if file.key != key]
-        stored = sum(file.entry.nbytes for file in others)
-        victims = self._capacity.evicted_for(
-            key,
-            self._oldest_first(others),
-            excess=stored + nbytes - self.capacity_bytes,
-            held=len(others),
-            spare=stored // 64,  # so that a large full store is not searched at each put
-        )
-        left = {file.key: file.entry.nbytes for file in others}
-        for victim in victims:
-            with suppress(FileNotFoundError):
-                os.unlink(self._file(victim))
-            del left[victim]
-        return Usage(len(left) + 1, sum(left.values()) + nbytes)
-
-    def _oldest_first(self, files: list[_File]) -> list[Resident]:
-        now, pinned = time.time(), self.pinned()
-        return [
-            Resident(file.key, file.entry.nbytes, _seen(file.entry, now))
-            for file in sorted(files, key=lambda file: file.entry.used_at)
-            if file.key not in pinned
-        ]
-
-    def _take_out(self, key: KVKey, remove: Callable[[str], object]) -> bool:
-        """Remove a chunk's file and count it off; returns whether it was there."""
-        with self._exclusive():
-            usage = self._usage.read() or self._scan()
-            try:
-                path = self._own_file(key)
-                nbytes = os.lstat(path).st_size
-                remove(path)
-            except FileNotFoundError:
-                return False
-            self._usage.write(Usage(usage.entries - 1, usage.nbytes - nbytes))
-        return True
+                    yield key, _entry(status)
 
 
 def read_range(file: int, start: int, nbytes: int) -> Tensor:
@@ -405,17 +323,8 @@ def file_of(folder: str | os.PathLike[str], key: KVKey) -> str:
 
 
 def _entry(found: os.stat_result) -> Entry:
-    return Entry(found.st_size, found.st_mtime, found.st_atime)
-
-
-def _seen(entry: Entry, now: float) -> int:
-    """Return a lower bound of a file's recent accesses by any process, from its times.
-
-    Processes do not see each other's accesses, but a file that was read since it was written was
-    seen more than once.
-    """
-    again = entry.used_at > entry.written_at + SAME_USE_SECONDS
-    return 2 if again and now - entry.used_at < LATELY_SECONDS else 0
+    """Return a file's entry; its chunk's last use is the index's to know."""
+    return Entry(found.st_size, found.st_mtime, found.st_mtime)
 
 
 def _quarantine_time(name: str) -> int:

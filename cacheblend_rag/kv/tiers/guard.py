@@ -111,17 +111,15 @@ class Guard:
                 raise
             logger.warning("%s tier: failed unexpectedly", self._name, exc_info=True)
             raise OSError(f"{type(error).__name__}: {error}") from error
-        if timed and self._is_late(seconds := breaker.clock() - began):
+        seconds, most = breaker.clock() - began, self._timeout_seconds
+        if timed and most is not None and seconds > most:
             self._counts.add("errors")
-            self.last_failure = f"took {seconds:.1f} s, more than {self._timeout_seconds:g}"
+            self.last_failure = f"took {seconds:.1f} s, more than {most:g}"
             logger.warning("%s tier: %s", self._name, self.last_failure)
             breaker.failed(permit)
         else:
             breaker.succeeded(permit)
             self._warned[breaker is self.writing].clear()
-
-    def _is_late(self, seconds: float) -> bool:
-        return self._timeout_seconds is not None and seconds > self._timeout_seconds
 
     def _try_aside(self, key: KVKey) -> None:
         """Run a trial on a separate thread if one is due, so that no request waits for it."""
@@ -133,18 +131,11 @@ class Guard:
                 self.reading.failed(permit)
 
     def _try(self, permit: int, key: KVKey) -> None:
-        began = self.reading.clock()
         try:
-            self._trial(key)
-        except Exception as error:
-            if lack_of_memory(error):
-                self.reading.withdrawn(permit)
-                return
+            with self._around(self.reading, permit, timed=True):
+                self._trial(key)
+        except OSError as error:
             logger.warning("%s tier: still fails: %s", self._name, error)
-            self.reading.failed(permit)
-            return
-        if self._is_late(self.reading.clock() - began):
-            self.reading.failed(permit)
-            return
-        logger.warning("%s tier: answers again", self._name)
-        self.reading.succeeded(permit)
+        else:
+            if not self.reading.is_out:
+                logger.warning("%s tier: answers again", self._name)

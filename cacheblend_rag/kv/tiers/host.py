@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ from cacheblend_rag.kv.packed_kv import StoredKV
 from cacheblend_rag.kv.page_locked import SLACK_BYTES, PageLockedMemory, cuda_memory
 from cacheblend_rag.kv.reader import WholeReader
 from cacheblend_rag.kv.stored_chunk import Entry, StoredChunk
-from cacheblend_rag.kv.tiers.admission import Resident
+from cacheblend_rag.kv.tiers.admission import RefusedError, Resident
 from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.kv.tiers.policy import TierPolicy, Usage
 
@@ -79,7 +80,7 @@ class HostTier(Tier):
             for key in gone:
                 self._discard(key)
             freed = before - self._nbytes
-        self._capacity.freed("evictions", len(gone))
+        self._counts.add("evictions", len(gone))
         return freed
 
     def close(self) -> None:
@@ -144,16 +145,21 @@ class HostTier(Tier):
 
     def would_take(self, key: KVKey, nbytes: int) -> bool:
         """As for any tier: it fits, or is requested more often than those it would displace."""
-        with self._lock:
-            excess, held = self._excess(key, nbytes), len(self._chunks)
-            return self._capacity.would_take(key, self._evictable(key), excess=excess, held=held)
+        with self._lock, suppress(RefusedError):
+            self._victims(key, nbytes)
+            return True
+        return False
 
     def _make_room(self, key: KVKey, nbytes: int) -> None:
         """Evict until ``nbytes`` more fit in place of ``key``; refuse before evicting in vain."""
-        excess, held = self._excess(key, nbytes), len(self._chunks)
-        order = self._evictable(key)
-        for victim in self._capacity.evicted_for(key, order, excess=excess, held=held):
+        victims = self._victims(key, nbytes)
+        for victim in victims:
             self._discard(victim)
+        self._capacity.count(victims)
+
+    def _victims(self, key: KVKey, nbytes: int) -> list[KVKey]:
+        excess, held = self._excess(key, nbytes), len(self._chunks)
+        return self._capacity.victims(key, self._evictable(key), excess=excess, held=held)
 
     def _excess(self, key: KVKey, nbytes: int) -> int:
         """Return the bytes over capacity once ``nbytes`` replace ``key``."""

@@ -127,12 +127,19 @@ class RedisTier(BytesTier):
         return StoredBytes(tensor_of(data), entry.nbytes, entry.written_at)
 
     def _write(self, key: KVKey, data: ChunkObject, written_at: float) -> None:
+        from redis.exceptions import OutOfMemoryError
+
         nbytes = TIME.size + data.nbytes
         if nbytes > VALUE_BYTES:
             raise RefusedError(f"{nbytes} bytes: Redis keeps at most {VALUE_BYTES} under a key")
         parts = [TIME.pack(written_at), *data.parts()]
-        with self._asking(), _refusals():
-            self._set(self._value(key), parts, nbytes, self._expires(key, written_at))
+        try:
+            with self._asking():
+                self._set(self._value(key), parts, nbytes, self._expires(key, written_at))
+        except OSError as error:
+            if isinstance(error.__cause__, OutOfMemoryError):  # reads still work
+                raise RefusedError(f"the server has no memory left: {error.__cause__}") from error
+            raise
 
     def _drop(self, key: KVKey) -> bool:
         with self._asking():
@@ -249,17 +256,6 @@ def connect(
         retry=Retry(NoBackoff(), 0),  # one try: a failed tier is skipped for a while
     )  # fmt: skip
     return Redis(connection_pool=pool)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Turn the server's out-of-memory error into a RefusedError: reads still work."""
-    from redis.exceptions import OutOfMemoryError
-
-    try:
-        yield
-    except OutOfMemoryError as error:
-        raise RefusedError(f"the server has no memory left: {error}") from error
 
 
 def _entry(time: Any, nbytes: Any) -> Entry | None:

@@ -1,0 +1,284 @@
+"""What the processes that share a folder know of its chunks, in SQLite: sizes, times, uses, pins.
+
+Chunks are found by their files; the index says what is evicted first, what has expired, and what is
+pinned. One that is lost, damaged or another version's (a warning says so) is made anew from the
+files; only pins, which no file tells, are lost then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.stored_chunk import Entry
+from cacheblend_rag.kv.tiers.admission import LEAST_HALVED, SAMPLE, Resident
+from cacheblend_rag.kv.tiers.files import check_kind
+from cacheblend_rag.kv.tiers.policy import Usage
+
+logger = logging.getLogger(__name__)
+
+TABLES = (
+    "CREATE TABLE chunks (key TEXT PRIMARY KEY, nbytes INTEGER NOT NULL, written REAL NOT NULL,"
+    " used REAL NOT NULL, hits INTEGER NOT NULL) STRICT",
+    "CREATE TABLE pins (key TEXT PRIMARY KEY) STRICT",
+    "CREATE INDEX chunks_by_use ON chunks (used)",
+    "CREATE INDEX chunks_by_age ON chunks (written)",
+)
+ADD = (
+    "INSERT INTO chunks VALUES (?, ?, ?, ?, 0) ON CONFLICT (key) DO UPDATE SET"
+    " nbytes = excluded.nbytes, written = excluded.written, used = excluded.used"
+)
+NOT_PINNED = "key NOT IN (SELECT key FROM pins)"
+MOST_PINS = 10_000
+LOCK_SECONDS = 10.0
+READ_SECONDS = 0.1
+"""How long a reader waits while another process commits."""
+NOTED_SECONDS = 1.0
+"""How often uses are written, unless something else is."""
+LATELY_SECONDS = 86_400.0
+"""Uses of chunks that were not used since then do not count."""
+
+
+class DiskIndex:
+    """The index of one folder. Safe to share between threads.
+
+    Its methods raise OSError when it cannot be read or written. Those about chunks are called
+    within ``reading`` or ``writing``, each of which is one transaction.
+
+    path: its file. files: lists the folder's chunks. read_only: it is neither made nor written to.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        files: Callable[[], Iterable[tuple[KVKey, Entry]]],
+        *,
+        read_only: bool = False,
+    ) -> None:
+        self._path, self._files, self._read_only = path, files, read_only
+        self._lock, self._noting = threading.RLock(), threading.Lock()
+        self._file: sqlite3.Connection | None = None
+        self._noted: dict[str, tuple[float, int]] = {}
+        self._noted_at, self._uses = time.monotonic(), 0
+        self._pins, self._warned = frozenset[KVKey](), ""
+        if not read_only:
+            with self.writing():
+                pass
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read what is there now, also while another process writes."""
+        with self._transaction("DEFERRED", READ_SECONDS):
+            yield
+
+    @contextmanager
+    def writing(self, wait_seconds: float | None = None) -> Iterator[None]:
+        """Keep other processes from writing meanwhile, after waiting for them so long."""
+        seconds = LOCK_SECONDS if wait_seconds is None else wait_seconds
+        with self._transaction("IMMEDIATE", seconds):
+            self._write_uses()
+            yield
+
+    # Chunks
+
+    def usage(self, without: KVKey | str = "") -> Usage:
+        """Count all chunks and bytes, without those of a key."""
+        counts = self._ask("SELECT COUNT(*), TOTAL(nbytes) FROM chunks WHERE key != ?", without)
+        entries, nbytes = counts.fetchone()
+        return Usage(entries, int(nbytes))
+
+    def coldest(self, without: KVKey) -> Iterator[Resident]:
+        """Yield the chunks that may be evicted for another one, the least recently used first."""
+        lately = time.time() - LATELY_SECONDS
+        chosen = f"FROM chunks WHERE key != ? AND {NOT_PINNED} ORDER BY used"
+        for name, nbytes, used, hits in self._ask(
+            f"SELECT key, nbytes, used, hits {chosen}", without
+        ):
+            if (key := KVKey.parsed(name)) is not None:
+                yield Resident(key, nbytes, 1 + hits if hits and used > lately else 0)
+
+    def oldest(self, most: int) -> list[tuple[KVKey, Entry]]:
+        """Return so many of the chunks that are not pinned, those first that were stored first."""
+        chosen = f"FROM chunks WHERE {NOT_PINNED} ORDER BY written LIMIT ?"
+        found = self._ask(f"SELECT key, nbytes, written, used {chosen}", most)
+        named = [(KVKey.parsed(name), Entry(*told)) for name, *told in found]
+        return [(key, entry) for key, entry in named if key is not None]
+
+    def add(self, key: KVKey, nbytes: int, written_at: float) -> None:
+        """Note a chunk that is stored now, or replaced."""
+        self._ask(ADD, key, nbytes, written_at, time.time())
+
+    def remove(self, key: KVKey | str) -> None:
+        """Note that a chunk is gone."""
+        self._ask("DELETE FROM chunks WHERE key = ?", key)
+
+    # Uses
+
+    def note_use(self, key: KVKey) -> None:
+        """Note that a chunk is used now; written now and then, if that does not hold anybody up."""
+        with self._noting:
+            _, times = self._noted.get(str(key), (0.0, 0))
+            self._noted[str(key)] = time.time(), times + 1
+        if time.monotonic() - self._noted_at > NOTED_SECONDS and self._lock.acquire(blocking=False):
+            try:
+                self.flush()
+            finally:
+                self._lock.release()
+
+    def flush(self) -> None:
+        """Write the uses that were noted; they wait while another process writes."""
+        with suppress(OSError), self.writing(wait_seconds=0.0):
+            pass
+        self._noted_at = time.monotonic()
+
+    def last_uses(self) -> dict[str, float]:
+        """Return when each chunk was used last, by the name of its key; as far as it is known."""
+        if not self._read_only:
+            self.flush()
+        with suppress(OSError), self.reading():
+            return dict(self._ask("SELECT key, used FROM chunks"))
+        return {}
+
+    def _write_uses(self) -> None:
+        with self._noting:
+            noted, self._noted = self._noted, {}
+        for name, (at, times) in noted.items():
+            self._ask("UPDATE chunks SET used = ?, hits = hits + ? WHERE key = ?", at, times, name)
+            self._uses += times
+        if self._uses > LEAST_HALVED and self._uses > SAMPLE * self.usage().entries:
+            self._ask("UPDATE chunks SET hits = hits / 2")  # old uses count less and less
+            self._uses = 0
+        self._noted_at = time.monotonic()
+
+    # Pins
+
+    def pins(self) -> frozenset[KVKey]:
+        """Return the pinned keys; as they were read last while the index cannot be read."""
+        try:
+            with self.reading():
+                names = self._ask("SELECT key FROM pins LIMIT ?", MOST_PINS)
+                self._pins = frozenset(key for (name,) in names if (key := KVKey.parsed(name)))
+        except OSError as error:
+            if not self._read_only and str(error) != self._warned:  # each chunk of a prompt may ask
+                self._warned = str(error)
+                logger.warning("pins stay as they were: %s", error)
+        return self._pins
+
+    def pin(self, keys: Iterable[KVKey]) -> None:
+        """Pin keys, of chunks stored or not; also raises StoreError if they are too many."""
+        with self.writing():
+            for key in keys:
+                self._ask("INSERT OR IGNORE INTO pins VALUES (?)", key)
+            (pinned,) = self._ask("SELECT COUNT(*) FROM pins").fetchone()
+            if pinned > MOST_PINS:
+                raise StoreError(
+                    f"{pinned} chunks are more than the {MOST_PINS} that can be pinned"
+                )
+
+    def unpin(self, keys: Iterable[KVKey]) -> None:
+        """Undo pin."""
+        with self.writing():
+            for key in keys:
+                self._ask("DELETE FROM pins WHERE key = ?", key)
+
+    # The file
+
+    def close(self) -> None:
+        """Write the uses that were noted, and close the file; a later use opens it again."""
+        with self._lock:
+            if self._file is not None and not self._read_only:
+                self.flush()
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _ask(self, statement: str, *values: KVKey | str | float) -> sqlite3.Cursor:
+        if self._file is None:
+            raise sqlite3.ProgrammingError("not within a transaction")
+        given = [str(value) if isinstance(value, KVKey) else value for value in values]
+        return self._file.execute(statement, given)
+
+    @contextmanager
+    def _transaction(self, kind: str, wait_seconds: float) -> Iterator[None]:
+        """Run a transaction; a file that fails is closed, and opened anew for the next one."""
+        with self._lock:
+            try:
+                if self._file is None:
+                    self._open()
+                self._ask(f"PRAGMA busy_timeout = {int(wait_seconds * 1000)}")
+                self._ask(f"BEGIN {kind}")
+                try:
+                    yield
+                    self._ask("COMMIT")
+                except BaseException:
+                    with suppress(sqlite3.Error):
+                        self._ask("ROLLBACK")
+                    raise
+            except sqlite3.Error as error:
+                if _code(error) != sqlite3.SQLITE_BUSY:
+                    self._close()
+                raise OSError(f"{self._path}: {error}") from error
+
+    def _open(self) -> None:
+        """Open the file; one that is damaged, or another version's, is replaced."""
+        with suppress(FileNotFoundError):
+            check_kind(self._path, os.lstat(self._path), stat.S_ISREG, "file")
+        if not self._read_only:
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        mode = "ro" if self._read_only else "rw"
+        self._file = sqlite3.connect(
+            f"{Path(self._path).as_uri()}?mode={mode}", uri=True, timeout=LOCK_SECONDS,
+            isolation_level=None, check_same_thread=False,
+        )  # fmt: skip
+        self._file.text_factory = lambda stored: stored.decode("utf-8", "replace")
+        self._ask("PRAGMA trusted_schema = OFF")
+        if self._read_only:
+            return
+        try:
+            self._agree()
+        except BaseException as error:
+            self._close()
+            if _code(error) not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise
+            logger.warning("%s is made anew, its pins are lost: %s", self._path, error)
+            os.unlink(self._path)
+            self._open()
+
+    def _agree(self) -> None:
+        """Make the tables, and agree with the files: writers are killed, and files deleted."""
+        self._ask("PRAGMA synchronous = OFF")  # what a power cut damages is made anew
+        self._ask("BEGIN IMMEDIATE")
+        own = {sql for (sql,) in self._ask("SELECT sql FROM sqlite_master") if sql is not None}
+        for statement in TABLES if not own else ():
+            self._ask(statement)
+        if own not in (set(), set(TABLES)):
+            raise sqlite3.DatabaseError("its tables are another version's")
+        (found,) = self._ask("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
+        known = dict(self._ask("SELECT key, nbytes FROM chunks"))
+        for key, entry in self._files():
+            if known.pop(str(key), None) != entry.nbytes:
+                self._ask(ADD, key, entry.nbytes, entry.written_at, entry.written_at)
+        for name in known:
+            self.remove(name)
+        self._ask("COMMIT")
+
+
+def _code(error: BaseException) -> int | None:
+    """Return SQLite's primary error code; of our own DatabaseErrors, that of damage."""
+    if not isinstance(error, sqlite3.DatabaseError):
+        return None
+    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)) & 0xFF
