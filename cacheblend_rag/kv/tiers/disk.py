@@ -97,9 +97,16 @@ class DiskTier(BytesTier):
             yield key, replace(entry, used_at=used.get(str(key), entry.used_at))
 
     def some_entries(self) -> Sequence[tuple[KVKey, Entry]]:
-        """As for any tier: the oldest chunks that are not pinned."""
-        with suppress(OSError), self._index.reading():
-            return self._index.oldest(SWEPT)
+        """As for any tier: the oldest that are not pinned; strangers may have deleted some."""
+        with suppress(OSError):
+            with self._index.reading():
+                oldest = self._index.oldest(SWEPT)
+            gone = [key for key, _ in oldest if self._entry(key) is None]
+            if gone:
+                with self._index.writing():
+                    for key in gone:
+                        self._index.remove(key)
+            return oldest
         return ()
 
     def has_relative(self, key: KVKey) -> bool:
@@ -137,10 +144,6 @@ class DiskTier(BytesTier):
     def pinned(self) -> frozenset[KVKey]:
         """As for any tier, including other processes' pins."""
         return self._index.pins() | self._pinned
-
-    def is_pinned(self, key: KVKey) -> bool:
-        """As for any tier, including other processes' pins."""
-        return key in self._pinned or key in self._index.pins()
 
     def _to_pins(self, change: Callable[[Sequence[KVKey]], None], keys: Sequence[KVKey]) -> None:
         try:
