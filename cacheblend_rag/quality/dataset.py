@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.text.chat import PLACE, SEPARATOR, InstructedChat
+from cacheblend_rag.text.chat import SEPARATOR, InstructedChat
 from cacheblend_rag.text.chunk import Chunk, Document
 from cacheblend_rag.text.prompt import BlendPrompt
 
@@ -111,8 +111,7 @@ class PromptFrame:
         text.
         """
         chat = InstructedChat(tokenizer, instruction, chat_template=chat_template)
-        _, behind = chat.around(PLACE)
-        return cls(chat.lead_in, f"{ANSWER}{behind}", chat.has_template)
+        return cls(chat.lead_in, f"{ANSWER}{chat.closing}", chat.has_template)
 
     @property
     def stop(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cacheblend_rag.errors import PromptError, PromptTooLongError
 from cacheblend_rag.rag.prompt import ANSWER_SHARE
 from cacheblend_rag.result_log import ResultLog
-from cacheblend_rag.text.chat import PLACE, SEPARATOR, InstructedChat, begins_as_rendered, on_day
+from cacheblend_rag.text.chat import SEPARATOR, InstructedChat, begins_as_rendered, on_day
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
 
@@ -288,14 +288,11 @@ class WindowPrompts:
     @classmethod
     def of(cls, question: str, tokenizer: Any, instruction: str) -> WindowPrompts:
         """Return prompts that begin with an engine's instruction, if it has one."""
-        if not instruction:
-            chat = InstructedChat(tokenizer, INSTRUCTION)
-            before, behind = chat.around(PLACE)
-            return cls(question, before, behind, chat.has_template)
-        if not begins_as_rendered(instruction, tokenizer):
+        if instruction and not begins_as_rendered(instruction, tokenizer):
             return cls(question, instruction, "", False)
-        _, behind = InstructedChat(tokenizer, "").around(PLACE)
-        return cls(question, on_day(None, instruction, tokenizer), behind, True)
+        chat = InstructedChat(tokenizer, "" if instruction else INSTRUCTION)
+        before = on_day(None, instruction or chat.lead_in, tokenizer)
+        return cls(question, before, chat.closing, chat.has_template)
 
     @property
     def stop(self) -> tuple[str, ...]:

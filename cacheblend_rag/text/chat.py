@@ -267,7 +267,8 @@ class InstructedChat:
 
     A chat template gets the instruction as its system message (see ``render_chat``). A model
     without one gets plain text. ``lead_in`` is the text before the first user's message, the same
-    in every prompt but for the date that a template tells: it is that of a fixed day.
+    in every prompt but for the date that a template tells: it is that of a fixed day. ``closing``
+    is the text behind the last user's message.
 
     Raises ConfigError when the model's chat template drops the user's text.
     """
@@ -277,11 +278,10 @@ class InstructedChat:
         self.instruction = instruction.strip()
         self._tokenizer = tokenizer
         self.has_template = chat_template and bool(getattr(tokenizer, "chat_template", None))
-        self.lead_in, _ = self.around(PLACE, FIXED_DAY)
+        self.lead_in, self.closing = self._around(FIXED_DAY)
 
-    def around(self, content: str, day: datetime | None = None) -> tuple[str, str]:
-        """Return the text before and behind a user's first message; day: today by default."""
-        before, found, behind = self.render([], content, day).text.partition(content)
+    def _around(self, day: datetime | None) -> tuple[str, str]:
+        before, found, behind = self.render([], PLACE, day).text.partition(PLACE)
         if not found:
             raise ConfigError("the model's chat template drops the user's text: use another model")
         return before, behind
