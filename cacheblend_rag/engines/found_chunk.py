@@ -1,11 +1,9 @@
-"""A stored chunk that was found in a prompt, and the rule by which its KV is chosen."""
+"""A stored chunk that was found in a prompt; what was deleted, and what a tokenizer says."""
 
 from __future__ import annotations
 
-import hashlib
-import operator
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Self
@@ -15,33 +13,8 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.text.encoder import PromptEncoder
 
-LEADS = {"document": 0, "instruction": 1, "bos": 2, "none": 3}
-"""Which lead-in is preferred among those that a chunk was computed after: the one that is most like
-what a prompt has before a chunk. ``document`` knows who "she" is, and begins as ``instruction``
-does; the next two have at least the first token that attention needs (an attention sink)."""
 KEPT = 1 << 16
 """Deleted chunks that are remembered; once there were more, each deletion counts for all chunks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One of the KV caches of a chunk: in its document, or without it.
-
-    follows: see ``CatalogChunk``. record: that tells of it; there is one such object for each.
-    """
-
-    name: Name
-    follows: str
-    record: str
-
-    @property
-    def is_contextual(self) -> bool:
-        return self.name.lead_in.name == "document" and bool(self.name.context_id)
-
-    @property
-    def rank(self) -> tuple[int, bool]:
-        """Which one is taken where none continues its document; of equals the one known first."""
-        return LEADS.get(self.name.lead_in.name, 9), bool(self.name.context_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +63,31 @@ class FoundChunk:
         )
 
 
+def _numbers(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """What the finder needs from the model's tokenizer.
 
-    is_blank: whether tokens are a text of white space, or none. opening: the tokens that a text
-    begins with (BOS), usually one or none.
+    says: returns the text of tokens; without a tokenizer, their numbers. opening: the tokens that a
+    text begins with (BOS), usually one or none.
     """
 
-    is_blank: Callable[[Sequence[int]], bool] = operator.not_
+    says: Callable[[Sequence[int]], str] = _numbers
     opening: Sequence[int] = ()
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self:
         """Return what a tokenizer says."""
+        return cls(
+            lambda tokens: str(tokenizer.decode(list(tokens))), PromptEncoder(tokenizer).opening
+        )
 
-        def is_blank(tokens: Sequence[int]) -> bool:
-            return not tokens or str(tokenizer.decode(list(tokens))).isspace()
-
-        return cls(is_blank, PromptEncoder(tokenizer).opening)
+    def is_blank(self, tokens: Sequence[int]) -> bool:
+        """Whether tokens are a text of white space, or none."""
+        return not tokens or self.says(tokens).isspace()
 
 
 class Deletions:
@@ -143,49 +122,3 @@ class Deletions:
         """Return the number of a chunk's last deletion, 0 if there was none."""
         with self._lock:
             return max(self._numbers.get((namespace, chunk_id), 0), self._least)
-
-
-def chosen(
-    variants: Sequence[Variant],
-    chains: Sequence[str],
-    leads: Callable[[], Collection[str]],
-    is_missing: Callable[[Name], bool],
-    *,
-    unconfirmed_context: bool,
-) -> Variant | None:
-    """Return the KV that answers for a chunk, None if it would be that of another document.
-
-    The rule is ChunkRegistry's: KV whose whole context stands right before the chunk, else KV
-    without context, else KV of the only context that is known. A lead-in that is not the prompt's
-    beginning is context, too. Of several, the first one that the store did not lack just now.
-
-    Args:
-        variants: the chunk's.
-        chains: of the chunks right before it, the longest first.
-        leads: returns the lead-ins that the prompt confirms.
-        is_missing: whether the store lacked a variant just now.
-        unconfirmed_context: whether KV of the only known context may be taken; see LeadInConfig.
-    """
-    behind = {(one.name.lead_in.tokens, one.name.context_id) for one in variants}
-    if len({lead for lead, _ in behind}) > 1 or not unconfirmed_context:
-        variants = [one for one in variants if one.name.lead_in.tokens in leads()]
-    ranked = sorted(variants, key=lambda one: one.rank)
-    right = [
-        one
-        for context in (*chains, None)
-        for one in ranked
-        if (one.follows if one.is_contextual else None) == context
-    ]
-    if not right and len(behind) == 1 and unconfirmed_context:
-        right = ranked
-    stored = [one for one in right if not is_missing(one.name)]
-    return next(iter((*stored, *right)), None)
-
-
-def chain(before: str, chunk_id: str) -> str:
-    """Return the hash of a sequence of chunks that ends with a chunk; before: of those before it.
-
-    The hash of no chunk is "".
-    """
-    text = f"{before}/{chunk_id}"
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -119,9 +119,10 @@ class PreparedPrompt:
     def prefix_end(self) -> int | None:
         """Index of the first token behind the prefix for prefix caching; None if all are in it.
 
-        It ends at the first chunk, and in a conversation where the text ends that others share.
+        It ends at the first chunk, or part of one, and in a conversation where the text ends that
+        others share.
         """
-        ends = [chunk.start for chunk in self.placed[:1]]
+        ends = [part.start for part in self.parts[:1]]
         ends += [] if self.shared_tokens is None else [self.shared_tokens]
         return min(ends, default=None)
 

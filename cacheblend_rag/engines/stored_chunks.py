@@ -9,7 +9,8 @@ from typing import Any
 
 from cacheblend_rag.engines.catalog import Catalog
 from cacheblend_rag.engines.catalog_places import open_place
-from cacheblend_rag.engines.finder import Finder, Run
+from cacheblend_rag.engines.computed_run import ComputedRun
+from cacheblend_rag.engines.finder import Finder
 from cacheblend_rag.engines.found_chunk import Vocabulary
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.kv.chunk_kv import KVKey, fingerprint
@@ -56,7 +57,7 @@ class StoredChunks:
         for run in document_plans(plans):
             self._finder.learn(
                 self._led.namespace,
-                Run(
+                ComputedRun(
                     lead_in,
                     run.tokens,
                     [(start, start + len(plan.token_ids)) for plan, start in run.members],

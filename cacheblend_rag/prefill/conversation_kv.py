@@ -196,12 +196,12 @@ class ConversationKV:
         """
         chunks = [chunk for one in self._documents for chunk in one.chunks]
         index = TokenIndex[int](LEAST_TOKENS)
-        index.add_many((chunk, number) for number, chunk in enumerate(chunks))
-        runs = [run for start, end in gaps for run in index.find(token_ids, start, end)]
-        rests = (chunks[run.name][run.skip + run.end - run.start :] for run in runs)
+        index.add((chunk, number) for number, chunk in enumerate(chunks))
+        found = [one for start, end in gaps for one in index.find(token_ids, start, end)]
+        rests = (chunks[one.name][one.stop :] for one in found)
         ends = (
-            run.end + len(common_prefix(rest, token_ids[run.end :]))
-            for run, rest in zip(runs, rests, strict=True)
+            one.end + len(common_prefix(rest, token_ids[one.end :]))
+            for one, rest in zip(found, rests, strict=True)
         )
         return max(ends, default=0)
 

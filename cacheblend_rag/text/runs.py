@@ -19,7 +19,7 @@ EDGES = 6
 LONG = 64
 """From this many tokens on, a run that lacks only its edges is accepted where it is found."""
 
-Ids = NDArray[np.int64]
+Ids = NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,34 @@ class Run:
         return self.end - self.start
 
 
+def equal_runs(tokens: Ids, chunk: Ids, shift: int, *, after: int = 0, least: int = 1) -> list[Run]:
+    """Return the runs of a chunk in a prompt if its first token is, or would be, at ``shift``.
+
+    Args:
+        tokens: (tokens,) of the prompt.
+        chunk: (tokens,) of the chunk by itself.
+        shift: negative if only its end can stand in the prompt.
+        after: the earliest position at which a run may begin.
+        least: fewest tokens of a run.
+    """
+    low = max(shift, after)
+    high = max(low, min(shift + chunk.size, tokens.size))
+    is_same = tokens[low:high] == chunk[low - shift : high - shift]
+    return [
+        Run(low + start, low + end, low + start - shift) for start, end in spans_of(is_same, least)
+    ]
+
+
+def spans_of(mask: NDArray[np.bool_], least: int = 1) -> list[tuple[int, int]]:
+    """Return the [start, end) in which a mask is true, if they are at least so long, in order."""
+    bounded = np.zeros(mask.size + 2, np.bool_)
+    bounded[1:-1] = mask
+    edges = np.flatnonzero(bounded[1:] != bounded[:-1]).tolist()
+    return [
+        span for span in zip(edges[::2], edges[1::2], strict=True) if span[1] - span[0] >= least
+    ]
+
+
 def find_run(tokens: Ids, chunk: Ids, near: int, after: int) -> Run | None:
     """Return the longest run of a chunk's tokens in a prompt; None if hardly any are the same.
 
@@ -47,35 +75,16 @@ def find_run(tokens: Ids, chunk: Ids, near: int, after: int) -> Run | None:
         near: the expected position of the chunk's first token in the prompt.
         after: the earliest position at which the run may begin.
     """
-    best: Run | None = None
-    most = 0
+    best, most = Run(0, 0), -SLACK
     for shift in sorted(range(-SLACK, SLACK + 1), key=abs):
-        if best is not None and _is_enough(best.tokens, chunk.size):
+        for run in equal_runs(tokens, chunk, near + shift, after=after):
+            if run.tokens - abs(shift) > most:
+                best, most = run, run.tokens - abs(shift)
+        if _is_enough(best.tokens, chunk.size):
             break
-        found = _longest(tokens, chunk, near + shift, after)
-        if found is not None and (best is None or found.tokens - abs(shift) > most):
-            best, most = found, found.tokens - abs(shift)
-    if best is None or best.tokens < min(chunk.size / 2, max(chunk.size - EDGES, 1)):
-        return None
-    return best
+    return best if best.tokens >= max(1, min(chunk.size / 2, chunk.size - EDGES)) else None
 
 
 def _is_enough(tokens: int, whole: int) -> bool:
     """Whether the search may stop: only in repetitive text could another run be longer."""
     return tokens == whole or (whole > LONG and whole - tokens <= EDGES)
-
-
-def _longest(tokens: Ids, chunk: Ids, start: int, after: int) -> Run | None:
-    """Return the longest run if the chunk's first token is, or would be, at ``start``."""
-    low, high = max(start, after), min(start + chunk.size, tokens.size)
-    if high <= low:
-        return None
-    same = np.zeros(high - low + 2, dtype=np.bool_)
-    same[1:-1] = tokens[low:high] == chunk[low - start : high - start]
-    edges = np.flatnonzero(same[1:] != same[:-1])
-    if not edges.size:
-        return None
-    begins, ends = edges[::2], edges[1::2]
-    longest = int(np.argmax(ends - begins))
-    first, last = low + int(begins[longest]), low + int(ends[longest])
-    return Run(first, last, first - start)

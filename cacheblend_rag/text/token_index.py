@@ -1,121 +1,131 @@
-"""An index of token sequences that finds them, or parts of them, in any prompt's tokens.
+"""Finds known token sequences, or parts of them, in any prompt's tokens.
 
-A sequence is known by *anchors* (``anchors.py``): the hashes of a few of its windows, so many that
-every run of ``least`` tokens holds one. A search hashes all windows of the prompt at once, and
-compares tokens only around those that are anchors, up to a bound.
-
-New anchors go to a small level; a thread merges it into the large one when it has grown, while
-searches read both.
+A sequence is known by its *anchors*: the hashes of a few of its windows. A search hashes all
+windows of the prompt at once; where one is an anchor, it compares the tokens on both sides, up to a
+bound. Hits are told by their *diagonal*: one integer, of the sequence's number and of where in the
+prompt that sequence would begin. Those of one run have the same.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right, insort
-from collections.abc import Hashable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from threading import Lock, Thread
 from typing import Generic, TypeVar
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from cacheblend_rag.text.anchors import (
-    OFFSET_BITS,
-    ZERO,
-    Anchors,
-    Hits,
-    Integers,
-    Tokens,
-    anchors_of,
-    window_hashes,
-)
+from cacheblend_rag.text.reencoded import SameText, followed
+from cacheblend_rag.text.runs import Run, equal_runs, spans_of
 
 Name = TypeVar("Name", bound=Hashable)
 SomeTokens = Sequence[int] | NDArray[np.integer]
+Tokens = NDArray[np.uint32]
+Hashes = NDArray[np.uint32]
+Integers = NDArray[np.int64]
 
 WINDOW = 8
 """Tokens that an anchor is the hash of."""
+STRIDE = 12
+"""Every so many tokens an anchor begins, at least: a re-encoded text's lines are short."""
 BATCH = 1024
 """Sequences whose anchors are computed together."""
-MOST_PLACES = 64
-"""Places that are looked at where more sequences have the same window; the first ones added."""
+MOST_PLACES = 16
+"""Of more sequences that have the same window, the first ones added are looked at, and one of them
+only unless more of it is in the prompt."""
 MOST_HITS = 1 << 15
 """Places that a search may always look at, besides one for every fourth token of the prompt."""
 COMPARED_TOKENS = 1 << 18
-"""Tokens that a search may always compare, besides one for each of the prompt's."""
-LEAST_COMPARED = 128
+"""Tokens that a search may always compare, besides four for each of the prompt's. Repetitive tokens
+would take seconds otherwise. What is not compared is not found: that loses reuse, no answer."""
+LEAST_COMPARED = 1024
 """What comparing few tokens counts at least: the time it takes is that of its calls."""
-LEAST_MERGED = 1 << 14
-"""Anchors that are merged into the large level at once, at least."""
-MERGED_SHARE = 8
-"""The small level is merged when it has one anchor for so many in the large one."""
+LEAVES_LEVELS = 4
+"""A level of anchors has so many times those of the next, else the two become one."""
+LEAST_GONE = 1024
+WHOLE = 4
+"""A whole sequence counts so many tokens more than a part of another that has the same."""
 
-
-@dataclass(slots=True, eq=False)
-class Diagonals:
-    """Where tokens of sequences may stand in a prompt, most promising first; lists of one length.
-
-    numbers: the sequences'. shifts: where in the prompt the sequence would begin; negative where
-    only its end stands there. starts: where in the prompt ``pieces``, tokens of it, would begin.
-    """
-
-    numbers: list[int] = field(default_factory=list)
-    shifts: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    pieces: list[Tokens] = field(default_factory=list)
+OFFSET_BITS = 27
+ZERO = 1 << (OFFSET_BITS - 1)
+"""The low bits of the diagonal of a sequence that begins with the prompt."""
+FEWEST_BITS, MOST_BITS = 8, 30
+MARK_BITS = 4
+"""Marks have so many bits more than there are hashes: few others have a mark by chance."""
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+LAST_FACTOR = np.uint64(0xD6E8FEB86659FD93)
+HALF = np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
-    """Runs of equal tokens, all (runs,): from which diagonal (its index), where in the prompt."""
-
-    sources: Integers
-    starts: Integers
-    ends: Integers
-
-
-Kept = tuple[int, int, int]
-"""A run that is kept: start, end, and the index of the diagonal that it is from."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRun(Generic[Name]):
-    """Tokens [start, end) of a prompt equal those of a sequence from index ``skip`` on.
+class Match(Generic[Name]):
+    """Runs of a sequence in a prompt, in order; what is between them is the same text, re-encoded.
 
     name: the sequence's.
     """
 
     name: Name
-    start: int
-    end: int
-    skip: int
+    runs: tuple[Run, ...]
+
+    @property
+    def start(self) -> int:
+        """Index of its first token in the prompt."""
+        return self.runs[0].start
+
+    @property
+    def end(self) -> int:
+        """Index behind its last token in the prompt."""
+        return self.runs[-1].end
+
+    @property
+    def skip(self) -> int:
+        """Index of its first token in the sequence."""
+        return self.runs[0].skip
+
+    @property
+    def stop(self) -> int:
+        """Index behind its last token in the sequence."""
+        return self.runs[-1].skip + self.runs[-1].tokens
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in its runs."""
+        return sum(run.tokens for run in self.runs)
+
+    def within(self, first: int, stop: int) -> Match[Name] | None:
+        """Return the part of tokens [first, stop) of the sequence; None if there is none."""
+        bounds = (
+            (max(first - run.skip, 0), min(stop - run.skip, run.tokens), run) for run in self.runs
+        )
+        left = tuple(
+            Run(run.start + low, run.start + high, run.skip + low)
+            for low, high, run in bounds
+            if low < high
+        )
+        return Match(self.name, left) if left else None
 
 
 class TokenIndex(Generic[Name]):
-    """Token sequences by name. Safe to share between threads; one at a time may change it.
+    """Token sequences by name. Threads may search while one changes it.
 
-    Runs of fewer than ``least`` tokens are not found. Of a repetition of very few distinct tokens,
-    of a text that more than 64 sequences have in common, and in a prompt that resembles thousands
-    of places, not everything need be found; what is found is equal, always.
+    Fewer than ``least`` tokens of a sequence are not found. Of a repetition of very few distinct
+    tokens, of a text that more than 16 sequences have in common, and in a prompt that resembles
+    thousands of places, not everything need be found; what is found is equal, always.
     """
 
     def __init__(self, least: int = 32) -> None:
         self.least = least
         self._window = min(WINDOW, least)
-        self._stride = least - self._window + 1
-        self._lock, self._merging = Lock(), Lock()
-        self._merger: Thread | None = None
+        self._stride = min(STRIDE, least - self._window + 1)
         self._next = 0
         self._numbers: dict[Name, int] = {}
         self._known: dict[int, tuple[Name, Tokens]] = {}
         self._gone: set[int] = set()
-        self._new: list[tuple[NDArray[np.uint64], Integers]] = []
-        nothing = Anchors.sort([], [])
-        self._levels: tuple[Anchors, ...] = (nothing, nothing)
+        self._levels: tuple[Anchors, ...] = ()
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -131,227 +141,251 @@ class TokenIndex(Generic[Name]):
 
     # Changes
 
-    def add(self, tokens: SomeTokens, name: Name) -> None:
-        """Add a sequence; nothing happens if its name is known."""
-        self._add([(tokens, name)])
-        self._merge_soon()
-
-    def add_many(self, sequences: Iterable[tuple[SomeTokens, Name]]) -> None:
-        """Add sequences, and merge them at once: much faster than one by one."""
-        rest = iter(sequences)
-        while batch := list(islice(rest, BATCH)):
-            self._add(batch)
-        self.merge()
+    def add(self, sequences: Iterable[tuple[SomeTokens, Name]]) -> None:
+        """Add sequences; nothing happens to those whose name is known. Many at once are faster."""
+        new = ((tokens, name) for tokens, name in sequences if name not in self._numbers)
+        parts = list[Anchors]()
+        while batch := [self._entered(*one) for one in islice(new, BATCH)]:
+            parts.append(Anchors.of(batch, self._window, self._stride))
+        if parts:
+            self._put(Anchors.joined(parts))
 
     def discard(self, name: Name) -> None:
         """Forget a sequence, if its name is known: no later search finds it."""
-        with self._lock:
-            number = self._numbers.pop(name, None)
-            if number is not None:
-                del self._known[number]
-                self._gone.add(number)
-        self._merge_soon()
+        number = self._numbers.pop(name, None)
+        if number is not None:
+            del self._known[number]
+            self._gone.add(number)
+            if len(self._gone) > LEAST_GONE + len(self._known) // 64:
+                self._levels = (Anchors.joined(self._levels, self._gone),)
+                self._gone = set()
 
-    def merge(self) -> None:
-        """Merge what is new into the large level, and drop what belongs to forgotten sequences.
+    def _entered(self, tokens: SomeTokens, name: Name) -> tuple[int, Tokens]:
+        """Give a sequence a number, and keep its tokens."""
+        number, own = self._next, as_array(tokens).copy()
+        own.flags.writeable = False
+        self._next += 1
+        self._known[number], self._numbers[name] = (name, own), number
+        return number, own
 
-        A thread does it by itself when enough has changed.
-        """
-        with self._merging:
-            with self._lock:
-                self._take_new()
-                levels, gone = self._levels, np.array(sorted(self._gone), np.int64)
-                nothing = Anchors.sort([], [])
-                self._levels = (*levels, nothing)
-            merged = levels[0]
-            for level in levels[1:]:
-                if level.size or gone.size:
-                    merged = merged.joined(level, gone)
-            with self._lock:
-                self._levels = (merged, *self._levels[len(levels) :])
-                self._gone.difference_update(gone.tolist())
-
-    def _add(self, sequences: Iterable[tuple[SomeTokens, Name]]) -> None:
-        added: list[Tokens] = []
-        with self._lock:
-            first = self._next
-            for tokens, name in sequences:
-                if name not in self._numbers:
-                    own = _as_array(tokens).copy()
-                    own.flags.writeable = False
-                    self._numbers[name] = self._next
-                    self._known[self._next] = name, own
-                    self._next += 1
-                    added.append(own)
-        if added:
-            numbers = range(first, first + len(added))
-            new = anchors_of(added, numbers, self._window, self._stride)
-            with self._lock:
-                self._new.append(new)
-
-    def _take_new(self) -> None:
-        """Put new anchors into the small level; the lock is held."""
-        if self._new:
-            parts, self._new = self._new, []
-            new = Anchors.sort([one for one, _ in parts], [one for _, one in parts])
-            *earlier, small = self._levels
-            self._levels = (*earlier, small.joined(new, np.empty(0, np.int64)))
-
-    def _merge_soon(self) -> None:
-        """Start a thread that merges, if it is time to and none does."""
-        with self._lock:
-            large, *small = self._levels
-            waiting = sum(level.size for level in small) + sum(h.size for h, _ in self._new)
-            most = max(LEAST_MERGED, large.size // MERGED_SHARE)
-            many = max(LEAST_MERGED, len(self._known)) // MERGED_SHARE
-            if waiting < most and len(self._gone) < many:
-                return
-            if self._merger is not None and self._merger.is_alive():
-                return
-            merger = Thread(target=self.merge, name="cacheblend-token-index", daemon=True)
-            with suppress(RuntimeError):  # no thread to be had: the next change tries again
-                merger.start()
-                self._merger = merger
+    def _put(self, new: Anchors) -> None:
+        """Add anchors as the last level, and join levels of about the same size."""
+        *levels, last = *self._levels, new
+        while levels and levels[-1].size < LEAVES_LEVELS * last.size:
+            last = Anchors.joined([levels.pop(), last])
+        self._levels = (*levels, last)
 
     # Searches
 
     def find(
-        self, token_ids: SomeTokens, start: int = 0, end: int | None = None
-    ) -> list[TokenRun[Name]]:
-        """Return the runs in ``token_ids[start:end]``, in order, without overlaps.
+        self,
+        token_ids: SomeTokens,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        is_same: SameText | None = None,
+    ) -> list[Match[Name]]:
+        """Return what there is in ``token_ids[start:end]``, in order of its beginning.
 
-        The longest win, then the sequences that were added first; the others keep what is left of
-        them, if it has ``least`` tokens.
+        Nothing overlaps. The longest win, then the sequences that were added first; the others keep
+        what is left of them, if it has ``least`` tokens.
+
+        Args:
+            token_ids: the prompt.
+            start: where the search begins.
+            end: where it ends.
+            is_same: finds re-encoded sequences, too.
         """
-        prompt = _as_array(token_ids[start:end])
-        with self._lock:
-            self._take_new()
-            levels = self._levels
-        diagonals = self._diagonals(prompt, levels)
-        runs = equal_runs(prompt, diagonals, self.least)
-        found = []
-        for begin, stop, source in kept_runs(runs, diagonals.numbers, self.least):
-            known = self._known.get(diagonals.numbers[source])
-            if known is not None:  # not forgotten meanwhile
-                skip = begin - diagonals.shifts[source]
-                found.append(TokenRun(known[0], start + begin, start + stop, skip))
-        return found
-
-    def _diagonals(self, prompt: Tokens, levels: Sequence[Anchors]) -> Diagonals:
-        """Return the diagonals to compare: those with many hits, then those with one.
-
-        The latter, the most by far in ordinary text, are compared around their hit before.
-        """
-        seen = window_hashes(prompt, self._window)
-        most = MOST_HITS + prompt.size // 4
-        places = MOST_PLACES + len(self._gone)  # forgotten sequences take no others' places
-        parts = [level.hits(seen, most, places) for level in levels if level.size]
-        if not any(part.diagonals.size for part in parts):
-            return Diagonals()
-        hits = Hits.joined(parts)
-        keys, firsts, counts = np.unique(hits.diagonals, return_index=True, return_counts=True)
-        is_single = counts == 1
-        singles = firsts[is_single]
-        singles = singles[np.argsort(hits.crowds[singles], kind="stable")]
-        margin = self.least - self._window
-        lows = np.maximum(hits.positions[singles] - margin, 0)
-        highs = np.minimum(hits.positions[singles] + self._window + margin, prompt.size)
-        near = self._within_budget(prompt, hits.diagonals[singles], lows, highs)
-        good = [
-            (near.numbers[source] << OFFSET_BITS) + ZERO + near.shifts[source]
-            for source in equal_runs(prompt, near, self.least).sources.tolist()
+        prompt = as_array(token_ids[start:end])
+        found = sorted(self._chosen(prompt, is_same), key=lambda one: one.start)
+        return [
+            Match(
+                one.name,
+                tuple(Run(start + run.start, start + run.end, run.skip) for run in one.runs),
+            )
+            for one in found
         ]
-        several = keys[~is_single]
-        several = several[np.argsort(-counts[~is_single], kind="stable")]
-        chosen = np.concatenate([several, np.array(good, np.int64)])
-        return self._within_budget(
-            prompt, chosen, np.zeros_like(chosen), np.full_like(chosen, prompt.size)
-        )
 
-    def _within_budget(
-        self, prompt: Tokens, keys: Integers, lows: Integers, highs: Integers
-    ) -> Diagonals:
-        """Return diagonals within [low, high) of the prompt, as many as the budget allows."""
-        left, found = budget(prompt.size), Diagonals()
-        numbers, shifts = (keys >> OFFSET_BITS).tolist(), ((keys & (2 * ZERO - 1)) - ZERO).tolist()
-        bounds = zip(numbers, shifts, lows.tolist(), highs.tolist(), strict=True)
-        for number, shift, low, high in bounds:
-            known = self._known.get(number)
-            if known is None:
+    def _chosen(self, prompt: Tokens, is_same: SameText | None) -> Iterator[Match[Name]]:
+        """Yield matches that do not overlap, the longest first."""
+        found = [*self._matches(prompt, is_same)]
+        waiting = [
+            (-one.tokens - WHOLE * (one.tokens == size), number, one.start, place, one)
+            for place, (number, size, one) in enumerate(found)
+        ]
+        heapify(waiting)
+        is_free = np.ones(prompt.size, np.bool_)
+        while waiting:
+            _, number, _, place, match = heappop(waiting)
+            if is_free[match.start : match.end].all():
+                is_free[match.start : match.end] = False
+                yield match
                 continue
-            tokens = known[1]
-            start, stop = max(low, shift), min(high, shift + len(tokens))
-            left -= max(stop - start, LEAST_COMPARED)
+            for part in _left(match, is_free):
+                if part.tokens >= self.least:
+                    heappush(waiting, (-part.tokens, number, part.start, place, part))
+
+    def _matches(
+        self, prompt: Tokens, is_same: SameText | None
+    ) -> Iterator[tuple[int, int, Match[Name]]]:
+        """Yield each match with the number and the size of its sequence."""
+        left = COMPARED_TOKENS + 4 * prompt.size
+        least = self.least if is_same is None else self._window
+        seen: dict[int, list[Match[Name]]] = {}
+        is_seen, is_found = np.zeros((2, prompt.size), np.bool_)
+        for number, shift, position, crowd in self._places(prompt):
+            known = self._known.get(number)
+            if known is None or (crowd >= MOST_PLACES and is_seen[position]):
+                continue
+            name, own = known
+            left -= max(min(prompt.size, shift + own.size) - max(shift, 0), LEAST_COMPARED)
             if left < 0:
-                break
-            found.numbers.append(number)
-            found.shifts.append(shift)
-            found.starts.append(start)
-            found.pieces.append(tokens[start - shift : stop - shift])
-        return found
+                return
+            matches = seen.setdefault(number, [])
+            for run in equal_runs(prompt, own, shift, least=least):
+                if any(one.start <= run.start and run.end <= one.end for one in matches):
+                    continue
+                is_seen[run.start : run.end] = True
+                runs = [run]
+                if is_same and run.tokens < own.size and not is_found[run.start : run.end].all():
+                    runs = followed(prompt, own, run, is_same)
+                matches.append(one := Match(name, tuple(runs)))
+                if one.tokens >= self.least:
+                    is_found[one.start : one.end] = True
+                    yield number, own.size, one
+
+    def _places(self, prompt: Tokens) -> Iterable[tuple[int, int, int, int]]:
+        """Return which sequences may begin where in the prompt, most promising first.
+
+        Each with the place of a window that is an anchor of it, and how many places that has.
+        """
+        levels = [level for level in self._levels if level.size]
+        if prompt.size < self._window or not levels:
+            return ()
+        seen = _hashed(sliding_window_view(prompt, self._window))
+        places = MOST_PLACES + len(self._gone)  # forgotten sequences take no others' places
+        hits = [level.hits(seen, places) for level in levels]
+        found, positions, crowds = (np.concatenate(parts) for parts in zip(*hits, strict=True))
+        _, firsts, counts = np.unique(found, return_index=True, return_counts=True)
+        firsts = firsts[np.argsort(-counts, kind="stable")]
+        numbers, shifts = found >> OFFSET_BITS, (found & (2 * ZERO - 1)) - ZERO
+        columns = (numbers, shifts, positions, crowds)
+        return zip(*(column[firsts].tolist() for column in columns), strict=True)
 
 
-def _as_array(tokens: SomeTokens) -> Tokens:
+def _left(match: Match[Name], is_free: NDArray[np.bool_]) -> Iterator[Match[Name]]:
+    """Yield what is free of a match, apart where something else stands between."""
+    runs: list[Run] = []
+    for run in match.runs:
+        for first, stop in spans_of(is_free[run.start : run.end]):
+            part = Run(run.start + first, run.start + stop, run.skip + first)
+            if runs and not is_free[runs[-1].end : part.start].all():
+                yield Match(match.name, tuple(runs))
+                runs = []
+            runs.append(part)
+    if runs:
+        yield Match(match.name, tuple(runs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Anchors:
+    """Anchors, sorted by their hash, never changed once made.
+
+    hashes, places: (anchors,), equal hashes as they were added; a place is the diagonal of a
+    sequence whose window stands at the prompt's beginning. marks: a table of bits, set for what
+    hashes begin with: it tells most windows that are none without a search. shift: from a hash to
+    its bit.
+    """
+
+    hashes: Hashes
+    places: Integers
+    marks: NDArray[np.uint8]
+    shift: np.uint32
+
+    @classmethod
+    def of(cls, sequences: Sequence[tuple[int, Tokens]], window: int, stride: int) -> Anchors:
+        """Make those of every ``stride``-th window of numbered sequences.
+
+        Windows of few distinct tokens are left out: long repetitions would be found everywhere.
+        """
+        sizes = np.array([own.size for _, own in sequences], np.int64)
+        counts = np.maximum((sizes - window) // stride + 1, 0)
+        offsets = stride * _ramps(counts)
+        at = np.repeat(np.cumsum(sizes) - sizes, counts) + offsets
+        windows = np.concatenate([own for _, own in sequences])[at[:, None] + np.arange(window)]
+        distinct = 1 + np.count_nonzero(np.diff(np.sort(windows, axis=1), axis=1), axis=1)
+        is_rich = distinct >= window // 2
+        numbers = np.array([number for number, _ in sequences], np.int64)
+        places = np.repeat((numbers << OFFSET_BITS) + ZERO, counts) - offsets
+        return cls._sorted(_hashed(windows)[is_rich], places[is_rich])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Anchors], gone: Iterable[int] = ()) -> Anchors:
+        """Return the anchors of several, without those of sequences that are gone."""
+        hashes = np.concatenate([one.hashes for one in parts])
+        places = np.concatenate([one.places for one in parts])
+        if gone:
+            is_left = np.isin(places >> OFFSET_BITS, np.array([*gone]), invert=True)
+            hashes, places = hashes[is_left], places[is_left]
+        return cls._sorted(hashes, places)
+
+    @classmethod
+    def _sorted(cls, hashes: Hashes, places: Integers) -> Anchors:
+        order = np.argsort(hashes, kind="stable")
+        bits = min(max(FEWEST_BITS, hashes.size.bit_length() + MARK_BITS), MOST_BITS)
+        shift, is_marked = np.uint32(32 - bits), np.zeros(1 << bits, np.bool_)
+        is_marked[hashes >> shift] = True
+        return cls(hashes[order], places[order], np.packbits(is_marked, bitorder="little"), shift)
+
+    @property
+    def size(self) -> int:
+        """Number of anchors."""
+        return self.places.size
+
+    def hits(self, seen: Hashes, most_places: int) -> tuple[Integers, Integers, Integers]:
+        """Return where windows of a prompt are anchors: diagonals, positions, crowds, all (hits,).
+
+        A crowd is how many places the anchor of a hit has, as far as they are looked at. Where
+        there are too many hits, those of the largest crowds are left out.
+
+        Args:
+            seen: (windows,) hashes of the prompt's.
+            most_places: of one anchor.
+        """
+        slots = seen >> self.shift
+        at = np.flatnonzero(self.marks[slots >> 3] >> (slots & 7).astype(np.uint8) & 1)
+        at = at[np.argsort(seen[at])]  # neighbours are found much faster
+        low = np.searchsorted(self.hashes, seen[at])
+        is_anchor = self.hashes[np.minimum(low, self.size - 1)] == seen[at]
+        at, low = at[is_anchor], low[is_anchor]
+        crowds = np.minimum(np.searchsorted(self.hashes, seen[at], "right") - low, most_places)
+        if crowds.sum() > MOST_HITS + seen.size // 4:
+            order = np.argsort(crowds, kind="stable")
+            crowds[order[np.cumsum(crowds[order]) > MOST_HITS + seen.size // 4]] = 0
+        here = np.repeat(low, crowds) + _ramps(crowds)
+        positions = np.repeat(at, crowds)
+        return self.places[here] + positions, positions, np.repeat(crowds, crowds)
+
+
+def as_array(tokens: SomeTokens) -> Tokens:
+    """Return tokens as an array, (tokens,)."""
     if isinstance(tokens, np.ndarray):
         return tokens.astype(np.uint32, copy=False)
     return np.frombuffer(array("I", tokens), np.uint32)
 
 
-def budget(tokens: int) -> int:
-    """Return how many tokens a search of a prompt of so many may compare.
-
-    Repetitive tokens would take seconds otherwise. What is not compared is not found: that loses
-    reuse, and never changes an answer.
-    """
-    return COMPARED_TOKENS + tokens
-
-
-def equal_runs(prompt: Tokens, diagonals: Diagonals, least: int) -> Runs:
-    """Return the runs of at least ``least`` tokens in which diagonals equal the prompt."""
-    nothing = np.empty(0, np.int64)
-    if not diagonals.pieces:
-        return Runs(nothing, nothing, nothing)
-    sizes = np.array([piece.size for piece in diagonals.pieces], np.int64)
-    starts = np.array(diagonals.starts, np.int64)
-    ends = np.cumsum(sizes)
-    shifts = starts - (ends - sizes)  # from an index in all diagonals' tokens to one in the prompt
-    at = np.arange(int(ends[-1])) + np.repeat(shifts, sizes)
-    is_same = np.concatenate(diagonals.pieces) == prompt[at]
-    is_first, is_last = is_same.copy(), is_same.copy()
-    is_first[1:] &= ~is_same[:-1]
-    is_last[:-1] &= ~is_same[1:]
-    is_first[ends - sizes] = is_same[ends - sizes]  # no run goes on in the next diagonal
-    is_last[ends - 1] = is_same[ends - 1]
-    firsts, stops = np.flatnonzero(is_first), np.flatnonzero(is_last) + 1
-    is_long = stops - firsts >= least
-    firsts, stops = firsts[is_long], stops[is_long]
-    sources = np.searchsorted(ends, firsts, "right")
-    return Runs(sources, firsts + shifts[sources], stops + shifts[sources])
+def _hashed(windows: Tokens) -> Hashes:
+    """Return the hashes of windows, (windows, tokens of each)."""
+    total = np.zeros(len(windows), np.uint64)
+    for column in windows.T:
+        total *= FACTOR
+        total += column
+    total ^= total >> HALF
+    total *= LAST_FACTOR
+    return (total >> HALF).astype(np.uint32)
 
 
-def kept_runs(runs: Runs, numbers: Sequence[int], least: int) -> list[Kept]:
-    """Return runs that do not overlap, in order: the longest win, then the lowest numbers.
-
-    The others keep what is left of them, if it has ``least`` tokens. numbers: of the diagonals'
-    sequences.
-    """
-    own = np.array(numbers, np.int64)[runs.sources]
-    columns = (runs.starts - runs.ends, own, runs.starts, runs.ends, runs.sources)
-    waiting = list(zip(*(column.tolist() for column in columns), strict=True))
-    heapify(waiting)
-    taken: list[Kept] = []
-    while waiting:
-        _, number, start, end, source = heappop(waiting)
-        after = bisect_right(taken, (start, end, source))
-        left, right = taken[max(after - 1, 0) : after], taken[after : after + 1]
-        if left and left[0][1] > start:
-            pieces = [(left[0][1], end)]
-        elif right and right[0][0] < end:
-            pieces = [(start, right[0][0]), (right[0][1], end)]
-        else:
-            insort(taken, (start, end, source))
-            continue
-        for begin, stop in pieces:
-            if stop - begin >= least:
-                heappush(waiting, (begin - stop, number, begin, stop, source))
-    return taken
+def _ramps(counts: Integers) -> Integers:
+    """Return 0, 1, ... up to each count, one after another."""
+    ramp: Integers = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return ramp

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.engines import finder as finder_module
-from cacheblend_rag.engines import found_chunk
+from cacheblend_rag.engines import found_chunk, variants
 from cacheblend_rag.engines.catalog import Name
-from cacheblend_rag.engines.finder import Finder, Run
+from cacheblend_rag.engines.computed_run import ComputedRun
+from cacheblend_rag.engines.finder import Finder
 from cacheblend_rag.engines.found_chunk import Deletions, FoundChunk, Vocabulary
 from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
 from cacheblend_rag.prefill.conversation_kv import turn_context
@@ -23,10 +24,15 @@ BOS = LeadInId("bos", chunk_id((1,)), 0)
 DOCUMENT = LeadInId("document", "", 2048)
 FIRST, SECOND, THIRD, OTHER = (tuple(range(n * 1000, n * 1000 + 40 + n)) for n in range(1, 5))
 BETWEEN, QUESTION = (7, 7), (9,) * 12
-VOCABULARY = Vocabulary(lambda tokens: {5, 7} >= set(tokens), opening=(1,))
+VOCABULARY = Vocabulary(
+    lambda tokens: "".join(" " if token in (5, 7) else f"<{token}>" for token in tokens),
+    opening=(1,),
+)
 
 
-def run(*chunks: Sequence[int], lead_in: LeadInId = BARE, separator: Sequence[int] = (5,)) -> Run:
+def run(
+    *chunks: Sequence[int], lead_in: LeadInId = BARE, separator: Sequence[int] = (5,)
+) -> ComputedRun:
     """A document whose chunks were precomputed together."""
     tokens: list[int] = []
     starts: list[int] = []
@@ -37,10 +43,10 @@ def run(*chunks: Sequence[int], lead_in: LeadInId = BARE, separator: Sequence[in
     contexts = prefix_ids(tokens, starts) if lead_in.name == "document" else [""] * len(chunks)
     spans = [(start, start + len(chunk)) for start, chunk in zip(starts, chunks, strict=True)]
     keys = [(chunk_id(chunk), context) for chunk, context in zip(chunks, contexts, strict=True)]
-    return Run(lead_in, tokens, spans, keys)
+    return ComputedRun(lead_in, tokens, spans, keys)
 
 
-def learn(finder: Finder, work: Run, namespace: str = "default", **result: Any) -> None:
+def learn(finder: Finder, work: ComputedRun, namespace: str = "default", **result: Any) -> None:
     finder.learn(namespace, replace(work, **result))
     assert finder.settle()
 
@@ -337,14 +343,14 @@ def test_what_the_store_lost_stays_known(finder: Finder, monkeypatch: pytest.Mon
 def test_of_too_many_chunks_those_known_first_are_forgotten(
     finder: Finder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finder_module, "MOST_CHUNKS", 2)
+    monkeypatch.setattr(variants, "MOST_CHUNKS", 2)
     learn(finder, run(OTHER), "other")
     for chunk in (FIRST, SECOND, THIRD):
         learn(finder, run(chunk))
     assert finder.settle()
     assert ids(found(finder, FIRST, SECOND, THIRD)) == [chunk_id(THIRD)]
     assert len(found(finder, OTHER, namespace="other")) == 1
-    monkeypatch.setattr(finder_module, "MOST_TOKENS", 60)
+    monkeypatch.setattr(variants, "MOST_TOKENS", 60)
     learn(finder, run(OTHER), "other")
     assert finder.settle()
     assert len(found(finder, THIRD)) + len(found(finder, OTHER, namespace="other")) == 1
@@ -366,7 +372,7 @@ LEAD = (8, 8, 9)
 QUESTIONS = [tuple(range(at, at + 20)) for at in (100, 200, 300)]
 
 
-def turns(secret: str, *chunks: Sequence[int]) -> Run:
+def turns(secret: str, *chunks: Sequence[int]) -> ComputedRun:
     """A conversation's turns, computed one after another behind the lead."""
     tokens, spans = list(LEAD), []
     for chunk in chunks:
@@ -375,7 +381,7 @@ def turns(secret: str, *chunks: Sequence[int]) -> Run:
     before = prefix_ids(tokens, [start for start, _ in spans])
     contexts = [turn_context(one, secret) for one in before]
     keys = [(chunk_id(chunk), one) for chunk, one in zip(chunks, contexts, strict=True)]
-    return Run(BARE, tokens, spans, keys, len(LEAD), conversation=secret)
+    return ComputedRun(BARE, tokens, spans, keys, len(LEAD), conversation=secret)
 
 
 @pytest.fixture

@@ -12,26 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.text import token_index
-from cacheblend_rag.text.anchors import Tokens
-from cacheblend_rag.text.token_index import (
-    LEAST_COMPARED,
-    Diagonals,
-    Runs,
-    TokenIndex,
-    TokenRun,
-    budget,
-    equal_runs,
-)
+from cacheblend_rag.text.runs import Ids, Run, equal_runs
+from cacheblend_rag.text.token_index import COMPARED_TOKENS, LEAST_COMPARED, Match, TokenIndex
 
 
 def index_of(*sequences: list[int], least: int = 3) -> TokenIndex[int]:
     index = TokenIndex[int](least)
     for name, tokens in enumerate(sequences):
-        index.add(tokens, name)
+        index.add([(tokens, name)])
     return index
 
 
-def found(sequences: list[list[int]], tokens: list[int], least: int = 3) -> list[TokenRun[int]]:
+def match(name: int, start: int, end: int, skip: int) -> Match[int]:
+    return Match(name, (Run(start, end, skip),))
+
+
+def found(sequences: list[list[int]], tokens: list[int], least: int = 3) -> list[Match[int]]:
     return index_of(*sequences, least=least).find(tokens)
 
 
@@ -43,26 +39,26 @@ def text(seed: int, tokens: int) -> list[int]:
 
 def test_the_longest_wins_and_then_the_first_sequence() -> None:
     short, long = [1, 2, 3], [1, 2, 3, 4]
-    assert found([short, long], [1, 2, 3, 4, 9]) == [TokenRun(1, 0, 4, 0)]
-    assert found([short, short], [1, 2, 3]) == [TokenRun(0, 0, 3, 0)]
-    assert found([long, short], [0, 1, 2, 3, 0]) == [TokenRun(0, 1, 4, 0)]
+    assert found([short, long], [1, 2, 3, 4, 9]) == [match(1, 0, 4, 0)]
+    assert found([short, short], [1, 2, 3]) == [match(0, 0, 3, 0)]
+    assert found([long, short], [0, 1, 2, 3, 0]) == [match(1, 1, 4, 0)]
 
 
 def test_what_is_left_of_a_shorter_run_is_kept_if_it_is_long_enough() -> None:
     prompt = list(range(100, 120))
     long, left, right = prompt[4:16], prompt[:8], prompt[14:]
     assert found([left, long, right], prompt) == [
-        TokenRun(0, 0, 4, 0),
-        TokenRun(1, 4, 16, 0),
-        TokenRun(2, 16, 20, 2),
+        match(0, 0, 4, 0),
+        match(1, 4, 16, 0),
+        match(2, 16, 20, 2),
     ]
-    assert found([left, long, right], prompt, 5) == [TokenRun(1, 4, 16, 0)]
+    assert found([left, long, right], prompt, 5) == [match(1, 4, 16, 0)]
 
 
 def test_nothing_shorter_than_the_least_and_nothing_outside_is_found() -> None:
     assert found([[1, 2, 3]], [1, 2, 9, 2, 3]) == []
     index = index_of([1, 2, 3, 4])
-    assert index.find([1, 2, 3, 4], 1, 4) == [TokenRun(0, 1, 4, 1)]
+    assert index.find([1, 2, 3, 4], 1, 4) == [match(0, 1, 4, 1)]
     assert index.find([1, 2, 3, 4], 2, 4) == []
     assert index.find([]) == []
     assert TokenIndex[int]().find([1] * 40) == []
@@ -71,42 +67,38 @@ def test_nothing_shorter_than_the_least_and_nothing_outside_is_found() -> None:
 def test_a_name_is_added_once_and_forgotten_at_once() -> None:
     one, other = text(1, 40), text(2, 40)
     index = index_of(one, least=32)
-    index.add(other, 0)
+    index.add([(other, 0)])
     assert index.tokens(0).tolist() == one
     assert (len(index), 0 in index, 1 in index) == (1, True, False)
     index.discard(0)
     index.discard(0)
     assert (len(index), 0 in index) == (0, False)
     assert index.find(one) == []
-    index.add(other, 0)
-    assert index.find([*one, *other]) == [TokenRun(0, 40, 80, 0)]
+    index.add([(other, 0)])
+    assert index.find([*one, *other]) == [match(0, 40, 80, 0)]
     with pytest.raises(KeyError):
         index.tokens(1)
 
 
-def test_added_together_or_one_by_one_and_merged_or_not_the_same_is_found() -> None:
+def test_added_together_or_one_by_one_the_same_is_found() -> None:
     texts = [text(seed, 90) for seed in range(40)]
     prompt = [token for known in texts[::-1] for token in known[9:]]
     together = TokenIndex[int]()
-    together.add_many((known, name) for name, known in enumerate(texts))
+    together.add((known, name) for name, known in enumerate(texts))
     one_by_one = index_of(*texts, least=32)
-    wanted = [TokenRun(39 - at, 81 * at, 81 * at + 81, 9) for at in range(40)]
+    wanted = [match(39 - at, 81 * at, 81 * at + 81, 9) for at in range(40)]
     assert together.find(prompt) == one_by_one.find(prompt) == wanted
-    one_by_one.merge()
-    assert one_by_one.find(prompt) == wanted
     for name in range(1, 40):
         one_by_one.discard(name)
-    for _ in range(2):
-        assert one_by_one.find(prompt) == wanted[-1:]
-        assert one_by_one.find(prompt[:-81]) == []
-        one_by_one.merge()
+    assert one_by_one.find(prompt) == wanted[-1:]
+    assert one_by_one.find(prompt[:-81]) == []
 
 
-def test_a_thread_merges_while_others_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_index, "LEAST_MERGED", 16)
+def test_threads_search_while_one_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_index, "LEAST_GONE", 16)
     texts = [text(seed, 64) for seed in range(600)]
     index = index_of(*texts[:10], least=32)
-    known = [TokenRun(name, 64 * name, 64 * name + 64, 0) for name in range(10)]
+    known = [match(name, 64 * name, 64 * name + 64, 0) for name in range(10)]
     prompt = [token for one in texts[:10] for token in one]
     wrong, done = list[object](), Event()
 
@@ -119,8 +111,8 @@ def test_a_thread_merges_while_others_search(monkeypatch: pytest.MonkeyPatch) ->
     searching.start()
     try:
         for name in range(10, 600):
-            index.add(texts[name], name)
-            assert index.find(texts[name]) == [TokenRun(name, 0, 64, 0)]
+            index.add([(texts[name], name)])
+            assert index.find(texts[name]) == [match(name, 0, 64, 0)]
             if name % 3:
                 index.discard(name)
                 assert index.find(texts[name]) == []
@@ -131,23 +123,30 @@ def test_a_thread_merges_while_others_search(monkeypatch: pytest.MonkeyPatch) ->
     assert [name in index for name in (10, 11, 12)] == [False, False, True]
 
 
+def test_a_whole_sequence_wins_against_a_part_that_is_little_longer() -> None:
+    short, long = text(1, 40), text(2, 60)
+    alike = [*text(3, 30), *short, *long]
+    assert found([alike, short], [*short, *long[:3], 9], 32) == [match(1, 0, 40, 0)]
+    assert found([alike, short], [*short, *long[:5], 9], 32) == [match(0, 0, 45, 30)]
+
+
 def test_sequences_that_begin_alike_are_found_by_what_follows() -> None:
     head = text(0, 70)
     texts = [[*head, *text(seed, 60)] for seed in range(1, 300)]
     index = index_of(*texts, least=32)
     for name in (0, 70, 298):
-        assert index.find([1, *texts[name]]) == [TokenRun(name, 1, 131, 0)]
-    assert index.find(head) == [TokenRun(0, 0, 70, 0)]
+        assert index.find([1, *texts[name]]) == [match(name, 1, 131, 0)]
+    assert index.find(head) == [match(0, 0, 70, 0)]
     for name in range(250):
         index.discard(name)
-    assert index.find(head) == [TokenRun(250, 0, 70, 0)]
+    assert index.find(head) == [match(250, 0, 70, 0)]
 
 
 def test_repetitions_of_few_tokens_are_no_anchors() -> None:
     known = [*[7] * 500, *text(1, 60)]
     index = index_of(known, [7, 8] * 300, least=32)
     assert index.find([7] * 4000) == index.find([7, 8] * 500) == []
-    assert index.find([*[7] * 4000, *text(1, 60)]) == [TokenRun(0, 3500, 4060, 0)]
+    assert index.find([*[7] * 4000, *text(1, 60)]) == [match(0, 3500, 4060, 0)]
 
 
 def hostile_prompts(texts: list[list[int]]) -> dict[str, list[int]]:
@@ -167,19 +166,19 @@ def test_a_search_compares_a_bounded_number_of_tokens(
 ) -> None:
     texts = [*(text(seed, 1000) for seed in range(50)), *[list(range(5)) * 200] * 20]
     index = index_of(*texts, least=32)
-    compared = []
+    compared = list[int]()
 
-    def counting(prompt: Tokens, diagonals: Diagonals, least: int) -> Runs:
-        compared.append(sum(piece.size for piece in diagonals.pieces))
-        assert len(diagonals.pieces) <= budget(prompt.size) / LEAST_COMPARED
-        return equal_runs(prompt, diagonals, least)
+    def counting(prompt: Ids, own: Ids, shift: int, *, least: int) -> list[Run]:
+        overlap = min(prompt.size, shift + own.size) - max(shift, 0)
+        compared.append(max(overlap, LEAST_COMPARED))
+        return equal_runs(prompt, own, shift, least=least)
 
     monkeypatch.setattr(token_index, "equal_runs", counting)
     hostile = hostile_prompts(texts[:50])[kind]
     prompt = [*hostile, *texts[3]]
     found = index.find(prompt)
-    assert 0 < max(compared) <= budget(len(prompt))
-    assert TokenRun(3, len(hostile), len(prompt), 0) in found
+    assert 0 < sum(compared) <= COMPARED_TOKENS + 4 * len(prompt)
+    assert match(3, len(hostile), len(prompt), 0) in found
 
 
 known_tokens = st.lists(st.lists(st.integers(0, 9), max_size=25), min_size=1, max_size=4)
@@ -226,12 +225,13 @@ def test_what_a_naive_search_finds_is_found(
     sequences, prompt = given
     runs = found(sequences, prompt, least)
     end = 0
-    for run in runs:
-        assert run.start >= end
-        assert run.end - run.start >= least
-        there = sequences[run.name][run.skip : run.skip + run.end - run.start]
-        assert prompt[run.start : run.end] == there
-        end = run.end
+    for one in runs:
+        assert one.start >= end
+        assert one.tokens >= least
+        for run in one.runs:
+            there = sequences[one.name][run.skip : run.skip + run.tokens]
+            assert prompt[run.start : run.end] == there
+        end = one.end
     naive = [
         (stop - start, start, stop)
         for known in sequences
@@ -239,9 +239,9 @@ def test_what_a_naive_search_finds_is_found(
         if is_rich(prompt[start:stop], least)
     ]
     longest = max((length for length, _, _ in naive), default=0)
-    assert max((run.end - run.start for run in runs), default=0) >= longest
+    assert max((one.tokens + token_index.WHOLE for one in runs), default=0) >= longest
     is_found = np.zeros(len(prompt), np.bool_)
-    for run in runs:
+    for run in (run for one in runs for run in one.runs):
         is_found[run.start : run.end] = True
     for length, start, stop in naive:  # what is left of it, if anything, is shorter than least
         left = np.flatnonzero(np.concatenate([[True], is_found[start:stop], [True]]))

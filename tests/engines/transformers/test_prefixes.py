@@ -173,6 +173,19 @@ def test_chunks_are_not_stored_again_as_a_prefix(make_engine: EngineFactory, rat
     assert len(blocks(engine)) == BLOCKS
 
 
+def test_a_part_of_a_chunk_ends_a_prefix_too(make_engine: EngineFactory) -> None:
+    """What was blended of it is no prefix that a later prompt may take as exact."""
+    engine = make_engine(recompute_ratio=0.0)
+    engine.precompute(CHUNKS, progress=False)
+    cut = " ".join(CHUNKS[0].text.split()[16:])
+    prompt = prompt_of(INSTRUCTION, cut, *CHUNKS[1:], QUESTIONS[0]).text
+    assert [chunk.tokens for chunk in asked(engine, prompt).report.chunks] == [64, 80, 80]
+    assert len(blocks(engine)) == BLOCKS
+    exact = asked(engine, prompt, config=engine.config.with_changes(recompute_ratio=1.0))
+    assert exact.report.prefix_tokens == REUSED
+    assert exact.token_ids == engine.generate_full(prompt, GREEDY).token_ids
+
+
 def test_a_conversation_goes_on_after_its_last_answer(make_engine: EngineFactory) -> None:
     engine, text = make_engine(), words(50, 5)
     for turn in range(4):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.engines.catalog import Catalog
 from cacheblend_rag.engines.catalog_places import open_place, place_of
-from cacheblend_rag.engines.finder import Finder, Run
+from cacheblend_rag.engines.computed_run import ComputedRun
+from cacheblend_rag.engines.finder import Finder
 from cacheblend_rag.engines.found_chunk import FoundChunk, Vocabulary
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
 from cacheblend_rag.engines.model_files import load_tokenizer
@@ -186,9 +187,9 @@ def malformed(error: Exception) -> Reason:
     return Reason(ReasonCode.MALFORMED_JOB, f"malformed job: {said[:LONGEST_REASON]}")
 
 
-def _run(job: Precompute, result: PrecomputeResult) -> Run:
+def _run(job: Precompute, result: PrecomputeResult) -> ComputedRun:
     """Return the chunks of a precompute job."""
-    return Run(
+    return ComputedRun(
         job.lead_in,
         job.tokens,
         job.chunks,

@@ -1,0 +1,127 @@
+"""Follows a chunk through a prompt in which a program has re-encoded it.
+
+JSON, ``str`` of a list, HTML, quoting, indenting and collapsed or converted line ends alter few
+characters of a text, and the tokens around them. The tokens between are the same. Of what differs
+the text is compared: only if it is the same but for its encoding, the chunk goes on behind it.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from cacheblend_rag.text.runs import Ids, Run
+
+REACH = 32
+"""Most tokens between two runs."""
+RESUMES = 3
+"""So many equal tokens may be where a chunk goes on."""
+MOST_TRIED = 3
+"""Places behind a run that are tried."""
+MOST_COMPARED = 1024
+"""Texts that one search compares."""
+
+LAYOUT = re.compile(r"[\s>]+")
+"""What quoting, indenting and other line ends change."""
+ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
+CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
+
+
+class SameText:
+    """Tells whether a prompt's tokens are a re-encoding of a chunk's; up to a bound of times.
+
+    says: returns the text of tokens.
+    """
+
+    def __init__(self, says: Callable[[Sequence[int]], str]) -> None:
+        self._says, self._left = says, MOST_COMPARED
+
+    def __call__(self, here: Sequence[int], own: Sequence[int]) -> bool:
+        """Compare tokens of a prompt with those of a chunk."""
+        self._left -= 1
+        return self._left >= 0 and is_reencoded(self._says(here), self._says(own))
+
+
+def is_reencoded(here: str, text: str) -> bool:
+    """Whether ``here`` is ``text`` with other white space or quoting, or escaped."""
+    wanted = LAYOUT.sub("", text)
+    return any(
+        LAYOUT.sub("", undone(here)) == wanted for undone in (str, _unescaped, html.unescape)
+    )
+
+
+def _unescaped(text: str) -> str:
+    """Undo the escapes of JSON and Python, as far as they are whole."""
+
+    def character(found: re.Match[str]) -> str:
+        code = found[1] or found[2]
+        return chr(int(code, 16)) if code else CONTROLS.get(found[3], found[3])
+
+    plain = ESCAPE.sub(character, text)
+    return plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def followed(tokens: Ids, chunk: Ids, run: Run, is_same: SameText) -> list[Run]:
+    """Return a run with those of the same chunk before and behind it, in order.
+
+    Args:
+        tokens: (tokens,) of the prompt.
+        chunk: (tokens,) of the chunk.
+        run: where the two are the same.
+        is_same: compares what is between two runs.
+    """
+    last = run.skip + run.tokens
+
+    def is_same_backwards(here: Sequence[int], own: Sequence[int]) -> bool:
+        return is_same(here[::-1], own[::-1])
+
+    before = [
+        Run(run.start - at - size, run.start - at, run.skip - own_at - size)
+        for at, own_at, size in _resumed(
+            tokens[: run.start][::-1], chunk[: run.skip][::-1], is_same_backwards
+        )
+    ]
+    behind = [
+        Run(run.end + at, run.end + at + size, last + own_at)
+        for at, own_at, size in _resumed(tokens[run.end :], chunk[last:], is_same)
+    ]
+    return [*reversed(before), run, *behind]
+
+
+def _resumed(
+    tokens: Ids, chunk: Ids, is_same: Callable[[Sequence[int], Sequence[int]], bool]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield where a chunk goes on: in the prompt, in the chunk, and for how many tokens."""
+    at = own_at = 0
+    while chunk.size - own_at >= RESUMES:
+        here = tokens[at : at + REACH].tolist()
+        own = chunk[own_at : own_at + REACH].tolist()
+        places = sorted(_places(here, own), key=sum)[:MOST_TRIED]
+        place = next((p for p in places if is_same(here[: p[0]], own[: p[1]])), None)
+        if place is None:
+            return
+        at, own_at = at + place[0], own_at + place[1]
+        size = _alike(tokens[at:], chunk[own_at:])
+        yield at, own_at, size
+        at, own_at = at + size, own_at + size
+
+
+def _places(here: Sequence[int], own: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield where both have the same few tokens: the index in each."""
+    known = {
+        tuple(own[index : index + RESUMES]): index
+        for index in reversed(range(len(own) - RESUMES + 1))
+    }
+    for index in range(len(here) - RESUMES + 1):
+        if (found := known.get(tuple(here[index : index + RESUMES]))) is not None:
+            yield index, found
+
+
+def _alike(tokens: Ids, others: Ids) -> int:
+    """Return how many tokens two sequences have in common at their beginning."""
+    size = min(tokens.size, others.size)
+    different = np.flatnonzero(tokens[:size] != others[:size])
+    return int(different[0]) if different.size else size
