@@ -28,6 +28,7 @@ from cacheblend_rag.engines.catalog_places import Place
 from cacheblend_rag.kv.mac import Mac
 from cacheblend_rag.kv.tiers.breaker import Breaker
 from cacheblend_rag.prefill.lead_in import LeadInId, MaybeHash
+from cacheblend_rag.text.token_index import TokenIndex
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,78 @@ class CatalogChunk:
     name: Name
     tokens: NDArray[np.uint32]
     follows: str = ""
+
+
+def chain(before: str, chunk_id: str) -> str:
+    """Return the hash of a sequence of chunks that ends with a chunk; before: of those before it.
+
+    The hash of no chunk is "".
+    """
+    text = f"{before}/{chunk_id}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedRun:
+    """Chunks of one document that were precomputed together.
+
+    tokens: of the lead-in, and of the document from ``context_start`` on. spans: [start, end) of
+    each chunk in them. keys: the chunk id and the context id of each. fresh, lost: indices of the
+    chunks whose KV was computed just now, and of those whose KV is not stored. conversation: the
+    key of the one whose turns they are, or "".
+    """
+
+    lead_in: LeadInId
+    tokens: Sequence[int]
+    spans: Sequence[tuple[int, int]]
+    keys: Sequence[tuple[str, str]]
+    context_start: int = 0
+    fresh: Collection[int] = ()
+    lost: Collection[int] = ()
+    conversation: str = ""
+
+    def stored(
+        self, namespace: str, index: TokenIndex[str], is_blank: Callable[[Sequence[int]], bool]
+    ) -> Iterator[tuple[int, CatalogChunk]]:
+        """Yield the chunks that are stored and long enough to be found, with their places.
+
+        The chain of what is before a chunk is None where there is other text between.
+
+        Args:
+            namespace: of the chunks.
+            index: of the chunks that are known there.
+            is_blank: whether tokens may stand between two chunks of a document.
+        """
+        lead, tokens = same_lead_in(self.lead_in), self.tokens
+        context, behind = self._context(index, is_blank), self.spans[0][0]
+        for place, ((start, end), (own_id, context_id)) in enumerate(
+            zip(self.spans, self.keys, strict=True)
+        ):
+            own = np.asarray(tokens[start:end], dtype=np.uint32)
+            name = Name(namespace, own_id, context_id, lead)
+            if not is_blank(tokens[behind:start]):
+                context = None
+            if place not in self.lost and len(own) >= index.least:
+                follows = (context or "") if context_id else ""
+                yield place, CatalogChunk(name, own, follows)
+            context, behind = None if context is None else chain(context, own_id), end
+
+    def _context(
+        self, index: TokenIndex[str], is_blank: Callable[[Sequence[int]], bool]
+    ) -> str | None:
+        """Return the ``chain`` of the known chunks before the first one.
+
+        None if there is other text, too.
+        """
+        first = self.spans[0][0]
+        context, end = "", self.context_start
+        for one in index.find(self.tokens, self.context_start, first):
+            if one.tokens < len(index.tokens(one.name)):
+                continue
+            if not is_blank(self.tokens[end : one.start]):
+                return None
+            context, end = chain(context, one.name), one.end
+        return context if is_blank(self.tokens[end:first]) else None
 
 
 class _Head(BaseModel):

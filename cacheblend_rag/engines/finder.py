@@ -18,20 +18,22 @@ from threading import Event, Lock, Thread
 from cacheblend_rag.engines.catalog import (
     Catalog,
     CatalogChunk,
+    ComputedRun,
     Name,
     News,
+    chain,
     encoded,
     record_name,
     turns_of,
 )
-from cacheblend_rag.engines.computed_run import ComputedRun
-from cacheblend_rag.engines.found_chunk import Deletions, FoundChunk, Vocabulary
-from cacheblend_rag.engines.variants import (
+from cacheblend_rag.engines.found_chunk import (
     LEAST_RUN,
+    Deletions,
+    FoundChunk,
     KnownTokens,
     KnownVariants,
     Variant,
-    chain,
+    Vocabulary,
     chosen,
 )
 from cacheblend_rag.errors import CacheBlendError
@@ -313,7 +315,9 @@ class Finder:
                 self._record(told)
 
     def _learn(self, namespace: str, run: ComputedRun) -> None:
-        placed = dict(run.stored(namespace, self._known[namespace].index, self._vocabulary))
+        placed = dict(
+            run.stored(namespace, self._known[namespace].index, self._vocabulary.is_blank)
+        )
         for one in placed.values():
             self._missing.pop(one.name, None)
         fresh = [one for place, one in placed.items() if place in run.fresh]

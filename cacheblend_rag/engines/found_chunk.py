@@ -1,20 +1,131 @@
-"""A stored chunk that was found in a prompt; what was deleted, and what a tokenizer says."""
+"""The stored chunks that are known, those found in a prompt, and the rule that chooses their KV."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Self
 
-from cacheblend_rag.engines.catalog import Name
+from cacheblend_rag.engines.catalog import TURNS, CatalogChunk, Name
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.text.encoder import PromptEncoder
+from cacheblend_rag.text.token_index import TokenIndex, Tokens
 
+LEAST_RUN = 32
+"""Tokens of the shortest chunk, or part of one, that is found."""
+LEAST_TURN = 8
+"""The same of a conversation's turns."""
+MOST_CHUNKS, MOST_TOKENS = 1 << 20, 1 << 29
+"""Of all namespaces; of more, those that became known first are forgotten."""
+LEADS = {"document": 0, "instruction": 1, "bos": 2, "none": 3}
+"""Which lead-in is preferred among those that a chunk was computed after: the one that is most like
+what a prompt has before a chunk. ``document`` knows who "she" is, and begins as ``instruction``
+does; the next two have at least the first token that attention needs (an attention sink)."""
 KEPT = 1 << 16
 """Deleted chunks that are remembered; once there were more, each deletion counts for all chunks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Variant(CatalogChunk):
+    """One of the KV caches of a chunk: in its document, or without it.
+
+    record: that tells of it; there is one such object for each.
+    """
+
+    record: str = ""
+
+    @property
+    def is_contextual(self) -> bool:
+        return self.name.lead_in.name == "document" and bool(self.name.context_id)
+
+    @property
+    def rank(self) -> tuple[int, bool]:
+        """Which one is taken where none continues its document; of equals the one known first."""
+        return LEADS.get(self.name.lead_in.name, 9), bool(self.name.context_id)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTokens:
+    """The chunks of a namespace: an index from tokens to chunk ids, and each chunk's variants."""
+
+    index: TokenIndex[str]
+    variants: dict[str, tuple[Variant, ...]] = field(default_factory=dict)
+
+
+class KnownVariants(dict[str, KnownTokens]):
+    """The chunks of all namespaces, and the records that tell of them.
+
+    Threads may search them while one changes them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: dict[str, tuple[Variant, ...]] = {}
+        self._tokens = 0
+
+    def __missing__(self, namespace: str) -> KnownTokens:
+        least = LEAST_TURN if namespace.startswith(TURNS) else LEAST_RUN
+        return self.setdefault(namespace, KnownTokens(TokenIndex(least)))
+
+    def variants(self, name: Name) -> list[Variant]:
+        """Return what is known of some KV, once for each record that tells of it."""
+        variants = self[name.namespace].variants.get(name.chunk_id, ())
+        return [one for one in variants if one.name == name]
+
+    def told(self, record: str) -> Sequence[Variant]:
+        """Return the chunks that a record tells of; of an unknown one, none."""
+        return self._records.get(record, ())
+
+    def enter(self, records: Mapping[str, Sequence[CatalogChunk]]) -> None:
+        """Know the chunks of records from now on."""
+        new = {record: told for record, told in records.items() if record not in self._records}
+        self._index(one for told in new.values() for one in told)
+        for record, told in new.items():
+            self._records[record] = tuple(
+                Variant(name, self[name.namespace].index.tokens(name.chunk_id), follows, record)
+                for name, follows in {one.name: one.follows for one in told}.items()
+            )
+            for one in self._records[record]:
+                variants, chunk = self[one.name.namespace].variants, one.name.chunk_id
+                self._tokens += 0 if chunk in variants else len(one.tokens)
+                variants[chunk] = (*variants.get(chunk, ()), one)
+
+    def strike(self, record: str) -> list[Name]:
+        """Know the chunks of a record no longer; returns those that no other record tells of."""
+        struck = self._records.pop(record, ())
+        for one in struck:
+            known, chunk = self[one.name.namespace], one.name.chunk_id
+            left = tuple(other for other in known.variants[chunk] if other is not one)
+            if left:
+                known.variants[chunk] = left
+            else:
+                self._tokens -= len(one.tokens)
+                del known.variants[chunk]
+                known.index.discard(chunk)
+        return [one.name for one in struck if not self.variants(one.name)]
+
+    def surplus(self) -> str | None:
+        """Return a record to forget if there are too many chunks.
+
+        It is what became known first in the namespace with most chunks. Nobody tells of documents
+        that are never deleted, so that they would grow for ever.
+        """
+        count = sum(len(known.variants) for known in self.values())
+        if count <= MOST_CHUNKS and self._tokens <= MOST_TOKENS:
+            return None
+        most = max(self, key=lambda one: len(self[one].variants))
+        return next(r for r, told in self._records.items() if told[0].name.namespace == most)
+
+    def _index(self, chunks: Iterable[CatalogChunk]) -> None:
+        """Have chunks found by their tokens; many at once are faster than one by one."""
+        by_namespace = defaultdict[str, list[tuple[Tokens, str]]](list)
+        for one in chunks:
+            by_namespace[one.name.namespace].append((one.tokens, one.name.chunk_id))
+        for namespace, several in by_namespace.items():
+            self[namespace].index.add(several)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +233,40 @@ class Deletions:
         """Return the number of a chunk's last deletion, 0 if there was none."""
         with self._lock:
             return max(self._numbers.get((namespace, chunk_id), 0), self._least)
+
+
+def chosen(
+    variants: Sequence[Variant],
+    chains: Sequence[str],
+    leads: Callable[[], Collection[str]],
+    is_missing: Callable[[Name], bool],
+    *,
+    unconfirmed_context: bool,
+) -> Variant | None:
+    """Return the KV that answers for a chunk, None if it would be that of another document.
+
+    The rule is ChunkRegistry's: KV whose whole context stands right before the chunk, else KV
+    without context, else KV of the only context that is known. A lead-in that is not the prompt's
+    beginning is context, too. Of several, the first one that the store did not lack just now.
+
+    Args:
+        variants: the chunk's.
+        chains: of the chunks right before it, the longest first.
+        leads: returns the lead-ins that the prompt confirms.
+        is_missing: whether the store lacked a variant just now.
+        unconfirmed_context: whether KV of the only known context may be taken; see LeadInConfig.
+    """
+    behind = {(one.name.lead_in.tokens, one.name.context_id) for one in variants}
+    if len({lead for lead, _ in behind}) > 1 or not unconfirmed_context:
+        variants = [one for one in variants if one.name.lead_in.tokens in leads()]
+    ranked = sorted(variants, key=lambda one: one.rank)
+    right = [
+        one
+        for context in (*chains, None)
+        for one in ranked
+        if (one.follows if one.is_contextual else None) == context
+    ]
+    if not right and len(behind) == 1 and unconfirmed_context:
+        right = ranked
+    stored = [one for one in right if not is_missing(one.name)]
+    return next(iter((*stored, *right)), None)

@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.engines.catalog import Catalog
+from cacheblend_rag.engines.catalog import Catalog, ComputedRun
 from cacheblend_rag.engines.catalog_places import open_place
-from cacheblend_rag.engines.computed_run import ComputedRun
 from cacheblend_rag.engines.finder import Finder
 from cacheblend_rag.engines.found_chunk import Vocabulary
 from cacheblend_rag.engines.prepare import PreparedPrompt

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.engines import finder as finder_module
-from cacheblend_rag.engines import found_chunk, variants
-from cacheblend_rag.engines.catalog import Name
-from cacheblend_rag.engines.computed_run import ComputedRun
+from cacheblend_rag.engines import found_chunk
+from cacheblend_rag.engines.catalog import ComputedRun, Name
 from cacheblend_rag.engines.finder import Finder
 from cacheblend_rag.engines.found_chunk import Deletions, FoundChunk, Vocabulary
 from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
@@ -343,14 +342,14 @@ def test_what_the_store_lost_stays_known(finder: Finder, monkeypatch: pytest.Mon
 def test_of_too_many_chunks_those_known_first_are_forgotten(
     finder: Finder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(variants, "MOST_CHUNKS", 2)
+    monkeypatch.setattr(found_chunk, "MOST_CHUNKS", 2)
     learn(finder, run(OTHER), "other")
     for chunk in (FIRST, SECOND, THIRD):
         learn(finder, run(chunk))
     assert finder.settle()
     assert ids(found(finder, FIRST, SECOND, THIRD)) == [chunk_id(THIRD)]
     assert len(found(finder, OTHER, namespace="other")) == 1
-    monkeypatch.setattr(variants, "MOST_TOKENS", 60)
+    monkeypatch.setattr(found_chunk, "MOST_TOKENS", 60)
     learn(finder, run(OTHER), "other")
     assert finder.settle()
     assert len(found(finder, THIRD)) + len(found(finder, OTHER, namespace="other")) == 1

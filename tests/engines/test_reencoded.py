@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.demo.passages import load_real_texts
-from cacheblend_rag.engines.computed_run import ComputedRun
+from cacheblend_rag.engines.catalog import ComputedRun
 from cacheblend_rag.engines.finder import Finder
 from cacheblend_rag.engines.found_chunk import FoundChunk, Vocabulary
 from cacheblend_rag.kv.chunk_kv import chunk_id

@@ -7,9 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.engines.catalog import Catalog
+from cacheblend_rag.engines.catalog import Catalog, ComputedRun
 from cacheblend_rag.engines.catalog_places import open_place, place_of
-from cacheblend_rag.engines.computed_run import ComputedRun
 from cacheblend_rag.engines.finder import Finder
 from cacheblend_rag.engines.found_chunk import FoundChunk, Vocabulary
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
