@@ -170,7 +170,7 @@ class TtftPlan:
         before layer 0 have no such first part; those that ask the question pay its probe pass.
         tokens: of the prompt, as planned by default.
         """
-        from cacheblend_rag.blend.selectors import make_selector
+        from cacheblend_rag.blend.selectors import Question, make_selector
 
         if tokens is None:
             chunks = self.chunks * self.chunk_tokens
@@ -181,8 +181,9 @@ class TtftPlan:
         if 0 < ratio < 1 and selector.needs_fresh_kv:
             whole = (self.check_layers[0] + 1) / self.layers
             return 1 / (whole + (1 - whole) * kept)
-        asks = 0 < ratio < 1 and selector.needs_question
-        probe = selector.probe.depth(self.layers) / self.layers if asks else 0.0
+        probe = 0.0
+        if 0 < ratio < 1 and isinstance(selector, Question):
+            probe = (selector.observed(self.layers)[-1] + 1) / self.layers
         return 1 / (kept + probe * question)
 
 

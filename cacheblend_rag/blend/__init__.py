@@ -1,7 +1,7 @@
 """The blend pass: re-rotation, row selection, and layers run on the chosen rows only."""
 
 from cacheblend_rag.blend.fused import FusedKV, RingKV
-from cacheblend_rag.blend.passes import BlendPass, PassStats
+from cacheblend_rag.blend.passes import BlendPass
 from cacheblend_rag.blend.schedule import Schedule, plan_schedule
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 
@@ -10,7 +10,6 @@ __all__ = [
     "BlendPass",
     "DecoderStack",
     "FusedKV",
-    "PassStats",
     "RingKV",
     "Schedule",
     "plan_schedule",

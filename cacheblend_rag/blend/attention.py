@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 from weakref import WeakKeyDictionary
@@ -19,6 +18,7 @@ from torch.backends import cuda
 from torch.nn import functional
 
 from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.blend.stack import AttentionCall
 
 BLOCK_ROWS = 64
 ACCELERATOR_BLOCK_ROWS = 1024
@@ -35,77 +35,66 @@ _was_enabled = False
 
 
 def attend_rows(
-    query: Tensor,
+    call: AttentionCall,
     keys: Tensor,
     values: Tensor,
     rows: Rows,
-    *,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     masks: MaskCache | None = None,
 ) -> Tensor:
     """Return the rows' attention, (batch, rows, heads, head_dim).
 
-    query: (batch, heads, rows, head_dim). keys, values: (batch, kv_heads, tokens, head_dim), index
-    = position; every position that a row may see must hold finite values. window: keys a row may
-    see at most, itself included. softcap: logits are capped at it, or None. sinks: (heads,), each
-    head's attention sink as a logit, or None. masks: keeps the rows' masks for other layers.
+    keys, values: (batch, kv_heads, tokens, head_dim), index = position; every position that a row
+    may see must hold finite values. masks: keeps the rows' masks for other layers.
     """
-    batch, heads, count, width = query.shape
-    kv_heads = keys.shape[1]
-    copies = heads // kv_heads
+    batch, heads, count, width = call.query.shape
+    copies, dtype = heads // keys.shape[1], call.query.dtype
     masks = MaskCache(0) if masks is None else masks
-    out = query.new_empty(batch, count, heads, width)
-    in_steps = softcap is not None or sinks is not None
-    size = _block_rows(query.device, heads * keys.shape[2] if in_steps else 0)
+    out = call.query.new_empty(batch, count, heads, width)
+    size = _block_rows(call.query.device, 0 if _is_fused(call) else heads * keys.shape[2])
     for start, block in rows.blocks(size, even=False):
-        here = slice(start, start + len(block))
-        seen = slice(first_key(block, window), block.last + 1)
-        # Heads that share a KV head become additional rows of it: no KV is repeated, and every
-        # backend's fused kernel takes the mask.
-        part = (
-            query[:, :, here].reshape(batch, kv_heads, -1, width),
-            keys[:, :, seen],
-            values[:, :, seen],
-        )
-        named = (here.start, here.stop, window, copies, query.dtype)
-        make = partial(mask_of, block, seen, window, copies=copies, dtype=query.dtype)
-        mask = masks.get(rows, named, make)
-        if not in_steps:
-            with without_cudnn():
-                done = functional.scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling)
-        else:
-            done = attend_in_steps(*part, mask=mask, scaling=scaling, softcap=softcap, sinks=sinks)
-        out[:, here] = done.reshape(batch, heads, -1, width).transpose(1, 2)
+        stop = start + len(block)
+        seen = slice(first_key(block, call.window), block.last + 1)
+        make = partial(mask_of, block, seen, call.window, copies=copies, dtype=dtype)
+        mask = masks.get(rows, (start, stop, call.window), make)
+        part = call.part(start, stop)
+        out[:, start:stop] = attend_to(part, keys[:, :, seen], values[:, :, seen], mask)
     return out
 
 
-def attend_token(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+def attend_to(
+    call: AttentionCall, keys: Tensor, values: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the attention of one token to all of the keys, (1, 1, heads, head_dim).
+    """Return the attention of rows to all of the keys, (batch, rows, heads, head_dim).
 
-    query: (1, heads, 1, head_dim). keys, values: (1, kv_heads, tokens, head_dim), only those that
-    the token may see. The rest as for attend_rows.
+    keys, values: (batch, kv_heads, keys, head_dim). mask: see ``mask_of``; without one every row
+    sees every key.
     """
-    heads, width = query.shape[1], query.shape[3]
-    # As in attend_rows, heads that share a KV head are rows of it.
-    part = (query.reshape(1, keys.shape[1], -1, width), keys, values)
-    if softcap is None and sinks is None:
+    batch, heads, rows, width = call.query.shape
+    # Heads that share a KV head become additional rows of it: no KV is repeated, and every
+    # backend's fused kernel takes the mask.
+    query = call.query.reshape(batch, keys.shape[1], -1, width)
+    if _is_fused(call):
         with without_cudnn():
-            done = functional.scaled_dot_product_attention(*part, scale=scaling)
+            done = functional.scaled_dot_product_attention(
+                query, keys, values, attn_mask=mask, scale=call.scaling
+            )
     else:
-        mask = query.new_zeros(())
-        done = attend_in_steps(*part, mask=mask, scaling=scaling, softcap=softcap, sinks=sinks)
-    return done.reshape(1, 1, heads, width)
+        done = _shares(call, query, keys, mask).to(query.dtype) @ values
+    return done.reshape(batch, heads, rows, width).transpose(1, 2)
+
+
+def attention_mass(call: AttentionCall, keys: Tensor, rows: Rows) -> Tensor:
+    """Return how much of each row's attention every key gets: (heads, rows, tokens) float32.
+
+    keys: (1, kv_heads, tokens, head_dim). A sink's share is missing from the sum.
+    """
+    _, heads, count, width = call.query.shape
+    kv_heads, tokens = keys.shape[1:3]
+    query = call.query.float().reshape(1, kv_heads, -1, width)
+    seen, copies = slice(0, rows.last + 1), heads // kv_heads  # later keys may be no numbers yet
+    mask = mask_of(rows, seen, call.window, copies=copies, dtype=query.dtype)
+    shares = _shares(call, query, keys[:, :, seen].float(), mask).reshape(heads, count, -1)
+    return functional.pad(shares, (0, tokens - seen.stop))
 
 
 def attention_bytes(
@@ -129,53 +118,18 @@ def _block_rows(device: torch.device, logits_a_row: int) -> int:
     return most if logits_a_row == 0 else max(1, min(most, LARGEST_LOGITS // logits_a_row))
 
 
-def attend_in_steps(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    mask: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention with capped logits or sinks, which PyTorch's fused attention cannot do."""
-    kv_heads, rows = query.shape[1:3]
-    logits = capped(query @ keys.transpose(2, 3) * scaling, softcap) + mask
-    if sinks is not None:
-        copies = sinks.numel() // kv_heads
-        sinks = sinks.view(kv_heads, copies, 1).expand(-1, -1, rows // copies).flatten(1, 2)
-    return shares(logits, sinks).to(query.dtype) @ values
+def _is_fused(call: AttentionCall) -> bool:
+    """Whether PyTorch's fused attention can compute it, which neither caps logits nor has sinks."""
+    return call.softcap is None and call.sinks is None
 
 
-def attention_mass(
-    query: Tensor,
-    keys: Tensor,
-    rows: Rows,
-    *,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Return how much of each row's attention every key gets: (heads, rows, tokens) float32.
+def _shares(call: AttentionCall, query: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+    """Return what each row gives to every key, (batch, kv_heads, copies x rows, keys) float32.
 
-    query: (1, heads, rows, head_dim). keys: (1, kv_heads, tokens, head_dim). The rest as for
-    attend_rows; a sink's share is missing from the sum.
+    query: (batch, kv_heads, copies x rows, head_dim); logits are of its dtype.
     """
-    (heads, count, width), (kv_heads, tokens) = query.shape[1:], keys.shape[1:3]
-    copies = heads // kv_heads
-    # As in attend_rows, heads that share a KV head are rows of it, and only the keys are compared
-    # that not all of the rows see.
-    grouped = (query[0].float() * scaling).reshape(kv_heads, copies * count, width)
-    masked = slice(rows.first if window is None else 0, tokens)
-    hidden = ~visible_keys(rows, masked, window)
-    if sinks is not None:
-        sinks = sinks.view(kv_heads, copies, 1).expand(-1, -1, count)
-    logits = grouped @ keys[0].float().transpose(1, 2)
-    logits = capped(logits, softcap).view(-1, copies, count, tokens)
-    logits[..., masked].masked_fill_(hidden, float("-inf"))
-    return shares(logits, sinks).flatten(0, 1)
+    logits = capped((query @ keys.transpose(2, 3)).mul_(call.scaling), call.softcap)
+    return softmax(logits if mask is None else logits.add_(mask), call.sinks)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -183,12 +137,18 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def shares(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax in float32 over the last axis, with an optional sink for each row, (..., rows)."""
+def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last axis, in float32, with an optional sink for each head.
+
+    logits: (..., kv_heads, copies x rows, keys). sinks: (kv_heads x copies,).
+    """
     if sinks is None:
         return logits.softmax(-1, dtype=torch.float32)
-    beside = sinks.to(logits.dtype)[..., None].expand(*logits.shape[:-1], 1)
-    return torch.cat((logits, beside), -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    kv_heads, rows = logits.shape[-3:-1]
+    own = sinks.to(logits.dtype).view(kv_heads, -1, 1)
+    beside = own.expand(-1, -1, rows // own.shape[1]).reshape(kv_heads, rows, 1)
+    whole = torch.cat((logits, beside.expand(*logits.shape[:-1], 1)), -1)
+    return whole.softmax(-1, dtype=torch.float32)[..., :-1]
 
 
 def first_key(rows: Rows, window: int | None) -> int:
@@ -237,32 +197,23 @@ class MaskCache:
 
     def __init__(self, most_bytes: int = MOST_MASK_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._kept: WeakKeyDictionary[Rows, _Kept] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[Rows, dict[Hashable, Tensor]] = WeakKeyDictionary()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all masks that are kept."""
-        return sum(kept.nbytes for kept in self._kept.values())
+        masks = (mask for kept in self._kept.values() for mask in kept.values())
+        return sum(mask.untyped_storage().nbytes() for mask in masks)
 
     def get(self, rows: Rows, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """Return the mask of these rows that ``key`` names, made by ``make`` unless it is kept."""
-        kept = self._kept.setdefault(rows, _Kept())
-        if key in kept.masks:
-            return kept.masks[key]
+        kept = self._kept.setdefault(rows, {})
+        if key in kept:
+            return kept[key]
         made = make()
-        nbytes = made.untyped_storage().nbytes()
-        if self.nbytes + nbytes <= self._most_bytes:
-            kept.masks[key] = made
-            kept.nbytes += nbytes
+        if self.nbytes + made.untyped_storage().nbytes() <= self._most_bytes:
+            kept[key] = made
         return made
-
-
-@dataclass
-class _Kept:
-    """The masks of some rows."""
-
-    masks: dict[Hashable, Tensor] = field(default_factory=dict)
-    nbytes: int = 0
 
 
 @contextmanager
@@ -276,25 +227,16 @@ def without_cudnn() -> Iterator[None]:
     another one's temporary setting. So users are counted: the first one switches cuDNN off, the
     last one restores the original setting.
     """
-    _enter()
-    try:
-        yield
-    finally:
-        _leave()
-
-
-def _enter() -> None:
     global _users, _was_enabled  # noqa: PLW0603 - the setting is the process's, too
     with _lock:
         if not _users:
             _was_enabled = bool(cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
             cuda.enable_cudnn_sdp(False)
         _users += 1
-
-
-def _leave() -> None:
-    global _users  # noqa: PLW0603
-    with _lock:
-        _users -= 1
-        if not _users:
-            cuda.enable_cudnn_sdp(_was_enabled)
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                cuda.enable_cudnn_sdp(_was_enabled)

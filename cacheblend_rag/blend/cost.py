@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cacheblend_rag.blend.rows import Mask, Rows
 from cacheblend_rag.blend.schedule import Schedule
@@ -47,32 +48,6 @@ def _causal_pairs(tokens: int, window: int | None) -> float:
     return window * (window + 1) / 2 + (tokens - window) * window
 
 
-@dataclass(frozen=True)
-class _RowCount:
-    """The number of rows, and how many keys they see in total, by the layer's window."""
-
-    count: float
-    pairs: dict[int | None, float]
-
-    @classmethod
-    def where(cls, mask: Mask, windows: set[int | None]) -> _RowCount:
-        seen = np.flatnonzero(mask) + 1
-        pairs = {
-            window: float((seen if window is None else np.minimum(seen, window)).sum())
-            for window in windows
-        }
-        return cls(float(len(seen)), pairs)
-
-    def with_share(self, share: float, others: _RowCount) -> _RowCount:
-        """Return these rows and a share of others."""
-        pairs = {window: own + share * others.pairs[window] for window, own in self.pairs.items()}
-        return _RowCount(self.count + share * others.count, pairs)
-
-    def run(self, cost: LayerCost) -> float:
-        """Return the floating-point operations of running one layer on the rows."""
-        return cost.per_row * self.count + cost.per_pair * self.pairs[cost.window]
-
-
 class Forecast:
     """The estimated work of passes over one prompt, for any schedule.
 
@@ -84,26 +59,19 @@ class Forecast:
         costs: of each layer.
         cached: (tokens,) bool, tokens that have cached KV.
         eligible: (tokens,) bool, those of them that may be recomputed.
-        needs_hidden: whether the last token's hidden state is needed.
     """
 
-    def __init__(
-        self,
-        costs: Sequence[LayerCost],
-        cached: Mask,
-        eligible: Mask,
-        *,
-        needs_hidden: bool = True,
-    ) -> None:
-        always, last = ~cached, np.zeros_like(cached)
-        last[-1] = needs_hidden
-        always |= last
+    def __init__(self, costs: Sequence[LayerCost], cached: Mask, eligible: Mask) -> None:
+        always = ~cached
+        always[-1] = True  # its hidden state is needed
+        self._costs, self._eligible = costs, float(eligible.sum())
+        self._always, self._free = always.astype(float), (eligible & ~always).astype(float)
+        positions = np.arange(1, len(cached) + 1)
         windows = {cost.window for cost in costs}
-        self._costs, self._needs_hidden = costs, needs_hidden
-        self._eligible = float(eligible.sum())
-        self._always = _RowCount.where(always, windows)
-        self._free = _RowCount.where(eligible & ~always, windows)
-        self._last = _RowCount.where(last, windows)
+        self._seen = {
+            window: positions if window is None else np.minimum(positions, window)
+            for window in windows
+        }
 
     def work(self, schedule: Schedule) -> float:
         """Return the work, in floating-point operations, that BlendPass would count."""
@@ -111,17 +79,20 @@ class Forecast:
         work, last = 0.0, len(self._costs) - 1
         for layer, cost in enumerate(self._costs):
             if layer in schedule.checks:
-                work += cost.per_row_probe * rows.count
+                work += cost.per_row_probe * rows.sum()
                 rows = self._rows(self._share(schedule.checks[layer]))
+            seen = self._seen[cost.window]
             if layer < last:
-                work += rows.run(cost)
-            elif not (self._needs_hidden and rows.count == 1):
-                work += cost.per_row_probe * rows.count
-        return work + (self._last.run(self._costs[last]) if self._needs_hidden else 0.0)
+                work += cost.per_row * rows.sum() + cost.per_pair * (rows @ seen)
+            else:  # which only the last token runs through
+                work += cost.per_row_probe * (rows.sum() - 1)
+                work += cost.per_row + cost.per_pair * seen[-1]
+        return float(work)
 
-    def _rows(self, share: float) -> _RowCount:
-        return self._always.with_share(share, self._free)
+    def _rows(self, share: float) -> NDArray[np.float64]:
+        """Return how likely each token is a row if this share of the free ones is chosen."""
+        return self._always + share * self._free
 
     def _share(self, ratio: float) -> float:
         """Return the share of the free rows to choose for a ratio of all eligible tokens."""
-        return min(1.0, ratio * self._eligible / max(self._free.count, 1.0))
+        return min(1.0, ratio * self._eligible / max(float(self._free.sum()), 1.0))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.rows import Positions, Rows
+from cacheblend_rag.blend.selectors import Evidence, Selector
 from cacheblend_rag.blend.stack import AttentionCall
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -16,31 +21,44 @@ class Selection:
     """One choice of a selector, and its input.
 
     layer: the check layer, None before layer 0. positions: (candidates,) in the prompt, rising.
-    scores: (candidates,) float32, on the host. chosen: the positions among them that are computed
-    from there on. key_deviations, value_deviations: (candidates,) float32, squared differences of
-    fresh KV from cached KV, summed over all ranks' heads and over components; None before layer 0.
+    evidence: of the candidates. scores: (candidates,) float32, on the host. chosen: the positions
+    among them that are computed from there on.
     """
 
     layer: int | None
     positions: Positions
+    evidence: Evidence
     scores: Tensor
     chosen: Positions
-    key_deviations: Tensor | None = None
-    value_deviations: Tensor | None = None
+
+    def log(self, request_id: str, selector: Selector) -> None:
+        """Log the choice, without any token or text; nothing is read from a device for it."""
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        best = self.scores.numpy()[np.isin(self.positions, self.chosen, assume_unique=True)]
+        kind = "deviation" if selector.needs_fresh_kv else "score"
+        logger.debug(
+            "request %s: %s: %d of %d tokens chosen%s",
+            request_id or "-",
+            "before layer 0" if self.layer is None else f"layer {self.layer}",
+            len(self.chosen),
+            len(self.positions),
+            f", {kind} {best.min():.4g} - {best.max():.4g}" if best.size else "",
+        )
 
 
 class Observer:
     """Ignores everything; a subclass overrides the methods of the events that it needs.
 
-    All ranks of a pass need observers of the same kinds.
+    All ranks of a pass need observers of the same kind.
     """
 
     def watches(self, layer: int) -> bool:
         """Return whether a layer's attention or the KV that it replaces is of interest."""
-        return True
+        return False
 
-    def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
-        """Called before attention is computed, with its call, rows, and the layer's fused keys."""
+    def selected(self, selection: Selection) -> None:
+        """Called with a choice of rows."""
 
     def replacing(
         self, layer: int, rows: Rows, keys: Tensor, values: Tensor, fused: FusedKV
@@ -50,8 +68,5 @@ class Observer:
         Once per layer and row, in blocks of rows.
         """
 
-    def computed(self, layer: int, rows: Rows) -> None:
-        """Called with the rows whose fresh KV a layer has computed."""
-
-    def selected(self, selection: Selection) -> None:
-        """Called with a choice of rows."""
+    def attended(self, call: AttentionCall, rows: Rows, fused: FusedKV) -> None:
+        """Called with the inputs of rows' attention, once their fresh KV is in ``fused``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -14,12 +14,10 @@ from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import BlendPass, Candidates, Graphed
 from cacheblend_rag.blend.rows import Rows
-from cacheblend_rag.blend.schedule import Schedule
-from cacheblend_rag.blend.selectors import Probe, make_selector
+from cacheblend_rag.blend.schedule import REUSE_ONLY
+from cacheblend_rag.blend.selectors import Question
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 from cacheblend_rag.blend.steps import Steps
-
-REUSE_ONLY = Schedule(make_selector("none"), 0.0, {})
 
 
 def probe_question(
@@ -29,69 +27,66 @@ def probe_question(
     candidates: Candidates,
     question_start: int,
     *,
-    probe: Probe,
+    question: Question,
     before_layer: Callable[[int], Steps[None]] | None = None,
     graphed: Graphed | None = None,
 ) -> Steps[tuple[Tensor, float]]:
     """Return the attention each token gets from the question, and the work spent.
 
     The pass is plain reuse, so only text and missing chunks are computed; it ends after the last
-    layer that ``probe`` observes. Attention is reduced over the question's tokens and over heads,
-    and summed over the observed layers. Result: (tokens,) float32, on the host.
+    layer that ``question`` observes. Attention is reduced over the question's tokens and over
+    heads, and summed over the observed layers. Result: (tokens,) float32, on the host.
 
     question_start: position of the question's first token; the question ends the prompt.
     before_layer, graphed: see BlendPass.
     """
-    observed = probe.observed(stack.geometry.layers)
-    observer = _QuestionAttention(stack, probe, observed, question_start)
+    observed = question.observed(stack.geometry.layers)
+    observer = _QuestionAttention(stack, question, observed, question_start)
+    cached = candidates.cached.clone()
+    cached[-1:] = False  # the last token asks in any case
     run = BlendPass(
-        stack, token_ids, fused, _with_last_token(candidates), REUSE_ONLY,
-        observers=[observer], before_layer=before_layer, graphed=graphed,
-        layers=observed[-1] + 1, needs_hidden=False,
+        stack, token_ids, fused, replace(candidates, cached=cached), REUSE_ONLY,
+        observer=observer, before_layer=before_layer, graphed=graphed,
+        layers=observed[-1] + 1, last=0,
     )  # fmt: skip
     yield from run.steps()
-    work = observer.work + run.stats.work
-    if not observer.layers:
-        return torch.zeros(token_ids.numel()), work
-    whole = stack.all_reduce(torch.stack(observer.layers), probe.heads)
-    return whole.sum(0).cpu(), work
-
-
-def _with_last_token(candidates: Candidates) -> Candidates:
-    """Return candidates without cached KV of the last token, which always asks."""
-    cached = candidates.cached.clone()
-    cached[-1:] = False
-    return replace(candidates, cached=cached)
+    by_layer = torch.stack([heads.amax(0) for heads in observer.asked.values()])
+    whole = stack.all_reduce(by_layer, question.heads)
+    return whole.sum(0).cpu(), observer.work + run.work
 
 
 class _QuestionAttention(Observer):
     """Collects what the question's tokens attend to in the observed layers.
 
-    layers: (tokens,) of each, of this rank's heads. work: floating-point operations that took,
-    beyond those of the pass.
+    asked: by layer, (heads, tokens) of this rank's heads, or their sum (1, tokens). work:
+    floating-point operations that took, beyond those of the pass.
     """
 
     def __init__(
-        self, stack: DecoderStack, probe: Probe, observed: Collection[int], question_start: int
+        self,
+        stack: DecoderStack,
+        question: Question,
+        observed: tuple[int, ...],
+        question_start: int,
     ) -> None:
-        self.layers: list[Tensor] = []
+        self.asked: dict[int, Tensor] = {}
         self.work = 0.0
-        self._costs, self._question_start, self._probe = stack.costs, question_start, probe
-        self._observed = observed
+        self._costs, self._question, self._observed = stack.costs, question, observed
+        self._question_start = question_start
 
     def watches(self, layer: int) -> bool:
         return layer in self._observed
 
-    def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
-        first = int(np.searchsorted(rows.host, self._question_start))
-        if call.layer not in self._observed or first == len(rows):
+    def attended(self, call: AttentionCall, rows: Rows, fused: FusedKV) -> None:
+        first, end = int(np.searchsorted(rows.host, self._question_start)), len(rows)
+        if call.layer not in self._observed or first == end:
             return
-        shares = attention_mass(
-            call.query[:, :, first:], keys, rows.part(first, len(rows)),
-            scaling=call.scaling, window=call.window, softcap=call.softcap, sinks=call.sinks,
-        )  # fmt: skip
-        asked = shares.sum(1)
-        self.layers.append(asked.amax(0) if self._probe.heads == "max" else asked.sum(0))
+        keys = fused.layer(call.layer)[0]
+        shares = attention_mass(call.part(first, end), keys, rows.part(first, end))
         # Query by key once more, over all keys, and no values: half of what a pair costs.
-        per_pair = self._costs[call.layer].per_pair / 2
-        self.work += per_pair * shares.shape[1] * shares.shape[2]
+        self.work += self._costs[call.layer].per_pair / 2 * shares.shape[1] * shares.shape[2]
+        asked = shares.sum(1)
+        if self._question.heads == "sum":
+            asked = asked.sum(0, keepdim=True)
+        # A question's rows may be in several blocks.
+        self.asked[call.layer] = asked + self.asked.get(call.layer, 0)

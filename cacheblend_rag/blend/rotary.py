@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any, Literal
 
@@ -38,30 +39,20 @@ class Rotation:
     def over_tables(
         cls, tables: Sequence[Table | None], layouts: Sequence[Layout | None] | None
     ) -> Rotation:
-        """Return the rotation of all layers' keys, given each layer's table and layout.
-
-        Layers that share a table and a layout share one row of cos and sin.
-        """
+        """Return the rotation of all layers' keys, given each layer's table and layout."""
         if layouts is None:
             raise RuntimeError("the rotary layouts are not known yet: call find_layouts")
-        made: dict[tuple[int, Layout | None], int] = {}
-        turns: list[Table | None] = []
-        which: list[int] = []
-        for table, layout in zip(tables, layouts, strict=True):
-            kind = (id(table), layout)
-            if kind not in made:
-                made[kind] = len(turns)
-                turns.append(layout.turns(*table) if layout and table else None)
-            which.append(made[kind])
-        found = [turn for turn in turns if turn is not None]
-        if not found:
-            nothing = torch.empty(len(which), 0)
+        turned = cache(Layout.turns)  # once for all layers of a kind
+        turns = [
+            turned(layout, *table) if layout and table else None
+            for table, layout in zip(tables, layouts, strict=True)
+        ]
+        known = next((turn for turn in turns if turn is not None), None)
+        if known is None:
+            nothing = torch.empty(len(turns), 0)
             return cls(nothing, nothing)
-        still = torch.ones_like(found[0][0]), torch.zeros_like(found[0][1])
-        index = torch.tensor(which).to(still[0].device, non_blocking=True)
-        cos, sin = (
-            torch.stack([(turn or still)[part] for turn in turns])[index] for part in (0, 1)
-        )
+        still = torch.ones_like(known[0]), torch.zeros_like(known[1])
+        cos, sin = (torch.stack([(turn or still)[part] for turn in turns]) for part in (0, 1))
         return cls(cos, sin, any(layout is not None and layout.interleaved for layout in layouts))
 
     def of(self, layer: int) -> Rotation:
@@ -172,20 +163,11 @@ def rotate_into(out: Tensor, keys: Tensor, by: Rotation) -> None:
     if pairs == 0:
         out.copy_(keys)
         return
-    c, s = by.cos[:, None, None], by.sin[:, None, None]
+    cos, sin = by.cos[:, None, None], by.sin[:, None, None]
     one, other = _places(pairs, interleaved=by.interleaved)
-    if keys.dtype == torch.float32 and out.dtype == torch.float32:
-        first, second = keys[..., one], keys[..., other]
-        torch.mul(first, c, out=out[..., one]).addcmul_(second, s, value=-1)
-        torch.mul(second, c, out=out[..., other]).addcmul_(first, s)
-    else:
-        wide = keys[..., : 2 * pairs].to(torch.float32, copy=True)
-        crossed = torch.empty_like(wide)
-        torch.mul(wide[..., other], -s, out=crossed[..., one])
-        torch.mul(wide[..., one], s, out=crossed[..., other])
-        both = c.repeat_interleave(2, -1) if by.interleaved else torch.cat((c, c), -1)
-        # On a CPU an operation on half of each row takes nearly as long as one on whole rows.
-        out[..., : 2 * pairs] = wide.mul_(both).add_(crossed)
+    first, second = keys[..., one].float(), keys[..., other].float()
+    torch.addcmul(first * cos, second, sin, value=-1, out=out[..., one])
+    torch.addcmul(second * cos, first, sin, out=out[..., other])
     if 2 * pairs < keys.shape[-1]:
         out[..., 2 * pairs :] = keys[..., 2 * pairs :]
 

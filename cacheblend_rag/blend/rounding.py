@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend.attention import capped, shares, visible_keys
+from cacheblend_rag.blend.attention import capped, mask_of, softmax
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
@@ -91,15 +91,13 @@ def layer_noise(
     def attend(call: AttentionCall) -> Tensor:
         attended = []
         for copy in range(batch):
-            here = slice(copy * count, (copy + 1) * count)
+            part = call.part(copy * count, (copy + 1) * count)
             keys, values = kept_keys.clone(), kept_values.clone()
-            keys[:, :, rows.device] = call.key[:, :, here]
-            values[:, :, rows.device] = call.value[:, :, here]
+            keys[:, :, rows.device], values[:, :, rows.device] = part.key, part.value
             noise = draw if copy else None
             if noise is not None and cache_step is not None:
-                keys, values = (_as_stored(part, draw, cache_step) for part in (keys, values))
-            query = call.query[:, :, here]
-            attended.append(attend_unfused(call, query, keys, values, rows=rows, draw=noise))
+                keys, values = (_as_stored(kv, draw, cache_step) for kv in (keys, values))
+            attended.append(attend_unfused(part, keys, values, rows=rows, draw=noise))
         return torch.cat(attended, 1)
 
     positions = stack.position_inputs(rows.device.repeat(batch)[None])
@@ -134,7 +132,6 @@ def _as_stored(part: Tensor, draw: torch.Generator, step: float) -> Tensor:
 
 def attend_unfused(
     call: AttentionCall,
-    query: Tensor,
     keys: Tensor,
     values: Tensor,
     *,
@@ -143,23 +140,19 @@ def attend_unfused(
 ) -> Tensor:
     """Unfused attention, with noise on each intermediate result if ``draw`` is given.
 
-    query: (1, heads, rows, head_dim). keys, values: (1, kv_heads, tokens, head_dim). Returns (1,
-    rows, heads, head_dim). All steps get the noise of the model's dtype, since kernels differ in
-    which results they keep in float32.
+    keys, values: (1, kv_heads, tokens, head_dim). Returns (1, rows, heads, head_dim). All steps get
+    the noise of the model's dtype, since kernels differ in which results they keep in float32.
     """
-    step = torch.finfo(query.dtype).eps
+    step = torch.finfo(call.query.dtype).eps
 
     def noisy(part: Tensor) -> Tensor:
         return part if draw is None else with_noise(part, draw, step)
 
-    kv_heads = keys.shape[1]
-    grouped = noisy(query[0].float()).view(kv_heads, -1, *query.shape[2:])
-    logits = grouped @ noisy(keys[0].float()).transpose(1, 2)[:, None] * call.scaling
-    logits = noisy(capped(noisy(logits), call.softcap))
-    seen = visible_keys(rows, slice(0, keys.shape[2]), call.window)
-    sinks = call.sinks
-    if sinks is not None:
-        sinks = sinks.view(kv_heads, -1, 1).expand(-1, -1, len(rows))
-    attention = noisy(shares(logits.masked_fill(~seen, float("-inf")), sinks))
-    done = noisy(attention @ noisy(values[0].float())[:, None])
-    return done.flatten(0, 1).transpose(0, 1)[None].to(query.dtype)
+    (_, heads, count, width), (kv_heads, tokens) = call.query.shape, keys.shape[1:3]
+    query = noisy(call.query[0].float()).reshape(kv_heads, -1, width)
+    logits = noisy(query @ noisy(keys[0].float()).transpose(1, 2) * call.scaling)
+    copies, seen = heads // kv_heads, slice(0, tokens)
+    mask = mask_of(rows, seen, call.window, copies=copies, dtype=logits.dtype)
+    shares = noisy(softmax(noisy(capped(logits, call.softcap)) + mask, call.sinks))
+    done = noisy(shares @ noisy(values[0].float()))
+    return done.view(heads, count, width).transpose(0, 1)[None].to(call.query.dtype)

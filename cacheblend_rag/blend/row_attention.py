@@ -9,7 +9,7 @@ else attends by `attend_rows`.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, Literal, cast
@@ -33,6 +33,8 @@ LEAST_CAPABILITY = (8, 0)
 TESTED_TOKENS = 300
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest difference from attention in float32, for values around 1."""
+EXTRAS = ("window", "softcap", "sinks")
+"""What attention may have that PyTorch's fused attention cannot compute."""
 
 Kernel = Literal["flash", "scattered"]
 
@@ -48,23 +50,16 @@ class RowAttention:
 
     def __call__(self, call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
         keys, values = fused.layer(call.layer)
-        # A window that reaches back to the first token is none.
-        window = call.window if call.window is not None and call.window <= rows.last else None
-        case = _Case.of(call, keys, window)
+        if call.window is not None and call.window > rows.last:
+            call = replace(call, window=None)  # it reaches back to the first token
         if self._kernels and has_kernels(call.query.device):
-            if rows.is_run and case.is_plain and works("flash", case):
-                return attend_run(call.query, keys, values, rows, scaling=call.scaling)
+            case = _Case.of(call, keys)
+            if rows.is_run and not case.extras and works("flash", case):
+                return attend_run(call, keys, values, rows)
             if works("scattered", case):
-                return _attend_scattered(
-                    call.query, keys, values, rows, scaling=call.scaling, window=window,
-                    softcap=call.softcap, sinks=call.sinks,
-                )  # fmt: skip
-        return attend_rows(
-            call.query, keys, values, rows, scaling=call.scaling, window=window,
-            softcap=call.softcap, sinks=call.sinks,
-            # Runs are long, and indexing and probes may not hold their masks.
-            masks=None if rows.is_run else self._masks,
-        )  # fmt: skip
+                return _attend_scattered(call, keys, values, rows)
+        # Runs are long, and indexing and probes may not hold their masks.
+        return attend_rows(call, keys, values, rows, None if rows.is_run else self._masks)
 
 
 def attend_by_positions(call: AttentionCall, positions: Tensor, address: Tensor) -> Tensor:
@@ -80,14 +75,11 @@ def attend_by_positions(call: AttentionCall, positions: Tensor, address: Tensor)
         write_rows,
     )
 
-    if not works("scattered", _Case.of(call, call.key, call.window)):
+    if not works("scattered", _Case.of(call, call.key)):
         raise UnsupportedAttentionError(f"the Triton kernel cannot be used for layer {call.layer}")
     place = KVAddress(address, call.layer)
     write_rows(call.key, call.value, positions, place)
-    return attend_scattered(
-        call.query, call.key, call.value, positions, scaling=call.scaling, window=call.window,
-        softcap=call.softcap, sinks=call.sinks, place=place,
-    )  # fmt: skip
+    return attend_scattered(call, call.key, call.value, positions, place=place)
 
 
 def can_attend_by_positions(of: Geometry) -> bool:
@@ -104,9 +96,7 @@ class UnsupportedAttentionError(RuntimeError):
     """The Triton attention kernel does not support a layer's dtype, head size or options."""
 
 
-def attend_run(
-    query: Tensor, keys: Tensor, values: Tensor, rows: Rows, *, scaling: float
-) -> Tensor:
+def attend_run(call: AttentionCall, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
     """Return the attention of consecutive rows, as `attend_rows` does, without a mask in memory.
 
     On devices without FlashAttention, PyTorch makes one.
@@ -116,12 +106,12 @@ def attend_run(
     seen = rows.last + 1
     with without_cudnn():
         done = functional.scaled_dot_product_attention(
-            query,
+            call.query,
             keys[:, :, :seen],
             values[:, :, :seen],
             attn_mask=causal_lower_right(len(rows), seen),
-            scale=scaling,
-            enable_gqa=query.shape[1] != keys.shape[1],
+            scale=call.scaling,
+            enable_gqa=call.query.shape[1] != keys.shape[1],
         )
     return done.transpose(1, 2)
 
@@ -136,36 +126,27 @@ def has_kernels(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class _Case:
-    """What a kernel is compiled for: heads of some shape, and what their attention is like."""
+    """What a kernel is compiled for: heads of some shape, and which of EXTRAS attention has."""
 
     device: torch.device
     dtype: torch.dtype
     heads: int
     kv_heads: int
     head_dim: int
-    has_window: bool
-    has_softcap: bool
-    has_sinks: bool
+    extras: tuple[str, ...]
 
     @classmethod
-    def of(cls, call: AttentionCall, keys: Tensor, window: int | None) -> _Case:
+    def of(cls, call: AttentionCall, keys: Tensor) -> _Case:
+        _, heads, _, head_dim = call.query.shape
+        extras = tuple(name for name in EXTRAS if getattr(call, name) is not None)
         query = call.query
-        return cls(
-            query.device, query.dtype, query.shape[1], keys.shape[1], query.shape[3],
-            window is not None, call.softcap is not None, call.sinks is not None,
-        )  # fmt: skip
+        return cls(query.device, query.dtype, heads, keys.shape[1], head_dim, extras)
 
     def __str__(self) -> str:
-        what = [name for name in ("window", "softcap", "sinks") if getattr(self, f"has_{name}")]
         return (
             f"{self.heads} heads ({self.kv_heads} of KV) of {self.head_dim} {self.dtype} "
-            f"with {', '.join(what) or 'no extras'} on {self.device}"
+            f"with {', '.join(self.extras) or 'no extras'} on {self.device}"
         )
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether PyTorch's fused attention can compute it."""
-        return not (self.has_window or self.has_softcap or self.has_sinks)
 
 
 @lru_cache(maxsize=256)
@@ -201,31 +182,29 @@ def _difference(kernel: Kernel, case: _Case) -> float | None:
     places = np.arange(100, TESTED_TOKENS, 1 if kernel == "flash" else 3)
     rows = Rows.at(cast(Positions, places), case.device)
 
-    def made(heads: int, tokens: int) -> Tensor:
-        numbers = torch.randn(1, heads, tokens, case.head_dim, generator=draw)
-        return numbers.to(case.device, case.dtype)
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(case.device, case.dtype)
 
-    query = made(case.heads, len(rows))
-    keys, values = (made(case.kv_heads, TESTED_TOKENS) for _ in range(2))
-    options: dict[str, Any] = {"scaling": case.head_dim**-0.5}
+    query = made(1, case.heads, len(rows), case.head_dim)
+    keys, values = (made(1, case.kv_heads, TESTED_TOKENS, case.head_dim) for _ in range(2))
+    extras = {"window": 77, "softcap": 3.0, "sinks": made(case.heads)}
+    own: dict[str, Any] = {name: extras[name] for name in case.extras}
+    call = AttentionCall(0, query, keys, values, case.head_dim**-0.5, **own)
     if kernel == "flash":
         if case.dtype not in TOLERANCE or not _flash_takes(query, keys):
             return None
-        results = [attend_run(query, keys, values, rows, **options)]
+        results = [attend_run(call, keys, values, rows)]
     else:
         from cacheblend_rag.blend.kernels.scattered import takes, tiles_on  # Triton: only here
 
         if not takes(query, keys):
             return None
-        sinks = torch.randn(case.heads, generator=draw).to(case.device, case.dtype)
-        options["window"] = 77 if case.has_window else None
-        options["softcap"] = 3.0 if case.has_softcap else None
-        options["sinks"] = sinks if case.has_sinks else None
         results = [
-            _attend_scattered(query, keys, values, rows, **options, tile=tile)
-            for tile in tiles_on(case.device, case.head_dim, plain=case.is_plain)
+            _attend_scattered(call, keys, values, rows, tile)
+            for tile in tiles_on(case.device, case.head_dim, plain=not case.extras)
         ]
-    wanted = attend_rows(query.float(), keys.float(), values.float(), rows, **options)
+    wide = replace(call, query=query.float())
+    wanted = attend_rows(wide, keys.float(), values.float(), rows)
     differences = [(done.float() - wanted).abs() for done in results]
     return float(torch.stack(differences).nan_to_num(nan=torch.inf).max())
 
@@ -236,8 +215,8 @@ def _flash_takes(query: Tensor, keys: Tensor) -> bool:
 
 
 def _attend_scattered(
-    query: Tensor, keys: Tensor, values: Tensor, rows: Rows, **options: Any
+    call: AttentionCall, keys: Tensor, values: Tensor, rows: Rows, tile: Any = None
 ) -> Tensor:
     from cacheblend_rag.blend.kernels.scattered import attend_scattered  # Triton: only here
 
-    return attend_scattered(query, keys, values, rows.device, **options)
+    return attend_scattered(call, keys, values, rows.device, tile=tile)

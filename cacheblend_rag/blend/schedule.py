@@ -1,22 +1,17 @@
-"""The schedule of a pass: at which layers rows are chosen, how many, and by which rules."""
+"""The schedule of a pass: at which layers rows are chosen, and how many."""
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.rows import Positions
-from cacheblend_rag.blend.selectors import Selector, make_selector
-from cacheblend_rag.blend.selectors.hkvd import HKVD
+from cacheblend_rag.blend.selectors import Question, Selector, make_selector
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings import BlendConfig
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +29,7 @@ class Schedule:
     @property
     def ratio(self) -> float:
         """Share of chunk tokens recomputed in the end, at most."""
-        last = [1.0 if self.before is None else self.before]
-        return min([*last, *self.checks.values()])
+        return min([1.0 if self.before is None else self.before, *self.checks.values()])
 
     @property
     def recomputes_all(self) -> bool:
@@ -47,6 +41,10 @@ class Schedule:
         return bool(self.before or self.checks)
 
 
+REUSE_ONLY = Schedule(make_selector("none"), 0.0, {})
+"""The schedule of a pass that recomputes nothing."""
+
+
 def plan_schedule(config: BlendConfig, layers: int) -> Schedule:
     """Return a config's schedule for a model of ``layers`` layers.
 
@@ -54,23 +52,19 @@ def plan_schedule(config: BlendConfig, layers: int) -> Schedule:
     Raises ConfigError when a check layer, or one that a probe observes, is not below ``layers``.
     """
     selector = make_selector(config.selector, config.selector_options)
-    ratio = selector.fixed_ratio if selector.fixed_ratio is not None else config.ratio
-    if selector.needs_question:
-        selector.probe.observed(layers)
-    ratios = {layer: config.ratio_at(i) for i, layer in enumerate(config.check_layers)}
+    if isinstance(selector, Question):
+        selector.observed(layers)  # which checks them
     if not selector.needs_fresh_kv:
-        ratios = {}
-        if ratio in (0, 1):
-            return Schedule(selector, None if ratio == 1 else 0.0, {})
-    elif all(value == 0 for value in ratios.values()):
-        return Schedule(selector, 0.0, {})
-    elif all(value == 1 for value in ratios.values()):
-        return Schedule(selector, None, {})
-    elif max(ratios) >= layers:
+        ratio = config.ratio if selector.fixed_ratio is None else selector.fixed_ratio
+        return Schedule(selector, None if ratio == 1 else ratio, {})
+    checks = {layer: config.ratio_at(i) for i, layer in enumerate(config.check_layers)}
+    if set(checks.values()) in ({0}, {1}):
+        return Schedule(selector, 0.0 if 0 in checks.values() else None, {})
+    if max(checks) >= layers:
         raise ConfigError(
             f"check_layers={config.check_layers} must be below the model's {layers} layers"
         )
-    return Schedule(selector, None if ratios else ratio, ratios)
+    return Schedule(selector, None, checks)
 
 
 def row_count(ratio: float, tokens: int) -> int:
@@ -78,49 +72,13 @@ def row_count(ratio: float, tokens: int) -> int:
     return min(tokens, math.ceil(ratio * tokens - 1e-9))
 
 
-def top_rows(scores: Tensor, count: int) -> Tensor:
-    """Return the indices (at most count, increasing) of the highest scores; -inf never counts.
+def top_rows(scores: Tensor, count: int) -> Positions:
+    """Return the indices (at most count, rising) of the highest scores; -inf never counts.
 
     Of equal scores the first ones win, so the choice is the same on every device. The arithmetic is
     NumPy's, on one thread: PyTorch spreads indexing from some thousand elements on over all threads
     of the CPU, and waking them takes longer than the work.
     """
     of = scores.numpy()
-    usable = np.flatnonzero(of > -np.inf)
-    if count >= usable.size:
-        return torch.from_numpy(usable)
-    if count <= 0:
-        return torch.from_numpy(usable[:0])
-    values = of[usable]
-    lowest = np.partition(values, -count)[-count]
-    taken = values > lowest
-    taken[np.flatnonzero(values == lowest)[: count - np.count_nonzero(taken)]] = True
-    return torch.from_numpy(usable[taken])
-
-
-def log_choice(
-    request_id: str,
-    layer: int | None,
-    selector: Selector,
-    candidates: Positions,
-    scores: Tensor,
-    *,
-    chosen: Positions,
-) -> None:
-    """Log a choice, without any token or text.
-
-    layer: where they were chosen, None before layer 0. scores: of the candidates, on the host
-    already, so nothing is read back from a device; HKVD's are deviations.
-    """
-    if not logger.isEnabledFor(logging.DEBUG):
-        return
-    best = scores.numpy()[np.isin(candidates, chosen, assume_unique=True)]
-    kind = "deviation" if isinstance(selector, HKVD) else "score"
-    logger.debug(
-        "request %s: %s: %d of %d tokens chosen%s",
-        request_id or "-",
-        "before layer 0" if layer is None else f"layer {layer}",
-        len(chosen),
-        len(candidates),
-        f", {kind} {best.min():.4g} - {best.max():.4g}" if best.size else "",
-    )
+    best = np.argsort(-of, kind="stable")[:count]
+    return np.sort(best[of[best] > -np.inf])

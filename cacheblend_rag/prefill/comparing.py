@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV
 from cacheblend_rag.blend.passes import Candidates
-from cacheblend_rag.blend.question_probe import REUSE_ONLY
+from cacheblend_rag.blend.schedule import REUSE_ONLY
 from cacheblend_rag.blend.stack import DecoderStack
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass

@@ -21,9 +21,9 @@ from torch import Tensor
 from cacheblend_rag.blend import BlendPass, FusedKV, RingKV
 from cacheblend_rag.blend.copy_stream import pinned_buffers_of
 from cacheblend_rag.blend.passes import Candidates
-from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.blend.rows import token_tensor
+from cacheblend_rag.blend.schedule import REUSE_ONLY
 from cacheblend_rag.blend.stack import DecoderStack, Geometry, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.blend.transfer import Download, to_host, until
@@ -234,7 +234,7 @@ def _cut_out(
 
     run = BlendPass(
         stack, ids, fused, candidates, REUSE_ONLY,
-        needs_hidden=False, before_layer=before, on_layer=cut.take,
+        last=0, before_layer=before, on_layer=cut.take,
     )  # fmt: skip
     try:
         yield from run.steps()
@@ -312,7 +312,7 @@ def keys_of_prior_layer(stack: DecoderStack, tokens: Sequence[int]) -> Steps[Ten
     layers = prior_layer(stack) + 1
     fused = FusedKV(replace(stack.geometry, layers=layers), ids.numel())
     nothing = Candidates.none(ids.numel())
-    run = BlendPass(stack, ids, fused, nothing, REUSE_ONLY, needs_hidden=False, layers=layers)
+    run = BlendPass(stack, ids, fused, nothing, REUSE_ONLY, last=0, layers=layers)
     yield from run.steps()
     return fused.keys[-1]
 

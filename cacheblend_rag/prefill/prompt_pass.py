@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, Schedule, plan_schedule
+from cacheblend_rag.blend.cost import prefill_cost
+from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import Attention, Candidates, Graphed
-from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
+from cacheblend_rag.blend.question_probe import probe_question
 from cacheblend_rag.blend.rows import Mask
+from cacheblend_rag.blend.schedule import REUSE_ONLY
+from cacheblend_rag.blend.selectors import Question
 from cacheblend_rag.blend.stack import DecoderStack, Geometry
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.fetch import LayerSource
@@ -218,9 +222,9 @@ class PromptPass:
         schedule = plan_schedule(self.config, self.stack.geometry.layers)
         candidates = self._candidates(schedule)
         schedule, selector, selector_reason = self._workable(schedule, candidates)
-        if schedule.selector.needs_question and schedule.chooses:
+        if isinstance(schedule.selector, Question) and schedule.chooses:
             self.watch.enter("selection", waits=False)
-            candidates.question_attention = yield from self._probe(candidates, schedule)
+            candidates.question_attention = yield from self._probe(candidates, schedule.selector)
             self.watch.enter("lay_in")
         recorder = None
         if self.config.trace:
@@ -232,24 +236,23 @@ class PromptPass:
             self._loader.fused,
             candidates.first(to.until or self.token_ids.numel()),
             schedule,
-            needs_hidden=to.needs_hidden,
+            last=int(to.needs_hidden),
             attention=to.attention,
             graphed=to.graphed,
             before_layer=self._load,
             on_layer=to.finish_layer,
             selecting=self.watch.selecting,
             request_id=self._request_id,
-            observers=[] if recorder is None else [recorder],
+            observer=recorder or Observer(),
         )
         is_early = min(schedule.checks, default=0) > 0
         self.watch.enter("early_layers" if is_early else "recompute", waits=False)
         try:
             yield from run.steps()
         finally:
-            self._work += run.stats.work
+            self._work += run.work
         self.watch.enter("lay_in")
-        run.stats.work = self._work
-        chunks = [_with_recomputed(report, run.stats.recomputed) for report in self._reports()]
+        chunks = [_with_recomputed(report, run.recomputed) for report in self._reports()]
         blocks = sum(chunk.placed.tokens for chunk in self._loader.used if chunk.placed.is_block)
         return FusedPrompt(
             fused=self._loader.fused,
@@ -258,7 +261,7 @@ class PromptPass:
             selector=selector,
             ratio=schedule.ratio,
             chunks=chunks,
-            compute_share=run.compute_share,
+            compute_share=self._work / prefill_cost(self.stack.costs, run.token_ids.numel()),
             seconds=self.watch.seconds,
             starts=self.watch.starts,
             selector_reason=selector_reason,
@@ -320,7 +323,7 @@ class PromptPass:
             return planned, fallback.selector, why
         return schedule, name, None
 
-    def _probe(self, candidates: Candidates, schedule: Schedule) -> Steps[Tensor]:
+    def _probe(self, candidates: Candidates, question: Question) -> Steps[Tensor]:
         """Return the attention of what follows the chunks, or of the last token: the question."""
         ends = (chunk.here.stop + len(chunk.placed.after) for chunk in self._chunks)
         question_start = min(max(ends, default=0), self.token_ids.numel() - 1)
@@ -330,7 +333,7 @@ class PromptPass:
             self._loader.fused,
             candidates,
             question_start,
-            probe=schedule.selector.probe,
+            question=question,
             before_layer=self._load,
             graphed=self.destination.graphed,
         )

@@ -15,7 +15,7 @@ from cacheblend_rag.blend.observer import Observer, Selection
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.rows import Mask, Positions, Rows
 from cacheblend_rag.blend.schedule import Schedule, top_rows
-from cacheblend_rag.blend.selectors.hkvd import squared_deviation
+from cacheblend_rag.blend.selectors.base import squared_deviation
 from cacheblend_rag.blend.stack import DecoderStack
 from cacheblend_rag.trace import (
     MOST_LAYERS,
@@ -50,18 +50,23 @@ class TraceRecorder(Observer):
         # Without a check layer from layer 1 on, the first whose values depend on other tokens.
         self._sampled = min(schedule.checks, default=1)
         self._selections: list[TracedSelection] = []
-        self._rows: dict[int, Positions] = {}
-        self._truncated = False
+        layers = stack.geometry.layers
+        self._rows = [0] * min(layers, MOST_LAYERS)
+        self._truncated = layers > MOST_LAYERS
         self._index: dict[Rows, tuple[Tensor, Rows]] = {}
         self._changed: dict[int, list[tuple[Positions, Tensor]]] = defaultdict(list)
+
+    def watches(self, layer: int) -> bool:
+        return True
 
     def replacing(
         self, layer: int, rows: Rows, keys: Tensor, values: Tensor, fused: FusedKV
     ) -> None:
-        """Compare the fresh KV of rows that have cached KV with it."""
+        """Count the rows that have cached KV, and compare their fresh KV with it."""
         if layer >= MOST_LAYERS:
             return
         index, cached = self._with_cached_kv(rows)
+        self._rows[layer] += len(cached)
         for start in range(0, len(cached), ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
             fresh = [kv[0].index_select(1, index[part]) for kv in (keys, values)]
@@ -69,13 +74,6 @@ class TraceRecorder(Observer):
             changes = [squared_deviation(*pair) for pair in zip(fresh, stored, strict=True)]
             sizes = [kv.float().square_().sum((0, 2)) for kv in fresh]
             self._changed[layer].append((cached.host[part], torch.stack((*changes, *sizes))))
-
-    def computed(self, layer: int, rows: Rows) -> None:
-        """Note the rows of a layer."""
-        if layer >= MOST_LAYERS:
-            self._truncated = True
-            return
-        self._rows[layer] = rows.host
 
     def selected(self, selection: Selection) -> None:
         """Record a selection; of a long one, only the tokens with the highest scores."""
@@ -87,6 +85,9 @@ class TraceRecorder(Observer):
         if kept.numel() > MOST_TOKENS:
             kept, self._truncated = kept[top_rows(scores[kept], MOST_TOKENS)], True
         positions = selection.positions[kept.numpy()].tolist()
+        keys = values = None
+        if selection.evidence.fresh is not None:
+            keys, values = (selection.evidence.deviation(of) for of in ("k", "v"))
         chosen = set(selection.chosen.tolist())
         self._selections.append(
             TracedSelection(
@@ -94,8 +95,8 @@ class TraceRecorder(Observer):
                 positions=tuple(positions),
                 scores=_numbers(scores, kept),
                 chosen=tuple(position in chosen for position in positions),
-                key_deviations=_numbers(selection.key_deviations, kept),
-                value_deviations=_numbers(selection.value_deviations, kept),
+                key_deviations=_numbers(keys, kept),
+                value_deviations=_numbers(values, kept),
             )
         )
 
@@ -108,7 +109,7 @@ class TraceRecorder(Observer):
         self._truncated |= len(protected) > MOST_TOKENS
         return Trace(
             selections=tuple(self._selections),
-            rows=tuple(int(self._cached[rows].sum()) for rows in self._rows.values()),
+            rows=tuple(self._rows),
             truncated=self._truncated,
             layers=tuple(_layer(layer, *found) for layer, found in changed.items()),
             tokens=tokens,

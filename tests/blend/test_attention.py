@@ -18,13 +18,14 @@ from cacheblend_rag.blend import attention
 from cacheblend_rag.blend.attention import (
     MaskCache,
     attend_rows,
-    attend_token,
+    attend_to,
     attention_bytes,
     attention_mass,
     without_cudnn,
 )
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.blend.stack import AttentionCall
 
 TOKENS, HEADS, KV_HEADS, WIDTH = 300, 4, 2, 8
 CPU = torch.device("cpu")
@@ -38,6 +39,10 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         torch.randn(1, KV_HEADS, TOKENS, WIDTH, generator=draw),
         torch.randn(1, KV_HEADS, TOKENS, WIDTH, generator=draw),
     )
+
+
+def call_of(query: torch.Tensor, **options: Any) -> AttentionCall:
+    return AttentionCall(0, query, query[:, :KV_HEADS], query[:, :KV_HEADS], 0.3, **options)
 
 
 def dense(
@@ -95,7 +100,7 @@ def test_rows_get_what_dense_causal_attention_gives_them(
     every = (shares @ values[0].repeat_interleave(HEADS // KV_HEADS, 0)).transpose(0, 1)
     asked, wanted = query[:, :, rows.device], every[rows.device]
     options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
-    found = attend_rows(asked, keys, values, rows, scaling=0.3, **options)
+    found = attend_rows(call_of(asked, **options), keys, values, rows)
     torch.testing.assert_close(found[0], wanted, atol=1e-5, rtol=0)
 
 
@@ -111,10 +116,8 @@ def test_one_token_gets_what_dense_causal_attention_gives_it(
             slice(place, place + 1),
             slice(max(0, place + 1 - (window or TOKENS)), place + 1),
         )
-        found = attend_token(
-            query[:, :, here], keys[:, :, seen], values[:, :, seen],
-            scaling=0.3, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+        call = call_of(query[:, :, here], softcap=softcap, sinks=sinks)
+        found = attend_to(call, keys[:, :, seen], values[:, :, seen])
         assert found.shape == (1, 1, HEADS, WIDTH)
         torch.testing.assert_close(found[0, 0], every[place], atol=1e-5, rtol=0)
 
@@ -126,7 +129,7 @@ def test_attention_mass_is_the_dense_shares(
 ) -> None:
     query, keys, _ = inputs()
     options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
-    found = attention_mass(query[:, :, rows.device], keys, rows, scaling=0.3, **options)
+    found = attention_mass(call_of(query[:, :, rows.device], **options), keys, rows)
     wanted = dense(query, keys, window, softcap, sinks)[:, rows.device]
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
 
@@ -164,31 +167,31 @@ def test_attention_says_what_memory_it_takes_at_most(heads: int, kv_heads: int) 
 def test_logits_laid_out_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer rows attend at a time; what they get stays the same."""
     asked: list[int] = []
-    in_steps = attention.attend_in_steps
 
-    def noted(query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        asked.append(query.shape[2])
-        return in_steps(query, *rest, **named)
+    def noted(call: AttentionCall, *rest: Any) -> torch.Tensor:
+        asked.append(call.query.shape[2])
+        return attend_to(call, *rest)
 
-    monkeypatch.setattr(attention, "attend_in_steps", noted)
+    monkeypatch.setattr(attention, "attend_to", noted)
     query, keys, values = inputs()
     every = Rows.at(torch.arange(TOKENS).numpy(), CPU)
-    whole = attend_rows(query, keys, values, every, scaling=0.3, softcap=2.0)
-    assert set(asked) == {64 * 2, (TOKENS % 64) * 2}
+    call = call_of(query, softcap=2.0)
+    whole = attend_rows(call, keys, values, every)
+    assert set(asked) == {64, TOKENS % 64}
     assert len(asked) == -(-TOKENS // 64)
     for most, rows in ((HEADS * TOKENS * 7, 7), (1, 1)):
         asked.clear()
         monkeypatch.setattr(attention, "LARGEST_LOGITS", most)
-        found = attend_rows(query, keys, values, every, scaling=0.3, softcap=2.0)
+        found = attend_rows(call, keys, values, every)
         torch.testing.assert_close(found, whole, atol=1e-5, rtol=0)
-        assert asked[0] == rows * 2
+        assert asked[0] == rows
         assert len(asked) == -(-TOKENS // rows)
 
 
 @pytest.mark.parametrize("sinks", [None, SINKS[:2]], ids=["plain", "sinks"])
 def test_shares_are_made_in_float32(sinks: torch.Tensor | None) -> None:
-    logits = torch.randn(2, 5, dtype=torch.bfloat16)
-    assert attention.shares(logits, sinks).dtype == torch.float32
+    logits = torch.randn(2, 1, 5, dtype=torch.bfloat16)
+    assert attention.softmax(logits, sinks).dtype == torch.float32
 
 
 # Masks
@@ -256,7 +259,7 @@ def test_attention_of_scattered_rows_is_kept_off_cudnn(
     monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
     keys = torch.randn(1, 2, 300, 8)
     rows = Rows.at(torch.arange(0, 300, 2).numpy(), CPU)
-    attend_rows(torch.randn(1, 4, 150, 8), keys, keys, rows, scaling=1.0)
+    attend_rows(call_of(torch.randn(1, 4, 150, 8)), keys, keys, rows)
     assert len(seen) > 1
     assert not any(seen)
     assert cuda.cudnn_sdp_enabled() is before

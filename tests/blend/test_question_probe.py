@@ -9,26 +9,27 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, RingKV
-from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
-from cacheblend_rag.blend.selectors import Probe
+from cacheblend_rag.blend.question_probe import probe_question
+from cacheblend_rag.blend.schedule import REUSE_ONLY
+from cacheblend_rag.blend.selectors import Question
+from cacheblend_rag.blend.steps import run_to_end
 from cacheblend_rag.errors import ConfigError
 from tests.blend.fake_stack import FakeStack, Reference, WatchedKV
 from tests.blend.test_passes import PROMPTS, TOKENS, Prompt
-from tests.prefill.prompts import run
 
 
 def probed(
     prompt: Prompt,
     start: int,
     stack: FakeStack | None = None,
-    probe: Probe = Probe(),  # noqa: B008
+    **options: Any,
 ) -> tuple[Tensor, float]:
     stack = stack or FakeStack()
     fused = prompt.laid(WatchedKV(stack, prompt.tokens))
-    found: tuple[Tensor, float] = run(
-        probe_question(stack, prompt.ids, fused, prompt.candidates, start, probe=probe)
+    question = Question(**options)
+    return run_to_end(
+        probe_question(stack, prompt.ids, fused, prompt.candidates, start, question=question)
     )
-    return found
 
 
 def attention(prompt: Prompt, start: int, stack: FakeStack) -> dict[int, Tensor]:
@@ -54,10 +55,10 @@ def work_of(prompt: Prompt, stack: FakeStack, layers: int) -> float:
     known.cached[-1] = False
     reuse = BlendPass(
         stack, prompt.ids, prompt.laid(WatchedKV(stack, prompt.tokens)), known, REUSE_ONLY,
-        layers=layers, needs_hidden=False,
+        layers=layers, last=0,
     )  # fmt: skip
-    reuse.run()
-    return reuse.stats.work
+    run_to_end(reuse.steps())
+    return reuse.work
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
@@ -67,7 +68,7 @@ def test_attention_of_the_question_is_summed_over_its_tokens_and_the_upper_layer
 ) -> None:
     stack = FakeStack(windows=(None, 9, None, 9)[:layers], softcap=softcap)
     start = prompt.tokens - 4
-    mass, work = probed(prompt, start, stack, Probe(span=(0.5, 1.0), heads="max"))
+    mass, work = probed(prompt, start, stack, span=(0.5, 1.0), heads="max")
     wanted, twice = torch.zeros(prompt.tokens), 0.0
     for layer, shares in attention(prompt, start, stack).items():
         if layer >= layers // 2:
@@ -91,7 +92,7 @@ def test_a_probe_observes_what_it_says(
     options: dict[str, Any], layers: tuple[int, ...], wanted: Any
 ) -> None:
     prompt, stack = Prompt(), FakeStack()
-    mass, work = probed(prompt, TOKENS - 4, stack, Probe(**options))
+    mass, work = probed(prompt, TOKENS - 4, stack, **options)
     shares = attention(prompt, TOKENS - 4, FakeStack())
     expected = torch.stack([wanted(shares[layer]) for layer in layers]).sum(0)
     torch.testing.assert_close(mass, expected, atol=1e-5, rtol=0)
@@ -100,9 +101,16 @@ def test_a_probe_observes_what_it_says(
     assert max(event.layer for event in stack.log) == layers[-1], "no layer after the last observed"
 
 
+@pytest.mark.parametrize("heads", ["sum", "max"])
+def test_a_question_in_several_blocks_of_rows_is_one_question(heads: str) -> None:
+    whole, _ = probed(Prompt(), TOKENS - 4, heads=heads)
+    parts, _ = probed(Prompt(), TOKENS - 4, FakeStack(row_block=3), heads=heads)
+    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=0)
+
+
 def test_a_ring_buffer_gives_what_a_whole_one_gives() -> None:
-    prompt, probe = Prompt(), Probe(layers=[0, 2])
-    whole, work = probed(prompt, TOKENS - 4, probe=probe)
+    prompt, question = Prompt(), Question(layers=[0, 2])
+    whole, work = probed(prompt, TOKENS - 4, layers=[0, 2])
     stack, source = FakeStack(), prompt.laid(FusedKV(FakeStack().geometry, TOKENS))
     ring, cached = RingKV(stack.geometry, TOKENS), prompt.candidates.cached
 
@@ -112,55 +120,48 @@ def test_a_ring_buffer_gives_what_a_whole_one_gives() -> None:
         values[:, cached] = source.values[layer][:, cached]
         yield
 
-    ringed: tuple[Tensor, float] = run(
+    ringed = run_to_end(
         probe_question(
-            stack, prompt.ids, ring, prompt.candidates, TOKENS - 4, probe=probe, before_layer=lay
+            stack, prompt.ids, ring, prompt.candidates, TOKENS - 4,
+            question=question, before_layer=lay,
         )
-    )
+    )  # fmt: skip
     assert torch.equal(ringed[0], whole)
     assert ringed[1] == work
 
 
-@pytest.mark.parametrize(
-    ("probe", "how", "shape"),
-    [
-        (Probe(), "sum", (2, TOKENS)),
-        (Probe(heads="max"), "max", (2, TOKENS)),
-    ],
-)
-def test_heads_of_all_ranks_are_looked_at(probe: Probe, how: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("heads", ["sum", "max"])
+def test_heads_of_all_ranks_are_looked_at(heads: str) -> None:
     asked: list[tuple[str, tuple[int, ...]]] = []
 
     def reduced(part: Tensor, how: str) -> Tensor:
         asked.append((how, tuple(part.shape)))
         return part * 2
 
-    alone, _ = probed(Prompt(), TOKENS - 4, probe=probe)
-    shared, _ = probed(Prompt(), TOKENS - 4, FakeStack(reduced=reduced), probe)
-    assert asked == [(how, shape)], "two layers, each of its own"
+    alone, _ = probed(Prompt(), TOKENS - 4, heads=heads)
+    shared, _ = probed(Prompt(), TOKENS - 4, FakeStack(reduced=reduced), heads=heads)
+    assert asked == [(heads, (2, TOKENS))], "two layers, each of its own"
     torch.testing.assert_close(shared, alone * 2)
 
 
 @pytest.mark.parametrize(
-    ("probe", "layers", "observed"),
+    ("options", "layers", "observed"),
     [
-        (Probe(), 30, tuple(range(12, 22))),
-        (Probe(), 3, (1,)),
-        (Probe(), 1, (0,)),
-        (Probe(span=(0.5, 1.0)), 30, tuple(range(15, 30))),
-        (Probe(span=(0.0, 1.0)), 4, (0, 1, 2, 3)),
-        (Probe(span=(0.6, 0.75)), 40, (24, 25, 26, 27, 28, 29)),
-        (Probe(span=(0.6, 0.7)), 30, (18, 19, 20)),
-        (Probe(span=(0.4, 0.45)), 4, (1,)),
-        (Probe(span=[0.999, 1.0]), 2, (1,)),
-        (Probe(layers=[2, 5]), 6, (2, 5)),
+        ({}, 30, tuple(range(12, 22))),
+        ({}, 3, (1,)),
+        ({}, 1, (0,)),
+        ({"span": (0.5, 1.0)}, 30, tuple(range(15, 30))),
+        ({"span": (0.0, 1.0)}, 4, (0, 1, 2, 3)),
+        ({"span": (0.6, 0.7)}, 30, (18, 19, 20)),
+        ({"span": (0.4, 0.45)}, 4, (1,)),
+        ({"span": [0.999, 1.0]}, 2, (1,)),
+        ({"layers": [2, 5]}, 6, (2, 5)),
     ],
 )
 def test_a_span_is_a_share_of_the_depth(
-    probe: Probe, layers: int, observed: tuple[int, ...]
+    options: dict[str, Any], layers: int, observed: tuple[int, ...]
 ) -> None:
-    assert probe.observed(layers) == observed
-    assert probe.depth(layers) == observed[-1] + 1
+    assert Question(**options).observed(layers) == observed
 
 
 @pytest.mark.parametrize(
@@ -171,15 +172,16 @@ def test_a_span_is_a_share_of_the_depth(
         ({"span": (0.5, 1.5)}, "span="),
         ({"span": (0.5,)}, "span="),
         ({"span": ("a", 1.0)}, "span="),
-        ({"span": 0.5}, "span=0.5 must be two rising fractions"),
-        ({"layers": []}, r"layers=\[\] must be rising layer indices, at least one"),
-        ({"layers": [2, 2]}, "layers="),
+        ({"span": 0.5}, "span=0.5"),
+        ({"layers": []}, r"layers=\[\]"),
+        ({"layers": [2, 2]}, r"layers=\(2, 2\) must be rising layer indices"),
         ({"layers": [-1]}, "layers="),
         ({"layers": [0.5]}, "layers="),
         ({"layers": "12"}, "layers="),
-        ({"heads": "mean"}, "heads='mean' must be one of sum, max"),
+        ({"layers": [True]}, "layers="),
+        ({"heads": "mean"}, "heads='mean' must be 'sum' or 'max'"),
     ],
 )
 def test_an_option_out_of_range_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Probe(**options)
+        Question(**options)

@@ -43,10 +43,7 @@ def call_of(
 
 
 def plain(call: AttentionCall, fused: FusedKV, rows: Rows) -> torch.Tensor:
-    return attend_rows(
-        call.query, *fused.layer(0), rows,
-        scaling=call.scaling, window=call.window, softcap=call.softcap, sinks=call.sinks,
-    )  # fmt: skip
+    return attend_rows(call, *fused.layer(0), rows)
 
 
 @pytest.fixture
@@ -54,16 +51,15 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """As if the CPU were a GPU with both kernels; notes which of them was used, tests aside."""
     used: list[str] = []
 
-    def attend_scattered(*given: Any, tile: Any = None, **options: Any) -> torch.Tensor:
+    def attend_scattered(*given: Any) -> torch.Tensor:
         used.append("scattered")
-        query, keys, values, rows = given
-        return attend_rows(query, keys, values, rows, **options)
+        return attend_rows(*given[:4])
 
     run = row_attention.attend_run
 
-    def noted_run(*given: Any, **options: Any) -> torch.Tensor:
+    def noted_run(*given: Any) -> torch.Tensor:
         used.append("flash")
-        return run(*given, **options)
+        return run(*given)
 
     monkeypatch.setattr(row_attention, "has_kernels", lambda _: True)
     monkeypatch.setattr(row_attention, "_attend_scattered", attend_scattered)
@@ -110,8 +106,8 @@ def test_float32_attends_by_pytorch(rows: Rows, on_a_gpu: list[str]) -> None:
 def test_a_kernel_that_computes_something_else_is_not_used(
     on_a_gpu: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wrong(*given: Any, tile: Any = None, **options: Any) -> torch.Tensor:
-        done = attend_rows(*given, **options)
+    def wrong(*given: Any) -> torch.Tensor:
+        done = attend_rows(*given[:4])
         done[:, -1, -1, -1] = torch.nan
         return done
 
@@ -161,7 +157,7 @@ def test_a_run_attends_to_all_before_it_without_a_mask_of_ours() -> None:
     fused = fused_of(torch.float32)
     for rows in (RUN, Rows.at(np.arange(TOKENS), CPU), Rows.at(np.array([7]), CPU)):
         call = call_of(rows, torch.float32)
-        found = attend_run(call.query, *fused.layer(0), rows, scaling=call.scaling)
+        found = attend_run(call, *fused.layer(0), rows)
         torch.testing.assert_close(found, plain(call, fused, rows), atol=1e-5, rtol=0)
 
 
@@ -174,5 +170,5 @@ def test_a_run_is_kept_off_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CausalBias, "_dispatch", staticmethod(spy))
     call = call_of(RUN, torch.float32)
-    attend_run(call.query, *fused_of(torch.float32).layer(0), RUN, scaling=1.0)
+    attend_run(call, *fused_of(torch.float32).layer(0), RUN)
     assert seen == [False]

@@ -25,10 +25,8 @@ def evidence() -> Evidence:
         offsets=torch.arange(TOKENS) % 5,
         prior=torch.rand(TOKENS, generator=draw),
         question_attention=torch.rand(TOKENS, generator=draw),
-        fresh_keys=kv(),
-        fresh_values=kv(),
-        cached_keys=kv(),
-        cached_values=kv(),
+        fresh=(kv(), kv()),
+        cached=(kv(), kv()),
     )
 
 
@@ -40,9 +38,8 @@ def test_ranks_that_share_the_heads_score_as_one(deviation: str) -> None:
     sums: list[torch.Tensor] = []
 
     def half(heads: slice, total: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        tensors = (whole.fresh_keys, whole.fresh_values, whole.cached_keys, whole.cached_values)
-        parts = [tensor[heads] for tensor in tensors if tensor is not None]
-        return selector.score(Evidence(whole.offsets, None, None, *parts, total=total))
+        fresh, cached = ((kv[0][heads], kv[1][heads]) for kv in (whole.fresh, whole.cached) if kv)
+        return selector.score(Evidence(whole.offsets, fresh=fresh, cached=cached, total=total))
 
     def note(part: torch.Tensor) -> torch.Tensor:
         sums.append(part)
@@ -59,7 +56,7 @@ def test_hkvd_ranks_by_the_deviation_asked_for(deviation: str, winner: int) -> N
     cached = torch.zeros(2, TOKENS, 4)
     values, keys = cached.clone(), cached.clone()
     values[0, 3], keys[1, 7] = 1.0, 1.0
-    seen = Evidence(torch.arange(TOKENS), None, None, keys, values, cached, cached)
+    seen = Evidence(torch.arange(TOKENS), fresh=(keys, values), cached=(cached, cached))
     scores = make_selector("hkvd", {"deviation": deviation}).score(seen)
     assert int(scores.argmax()) == winner
     assert scores[winner] == 4.0

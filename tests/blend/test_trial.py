@@ -281,7 +281,7 @@ def whole(stack: FakeStack, layer: int, hidden: Tensor, rows: Rows, fused: Fused
     def attend(call: AttentionCall) -> Tensor:
         fused.write(layer, rows, call.key, call.value)
         keys, values = fused.layer(layer)
-        return noise(call, call.query, keys, values, rows=rows, draw=None)
+        return noise(call, keys, values, rows=rows, draw=None)
 
     return stack.run_layer(layer, hidden, inputs, attend)
 

@@ -12,10 +12,12 @@ import torch
 
 from cacheblend_rag import BlendConfig, TieredKVStore
 from cacheblend_rag.blend import BlendPass, FusedKV, passes, plan_schedule
+from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import probe_question
 from cacheblend_rag.blend.rotary import rotated
-from cacheblend_rag.blend.selectors import SELECTORS
+from cacheblend_rag.blend.selectors import SELECTORS, Question
+from cacheblend_rag.blend.steps import run_to_end
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
 from cacheblend_rag.prefill import stopwatch
@@ -70,15 +72,14 @@ def by_hand(
                 known.eligible[here] = free_by_hand(kv.prior[own].tolist(), config.protect_context)
             known.offsets[here], known.prior[here] = torch.arange(kv.tokens)[own], kv.prior[own]
     schedule, work = plan_schedule(config, LAYERS), 0.0
-    if schedule.selector.needs_question and schedule.chooses:
-        ids = prompt_ids()
-        asked = schedule.selector.probe
+    if isinstance(schedule.selector, Question) and schedule.chooses:
+        ids, asked = prompt_ids(), schedule.selector
         known.question_attention, work = run(
-            probe_question(stack, ids, fused, known, QUESTION, probe=asked)
+            probe_question(stack, ids, fused, known, QUESTION, question=asked)
         )
     done = BlendPass(stack, prompt_ids(), fused, known, schedule, **options)
-    done.run()
-    done.stats.work += work
+    run_to_end(done.steps())
+    done.work += work
     return done
 
 
@@ -101,7 +102,7 @@ def test_a_prompt_is_its_chunks_laid_down_and_one_pass(selector: str, hits: str)
     assert torch.equal(found.fused.values, wanted.fused.values)
     assert found.hidden is not None
     assert torch.equal(found.hidden, wanted.hidden)
-    assert found.compute_share == wanted.compute_share
+    assert found.compute_share == wanted.work / prefill_cost(FakeStack().costs, TOKENS)
     assert (found.selector, found.ratio) == (selector, wanted.schedule.ratio)
     assert found.blended
     for report, name in zip(found.chunks, SPANS, strict=True):
@@ -110,7 +111,7 @@ def test_a_prompt_is_its_chunks_laid_down_and_one_pass(selector: str, hits: str)
         assert report.tier == ("host" if report.hit else None)
         assert report.reason == (None if report.hit else "not stored")
         assert report.document_id == f"doc {name}"
-        assert report.recomputed == int(wanted.stats.recomputed[start:end].sum())
+        assert report.recomputed == int(wanted.recomputed[start:end].sum())
 
 
 def cut(chunks: list[PlacedChunk], lost: tuple[int, int]) -> list[PlacedChunk]:
@@ -160,7 +161,7 @@ def test_of_a_protected_chunk_only_what_hardly_depends_on_its_document_is_recomp
     wanted = by_hand(BlendConfig(**config), protected="b")
     assert torch.equal(found.fused.keys, wanted.fused.keys)
     assert [chunk.recomputed for chunk in found.chunks] == [
-        int(wanted.stats.recomputed[start:end].sum()) for start, end in SPANS.values()
+        int(wanted.recomputed[start:end].sum()) for start, end in SPANS.values()
     ]
     assert share < 1 or found.chunks[1].recomputed == 0
 

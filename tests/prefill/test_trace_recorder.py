@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.blend import passes, plan_schedule
-from cacheblend_rag.blend.observer import Observer, Selection
+from cacheblend_rag.blend import plan_schedule
+from cacheblend_rag.blend.observer import Selection
 from cacheblend_rag.blend.passes import Candidates
+from cacheblend_rag.blend.selectors import Evidence
 from cacheblend_rag.prefill import trace_recorder
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from tests.blend.fake_stack import LAYERS, FakeStack
-from tests.blend.test_passes import Case, Prompt
 from tests.prefill.prompts import (
     traces_alone_and_of_ranks,
 )
+
+NOTHING = Evidence(torch.zeros(0))
 
 
 def recorder_of(known: Candidates) -> TraceRecorder:
@@ -30,21 +34,10 @@ def all_cached(tokens: int) -> Candidates:
     return known
 
 
-def test_without_an_observer_nothing_is_computed_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def called(*_: object) -> None:
-        raise AssertionError("a deviation was computed for nobody")
-
-    monkeypatch.setattr(passes, "deviations_of", called)
-    monkeypatch.setattr(passes, "Selection", called)
-    Case.of(Prompt(), BlendConfig(selector="hkvd"))
-    with pytest.raises(AssertionError):
-        Case.of(Prompt(), BlendConfig(selector="hkvd"), observers=[Observer()])
-
-
 def selection(scores: Tensor, chosen: int = 2) -> Selection:
     positions = torch.arange(0, 2 * len(scores), 2).numpy()
     best = positions[scores.argsort(descending=True)[:chosen].sort().values.numpy()]
-    return Selection(None, positions, scores, best)
+    return Selection(None, positions, NOTHING, scores, best)
 
 
 def test_of_a_long_selection_the_highest_scores_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,11 +67,12 @@ def test_overflown_deviations_are_the_largest_number() -> None:
     recorder = recorder_of(all_cached(4))
     scores = torch.tensor([1.0, 2.0])
     most = torch.finfo(torch.float32).max
-    odd = torch.tensor([torch.inf, torch.nan])
+    odd = torch.tensor([torch.inf, torch.nan]).view(1, 2, 1)
     positions = torch.arange(2).numpy()
-    recorder.selected(Selection(1, positions, scores, positions[:1], odd, scores))
+    evidence = replace(NOTHING, fresh=(odd, odd), cached=(0 * scores.view(1, 2, 1),) * 2)
+    recorder.selected(Selection(1, positions, evidence, scores, positions[:1]))
     (one,) = recorder.trace().selections
-    assert one.key_deviations == (most, most)
+    assert one.key_deviations == one.value_deviations == (most, most)
 
 
 def test_ranks_trace_the_same_with_the_deviations_of_all_heads() -> None:

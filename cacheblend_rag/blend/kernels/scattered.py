@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cacheblend_rag.blend.stack import AttentionCall
+
 LEAST_WIDTH, MOST_WIDTH = 64, 256
 LOG2E = math.log2(math.e)
 """Softmax is computed in powers of two, which GPUs have an instruction for."""
@@ -56,30 +58,27 @@ INTERPRETED = Tile(32, 32, warps=4, stages=2)
 
 
 def attend_scattered(
-    query: Tensor,
+    call: AttentionCall,
     keys: Tensor,
     values: Tensor,
     positions: Tensor,
     *,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     tile: Tile | None = None,
     place: KVAddress | None = None,
 ) -> Tensor:
     """Return the rows' attention, (1, rows, heads, head_dim), of the query's dtype.
 
-    query: (1, heads, rows, head_dim), float16 or bfloat16. keys, values: (1, kv_heads, tokens,
+    call: of one sequence, its query float16 or bfloat16. keys, values: (1, kv_heads, tokens,
     head_dim), index = position, of the same dtype; every position that a row may see must hold
     finite values. positions: (rows,) integers on the device, increasing; padding, at the end, has
-    position -1 and gets zeros. window, softcap, sinks: as for attend_rows. tile: None chooses by
-    the device. place: where keys and values are, read by the kernel when it runs; ``keys`` and
-    ``values`` are only the rows' own then, of the same heads and dtype.
+    position -1 and gets zeros. tile: None chooses by the device. place: where keys and values are,
+    read by the kernel when it runs; ``keys`` and ``values`` are only the rows' own then, of the
+    same heads and dtype.
     """
-    _, heads, rows, width = query.shape
+    window, softcap, sinks = call.window, call.softcap, call.sinks
+    _, heads, rows, width = call.query.shape
     kv_heads = keys.shape[1]
-    query, keys, values = (_with_adjacent_numbers(one) for one in (query, keys, values))
+    query, keys, values = (_with_adjacent_numbers(one) for one in (call.query, keys, values))
     out = query.new_empty(1, rows, heads, width)
     constants = constants_of(
         query.dtype, heads // kv_heads, width,
@@ -93,7 +92,7 @@ def attend_scattered(
             query, keys, values, positions, out,
             positions if place is None else place.numbers, 0 if place is None else place.layer,
             positions if sinks is None else sinks,
-            rows, window or 0, scaling * LOG2E if softcap is None else scaling / softcap,
+            rows, window or 0, call.scaling * LOG2E if softcap is None else call.scaling / softcap,
             0.0 if softcap is None else softcap * LOG2E,
             query.stride(1), query.stride(2),
             keys.stride(1), keys.stride(2) if place is None else width,

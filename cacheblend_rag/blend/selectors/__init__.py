@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from cacheblend_rag.blend.selectors.base import Evidence, Selector
@@ -11,9 +10,10 @@ from cacheblend_rag.blend.selectors.chunk_head import ChunkHead
 from cacheblend_rag.blend.selectors.controls import AllTokens, NoTokens, Random
 from cacheblend_rag.blend.selectors.hkvd import HKVD
 from cacheblend_rag.blend.selectors.prior import Prior
-from cacheblend_rag.blend.selectors.probe import Probe
 from cacheblend_rag.blend.selectors.question import Question
 from cacheblend_rag.errors import ConfigError
+
+__all__ = ["SELECTORS", "Evidence", "Question", "Selector", "make_selector"]
 
 SELECTORS: dict[str, type[Selector]] = {
     "all": AllTokens,
@@ -33,15 +33,10 @@ def make_selector(name: str, options: Mapping[str, Any] | None = None) -> Select
     """
     if name not in SELECTORS:
         raise ConfigError(f"selector={name!r} must be one of {', '.join(SELECTORS)}")
-    kind = SELECTORS[name]
-    own = sorted(field.name for field in fields(kind))
-    for option in options or {}:
-        if option not in own:
-            allowed = f"it takes: {', '.join(own)}" if own else "it takes none"
+    kind, options = SELECTORS[name], options or {}
+    for option in options:
+        if option not in kind.model_fields:
+            takes = ", ".join(sorted(kind.model_fields))
+            allowed = f"it takes: {takes}" if takes else "it takes none"
             raise ConfigError(f"selector_options: {name} has no {option!r}; {allowed}")
-    return kind(**(options or {}))
-
-
-__all__ = [
-    "SELECTORS", "Evidence", "Probe", "Selector", "make_selector",
-]  # fmt: skip
+    return kind(**options)

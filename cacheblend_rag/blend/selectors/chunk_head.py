@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.selectors.base import Evidence, Selector
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings.base import Positive
 
 
-@dataclass(frozen=True)
 class ChunkHead(Selector):
     """Earlier tokens first, at most ``tokens`` of each chunk. Source: EPIC (arXiv 2410.15332)."""
 
-    tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.tokens is not None and self.tokens < 1:
-            raise ConfigError(f"tokens={self.tokens!r} must be at least 1")
+    tokens: Positive | None = None
 
     def score(self, evidence: Evidence) -> Tensor:
         score = -evidence.offsets.float()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,27 +10,24 @@ from torch import Tensor
 from cacheblend_rag.blend.selectors.base import Evidence, Selector
 
 
-@dataclass(frozen=True)
 class AllTokens(Selector):
     """Ordinary prefill through the blend pass: ratio 1, whatever the configured ratio."""
 
     fixed_ratio: ClassVar[float | None] = 1.0
 
     def score(self, evidence: Evidence) -> Tensor:
-        return evidence.offsets.new_zeros(evidence.offsets.shape).float()
+        return torch.zeros_like(evidence.offsets, dtype=torch.float32)
 
 
-@dataclass(frozen=True)
 class NoTokens(Selector):
     """Plain reuse of cached KV: ratio 0, whatever the configured ratio."""
 
     fixed_ratio: ClassVar[float | None] = 0.0
 
     def score(self, evidence: Evidence) -> Tensor:
-        return torch.full(evidence.offsets.shape, -torch.inf, device=evidence.offsets.device)
+        return torch.full_like(evidence.offsets, -torch.inf, dtype=torch.float32)
 
 
-@dataclass(frozen=True)
 class Random(Selector):
     """Uniformly random scores, the same for the same seed and number of tokens."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -10,7 +9,6 @@ from torch import Tensor
 from cacheblend_rag.blend.selectors.base import Evidence, Selector, given
 
 
-@dataclass(frozen=True)
 class Prior(Selector):
     """How much the chunk's document changed each token's key when the document was indexed.
 

@@ -2,35 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+import math
+from itertools import pairwise
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator, BeforeValidator, Field
 from torch import Tensor
 
 from cacheblend_rag.blend.selectors.base import Evidence, Selector, given
-from cacheblend_rag.blend.selectors.probe import Heads, Probe
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings.base import Count, Ratio, as_tuple
 
 
-@dataclass(frozen=True)
+def _span(span: tuple[float, float]) -> tuple[float, float]:
+    if span[0] >= span[1]:
+        raise ConfigError(f"span={span} must be two rising fractions from 0 to 1")
+    return span
+
+
+def _rising(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    if any(b <= a for a, b in pairwise(layers or ())):
+        raise ConfigError(f"layers={layers} must be rising layer indices")
+    return layers
+
+
 class Question(Selector):
-    """Attention mass of the question, by default in middle layers, where its probe ends.
+    """Attention mass of the question, by default in middle layers, where its probe pass ends.
 
-    span, layers, heads: see Probe. Related: QCFuse (arXiv 2606.05875), which scores by three middle
-    layers chosen by measurement; ``layers`` names such layers of a model.
+    A selector that needs the question's attention for another rule derives from this one. Related:
+    QCFuse (arXiv 2606.05875), which scores by three middle layers chosen by measurement; ``layers``
+    names such layers of a model.
     """
 
-    needs_question: ClassVar[bool] = True
-    span: Sequence[float] = (0.4, 0.75)
-    layers: Sequence[int] | None = None
-    heads: Heads = "sum"
+    span: Annotated[
+        tuple[Ratio, Ratio],
+        BeforeValidator(as_tuple),
+        AfterValidator(_span),
+    ] = (0.4, 0.75)
+    """Observed layers, from and to as fractions of the depth: the layer at the first fraction is
+    included, the one at the second is not."""
+    layers: Annotated[
+        Annotated[tuple[Count, ...], Field(min_length=1)] | None,
+        BeforeValidator(as_tuple),
+        AfterValidator(_rising),
+    ] = None
+    """Indices of the observed layers, instead of ``span``."""
+    heads: Literal["sum", "max"] = "sum"
+    """``sum`` adds up heads; ``max`` takes the largest, after the question's tokens."""
 
-    def __post_init__(self) -> None:
-        _ = self.probe  # which checks the fields
+    def observed(self, layers: int) -> tuple[int, ...]:
+        """Return the observed layers of a model of ``layers`` layers, rising, at least one.
 
-    @property
-    def probe(self) -> Probe:
-        return Probe(self.span, self.layers, self.heads)
+        Raises ConfigError when one is not below ``layers``.
+        """
+        if self.layers is not None:
+            if self.layers[-1] >= layers:
+                raise ConfigError(f"layers={self.layers} must be below the model's {layers} layers")
+            return self.layers
+        first, end = (math.floor(share * layers + 1e-9) for share in self.span)
+        first = min(first, layers - 1)
+        return tuple(range(first, max(end, first + 1)))
 
     def score(self, evidence: Evidence) -> Tensor:
         return given(evidence.question_attention, "question_attention")

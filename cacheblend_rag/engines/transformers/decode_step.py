@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from cacheblend_rag.blend.attention import attend_token
+from cacheblend_rag.blend.attention import attend_to
 from cacheblend_rag.blend.stack import AttentionCall
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
@@ -138,11 +138,4 @@ def _attended(call: AttentionCall, row: int, cache: FusedCache) -> Tensor:
     if call.window is not None:
         first = max(0, keys.shape[2] - call.window)
         keys, values = keys[:, :, first:], values[:, :, first:]
-    return attend_token(
-        call.query[here],
-        keys,
-        values,
-        scaling=call.scaling,
-        softcap=call.softcap,
-        sinks=call.sinks,
-    )
+    return attend_to(replace(call, query=call.query[here]), keys, values)

@@ -92,15 +92,12 @@ def check(case: Case) -> None:
     known = kv.float()
     sinks = torch.randn(heads, generator=draw) if case.has_sinks else None
     rows = Rows.at(np.array(case.places), CPU)
-    options: dict[str, Any] = {
-        "scaling": case.head_dim**-0.5,
-        "window": case.window,
-        "softcap": case.softcap,
-        "sinks": sinks,
-    }
+    own = query[:, : case.kv_heads]
+    call = AttentionCall(0, query, own, own, case.head_dim**-0.5, case.window, case.softcap, sinks)
     places = torch.cat((rows.device, torch.full((case.padding,), -1)))
-    found = attend_scattered(query, kv[0], kv[1], places, tile=case.tile, **options)
-    wanted = attend_rows(query[:, :, :count].float(), known[0], known[1], rows, **options)
+    found = attend_scattered(call, kv[0], kv[1], places, tile=case.tile)
+    wide = replace(call, query=query[:, :, :count].float())
+    wanted = attend_rows(wide, known[0], known[1], rows)
     assert found.dtype == dtype
     size = max(1.0, float(wanted.abs().max()))
     torch.testing.assert_close(found[:, :count].float(), wanted, atol=tolerance * size, rtol=0)

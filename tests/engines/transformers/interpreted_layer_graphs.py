@@ -26,8 +26,8 @@ from cacheblend_rag.blend import row_attention
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import BlendPass, Candidates
 from cacheblend_rag.blend.rows import Rows
-from cacheblend_rag.blend.schedule import Schedule
-from cacheblend_rag.blend.selectors import make_selector
+from cacheblend_rag.blend.schedule import REUSE_ONLY
+from cacheblend_rag.blend.steps import run_to_end
 from cacheblend_rag.engines.transformers import layer_graphs
 from cacheblend_rag.engines.transformers.layer_graphs import LayerGraphs, PromptGraphs, Replay
 from cacheblend_rag.engines.transformers.stack import TransformersStack
@@ -107,10 +107,10 @@ class Prompt:
         nothing = torch.zeros_like(self.cached)
         candidates = Candidates(self.cached, nothing, torch.zeros(len(self.ids), dtype=torch.long))
         run = BlendPass(
-            self.stack, self.ids, fused, candidates, Schedule(make_selector("none"), 0.0, {}),
+            self.stack, self.ids, fused, candidates, REUSE_ONLY,
             graphed=None if graphs is None else graphs.of,
         )  # fmt: skip
-        run.run()
+        run_to_end(run.steps())
         return run.hidden, fused
 
     def check(self, graphs: LayerGraphs) -> None:

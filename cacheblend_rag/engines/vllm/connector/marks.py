@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from cacheblend_rag.blend.selectors import make_selector
+from cacheblend_rag.blend.selectors import Question, make_selector
 from cacheblend_rag.engines.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
 from cacheblend_rag.settings import BlendConfig
@@ -70,7 +70,7 @@ class Marks:
         is_alone = config.trace or not config.reuse_prefix
         settings = json.dumps(config.to_dict(), default=list) + (request_id if is_alone else "")
         selector = make_selector(config.selector, config.selector_options)
-        until = len(tokens) if selector.needs_question else found[-1].end
+        until = len(tokens) if isinstance(selector, Question) else found[-1].end
 
         def mark(first: int, count: int, end: int) -> str:
             """Return the mark of some chunks that are blended for the prompt ``tokens[:end]``."""

@@ -161,8 +161,8 @@ class VLLMStack:
         once, and on a GPU of chunk KV that arrives; all tokens' hidden states, what attention lays
         out, and what a layer holds of one block of rows: its widest activations four times over, at
         most.
-        checks: whether it compares fresh with cached KV in some layer: that holds the fresh KV,
-        what is compared of both, and keys or values three times over in float32.
+        checks: whether it compares fresh with cached KV in some layer: that holds what is compared
+        of both, and keys or values three times over in float32.
         """
         shape, size = self._geometry, self._geometry.dtype.itemsize
         widest = max(_width(module) for layer in self.layers for module in layer.modules())
@@ -182,7 +182,7 @@ class VLLMStack:
         fused += COPY_STREAM_BYTES if shape.device.type == "cuda" else 0
         if checks:
             wide = FusedKV.bytes_for(replace(one, dtype=torch.float32), tokens)
-            fused += 3 * FusedKV.bytes_for(one, tokens) + 3 * wide // 2
+            fused += 2 * FusedKV.bytes_for(one, tokens) + 3 * wide // 2
         return int(fused + attention + hidden + 4 * rows * widest * size)
 
     def all_reduce(self, part: Tensor, how: Reduction) -> Tensor:

@@ -22,6 +22,7 @@ from cacheblend_rag.blend.passes import Attention, Candidates
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import probe_layer
+from cacheblend_rag.blend.steps import run_to_end
 from cacheblend_rag.engines.vllm.connector import job_runner
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import Pace
@@ -126,10 +127,10 @@ def fused_keys(blender: Any, attention: Attention) -> torch.Tensor:
     schedule = plan_schedule(BlendConfig(selector="none"), stack.geometry.layers)
     known = Candidates(cached, cached, torch.zeros(TOKENS, dtype=torch.long))
     run = BlendPass(
-        stack, ids, fused, known, schedule, row_block=20, needs_hidden=False,
+        stack, ids, fused, known, schedule, row_block=20, last=0,
         attention=attention,
     )  # fmt: skip
-    run.run()
+    run_to_end(run.steps())
     return fused.keys
 
 
