@@ -27,7 +27,7 @@ class FusedKV:
 
     def __init__(self, geometry: Geometry, tokens: int, reserve: int = 0) -> None:
         shape = (geometry.layers, geometry.kv_heads, tokens + reserve, geometry.head_dim)
-        self.tokens, self._geometry = tokens, geometry
+        self.tokens = tokens
         self.keys = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
         self.values = torch.empty_like(self.keys)
 
@@ -55,8 +55,8 @@ class FusedKV:
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each (kv_heads, capacity, head_dim), not copied."""
-        place = self._place(layer)
-        return self.keys[place], self.values[place]
+        slot = layer % len(self.keys)  # of a ring
+        return self.keys[slot], self.values[slot]
 
     def write(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
         """Store fresh KV (1, kv_heads, rows, head_dim) of ``rows``."""
@@ -73,10 +73,6 @@ class FusedKV:
         keys, values = self.of_layer(layer)
         return keys[None, :, : self.tokens], values[None, :, : self.tokens]
 
-    def _place(self, layer: int) -> int:
-        """Return a layer's index in the buffer."""
-        return layer
-
 
 class RingKV(FusedKV):
     """A ring of two layers of a prompt's KV: each layer overwrites the one before the last.
@@ -89,12 +85,8 @@ class RingKV(FusedKV):
 
     def __init__(self, geometry: Geometry, tokens: int) -> None:
         super().__init__(replace(geometry, layers=self.LAYERS), tokens)
-        self._geometry = geometry
 
     @staticmethod
     def bytes_for(geometry: Geometry, tokens: int) -> int:
         """Return the size of two layers' KV of so many tokens, in bytes."""
         return FusedKV.bytes_for(replace(geometry, layers=RingKV.LAYERS), tokens)
-
-    def _place(self, layer: int) -> int:
-        return layer % self.LAYERS

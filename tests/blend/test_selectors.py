@@ -51,17 +51,6 @@ def test_ranks_that_share_the_heads_score_as_one(deviation: str) -> None:
     torch.testing.assert_close(shared, selector.score(whole))
 
 
-@pytest.mark.parametrize(("deviation", "winner"), [("v", 3), ("k", 7)])
-def test_hkvd_ranks_by_the_deviation_asked_for(deviation: str, winner: int) -> None:
-    cached = torch.zeros(2, TOKENS, 4)
-    values, keys = cached.clone(), cached.clone()
-    values[0, 3], keys[1, 7] = 1.0, 1.0
-    seen = Evidence(torch.arange(TOKENS), fresh=(keys, values), cached=(cached, cached))
-    scores = make_selector("hkvd", {"deviation": deviation}).score(seen)
-    assert int(scores.argmax()) == winner
-    assert scores[winner] == 4.0
-
-
 @given(st.lists(st.sampled_from([-torch.inf, 0.0, 0.5, 1.0]), max_size=30), st.integers(0, 30))
 @settings(max_examples=60, deadline=None)
 def test_top_rows_are_the_best_in_order(values: list[float], count: int) -> None:

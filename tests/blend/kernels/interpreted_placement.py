@@ -6,6 +6,7 @@ it cuts float32 to bfloat16 instead of rounding, so rotated bfloat16 keys may be
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -52,9 +53,7 @@ def test_chunks_are_placed_as_by_the_twin(
 ) -> None:
     fused, parts = drawn
     assert all(map(is_readable, parts))
-    wanted = FusedKV(fused._geometry, fused.tokens, 1)
-    wanted.keys.copy_(fused.keys)
-    wanted.values.copy_(fused.values)
+    wanted = deepcopy(fused)
     place_parts(wanted, layer, parts)
     table, launches = table_of(parts)
     place_by_kernel(*fused.of_layer(layer), torch.tensor(table), launches, programs=programs)
