@@ -156,7 +156,11 @@ class _Template:
         system = [text_of(one).strip() for one in messages if is_system(one)]
         if not system:
             return self._text(messages, tools)
-        forms = (messages, *(system_as_user(messages, but_first=first) for first in (True, False)))
+        forms = (
+            messages,
+            system_as_user(messages, but_first=True),
+            system_as_user(messages, but_first=False),
+        )
         incomplete, refusals = list[str](), list[PromptError]()
         for form in forms:
             try:

@@ -23,7 +23,7 @@ INSTRUCTION = (
     "You may call functions to help with the question. Their signatures, one a line:\n"
     "<tools>\n{tools}\n</tools>\n"
     "To call one, answer with its name and arguments as JSON:\n"
-    f'{OPEN}\n{{{{"name": "function", "arguments": {{{{"argument": "value"}}}}}}}}\n{CLOSE}'
+    f'{OPEN}\n{{"name": "function", "arguments": {{"argument": "value"}}}}\n{CLOSE}'
 )
 
 
@@ -51,18 +51,18 @@ class Data:
 
     def are_in(self, text: str) -> bool:
         """Whether a rendered text has each result once, in order."""
-        found = (place for place in self._placeholder.findall(text) if place in self._results)
-        return list(found) == list(self._results)
+        found = [place for place in self._placeholder.findall(text) if place in self._results]
+        return found == list(self._results)
 
     def put_into(self, text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Return a text with the data in their places, and (start, end) of each."""
         pieces, data, size = list[str](), list[tuple[int, int]](), 0
         for index, piece in enumerate(self._placeholder.split(text)):
-            is_data = index % 2 == 1
-            pieces.append(self._texts[piece] if is_data else piece)
-            end = size + len(pieces[-1])
-            data += [(size, end)] if is_data else []
-            size = end
+            if index % 2:  # a placeholder
+                piece = self._texts[piece]
+                data.append((size, size + len(piece)))
+            pieces.append(piece)
+            size += len(piece)
         return "".join(pieces), tuple(data)
 
     def _told(self, message: Message) -> Message:
@@ -151,7 +151,7 @@ def plain_turns(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Mess
     turns = list(map(_plain_turn, messages))
     system = list(takewhile(is_system, turns))
     told = "\n".join(_json(tool["function"]) for tool in tools)
-    own = [{"role": "system", "content": INSTRUCTION.format(tools=told)}] if tools else []
+    own = [{"role": "system", "content": INSTRUCTION.replace("{tools}", told)}] if tools else []
     return _merged([*system, *own, *turns[len(system) :]], ("system", "user", "assistant"))
 
 
