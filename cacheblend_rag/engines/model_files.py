@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOAD_ERRORS = (
+    *(OSError, KeyError, ImportError, RuntimeError),
+    *(AttributeError, TypeError, ValueError),
+)
+"""What transformers raises for a model that it cannot load."""
 BYTES_OF_PRIOR = 4
 UNLIMITED = 1 << 20
 """The context window of a model that does not state one, in tokens."""
@@ -27,10 +34,8 @@ def whole_config(model: str | Path) -> Any:
     """
     from transformers import AutoConfig
 
-    try:
+    with told_in_a_line("config of", model):
         return AutoConfig.from_pretrained(resolve(model))
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"{unloaded('config of', model)}: {first_line(error)}") from error
 
 
 def text_config(model: str | Path) -> Any:
@@ -69,17 +74,20 @@ def load_tokenizer(name: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    source = resolve(name, files=OF_A_TOKENIZER)
+    with told_in_a_line("tokenizer of", name):
+        return AutoTokenizer.from_pretrained(resolve(name, files=OF_A_TOKENIZER))
+
+
+@contextmanager
+def told_in_a_line(what: str, name: str | Path) -> Iterator[None]:
+    """Turn what transformers raises for a model that it cannot load into a ModelLoadError."""
     try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelLoadError(f"{unloaded('tokenizer of', name)}: {first_line(error)}") from error
-
-
-def unloaded(what: str, name: str | Path) -> str:
-    """Return a message that something could not be loaded; a hub name is no local folder."""
-    where = "" if is_local(name) else " from a hub, and no folder here is called so"
-    return f"{what} {str(name)!r} could not be loaded{where}"
+        yield
+    except LOAD_ERRORS as error:
+        where = "" if is_local(name) else " from a hub, and no folder here is called so"
+        raise ModelLoadError(
+            f"{what} {str(name)!r} could not be loaded{where}: {first_line(error)}"
+        ) from error
 
 
 FILE_NAME = "generation_config.json"

@@ -97,5 +97,5 @@ def _write(folder: Path, record: Record, write: Callable[[Path], None]) -> None:
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
     except BaseException:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -89,6 +89,8 @@ def converted_folder(file: Path, name: str) -> Path:
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     folder = converted.models_folder() / f"gguf-{digest[:32]}-{converted.FORMAT}"
+    if not folder.is_dir():
+        logger.info("converting %s, once", file.name)
     record = converted.Record(path.stem if has_suffix(path) else path.name, str(path))
     converted.make_once(folder, record, lambda target: convert(file, target, name))
     with suppress(OSError):
@@ -104,7 +106,6 @@ def convert(file: Path, folder: Path, name: str) -> None:
     """
     from cacheblend_rag.models.gguf_tokenizer import save_tokenizer
 
-    logger.info("converting %s, once", file.name)
     try:
         header = read_header(file)
         with tempfile.TemporaryDirectory(prefix="cacheblend-") as alone:

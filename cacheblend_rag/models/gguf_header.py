@@ -10,7 +10,6 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -49,8 +48,7 @@ class Tensor(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True)
-class GgufHeader:
+class GgufHeader(NamedTuple):
     """The header of a GGUF file. metadata: values by key. tensors: by name."""
 
     metadata: Mapping[str, Any]
@@ -182,7 +180,8 @@ def _tensor(data: _Values) -> tuple[str, Tensor]:
 
 
 def _check_tokens(header: GgufHeader) -> None:
-    if not header.tokens or header.tokenizer("model") in {None, "none", "no_vocab"}:
+    is_none = header.tokenizer("model") in {None, "none", "no_vocab"}
+    if is_none or not header.tokens or not isinstance(header.tokens, list):
         raise CannotConvertError("the GGUF file holds no tokenizer")
     for role in ROLES:
         number = header.tokenizer(f"{role}_token_id", 0)

@@ -17,19 +17,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from cacheblend_rag.engines.model_files import (
     generation_values,
     load_tokenizer,
-    unloaded,
+    told_in_a_line,
     whole_config,
 )
-from cacheblend_rag.errors import ConfigError, ModelLoadError, first_line
+from cacheblend_rag.errors import ConfigError, first_line
 from cacheblend_rag.models import resolve
 
 logger = logging.getLogger(__name__)
 
-LOAD_ERRORS = (
-    *(OSError, KeyError, ImportError, RuntimeError),
-    *(AttributeError, TypeError, ValueError),
-)
-"""What transformers raises for a model that it cannot load."""
 COMPILED_MODULE = "_orig_mod"
 COMPILED_FUNCTION = "_torchdynamo_orig_callable"
 
@@ -81,15 +76,13 @@ def load_model(
     """
     precision = pick_dtype(dtype, device)
     source, values = resolve(name), generation_values(name, local_only=False)
-    try:
+    with told_in_a_line("model", name):
         model = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=precision,
             use_safetensors=True,
             generation_config=None if values is None else GenerationConfig(),
         )
-    except LOAD_ERRORS as error:
-        raise ModelLoadError(f"{unloaded('model', name)}: {first_line(error)}") from error
     prepared = prepare(model.to(device))
     # Unchecked: transformers refuses the whole file for one value, which answers may not need.
     vars(prepared.generation_config).update(values or {})
