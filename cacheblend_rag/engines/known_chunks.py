@@ -58,15 +58,9 @@ class KnownChunks:
         return self.keys(chunk for chunks in found for chunk in chunks)
 
     def bare(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Return chunks without their context, as far as prompts need that KV too.
-
-        They need it for texts with several contexts, and for all if contexts must be confirmed.
-        """
-        if self.lead_in.name != "document":
-            return []
+        """Return chunks without their context, as far as prompts need that KV too."""
         texts = dict.fromkeys(chunk.text for chunk in chunks if chunk.context)
-        every = not self.lead_in.unconfirmed_context
-        return [Chunk(text) for text in texts if every or differ(self.registry.variants(text))]
+        return [Chunk(text) for text in texts if self._needs_bare(self.registry.variants(text))]
 
     def unregistered(self, keys: Iterable[KVKey]) -> list[KVKey]:
         """Return those keys that no registered chunk has."""
@@ -80,25 +74,30 @@ class KnownChunks:
 
         besides: registered chunks that do not count.
         """
-        alone = [chunk for chunk in chunks if not self._is_needed(chunk, besides)]
-        bare = [Chunk(chunk.text) for chunk in alone if chunk.context]
-        others = self.keys(one for one in bare if not self._is_needed(one, besides))
-        keys = self.keys(alone)
-        return Unneeded(keys, list(set(others) - set(keys)))
+        keys: list[KVKey] = []
+        bare: list[KVKey] = []
+        for chunk in chunks:
+            key, alone = self.keys([chunk, Chunk(chunk.text)])
+            needed = self._needed(chunk.text, besides)
+            if key in needed:
+                continue
+            keys.append(key)
+            if alone not in needed:
+                bare.append(alone)
+        return Unneeded(keys, list(set(bare) - set(keys)))
 
-    def _is_needed(self, chunk: Chunk, besides: Collection[Chunk]) -> bool:
-        """Whether a registered chunk has a chunk's KV, or prompts need that for one."""
-        key = self.lead_in.key(chunk)
-        others = [one for one in self.registry.variants(chunk.text) if one not in besides]
-        return self._needs_bare(chunk, others) or any(
-            self.lead_in.key(one) == key for one in others
-        )
+    def _needed(self, text: str, besides: Collection[Chunk]) -> set[KVKey]:
+        """Return the keys of the KV that prompts use for a text."""
+        variants = [one for one in self.registry.variants(text) if one not in besides]
+        return set(self.keys([*variants, Chunk(text)] if self._needs_bare(variants) else variants))
 
-    def _needs_bare(self, chunk: Chunk, variants: Collection[Chunk]) -> bool:
-        """Whether a chunk has no context, and prompts need its KV for variants that have."""
-        if chunk.context or self.lead_in.name != "document":
-            return False
-        return differ(variants) or (bool(variants) and not self.lead_in.unconfirmed_context)
+    def _needs_bare(self, variants: Collection[Chunk]) -> bool:
+        """Whether prompts need the KV of a text without context, given its variants.
+
+        They need it if these have several contexts, and always if contexts must be confirmed.
+        """
+        always = bool(variants) and not self.lead_in.unconfirmed_context
+        return self.lead_in.name == "document" and (always or differ(variants))
 
 
 def chunks_of(item: Item) -> list[Chunk]:

@@ -17,6 +17,7 @@ from threading import Lock
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.folders import make_folder
+from cacheblend_rag.printable import one_line
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.registry import ChunkRegistry, check_text
 from cacheblend_rag.text.registry_file import RegistryFile
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 WAIT_SECONDS = 60.0
 """How long a change waits for other processes."""
 POLL_SECONDS = 0.02
+FAILURES = (sqlite3.Error, OSError, UnicodeDecodeError)
+"""Of a file. The last is raised in place of an error that would quote bytes of a damaged one."""
 
 
 class SharedChunkRegistry(ChunkRegistry):
@@ -114,10 +117,11 @@ class SharedChunkRegistry(ChunkRegistry):
         try:
             self._read_news()
             self._told_failure = None
-        except sqlite3.Error as error:
-            if not _is_busy(error) and str(error) != self._told_failure:
-                logger.warning("chunk registry %s cannot be read: %s", self.path, error)
-                self._told_failure = str(error)
+        except FAILURES as error:
+            why = one_line(str(error))  # it may quote the file, which anybody may have written
+            if not _is_busy(error) and why != self._told_failure:
+                logger.warning("chunk registry %s cannot be read: %s", self.path, why)
+                self._told_failure = why
         self._tell()
 
     def _read_news(self, wait_seconds: float = 0) -> None:
@@ -160,10 +164,11 @@ class SharedChunkRegistry(ChunkRegistry):
     def _failing(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
-            raise StoreError(f"chunk registry {self.path} cannot be {what}: {error}") from error
+        except FAILURES as error:
+            why = one_line(str(error))
+            raise StoreError(f"chunk registry {self.path} cannot be {what}: {why}") from error
 
 
-def _is_busy(error: sqlite3.Error) -> bool:
+def _is_busy(error: Exception) -> bool:
     """Whether another process is writing."""
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY

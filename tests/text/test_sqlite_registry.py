@@ -281,6 +281,32 @@ def test_a_schema_that_is_not_ours_is_run_by_nobody(
             SharedChunkRegistry(path, read_only=read_only)
 
 
+def test_a_damaged_file_is_refused_in_a_line_or_read_as_far_as_it_is_whole(path: Path) -> None:
+    source, draw = SharedChunkRegistry(path), random.Random(11)
+    source.add_many([*REPORT.to_chunks(), *LETTER.to_chunks()])
+    source.discard_many(source.document("letter"))
+    source.close()
+    whole, passages = path.read_bytes(), {chunk.passage for chunk in REPORT.to_chunks()}
+    refused: list[str] = []
+    for number in range(150):
+        damaged = bytearray(whole)
+        for _ in range(draw.choice([1, 3, 20])):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        copy = path.with_name(f"{number}.sqlite")
+        copy.write_bytes(damaged[: draw.choice([1 << 20] * 9 + [draw.randrange(len(whole))])])
+        for read_only in (True, False):
+            try:
+                registry = SharedChunkRegistry(copy, read_only=read_only)
+                assert {chunk.passage for chunk in registry.chunks()} <= passages
+                registry.add_many([Chunk("more")])
+                assert "more" in registry
+                registry.close()
+            except StoreError as error:
+                refused.append(str(error))
+    assert 50 < len(refused) < 250
+    assert all(len(message.splitlines()) == 1 for message in refused)
+
+
 def test_a_file_without_our_tables_is_refused(path: Path) -> None:
     path.parent.mkdir()
     path.touch()
