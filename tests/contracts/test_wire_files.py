@@ -54,8 +54,8 @@ class Folder:
 
     def read(self) -> tuple[Any, bytes]:
         """Return the name of the chunk's object, and its bytes."""
-        large = [one for one in self._folder.rglob("*") if one.stat().st_size > 1 << 14]
-        last = max(filter(Path.is_file, large), key=lambda one: one.stat().st_mtime_ns)
+        found = filter(Path.is_file, self._folder.rglob("*.safetensors"))
+        last = max(found, key=lambda one: one.stat().st_mtime_ns)
         return last, last.read_bytes()
 
     def write(self, name: Any, value: bytes) -> None:

@@ -1,7 +1,7 @@
 """Chunk KV in files, one per chunk, in a folder that several processes may share.
 
 Layout: ``<a>/<b>/<key>.safetensors``, where a and b are the chunk id's first hex digits;
-``quarantine/`` for unusable files, each beside a ``.reason``; ``index.sqlite`` (see DiskIndex);
+``quarantine/`` for unusable files, each beside a ``.reason``; ``index`` (see DiskIndex);
 ``deletions`` are the store's (kv/deletions.py). A file appears complete, by rename, and is never
 written again, so readers need no lock; its modification time is when its chunk was first stored.
 Only trusted processes may write to the folder.
@@ -37,7 +37,7 @@ from cacheblend_rag.kv.tiers.policy import TierPolicy, Usage
 
 logger = logging.getLogger(__name__)
 
-INDEX = "index.sqlite"
+INDEX = "index"
 TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_SECONDS = 3600.0
 QUARANTINE_FILES = 16

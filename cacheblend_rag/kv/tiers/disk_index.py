@@ -27,9 +27,10 @@ from cacheblend_rag.kv.tiers.policy import Usage
 logger = logging.getLogger(__name__)
 
 TABLES = (
-    "CREATE TABLE chunks (key TEXT PRIMARY KEY, nbytes INTEGER NOT NULL, written REAL NOT NULL,"
-    " used REAL NOT NULL, hits INTEGER NOT NULL) STRICT",
-    "CREATE TABLE pins (key TEXT PRIMARY KEY) STRICT",
+    "CREATE TABLE chunks (key TEXT PRIMARY KEY, nbytes INTEGER, written REAL, used REAL,"
+    " hits INTEGER, CHECK (typeof(key) = 'text' AND typeof(nbytes) = 'integer' AND"
+    " typeof(written) = 'real' AND typeof(used) = 'real' AND typeof(hits) = 'integer'))",
+    "CREATE TABLE pins (key TEXT PRIMARY KEY, CHECK (typeof(key) = 'text'))",
     "CREATE INDEX chunks_by_use ON chunks (used)",
     "CREATE INDEX chunks_by_age ON chunks (written)",
 )
@@ -38,6 +39,7 @@ ADD = (
     " nbytes = excluded.nbytes, written = excluded.written, used = excluded.used"
 )
 NOT_PINNED = "key NOT IN (SELECT key FROM pins)"
+DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 MOST_PINS = 10_000
 LOCK_SECONDS = 10.0
 READ_SECONDS = 0.1
@@ -145,7 +147,8 @@ class DiskIndex:
         if not self._read_only:
             self.flush()
         with suppress(OSError), self.reading():
-            return dict(self._ask("SELECT key, used FROM chunks"))
+            # A file that is only read is not checked for constraints.
+            return dict(self._ask("SELECT key, used FROM chunks WHERE typeof(used) = 'real'"))
         return {}
 
     def _write_uses(self) -> None:
@@ -244,13 +247,11 @@ class DiskIndex:
         )  # fmt: skip
         self._file.text_factory = lambda stored: stored.decode("utf-8", "replace")
         self._ask("PRAGMA trusted_schema = OFF")
-        if self._read_only:
-            return
         try:
-            self._agree()
+            self._check() if self._read_only else self._agree()
         except BaseException as error:
             self._close()
-            if _code(error) not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            if self._read_only or _code(error) not in DAMAGED:
                 raise
             logger.warning("%s is made anew, its pins are lost: %s", self._path, error)
             os.unlink(self._path)
@@ -260,14 +261,10 @@ class DiskIndex:
         """Make the tables, and agree with the files: writers are killed, and files deleted."""
         self._ask("PRAGMA synchronous = OFF")  # what a power cut damages is made anew
         self._ask("BEGIN IMMEDIATE")
-        own = {sql for (sql,) in self._ask("SELECT sql FROM sqlite_master") if sql is not None}
-        for statement in TABLES if not own else ():
-            self._ask(statement)
-        if own not in (set(), set(TABLES)):
-            raise sqlite3.DatabaseError("its tables are another version's")
-        (found,) = self._ask("PRAGMA quick_check(1)").fetchone()
-        if found != "ok":
-            raise sqlite3.DatabaseError(found)
+        if self._ask("SELECT 1 FROM sqlite_master").fetchone() is None:
+            for statement in TABLES:
+                self._ask(statement)
+        self._check()
         known = dict(self._ask("SELECT key, nbytes FROM chunks"))
         for key, entry in self._files():
             if known.pop(str(key), None) != entry.nbytes:
@@ -275,6 +272,15 @@ class DiskIndex:
         for name in known:
             self.remove(name)
         self._ask("COMMIT")
+
+    def _check(self) -> None:
+        """Raise DatabaseError for damage, and for tables, values, views or triggers not ours."""
+        own = {sql for (sql,) in self._ask("SELECT sql FROM sqlite_master") if sql is not None}
+        if own != set(TABLES):
+            raise sqlite3.DatabaseError("its tables are another version's")
+        (found,) = self._ask("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
 
 
 def _code(error: BaseException) -> int | None:
