@@ -37,7 +37,6 @@ class TierOptions(Settings):
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")] = ""
     ttl: Seconds | None = None
-    write: Literal["through", "none"] = "through"
     promote: Flag = True
     timeout: Seconds | None = None
     capacity: Annotated[Bytes | None, BeforeValidator(_limit)] = None
@@ -50,7 +49,7 @@ class TierOptions(Settings):
     region: str = ""
 
 
-OF_EVERY_TIER = {"name", "ttl", "write", "promote", "timeout"}
+OF_EVERY_TIER = {"name", "ttl", "promote", "timeout"}
 PLACES: Mapping[str, tuple[str, set[str]]] = {
     "device": ("", {"capacity", "admit"}),
     "host": ("", {"capacity", "admit"}),

@@ -92,8 +92,8 @@ def check_tiers(store: TieredKVStore) -> None:
 
 @pytest.mark.parametrize("query", ["", "?"])
 def test_each_option_reaches_its_tier(query: str, tmp_path: Path) -> None:
-    policy = "ttl=5m&write=none&promote=no&timeout=2s"
-    told = TierPolicy(None, 300.0, "none", False, "frequency", 2.0)
+    policy = "ttl=5m&promote=no&timeout=2s"
+    told = TierPolicy(None, 300.0, False, "frequency", 2.0)
     near = ["host://", "device://", f"disk://{tmp_path}"]
     for place in [*near, "redis://cache", "s3://b", "memory://"]:
         more = "&capacity=3MB&admit=always" if place in near else ""

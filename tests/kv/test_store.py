@@ -12,7 +12,6 @@ from cacheblend_rag.kv import (
     Lookup,
     StoredChunk,
     TieredKVStore,
-    TierPolicy,
 )
 from tests.engines.test_forked import told_by
 
@@ -308,9 +307,10 @@ def test_a_chunk_that_was_stored_again_since_it_was_opened_stays(clock):
         assert store.get(make_key(1)).kv is not None
 
 
-def test_nothing_is_put_into_a_tier_that_is_not_written():
-    below = HostTier(name="below")
-    with TieredKVStore([HostTier(policy=TierPolicy(write="none")), below]) as store:
+def test_nothing_is_put_into_a_tier_that_takes_no_puts():
+    near, below = HostTier(), HostTier(name="below")
+    near.takes_puts = False
+    with TieredKVStore([near, below]) as store:
         assert store.put(KEYS[0], make_kv())
         assert not store.tiers[0].contains(KEYS[0])
         assert store.get(KEYS[0]).tier == "below"

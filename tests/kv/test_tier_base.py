@@ -196,7 +196,6 @@ def test_what_lasts_decides_whether_a_chunk_is_stored(memory, lasting, stored, r
         ({"ttl_seconds": 0}, "ttl_seconds=0 must be above 0"),
         ({"timeout_seconds": -2}, "timeout_seconds=-2 must be above 0"),
         ({"ttl_seconds": float("nan")}, "ttl_seconds=nan must be above 0"),
-        ({"write": "later"}, "write='later' must be one of through, none"),
         ({"admit": "lru"}, "admit='lru' must be one of frequency, always"),
     ],
 )
@@ -206,11 +205,10 @@ def test_what_is_out_of_range_is_named(options, message):
 
 
 def test_a_tier_takes_a_policy_in_place_of_a_capacity(tmp_path):
-    policy = TierPolicy(capacity_bytes=7, write="none", promote=False)
+    policy = TierPolicy(capacity_bytes=7, promote=False)
     for tier in (HostTier(policy=policy), DiskTier(tmp_path, policy=policy)):
         assert (tier.policy, tier.capacity_bytes) == (policy, 7)
         assert not tier.keeps_found
-        assert not tier.takes_puts
     assert HostTier(7).policy == TierPolicy(7)
     with pytest.raises(StoreError, match="both set the capacity"):
         HostTier(7, policy=policy)

@@ -57,7 +57,7 @@ def test_tiers_are_named_by_kind_or_as_they_are_told():
         ("redis://a?ttl=0", "tiers: redis://...: ttl=.0. must be greater than 0"),
         ("redis://a?timeout=x", "tiers: redis://...: timeout='x' must be a time, such as 12h"),
         ("redis://a?capacity=1GiB", "redis://...: unknown option .capacity.; known: name, prefix"),
-        ("disk:///a?write=never", "write='never' must be 'through' or 'none'"),
+        ("disk:///a?admit=never", "admit='never' must be 'frequency' or 'always'"),
         ("host://?promote=5", "tiers: host://...: promote='5' must be a valid boolean"),
         ("host://?name=a%20b", "tiers: host://...: name='a b': String should match"),
         ("unix:///run/r.sock?db=x", "tiers: unix://...: db='x' must be a valid integer"),

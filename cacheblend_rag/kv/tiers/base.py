@@ -67,7 +67,7 @@ class Tier(ABC):
         if self.fails_whole and self.capacity_bytes is not None:
             raise StoreError(f"the {name} tier takes no capacity: its server has limits of its own")
         self.keeps_found = self.policy.promote and not self.policy.read_only
-        self.takes_puts = self.policy.write != "none" and not self.policy.read_only
+        self.takes_puts = not self.policy.read_only
         self.mac: Mac = CHECKSUM
         self.ttl_seconds = self.policy.ttl_seconds
         self._pinned: set[KVKey] = set()

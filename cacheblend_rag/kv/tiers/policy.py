@@ -9,7 +9,6 @@ from typing import Literal, get_args
 
 from cacheblend_rag.errors import StoreError
 
-Write = Literal["through", "none"]
 Admit = Literal["frequency", "always"]
 
 
@@ -21,7 +20,6 @@ class TierPolicy:
         capacity_bytes: capacity for chunk KV; None is without limit.
         ttl_seconds: time after which the tier's copy expires, counted from when the chunk was first
             stored; None is the store's own.
-        write: whether puts are stored here (``through``) or not (``none``).
         promote: whether chunks found in a slower tier are kept here, too.
         admit: what a full tier accepts: ``frequency`` only chunks requested more often than those
             they would displace, ``always`` all, evicting the least recently used.
@@ -34,7 +32,6 @@ class TierPolicy:
 
     capacity_bytes: int | None = None
     ttl_seconds: float | None = None
-    write: Write = "through"
     promote: bool = True
     admit: Admit = "frequency"
     timeout_seconds: float | None = None
@@ -47,11 +44,8 @@ class TierPolicy:
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0:
                 raise StoreError(f"{name}={seconds} must be above 0")
-        for name, choices in (("write", get_args(Write)), ("admit", get_args(Admit))):
-            if getattr(self, name) not in choices:
-                raise StoreError(
-                    f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}"
-                )
+        if self.admit not in get_args(Admit):
+            raise StoreError(f"admit={self.admit!r} must be one of {', '.join(get_args(Admit))}")
 
     @classmethod
     def of(cls, capacity_bytes: int | None, policy: TierPolicy | None) -> TierPolicy:

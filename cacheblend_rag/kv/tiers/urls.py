@@ -58,7 +58,6 @@ def _policy(url: TierUrl, read_only: bool) -> TierPolicy:
     return TierPolicy(
         capacity_bytes=told.get("capacity", MEMORY_BYTES.get(url.scheme)),
         ttl_seconds=told.get("ttl"),
-        write=told.get("write", "through"),
         promote=told.get("promote", True),
         admit=told.get("admit", "frequency"),
         timeout_seconds=told.get("timeout"),
