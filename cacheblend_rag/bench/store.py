@@ -80,7 +80,7 @@ def measure_store(
 
 def _measure(url: TierUrl, chunk_mib: int, repeat: int, advance: Advance) -> TierSpeed:
     kv = _chunk(chunk_mib * TOKENS_A_MIB)
-    data, into = os.urandom(kv.nbytes), torch.zeros(2, *kv.keys.shape, dtype=kv.keys.dtype)
+    data, into = os.urandom(kv.nbytes), torch.zeros_like(kv.numbers)
     tier = open_tier(url, "cpu")
     is_memory = isinstance(tier, HostTier)
     with TieredKVStore([tier]) as store, _raw(tier, data, into) as (put, get, drop):
@@ -107,7 +107,7 @@ def _measure(url: TierUrl, chunk_mib: int, repeat: int, advance: Advance) -> Tie
 def _chunk(tokens: int) -> ChunkKV:
     """Return a chunk in precompute's memory layout: keys and values of a layer are adjacent."""
     kv = torch.randn(LAYERS, 2, KV_HEADS, tokens, HEAD_DIM).to(torch.bfloat16)
-    return ChunkKV(kv[:, 0], kv[:, 1], position=0)
+    return ChunkKV(kv, position=0)
 
 
 def _timed(do: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
@@ -121,8 +121,7 @@ def _timed(do: Callable[[], object], before: Callable[[], object] = lambda: None
 def _put(store: TieredKVStore, kv: ChunkKV, is_memory: bool) -> None:
     """Store the chunk; in memory a copy of it, since the host tier keeps tensors as given."""
     if is_memory:
-        both = torch.stack([kv.keys, kv.values], dim=1)
-        kv = ChunkKV(both[:, 0], both[:, 1], kv.position)
+        kv = kv.mapped(torch.clone)
     if not store.put(KEY, kv):
         raise StoreError(f"the {store.tiers[0].name} tier does not take a chunk; see the log")
 
@@ -133,8 +132,7 @@ def _get(store: TieredKVStore, into: Tensor | None) -> None:
     if found is None:
         raise StoreError(f"the {store.tiers[0].name} tier lost the chunk: give it more room")
     if into is not None:
-        into[0].copy_(found.keys)
-        into[1].copy_(found.values)
+        into.copy_(found.numbers)
 
 
 @contextmanager

@@ -14,12 +14,10 @@ from functools import cache
 import torch
 
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.layer_part import LayerPart, WholePart, sendable
+from cacheblend_rag.blend.layer_part import LayerPart, WholePart
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import Geometry
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.packed_kv import packed
-from cacheblend_rag.settings import Precision
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,18 +48,18 @@ def _places_alike(device: torch.device) -> bool:
     angles = torch.arange(layers * 32, device=device).view(layers, 32).float()
     turn = Rotation(angles.cos(), angles.sin())
     parts: list[WholePart] = []
-    forms: tuple[Precision, ...] = ("native", "fp8")
-    for index, form in enumerate(forms):
-        kv = torch.randn(2, layers, 2, size, 64, generator=draw).to(torch.bfloat16)
-        stored = packed(ChunkKV(kv[0], kv[1], 0), form).mapped(lambda tensor: tensor.to(device))
-        parts.append(WholePart(stored, LayerPart(index * size, sendable(stored.layer(0)), turn)))
+    for index, is_packed in enumerate((False, True)):
+        numbers = torch.randn(layers, 2, 2, size, 64, generator=draw).to(torch.bfloat16)
+        kv = ChunkKV(numbers, 0)
+        stored = (kv.packed() if is_packed else kv).mapped(lambda tensor: tensor.to(device))
+        parts.append(WholePart(stored, LayerPart(index * size, stored.layer(0), turn)))
     shape = Geometry(layers, 2, 2, 64, torch.bfloat16, device)
     found, wanted = (FusedKV(shape, len(parts) * size) for _ in range(2))
     table, launches = tables_of(parts)
     place = LayerLaunches(found, torch.from_numpy(table).to(device), launches, on_host=False)
     for layer in range(layers):
         place(layer)
-        own = [(part.first.start, sendable(part.kv.layer(layer))) for part in parts]
+        own = [(part.first.start, part.kv.layer(layer)) for part in parts]
         place_parts(wanted, layer, [LayerPart(*each, turn.of(layer)) for each in own])
     same_keys = torch.allclose(found.keys, wanted.keys, rtol=0.02, atol=0.02)
     return same_keys and torch.equal(found.values, wanted.values)
@@ -73,4 +71,5 @@ def place_parts(fused: FusedKV, layer: int, parts: Sequence[LayerPart]) -> None:
     parts: their tensors may be on any device.
     """
     for part in parts:
-        fused.place(layer, part.start, *part.kv.unpacked(), part.turn)
+        (kv,) = part.kv.unpacked().numbers
+        fused.place(layer, part.start, kv[0], kv[1], part.turn)

@@ -28,7 +28,6 @@ from cacheblend_rag.blend.layer_part import LayerPart, WholePart
 from cacheblend_rag.blend.placement import place_parts
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.kv.packed_kv import PackedKV, StoredKV
 
 MOST_PARTS = 500
 """Most chunks that go through a buffer together: so many rows fit in its table."""
@@ -325,7 +324,7 @@ class Laying:
         host.copy_(torch.from_numpy(numbers))
         turns = {id(part.first.turn): part.first.turn for part in parts}
         moves = [tensor for turn in turns.values() if turn for tensor in (turn.cos, turn.sin)]
-        chunks = [tensor for part in parts for tensor in _tensors(part.kv)]
+        chunks = [tensor for part in parts for tensor in part.kv.tensors]
         there = [tensor for tensor in chunks if self._stream.has(tensor)]
         self._stream.share(fused.keys, fused.values, *moves, *there)
         self._place = LayerLaunches(fused, table, launches, on_host=on_host)
@@ -348,7 +347,7 @@ class Laying:
         for part in parts:
             if not is_readable(part.first):
                 return None
-            for tensor in _tensors(part.kv):
+            for tensor in part.kv.tensors:
                 is_there = stream.has(tensor)
                 if not is_there and not stream.is_pinned(tensor):
                     return None
@@ -374,7 +373,3 @@ class Laying:
     def restart(self) -> None:
         """Have the next layer wait for the work that is queued by then, whatever the buffer."""
         self._waits = True
-
-
-def _tensors(kv: StoredKV) -> tuple[Tensor, Tensor]:
-    return (kv.codes, kv.exponents) if isinstance(kv, PackedKV) else (kv.keys, kv.values)

@@ -1,4 +1,4 @@
-"""One chunk's keys and values for all layers, and the key under which they are stored."""
+"""One chunk's keys and values, and the key under which they are stored."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cacheblend_rag.kv.precision import are_finite, pack, unpack
 from cacheblend_rag.settings import Precision, check_namespace
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 NAMESPACE_DIGITS = 32
 
 _HASH_32 = re.compile("[0-9a-f]{32}")
@@ -123,44 +124,138 @@ class KVKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkKV:
-    """One chunk's KV.
+    """One chunk's KV as it is computed, stored and loaded: all its layers, or some of them.
 
     Args:
-        keys, values: (layers, kv_heads, tokens, head_dim), finite, keys rotated at positions
-            ``position .. position + tokens - 1``; each layer contiguous, same dtype, any device.
+        numbers: (layers, 2, kv_heads, tokens, head_dim), keys before values, on any device, each
+            layer contiguous. Keys are rotated at positions ``position .. position + tokens - 1``.
+            The model's own numbers, or with ``scales`` their codes (see kv/precision.py).
         position: position of the first token when the KV was computed (the lead-in's length).
         prior: (tokens,) float32, how much each token's KV depends on the text before the chunk in
             its document; None for a chunk that stands alone.
-        precision: ``native``, or the format to which numbers were rounded before they were stored
-            (see kv/precision.py).
+        scales: exponents of the codes' scales, (layers, 2 * kv_heads) int8, of keys before those of
+            values; None for the model's own numbers.
+        rounded_from: the type of the numbers that codes stand for; None for the model's own.
     """
 
-    keys: Tensor
-    values: Tensor
+    numbers: Tensor
     position: int
     prior: Tensor | None = None
-    precision: Precision = "native"
+    scales: Tensor | None = None
+    rounded_from: torch.dtype | None = None
+
+    @classmethod
+    def of(
+        cls, keys: Tensor, values: Tensor, position: int, prior: Tensor | None = None
+    ) -> ChunkKV:
+        """Return the chunk of keys and values, each (layers, kv_heads, tokens, head_dim); copied.
+
+        Raises:
+            ValueError: when they differ in shape or type.
+        """
+        if values.shape != keys.shape or values.dtype != keys.dtype:
+            raise ValueError(
+                f"values are {values.dtype} {tuple(values.shape)}, "
+                f"keys are {keys.dtype} {tuple(keys.shape)}"
+            )
+        return cls(torch.stack((keys, values), 1), position, prior)
+
+    @classmethod
+    def joined(cls, parts: Sequence[ChunkKV]) -> ChunkKV:
+        """Return the chunk that has the layers of all parts, which are copied."""
+        own = [part.scales for part in parts if part.scales is not None]
+        numbers = torch.cat([part.numbers for part in parts])
+        return replace(parts[0], numbers=numbers, scales=torch.cat(own) if own else None)
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, int, int, int]:
         """Of keys and of values: (layers, kv_heads, tokens, head_dim)."""
-        return self.keys.shape
+        layers, _, kv_heads, tokens, head_dim = self.numbers.shape
+        return layers, kv_heads, tokens, head_dim
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and of values."""
-        return self.keys.dtype
+        """Of keys and of values, as the model computes them."""
+        return self.rounded_from or self.numbers.dtype
+
+    @property
+    def precision(self) -> Precision:
+        """The form in which the numbers are stored."""
+        return "native" if self.scales is None else "fp8"
 
     @property
     def tokens(self) -> int:
         """Number of the chunk's tokens."""
-        return int(self.keys.shape[2])
+        return int(self.numbers.shape[3])
+
+    @property
+    def keys(self) -> Tensor:
+        """Its keys in the model's type, (layers, kv_heads, tokens, head_dim)."""
+        return self.unpacked().numbers[:, 0]
+
+    @property
+    def values(self) -> Tensor:
+        """Its values, as ``keys``."""
+        return self.unpacked().numbers[:, 1]
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors that hold keys and values."""
+        return (self.numbers,) if self.scales is None else (self.numbers, self.scales)
 
     @property
     def nbytes(self) -> int:
         """Bytes held by the tensors."""
-        prior = 0 if self.prior is None else self.prior.numel() * self.prior.element_size()
-        return 2 * self.keys.numel() * self.keys.element_size() + prior
+        return sum(tensor.nbytes for tensor in (*self.tensors, self.prior) if tensor is not None)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes per token in the model's type, which exceed those of codes and scales."""
+        return self.numbers[..., 0, :].numel() * self.dtype.itemsize
+
+    def part(self, first: int, last: int) -> ChunkKV:
+        """Return layers ``first`` to ``last - 1``, not copied."""
+        numbers = self.numbers[first:last]
+        scales = None if self.scales is None else self.scales[first:last]
+        return ChunkKV(numbers, self.position, self.prior, scales, self.rounded_from)
+
+    def layer(self, index: int) -> ChunkKV:
+        """Return one layer, not copied."""
+        return self.part(index, index + 1)
+
+    def cut(self, start: int, end: int) -> ChunkKV:
+        """Return some of its tokens: views, since a copy stream would not wait for a copy."""
+        prior = None if self.prior is None else self.prior[start:end]
+        numbers = self.numbers[..., start:end, :]
+        return replace(self, numbers=numbers, position=self.position + start, prior=prior)
+
+    def moved(self, tensors: Sequence[Tensor]) -> ChunkKV:
+        """Return the same chunk KV, given its ``tensors`` on another device."""
+        numbers, *scales = tensors
+        return replace(self, numbers=numbers, scales=scales[0] if scales else None)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkKV:
+        """Return the same chunk KV with each of its tensors as ``change`` returns it."""
+        prior = None if self.prior is None else change(self.prior)
+        return replace(self.moved([change(tensor) for tensor in self.tensors]), prior=prior)
+
+    def packed(self) -> ChunkKV:
+        """Return it with its numbers rounded to codes; itself if they are codes.
+
+        Rounding what was rounded before gives the same codes.
+        """
+        if self.scales is not None:
+            return self
+        layers = [pack(numbers) for numbers in self.numbers]
+        codes, scales = (torch.stack(parts) for parts in zip(*layers, strict=True))
+        return replace(self, numbers=codes, scales=scales, rounded_from=self.numbers.dtype)
+
+    def unpacked(self) -> ChunkKV:
+        """Return it with its numbers in the model's type; itself if they are."""
+        if self.scales is None:
+            return self
+        numbers = unpack(self.numbers, self.scales, self.dtype)
+        return ChunkKV(numbers, self.position, self.prior)
 
     def check_form(self) -> None:
         """Check shapes and dtypes, without reading the numbers.
@@ -168,16 +263,12 @@ class ChunkKV:
         Raises:
             ValueError: when they differ from the class's description.
         """
-        keys, values, prior = self.keys, self.values, self.prior
-        if keys.dim() != 4 or 0 in keys.shape or not keys.is_floating_point():
+        numbers, prior = self.numbers, self.prior
+        is_shaped = numbers.dim() == 5 and numbers.shape[1] == 2 and 0 not in numbers.shape
+        if not is_shaped or not numbers.is_floating_point():
             raise ValueError(
-                f"keys are {keys.dtype} {tuple(keys.shape)}, "
-                "want float (layers, kv_heads, tokens, head_dim), none of them 0"
-            )
-        if values.shape != keys.shape or values.dtype != keys.dtype:
-            raise ValueError(
-                f"values are {values.dtype} {tuple(values.shape)}, "
-                f"keys are {keys.dtype} {tuple(keys.shape)}"
+                f"numbers are {numbers.dtype} {tuple(numbers.shape)}, "
+                "want float (layers, 2, kv_heads, tokens, head_dim), none of them 0"
             )
         if prior is not None and (prior.shape != (self.tokens,) or prior.dtype != torch.float32):
             raise ValueError(
@@ -186,43 +277,13 @@ class ChunkKV:
         if self.position < 0:
             raise ValueError(f"position={self.position} must be at least 0")
 
-    def check_numbers(self) -> None:
-        """Check only the numbers, which takes a fifth of the time of writing them to a file.
-
-        Raises:
-            NotFiniteError: when one is NaN or infinite.
-        """
-        prior = () if self.prior is None else (self.prior[None],)
-        for part in (self.keys, self.values, *prior):
-            # Layer by layer, since only a layer is sure to be contiguous: ten times as fast.
-            if not all(map(is_finite, part)):
-                raise NotFiniteError("holds NaN or infinity")
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return one layer's keys and values, each (kv_heads, tokens, head_dim), not copied."""
-        return self.keys[index], self.values[index]
-
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkKV:
-        """Return the same chunk KV with each of its tensors as ``change`` returns it."""
-        prior = None if self.prior is None else change(self.prior)
-        return replace(self, keys=change(self.keys), values=change(self.values), prior=prior)
-
-
-class NotFiniteError(ValueError):
-    """Numbers of a chunk KV are NaN or infinite."""
-
-
-class NumbersCheck:
-    """A check of a chunk's numbers, run once, by the first tier that needs it."""
-
-    def __init__(self, kv: ChunkKV) -> None:
-        self._unchecked: ChunkKV | None = kv
-
-    def __call__(self) -> None:
-        """Raise NotFiniteError when one is NaN or infinite."""
-        if self._unchecked is not None:
-            self._unchecked.check_numbers()
-            self._unchecked = None
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or infinite; a fifth of the time of writing them to a file."""
+        if self.prior is not None and not is_finite(self.prior):
+            return False
+        if self.scales is not None:
+            return are_finite(self.numbers, self.scales, self.dtype)
+        return all(map(is_finite, self.numbers))  # only a layer is sure to be contiguous
 
 
 def is_finite(tensor: Tensor) -> bool:

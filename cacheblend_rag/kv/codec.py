@@ -1,273 +1,353 @@
 """Encodes chunk KV as one safetensors object per chunk, and checks it when decoding.
 
-Layout: the safetensors header (8 bytes of length, JSON), then ``prior`` where there is
-one, ``scales`` where numbers are stored in a byte, then ``kv``: (layers, 2, kv_heads, tokens,
-head_dim), keys before values, so that a layer is one range of bytes. The header's metadata carries
-format, key, fingerprint, position, token count, precision (``native``, or ``fp8`` and what type it
-stands for), ``mac`` (the kind of digests, see kv/mac.py), ``written`` (when the chunk was first
-stored, a Unix time; where a key vouches for it), ``layers`` (a digest of each layer's bytes) and
-``head``: one over all of these, the tensors' dtypes and shapes, the prior and the
-scales. So a layer can be read, checked and used before the others are there.
+Layout: the safetensors header (8 bytes of length, JSON), then ``prior`` where there is one,
+``scales`` where numbers are stored as codes (kv/precision.py), then ``kv``: (layers, 2, kv_heads,
+tokens, head_dim), keys before values, so that a layer is one range of bytes. The header's metadata:
 
-kv/precision.py converts numbers to bytes and back. The codec rounds nothing: a chunk's numbers were
-rounded before, and are stored as its ``precision`` says. A chunk stays packed when it is read;
-callers that need the numbers unpack them.
+- ``format``, ``key``, ``position``: see FORMAT, KVKey, ChunkKV
+- ``dtype``, ``precision``: the model's type, and whether its numbers or codes are stored
+- ``mac``: the kind of digests, see kv/mac.py
+- ``written``: when the chunk was first stored, a Unix time; believed if a key vouches for it
+- ``layers``: a digest of each layer's bytes, so that one is checked and used before the others
+- ``head``: a digest of all of these, the tensors' descriptions, the prior and the scales
+
+Objects come from stores that others may write to. A header's metadata and the shape of ``kv`` say
+what the rest of it must be, and how long the object is; nothing else is read.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cacheblend_rag.errors import BadSignatureError, DamagedChunkError, ForeignChunkError
-from cacheblend_rag.kv.chunk_header import (
-    DIGEST_DIGITS,
-    DTYPE_NAMES,
-    FORMAT,
-    PREFIX_BYTES,
-    STORED_DTYPES,
-    ChunkHeader,
-    body_start,
-    check_mac,
-    check_shapes,
-    head_digest,
-    header_bytes,
-    parse_header,
-    precision_of,
-    precision_text,
-    spans_of,
-)
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, is_finite
-from cacheblend_rag.kv.mac import CHECKSUM, Mac
-from cacheblend_rag.kv.packed_kv import (
-    LayerKV,
-    PackedKV,
-    PackedLayer,
-    StoredKV,
-    packed,
-)
-from cacheblend_rag.kv.precision import CODES, are_finite, are_written
+from cacheblend_rag.kv.chunk_kv import FORMAT_VERSION, ChunkKV, KVKey
+from cacheblend_rag.kv.mac import CHECKSUM, DIGITS, MAC_NAMES, VARIABLE, Mac
+from cacheblend_rag.kv.precision import CODES, are_written
 from cacheblend_rag.settings import Precision
 
+FORMAT = f"cacheblend-rag/{FORMAT_VERSION}"
 NOT_FINITE = "holds NaN or infinity"
 HEAD_BYTES = 1 << 14
 """Bytes of an object that are read first; they usually contain its header and prior."""
+MAX_HEADER_BYTES = 1 << 16
+MAX_BODY_BYTES = 1 << 36
+
+_PREFIX_BYTES = 8
+_ALIGNMENT = 64
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_STORED = {**_DTYPES, "F8_E4M3": CODES, "I8": torch.int8}
+_DIGEST = f"[0-9a-f]{{{DIGITS}}}"
+_METADATA = {
+    "format": re.escape(FORMAT),
+    "key": "[0-9a-f]{64}-[0-9a-f]{32}(-[0-9a-f]{32})?",
+    "position": "0|[1-9][0-9]{0,9}",
+    "dtype": "|".join(_DTYPES),
+    "precision": "native|fp8",
+    "mac": "|".join(MAC_NAMES),
+    "written": r"[0-9]{1,12}\.[0-9]{6}",
+    "layers": f"({_DIGEST})+",
+    "head": _DIGEST,
+}
+"""All metadata, and what each is like."""
 
 Parts = list[bytes | memoryview]
 """One object's bytes in order, as separate buffers."""
+Fields = dict[str, dict[str, Any]]
+"""A header's description of tensors: of each its dtype, shape, and offsets behind the header."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
     """A stored chunk without its layers, checked; and the position of each layer in the object.
 
-    dtype: of keys and values. precision: how these are stored. scales: (layers, 2 * kv_heads) int8,
-    None if numbers are stored unchanged. nbytes: of the whole object. start: where layer 0 begins
-    in it. prior: (tokens,) float32. written_at: when the chunk was first stored, a Unix time, if
-    the object says so and is signed with a key.
+    shape: of keys and of values, (layers, kv_heads, tokens, head_dim). dtype, position, prior,
+    scales: see ChunkKV. start: where layer 0 begins in the object. digests: of each layer.
+    written_at: when the chunk was first stored, a Unix time, if the object is signed with a key.
     """
 
-    position: int
-    layers: int
-    kv_heads: int
-    tokens: int
-    head_dim: int
+    shape: tuple[int, int, int, int]
     dtype: torch.dtype
+    position: int
     prior: Tensor | None
-    nbytes: int
+    scales: Tensor | None
     start: int
-    checksums: tuple[str, ...]
-    precision: Precision = "native"
-    scales: Tensor | None = None
-    mac: Mac = CHECKSUM
-    written_at: float | None = None
+    digests: Sequence[str]
+    mac: Mac
+    written_at: float | None
 
     @property
-    def _stored(self) -> torch.dtype:
-        return self.dtype if self.precision == "native" else CODES
+    def precision(self) -> Precision:
+        """The form in which the numbers are stored."""
+        return "native" if self.scales is None else "fp8"
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer, keys and values."""
-        return 2 * self.kv_heads * self.tokens * self.head_dim * self._stored.itemsize
+        return 2 * prod(self.shape[1:]) * self._stored.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole object."""
+        return self.span(0, self.shape[0])[1]
+
+    @property
+    def _stored(self) -> torch.dtype:
+        return self.dtype if self.scales is None else CODES
 
     def span(self, first: int, last: int) -> tuple[int, int]:
         """Return where layers ``first`` to ``last - 1`` begin and end in the object."""
         return self.start + first * self.layer_bytes, self.start + last * self.layer_bytes
 
-    def checked(self, first: int, last: int, raw: Tensor) -> list[LayerKV]:
-        """Check the bytes of layers ``first`` to ``last - 1``; return each as views of them.
+    def checked(self, first: int, last: int, raw: Tensor) -> ChunkKV:
+        """Check the bytes of layers ``first`` to ``last - 1``; return these layers, views of them.
 
-        raw: ((last - first) * layer_bytes,) uint8. Each layer's digest and numbers are checked
-        together, while they are in the processor's cache. Raises DamagedChunkError.
+        Each layer's digest and numbers are checked together, while they are in the processor's
+        cache. A writer with the store's key has checked the numbers. Raises DamagedChunkError.
+
+        raw: ((last - first) * layer_bytes,) uint8.
         """
         size, text = self.layer_bytes, _bytes_of(raw)
         if raw.numel() != (last - first) * size:
             raise DamagedChunkError(f"layer {first + raw.numel() // size} was cut short")
-        found: list[LayerKV] = []
-        numbers = raw.view(self._stored).view(-1, 2, self.kv_heads, self.tokens, self.head_dim)
-        for index, kv in enumerate(numbers.unbind(0)):
-            layer = first + index
-            if not self.mac.holds(self.checksums[layer], text[index * size : (index + 1) * size]):
-                raise DamagedChunkError(f"checksum of layer {layer} does not match")
-            if self.scales is None:
-                is_sound, keys_values = is_finite(kv), kv.unbind(0)
-                found.append((keys_values[0], keys_values[1]))
-            else:
-                is_sound = are_finite(kv, self.scales[layer], self.dtype)
-                found.append(PackedLayer(kv, self.scales[layer], self.dtype))
-            if not is_sound:
+        found = self._layers(first, last, raw)
+        for index in range(last - first):
+            own = text[index * size : (index + 1) * size]
+            if not self.mac.holds(self.digests[first + index], own):
+                raise DamagedChunkError(f"checksum of layer {first + index} does not match")
+            if not self.mac.by_key and not found.layer(index).is_finite():
                 raise DamagedChunkError(NOT_FINITE)
         return found
 
-    def whole(self, raw: Tensor) -> StoredKV:
-        """Check all layers' bytes, raw: (layers * layer_bytes,) uint8; return views of them."""
-        self.checked(0, self.layers, raw)
-        shape = (self.layers, 2, self.kv_heads, self.tokens, self.head_dim)
-        kv = raw.view(self._stored).view(shape)
+    def _layers(self, first: int, last: int, raw: Tensor) -> ChunkKV:
+        _, *each = self.shape
+        numbers = raw.view(self._stored).view(last - first, 2, *each)
         if self.scales is None:
-            keys, values = kv.unbind(1)
-            return ChunkKV(keys, values, self.position, self.prior)
-        return PackedKV(kv, self.scales, self.dtype, self.position, self.prior)
+            return ChunkKV(numbers, self.position, self.prior)
+        return ChunkKV(numbers, self.position, self.prior, self.scales[first:last], self.dtype)
 
 
 class ChunkObject:
     """A chunk as one safetensors object of ``nbytes``; ``parts`` computes the digests.
 
-    Layers that are on the CPU, contiguous and stored unchanged, are not copied.
+    Layers that are on the CPU and contiguous are not copied.
 
-    kv: a chunk of valid form. check: checks its numbers, unless that was done; ``parts`` calls it,
-    and raises its errors. written_at: when the chunk was first stored, a Unix time, to be kept in
-    the object; None keeps none. Raises ValueError for a dtype that is not stored.
+    Args:
+        key: the name it is stored under.
+        kv: a whole chunk of valid form and finite numbers.
+        mac: the MAC of its bytes.
+        written_at: when the chunk was first stored, a Unix time.
+
+    Raises:
+        ValueError: for a dtype that is not stored, or too many layers for a header.
     """
 
     def __init__(
-        self,
-        key: KVKey,
-        kv: StoredKV,
-        mac: Mac = CHECKSUM,
-        *,
-        check: Callable[[], None] = lambda: None,
-        written_at: float | None = None,
+        self, key: KVKey, kv: ChunkKV, mac: Mac = CHECKSUM, *, written_at: float = 0.0
     ) -> None:
-        if kv.dtype not in DTYPE_NAMES:
-            known = ", ".join(map(str, DTYPE_NAMES))
-            raise ValueError(f"dtype {kv.dtype} is none of {known}")
-        kv = kv if isinstance(kv, PackedKV) else packed(kv, kv.precision)
-        own = [] if kv.prior is None else [_bytes_of(kv.prior.detach().cpu().contiguous())]
-        self._layers = _layers_of(kv)
-        if isinstance(kv, PackedKV):
-            own.append(_bytes_of(kv.exponents.cpu().contiguous()))
-        self._own, self._spans, self._mac, self._check = own, spans_of(kv), mac, check
+        if kv.dtype not in _NAMES:
+            raise ValueError(f"dtype {kv.dtype} is none of {', '.join(map(str, _NAMES))}")
+        own = [tensor for tensor in (kv.prior, kv.scales) if tensor is not None]
+        self._own = [_bytes_of(tensor.cpu().contiguous()) for tensor in own]
+        self._layers = [_bytes_of(one.contiguous()) for one in kv.numbers.detach().cpu()]
+        self._mac = mac
         self._metadata = {
             "format": FORMAT,
             "key": str(key),
-            "fingerprint": key.fingerprint,
             "position": str(kv.position),
-            "tokens": str(kv.tokens),
-            "precision": precision_text(kv),
+            "dtype": _NAMES[kv.dtype],
+            "precision": kv.precision,
             "mac": mac.name,
-            **({} if written_at is None else {"written": f"{max(written_at, 0):.6f}"}),
+            "written": f"{max(written_at, 0):.6f}",
         }
-        self._body = [*own, *(part for parts in self._layers for part in parts)]
-        blank = "0" * DIGEST_DIGITS
+        optional = () if kv.prior is None else ("prior",)
+        self._fields = _fields_of(self._metadata, kv.numbers.shape, optional)
+        blank = "0" * DIGITS
         head = self._header(blank * len(self._layers), blank)
-        self.nbytes = len(head) + sum(part.nbytes for part in self._body)
+        self.nbytes = len(head) + sum(part.nbytes for part in (*self._own, *self._layers))
 
     def parts(self) -> Parts:
-        """Return all of it, in order, after checking the numbers."""
-        self._check()
-        layers = "".join(self._mac.digest(*parts) for parts in self._layers)
+        """Return all of it, in order."""
+        layers = "".join(self._mac.digest(layer) for layer in self._layers)
         metadata = {**self._metadata, "layers": layers}
-        head = head_digest(self._mac, metadata, self._spans, *self._own)
-        return [self._header(layers, head), *self._body]
+        head = _head_digest(self._mac, metadata, self._fields, self._own)
+        return [self._header(layers, head), *self._own, *self._layers]
 
     def _header(self, layers: str, head: str) -> bytes:
-        return header_bytes({**self._metadata, "layers": layers, "head": head}, self._spans)
+        metadata = {**self._metadata, "layers": layers, "head": head}
+        text = _compact({"__metadata__": metadata, **self._fields})
+        text += b" " * (-(_PREFIX_BYTES + len(text)) % _ALIGNMENT)
+        if len(text) > MAX_HEADER_BYTES:
+            raise ValueError(f"too many layers for a header of {MAX_HEADER_BYTES} bytes")
+        return struct.pack("<Q", len(text)) + text
 
 
 def read_head(
     read: Callable[[int, int], Tensor], nbytes: int, key: KVKey, mac: Mac = CHECKSUM
 ) -> Head:
-    """Read and check the head of an object of ``nbytes``.
+    """Read and check the head of an object.
 
-    read: returns the object's bytes from start to end, (end - start,) uint8. Nothing is asked for
-    that the object does not have or that is beyond a head's limits. Raises DamagedChunkError,
-    BadSignatureError, ForeignChunkError when it is another key's or format's, and what ``read``
-    raises.
+    Nothing is asked for that the object does not have or that is beyond a head's limits.
+
+    Args:
+        read: returns the object's bytes from start to end, (end - start,) uint8.
+        nbytes: of the whole object.
+        key: the chunk that it should be.
+        mac: the store's MAC.
+
+    Raises:
+        DamagedChunkError: when it is no chunk KV, cut short or altered.
+        BadSignatureError: when it was not written with the store's key.
+        ForeignChunkError: when it is another key's or format's; and what ``read`` raises.
     """
     first = read(0, min(nbytes, HEAD_BYTES))
-    start = body_start(first, nbytes)
+    start = _body_start(first, nbytes)
     if start > first.numel():
         first = read(0, start)
-    header = parse_header(bytes(first[PREFIX_BYTES:start].numpy()), start, nbytes - start)
-    check_mac(header.metadata, mac)
-    check_shapes(header.metadata, header.spans)
+    metadata, told = _parsed(bytes(first[_PREFIX_BYTES:start].numpy()))
+    _check_mac(metadata["mac"], mac)
+    fields = _checked_fields(metadata, told, nbytes - start)
     own: dict[str, Tensor] = {}
-    for name, span in header.spans.items():
+    for name, field in fields.items():
         if name != "kv":
-            begin, end = start + span.start, start + span.end
+            begin, end = (start + offset for offset in field["data_offsets"])
             raw = first[begin:end] if end <= first.numel() else read(begin, end)
             # not a view: it would hold on to what it lies in
-            own[name] = raw.clone().view(STORED_DTYPES[span.dtype]).view(span.shape)
-    return _checked_head(header, own, nbytes, key, mac)
-
-
-def _layers_of(kv: StoredKV) -> list[list[memoryview]]:
-    """Return each layer's bytes: one part if keys and values are adjacent in memory, else two."""
-    if isinstance(kv, PackedKV):
-        return [[_bytes_of(codes.contiguous())] for codes in kv.codes.cpu()]
-    keys, values = kv.keys.detach().cpu(), kv.values.detach().cpu()
-    return [_side_by_side(*layer) for layer in zip(keys, values, strict=True)]
-
-
-def _side_by_side(keys: Tensor, values: Tensor) -> list[memoryview]:
-    keys, values = keys.contiguous(), values.contiguous()
-    end = keys.data_ptr() + keys.nbytes
-    same = keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
-    if same and end == values.data_ptr():
-        return [_bytes_of(keys.as_strided((2 * keys.numel(),), (1,)))]
-    return [_bytes_of(keys), _bytes_of(values)]
-
-
-def _checked_head(
-    header: ChunkHeader, own: Mapping[str, Tensor], nbytes: int, key: KVKey, mac: Mac
-) -> Head:
-    metadata, span = header.metadata, header.spans["kv"]
-    tensors = [_bytes_of(own[name]) for name in ("prior", "scales") if name in own]
-    if head_digest(mac, metadata, header.spans, *tensors) != metadata["head"]:
+            own[name] = raw.clone().view(_STORED[field["dtype"]]).view(field["shape"])
+    prior, scales = own.get("prior"), own.get("scales")
+    digest = _head_digest(mac, metadata, fields, [_bytes_of(tensor) for tensor in own.values()])
+    if digest != metadata["head"]:
         if mac.by_key:
             raise BadSignatureError("was written with another key, or is damaged")
         raise DamagedChunkError("checksum of the head does not match")
     if metadata["key"] != str(key):
         raise ForeignChunkError(f"holds {metadata['key']}, not {key}")
-    prior = own.get("prior")
     if prior is not None and not prior.isfinite().all():
         raise DamagedChunkError(NOT_FINITE)
-    if "scales" in own and not are_written(own["scales"]):
+    if scales is not None and not are_written(scales):
         raise DamagedChunkError("scales are out of the range that this version writes")
-    layers, _, kv_heads, tokens, head_dim = span.shape
-    precision, dtype = precision_of(metadata, span.dtype)
+    layers, _, kv_heads, tokens, head_dim = fields["kv"]["shape"]
     return Head(
+        shape=(layers, kv_heads, tokens, head_dim),
+        dtype=_DTYPES[metadata["dtype"]],
         position=int(metadata["position"]),
-        layers=layers,
-        kv_heads=kv_heads,
-        tokens=tokens,
-        head_dim=head_dim,
-        dtype=dtype,
         prior=prior,
-        nbytes=nbytes,
-        start=header.start + span.start,
-        checksums=tuple(re.findall(f".{{{DIGEST_DIGITS}}}", metadata["layers"])),
-        precision=precision,
-        scales=own.get("scales"),
+        scales=scales,
+        start=start + fields["kv"]["data_offsets"][0],
+        digests=re.findall(_DIGEST, metadata["layers"]),
         mac=mac,
-        written_at=float(metadata["written"]) if mac.by_key and "written" in metadata else None,
+        written_at=float(metadata["written"]) if mac.by_key else None,
     )
+
+
+def _body_start(first: Tensor, nbytes: int) -> int:
+    """Return where the tensors begin in an object of nbytes; first: its first bytes, uint8."""
+    if first.numel() < _PREFIX_BYTES:
+        raise DamagedChunkError("too short for a safetensors header")
+    (length,) = struct.unpack("<Q", bytes(first[:_PREFIX_BYTES].numpy()))
+    start: int = _PREFIX_BYTES + length
+    if length > MAX_HEADER_BYTES:
+        raise DamagedChunkError(f"header claims {length} bytes, more than {MAX_HEADER_BYTES}")
+    if start > nbytes:
+        raise DamagedChunkError("truncated within its header")
+    if start % _PREFIX_BYTES:
+        raise DamagedChunkError("header is not padded to 8 bytes")
+    if nbytes - start > MAX_BODY_BYTES:
+        raise DamagedChunkError(f"more than {MAX_BODY_BYTES} bytes")
+    return start
+
+
+def _parsed(header: bytes) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return a header's metadata, each as it should be, and its other fields, unchecked."""
+    try:
+        fields = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise DamagedChunkError("header is no JSON") from error
+    metadata = fields.pop("__metadata__", None) if isinstance(fields, dict) else None
+    if not isinstance(metadata, dict):
+        raise DamagedChunkError("header carries no metadata")
+    stored_format = metadata.get("format")
+    if not isinstance(stored_format, str) or not stored_format.startswith("cacheblend-rag/"):
+        raise DamagedChunkError("no chunk KV")
+    if stored_format != FORMAT:
+        raise ForeignChunkError(f"format is {stored_format!r:.80}, not {FORMAT!r}")
+    if metadata.keys() != _METADATA.keys():
+        raise DamagedChunkError("metadata is not that of a chunk KV")
+    for name, pattern in _METADATA.items():
+        if not isinstance(metadata[name], str) or not re.fullmatch(pattern, metadata[name]):
+            raise DamagedChunkError(f"{name} is not that of a chunk KV")
+    return metadata, fields
+
+
+def _check_mac(name: str, mac: Mac) -> None:
+    """Check that an object is signed with the store's kind of MAC."""
+    if name == mac.name:
+        return
+    if mac.by_key:
+        raise BadSignatureError("was not written with the store's key")
+    raise BadSignatureError(f"was written with a key, and {VARIABLE} is not set")
+
+
+def _checked_fields(
+    metadata: Mapping[str, str], fields: Mapping[str, Any], body_bytes: int
+) -> Fields:
+    """Return what a writer makes of a header's metadata and shape, if that is all it describes."""
+    match fields.get("kv"):
+        case {"shape": [layers, 2, _, _, _] as shape} if all(
+            type(size) is int and size > 0 for size in shape
+        ):
+            wanted = _fields_of(metadata, shape, fields)
+        case _:
+            raise DamagedChunkError("kv is not (layers, 2, kv_heads, tokens, head_dim)")
+    if len(metadata["layers"]) != layers * DIGITS:
+        raise DamagedChunkError(f"header has no checksum for each of {layers} layers")
+    if fields != wanted:
+        raise DamagedChunkError("header does not describe the tensors of its chunk")
+    described = wanted["kv"]["data_offsets"][1]
+    if described != body_bytes:
+        raise DamagedChunkError(f"header describes {described} tensor bytes, {body_bytes} follow")
+    return wanted
+
+
+def _fields_of(metadata: Mapping[str, str], shape: Sequence[int], names: Container[str]) -> Fields:
+    """Return a header's description of a chunk's tensors, in the order of their bytes.
+
+    shape: of ``kv``. names: has ``prior`` if there is one.
+    """
+    layers, _, kv_heads, tokens, _ = shape
+    tensors: dict[str, tuple[str, list[int]]] = {}
+    if "prior" in names:
+        tensors["prior"] = "F32", [tokens]
+    if metadata["precision"] == "fp8":
+        tensors["scales"] = "I8", [layers, 2 * kv_heads]
+    tensors["kv"] = "F8_E4M3" if "scales" in tensors else metadata["dtype"], list(shape)
+    start, fields = 0, Fields()
+    for name, (dtype, own) in tensors.items():
+        end = start + prod(own) * _STORED[dtype].itemsize
+        fields[name] = {"dtype": dtype, "shape": own, "data_offsets": [start, end]}
+        start = end
+    return fields
+
+
+def _head_digest(
+    mac: Mac, metadata: Mapping[str, str], fields: Fields, own: Sequence[memoryview]
+) -> str:
+    """Return the digest of a header without its ``head``, and of the tensors other than layers."""
+    essential = {name: text for name, text in metadata.items() if name != "head"}
+    return mac.digest(_compact([sorted(essential.items()), sorted(fields.items())]), *own)
+
+
+def _compact(fields: Any) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -12,9 +12,8 @@ from typing import Any, Self, cast
 from weakref import ref
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.opening import Way
-from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV
 from cacheblend_rag.kv.reading import Reservation, SharedReads
 from cacheblend_rag.kv.shared_chunk import Found, Part, SharedChunk
 from cacheblend_rag.kv.timings import BusySeconds, LayerWait
@@ -150,7 +149,7 @@ class LayerSource:
             self.want(layer)
             return LayerWait((c.tier, place.parts[first]) for place, c, first in self._asked(layer))
 
-    def layer(self, layer: int) -> list[LayerKV | StoreError]:
+    def layer(self, layer: int) -> list[ChunkKV | StoreError]:
         """Return one layer of all used chunks, in order, after waiting for them.
 
         An unreadable chunk is replaced by its error.
@@ -167,7 +166,7 @@ class LayerSource:
             self._read_ahead()
         return parts
 
-    def in_memory(self) -> list[StoredKV] | None:
+    def in_memory(self) -> list[ChunkKV] | None:
         """Return the used chunks, in order, as their tiers hold them, instead of their layers.
 
         None unless all of them are in memory in the prompt's form.
@@ -386,7 +385,7 @@ def _found(opened: Future[Found]) -> Found:
         return Found(None, Miss.STORE_ERROR)
 
 
-def _part(chunk: SharedChunk, future: Future[Part], layer: int) -> LayerKV | StoreError:
+def _part(chunk: SharedChunk, future: Future[Part], layer: int) -> ChunkKV | StoreError:
     try:
         return future.result().layer(layer)
     except CancelledError:  # the store was closed meanwhile

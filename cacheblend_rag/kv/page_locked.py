@@ -19,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cacheblend_rag.kv.packed_kv import StoredKV
+from cacheblend_rag.kv.chunk_kv import ChunkKV
 
 ALIGNMENT = 64
 """Of each tensor in the memory of a chunk, in bytes."""
@@ -103,7 +103,7 @@ class PageLockedMemory:
         )
         return None
 
-    def copied(self, kv: StoredKV) -> StoredKV | None:
+    def copied(self, kv: ChunkKV) -> ChunkKV | None:
         """Return a copy of a chunk in page-locked memory; None if there is none for it."""
         sizes: list[int] = []
 

@@ -20,35 +20,31 @@ _HEADROOM = 15 / 16
 """Share of a dtype's largest number at which values are clamped, since rounding up overflows."""
 
 
-def pack(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def pack(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes and exponents of one layer.
 
     Args:
-        keys: (kv_heads, tokens, head_dim), as all of values.
-        values: of the same type.
+        numbers: (2, kv_heads, tokens, head_dim), keys before values.
 
     Returns:
-        Codes (2, kv_heads, tokens, head_dim), and the exponents of their scales, (2 * kv_heads,)
-        int8, of keys before those of values.
+        Codes, of the same shape, and the exponents of their scales, (2 * kv_heads,) int8.
     """
-    kv = torch.stack((keys, values)).float()
-    most = torch.finfo(keys.dtype).max * _HEADROOM
-    kv = kv.clamp(-most, most)
+    most = torch.finfo(numbers.dtype).max * _HEADROOM
+    kv = numbers.float().clamp(-most, most)
     exponents = _exponents(kv)
     return (kv * _scales_of(-exponents)).to(CODES), exponents.flatten().to(torch.int8)
 
 
-def unpack(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return keys and values, each (kv_heads, tokens, head_dim), of what ``pack`` returned."""
+def unpack(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of what ``pack`` returned, of one layer or of several in one tensor."""
     # Exact whatever it is computed in, but that float16 has no scale so small.
     working = torch.float32 if dtype == torch.float16 else dtype
-    numbers = _numbers(codes).to(working)
-    keys, values = numbers.mul_(_scales_of(_by_head(exponents)).to(working)).to(dtype)
-    return keys, values
+    scales = _scales_of(_by_head(codes, exponents)).to(working)
+    return _numbers(codes).to(working).mul_(scales).to(dtype)
 
 
 def are_finite(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> bool:
-    """Whether codes decode to finite numbers of a dtype.
+    """Whether codes, of any layers, decode to finite numbers of a dtype.
 
     Raises nothing, whatever bytes they are; exponents are to be ``are_written`` ones.
     """
@@ -58,8 +54,8 @@ def are_finite(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> bool:
     most = torch.finfo(dtype).max
     if math.ldexp(_LARGEST, int(exponents.max())) <= most:
         return True
-    extremes = magnitudes.amax((2, 3), keepdim=True).view(CODES).double()
-    return not bool((torch.ldexp(extremes, _by_head(exponents).int()) > most).any())
+    extremes = magnitudes.amax((-2, -1), keepdim=True).view(CODES).double()
+    return not bool((torch.ldexp(extremes, _by_head(codes, exponents).int()) > most).any())
 
 
 def are_written(exponents: Tensor) -> bool:
@@ -68,9 +64,9 @@ def are_written(exponents: Tensor) -> bool:
     return int(least) >= _LEAST_EXPONENT and int(most) <= _MOST_EXPONENT
 
 
-def _by_head(exponents: Tensor) -> Tensor:
-    """Return a layer's exponents, not copied, in a shape that broadcasts with its codes."""
-    return exponents.view(2, -1, 1, 1)
+def _by_head(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Return exponents, not copied, in a shape that broadcasts with their codes."""
+    return exponents.view(*codes.shape[:-2], 1, 1)
 
 
 def _magnitudes(codes: Tensor) -> Tensor:
@@ -104,7 +100,7 @@ def _numbers(codes: Tensor) -> Tensor:
 
 def _exponents(kv: Tensor) -> Tensor:
     """Return the smallest exponents whose scales bring every number of a head into range."""
-    most = kv.abs().amax((2, 3), keepdim=True) / _LARGEST
+    most = kv.abs().amax((-2, -1), keepdim=True) / _LARGEST
     mantissa, exponent = torch.frexp(most)
     exponent = exponent - (mantissa == 0.5).int()
     return exponent.clamp(_LEAST_EXPONENT, _MOST_EXPONENT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast, overload
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,39 +14,10 @@ from cacheblend_rag.errors import DamagedChunkError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.mac import CHECKSUM, Mac
-from cacheblend_rag.kv.packed_kv import LayerKV, PackedKV, PackedLayer, StoredKV, unpacked_layer
 from cacheblend_rag.settings import Precision
 
 UNPACKED_BYTES = 1 << 20
 """How many numbers of a chunk in memory to unpack together."""
-
-
-class LayersInMemory(Sequence[LayerKV]):
-    """Views of some layers of a chunk, each created when it is accessed.
-
-    Creating all at once would be some hundred tensors per prompt, while other threads wait for the
-    interpreter lock.
-    """
-
-    def __init__(self, kv: StoredKV, first: int, last: int) -> None:
-        self._kv, self._layers = kv, range(first, last)
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    @overload
-    def __getitem__(self, index: int) -> LayerKV: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[LayerKV]: ...
-
-    def __getitem__(self, index: int | slice) -> LayerKV | list[LayerKV]:
-        if isinstance(index, slice):
-            return [self._of(layer) for layer in self._layers[index]]
-        return self._of(self._layers[index])
-
-    def _of(self, layer: int) -> LayerKV:
-        return self._kv.layer(layer)
 
 
 class ChunkReader(ABC):
@@ -79,20 +50,12 @@ class ChunkReader(ABC):
         return 2 * kv_heads * tokens * head_dim * self.dtype.itemsize
 
     @abstractmethod
-    def read(self, first: int, last: int) -> Sequence[LayerKV]:
+    def read(self, first: int, last: int) -> ChunkKV:
         """Read and check layers ``first`` to ``last - 1``; raises as a tier's ``_load`` does."""
 
-    def whole(self) -> StoredKV:
+    def whole(self) -> ChunkKV:
         """Read and check all layers at once; raises as ``read``."""
-        return self.assembled(self.read(0, self.layers))
-
-    def assembled(self, layers: Sequence[LayerKV]) -> StoredKV:
-        """Return the whole chunk from its layers, which are copied into one buffer."""
-        if isinstance(layers[0], PackedLayer):
-            packed = cast("Sequence[PackedLayer]", layers)
-            return PackedKV.joined(packed, self.position, self.prior)
-        kv = torch.stack([torch.stack(unpacked_layer(layer)) for layer in layers])
-        return ChunkKV(kv[:, 0], kv[:, 1], self.position, self.prior, self.precision)
+        return self.read(0, self.layers)
 
 
 class WholeReader(ChunkReader):
@@ -100,27 +63,22 @@ class WholeReader(ChunkReader):
 
     in_memory: ClassVar[bool] = True
 
-    def __init__(self, kv: StoredKV, written_at: float) -> None:
-        layers, kv_heads, tokens, head_dim = kv.shape
+    def __init__(self, kv: ChunkKV, written_at: float) -> None:
         self.kv, self.written_at = kv, written_at
-        self.shape, self.starts = (layers, kv_heads, tokens, head_dim), (0,)
+        self.shape, self.starts = kv.shape, (0,)
         self.dtype, self.position, self.prior = kv.dtype, kv.position, kv.prior
         self.precision = kv.precision
-        if isinstance(kv, PackedKV):
-            self.starts = range(0, layers, max(1, UNPACKED_BYTES // self.layer_bytes))
+        if self.layer_bytes:
+            self.starts = range(0, self.layers, max(1, UNPACKED_BYTES // self.layer_bytes))
 
     @property
     def layer_bytes(self) -> int:
         """0, unless it must be unpacked."""
-        return super().layer_bytes if isinstance(self.kv, PackedKV) else 0
+        return 0 if self.kv.precision == "native" else super().layer_bytes
 
-    def read(self, first: int, last: int) -> Sequence[LayerKV]:
-        """Return views of layers ``first`` to ``last - 1``."""
-        return LayersInMemory(self.kv, first, last)
-
-    def assembled(self, layers: Sequence[LayerKV]) -> StoredKV:
-        """Return the chunk, which is whole already."""
-        return self.kv
+    def read(self, first: int, last: int) -> ChunkKV:
+        """Return layers ``first`` to ``last - 1``, not copied."""
+        return self.kv.part(first, last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,23 +106,17 @@ class RangeReader(ChunkReader):
     ) -> None:
         self._head, self._read_range, self._stored_at = head, read_range, written_at
         self.written_at = written_at if head.written_at is None else head.written_at
-        self.shape = (head.layers, head.kv_heads, head.tokens, head.head_dim)
+        self.shape = head.shape
         self.dtype, self.position, self.prior = head.dtype, head.position, head.prior
         self.precision = head.precision
         # What is read ahead is limited as it is unpacked.
-        self.starts = _starts(head.layers, least // head.layer_bytes, most // self.layer_bytes)
+        self.starts = _starts(self.layers, least // head.layer_bytes, most // self.layer_bytes)
 
-    def read(self, first: int, last: int) -> list[LayerKV]:
+    def read(self, first: int, last: int) -> ChunkKV:
         """Read the layers as one range; also raises OSError if the object was replaced."""
-        return self._head.checked(first, last, self._range(first, last))
-
-    def whole(self) -> StoredKV:
-        """As for any reader; the chunk is views of the bytes read, without a copy."""
-        return self._head.whole(self._range(0, self.layers))
-
-    def _range(self, first: int, last: int) -> Tensor:
         span = self._head.span(first, last)
-        return _part_of(self._read_range, *span, self._head.nbytes, self._stored_at)
+        raw = _part_of(self._read_range, *span, self._head.nbytes, self._stored_at)
+        return self._head.checked(first, last, raw)
 
 
 def open_ranges(
@@ -195,7 +147,7 @@ def open_ranges(
     reader = RangeReader(head, read_range, written_at, least, most)
     if first.numel() < total:
         return reader
-    kv = head.whole(first[slice(*head.span(0, head.layers))])
+    kv = head.checked(0, reader.layers, first[head.start :])
     return WholeReader(kv, reader.written_at)
 
 

@@ -11,11 +11,10 @@ from functools import partial
 from weakref import WeakValueDictionary
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.expiry import Expiry
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.opening import Opening, Search, TierThreads, Way
-from cacheblend_rag.kv.packed_kv import StoredKV
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.shared_chunk import Found, Part, SharedChunk
 from cacheblend_rag.kv.stored_chunk import StoredChunk, miss_of
@@ -153,7 +152,7 @@ class SharedReads:
             if is_held and self._opening.is_current(search):
                 keep_in(self._tiers[:depth], search.key, chunk)
 
-    def _keep_read(self, key: KVKey, depth: int, reader: ChunkReader, kv: StoredKV) -> None:
+    def _keep_read(self, key: KVKey, depth: int, reader: ChunkReader, kv: ChunkKV) -> None:
         """As _keep_found, for a chunk that was read layer by layer."""
         with self._locks.tried(key) as is_held:
             read = [self._open.get((key, way)) for way in _KEEPING]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
-from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV, unpacked_layer
-from cacheblend_rag.kv.reader import ChunkReader, LayersInMemory, WholeReader
+from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.reason import Reason
 
 PARTS_AT_ONCE = 16
@@ -24,19 +24,16 @@ Submit = Callable[[Callable[[], "Part"]], "Future[Part]"]
 """Runs work on one of the store's threads."""
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Part:
     """Some layers of a chunk that were read together, ``first`` the first of them."""
 
-    def __init__(self, first: int, layers: Sequence[LayerKV]) -> None:
-        self.first, self.layers = first, layers
+    first: int
+    kv: ChunkKV
 
-    def layer(self, index: int) -> LayerKV:
+    def layer(self, index: int) -> ChunkKV:
         """Return one layer of the chunk."""
-        return self.layers[index - self.first]
-
-    def unpacked(self) -> Part:
-        """Return the same layers as numbers of the model's type."""
-        return Part(self.first, [unpacked_layer(layer) for layer in self.layers])
+        return self.kv.layer(index - self.first)
 
 
 class SharedChunk:
@@ -54,8 +51,8 @@ class SharedChunk:
         self,
         reader: ChunkReader,
         tier: str,
-        read: Callable[[int, int], Sequence[LayerKV]],
-        keep: Callable[[StoredKV], None] | None = None,
+        read: Callable[[int, int], ChunkKV],
+        keep: Callable[[ChunkKV], None] | None = None,
         *,
         at_once: int = PARTS_AT_ONCE,
         unpacks: bool = True,
@@ -70,7 +67,7 @@ class SharedChunk:
         self._under_way: dict[int, Future[Part]] = {}
         self._held: WeakValueDictionary[int, Part] = WeakValueDictionary()
         self._kept: dict[int, Part] = {}
-        self._whole: StoredKV | None = None
+        self._whole: ChunkKV | None = None
         self.failure: StoreError | None = None
 
     @property
@@ -86,7 +83,7 @@ class SharedChunk:
         return not self._unpacks and (self.reader.in_memory or self._whole is not None)
 
     @property
-    def in_memory(self) -> StoredKV | None:
+    def in_memory(self) -> ChunkKV | None:
         """The chunk as its tier holds it, if that is memory and the prompt's form; else None."""
         if isinstance(self.reader, WholeReader) and not self._unpacks:
             return self.reader.kv
@@ -145,7 +142,7 @@ class SharedChunk:
         """Return a part as stored, if no read is needed."""
         last = self.last_of(first)
         if self._whole is not None:
-            return Part(first, LayersInMemory(self._whole, first, last))
+            return Part(first, self._whole.part(first, last))
         if self.reader.in_memory:
             return Part(first, self.reader.read(first, last))
         return self._kept.get(first)
@@ -157,7 +154,7 @@ class SharedChunk:
             stored = self._stored(first)
         if stored is None:
             stored = self._read_stored(first)
-        part = stored.unpacked() if self._unpacks else stored
+        part = Part(first, stored.kv.unpacked()) if self._unpacks else stored
         with self._lock:
             self._held[first] = part
         return part
@@ -173,7 +170,7 @@ class SharedChunk:
             if self._keep is None and not self._is_held:
                 return part
             self._kept[first] = part
-            is_whole = sum(len(one.layers) for one in self._kept.values()) == self.reader.layers
+            is_whole = sum(one.kv.shape[0] for one in self._kept.values()) == self.reader.layers
             if self._keep is None or not is_whole:
                 return part
             keep, self._keep = self._keep, None
@@ -187,10 +184,9 @@ class SharedChunk:
             if self.failure is None or is_cause:
                 self.failure = error
 
-    def _assembled(self) -> StoredKV:
+    def _assembled(self) -> ChunkKV:
         """Join all parts; later reads use the joined chunk."""
-        parts = [self._kept[first] for first in sorted(self._kept)]
-        whole = self.reader.assembled([layer for part in parts for layer in part.layers])
+        whole = ChunkKV.joined([self._kept[first].kv for first in sorted(self._kept)])
         with self._lock:
             self._whole = whole
             self._kept.clear()

@@ -12,14 +12,13 @@ from weakref import WeakSet
 import torch
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, NotFiniteError, NumbersCheck
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.deletions import Deletions
 from cacheblend_rag.kv.expiry import Expiry
 from cacheblend_rag.kv.fetch import LayerSource, Threshold
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.mac import CHECKSUM, Mac, mac_of
 from cacheblend_rag.kv.opening import TierThreads, Way
-from cacheblend_rag.kv.packed_kv import packed
 from cacheblend_rag.kv.reading import SharedReads
 from cacheblend_rag.kv.stored_chunk import (
     READ_ONLY,
@@ -204,8 +203,7 @@ class TieredKVStore:
             self.reads.see(wanted)
         with self.locks.held(*wanted):
             found = self._chunks.get_many(wanted, promote=promote)
-        lookups = {key: got.lookup for key, got in found.items()}
-        return [lookups[key] for key in wanted]
+        return [found[key] for key in wanted]
 
     def fetch(
         self,
@@ -243,39 +241,23 @@ class TieredKVStore:
                 times.
 
         Returns:
-            A result that is true if any tier stored it, with the error otherwise.
+            A result that is true if any tier stored it, with the reason otherwise. NaN and infinity
+            are refused; they occur in models whose activations overflow in 16 bits.
 
         Raises:
             ValueError: when the tensors differ from ChunkKV's description.
         """
         self.expiry.sweep_now_and_then()
         kv.check_form()
-        check = NumbersCheck(kv)
-        chunk = StoredChunk(packed(kv, self.precision), first_stored_at(written_at), check)
+        if not kv.is_finite():
+            return PutResult(False, is_finite=False)
+        kept = kv.packed() if self.precision == "fp8" else kv
+        chunk = StoredChunk(kept, first_stored_at(written_at))
         self.reads.see([key])
         with self.locks.held(key), self.reads.changing(key):
-            taken = PutResult.of_tiers(
+            return PutResult.of_tiers(
                 [(tier.durable, tier.put(key, chunk)) for tier in self.tiers if tier.takes_puts]
             )
-        check()  # whether or not a tier has them: the counts do not depend on the tiers
-        return taken
-
-    def put_computed(self, key: KVKey, kv: ChunkKV) -> PutResult:
-        """Store computed KV: as put, but NaN and infinity are refused instead of raising.
-
-        They occur in models whose activations overflow in 16 bits.
-
-        Args:
-            key: the name it is stored under.
-            kv: the chunk KV; its tensors must not be written to afterwards.
-
-        Returns:
-            As put.
-        """
-        try:
-            return self.put(key, kv)
-        except NotFiniteError:
-            return PutResult(False, is_finite=False)
 
     def evict(self, key: KVKey) -> Evicted:
         """Remove a chunk from all tiers, pinned or not; returns 1 if it was stored, else 0.

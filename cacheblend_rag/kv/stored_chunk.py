@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,6 @@ from cacheblend_rag.errors import (
     StoreError,
 )
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.packed_kv import StoredKV
 from cacheblend_rag.reason import Miss, Reason, ReasonCode
 
 
@@ -31,15 +30,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A chunk KV and when it was first written, which moving it between tiers does not change.
+    """A chunk KV and when it was first written, which moving it between tiers does not change."""
 
-    check: checks the numbers, or does nothing if that was done, as when they were read. A tier
-    calls it before the chunk can be found there; writing may run at the same time.
-    """
-
-    kv: StoredKV
+    kv: ChunkKV
     written_at: float
-    check: Callable[[], None] = lambda: None
 
 
 Read = StoredChunk | StoreError | None

@@ -6,32 +6,18 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.expiry import Expiry
 from cacheblend_rag.kv.key_locks import KeyLocks
-from cacheblend_rag.kv.packed_kv import unpacked
 from cacheblend_rag.kv.reading import keep_in
-from cacheblend_rag.kv.stored_chunk import Entry, Lookup, Read, StoredChunk, miss_of
+from cacheblend_rag.kv.stored_chunk import Entry, Lookup, Read, miss_of
 from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.openmp import use_one_thread
 from cacheblend_rag.reason import Miss
-
-
-@dataclass(frozen=True, slots=True)
-class Got:
-    """The result of reading a chunk: the tier's chunk, or the reason of a miss."""
-
-    chunk: StoredChunk | None
-    told: Lookup
-
-    @property
-    def lookup(self) -> Lookup:
-        """The same with the chunk unpacked."""
-        return self.told if self.chunk is None else replace(self.told, kv=unpacked(self.chunk.kv))
 
 
 class WholeChunks:
@@ -50,21 +36,21 @@ class WholeChunks:
             missing = [key for key in missing if key not in held]
         return held
 
-    def get_many(self, keys: Iterable[KVKey], *, promote: bool) -> dict[KVKey, Got]:
+    def get_many(self, keys: Iterable[KVKey], *, promote: bool) -> dict[KVKey, Lookup]:
         """Read chunks, under their locks.
 
         promote: whether found chunks are kept in faster tiers.
         """
-        found = dict.fromkeys(keys, Got(None, Lookup.missed(Miss.NOT_STORED)))
+        found = dict.fromkeys(keys, Lookup.missed(Miss.NOT_STORED))
         for depth, tier in enumerate(self._tiers):
-            missing = [key for key, got in found.items() if got.chunk is None]
+            missing = [key for key, got in found.items() if got.kv is None]
             for key, read in zip(missing, self._read(tier, missing), strict=True):
                 if isinstance(read, StoreError):
                     reason = miss_of(read)
                     failed = tier.name if reason == Miss.STORE_ERROR else None
-                    found[key] = Got(None, Lookup.missed(reason, failed))
+                    found[key] = Lookup.missed(reason, failed)
                 elif read is not None:
-                    found[key] = Got(read, Lookup(None, tier.name, None))
+                    found[key] = Lookup(read.kv, tier.name, None)
                     if promote:
                         keep_in(self._tiers[:depth], key, read)
         return found

@@ -17,7 +17,7 @@ from cacheblend_rag.blend.copy_stream import (
     pinned_buffers_of,
 )
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.layer_part import LayerPart, Sendable, WholePart, sendable
+from cacheblend_rag.blend.layer_part import LayerPart, WholePart
 from cacheblend_rag.blend.placement import place_parts
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.rows import Mask
@@ -25,8 +25,8 @@ from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.blend.transfer import Laying, Upload
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.fetch import LayerSource, Threshold
-from cacheblend_rag.kv.packed_kv import LayerKV
 from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.shared_chunk import Found
 from cacheblend_rag.kv.store import TieredKVStore
@@ -93,13 +93,12 @@ class LoadedChunk:
         skipped = len(self.placed.before)
         return slice(skipped, skipped + self.placed.tokens)
 
-    def part(self, kv: LayerKV) -> Sendable:
+    def part(self, kv: ChunkKV) -> ChunkKV:
         """Return these tokens' part of one layer of the stored chunk, not copied."""
-        part = sendable(kv)
-        is_whole = part.tokens == self.placed.tokens
-        return part if is_whole else part.cut(self.own.start, self.own.stop)
+        is_whole = kv.tokens == self.placed.tokens
+        return kv if is_whole else kv.cut(self.own.start, self.own.stop)
 
-    def layer_part(self, layer: int, kv: LayerKV) -> LayerPart:
+    def layer_part(self, layer: int, kv: ChunkKV) -> LayerPart:
         """Return the same with its destination."""
         turn = None if self.turn is None else self.turn.of(layer)
         return LayerPart(self.placed.start, self.part(kv), turn)
@@ -288,7 +287,7 @@ class ChunkLoader:
         else:
             self._transfer = self._transfer_of(layer, parts)
 
-    def _transfer_of(self, layer: int, kvs: Sequence[LayerKV]) -> _Transfer:
+    def _transfer_of(self, layer: int, kvs: Sequence[ChunkKV]) -> _Transfer:
         parts = [chunk.layer_part(layer, kv) for chunk, kv in zip(self.used, kvs, strict=True)]
         if self._buffers is None:
             return _Plain(self.fused, layer, parts)

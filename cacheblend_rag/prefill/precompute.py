@@ -292,10 +292,7 @@ class Cut:
 
     def chunks(self) -> list[ChunkKV]:
         """Return the chunks, without a prior."""
-        return [
-            ChunkKV(kv[:, 0], kv[:, 1], start)
-            for kv, (start, _) in zip(self._cut, self._spans, strict=True)
-        ]
+        return [ChunkKV(kv, start) for kv, (start, _) in zip(self._cut, self._spans, strict=True)]
 
 
 def prior_layer(stack: DecoderStack) -> int:

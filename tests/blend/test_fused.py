@@ -36,7 +36,7 @@ def test_a_chunk_is_laid_where_it_stands(start: int) -> None:
     stack, ids = FakeStack(), torch.arange(TOKENS) * 7 % 50
     keys, values, _ = plain_kv(stack, ids[start - 2 if start else 0 : start + 6])
     lead = 2 if start else 0
-    kv = ChunkKV(keys[:, :, lead:].clone(), values[:, :, lead:].clone(), lead)
+    kv = ChunkKV.of(keys[:, :, lead:].clone(), values[:, :, lead:].clone(), lead)
     fused = numbered()
     before = fused.keys.clone()
     place(fused, stack, kv, start)
@@ -52,7 +52,7 @@ def test_a_chunk_is_laid_where_it_stands(start: int) -> None:
 def test_a_chunk_that_stays_where_it_was_is_not_turned() -> None:
     stack = FakeStack()
     keys, values, _ = plain_kv(stack, torch.arange(8))
-    kv, fused = ChunkKV(keys[:, :, 3:].clone(), values[:, :, 3:].clone(), 3), numbered()
+    kv, fused = ChunkKV.of(keys[:, :, 3:].clone(), values[:, :, 3:].clone(), 3), numbered()
     stack.rotation = None  # type: ignore[assignment,method-assign]
     place(fused, stack, kv, 3)
     assert torch.equal(fused.keys[:, :, 3:8], kv.keys)

@@ -10,12 +10,11 @@ import torch
 
 from cacheblend_rag.blend import placement
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.layer_part import LayerPart, Numbers, Sendable
+from cacheblend_rag.blend.layer_part import LayerPart
 from cacheblend_rag.blend.placement import place_parts
 from cacheblend_rag.blend.rotary import Rotation, rotated
 from cacheblend_rag.blend.stack import Geometry
-from cacheblend_rag.kv.packed_kv import PackedLayer
-from cacheblend_rag.kv.precision import pack
+from cacheblend_rag.kv import ChunkKV
 
 META = torch.device("meta")
 
@@ -32,8 +31,9 @@ def turn_by(by: float, pairs: int, *, interleaved: bool, device: Any = "cpu") ->
     return Rotation(angles.cos().to(device), angles.sin().to(device), interleaved)
 
 
-def part_of(kv: torch.Tensor, form: Any) -> Sendable:
-    return Numbers(*kv) if form == "native" else PackedLayer(*pack(*kv), kv.dtype)
+def part_of(kv: torch.Tensor, form: str) -> ChunkKV:
+    own = ChunkKV(kv[None], 0)
+    return own if form == "native" else own.packed()
 
 
 @pytest.mark.parametrize("form", ["native", "fp8"])
@@ -44,7 +44,7 @@ def test_chunks_are_placed_one_after_the_other_and_nothing_else_is_written(form:
     for start, by in ((1, turn_by(3, 4, interleaved=False)), (7, None)):
         own = part_of(torch.randn(2, 3, 4, 8).bfloat16(), form)
         parts.append(LayerPart(start, own, by))
-        keys, values = own.unpacked()
+        keys, values = own.keys[0], own.values[0]
         keys = keys if by is None else rotated(keys[None], by)[0]
         wanted_keys[1, :, start : start + 4] = keys
         wanted_values[1, :, start : start + 4] = values

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from cacheblend_rag.blend import FusedKV, RingKV
 from cacheblend_rag.blend.copy_stream import CopyStream, PinnedBuffers, pinned_buffers_of
-from cacheblend_rag.blend.layer_part import LayerPart, Numbers, Sendable
+from cacheblend_rag.blend.layer_part import LayerPart
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import Geometry
 from cacheblend_rag.blend.transfer import Download, Upload
-from cacheblend_rag.kv.packed_kv import PackedLayer
-from cacheblend_rag.kv.precision import pack
+from cacheblend_rag.kv import ChunkKV
 from tests.blend.fake_copy_stream import AtOnce, FakeCopyStream
 from tests.blend.fake_stack import FREQUENCIES, HEAD_DIM, KV_HEADS, LAYERS
 
@@ -73,10 +72,9 @@ def parts_of(layer: int, device: torch.device, form: Any = "native") -> list[Lay
     ]
 
 
-def formed(kv: Tensor, form: Any) -> Sendable:
-    if form == "native":
-        return Numbers(*kv)
-    return PackedLayer(*pack(*kv), kv.dtype)
+def formed(kv: Tensor, form: Any) -> ChunkKV:
+    own = ChunkKV(kv[None], 0)
+    return own if form == "native" else own.packed()
 
 
 def buffer(kind: str, shape: Geometry) -> FusedKV:
@@ -98,8 +96,7 @@ def laid_plainly(kind: str, copy_stream: Any, form: Any = "native") -> list[tupl
     fused, found = buffer(kind, geometry(copy_stream)), []
     for layer in range(LAYERS):
         for part in parts_of(layer, fused.keys.device, form):
-            kv = part.kv.unpacked() if isinstance(part.kv, PackedLayer) else part.kv.tensors
-            fused.place(layer, part.start, *kv, part.turn)
+            fused.place(layer, part.start, part.kv.keys[0], part.kv.values[0], part.turn)
         found.append(tuple(kv.clone() for kv in fused.layer(layer)))
     return found
 
@@ -161,7 +158,7 @@ def test_pinned_memory_is_copied_from_where_it_lies_and_held_until_then() -> Non
     )
     upload = Upload(
         buffers, fused, 0,
-        (LayerPart(p.start, Numbers(*(copy_stream.pin(kv.clone()) for kv in p.kv.tensors)), p.turn)
+        (LayerPart(p.start, p.kv.mapped(lambda kv: copy_stream.pin(kv.clone())), p.turn)
          for p in parts_of(0, fused.keys.device)),
         copy_stream.worked(),
     )  # fmt: skip
@@ -272,9 +269,7 @@ def test_nothing_on_the_way_synchronizes_a_gpu(form: str) -> None:
                 time.sleep(0.001)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    sent = formed(kv, form)
-    values = sent.unpacked()[1] if isinstance(sent, PackedLayer) else kv[1]
-    assert torch.equal(into[1], values)
+    assert torch.equal(into[1], formed(kv, form).values[0])
     assert not torch.equal(into[0], kv[0])
 
 

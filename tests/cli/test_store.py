@@ -18,7 +18,7 @@ def folder(tmp_path):
     """A store of two chunks of one model and one of another; the first is old."""
     tier = DiskTier(tmp_path)
     for key, age in zip(KEYS, AGES, strict=True):
-        kv = ChunkKV(torch.rand(2, 1, 4, 8), torch.rand(2, 1, 4, 8), 1)
+        kv = ChunkKV.of(torch.rand(2, 1, 4, 8), torch.rand(2, 1, 4, 8), 1)
         assert tier.put(key, StoredChunk(kv, time.time() - age))
     return tmp_path
 

@@ -6,7 +6,7 @@ import mmap
 
 from torch import Tensor
 
-from cacheblend_rag.kv.packed_kv import StoredKV
+from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.kv.page_locked import PageLockedMemory
 
 PAGE = mmap.PAGESIZE
@@ -36,7 +36,7 @@ class Locked:
         )
 
 
-def tensors(kv: StoredKV) -> list[Tensor]:
+def tensors(kv: ChunkKV) -> list[Tensor]:
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from cacheblend_rag.kv import (
     fingerprint,
 )
 from cacheblend_rag.kv.mac import CHECKSUM
-from cacheblend_rag.kv.packed_kv import packed, unpacked
 from cacheblend_rag.kv.reader import StoredBytes, open_ranges
 from cacheblend_rag.kv.stored_chunk import Lookup
 
@@ -34,13 +33,14 @@ def make_kv(number=0, *, tokens=4, dtype=torch.float32, prior=True):
     generator = torch.Generator().manual_seed(number)
     keys, values = torch.randn(2, 2, 1, tokens, 8, generator=generator).to(dtype).unbind()
     scores = torch.rand(tokens, generator=generator) if prior else None
-    return ChunkKV(keys, values, position=3, prior=scores)
+    return ChunkKV.of(keys, values, position=3, prior=scores)
 
 
 def validate(kv):
     """Check a chunk's form and numbers."""
     kv.check_form()
-    kv.check_numbers()
+    if not kv.is_finite():
+        raise ValueError("holds NaN or infinity")
 
 
 def encode(key, kv, mac=CHECKSUM):
@@ -50,17 +50,17 @@ def encode(key, kv, mac=CHECKSUM):
 
 
 def decode(data, key, mac=CHECKSUM):
-    """What ``encode`` wrote, unpacked; raises as reading does."""
+    """What ``encode`` wrote; raises as reading does."""
     if not len(data):
         raise DamagedChunkError("empty")
     raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     head = codec.read_head(lambda start, end: raw[start:end], raw.numel(), key, mac)
-    return unpacked(head.whole(raw[slice(*head.span(0, head.layers))]))
+    return head.checked(0, head.shape[0], raw[head.start :])
 
 
 def rounded(kv, precision):
-    """Return a chunk as it is read again from a store of a precision."""
-    return unpacked(packed(kv, precision))
+    """Return a chunk as it is kept by a store of a precision."""
+    return kv.packed() if precision == "fp8" else kv
 
 
 def taken(source):
@@ -69,8 +69,7 @@ def taken(source):
     source.keep([one.head is not None for one in found])
     heads = [one.head for one in found if one.head is not None]
     layers = [source.layer(index) for index in range(max((h.layers for h in heads), default=0))]
-    columns = zip(heads, zip(*layers, strict=True), strict=True)
-    whole = iter([unpacked(head.assembled(list(own))) for head, own in columns])
+    whole = iter([ChunkKV.joined(own) for own in zip(*layers, strict=True)])
     return [
         Lookup(None if one.head is None else next(whole), one.tier, one.reason) for one in found
     ]

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cacheblend_rag.kv import KVKey, chunk_id, fingerprint
+from cacheblend_rag.kv import ChunkKV, KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.chunk_kv import is_finite, namespace_id, prefix_ids
-from tests.kv.samples import make_kv, validate
+from tests.kv.samples import make_kv, same, validate
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
@@ -19,17 +19,16 @@ def test_bytes_are_those_of_the_tensors_prior_included(dtype, size):
 
 
 def tensors(kv):
-    return kv.keys.clone(), kv.values.clone(), kv.prior.clone()
+    return kv.numbers.clone(), kv.prior.clone()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"keys": torch.zeros(2, 1, 4)}, r"keys are torch.float32 \(2, 1, 4\), want float"),
-        ({"keys": torch.zeros(2, 0, 4, 8)}, "none of them 0"),
-        ({"keys": torch.zeros(2, 1, 4, 8, dtype=torch.int32)}, "keys are torch.int32"),
-        ({"values": torch.zeros(2, 1, 5, 8)}, r"values are torch.float32 \(2, 1, 5, 8\)"),
-        ({"values": torch.zeros(2, 1, 4, 8, dtype=torch.float16)}, "values are torch.float16"),
+        ({"numbers": torch.zeros(2, 2, 4, 8)}, r"numbers are torch.float32 \(2, 2, 4, 8\), want"),
+        ({"numbers": torch.zeros(2, 3, 1, 4, 8)}, "want float .layers, 2, kv_heads"),
+        ({"numbers": torch.zeros(2, 2, 0, 4, 8)}, "none of them 0"),
+        ({"numbers": torch.zeros(2, 2, 1, 4, 8, dtype=torch.int32)}, "numbers are torch.int32"),
         ({"prior": torch.zeros(5)}, r"prior is torch.float32 \(5,\), want float32 \(4,\)"),
         ({"prior": torch.zeros(4, dtype=torch.float64)}, "prior is torch.float64"),
         ({"position": -1}, "position=-1 must be at least 0"),
@@ -39,6 +38,26 @@ def tensors(kv):
 def test_what_is_no_chunk_kv_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         validate(replace(make_kv(), **change))
+
+
+@pytest.mark.parametrize(
+    "values", [torch.zeros(2, 1, 5, 8), torch.zeros(2, 1, 4, 8, dtype=torch.float16)]
+)
+def test_keys_and_values_that_do_not_match_are_named(values):
+    with pytest.raises(ValueError, match=r"values are torch.float.*, keys are torch.float32"):
+        ChunkKV.of(torch.zeros(2, 1, 4, 8), values, 0)
+
+
+def test_parts_of_a_chunk_are_views_and_make_it_up():
+    kv = make_kv(tokens=9)
+    for whole in (kv, kv.packed()):
+        parts = [whole.layer(0), whole.part(1, 2)]
+        assert same(ChunkKV.joined(parts), whole)
+        assert parts[1].numbers.data_ptr() == whole.numbers[1].data_ptr()
+        some = whole.cut(2, 7)
+        assert torch.equal(some.keys, whole.keys[:, :, 2:7])
+        assert torch.equal(some.prior, whole.prior[2:7])
+        assert (some.position, some.tokens, some.precision) == (5, 5, whole.precision)
 
 
 def test_ids_of_prefixes_are_the_ids_of_their_tokens():

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, Usage
-from cacheblend_rag.kv.packed_kv import unpacked
 from cacheblend_rag.kv.tiers import disk as disk_module
 
 from .samples import chunk_files, encode, make_key, make_kv, rounded, same
@@ -178,7 +177,7 @@ def test_no_tier_keeps_what_is_no_number_whichever_looks_first(tmp_path, tiers, 
                 store.put(key, bad)
         for tier in opened:
             assert not tier.contains(KEY)
-            assert same(unpacked(tier.get(OTHER).kv), rounded(make_kv(), precision))
+            assert same(tier.get(OTHER).kv, rounded(make_kv(), precision))
             assert not tier.guard.writing.is_failing
             assert tier.stats()["errors"] == 0
     assert not temporaries(tmp_path)
@@ -189,12 +188,12 @@ def test_what_a_model_computed_without_numbers_is_refused_by_name():
     bad = make_kv()
     bad.values[0] = torch.inf
     with TieredKVStore([HostTier(None)]) as store:
-        put = store.put_computed(KEY, bad)
+        put = store.put(KEY, bad)
         assert not put
         assert put.refusal == "its KV holds NaN or infinity, the model overflows"
         assert put.failure == "", "another call would not store it either"
         assert not store.contains(KEY)
-        assert store.put_computed(KEY, make_kv())
+        assert store.put(KEY, make_kv())
 
 
 def test_a_link_for_quarantine_is_not_written_through(store, disk, tmp_path):

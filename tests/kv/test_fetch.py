@@ -40,7 +40,7 @@ TOKENS = 1100
 def long_kv(number=0, *, layers=LAYERS, tokens=TOKENS):
     draw = torch.Generator().manual_seed(number)
     kv = torch.randn(layers, 2, 1, tokens, 2, generator=draw)
-    return ChunkKV(kv[:, 0], kv[:, 1], 3, torch.rand(tokens, generator=draw))
+    return ChunkKV(kv, 3, torch.rand(tokens, generator=draw))
 
 
 KVS = {key: long_kv(number) for number, key in enumerate(KEYS)}
@@ -74,10 +74,9 @@ def layers_of(source, layers=LAYERS):
 def holds(read, keys=KEYS, kvs=KVS):
     """Whether layers, as they were handed out, are those of these chunks."""
     return all(
-        torch.equal(keys_there, kvs[key].keys[layer])
-        and torch.equal(values_there, kvs[key].values[layer])
+        torch.equal(there.numbers[0], kvs[key].numbers[layer])
         for layer, parts in enumerate(read)
-        for key, (keys_there, values_there) in zip(keys, parts, strict=True)
+        for key, there in zip(keys, parts, strict=True)
     )
 
 
@@ -184,7 +183,7 @@ def test_those_who_read_a_chunk_at_once_read_it_once(slow, gate):
 
 
 def _from(kv, layer):
-    return ChunkKV(kv.keys[layer:], kv.values[layer:], kv.position, kv.prior)
+    return kv.part(layer, LAYERS)
 
 
 def test_one_of_two_readers_may_leave(slow, gate):

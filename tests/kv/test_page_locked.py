@@ -13,17 +13,16 @@ import pytest
 import torch
 
 from cacheblend_rag.kv import HostTier
-from cacheblend_rag.kv.packed_kv import packed
 from cacheblend_rag.kv.page_locked import cuda_memory
 from cacheblend_rag.kv.stored_chunk import StoredChunk
 from tests.kv.locked import PAGE, Locked, tensors
-from tests.kv.samples import make_key, make_kv
+from tests.kv.samples import make_key, make_kv, rounded
 
 
 @pytest.mark.parametrize("precision", ["native", "fp8"])
 def test_a_chunk_is_kept_in_page_locked_memory_of_its_own(precision: Any) -> None:
     locked = Locked()
-    host, kv = HostTier(memory=locked.memory), packed(make_kv(tokens=40), precision)
+    host, kv = HostTier(memory=locked.memory), rounded(make_kv(tokens=40), precision)
     assert host.put(make_key(0), StoredChunk(kv, 0.0))
     kept = host.get(make_key(0)).kv
     for found, wanted in zip(tensors(kept), tensors(kv), strict=True):

@@ -13,7 +13,6 @@ import torch
 
 from cacheblend_rag.kv import DiskTier, HostTier, TieredKVStore
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.packed_kv import packed
 from cacheblend_rag.kv.read_memory import (
     LEAST_BYTES,
     MOST_BYTES,
@@ -23,13 +22,13 @@ from cacheblend_rag.kv.read_memory import (
 from cacheblend_rag.kv.stored_chunk import StoredChunk
 from cacheblend_rag.kv.tiers import disk
 from tests.kv.locked import Locked, tensors
-from tests.kv.samples import make_key
+from tests.kv.samples import make_key, rounded
 
 
 def large_kv(start: float = 0.0, *, prior: bool = False) -> ChunkKV:
     """A chunk of six layers of 1 MiB, 8,192 tokens."""
     numbers = torch.arange(6 << 18, dtype=torch.float32).view(6, 2, 4, 8192, 4) + start
-    return ChunkKV(numbers[:, 0], numbers[:, 1], 0, torch.ones(8192) if prior else None)
+    return ChunkKV(numbers, 0, torch.ones(8192) if prior else None)
 
 
 @pytest.fixture
@@ -137,7 +136,7 @@ def test_a_memory_tier_copies_chunks_out_of_buffers(
     """With page-locked memory of its own, and without: the buffer is free for the next read."""
     own = Locked(limit=limit)
     tiers = [HostTier(None, memory=own.memory), DiskTier(tmp_path)]
-    stored = [packed(large_kv(index, prior=True), form) for index in range(3)]
+    stored = [rounded(large_kv(index, prior=True), form) for index in range(3)]
     for index, kv in enumerate(stored):
         tiers[1].put(make_key(index), StoredChunk(kv, 0.0))
     with TieredKVStore(tiers) as store:
@@ -163,7 +162,6 @@ def test_a_gpu_finds_what_was_read_page_locked(tmp_path: Path) -> None:
     torch.zeros(1, device="cuda")
     tier = DiskTier(tmp_path)
     tier.put(make_key(0), StoredChunk(large_kv(), 0.0))
-    keys, values = tier.open(make_key(0)).read(1, 2)[0]
-    assert keys.is_pinned()
-    assert values.is_pinned()
-    assert torch.equal(keys.cuda().cpu(), large_kv().keys[1])
+    numbers = tier.open(make_key(0)).read(1, 2).numbers
+    assert numbers.is_pinned()
+    assert torch.equal(numbers.cuda().cpu()[0], large_kv().numbers[1])

@@ -257,7 +257,7 @@ def test_prefetch_stops_when_memory_is_full(tmp_path):
 def test_malformed_chunk_kv_is_an_error_and_is_stored_nowhere(store):
     kv = make_kv()
     with pytest.raises(ValueError, match="values are"):
-        store.put(KEYS[0], ChunkKV(kv.keys, kv.values[:1], 0))
+        store.put(KEYS[0], ChunkKV.of(kv.keys, kv.values[:1], 0))
     assert store.keys() == []
 
 

@@ -259,11 +259,11 @@ def test_host_keeps_tensors_without_a_copy_but_not_what_they_are_cut_from():
     tier = HostTier(None)
     kv = make_kv()
     tier.put(KEYS[0], StoredChunk(kv, 0.0))
-    assert tier.get(KEYS[0]).kv.values.data_ptr() == kv.values.data_ptr()
-    pool = torch.zeros(1000, 1, 4, 64)
-    tier.put(KEYS[1], StoredChunk(ChunkKV(pool[:2], pool[2:4], 0), 0.0))
+    assert tier.get(KEYS[0]).kv.numbers.data_ptr() == kv.numbers.data_ptr()
+    pool = torch.zeros(1000, 2, 1, 4, 64)
+    tier.put(KEYS[1], StoredChunk(ChunkKV(pool[:2], 0), 0.0))
     found = tier.get(KEYS[1]).kv
-    assert found.keys.untyped_storage().nbytes() == found.keys.nbytes
+    assert found.numbers.untyped_storage().nbytes() == found.numbers.nbytes
 
 
 def test_closing_host_frees_it():

@@ -61,7 +61,7 @@ def chunk_kv(stack: FakeStack, chunk: PlacedChunk, *, prior: bool = True) -> Chu
     keys, values, _ = plain_kv(stack, torch.cat((torch.tensor([1, 2]), own)))
     draw = torch.Generator().manual_seed(chunk.start)
     scores = LEAST_CHANGE + torch.rand(len(own), generator=draw) if prior else None
-    return ChunkKV(keys[:, :, LEAD:].clone(), values[:, :, LEAD:].clone(), LEAD, scores)
+    return ChunkKV.of(keys[:, :, LEAD:].clone(), values[:, :, LEAD:].clone(), LEAD, scores)
 
 
 def filled(chunks: Sequence[PlacedChunk], *, prior: bool = True) -> TieredKVStore:

@@ -6,7 +6,7 @@ On a fake device that copies as late as it may, and on a GPU if there is one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from cacheblend_rag.blend.copy_stream import PinnedBuffers, pinned_buffers_of
 from cacheblend_rag.blend.transfer import Upload
 from cacheblend_rag.kv import DeviceTier, DiskTier, HostTier, StoredChunk, Tier, codec, read_memory
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.packed_kv import packed, unpacked
 from cacheblend_rag.kv.read_memory import ReadMemory
 from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.kv.tiers.bytes import BytesTier
@@ -130,7 +129,7 @@ def test_a_pass_over_packed_chunks_is_that_over_their_numbers(
     beside: Beside, tier: str, ring: bool
 ) -> None:
     """Unpacked by threads of the store's, by the pass itself, or by the device."""
-    kvs = {c.key: packed(chunk_kv(FakeStack(), c), "fp8") for c in placed()}
+    kvs = {c.key: chunk_kv(FakeStack(), c).packed() for c in placed()}
     options = {"selector": "hkvd", "recompute_ratio": 0.3, "ring": ring}
 
     def filled(kind: str, *, native: bool = False) -> Tier:
@@ -142,7 +141,7 @@ def test_a_pass_over_packed_chunks_is_that_over_their_numbers(
         for key, kv in kvs.items():
             if kind == "device" and beside.copy_stream is not None:
                 kv.mapped(beside.copy_stream.put_here)
-            kept = replace(unpacked(kv), precision="native") if native else kv
+            kept = kv.unpacked() if native else kv
             assert made.put(key, StoredChunk(kept, 0.0))
         return made
 

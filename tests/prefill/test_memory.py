@@ -58,7 +58,7 @@ def test_a_pass_over_a_ring_holds_two_layers(tokens: int, selector: str) -> None
     for number, start in enumerate(range(8, tokens - 8 - CHUNK + 1, CHUNK)):
         key = KVKey(chunk_id([number]), FINGERPRINT)
         keys, values = torch.randn(2, DEPTH, KV_HEADS, CHUNK, HEAD_DIM).unbind()
-        store.put(key, ChunkKV(keys, values, 2, torch.rand(CHUNK)))
+        store.put(key, ChunkKV.of(keys, values, 2, torch.rand(CHUNK)))
         placed.append(PlacedChunk(key, start, start + CHUNK))
     config = BlendConfig(selector=selector, recompute_ratio=0.05)
     with store.fetch(chunk.key for chunk in placed) as source, PeakBytes() as memory:

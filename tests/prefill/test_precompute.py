@@ -52,7 +52,7 @@ def wanted(chunk: ChunkPlan, *, context: bool = True) -> ChunkKV:
     """A chunk's KV as an ordinary model computes it behind all that stands before it."""
     keys, values, _ = plain_kv(FakeStack(), tokens_of(chunk, context=context))
     start = keys.shape[2] - len(chunk.token_ids)
-    return ChunkKV(keys[:, :, start:], values[:, :, start:], start)
+    return ChunkKV.of(keys[:, :, start:], values[:, :, start:], start)
 
 
 def wanted_prior(chunk: ChunkPlan) -> torch.Tensor:
@@ -170,7 +170,7 @@ def test_where_only_the_prior_needs_a_document_its_first_layers_run() -> None:
 def test_stored_kv_that_does_not_fit_is_computed_anew_and_stored_again() -> None:
     store = TieredKVStore.open()
     zeros = torch.zeros(LAYERS, KV_HEADS, 2, 8)
-    store.put(DOCUMENT[1].key, ChunkKV(zeros, zeros, 0))
+    store.put(DOCUMENT[1].key, ChunkKV.of(zeros, zeros, 0))
     found = compute(DOCUMENT, store)
     assert set(found) == {chunk.key for chunk in DOCUMENT}
     for chunk, kv in found.values():
@@ -243,7 +243,7 @@ def test_stored_kv_that_one_rank_cannot_read_is_computed_by_both() -> None:
     for store in stores:
         store.put(DOCUMENT[0].key, wanted(DOCUMENT[0]))
     zeros = torch.zeros(LAYERS, KV_HEADS, 2, 8)
-    stores[1].put(DOCUMENT[0].key, ChunkKV(zeros, zeros, 0))
+    stores[1].put(DOCUMENT[0].key, ChunkKV.of(zeros, zeros, 0))
 
     def of(rank: int, stack: FakeStack) -> Any:
         return compute(DOCUMENT[:2], stores[rank], stack=stack)

@@ -44,7 +44,7 @@ def stored(blocks: Iterable[int], chunks: str = "abc") -> TieredKVStore:
     for block in blocks:
         here = BLOCKS[block]
         parts = (part[:, :, here.start : here.end].clone() for part in (keys, values))
-        store.put(here.key, ChunkKV(*parts, position=here.start))
+        store.put(here.key, ChunkKV.of(*parts, position=here.start))
     return store
 
 

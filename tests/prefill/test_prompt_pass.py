@@ -186,7 +186,7 @@ def test_kv_of_another_shape_is_damage_and_that_of_another_model_is_named() -> N
     chunks = placed()
     store = filled(chunks[2:])
     cut = chunk_kv(FakeStack(), chunks[0])
-    store.put(chunks[0].key, ChunkKV(cut.keys[:, :, 1:], cut.values[:, :, 1:], LEAD))
+    store.put(chunks[0].key, ChunkKV.of(cut.keys[:, :, 1:], cut.values[:, :, 1:], LEAD))
     other = KVKey(chunks[1].key.chunk_id, fingerprint({"model": "another"}))
     store.put(other, cut)
     found = finished(prompt_pass(store, chunks, recompute_ratio=0.3))

@@ -151,12 +151,12 @@ def test_a_model_that_is_not_itself_twice_fails(noise: float) -> None:
 
 
 def test_kv_that_is_stored_in_another_precision_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    put = TieredKVStore.put_computed
+    put = TieredKVStore.put
 
     def coarse(store: TieredKVStore, key: Any, kv: Any) -> Any:
-        return put(store, key, replace(kv, keys=kv.keys.half(), values=kv.values.half()))
+        return put(store, key, replace(kv, numbers=kv.numbers.half()))
 
-    monkeypatch.setattr(TieredKVStore, "put_computed", coarse)
+    monkeypatch.setattr(TieredKVStore, "put", coarse)
     assert "precision" in failed(verify_engine(opened(), DATA))
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from cacheblend_rag import TieredKVStore, load_tokenizer
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.quality.dataset import EvalDataset, PromptFrame
 from cacheblend_rag.quality.evaluator import opened_engines
 from cacheblend_rag.quality.ladder import Candidate
@@ -80,12 +81,12 @@ def test_plain_reuse_of_contextual_kv_is_found_to_be_enough(bar: Any, tmp_path: 
 
 
 def test_a_model_that_blending_ruins_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    put = TieredKVStore.put_computed
+    put = TieredKVStore.put
 
     def scrambled(store: TieredKVStore, key: Any, kv: Any) -> Any:
-        return put(store, key, replace(kv, values=kv.values.flip(2)))
+        return put(store, key, ChunkKV.of(kv.keys, kv.values.flip(2), kv.position, kv.prior))
 
-    monkeypatch.setattr(TieredKVStore, "put_computed", scrambled)
+    monkeypatch.setattr(TieredKVStore, "put", scrambled)
     found = tuned_on(DATA, REUSE, Candidate("document", "prior", 0.25), bar="fidelity")
     assert (found.outcome, found.profile) == ("do not blend", None)
     assert found.advice.startswith("do not blend this model on such questions")

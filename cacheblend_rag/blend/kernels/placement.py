@@ -26,7 +26,7 @@ from torch import Tensor
 
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.layer_part import LayerPart, WholePart
-from cacheblend_rag.kv.packed_kv import PackedKV, PackedLayer
+from cacheblend_rag.kv.chunk_kv import ChunkKV
 
 TILE = 16
 """Tokens of a head that a program handles at once."""
@@ -165,7 +165,7 @@ def table_of(parts: Sequence[LayerPart]) -> tuple[list[list[int]], list[Launch]]
     return launches_of([parts[index] for index in order])
 
 
-def by_form(kvs: Sequence[object]) -> list[int]:
+def by_form(kvs: Sequence[ChunkKV]) -> list[int]:
     """Return the indices of chunks, or of layers of them, those of one form together."""
     forms = [_form_of(kv) for kv in kvs]
     return sorted(range(len(kvs)), key=forms.__getitem__)
@@ -182,9 +182,9 @@ def launches_of(parts: Sequence[LayerPart]) -> tuple[list[list[int]], list[Launc
         turns = {_turn_of(part) for part in mine} - {None}
         if len(turns) > 1:
             raise ValueError("chunks of one layer are rotated in different ways")
-        size = 1 if form else mine[0].kv.tensors[0].itemsize
+        size = mine[0].kv.numbers.itemsize
         strides = [n * size for row in table[rows] for n in row[2:4]]
-        strides.append(mine[0].kv.tensors[0].shape[-1] * size)
+        strides.append(mine[0].kv.numbers.shape[-1] * size)
         addresses = [address for row in table[rows] for address in row[:2]]
         align = math.gcd(_NO_ALIGNMENT_BEYOND, *addresses, *strides)
         longest = max(part.kv.tokens for part in mine)
@@ -257,8 +257,8 @@ def constants_of(form: int, heads: int, width: int, pairs: int, align: int) -> d
     }
 
 
-def _form_of(kv: object) -> int:
-    return FP8 if isinstance(kv, PackedLayer | PackedKV) else NATIVE
+def _form_of(kv: ChunkKV) -> int:
+    return NATIVE if kv.scales is None else FP8
 
 
 def _turn_of(part: LayerPart) -> tuple[int, bool] | None:
@@ -268,15 +268,14 @@ def _turn_of(part: LayerPart) -> tuple[int, bool] | None:
 
 
 def _row(part: LayerPart) -> list[int]:
-    if isinstance(part.kv, PackedLayer):
-        keys, values = part.kv.codes
+    ((keys, values),) = part.kv.numbers
+    scales = [0] * 4
+    if part.kv.scales is not None:
         scales = [
             number
-            for own in part.kv.exponents.view(2, -1)
+            for own in part.kv.scales.view(2, -1)
             for number in (own.data_ptr(), own.stride(0))
         ]
-    else:
-        keys, values, scales = part.kv.keys, part.kv.values, [0] * 4
     turn = [0, 0]
     if part.turn is not None and _turn_of(part):
         turn = [part.turn.cos.data_ptr(), part.turn.sin.data_ptr()]
@@ -288,12 +287,8 @@ def _row(part: LayerPart) -> list[int]:
 
 def is_readable(part: LayerPart) -> bool:
     """Whether the kernel can read a chunk as its tensors are: each token's numbers in a row."""
-    width = part.kv.tensors[0].shape[-1]
-    return all(
-        tensor.stride(-1) == 1 and tensor.stride(-2) == width
-        for tensor in part.kv.tensors
-        if tensor.shape[-1] == width
-    )
+    numbers = part.kv.numbers
+    return numbers.stride(-1) == 1 and numbers.stride(-2) == numbers.shape[-1]
 
 
 ALIGNED = 16
@@ -320,11 +315,9 @@ def tables_of(parts: Sequence[WholePart]) -> tuple[NDArray[np.int64], list[Launc
 def _apart(part: WholePart) -> list[int]:
     """Return how far a chunk's numbers in the table of a layer are from those of the one before."""
     kv, turn = part.kv, part.first.turn
-    if isinstance(kv, PackedKV):
-        codes, scales = kv.codes.stride(0), kv.exponents.stride(0)
-        own = [codes, codes, 0, 0, scales, 0, scales, 0]
-    else:
-        own = [tensor.stride(0) * tensor.itemsize for tensor in (kv.keys, kv.values)] + [0] * 6
+    numbers = kv.numbers.stride(0) * kv.numbers.itemsize
+    scales = 0 if kv.scales is None else kv.scales.stride(0)
+    own = [numbers, numbers, 0, 0, scales, 0, scales, 0]
     moves = [0, 0]
     if turn is not None and turn.cos.shape[-1]:
         moves = [tensor.stride(0) * tensor.itemsize for tensor in (turn.cos, turn.sin)]

@@ -56,9 +56,8 @@ def _compute_batch(stack: TransformersStack, batch: Sequence[ChunkPlan]) -> Comp
     stack.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
     for index, chunk in enumerate(batch):
         part = (index, slice(None), slice(lead, lead + len(chunk.token_ids)))
-        keys = torch.stack([layer.keys[part] for layer in cache.layers])
-        values = torch.stack([layer.values[part] for layer in cache.layers])
-        yield chunk, ChunkKV(keys, values, lead)
+        layers = [torch.stack((layer.keys[part], layer.values[part])) for layer in cache.layers]
+        yield chunk, ChunkKV(torch.stack(layers), lead)
 
 
 def _batches(chunks: list[ChunkPlan]) -> Iterator[list[ChunkPlan]]:
@@ -96,7 +95,7 @@ def store_computed(
             continue
         plan, kv = computed
         with working():
-            put = store.put_computed(plan.key, kv) if is_current(plan.key) else None
+            put = store.put(plan.key, kv) if is_current(plan.key) else None
         if put is None:
             yield PrecomputeReport(refused={MODEL_CHANGED: 1})
         elif put.refusal:

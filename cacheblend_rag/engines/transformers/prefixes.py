@@ -187,7 +187,7 @@ class Prefixes:
                 copies = list(copies)
                 del fused
             for block, kv in zip(missing, copies, strict=True):
-                self._store.put_computed(keys[block], kv)
+                self._store.put(keys[block], kv)
         except Exception:
             logger.warning("the KV of a prompt's prefix is not stored", exc_info=True)
         finally:
@@ -197,9 +197,5 @@ class Prefixes:
 def block_kv(fused: FusedKV, block: int) -> ChunkKV:
     """Copy a block of a request's prefix, the first one being 0, to host memory."""
     start = block * BLOCK_TOKENS
-
-    def copied(whole: torch.Tensor) -> torch.Tensor:
-        part = whole[:, :, start : start + BLOCK_TOKENS]
-        return part.detach().clone(memory_format=torch.contiguous_format).cpu()
-
-    return ChunkKV(copied(fused.keys), copied(fused.values), position=start)
+    parts = [whole[:, :, start : start + BLOCK_TOKENS] for whole in (fused.keys, fused.values)]
+    return ChunkKV(torch.stack(parts, 1).detach().cpu(), position=start)

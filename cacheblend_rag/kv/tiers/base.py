@@ -14,9 +14,8 @@ from cacheblend_rag.errors import (
     ForeignChunkError,
     StoreError,
 )
-from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.mac import CHECKSUM, Mac
-from cacheblend_rag.kv.packed_kv import LayerKV
 from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.stored_chunk import Entry, PutResult, Read, StoredChunk, told
@@ -234,9 +233,7 @@ class Tier(ABC):
         self._counts.add("misses" if found is None else "hits")
         return found
 
-    def read_layers(
-        self, key: KVKey, reader: ChunkReader, first: int, last: int
-    ) -> Sequence[LayerKV]:
+    def read_layers(self, key: KVKey, reader: ChunkReader, first: int, last: int) -> ChunkKV:
         """Read layers ``first`` to ``last - 1`` of a chunk that was opened here; raises as get."""
         try:
             with self.guard.reads(key):
@@ -276,10 +273,7 @@ class Tier(ABC):
         self._capacity.see(keys)
 
     def put(self, key: KVKey, chunk: StoredChunk) -> PutResult:
-        """Store or replace a chunk; if the tier did not take it, returns and logs the reason.
-
-        Raises NotFiniteError if the tier checked the chunk's numbers.
-        """
+        """Store or replace a chunk; if the tier did not take it, returns and logs the reason."""
         if self.policy.read_only:
             return PutResult(False)
         try:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError
 from cacheblend_rag.kv import codec
-from cacheblend_rag.kv.chunk_header import MAX_BODY_BYTES
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import ChunkObject
 from cacheblend_rag.kv.reader import ChunkReader, StoredBytes, open_ranges
@@ -71,9 +70,7 @@ class BytesTier(Tier):
         )
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
-        # The signed time counts: without the key, a chunk cannot be made younger.
-        written_at = chunk.written_at if self.mac.by_key else None
-        data = codec.ChunkObject(key, chunk.kv, self.mac, check=chunk.check, written_at=written_at)
+        data = codec.ChunkObject(key, chunk.kv, self.mac, written_at=chunk.written_at)
         self._capacity.check_fits(data.nbytes)
         self._write(key, data, chunk.written_at)
 
@@ -100,8 +97,8 @@ def room_for(nbytes: int) -> Tensor:
 
     Raises DamagedChunkError if no object can be that large, OSError if memory is short.
     """
-    if nbytes > MAX_BODY_BYTES:
-        raise DamagedChunkError(f"more than {MAX_BODY_BYTES} bytes")
+    if nbytes > codec.MAX_BODY_BYTES:
+        raise DamagedChunkError(f"more than {codec.MAX_BODY_BYTES} bytes")
     try:
         return torch.empty(nbytes, dtype=torch.uint8)
     except RuntimeError as error:

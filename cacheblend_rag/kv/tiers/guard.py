@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from threading import Thread
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
-from cacheblend_rag.kv.chunk_kv import KVKey, NotFiniteError
+from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.stored_chunk import told
 from cacheblend_rag.kv.tiers.admission import RefusedError
 from cacheblend_rag.kv.tiers.breaker import Breaker, OutError
@@ -90,14 +90,14 @@ class Guard:
     def _around(self, breaker: Breaker, permit: int, timed: bool) -> Iterator[None]:
         """Wrap a use: the one place that decides what is a failure, and tells the breaker.
 
-        An error about a damaged, foreign, refused or not finite chunk is an answer; any other error
+        An error about a damaged, foreign or refused chunk is an answer; any other error
         is a failure, and is raised as OSError. Except for lack of memory, it is the tier's failure.
         timed: whether a long duration counts as a failure.
         """
         began = breaker.clock()
         try:
             yield
-        except (RefusedError, DamagedChunkError, ForeignChunkError, NotFiniteError):
+        except (RefusedError, DamagedChunkError, ForeignChunkError):
             breaker.succeeded(permit)
             raise
         except Exception as error:

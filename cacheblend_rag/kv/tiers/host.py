@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.packed_kv import StoredKV
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.page_locked import SLACK_BYTES, PageLockedMemory, cuda_memory
 from cacheblend_rag.kv.reader import WholeReader
 from cacheblend_rag.kv.stored_chunk import Entry, StoredChunk
@@ -114,7 +113,6 @@ class HostTier(Tier):
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
         self._capacity.check_fits(chunk.kv.nbytes)  # before copying: a refusal costs nothing
-        chunk.check()
         kept = StoredChunk(self._own(chunk.kv), chunk.written_at)
         with self._lock:
             self._make_room(key, kept.kv.nbytes)
@@ -124,7 +122,7 @@ class HostTier(Tier):
             self._used_at[key] = time.time()
             self._nbytes += kept.kv.nbytes
 
-    def _own(self, kv: StoredKV) -> StoredKV:
+    def _own(self, kv: ChunkKV) -> ChunkKV:
         locked = self._memory.copied(kv) if self.device.type == "cpu" else None
         return compact(kv, self.device) if locked is None else locked
 
@@ -172,7 +170,7 @@ class HostTier(Tier):
                 yield Resident(other, chunk.kv.nbytes)
 
 
-def compact(kv: StoredKV, device: torch.device | str = "cpu") -> StoredKV:
+def compact(kv: ChunkKV, device: torch.device | str = "cpu") -> ChunkKV:
     """Return ``kv`` on a device, copied if its storage is larger than the chunk itself."""
     used = Counter[int]()
 

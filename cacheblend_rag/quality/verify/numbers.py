@@ -228,4 +228,4 @@ def _stored_dtypes(prompted: Prompted) -> set[torch.dtype]:
     engine = prompted.engine
     keys = [engine.key(passage) for passage in prompted.question.passages]
     found = [lookup.kv for lookup in engine.store.get_many(keys)]
-    return {part.dtype for kv in found if kv is not None for part in (kv.keys, kv.values)}
+    return {kv.dtype for kv in found if kv is not None}

@@ -77,7 +77,7 @@ def _chunk(stack: TransformersStack, size: int) -> ChunkKV:
     """Return a chunk of random KV on the host; keys and values of a layer are adjacent."""
     of = stack.geometry
     kv = torch.randn(of.layers, 2, of.kv_heads, size, of.head_dim).to(of.dtype)
-    return ChunkKV(kv[:, 0], kv[:, 1], position=0)
+    return ChunkKV(kv, position=0)
 
 
 def _load(loader: ChunkLoader) -> None:

@@ -22,13 +22,12 @@ from cacheblend_rag import TieredKVStore
 from cacheblend_rag.blend import FusedKV, RingKV
 from cacheblend_rag.blend.copy_stream import TABLE_BYTES, PinnedBuffers
 from cacheblend_rag.blend.kernels import placement
-from cacheblend_rag.blend.layer_part import LayerPart, WholePart, sendable
+from cacheblend_rag.blend.layer_part import LayerPart, WholePart
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import Geometry
 from cacheblend_rag.blend.transfer import Laying, Upload
 from cacheblend_rag.kv import HostTier, StoredChunk, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.packed_kv import StoredKV, packed
 from tests.blend.fake_copy_stream import FakeCopyStream, use
 from tests.blend.fake_stack import LAYERS, FakeStack
 from tests.prefill.prompts import chunk_kv, give_up
@@ -72,10 +71,10 @@ def turn_of(by: int | None) -> Rotation | None:
     return Rotation(angles.cos(), angles.sin())
 
 
-def stored(size: int, form: Any, place: Callable[[Tensor], Tensor], seed: int = 0) -> StoredKV:
+def stored(size: int, form: Any, place: Callable[[Tensor], Tensor], seed: int = 0) -> ChunkKV:
     draw = torch.Generator().manual_seed(seed)
-    kv = torch.randn(2, DEPTH, HEADS, size, WIDTH, generator=draw).half()
-    return packed(ChunkKV(kv[0], kv[1], 0), form).mapped(lambda tensor: place(tensor.clone()))
+    kv = ChunkKV(torch.randn(DEPTH, 2, HEADS, size, WIDTH, generator=draw).half(), 0)
+    return (kv.packed() if form == "fp8" else kv).mapped(lambda tensor: place(tensor.clone()))
 
 
 def wholes_of(copy_stream: FakeCopyStream, form: str, *, on_device: bool) -> list[WholePart]:
@@ -86,14 +85,14 @@ def wholes_of(copy_stream: FakeCopyStream, form: str, *, on_device: bool) -> lis
         is_there = on_device and number % 2 == 0
         place = copy_stream.put_here if is_there else copy_stream.pin
         kv = stored(skip + tokens + beyond, own, place, number)
-        first = sendable(kv.layer(0)).cut(skip, skip + tokens)
+        first = kv.layer(0).cut(skip, skip + tokens)
         parts.append(WholePart(kv, LayerPart(start, first, turn_of(by))))
     return parts
 
 
 def part_of(whole: WholePart, layer: int, skip: int) -> LayerPart:
     of = whole.first
-    own = sendable(whole.kv.layer(layer)).cut(skip, skip + of.kv.tokens)
+    own = whole.kv.layer(layer).cut(skip, skip + of.kv.tokens)
     return LayerPart(of.start, own, None if of.turn is None else of.turn.of(layer))
 
 
@@ -173,7 +172,7 @@ def test_chunks_that_the_kernel_cannot_read_are_not_planned(
     kv = stored(4, "native", torch.Tensor.clone if how == "ordinary" else copy_stream.pin)
     if how == "strides":
         kv = kv.mapped(lambda tensor: tensor[..., ::2, :])
-    wholes.append(WholePart(kv, LayerPart(0, sendable(kv.layer(0)), None)))
+    wholes.append(WholePart(kv, LayerPart(0, kv.layer(0), None)))
     assert Laying.of(buffers, buffer(ring=False), wholes) is None
 
 
@@ -199,7 +198,7 @@ def test_chunks_are_held_until_they_are_read_and_no_longer(copy_stream: FakeCopy
     assert all(one() is None for one in kept)
 
 
-def tensors_of(kv: StoredKV) -> list[Tensor]:
+def tensors_of(kv: ChunkKV) -> list[Tensor]:
     found: list[Tensor] = []
     kv.mapped(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
     return found
@@ -253,8 +252,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
 def host_tier(names: str = "abc", form: Any = "native") -> HostTier:
     host = HostTier(None)
     for name in names:
-        kv = packed(chunk_kv(FakeStack(), NAMES[name]), form)
-        host.put(NAMES[name].key, StoredChunk(kv, 0.0))
+        kv = chunk_kv(FakeStack(), NAMES[name])
+        host.put(NAMES[name].key, StoredChunk(kv.packed() if form == "fp8" else kv, 0.0))
     return host
 
 

@@ -22,10 +22,9 @@ from cacheblend_rag.blend.kernels.placement import (
     table_of,
     tables_of,
 )
-from cacheblend_rag.blend.layer_part import LayerPart, WholePart, sendable
+from cacheblend_rag.blend.layer_part import LayerPart, WholePart
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.packed_kv import packed
 
 DEPTH = 3
 Layers = list[list[LayerPart]]
@@ -42,18 +41,14 @@ def chunks(draw: st.DrawFn) -> tuple[list[WholePart], Layers]:
     for _ in range(draw(st.integers(1, 5))):
         tokens, skip = draw(st.integers(1, 9)), draw(st.integers(0, 3))
         size = tokens + skip + draw(st.integers(0, 3))
-        if draw(st.booleans()):  # keys and values of a layer are adjacent, as where they are cut
-            kv = torch.randn(DEPTH, 2, heads, size, width).to(dtype).transpose(0, 1)
-        else:
-            kv = torch.randn(2, DEPTH, heads, size, width).to(dtype)
-        form = draw(st.sampled_from(["native", "fp8"]))
-        stored = packed(ChunkKV(kv[0], kv[1], 0), form)
+        kv = ChunkKV(torch.randn(DEPTH, 2, heads, size, width).to(dtype), 0)
+        stored = kv.packed() if draw(st.booleans()) else kv
         turn = None
         if draw(st.booleans()):
             angles = torch.randn(2, DEPTH, pairs)
             turn = Rotation(angles[0], angles[1])
         for layer in range(DEPTH):
-            own = sendable(stored.layer(layer)).cut(skip, skip + tokens)
+            own = stored.layer(layer).cut(skip, skip + tokens)
             moved = None if turn is None else turn.of(layer)
             layers[layer].append(LayerPart(at, own, moved))
         wholes.append(WholePart(stored, replace(layers[0][-1], turn=turn)))
@@ -78,9 +73,9 @@ def test_the_tables_of_all_layers_are_those_of_each(drawn: tuple[list[WholePart]
 
 
 def test_chunks_that_are_moved_in_different_ways_are_refused() -> None:
-    kv = ChunkKV(torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8), 0)
+    kv = ChunkKV.of(torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8), 0)
     turns = [Rotation(torch.ones(2, pairs), torch.zeros(2, pairs)) for pairs in (2, 4)]
-    wholes = [WholePart(kv, LayerPart(0, sendable(kv.layer(0)), turn)) for turn in turns]
+    wholes = [WholePart(kv, LayerPart(0, kv.layer(0), turn)) for turn in turns]
     with pytest.raises(ValueError, match="different ways"):
         tables_of(wholes)
 

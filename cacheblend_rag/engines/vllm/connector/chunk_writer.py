@@ -35,7 +35,7 @@ class ChunkWriter:
 
     def put(self, key: KVKey, kv: ChunkKV) -> Steps[None]:
         """Queue a chunk; yields while too many wait."""
-        self._puts.append(self._thread.submit(self._store.put_computed, key, kv))
+        self._puts.append(self._thread.submit(self._store.put, key, kv))
         yield from self._until_waiting(MOST_WAITING - 1)
 
     def finish(self) -> Steps[int]:

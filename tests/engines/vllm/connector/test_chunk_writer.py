@@ -59,7 +59,7 @@ def test_what_the_store_does_not_take_is_not_counted_and_what_is_malformed_is_ra
     run(writer.put(KEYS[0], make_kv()))
     assert run(writer.finish()) == 0
     assert (writer.refused, writer.failed) == ({"store full": 1}, {})
-    wrong: Any = ChunkKV(make_kv().keys, make_kv().values[:1], 0)
+    wrong: Any = ChunkKV.of(make_kv().keys, make_kv().values[:1], 0)
     raising = ChunkWriter(FakeStack(), store)
     run(raising.put(KEYS[1], wrong))
     with pytest.raises(ValueError, match="values"):

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.vllm.connector.paged import PagedKV
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.kv.packed_kv import PackedKV
 from tests.engines.vllm.exactness import SHORT, check_exact
 from tests.engines.vllm.fp8_attention import FP8, fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -73,10 +72,10 @@ def in_cache(paged: PagedKV, layer: int, start: int, tokens: int) -> tuple[Tenso
 
 
 def stored(engine: InProcessEngine, tokens: int) -> ChunkKV:
-    """The one stored chunk that has so many tokens, unpacked."""
+    """The one stored chunk that has so many tokens."""
     store = engine.worker_connector.blender.store
     (tier,), keys = store.tiers, store.keys()
-    assert all(isinstance(tier.get(key).kv, PackedKV) for key in keys)
+    assert all(tier.get(key).kv.precision == "fp8" for key in keys)
     found = [store.get(key).kv for key in keys]
     (chunk,) = [kv for kv in found if kv is not None and kv.tokens == tokens]
     return chunk

@@ -85,7 +85,7 @@ def test_a_turn_that_the_store_refuses_is_computed_again(
 ) -> None:
     engine = opened()
     store, refused = engine.worker_connector.blender.store, PutResult(False)
-    monkeypatch.setattr(store, "put_computed", lambda *_: refused)
+    monkeypatch.setattr(store, "put", lambda *_: refused)
     conversation = begun(engine)
     asked(conversation, 0)
     monkeypatch.undo()

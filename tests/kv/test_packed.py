@@ -1,0 +1,279 @@
+"""Chunks of a byte a number: rounded once, stored and kept as codes, read as numbers."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cacheblend_rag.errors import BadSignatureError, DamagedChunkError
+from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, chunk_kv, codec
+from cacheblend_rag.kv.mac import KeyedMac
+from cacheblend_rag.kv.precision import are_finite, are_written, pack, unpack
+from cacheblend_rag.kv.reader import WholeReader
+from cacheblend_rag.settings import StoreConfig
+from cacheblend_rag.settings.base import Secret
+
+from .samples import decode, encode, make_key, rounded, same, until, validate
+
+KEY = make_key(0)
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+LAYERS, KV_HEADS, TOKENS, HEAD_DIM = 6, 2, 64, 16
+
+
+def chunk(seed=0, *, dtype=torch.float32, shape=(LAYERS, KV_HEADS, TOKENS, HEAD_DIM), scale=1.0):
+    draw = torch.Generator().manual_seed(seed)
+    channels = torch.rand(shape[-1], generator=draw).mul(4).exp()
+    keys, values = torch.randn(2, *shape, generator=draw) * scale
+    return ChunkKV.of((keys * channels).to(dtype), values.to(dtype), 3, torch.rand(shape[2]))
+
+
+def fp8_of(numbers):
+    """The nearest e4m3 number by looking at all of them."""
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every.isfinite()].double()
+    return every[(numbers.double()[..., None] - every).abs().argmin(-1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_again_changes_nothing(dtype):
+    for seed, scale in ((0, 1.0), (1, 1e-4), (2, 200.0)):
+        once = rounded(chunk(seed, dtype=dtype, scale=scale), "fp8")
+        assert once.precision == "fp8"
+        again = rounded(ChunkKV.of(once.keys, once.values, 3), "fp8")
+        assert torch.equal(again.keys, once.keys)
+        assert torch.equal(again.values, once.values)
+        for precision_of_store in ("fp8", "native"):
+            assert same(rounded(once, precision_of_store), once)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.floats(-6e4, 6e4, width=16), min_size=16, max_size=16),
+    st.sampled_from(DTYPES),
+)
+def test_any_numbers_may_be_rounded_twice(numbers, dtype):
+    flat = torch.tensor(numbers).to(dtype)
+    kv = ChunkKV.of(flat.view(1, 1, 4, 4), flat.flip(0).view(1, 1, 4, 4), 0)
+    once = rounded(kv, "fp8")
+    validate(once)
+    again = rounded(ChunkKV.of(once.keys, once.values, 0), "fp8")
+    assert torch.equal(again.keys, once.keys)
+    assert torch.equal(again.values, once.values)
+
+
+def test_fp8_takes_the_nearest_number_of_a_head():
+    kv = chunk(scale=3.0)
+    codes, exponents = pack(kv.numbers[0])
+    assert codes.shape == (2, KV_HEADS, TOKENS, HEAD_DIM)
+    assert exponents.shape == (4,)
+    for part, own in zip(kv.numbers[0].flatten(0, 1), exponents, strict=True):
+        scale = 2.0 ** int(own)
+        assert 448 * scale / 2 < part.abs().max() <= 448 * scale
+    read = unpack(codes, exponents, torch.float32)
+    for found, given_, own in zip(
+        read.flatten(0, 1), kv.numbers[0].flatten(0, 1), exponents, strict=True
+    ):
+        scale = 2.0 ** int(own)
+        wanted = fp8_of(given_ / scale) * scale
+        assert torch.equal((found.double() - given_).abs(), (wanted - given_).abs())
+
+
+def test_every_code_stands_for_its_number():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = codes.float()
+    sound = numbers.isfinite()
+    for dtype in DTYPES:
+        shaped = codes[sound].view(2, 1, 127, 1)
+        keys, values = unpack(shaped, torch.tensor([1, -2], dtype=torch.int8), dtype)
+        first, second = numbers[sound].view(2, 1, 127, 1)
+        assert torch.equal(keys, (2 * first).to(dtype))
+        assert torch.equal(values, (second / 4).to(dtype))
+
+
+def test_zeros_stay_zeros_and_the_largest_numbers_finite():
+    for dtype in DTYPES:
+        largest = torch.full((1, 1, 2, 4), torch.finfo(dtype).max, dtype=dtype)
+        kv = rounded(ChunkKV.of(largest, torch.zeros_like(largest), 0), "fp8")
+        validate(kv)
+        assert bool((kv.keys > torch.finfo(dtype).max * 0.9).all())
+        assert not kv.values.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rounded_chunk_is_stored_in_bytes_and_read_as_it_is(dtype):
+    kv = rounded(chunk(dtype=dtype), "fp8")
+    plain = encode(KEY, chunk(dtype=dtype))
+    data = encode(KEY, kv)
+    itemsize = dtype.itemsize
+    assert len(data) < len(plain) / itemsize * 1.35 + 2048
+    read = decode(data, KEY)
+    assert same(read, kv)
+    assert read.precision == "fp8"
+    assert torch.equal(read.unpacked().numbers[2], read.layer(2).unpacked().numbers[0])
+    assert encode(KEY, read) == data
+
+
+def test_what_is_put_is_rounded_once_for_all_tiers(tmp_path):
+    config = StoreConfig(kv_path=tmp_path, host_bytes=1 << 20, precision="fp8")
+    with TieredKVStore.of(config) as store:
+        kv = chunk()
+        assert store.put(KEY, kv)
+        from_host = store.get(KEY).kv
+        assert same(from_host, rounded(kv, "fp8"))
+        assert not torch.equal(from_host.keys, kv.keys)
+        store.forget([KEY])
+        from_disk = store.get(KEY)
+        assert from_disk.tier == "disk"
+        assert same(from_disk.kv, from_host)
+        assert store.get(KEY).tier == "host"
+        (file,) = tmp_path.glob("?/?/*.safetensors")
+        assert file.stat().st_size < kv.nbytes / 2
+
+
+# Read by layers
+
+
+@pytest.fixture
+def unpackings(monkeypatch):
+    """The threads on which layers were unpacked, in order."""
+    found = []
+
+    def unpacked(*given):
+        found.append(threading.current_thread().name)
+        return unpack(*given)
+
+    monkeypatch.setattr(chunk_kv, "unpack", unpacked)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def small_reads(monkeypatch):
+    """Reads of a layer or two, so that these chunks are read by their layers."""
+    monkeypatch.setattr(DiskTier, "whole_bytes", 1 << 10)
+    monkeypatch.setattr(DiskTier, "range_bytes", 1 << 12)
+    monkeypatch.setattr(DiskTier, "grown_range_bytes", 0)
+    monkeypatch.setattr(codec, "HEAD_BYTES", 1 << 12)
+
+
+def layers_of(source):
+    with source:
+        heads = [source.take() for _ in range(len(source))]
+        assert all(one.head is not None for one in heads)
+        return [source.layer(layer)[0] for layer in range(LAYERS)]
+
+
+def test_layers_are_handed_out_as_numbers_or_as_they_are_stored(tmp_path):
+    kv = chunk().packed()
+    for tiers in ([HostTier(None)], [DiskTier(tmp_path)], [HostTier(None), DiskTier(tmp_path)]):
+        with TieredKVStore(tiers, precision="fp8") as store:
+            store.put(KEY, chunk())
+            for unpack_them, wanted in ((True, kv.unpacked()), (False, kv)):
+                found = ChunkKV.joined(layers_of(store.fetch([KEY], unpack=unpack_them)))
+                assert same(found, wanted)
+
+
+@pytest.mark.parametrize("unpack", [True, False])
+def test_what_is_read_by_layers_is_kept_packed(unpack, tmp_path, unpackings):
+    host = HostTier(None)
+    with TieredKVStore([DiskTier(tmp_path)], precision="fp8") as store:
+        store.put(KEY, chunk())
+    with TieredKVStore([host, DiskTier(tmp_path)], precision="fp8") as store:
+        layers_of(store.fetch([KEY], unpack=unpack))
+        assert until(lambda: host.contains(KEY))
+        assert len(unpackings) == (LAYERS if unpack else 0)
+        kept = host.get(KEY).kv
+        assert kept.precision == "fp8"
+        assert kept.nbytes < chunk().nbytes / 3
+        assert same(store.get(KEY).kv, rounded(chunk(), "fp8"))
+        assert store.get(KEY).tier == "host"
+
+
+def test_what_was_rounded_elsewhere_is_packed_by_a_store_that_rounds_nothing():
+    """As when chunks are imported."""
+    host = HostTier(None)
+    with TieredKVStore([host]) as store:
+        store.put(KEY, rounded(chunk(), "fp8"))
+        assert host.get(KEY).kv.precision == "fp8"
+        assert same(store.get(KEY).kv, rounded(chunk(), "fp8"))
+        assert store.get(KEY).kv.precision == "fp8"
+
+
+def test_codes_that_are_no_numbers_are_damage_though_their_checksums_hold():
+    sound = chunk().packed()
+    codes = sound.numbers.clone()
+    codes.view(torch.uint8)[3, 1, 1, 7, 2] = 0xFF
+    bad = [(replace(sound, numbers=codes), "NaN or infinity")]
+    for exponent, said in ((126, "NaN or infinity"), (127, "out of the range"), (-121, "out of")):
+        scales = torch.full_like(sound.scales, exponent)
+        bad.append((replace(sound, scales=scales), said))
+    for kv, said in bad:
+        data = b"".join(codec.ChunkObject(KEY, kv).parts())
+        with pytest.raises(DamagedChunkError, match=said):
+            decode(data, KEY)
+    assert same(decode(encode(KEY, sound), KEY), sound)
+
+
+def test_numbers_that_a_key_vouches_for_are_not_checked_again():
+    mac, bad = KeyedMac(Secret("a key of sixteen or more")), chunk()
+    bad.values[0, 0, 0, 0] = torch.nan
+    data = b"".join(codec.ChunkObject(KEY, bad, mac).parts())
+    assert same(decode(data, KEY, mac), bad)
+    with pytest.raises(BadSignatureError):
+        decode(data, KEY, KeyedMac(Secret("another key of sixteen")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_codes_are_finite_if_and_only_if_their_numbers_are(dtype):
+    draw = torch.Generator().manual_seed(3)
+    verdicts = set()
+    for exponent in [-120, 0, 5, 6, 7, 8, 9, 10, 118, 119, 120, 121, 126]:
+        for most in (1, 64, 126, 128):
+            raw = torch.randint(0, most, (2, 2, 3, 4), generator=draw, dtype=torch.uint8)
+            raw |= torch.randint(0, 2, raw.shape, generator=draw, dtype=torch.uint8) << 7
+            codes = raw.view(torch.float8_e4m3fn)
+            if most == 128:
+                raw[1, 1, 2, 3] = 0x7F
+            exponents = torch.full((4,), -120, dtype=torch.int8)
+            exponents[int(torch.randint(0, 4, (), generator=draw))] = exponent
+            numbers = unpack(codes, exponents, torch.float64)
+            largest = float(torch.finfo(dtype).max)
+            fits = not codes.float().isnan().any() and bool((numbers.abs() <= largest).all())
+            assert are_finite(codes, exponents, dtype) == fits
+            verdicts.add(fits)
+    assert verdicts == {True, False}
+    assert are_written(torch.tensor([-120, 126], dtype=torch.int8))
+    assert not are_written(torch.tensor([0, 127], dtype=torch.int8))
+    assert not are_written(torch.tensor([-121, 0], dtype=torch.int8))
+
+
+def test_a_layer_may_be_cut_anywhere():
+    kv = chunk().packed()
+    assert kv.nbytes == kv.numbers.numel() + kv.scales.numel() + 4 * TOKENS
+    layer = kv.layer(2)
+    for start, end in ((0, 1), (3, 40), (63, 64), (0, 64)):
+        part = layer.cut(start, end)
+        assert part.tokens == end - start
+        found = part.moved([tensor.clone() for tensor in part.tensors])
+        assert torch.equal(found.keys, layer.keys[:, :, start:end])
+        assert torch.equal(found.values, layer.values[:, :, start:end])
+        assert sum(tensor.nbytes for tensor in part.tensors) <= part.row_bytes * part.tokens
+
+
+class OnlyViews(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.is_view, f"{function} computes"
+        return function(*args, **(kwargs or {}))
+
+
+def test_nothing_is_computed_on_the_way_to_a_device():
+    """Its copy_stream does not wait for what other streams compute then."""
+    kv = chunk().packed()
+    with OnlyViews():
+        layer = WholeReader(kv, 0.0).read(1, 3).layer(1).cut(3, 40)
+        assert len(layer.tensors) == 2
+        assert layer.cut(5, 9).tokens == 4
