@@ -12,7 +12,9 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -27,17 +29,14 @@ from cacheblend_rag.kv.chunk_kv import (
     fingerprint,
     prefix_ids,
 )
-from cacheblend_rag.kv.reading import Budget, Reservation
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.openmp import use_one_thread
+from cacheblend_rag.kv.writer import Writer
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 
 logger = logging.getLogger(__name__)
 
 LOOKUP_THREADS = 32
 """The prefixes of so many prompts are looked up at the same time."""
-MOST_WAITING_BYTES = 1 << 30
-"""Most bytes of KV that may wait to be written; a single request may exceed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +126,7 @@ class Prefixes:
     def __init__(self, store: TieredKVStore, namespace: str) -> None:
         self._store, self._namespace = store, namespace
         self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, "cacheblend-lookup")
-        self._writer = ThreadPoolExecutor(1, "cacheblend-prefix", initializer=use_one_thread)
-        self._room = Budget(MOST_WAITING_BYTES)
+        self._writer = Writer()
 
     def keys(self, identity: Mapping[str, Any], salt: str | None) -> PrefixKeys | None:
         """Return the maker of a prompt's block keys; None if stored KV is not exact.
@@ -154,25 +152,20 @@ class Prefixes:
         more.
         """
         size = fused.keys.nbytes + fused.values.nbytes
-        nothing_waits = self._room.left >= MOST_WAITING_BYTES
-        room = self._room.take(size, anyway=nothing_waits) if keys else None
-        if room is None:
-            return
-        try:
-            self._writer.submit(self._write, keys, [fused], room)
-        except RuntimeError:  # closed meanwhile
-            room.give_back()
+        if keys and self._writer.has_room(size):
+            with suppress(RuntimeError):  # closed meanwhile
+                self._writer.submit(size, partial(self._write, keys, [fused]))
 
     def drain(self) -> None:
         """Wait until all queued blocks are written."""
-        self._writer.submit(int).result()
+        self._writer.drain()
 
     def close(self) -> None:
         """Write all queued blocks, and end the threads."""
         self._lookups.shutdown(wait=False, cancel_futures=True)
-        self._writer.shutdown(wait=True)
+        self._writer.close(wait=True)
 
-    def _write(self, keys: Sequence[KVKey], source: list[FusedKV], room: Reservation) -> None:
+    def _write(self, keys: Sequence[KVKey], source: list[FusedKV]) -> None:
         """Copy the missing blocks and store them; only this frame references the request's KV.
 
         The last block is stored first: if the store evicts the oldest ones, the first blocks stay,
@@ -190,8 +183,6 @@ class Prefixes:
                 self._store.put(keys[block], kv)
         except Exception:
             logger.warning("the KV of a prompt's prefix is not stored", exc_info=True)
-        finally:
-            room.give_back()
 
 
 def block_kv(fused: FusedKV, block: int) -> ChunkKV:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,8 +19,8 @@ from cacheblend_rag.blend.rows import token_tensor
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.blend.transfer import until
 from cacheblend_rag.engines.request_log import log_blend
-from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import OwnTime
 from cacheblend_rag.engines.vllm.connector.paged import PagedAttention, PagedKV
@@ -49,7 +50,8 @@ from cacheblend_rag.engines.vllm.protocol.result import (
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.kv.stored_chunk import READ_ONLY
+from cacheblend_rag.kv.stored_chunk import READ_ONLY, PutResult
+from cacheblend_rag.kv.writer import Writer
 from cacheblend_rag.memory import give_back_unused, no_room
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
@@ -234,19 +236,19 @@ class JobRunner:
     def _precompute(self, allotted: Allotted, job: Precompute) -> Work:
         if lack := self._lack_of_room(len(job.tokens)):
             return Failed(no_room(lack))
-        writer = ChunkWriter(self.stack, self.store)
+        writer = Writer()
         try:
             return (yield from self._written(allotted, job, writer))
         finally:
-            writer.close()
+            writer.close(wait=False)
 
-    def _written(self, allotted: Allotted, job: Precompute, writer: ChunkWriter) -> Work:
+    def _written(self, allotted: Allotted, job: Precompute, writer: Writer) -> Work:
         """Compute chunks while earlier ones are written."""
         model = self._fingerprint(allotted, job.lead_in, of_turns=bool(job.conversation))
         plans = job.plans(model)
         keys = [plan.key for plan in plans]
         counts = Counter[str]()
-        put, lost = list[KVKey](), set[KVKey]()
+        puts, lost = list[tuple[KVKey, Future[PutResult]]](), set[KVKey]()
         for done in self._computed(job, plans):
             if isinstance(done, NoRoom):
                 lost |= {plan.key for plan in done.chunks}
@@ -254,18 +256,21 @@ class JobRunner:
                 plan, kv = done
                 counts["computed"] += 1
                 counts["tokens"] += kv.tokens
-                put.append(plan.key)
-                yield from writer.put(plan.key, kv)
+                put = writer.submit(kv.nbytes, partial(self.store.put, plan.key, kv))
+                puts.append((plan.key, put))
+                yield from until(self.stack, writer.has_room)
             yield
-        stored = yield from writer.finish()
-        fresh = {key for key, one in zip(put, writer.results, strict=True) if one}
-        lost |= set(put) - fresh
+        yield from until(self.stack, lambda: all(put.done() for _, put in puts))
+        results = [(key, put.result()) for key, put in puts]
+        refused = [(put.refusal, put.failure) for _, put in results if put.refusal]
+        fresh = {key for key, put in results if put}
+        lost |= {key for key, put in results if not put}
         return PrecomputeResult(
-            computed=stored,
+            computed=len(results) - len(refused),
             skipped=len(keys) - counts["computed"],
             computed_tokens=counts["tokens"],
-            refused=dict(writer.refused),
-            failed=dict(writer.failed),
+            refused=dict(Counter(reason for reason, _ in refused)),
+            failed=dict(Counter(reason for reason, failure in refused if failure)),
             fresh=tuple(i for i, key in enumerate(keys) if key in fresh),
             lost=tuple(i for i, key in enumerate(keys) if key in lost),
         )
