@@ -22,6 +22,7 @@ from cacheblend_rag.cli.output import print_json, print_rows, progress_bar
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER, KV_NAME
 from cacheblend_rag.rag.progress import Task
+from cacheblend_rag.report import Evicted
 
 if TYPE_CHECKING:
     from cacheblend_rag.admin.inspect import OpenStore
@@ -197,7 +198,9 @@ def evict(
         condition = inspect.named(keys) if keys else choice.condition(path)
         if everything and not yes:
             typer.confirm(f"Evict all chunks in {path}?", abort=True, err=True)
-        evicted = opened.store.evict_where(condition)
+        held = opened.store.entries().items()
+        doomed = [key for key, entry in held if condition(key, entry)]
+        evicted = sum((opened.store.evict(key) for key in doomed), Evicted())
     told = {"path": str(path), "evicted": evicted, "pending": evicted.pending}
     _show(told, as_json, ("evicted",), [(evicted,)])
     if evicted.waiting:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Never, Self
+from typing import Any, Self
 from weakref import WeakSet
 
 import torch
@@ -26,7 +27,6 @@ from cacheblend_rag.kv.stored_chunk import (
     Lookup,
     PutResult,
     StoredChunk,
-    first_stored_at,
 )
 from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.kv.tiers.disk import DiskTier
@@ -97,7 +97,6 @@ class TieredKVStore:
         disk = next((tier.path for tier in self.tiers if isinstance(tier, DiskTier)), None)
         self._folder = disk if folder is None else Path(folder).expanduser().absolute()
         self.speeds = Speeds()
-        self._process = os.getpid()
         self.locks = KeyLocks()
         self._threads = TierThreads(self.tiers)
         self._closing = threading.Event()
@@ -231,14 +230,12 @@ class TieredKVStore:
         self.expiry.sweep_now_and_then()
         return LayerSource(keys, self.reads, Way(promote, unpack), threshold)
 
-    def put(self, key: KVKey, kv: ChunkKV, *, written_at: float | None = None) -> PutResult:
+    def put(self, key: KVKey, kv: ChunkKV) -> PutResult:
         """Store a chunk in every tier that takes puts, fastest first.
 
         Args:
             key: the name it is stored under.
             kv: the chunk KV; its tensors must not be written to afterwards.
-            written_at: when it was first stored, a Unix time; now for None and for impossible
-                times.
 
         Returns:
             A result that is true if any tier stored it, with the reason otherwise. NaN and infinity
@@ -251,8 +248,7 @@ class TieredKVStore:
         kv.check_form()
         if not kv.is_finite():
             return PutResult(False, is_finite=False)
-        kept = kv.packed() if self.precision == "fp8" else kv
-        chunk = StoredChunk(kept, first_stored_at(written_at))
+        chunk = StoredChunk(kv.packed() if self.precision == "fp8" else kv, time.time())
         self.reads.see([key])
         with self.locks.held(key), self.reads.changing(key):
             return PutResult.of_tiers(
@@ -297,16 +293,6 @@ class TieredKVStore:
         """
         return sum(tier.release() for tier in self.tiers)
 
-    def evict_where(self, condition: Callable[[KVKey, Entry], bool]) -> Evicted:
-        """Evict all chunks for which ``condition`` holds; returns how many.
-
-        Raises:
-            StoreError: as ``evict`` and ``entries``.
-        """
-        self._check_writable()
-        doomed = [key for key, entry in self.entries().items() if condition(key, entry)]
-        return sum((self.evict(key) for key in doomed), Evicted())
-
     def evict_expired(self) -> int:
         """Remove expired copies from all tiers; returns how many; raises as ``entries``."""
         return self.expiry.remove_all()
@@ -328,12 +314,6 @@ class TieredKVStore:
     def pinned(self) -> set[KVKey]:
         """Return the keys that are pinned in any tier, of chunks stored or not."""
         return set[KVKey]().union(*(tier.pinned() for tier in self.tiers))
-
-    def promote(self, key: KVKey) -> bool:
-        """Copy a chunk into the fastest tier; returns whether it is there now."""
-        with self.locks.held(key):
-            self._chunks.get_many([key], promote=True)
-            return self.tiers[0].contains(key)
 
     def prefetch(self, keys: Iterable[KVKey]) -> None:
         """Start loading chunks into the fastest tier, as many as fit; returns at once.
@@ -407,8 +387,6 @@ class TieredKVStore:
 
         The store must not be used afterwards. In a forked process, this leaves it to the parent.
         """
-        if os.getpid() != self._process:
-            return
         self._closing.set()
         self.prefetching.close()
         self._threads.close()
@@ -426,29 +404,27 @@ class TieredKVStore:
             raise StoreError(READ_ONLY)
 
 
-class _InParent:
-    """What a forked process has in place of a store's parts: each use of one raises StoreError."""
+class _ParentsStore(TieredKVStore):
+    """What a store becomes in a forked process, which has none of its threads.
 
-    def __init__(self, parts: Mapping[str, object]) -> None:
-        self._parts = parts  # freeing them might close what the parent uses
+    Closing it leaves it to the parent; all else raises StoreError.
+    """
 
-    def __getattr__(self, name: str) -> Never:
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("close", "__class__"):
+            return super().__getattribute__(name)
         raise StoreError(FORKED)
 
-    def __iter__(self) -> Never:
-        raise StoreError(FORKED)
-
-    __reversed__ = __iter__
+    def close(self) -> None:
+        """Do nothing."""
 
 
 _stores: WeakSet[TieredKVStore] = WeakSet()
 
 
 def _after_fork() -> None:
-    """Refuse all work on the parent's stores, whose threads a forked process does not have."""
     for store in list(_stores):
-        parts = dict(vars(store))
-        vars(store).update(dict.fromkeys(parts, _InParent(parts)))
+        store.__class__ = _ParentsStore
 
 
 os.register_at_fork(after_in_child=_after_fork)

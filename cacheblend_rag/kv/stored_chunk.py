@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -38,13 +36,6 @@ class StoredChunk:
 
 Read = StoredChunk | StoreError | None
 """The result of reading one of several chunks: the chunk, an error, or None if absent."""
-
-
-def first_stored_at(told: float | None) -> float:
-    """Return when a chunk was first stored: the given time if it is possible, else now."""
-    if told is None or not math.isfinite(told):
-        return time.time()
-    return max(told, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,26 +53,32 @@ class Estimate:
         return self.latency + units / self.units_per_second
 
 
-class Timings:
-    """The latest measurements of one kind of work. Not thread-safe.
+class Speeds:
+    """The latest measurements by name, such as of tiers. May be used by several threads at once.
 
-    Args:
-        keep_seconds: age at which a measurement expires.
-        clock: returns the time in seconds.
+    clock: returns the time in seconds. keep_seconds: age at which a measurement expires.
     """
 
-    def __init__(self, keep_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._keep_seconds, self._clock = keep_seconds, clock
-        self._measured: deque[tuple[float, float, float]] = deque(maxlen=KEPT)
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, keep_seconds: float = STALE_SECONDS
+    ) -> None:
+        self._clock, self._keep_seconds = clock, keep_seconds
+        self._measured: dict[str, deque[tuple[float, float, float]]] = {}
+        self._lock = threading.Lock()
 
-    def add(self, units: float, seconds: float) -> None:
-        """Record the seconds of an amount of work above 0."""
-        self._measured.append((self._clock(), units, seconds))
+    def record(self, name: str, units: float, seconds: float) -> None:
+        """Record the duration of work, such as a read of so many bytes; no work is ignored."""
+        if units > 0:
+            with self._lock:
+                measured = self._measured.setdefault(name, deque(maxlen=KEPT))
+                measured.append((self._clock(), units, max(seconds, 0.0)))
 
-    def estimate(self) -> Estimate | None:
-        """Return the estimate; None without recent measurements."""
+    def of(self, name: str) -> Estimate | None:
+        """Return the recent speed of a tier, say; None if unknown."""
         oldest = self._clock() - self._keep_seconds
-        recent = [(units, seconds) for at, units, seconds in self._measured if at >= oldest]
+        with self._lock:
+            measured = list(self._measured.get(name, ()))
+        recent = [(units, seconds) for at, units, seconds in measured if at >= oldest]
         if not recent:
             return None
         latency, per_unit = _line(recent) or (0.0, median(s / units for units, s in recent))
@@ -91,34 +97,6 @@ def _line(measured: list[tuple[float, float]]) -> tuple[float, float] | None:
     per_unit = median((t - s) / (v - u) for (u, s), (v, t) in pairs if u != v)
     latency = median(seconds - per_unit * units for units, seconds in measured)
     return (latency, per_unit) if per_unit > 0 and latency >= 0 else None
-
-
-class Speeds:
-    """Measurements by name, such as of tiers. May be used by several threads at once.
-
-    clock: returns the time in seconds. keep_seconds: age at which measurements expire.
-    """
-
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, keep_seconds: float = STALE_SECONDS
-    ) -> None:
-        self._clock, self._keep_seconds = clock, keep_seconds
-        self._timings: dict[str, Timings] = {}
-        self._lock = threading.Lock()
-
-    def record(self, name: str, units: float, seconds: float) -> None:
-        """Record the duration of work, such as a read of so many bytes; no work is ignored."""
-        if units <= 0:
-            return
-        with self._lock:
-            timings = self._timings.setdefault(name, Timings(self._keep_seconds, self._clock))
-            timings.add(units, max(seconds, 0.0))
-
-    def of(self, name: str) -> Estimate | None:
-        """Return the recent speed of a tier, say; None if unknown."""
-        with self._lock:
-            timings = self._timings.get(name)
-            return None if timings is None else timings.estimate()
 
 
 class BusySeconds:

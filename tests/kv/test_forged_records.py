@@ -39,7 +39,7 @@ def test_a_stores_time_to_live_reaches_redis(redis):
     place = redis_place(redis)
     with TieredKVStore([tier_at(place)], ttl_seconds=1000) as store:
         tier = store.tiers[0]
-        store.put(KEYS[0], make_kv(), written_at=time.time() - 400)
+        tier.put(KEYS[0], StoredChunk(make_kv(), time.time() - 400))
         store.pin(KEYS[1])
         store.put(KEYS[1], make_kv())
         assert 500 < tier.client.pttl(redis_name(tier, KEYS[0])) / 1000 <= 600

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.kv import TieredKVStore
+from cacheblend_rag.kv import StoredChunk, TieredKVStore
 from cacheblend_rag.kv.mac import KeyedMac
 from cacheblend_rag.kv.tiers import disk
 from cacheblend_rag.settings.base import Secret
@@ -65,7 +65,7 @@ def test_with_a_key_an_older_object_is_as_old_as_it_says_itself(kind, tmp_path, 
     """Whatever time is recorded beside it."""
     place, mac = kind(tmp_path, request), KeyedMac(Secret("a key of the store's"))
     with TieredKVStore([place.tier], mac=mac) as store:
-        assert store.put(KEY, make_kv(1), written_at=time.time() - 3600)
+        assert place.tier.put(KEY, StoredChunk(make_kv(1), time.time() - 3600))
         old = place.read()
         assert store.put(KEY, make_kv(9))
         place.tier.ttl_seconds = 60

@@ -16,8 +16,6 @@ from cacheblend_rag.kv import (
 from tests.engines.test_forked import told_by
 
 from .samples import (
-    FINGERPRINT,
-    OTHER_FINGERPRINT,
     SlowTier,
     chunk_files,
     encode,
@@ -101,7 +99,6 @@ def test_what_was_never_put_is_not_stored(store):
     assert not store.contains(KEYS[0])
     assert store.nbytes(KEYS[0]) is None
     assert not store.evict(KEYS[0])
-    assert not store.promote(KEYS[0])
 
 
 def test_questions_about_keys_read_nothing(open_store):
@@ -174,15 +171,6 @@ def test_a_tier_says_whether_it_keeps_what_is_found_below():
         assert tiers_holding(store, KEYS[0]) == ["near", "far"]
         assert store.put(KEYS[1], make_kv())
         assert tiers_holding(store, KEYS[1]) == ["near", "between", "far"]
-
-
-def test_evict_where_takes_what_matches_and_nothing_else(open_store):
-    store = open_store(host_bytes=HOST_CHUNK)
-    foreign = make_key(0, of=OTHER_FINGERPRINT)
-    for key in (KEYS[0], KEYS[1], foreign):
-        store.put(key, make_kv())
-    assert store.evict_where(lambda key, entry: key.fingerprint == FINGERPRINT) == 2
-    assert store.keys() == [foreign]
 
 
 def test_chunks_expire_in_every_tier(open_store, clock):
@@ -369,3 +357,17 @@ def test_what_is_past_its_time_in_a_read_only_store_is_not_served_and_not_remove
     assert store.contains_many(KEYS[:3]) == [False] * 3
     assert [found.reason for found in store.get_many(KEYS[:3])] == ["not stored"] * 3
     assert seen() == before
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda store: store.stats(), "StoreError: the store was opened before this process"),
+        (lambda store: store.get(KEYS[0]), "StoreError: the store was opened before this process"),
+        (lambda store: store.close(), "None"),
+    ],
+)
+def test_a_store_in_a_forked_process_says_so_and_can_be_closed(store, ask, said):
+    store.put(KEYS[0], make_kv())
+    assert told_by(lambda: ask(store)).startswith(said)
+    assert same(store.get(KEYS[0]).kv, make_kv())

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from cacheblend_rag.kv.timings import KEPT, LEAST, STALE_SECONDS, Estimate, Speeds, Timings, shared
+from cacheblend_rag.kv.timings import KEPT, LEAST, STALE_SECONDS, Estimate, Speeds, shared
 
 
 def estimate(*measured: tuple[float, float]) -> Estimate:
-    timings = Timings(100.0)
+    speeds = Speeds()
     for units, seconds in measured:
-        timings.add(units, seconds)
-    found = timings.estimate()
+        speeds.record("disk", units, seconds)
+    found = speeds.of("disk")
     assert found is not None
     return found
 
@@ -42,17 +42,16 @@ def test_sizes_that_are_much_alike_tell_no_fixed_part() -> None:
 
 def test_each_measurement_ages_by_itself() -> None:
     now = [0.0]
-    timings = Timings(60.0, lambda: now[0])
-    timings.add(1.0, 9.0)
+    speeds = Speeds(lambda: now[0], 60.0)
+    speeds.record("disk", 1.0, 9.0)
     now[0] = 50.0
-    timings.add(1.0, 1.0)
-    found = timings.estimate()
+    speeds.record("disk", 1.0, 1.0)
+    found = speeds.of("disk")
     assert (found and found.count) == 2
     now[0] = 61.0
-    found = timings.estimate()
-    assert found == Estimate(0.0, 1.0, 1)
+    assert speeds.of("disk") == Estimate(0.0, 1.0, 1)
     now[0] = 111.0
-    assert timings.estimate() is None
+    assert speeds.of("disk") is None
 
 
 # Tiers
