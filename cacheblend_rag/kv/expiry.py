@@ -64,38 +64,17 @@ class Expiry:
         return not in_time and not any(other.is_pinned(key) for other in self._tiers)
 
     def in_time(self, tier: Tier, key: KVKey, read: Read) -> Read:
-        """Return what was read, unless its signed time says that it is expired."""
+        """Return what was read, or None for a chunk that is expired, which is removed.
+
+        Under the chunk's lock.
+        """
         if isinstance(read, StoredChunk) and self.is_past(tier, key, read.written_at):
             tier.expire(key)
             return None
         return read
 
-    def remove_from(self, tier: Tier, keys: Sequence[KVKey]) -> set[KVKey]:
-        """Remove a tier's expired chunks; under their locks.
-
-        Returns those that stay since the tier is read-only: they must not be used.
-        """
-        staying = set[KVKey]()
-        if tier.ttl_seconds is not None or self._deletions:
-            for key, entry in zip(keys, tier.entry_many(keys), strict=True):
-                if entry is not None and self.is_past(tier, key, entry.written_at):
-                    tier.expire(key)
-                    staying |= {key} if tier.policy.read_only else set()
-        return staying
-
-    def remove(self, tier: Tier, key: KVKey) -> bool:
-        """Remove a chunk if it is expired, after waiting for its lock."""
-        with self._locks.held(key):
-            return self._remove(tier, key)
-
-    def remove_if_free(self, tier: Tier, key: KVKey) -> None:
-        """As remove, unless the chunk's lock is held."""
-        with self._locks.tried(key) as is_held:
-            if is_held:
-                self._remove(tier, key)
-
     def remove_opened(self, tier: Tier, key: KVKey) -> None:
-        """As remove_if_free, for a chunk that is expired by its own head."""
+        """Remove a chunk that is expired by its own head, unless its lock is held."""
         with self._locks.tried(key) as is_held:
             if is_held:
                 again = tier.open(key)  # under the lock: it may have been stored again meanwhile
@@ -103,13 +82,14 @@ class Expiry:
                     tier.expire(key)
 
     def remove_all(self) -> int:
-        """Remove expired copies from all tiers; returns how many."""
-        return sum(
-            self.remove(tier, key)
-            for tier in self._tiers
-            for key, entry in tier.all_entries()
-            if self.is_past(tier, key, entry.written_at)
-        )
+        """Remove expired copies from all tiers, after waiting for their locks; returns how many."""
+        removed = 0
+        for tier in self._tiers:
+            for key, entry in tier.all_entries():
+                if self.is_past(tier, key, entry.written_at):
+                    with self._locks.held(key):
+                        removed += self._remove(tier, key)
+        return removed
 
     def delete_later(self, tiers: Sequence[str], key: KVKey) -> bool:
         """Let tiers delete a chunk once they work again; returns as ``Deletions.add``."""
@@ -173,7 +153,9 @@ class Expiry:
     def _sweep(self, tier: Tier) -> None:
         for key, entry in tier.some_entries():
             if self.is_past(tier, key, entry.written_at):
-                self.remove_if_free(tier, key)
+                with self._locks.tried(key) as is_held:
+                    if is_held:
+                        self._remove(tier, key)
 
 
 def _sweep_until(expiry: ReferenceType[Expiry], closing: threading.Event) -> None:

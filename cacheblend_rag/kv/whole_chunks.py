@@ -57,11 +57,8 @@ class WholeChunks:
 
     def _read(self, tier: Tier, keys: Sequence[KVKey]) -> list[Read]:
         """Read chunks of one tier that are not expired."""
-        gone = self._expiry.remove_from(tier, keys)
-        read = iter(tier.get_many([key for key in keys if key not in gone]))
-        return [
-            None if key in gone else self._expiry.in_time(tier, key, next(read)) for key in keys
-        ]
+        read = zip(keys, tier.get_many(keys), strict=True)
+        return [self._expiry.in_time(tier, key, found) for key, found in read]
 
 
 @dataclass(frozen=True, slots=True)
