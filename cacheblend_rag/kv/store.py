@@ -387,6 +387,8 @@ class TieredKVStore:
 
         The store must not be used afterwards. In a forked process, this leaves it to the parent.
         """
+        if isinstance(self, _ParentsStore):
+            return
         self._closing.set()
         self.prefetching.close()
         self._threads.close()
@@ -414,9 +416,6 @@ class _ParentsStore(TieredKVStore):
         if name in ("close", "__class__"):
             return super().__getattribute__(name)
         raise StoreError(FORKED)
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 _stores: WeakSet[TieredKVStore] = WeakSet()

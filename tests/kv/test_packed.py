@@ -29,7 +29,8 @@ def chunk(seed=0, *, dtype=torch.float32, shape=(LAYERS, KV_HEADS, TOKENS, HEAD_
     draw = torch.Generator().manual_seed(seed)
     channels = torch.rand(shape[-1], generator=draw).mul(4).exp()
     keys, values = torch.randn(2, *shape, generator=draw) * scale
-    return ChunkKV.of((keys * channels).to(dtype), values.to(dtype), 3, torch.rand(shape[2]))
+    prior = torch.rand(shape[2], generator=draw)
+    return ChunkKV.of((keys * channels).to(dtype), values.to(dtype), 3, prior)
 
 
 def fp8_of(numbers):

@@ -357,17 +357,3 @@ def test_what_is_past_its_time_in_a_read_only_store_is_not_served_and_not_remove
     assert store.contains_many(KEYS[:3]) == [False] * 3
     assert [found.reason for found in store.get_many(KEYS[:3])] == ["not stored"] * 3
     assert seen() == before
-
-
-@pytest.mark.parametrize(
-    ("ask", "said"),
-    [
-        (lambda store: store.stats(), "StoreError: the store was opened before this process"),
-        (lambda store: store.get(KEYS[0]), "StoreError: the store was opened before this process"),
-        (lambda store: store.close(), "None"),
-    ],
-)
-def test_a_store_in_a_forked_process_says_so_and_can_be_closed(store, ask, said):
-    store.put(KEYS[0], make_kv())
-    assert told_by(lambda: ask(store)).startswith(said)
-    assert same(store.get(KEYS[0]).kv, make_kv())
