@@ -7,7 +7,7 @@ tokens, head_dim), keys before values, so that a layer is one range of bytes. Th
 - ``format``, ``key``, ``position``: see FORMAT, KVKey, ChunkKV
 - ``dtype``, ``precision``: the model's type, and whether its numbers or codes are stored
 - ``mac``: the kind of digests, see kv/mac.py
-- ``written``: when the chunk was first stored, a Unix time; believed if a key vouches for it
+- ``written``: when the chunk was first stored, a Unix time; 0 where no key vouches for it
 - ``layers``: a digest of each layer's bytes, so that one is checked and used before the others
 - ``head``: a digest of all of these, the tensors' descriptions, the prior and the scales
 
@@ -167,7 +167,7 @@ class ChunkObject:
             "dtype": _NAMES[kv.dtype],
             "precision": kv.precision,
             "mac": mac.name,
-            "written": f"{max(written_at, 0):.6f}",
+            "written": f"{max(written_at, 0) if mac.by_key else 0:.6f}",
         }
         optional = () if kv.prior is None else ("prior",)
         self._fields = _fields_of(self._metadata, kv.numbers.shape, optional)

@@ -41,7 +41,7 @@ def test_memory_is_unlocked_once_nobody_has_the_chunk() -> None:
     locked = Locked()
     host = HostTier(memory=locked.memory)
     host.put(make_key(0), StoredChunk(make_kv(tokens=40), 0.0))
-    layer = host.get(make_key(0)).kv.layer(1)[0]
+    layer = host.get(make_key(0)).kv.layer(1).numbers
     wanted = layer.clone()
     assert host.evict(make_key(0))
     gc.collect()
