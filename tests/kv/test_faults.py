@@ -55,8 +55,7 @@ def run_python(code, *arguments):
         import os, resource, signal, sys, time
         from pathlib import Path
         from cacheblend_rag.kv import DiskTier, StoredChunk, TieredKVStore, codec
-        from cacheblend_rag.kv.stored_chunk import PutResult
-from cacheblend_rag.kv.tiers import disk as disk_module
+        from cacheblend_rag.kv.tiers import disk as disk_module
         from kv.samples import *
         folder = sys.argv[1]
     """
