@@ -102,7 +102,7 @@ class Tier(ABC):
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
         """Store or replace a chunk, evicting those that the tier's ``_capacity`` names.
 
-        Raises RefusedError, and the errors of its check.
+        Raises RefusedError.
         """
 
     @abstractmethod
