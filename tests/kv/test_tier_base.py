@@ -76,7 +76,7 @@ def said(caplog):
 def test_hits_misses_evictions_and_expiries_are_counted():
     tier = Plain()
     assert tier.put(KEY, CHUNK)
-    assert tier.get(KEY).kv is CHUNK.kv
+    assert same(tier.get(KEY).kv, CHUNK.kv)
     assert tier.get(make_key(1)) is None
     assert not tier.evict(make_key(1))
     assert not tier.expire(make_key(1))
