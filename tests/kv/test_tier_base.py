@@ -13,7 +13,7 @@ from cacheblend_rag.kv.reader import WholeReader
 from cacheblend_rag.kv.stored_chunk import PutResult
 from cacheblend_rag.kv.tiers.admission import RefusedError
 from cacheblend_rag.kv.tiers.policy import COUNTED
-from tests.kv.samples import make_key, make_kv
+from tests.kv.samples import make_key, make_kv, same
 
 KEY = make_key(0)
 CHUNK = StoredChunk(make_kv(), 1.0)
