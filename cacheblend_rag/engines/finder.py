@@ -55,8 +55,8 @@ LONGEST_CHAIN = 64
 LONGEST_LEAD = 8192
 """Most tokens at the beginning of a prompt that are compared with lead-ins."""
 MOST_ABSENT = 1 << 16
-"""Tokens of its chunks that a prompt may lack, all together, besides one for each of its own: they
-are handed on with each part, and the KV of whole chunks is read for their parts."""
+"""Tokens of its chunks that a prompt may lack, all together, besides one for each of its own: the
+KV of whole chunks is read for their parts."""
 MISSING_SECONDS = 30.0
 """For so long KV is believed to be missing that the store lacked."""
 MOST_MISSING = 1 << 16
@@ -184,7 +184,7 @@ class Finder:
             part = _in_steps(match, len(tokens))
             if part is None or part.tokens < LEAST_RUN:
                 continue
-            absent = len(part.runs) * len(tokens) - part.tokens
+            absent = len(tokens) - part.tokens
             if absent > left:
                 continue
             if len(tokens) - (part.stop - part.skip) <= EDGES:
@@ -204,14 +204,14 @@ class Finder:
 
     def _found(self, variant: Variant, match: Match[str]) -> Iterator[FoundChunk]:
         """Yield each run of a chunk."""
-        name, tokens = variant.name, variant.tokens
+        name = variant.name
         for run in match.runs:
             yield FoundChunk(
                 name,
                 run.start,
                 run.end,
-                before=tuple(tokens[: run.skip].tolist()),
-                after=tuple(tokens[run.skip + run.tokens :].tolist()),
+                before=run.skip,
+                after=len(variant.tokens) - run.skip - run.tokens,
                 is_missing=self._is_missing(name),
                 deletions=self.deletions.number(name.namespace, name.chunk_id),
             )

@@ -132,17 +132,17 @@ class KnownVariants(dict[str, KnownTokens]):
 class FoundChunk:
     """Tokens [start, end) of a prompt are those of a chunk, or of a part of it.
 
-    before, after: the chunk's tokens that the prompt lacks. protected: must not be recomputed,
-    since the prompt lacks the document that its KV depends on. is_missing: whether the store lacked
-    its KV when it was asked just now. deletions: see Deletions. is_turn: it is of a conversation's
-    turn. is_exact: its KV is that of full prefill of this prompt.
+    before, after: how many of the chunk's tokens stand before and after them. protected: must not
+    be recomputed, since the prompt lacks the document that its KV depends on. is_missing: whether
+    the store lacked its KV when it was asked just now. deletions: see Deletions. is_turn: it is of
+    a conversation's turn. is_exact: its KV is that of full prefill of this prompt.
     """
 
     name: Name
     start: int
     end: int
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
+    before: int = 0
+    after: int = 0
     protected: bool = False
     is_missing: bool = False
     deletions: int = 0
@@ -157,7 +157,7 @@ class FoundChunk:
     @property
     def at(self) -> tuple[Name, int, int, int, int, bool]:
         """Which stored KV stands where: all that a blend takes of it, its own tokens aside."""
-        where = self.start, self.end, len(self.before), self.protected
+        where = self.start, self.end, self.before, self.protected
         return self.name, self.deletions, *where
 
     def placed(self, fingerprint: str) -> PlacedChunk:

@@ -90,7 +90,7 @@ class LoadedChunk:
     @property
     def own(self) -> slice:
         """The indices of these tokens in the stored chunk."""
-        skipped = len(self.placed.before)
+        skipped = self.placed.before
         return slice(skipped, skipped + self.placed.tokens)
 
     def part(self, kv: ChunkKV) -> ChunkKV:

@@ -63,8 +63,8 @@ class PlacedChunk:
     """Tokens [start, end) of a prompt are those of the chunk stored under ``key``.
 
     protected: recomputing some of its tokens would lose the document context in its cached KV.
-    before, after: the chunk's tokens at its edges that are missing in the prompt (see
-    ChunkSpan): their stored KV is not used. is_turn: it is part of a conversation's turn, not a
+    before, after: how many of the chunk's tokens stand before and after them: their stored KV is
+    not used. is_turn: it is part of a conversation's turn, not a
     registered chunk. is_exact: its KV is that of full prefill of this prompt. is_block: it is a
     block of the prompt's prefix, which is not reported.
     """
@@ -74,8 +74,8 @@ class PlacedChunk:
     end: int
     protected: bool = False
     document_id: str | None = None
-    before: TokenIds = ()
-    after: TokenIds = ()
+    before: int = 0
+    after: int = 0
     is_turn: bool = False
     is_exact: bool = False
     is_block: bool = False
@@ -88,7 +88,7 @@ class PlacedChunk:
     @property
     def stored_tokens(self) -> int:
         """How many tokens the stored chunk has."""
-        return len(self.before) + self.tokens + len(self.after)
+        return self.before + self.tokens + self.after
 
     def report(self, reason: Reason | None, tier: str | None = None) -> ChunkReport:
         """Report a hit in a tier, or a miss for a reason, perhaps with the tier that failed."""
@@ -100,7 +100,7 @@ class PlacedChunk:
             reason=reason,
             tier=tier,
             document_id=self.document_id,
-            edge_tokens=0 if self.is_turn else len(self.before) + len(self.after),
+            edge_tokens=0 if self.is_turn else self.before + self.after,
         )
 
 
@@ -247,8 +247,8 @@ def place_chunks(spans: Sequence[ChunkSpan], lead_in: LeadIn) -> list[PlacedChun
                 end=span.end,
                 protected=lead_in.name == "document" and not known,
                 document_id=chunk.document_id,
-                before=span.before,
-                after=span.after,
+                before=len(span.before),
+                after=len(span.after),
             )
         )
         earlier.append(chunk.text)

@@ -325,7 +325,7 @@ class PromptPass:
 
     def _probe(self, candidates: Candidates, question: Question) -> Steps[Tensor]:
         """Return the attention of what follows the chunks, or of the last token: the question."""
-        ends = (chunk.here.stop + len(chunk.placed.after) for chunk in self._chunks)
+        ends = (chunk.here.stop + chunk.placed.after for chunk in self._chunks)
         question_start = min(max(ends, default=0), self.token_ids.numel() - 1)
         attention, work = yield from probe_question(
             self.stack,

@@ -116,16 +116,10 @@ def test_a_prompt_is_its_chunks_laid_down_and_one_pass(selector: str, hits: str)
 
 def cut(chunks: list[PlacedChunk], lost: tuple[int, int]) -> list[PlacedChunk]:
     """The chunks where a prompt has other tokens at their edges."""
-    ids = prompt_ids().tolist()
+    before, after = lost
     return [
-        replace(
-            chunk,
-            start=chunk.start + lost[0],
-            end=chunk.end - lost[1],
-            before=tuple(ids[chunk.start : chunk.start + lost[0]]),
-            after=tuple(ids[chunk.end - lost[1] : chunk.end]),
-        )
-        for chunk in chunks
+        replace(one, start=one.start + before, end=one.end - after, before=before, after=after)
+        for one in chunks
     ]
 
 

@@ -202,7 +202,7 @@ def _run(job: Precompute, result: PrecomputeResult) -> ComputedRun:
 
 def _missed(found: FoundChunk, reason: Reason) -> ChunkReport:
     """Return the report of a chunk that is not blended, without asking the store."""
-    edges = 0 if found.is_turn else len(found.before) + len(found.after)
+    edges = 0 if found.is_turn else found.before + found.after
     tokens = found.tokens
     own = found.name.chunk_id
     return ChunkReport(own, found.start, tokens, hit=False, reason=reason, edge_tokens=edges)

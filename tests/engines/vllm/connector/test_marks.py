@@ -63,7 +63,7 @@ def test_another_question_has_another_mark_if_rows_depend_on_it() -> None:
         (A, replace(B, deletions=1)),
         (A, replace(B, protected=True)),
         (A, replace(B, start=44)),
-        (A, replace(B, before=(1,))),
+        (A, replace(B, before=1)),
         (A, replace(B, name=replace(B.name, context_id="c" * 32))),
     ],
 )
