@@ -110,9 +110,6 @@ def refused(message: str) -> Any:
     return pytest.raises(UnsupportedModelError, match=message)
 
 
-# What is tried
-
-
 # How keys turn
 
 
