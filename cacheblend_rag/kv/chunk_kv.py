@@ -148,7 +148,13 @@ class ChunkKV:
     def of(
         cls, keys: Tensor, values: Tensor, position: int, prior: Tensor | None = None
     ) -> ChunkKV:
-        """Return the chunk of keys and values, each (layers, kv_heads, tokens, head_dim); copied.
+        """Return the chunk of keys and values; both are copied.
+
+        Args:
+            keys: (layers, kv_heads, tokens, head_dim).
+            values: as ``keys``.
+            position: of the first token when they were computed.
+            prior: (tokens,) float32; None is none.
 
         Raises:
             ValueError: when they differ in shape or type.
@@ -224,7 +230,12 @@ class ChunkKV:
         return self.part(index, index + 1)
 
     def cut(self, start: int, end: int) -> ChunkKV:
-        """Return some of its tokens: views, since a copy stream would not wait for a copy."""
+        """Return tokens [``start``, ``end``) as views: a copy stream would not wait for a copy.
+
+        Args:
+            start: the first token.
+            end: behind the last one.
+        """
         prior = None if self.prior is None else self.prior[start:end]
         numbers = self.numbers[..., start:end, :]
         return replace(self, numbers=numbers, position=self.position + start, prior=prior)

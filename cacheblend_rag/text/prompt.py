@@ -92,6 +92,9 @@ class BlendPrompt:
             tokenizer: a tokenizer, whose behaviour is then examined in each call, or a
                 PromptEncoder of it, which has done so once.
 
+        Returns:
+            The prompt's token ids, and where its chunks stand in them.
+
         Raises:
             PromptError: when a text holds an unpaired surrogate.
         """

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from io import StringIO
 from itertools import count
@@ -20,7 +20,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from cacheblend_rag import (
     BlendConfig,
@@ -38,7 +38,7 @@ from cacheblend_rag import (
     SamplingParams,
     analyze_long_document,
 )
-from tests.models import make_tokenizer, prompt_of, words
+from tests.models import make_model, make_tokenizer, prompt_of, words
 
 WINDOW = 2048
 """The context window of an engine under test."""
@@ -905,6 +905,26 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def embedded_model() -> PreTrainedModel:
+    """Return a tiny model whose window is WINDOW."""
+    model = make_model("llama")
+    model.config.max_position_embeddings = WINDOW
+    return model
+
+
+@contextmanager
+def counting(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Yield how often the model has embedded tokens, in a list: at least once a step."""
+    calls, counted = [0], count(1)
+
+    def note(*_: object) -> None:
+        calls[0] = next(counted)
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(note)
+    yield calls
+    hook.remove()
 
 
 class EmbeddedContract(EngineContract):

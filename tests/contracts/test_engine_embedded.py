@@ -25,11 +25,24 @@ from tests.contracts.engine import (
     SHORT,
     EmbeddedContract,
     Texts,
+    counting,
     distance,
+    embedded_model,
     tokenizer_with_template,
     wait_until,
 )
 from tests.models import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return embedded_model()
+
+
+@pytest.fixture(scope="module")
+def calls(model: PreTrainedModel) -> Iterator[list[int]]:
+    with counting(model) as calls:
+        yield calls
 
 
 @pytest.fixture

@@ -20,11 +20,24 @@ from cacheblend_rag.engines.vllm.protocol.job import Compare
 from tests.contracts.engine import (
     CONFIG,
     EmbeddedContract,
+    counting,
+    embedded_model,
     tokenizer_with_template,
     wait_until,
 )
 from tests.engines.conversations import PASSAGES, QUESTIONS, SAMPLING
 from tests.local_servers import HOST, free_port
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return embedded_model()
+
+
+@pytest.fixture(scope="module")
+def calls(model: PreTrainedModel) -> Iterator[list[int]]:
+    with counting(model) as calls:
+        yield calls
 
 
 @contextmanager
