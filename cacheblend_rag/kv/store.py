@@ -95,12 +95,12 @@ class TieredKVStore:
         for tier in self.tiers:
             tier.join(mac, ttl_seconds)
         disk = next((tier.path for tier in self.tiers if isinstance(tier, DiskTier)), None)
-        self._folder = disk if folder is None else Path(folder).expanduser().absolute()
+        noted_in = disk if folder is None else Path(folder).expanduser().absolute()
         self.speeds = Speeds()
         self.locks = KeyLocks()
         self._threads = TierThreads(self.tiers)
         self._closing = threading.Event()
-        self.deletions = Deletions(self._folder)
+        self.deletions = Deletions(noted_in)
         self.expiry = Expiry(self.tiers, self.locks, self._threads, self.deletions, self._closing)
         self.reads = SharedReads(self.tiers, self.expiry, self.locks, self._threads)
         self._chunks = WholeChunks(self.tiers, self.expiry)
@@ -265,7 +265,8 @@ class TieredKVStore:
             StoreError: when the store is read-only: the chunk would come back; or when too many
                 deletions wait.
         """
-        self._check_writable()
+        if self.read_only:
+            raise StoreError(READ_ONLY)
         with self.locks.held(key), self.reads.changing(key):
             evicted = {tier.name: tier.evict(key) for tier in self.tiers}
             pending = [name for name, was_there in evicted.items() if was_there is None]
@@ -400,10 +401,6 @@ class TieredKVStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_writable(self) -> None:
-        if self.read_only:
-            raise StoreError(READ_ONLY)
 
 
 class _ParentsStore(TieredKVStore):
