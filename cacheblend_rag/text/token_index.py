@@ -53,7 +53,7 @@ WHOLE = 4
 OFFSET_BITS = 27
 ZERO = 1 << (OFFSET_BITS - 1)
 """The low bits of the diagonal of a sequence that begins with the prompt."""
-FEWEST_BITS, MOST_BITS = 8, 30
+FEWEST_BITS, MOST_BITS = 8, 28
 MARK_BITS = 4
 """Marks have so many bits more than there are hashes: few others have a mark by chance."""
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -229,10 +229,25 @@ class TokenIndex(Generic[Name]):
         self, prompt: Tokens, is_same: SameText | None
     ) -> Iterator[tuple[int, int, Match[Name]]]:
         """Yield each match with the number and the size of its sequence."""
-        left = COMPARED_TOKENS + 4 * prompt.size
-        least = self.least if is_same is None else self._window
         seen: dict[int, list[Match[Name]]] = {}
-        is_seen, is_found = np.zeros((2, prompt.size), np.bool_)
+        is_found = np.zeros(prompt.size, np.bool_)
+        least = self.least if is_same is None else self._window
+        for number, name, own, run in self._runs(prompt, least):
+            matches = seen.setdefault(number, [])
+            if any(one.start <= run.start and run.end <= one.end for one in matches):
+                continue
+            runs = [run]
+            if is_same and run.tokens < own.size and not is_found[run.start : run.end].all():
+                runs = followed(prompt, own, run, is_same)
+            matches.append(one := Match(name, tuple(runs)))
+            if one.tokens >= self.least:
+                is_found[one.start : one.end] = True
+                yield number, own.size, one
+
+    def _runs(self, prompt: Tokens, least: int) -> Iterator[tuple[int, Name, Tokens, Run]]:
+        """Yield number, name and tokens of sequences with each run in the prompt, up to a bound."""
+        left = COMPARED_TOKENS + 4 * prompt.size
+        is_seen = np.zeros(prompt.size, np.bool_)
         for number, shift, position, crowd in self._places(prompt):
             known = self._known.get(number)
             if known is None or (crowd >= MOST_PLACES and is_seen[position]):
@@ -241,18 +256,9 @@ class TokenIndex(Generic[Name]):
             left -= max(min(prompt.size, shift + own.size) - max(shift, 0), LEAST_COMPARED)
             if left < 0:
                 return
-            matches = seen.setdefault(number, [])
             for run in equal_runs(prompt, own, shift, least=least):
-                if any(one.start <= run.start and run.end <= one.end for one in matches):
-                    continue
                 is_seen[run.start : run.end] = True
-                runs = [run]
-                if is_same and run.tokens < own.size and not is_found[run.start : run.end].all():
-                    runs = followed(prompt, own, run, is_same)
-                matches.append(one := Match(name, tuple(runs)))
-                if one.tokens >= self.least:
-                    is_found[one.start : one.end] = True
-                    yield number, own.size, one
+                yield number, name, own, run
 
     def _places(self, prompt: Tokens) -> Iterable[tuple[int, int, int, int]]:
         """Return which sequences may begin where in the prompt, most promising first.

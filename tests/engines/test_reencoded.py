@@ -96,9 +96,6 @@ def test_of_a_re_encoded_passage_most_tokens_are_found(
             for ids in own[first : first + 4]
         ]
         assert min(shares) >= SHARE, shares
-        assert sum(one.tokens for one in found) == pytest.approx(
-            sum(s * len(ids) for s, ids in zip(shares, own[first : first + 4], strict=True))
-        ), "and nothing else"
 
 
 def test_who_knows_what_stands_around_learns_nothing_token_by_token(
@@ -122,11 +119,10 @@ def test_who_knows_what_stands_around_learns_nothing_token_by_token(
 
 def test_a_prompt_of_re_encoded_parts_takes_bounded_time() -> None:
     """Texts are compared a bounded number of times, however many parts a prompt is made of."""
-    asked = 0
+    asked = list[Sequence[int]]()
 
     def says(tokens: Sequence[int]) -> str:
-        nonlocal asked
-        asked += 1
+        asked.append(tokens)
         return "same"
 
     lead_in = LeadInId("none", "", 0)
@@ -137,9 +133,9 @@ def test_a_prompt_of_re_encoded_parts_takes_bounded_time() -> None:
         )
         assert finder.settle()
         hostile = [token for at in range(0, 50_000, 10) for token in (*chunk[at : at + 8], 7, 7)]
-        asked = 0
+        asked.clear()
         finder.find("default", hostile)
-        assert 0 < asked <= 2 * MOST_COMPARED
+        assert 0 < len(asked) <= 2 * MOST_COMPARED
 
 
 def test_an_engine_reuses_what_a_tool_returned_as_json(tokenizer: Any) -> None:
