@@ -8,7 +8,7 @@ import pytest
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, plan_schedule
-from cacheblend_rag.blend.cost import Forecast, prefill_cost
+from cacheblend_rag.blend.cost import Forecast
 from cacheblend_rag.blend.steps import run_to_end
 from tests.blend.fake_stack import LAYERS, FakeStack, WatchedKV
 from tests.blend.test_passes import CHECKS, PROMPTS, Prompt
@@ -42,20 +42,7 @@ def test_what_is_chosen_costs_about_what_was_expected(
     prompt: Prompt, selector: str, checks: dict[str, Any]
 ) -> None:
     for ratio in (0.2, 0.7):
-        config = BlendConfig(recompute_ratio=ratio, selector=selector, **checks)
+        config = BlendConfig(selector=selector, **{"recompute_ratio": ratio, **checks})
         spent, expected = spent_and_expected(prompt, config)
         # one token more or less, since so few are rounded, and those that see much or little
         assert expected == pytest.approx(spent, rel=0.12)
-
-
-def test_recomputing_everything_costs_what_prefill_does() -> None:
-    prompt, costs = Prompt(hits=""), FakeStack().costs
-    schedule = plan_schedule(BlendConfig(recompute_ratio=1.0), LAYERS)
-    masks = prompt.candidates.cached.numpy(), prompt.candidates.eligible.numpy()
-    last = costs[-1]
-    saved = (prompt.tokens - 1) * (last.per_row - last.per_row_probe)
-    pairs = prefill_cost((last,), prompt.tokens) - prompt.tokens * last.per_row
-    attended = last.per_pair * min(prompt.tokens, last.window or prompt.tokens)
-    assert Forecast(costs, *masks).work(schedule) == pytest.approx(
-        prefill_cost(costs, prompt.tokens) - saved - pairs + attended
-    )

@@ -10,7 +10,6 @@ from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.rounding import (
     NOISY_COPIES,
     beyond_rounding,
-    cache_step,
     layer_noise,
 )
 from cacheblend_rag.blend.rows import Rows
@@ -41,14 +40,6 @@ def test_a_layers_noise_is_as_large_as_its_type_rounds() -> None:
     assert 0.3 * eps < float(noise.square().mean().sqrt()) < 10 * eps
     eight = noise_of(FakeStack(), hidden, cache_step=0.125)
     assert 0.01 < float(eight.square().mean().sqrt()) < 0.1
-
-
-def test_a_caches_step_is_its_types() -> None:
-    assert cache_step(torch.bfloat16, torch.bfloat16) is None
-    assert cache_step(torch.float32, torch.bfloat16) is None
-    assert cache_step(torch.uint8, torch.bfloat16) == 0.125
-    assert cache_step(torch.float8_e4m3fn, torch.float16) == 0.125
-    assert cache_step(torch.bfloat16, torch.float32) == 2**-7
 
 
 def test_neither_outliers_nor_a_few_tokens_hide_a_difference() -> None:
