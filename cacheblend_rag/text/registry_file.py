@@ -92,6 +92,8 @@ class RegistryFile:
         self._writer = self._reader if read_only else _connect(path, "rw", wait_seconds)
         if not read_only:
             self._writer.execute("PRAGMA secure_delete = ON")
+            # A free page would keep the text of a writer that is killed while it commits.
+            self._writer.execute("PRAGMA auto_vacuum = FULL")
             self._make_tables()
 
     def close(self) -> None:

@@ -133,7 +133,7 @@ def test_a_failure_to_fill_is_no_requests(
         patched.setattr(engine, "_fill", fail)
         engine.ask(chunks[0])
         engine.settle()
-    assert "idle work 'fill' failed: no way" in caplog.text
+    assert until(lambda: "idle work 'fill' failed: no way" in caplog.text, PATIENCE)
     assert (engine.fill_report().computed, engine.fill_report().dropped) == (0, 1)
     engine.ask(*chunks[:2])
     engine.settle()
