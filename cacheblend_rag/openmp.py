@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from ctypes import CDLL
+from ctypes import PyDLL
 from functools import cache
 from pathlib import Path
 
@@ -48,19 +48,20 @@ def end_openmp_threads() -> None:
 
 
 @cache
-def _libraries() -> tuple[CDLL, ...]:
+def _libraries() -> tuple[PyDLL, ...]:
     """Return the loaded GNU OpenMP libraries that can free a thread pool (OpenMP 5.0).
 
-    There may be several: packages bring their own.
+    There may be several: packages bring their own. Calls keep the interpreter lock, since they are
+    shorter than it takes to get it back: the prompts of a batch are to arrive together.
     """
     try:
         lines = MAPS.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return ()
     paths = {Path(line.split(maxsplit=5)[-1]) for line in lines if LIBRARY in line}
-    found: list[CDLL] = []
+    found: list[PyDLL] = []
     for path in sorted(paths):
         if path.name.startswith(LIBRARY):
             with suppress(OSError):  # its file may be gone, or be no library
-                found.append(CDLL(str(path)))
+                found.append(PyDLL(str(path)))
     return tuple(library for library in found if hasattr(library, "omp_pause_resource_all"))
