@@ -186,7 +186,7 @@ class Answering(Backend):
         """
         requests = [self._request(one, sampling, config, hints) for one in prompts]
         with self._working(*requests):
-            return answer_batch(self._begun, requests)
+            return answer_batch(self._begun, requests, self._wanting)
 
     async def agenerate(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar, cast
@@ -111,8 +111,45 @@ def by_overlap(prompts: Iterable[Chunks]) -> list[int]:
     return [queue.pop() for _ in range(len(queue))]
 
 
+class _SharedChunks:
+    """Announces each chunk that several prompts of a batch read, from the first one to the last.
+
+    batch: the chunks of each prompt. announce: announces that some will be read, until its context
+    ends.
+    """
+
+    def __init__(
+        self,
+        batch: Iterable[Chunks],
+        announce: Callable[[Iterable[KVKey]], AbstractContextManager[object]],
+    ) -> None:
+        self._readers, self._announce = Counter(key for chunks in batch for key in chunks), announce
+        self._announced: dict[KVKey, ExitStack] = {}
+
+    def begin(self, chunks: Chunks) -> None:
+        """Announce what a prompt shares with later ones; call it before the prompt is read for."""
+        for key in chunks:
+            if self._readers[key] > 1 and key not in self._announced:
+                self._announced[key] = ExitStack()
+                self._announced[key].enter_context(self._announce([key]))
+
+    def end(self, chunks: Chunks) -> None:
+        """End the announcement of what only this prompt still had to read."""
+        self._readers.subtract(chunks.keys())
+        for key in chunks:
+            if not self._readers[key] and key in self._announced:
+                self._announced.pop(key).close()
+
+    def close(self) -> None:
+        """End all announcements."""
+        for announced in self._announced.values():
+            announced.close()
+
+
 def answer_batch(
-    start: Callable[[Request], Stream[Delta]], requests: Sequence[Request]
+    start: Callable[[Request], Stream[Delta]],
+    requests: Sequence[Request],
+    announce: Callable[[Iterable[KVKey]], AbstractContextManager[object]],
 ) -> list[Generation]:
     """Return the answers of requests, in their order.
 
@@ -122,21 +159,26 @@ def answer_batch(
     Args:
         start: begins to answer a request.
         requests: at most ``MOST_TOGETHER`` of them are answered at a time.
+        announce: announces that chunks will be read, until its context ends.
     """
-    waiting = deque(by_overlap(chunks_of(request.prepared.placed) for request in requests))
+    chunks = [chunks_of(request.prepared.placed) for request in requests]
+    waiting, shared = deque(by_overlap(chunks)), _SharedChunks(chunks, announce)
     running: dict[Future[Delta], int] = {}
     last: dict[int, Delta] = {}
     try:
         while waiting or running:
             while waiting and len(running) < MOST_TOGETHER:
                 index = waiting.popleft()
+                shared.begin(chunks[index])
                 running[start(requests[index]).future()] = index
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 index = running.pop(done)
+                shared.end(chunks[index])
                 with suppress(OutOfMemoryError):
                     last[index] = result_of(done)
         ends = [last.get(index) or start(one).last() for index, one in enumerate(requests)]
     finally:
         for request in requests:
             request.cancel.set()
+        shared.close()
     return [cast(Generation, end.generation) for end in ends]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from types import SimpleNamespace
@@ -25,9 +26,11 @@ from cacheblend_rag.engines.batch import (
     OverlapQueue,
     answer_batch,
     by_overlap,
+    chunks_of,
 )
 from cacheblend_rag.engines.stream import Cancellation, Stream, Take
 from cacheblend_rag.errors import OutOfMemoryError
+from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from tests.kv.samples import make_key
 
@@ -122,10 +125,11 @@ class Request:
 
 
 class Engine:
-    """Answers each request in a thread; begun: their names, in order."""
+    """Answers each request in a thread; begun: their names, in order. announced: chunks' keys."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
+        self.announced = Counter[KVKey]()
         self.running = self.most_running = 0
         self._lock = threading.Lock()
 
@@ -138,6 +142,13 @@ class Engine:
             return done
 
         return Stream(begin, request.cancel)
+
+    @contextmanager
+    def announce(self, keys: Iterable[KVKey]) -> Iterator[None]:
+        own = [*keys]
+        self.announced.update(own)
+        yield
+        self.announced -= Counter(own)
 
     def _answer(self, request: Request) -> Delta:
         with self._lock:
@@ -157,7 +168,7 @@ def engine() -> Engine:
 
 
 def answer(engine: Engine, requests: list[Request]) -> Any:
-    return answer_batch(engine.start, requests)
+    return answer_batch(engine.start, requests, engine.announce)
 
 
 def asking_for(*numbers: int) -> Any:
@@ -187,6 +198,22 @@ def test_those_that_share_chunks_begin_next_to_each_other(engine: Engine) -> Non
     requests = [Request(n, prepared=asking_for(*one)) for n, one in enumerate(wanted)]
     assert answer(engine, requests) == [0, 1, 2, 3, 4]
     assert engine.begun == [0, 4, 1, 3, 2]
+
+
+def test_what_several_read_is_announced_from_the_first_to_the_last(engine: Engine) -> None:
+    wanted, shared = [(1, 2), (3, 4), (2, 5), (3, 6)], {make_key(2), make_key(3)}
+    seen: list[set[KVKey]] = []
+
+    def start(request: Request) -> Stream[Delta]:
+        assert shared & chunks_of(request.prepared.placed).keys() <= engine.announced.keys()
+        seen.append({*engine.announced})
+        return engine.start(request)
+
+    requests: Any = [Request(n, prepared=asking_for(*one)) for n, one in enumerate(wanted)]
+    answer_batch(start, requests, engine.announce)
+    assert set().union(*seen) == shared
+    assert len(seen) == len(wanted)
+    assert not engine.announced
 
 
 def test_an_error_cancels_the_others_and_is_raised(engine: Engine) -> None:
