@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.blend.rounding import (
-    NOISY_COPIES,
-    beyond_rounding,
-    layer_noise,
-)
+from cacheblend_rag.blend.rounding import NOISY_COPIES, beyond_rounding, layer_noise
 from cacheblend_rag.blend.rows import Rows
 from tests.blend.fake_stack import HIDDEN, FakeStack
 

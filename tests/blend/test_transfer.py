@@ -150,6 +150,11 @@ def test_stages_are_few_and_one_is_used_anew_only_when_its_copies_are_done() -> 
     assert copy_stream.waited_in == copy_stream.errors == []
 
 
+def assert_laid(fused: Any, copy_stream: Any) -> None:
+    for one, other in zip(fused.layer(0), laid_plainly("fused", copy_stream)[0], strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
 def test_pinned_memory_is_copied_from_where_it_lies_and_held_until_then() -> None:
     copy_stream = FakeCopyStream()
     buffers, fused = (
@@ -167,8 +172,7 @@ def test_pinned_memory_is_copied_from_where_it_lies_and_held_until_then() -> Non
     upload.arrive()
     assert copy_stream.errors == []
     assert torch.equal(staged, torch.full_like(staged, 0xFF)), "nothing went through the buffer"
-    for one, other in zip(fused.layer(0), laid_plainly("fused", copy_stream)[0], strict=True):
-        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+    assert_laid(fused, copy_stream)
 
 
 def test_ordinary_memory_is_read_by_a_thread_while_the_models_thread_goes_on() -> None:
@@ -186,8 +190,7 @@ def test_ordinary_memory_is_read_by_a_thread_while_the_models_thread_goes_on() -
     assert copy_stream.asked == asked + 2, "one copy of all chunks, and their placement"
     upload.arrive()
     assert copy_stream.errors == []
-    for one, other in zip(fused.layer(0), laid_plainly("fused", copy_stream)[0], strict=True):
-        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+    assert_laid(fused, copy_stream)
 
 
 def test_what_is_given_up_arrives_before_its_memory_is_used_anew() -> None:

@@ -1,3 +1,4 @@
+import threading
 import time
 
 import pytest
@@ -21,3 +22,10 @@ def clock(monkeypatch):
     monkeypatch.setattr("time.time", lambda: clock.now)
     monkeypatch.setattr("time.time_ns", lambda: int(clock.now * 1e9))
     return clock
+
+
+@pytest.fixture
+def gate():
+    gate = threading.Event()
+    yield gate
+    gate.set()

@@ -4,13 +4,7 @@ import time
 
 import pytest
 
-from cacheblend_rag.kv import (
-    DiskTier,
-    HostTier,
-    StoredChunk,
-    TieredKVStore,
-    TierPolicy,
-)
+from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, TierPolicy
 from cacheblend_rag.kv.tiers import disk_index
 from cacheblend_rag.kv.tiers.admission import (
     LEAST_HALVED,

@@ -48,13 +48,6 @@ LAYER_BYTES = 2 * TOKENS * 2 * 4
 
 
 @pytest.fixture
-def gate():
-    gate = threading.Event()
-    yield gate
-    gate.set()
-
-
-@pytest.fixture
 def slow():
     tier = SlowBytes()
     tier.fill(KVS)

@@ -15,13 +15,6 @@ NEAR, BELOW = make_key(50), make_key(51)
 
 
 @pytest.fixture
-def gate():
-    gate = threading.Event()
-    yield gate
-    gate.set()
-
-
-@pytest.fixture
 def hanging(gate):
     tier = SlowTier(lambda: gate.wait(30), name="hanging")
     tier.fill(HANGING)

@@ -13,12 +13,7 @@ import torch
 
 from cacheblend_rag.kv import DiskTier, HostTier, TieredKVStore
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.read_memory import (
-    LEAST_BYTES,
-    MOST_BYTES,
-    OF_PROCESS,
-    ReadMemory,
-)
+from cacheblend_rag.kv.read_memory import LEAST_BYTES, MOST_BYTES, OF_PROCESS, ReadMemory
 from cacheblend_rag.kv.stored_chunk import StoredChunk
 from cacheblend_rag.kv.tiers import disk
 from tests.kv.locked import Locked, tensors

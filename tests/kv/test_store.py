@@ -5,24 +5,10 @@ import time
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import (
-    ChunkKV,
-    DiskTier,
-    HostTier,
-    Lookup,
-    StoredChunk,
-    TieredKVStore,
-)
+from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, Lookup, StoredChunk, TieredKVStore
 from tests.engines.test_forked import told_by
 
-from .samples import (
-    SlowTier,
-    chunk_files,
-    encode,
-    make_key,
-    make_kv,
-    same,
-)
+from .samples import SlowTier, chunk_files, encode, make_key, make_kv, same
 
 KEYS = [make_key(number) for number in range(6)]
 HOST_CHUNK = make_kv().nbytes

@@ -8,13 +8,7 @@ from html.parser import HTMLParser
 from cacheblend_rag.observe.explained import Cost, Explained
 from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds, PhaseStarts
-from cacheblend_rag.trace import (
-    Deviations,
-    Trace,
-    TracedLayer,
-    TracedSelection,
-    TracedTokens,
-)
+from cacheblend_rag.trace import Deviations, Trace, TracedLayer, TracedSelection, TracedTokens
 
 HOSTILE = (
     '<script>alert(1)</script><img src="http://evil.example/x" onerror=alert(2)>'

@@ -19,13 +19,7 @@ from cacheblend_rag.blend.steps import run_to_end as run
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.timings import Speeds
 from cacheblend_rag.prefill.lead_in import PlacedChunk
-from cacheblend_rag.prefill.policy import (
-    LEAST_CHANGE,
-    Controller,
-    Decision,
-    Rates,
-    StoredPart,
-)
+from cacheblend_rag.prefill.policy import LEAST_CHANGE, Controller, Decision, Rates, StoredPart
 from cacheblend_rag.prefill.prompt_pass import Destination, FusedPrompt, PromptPass
 from cacheblend_rag.trace import Trace
 from tests.blend.fake_stack import VOCABULARY, FakeStack, plain_kv

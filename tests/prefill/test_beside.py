@@ -29,13 +29,7 @@ from tests.kv.locked import Locked
 from tests.kv.samples import SlowBytes
 from tests.prefill import test_precompute as documents
 from tests.prefill.prompts import Ring, chunk_kv, give_up, placed
-from tests.prefill.test_chunk_loader import (
-    NAMES,
-    assert_same,
-    over,
-    slow_tier,
-    spans_of,
-)
+from tests.prefill.test_chunk_loader import NAMES, assert_same, over, slow_tier, spans_of
 
 CPU = torch.device("cpu")
 BUFFER_BYTES = 700

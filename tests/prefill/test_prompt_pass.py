@@ -23,10 +23,7 @@ from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
 from cacheblend_rag.prefill import stopwatch
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NOT_STORED, Rates
-from cacheblend_rag.prefill.prompt_pass import (
-    COMPUTING,
-    FusedPrompt,
-)
+from cacheblend_rag.prefill.prompt_pass import COMPUTING, FusedPrompt
 from tests.blend.fake_stack import LAYERS, FakeStack
 from tests.prefill.prompts import (
     LEAD,

@@ -16,9 +16,7 @@ from cacheblend_rag.blend.selectors import Evidence
 from cacheblend_rag.prefill import trace_recorder
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from tests.blend.fake_stack import LAYERS, FakeStack
-from tests.prefill.prompts import (
-    traces_alone_and_of_ranks,
-)
+from tests.prefill.prompts import traces_alone_and_of_ranks
 
 NOTHING = Evidence(torch.zeros(0))
 

@@ -14,12 +14,7 @@ import torch
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import fingerprint, namespace_id
-from cacheblend_rag.settings import (
-    BlendConfig,
-    EngineConfig,
-    LeadInConfig,
-    StoreConfig,
-)
+from cacheblend_rag.settings import BlendConfig, EngineConfig, LeadInConfig, StoreConfig
 from cacheblend_rag.settings.base import Secret
 from tests.engines.toy_engine import ToyEngine
 from tests.toy import TOY

@@ -17,11 +17,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from cacheblend_rag.blend.kernels.placement import (
-    COLUMNS,
-    table_of,
-    tables_of,
-)
+from cacheblend_rag.blend.kernels.placement import COLUMNS, table_of, tables_of
 from cacheblend_rag.blend.layer_part import LayerPart, WholePart
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.kv.chunk_kv import ChunkKV

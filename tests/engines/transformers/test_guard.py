@@ -46,6 +46,12 @@ def asking(*chunks: Chunk, seed: int = 90) -> BlendPrompt:
     return prompt_of(words(5, seed), *(part for chunk in chunks for part in (chunk, "w7")), "w9")
 
 
+def knowing_a_chunk(make_guarded: EngineFactory) -> tuple[TransformersEngine, list[Chunk]]:
+    engine, chunks = make_guarded(), [Chunk(words(40, 3))]
+    engine.precompute(chunks, progress=False)
+    return engine, chunks
+
+
 @contextmanager
 def never_idle() -> Iterator[None]:
     """No model counts as idle meanwhile."""
@@ -151,8 +157,7 @@ def test_without_a_reference_nothing_is_concluded(
 
 
 def test_nothing_is_compared_before_the_model_is_idle(make_guarded: EngineFactory) -> None:
-    engine, chunks = make_guarded(), [Chunk(words(40, 3))]
-    engine.precompute(chunks, progress=False)
+    engine, chunks = knowing_a_chunk(make_guarded)
     with never_idle():
         engine.generate(asking(*chunks), GREEDY)
         time.sleep(0.2)
@@ -163,8 +168,7 @@ def test_nothing_is_compared_before_the_model_is_idle(make_guarded: EngineFactor
 def test_what_waited_before_a_guard_began_anew_counts_for_nothing(
     make_guarded: EngineFactory,
 ) -> None:
-    engine, chunks = make_guarded(), [Chunk(words(40, 3))]
-    engine.precompute(chunks, progress=False)
+    engine, chunks = knowing_a_chunk(make_guarded)
     with never_idle():
         engine.generate(asking(*chunks), GREEDY)
         engine.reset_guard()
@@ -178,8 +182,7 @@ def test_waiting_prompts_are_bounded_and_go_with_the_engine(
     make_guarded: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "MOST_WAITING", 2)
-    engine, chunks = make_guarded(), [Chunk(words(40, 3))]
-    engine.precompute(chunks, progress=False)
+    engine, chunks = knowing_a_chunk(make_guarded)
     with never_idle():
         for seed in range(5):
             engine.generate(asking(*chunks, seed=seed), GREEDY)
@@ -194,8 +197,7 @@ def test_waiting_prompts_are_bounded_and_go_with_the_engine(
 def test_evicted_chunks_are_dropped_and_other_work_is_not_sampled(
     make_guarded: EngineFactory,
 ) -> None:
-    engine, chunks = make_guarded(), [Chunk(words(40, 3))]
-    engine.precompute(chunks, progress=False)
+    engine, chunks = knowing_a_chunk(make_guarded)
     with never_idle():
         engine.generate(asking(*chunks), GREEDY)
         engine.generate_full(asking(*chunks), GREEDY)
@@ -250,8 +252,7 @@ def test_steps_are_reported_and_logged_without_texts(
 def test_a_comparison_without_memory_is_dropped(
     make_guarded: EngineFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, chunks = make_guarded(), [Chunk(words(40, 3))]
-    engine.precompute(chunks, progress=False)
+    engine, chunks = knowing_a_chunk(make_guarded)
 
     def lacking(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("out of memory")

@@ -86,21 +86,10 @@ class QuantizedQuery(Fp8Attention):
 
     supports_quant_query_input = True
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: CommonAttentionMetadata | None,
-        output: Tensor,
-        *_: Any,
-        **__: Any,
-    ) -> Tensor:
+    def forward(self, layer: Any, query: Tensor, key: Tensor, *others: Any, **named: Any) -> Tensor:
         assert query.dtype == FP8
         plain = query.to(key.dtype) * layer._q_scale
-        return super().forward(layer, plain, key, value, kv_cache, attn_metadata, output)
+        return super().forward(layer, plain, key, *others, **named)
 
 
 class Fp8Backend(CPUAttentionBackend):
