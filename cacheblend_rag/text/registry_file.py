@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.sqlite_file import connect
 from cacheblend_rag.text.chunk import EMPTY, Chunk, Context
 
 logger = logging.getLogger(__name__)
@@ -46,14 +47,14 @@ SCHEMA = (
     "CREATE INDEX chunks_by_piece ON chunks (piece)",
 )
 OURS = {*SCHEMA, "CREATE TABLE sqlite_sequence(name,seq)"}
-"""What a registry's file has; the last one is SQLite's, for AUTOINCREMENT."""
+"""The statements in ``sqlite_master``; the last is SQLite's own, for AUTOINCREMENT."""
 DELETE_UNNEEDED = """
 DELETE FROM pieces WHERE name = :name
 AND NOT EXISTS (SELECT 1 FROM chunks WHERE piece = :name)
 AND NOT EXISTS (SELECT 1 FROM pieces WHERE before = :name)
 """
 MOST_BYTES = 64 << 20
-"""Of one row. SQLite neither writes nor reads a longer one."""
+"""Most bytes of a row that SQLite writes or reads here."""
 
 
 @dataclass(slots=True)
@@ -133,7 +134,7 @@ class RegistryFile:
         return self._reader.execute(select, (last,))
 
     def _forget_pieces(self, chunk: Chunk | None) -> None:
-        """Forget those pieces of a chunk that were deleted with it."""
+        """Drop from memory the pieces of a removed chunk that are no longer in the file."""
         piece = EMPTY if chunk is None else chunk.passage
         select = "SELECT 1 FROM pieces WHERE name = ?"
         while piece and piece.digest in self._pieces:
@@ -143,7 +144,7 @@ class RegistryFile:
             piece = piece.before
 
     def _read_pieces(self) -> None:
-        """Read new pieces; what is damaged, or stands behind that, is left out."""
+        """Read new pieces; a damaged one is left out, and those that follow it in its document."""
         once: dict[str, str] = {}  # a text that many rows hold is kept once
         for row, name, before, stored in self._rows(
             "pieces", "name, before, text", self._last_piece
@@ -195,7 +196,7 @@ class RegistryFile:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Lock the file, waiting for other processes; commit what is done meanwhile, or undo it."""
+        """Run the block in a transaction; waits for other processes' transactions."""
         with self._writer:
             self._writer.execute("BEGIN IMMEDIATE")
             yield
@@ -208,7 +209,7 @@ class RegistryFile:
                 self._writer.execute(statement)
 
     def add(self, chunks: Iterable[Chunk]) -> None:
-        """Write chunks behind all others; those that are there already are moved.
+        """Insert chunks after all others; one that is in the file already moves to the end.
 
         All earlier changes must have been read.
         """
@@ -239,7 +240,7 @@ class RegistryFile:
         )
 
     def remove(self, chunks: Iterable[Chunk]) -> None:
-        """Delete those of the chunks that are there, and the pieces that only they needed."""
+        """Delete chunks, if they are there, and the pieces that no other chunk needs."""
         for chunk in dict.fromkeys(chunks):
             self._remove_row(chunk)
             piece = chunk.passage
@@ -256,19 +257,8 @@ class RegistryFile:
 
 
 def _connect(path: Path, mode: str, wait_seconds: float) -> sqlite3.Connection:
-    """Open a file without trusting its schema."""
-    file = sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode={mode}",
-        uri=True,
-        timeout=wait_seconds,
-        isolation_level=None,
-        check_same_thread=False,
-    )
-    # Our columns hold bytes; SQLite does not check that values stored as text are UTF-8.
-    file.text_factory = lambda stored: stored.decode("utf-8", "replace")
+    file = connect(path, mode, wait_seconds)
     file.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
-    file.execute("PRAGMA trusted_schema = OFF")
-    file.execute("PRAGMA cell_size_check = ON")
     return file
 
 

@@ -1,8 +1,8 @@
-"""What the processes that share a folder know of its chunks, in SQLite: sizes, times, uses, pins.
+"""An SQLite index of a folder's chunks, shared by its processes: sizes, times, uses and pins.
 
-Chunks are found by their files; the index says what is evicted first, what has expired, and what is
-pinned. One that is lost, damaged or another version's (a warning says so) is made anew from the
-files; only pins, which no file tells, are lost then.
+Chunks are read by their file names; the index says which are evicted first, which have expired, and
+which are pinned. An index that is lost, damaged or of another version is rebuilt from the files,
+with a warning; only pins are lost then, since no file has them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import LEAST_HALVED, SAMPLE, Resident
 from cacheblend_rag.kv.tiers.files import check_kind
 from cacheblend_rag.kv.tiers.policy import Usage
+from cacheblend_rag.sqlite_file import connect
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,11 @@ DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 MOST_PINS = 10_000
 LOCK_SECONDS = 10.0
 READ_SECONDS = 0.1
-"""How long a reader waits while another process commits."""
+"""How long a read waits while another process commits."""
 NOTED_SECONDS = 1.0
-"""How often uses are written, unless something else is."""
+"""How often uses are written; any other write takes them along."""
 LATELY_SECONDS = 86_400.0
-"""Uses of chunks that were not used since then do not count."""
+"""A chunk that was last used longer ago counts as never used."""
 
 
 class DiskIndex:
@@ -78,13 +79,13 @@ class DiskIndex:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read what is there now, also while another process writes."""
+        """Run the block in a read transaction; other processes may write meanwhile."""
         with self._transaction("DEFERRED", READ_SECONDS):
             yield
 
     @contextmanager
     def writing(self, wait_seconds: float | None = None) -> Iterator[None]:
-        """Keep other processes from writing meanwhile, after waiting for them so long."""
+        """Run the block in a write transaction; wait_seconds: most to wait for other processes."""
         seconds = LOCK_SECONDS if wait_seconds is None else wait_seconds
         with self._transaction("IMMEDIATE", seconds):
             self._write_uses()
@@ -93,13 +94,13 @@ class DiskIndex:
     # Chunks
 
     def usage(self, without: KVKey | str = "") -> Usage:
-        """Count all chunks and bytes, without those of a key."""
+        """Count all chunks and bytes, except the chunk ``without``."""
         counts = self._ask("SELECT COUNT(*), TOTAL(nbytes) FROM chunks WHERE key != ?", without)
         entries, nbytes = counts.fetchone()
         return Usage(entries, int(nbytes))
 
     def coldest(self, without: KVKey) -> Iterator[Resident]:
-        """Yield the chunks that may be evicted for another one, the least recently used first."""
+        """Yield the chunks that may be evicted for ``without``, least recently used first."""
         lately = time.time() - LATELY_SECONDS
         chosen = f"FROM chunks WHERE key != ? AND {NOT_PINNED} ORDER BY used"
         for name, nbytes, used, hits in self._ask(
@@ -109,7 +110,7 @@ class DiskIndex:
                 yield Resident(key, nbytes, 1 + hits if hits and used > lately else 0)
 
     def oldest(self, most: int) -> list[tuple[KVKey, Entry]]:
-        """Return so many of the chunks that are not pinned, those first that were stored first."""
+        """Return up to ``most`` chunks that are not pinned, the earliest stored first."""
         chosen = f"FROM chunks WHERE {NOT_PINNED} ORDER BY written LIMIT ?"
         found = self._ask(f"SELECT key, nbytes, written, used {chosen}", most)
         named = [(KVKey.parsed(name), Entry(*told)) for name, *told in found]
@@ -126,7 +127,7 @@ class DiskIndex:
     # Uses
 
     def note_use(self, key: KVKey) -> None:
-        """Note that a chunk is used now; written now and then, if that does not hold anybody up."""
+        """Record a use in memory; about once a second uses are written, if nobody has to wait."""
         with self._noting:
             _, times = self._noted.get(str(key), (0.0, 0))
             self._noted[str(key)] = time.time(), times + 1
@@ -137,13 +138,13 @@ class DiskIndex:
                 self._lock.release()
 
     def flush(self) -> None:
-        """Write the uses that were noted; they wait while another process writes."""
+        """Write the recorded uses; while another process writes they stay in memory."""
         with suppress(OSError), self.writing(wait_seconds=0.0):
             pass
         self._noted_at = time.monotonic()
 
     def last_uses(self) -> dict[str, float]:
-        """Return when each chunk was used last, by the name of its key; as far as it is known."""
+        """Return the Unix time of each chunk's last use by ``str(key)``, as far as it is known."""
         if not self._read_only:
             self.flush()
         with suppress(OSError), self.reading():
@@ -165,7 +166,7 @@ class DiskIndex:
     # Pins
 
     def pins(self) -> frozenset[KVKey]:
-        """Return the pinned keys; as they were read last while the index cannot be read."""
+        """Return the pinned keys; if the index cannot be read, those that were read last."""
         try:
             with self.reading():
                 names = self._ask("SELECT key FROM pins LIMIT ?", MOST_PINS)
@@ -177,7 +178,7 @@ class DiskIndex:
         return self._pins
 
     def pin(self, keys: Iterable[KVKey]) -> None:
-        """Pin keys, of chunks stored or not; also raises StoreError if they are too many."""
+        """Pin keys of chunks that are stored or not; raises StoreError if there are too many."""
         with self.writing():
             for key in keys:
                 self._ask("INSERT OR IGNORE INTO pins VALUES (?)", key)
@@ -196,7 +197,7 @@ class DiskIndex:
     # The file
 
     def close(self) -> None:
-        """Write the uses that were noted, and close the file; a later use opens it again."""
+        """Write the recorded uses, and close the file; the next call opens it again."""
         with self._lock:
             if self._file is not None and not self._read_only:
                 self.flush()
@@ -241,12 +242,7 @@ class DiskIndex:
         if not self._read_only:
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
         mode = "ro" if self._read_only else "rw"
-        self._file = sqlite3.connect(
-            f"{Path(self._path).as_uri()}?mode={mode}", uri=True, timeout=LOCK_SECONDS,
-            isolation_level=None, check_same_thread=False,
-        )  # fmt: skip
-        self._file.text_factory = lambda stored: stored.decode("utf-8", "replace")
-        self._ask("PRAGMA trusted_schema = OFF")
+        self._file = connect(Path(self._path), mode, LOCK_SECONDS)
         try:
             self._check() if self._read_only else self._agree()
         except BaseException as error:
@@ -258,7 +254,7 @@ class DiskIndex:
             self._open()
 
     def _agree(self) -> None:
-        """Make the tables, and agree with the files: writers are killed, and files deleted."""
+        """Make the tables, and update rows to the files, which others may have changed."""
         self._ask("PRAGMA synchronous = OFF")  # what a power cut damages is made anew
         self._ask("BEGIN IMMEDIATE")
         if self._ask("SELECT 1 FROM sqlite_master").fetchone() is None:
@@ -274,7 +270,7 @@ class DiskIndex:
         self._ask("COMMIT")
 
     def _check(self) -> None:
-        """Raise DatabaseError for damage, and for tables, values, views or triggers not ours."""
+        """Raise DatabaseError if the file is damaged, or its schema is not exactly ours."""
         own = {sql for (sql,) in self._ask("SELECT sql FROM sqlite_master") if sql is not None}
         if own != set(TABLES):
             raise sqlite3.DatabaseError("its tables are another version's")
@@ -284,7 +280,7 @@ class DiskIndex:
 
 
 def _code(error: BaseException) -> int | None:
-    """Return SQLite's primary error code; of our own DatabaseErrors, that of damage."""
+    """Return SQLite's primary error code; errors that this module raises count as damage."""
     if not isinstance(error, sqlite3.DatabaseError):
         return None
     return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)) & 0xFF
