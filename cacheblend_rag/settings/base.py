@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, NoReturn, Self
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -19,6 +20,8 @@ from pydantic import (
 
 from cacheblend_rag.errors import ConfigError, describe_errors
 from cacheblend_rag.settings.options import Arguments, names_of
+
+N = TypeVar("N", int, float)
 
 _SIZE = TypeAdapter(ByteSize)
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", re.IGNORECASE)
@@ -45,7 +48,7 @@ Ratio = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Flag = Annotated[bool, Field(strict=False)]
-"""True or false, also as a text: ``"true"``, ``"no"``, ``"1"``, ..."""
+"""A boolean, or a text for one: ``"true"``, ``"no"``, ``"1"``, ..."""
 Bytes = Annotated[int, Field(ge=0), BeforeValidator(_bytes)]
 """A size in bytes, or a text with a unit, such as ``"8GiB"``."""
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_seconds)]
@@ -69,6 +72,13 @@ def as_tuple(value: Any) -> Any:
     """Return a list as a tuple; other values, such as texts and sets, are unchanged."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     return tuple(value) if is_list else value
+
+
+def rising(values: tuple[N, ...]) -> tuple[N, ...]:
+    """Return the numbers; raises ValueError unless each is larger than the one before it."""
+    if any(b <= a for a, b in pairwise(values)):
+        raise ValueError("must be strictly rising")
+    return values
 
 
 class Settings(BaseModel):

@@ -6,14 +6,13 @@ GuardConfig: when production answers are compared with full prefill, and what fo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.base import Ratio, Secret, Settings, as_tuple
+from cacheblend_rag.settings.base import Ratio, Secret, Settings, as_tuple, rising
 from cacheblend_rag.settings.options import (
     AUTO,
     Arguments,
@@ -38,12 +37,6 @@ def _own_name(value: Any) -> Any:
     return str(value).removeprefix("torch.") if is_torch else value
 
 
-def _rising(ratios: tuple[float, ...]) -> tuple[float, ...]:
-    if any(b <= a for a, b in pairwise(ratios)):
-        raise ValueError("must be strictly rising")
-    return ratios
-
-
 Namespace = Annotated[str, BeforeValidator(check_namespace)]
 _TEXT = WithJsonSchema({"type": "string"})
 _NAMED = BeforeValidator(_own_name)
@@ -58,7 +51,7 @@ class GuardConfig(Settings):
     """Share of blended answers that are compared with full prefill, in idle time."""
     limit: Annotated[float, Field(gt=0, le=3)] = 0.1
     """Divergence from full prefill that is too much, in nats per token of the answer."""
-    ratios: Annotated[tuple[Ratio, ...], BeforeValidator(as_tuple), AfterValidator(_rising)] = (
+    ratios: Annotated[tuple[Ratio, ...], BeforeValidator(as_tuple), AfterValidator(rising)] = (
         0.3,
         0.5,
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from cacheblend_rag.settings.base import Count, Ratio, Settings, as_tuple
+from cacheblend_rag.settings.base import Count, Ratio, Settings, as_tuple, rising
 from cacheblend_rag.settings.options import DEFAULT_RATIO
 
 RatioChoice = Ratio | tuple[Ratio, ...] | Literal["auto"]
@@ -20,12 +20,10 @@ def _falling(ratio: RatioChoice) -> RatioChoice:
     return ratio
 
 
-def _rising(layers: tuple[int, ...]) -> tuple[int, ...]:
+def _check_layers(layers: tuple[int, ...]) -> tuple[int, ...]:
     if layers[0] < 1:
         raise ValueError("must be at least 1 each: the KV of layer 0 is exact and ranks nothing")
-    if any(b <= a for a, b in pairwise(layers)):
-        raise ValueError("must be strictly rising")
-    return layers
+    return rising(layers)
 
 
 def _bounds(ratios: tuple[float, float]) -> tuple[float, float]:
@@ -53,7 +51,7 @@ class BlendConfig(Settings):
         tuple[int, ...],
         Field(min_length=1),
         BeforeValidator(as_tuple),
-        AfterValidator(_rising),
+        AfterValidator(_check_layers),
     ] = (1,)
     """Layers at which a selector that needs fresh KV compares it with cached KV; ignored by
     selectors that choose rows before layer 0."""
