@@ -10,7 +10,7 @@ from cacheblend_rag.reason import Reason, ReasonCode
 
 _MUST = "must be "
 _PYDANTICS = ("Value error, ", "Input should be ")
-"""The beginnings of pydantic's messages."""
+"""How pydantic's messages begin: the first is removed, the second becomes ``must be``."""
 
 
 class CacheBlendError(Exception):
@@ -120,7 +120,7 @@ def first_line(error: BaseException) -> str:
 
 
 def describe_errors(errors: Iterable[Mapping[str, Any]], show: Callable[[str], str] = str) -> str:
-    """Return pydantic's errors of arguments in one line.
+    """Return pydantic's errors in one line.
 
     show: returns how an argument is shown, such as ``name=value``; by default its name alone.
     """
@@ -138,7 +138,7 @@ def _said(message: str) -> str:
 
 
 def _joined(where: str, told: Sequence[str]) -> str:
-    """Return what is wrong with one argument; of a union, what each of its kinds must be."""
+    """Join the messages about one argument; a union has one for each of its types."""
     kinds = dict.fromkeys(text.removeprefix(_MUST) for text in told if text.startswith(_MUST))
     if kinds:
         return f"{where} {_MUST}{' or '.join(kinds)}"

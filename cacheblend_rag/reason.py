@@ -109,17 +109,17 @@ class Miss:
     NOT_STORED: Final = Reason(ReasonCode.NOT_STORED, "not stored")
     """It is registered, but its KV is in no tier."""
     BEING_FILLED: Final = Reason(ReasonCode.BEING_FILLED, "not stored, being filled")
-    """The same, and it is computed once nobody waits, as the engine fills on miss."""
+    """As NOT_STORED, and it will be computed in idle time (``fill_on_miss``)."""
     OTHER_MODEL: Final = Reason(ReasonCode.OTHER_MODEL, "other model")
     """Stored KV belongs to another model, tokenizer, lead-in or namespace."""
     INSEPARABLE: Final = Reason(ReasonCode.INSEPARABLE, "inseparable")
-    """The tokenizer joins it with the text beside it."""
+    """The tokenizer merges its tokens with those of the text beside it."""
     ALTERED_TEXT: Final = Reason(ReasonCode.ALTERED_TEXT, "altered text")
     """The text differs from the chunk that the hint named."""
     DAMAGED: Final = Reason(ReasonCode.DAMAGED, "damaged")
     """Stored bytes failed their checksum and were quarantined."""
     BAD_SIGNATURE: Final = Reason(ReasonCode.BAD_SIGNATURE, "bad signature")
-    """Stored by who has not the store's key, or with one that this store lacks."""
+    """Written without the store's key, or with a key that this store does not have."""
     STORE_ERROR: Final = Reason(ReasonCode.STORE_ERROR, "store error")
     """A tier could not be read."""
     NO_ROOM: Final = Reason(ReasonCode.NO_ROOM, "no room")

@@ -32,8 +32,8 @@ Layer = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
 Rows = Annotated[int, Field(ge=0)]
 Positions = Annotated[tuple[int, ...], Field(max_length=MOST_TOKENS), AfterValidator(_rising)]
 Deviation = Annotated[FiniteFloat, Field(ge=0)]
-"""A squared difference of a token's fresh key or value from its cached one, summed over heads and
-components, before the fresh one replaces the cached one."""
+"""Squared difference between the recomputed and the cached key, or value, of one token, summed over
+heads and components."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TracedTokens:
     def __post_init__(self) -> None:
         lengths = {len(self.key_deviations), len(self.value_deviations)}
         if lengths not in ({0}, {len(self.positions)}):
-            raise ValueError("must have two deviations for each token, or none")
+            raise ValueError("must have two deviations for each token (key, value), or none")
 
 
 @dataclass(frozen=True)

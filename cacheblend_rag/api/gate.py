@@ -101,7 +101,7 @@ class EngineLending:
 
     @asynccontextmanager
     async def lent_for_a_job(self, request: Request) -> AsyncIterator[Engine]:
-        """Lend a request's engine for a job, which may take long: it counts among jobs only."""
+        """Lend a request's engine for a job: they may take long, and have a limit of their own."""
         with self._jobs.entered():
             yield await in_thread(lambda: self._engine_of(request))
 

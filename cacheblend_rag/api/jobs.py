@@ -22,7 +22,7 @@ jobs_router = APIRouter(route_class=OneLineRoute, tags=["documents"])
 
 @jobs_router.post(JOBS)
 async def post_job(request: Request) -> Response:
-    """Do a job for a remote engine, and return its result; it stops if the client disconnects."""
+    """Do a job that an engine in another process sends; it is cancelled if that disconnects."""
     job = await asyncio.to_thread(read_job, await request.body())
     granted = request.scope.get(GRANT)
     if job.kind in CHANGES and not (granted and granted.may_change):

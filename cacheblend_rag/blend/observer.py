@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Selection:
-    """One choice of a selector, and its input.
+    """The tokens that a selector chose to recompute, and what it chose by.
 
     layer: the check layer, None before layer 0. positions: (candidates,) in the prompt, rising.
     evidence: of the candidates. scores: (candidates,) float32, on the host. chosen: the positions
@@ -32,7 +32,7 @@ class Selection:
     chosen: Positions
 
     def log(self, request_id: str, selector: Selector) -> None:
-        """Log the choice, without any token or text; nothing is read from a device for it."""
+        """Log how many tokens were chosen, and the range of their scores; no token and no text."""
         if not logger.isEnabledFor(logging.DEBUG):
             return
         best = self.scores.numpy()[np.isin(self.positions, self.chosen, assume_unique=True)]
@@ -58,7 +58,7 @@ class Observer:
         return False
 
     def selected(self, selection: Selection) -> None:
-        """Called with a choice of rows."""
+        """Called when a selector has chosen the tokens to recompute."""
 
     def replacing(
         self, layer: int, rows: Rows, keys: Tensor, values: Tensor, fused: FusedKV

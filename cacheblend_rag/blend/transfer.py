@@ -17,12 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend.copy_stream import (
-    Event,
-    PinnedBuffer,
-    PinnedBuffers,
-    pinned_buffers_of,
-)
+from cacheblend_rag.blend.copy_stream import Event, PinnedBuffer, PinnedBuffers, pinned_buffers_of
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.layer_part import LayerPart, WholePart
 from cacheblend_rag.blend.placement import place_parts

@@ -65,7 +65,7 @@ class RawLogprob(NamedTuple):
 
     @classmethod
     def of(cls, token_id: int, likely: Mapping[int, float], most: int) -> Self:
-        """Return the dictionary that vLLM gives of a token: it and the ``most`` likely ones."""
+        """Make it from log-probabilities by token id, of which it keeps the ``most`` likely."""
         top = sorted(likely.items(), key=lambda pair: -pair[1])
         return cls(token_id, likely[token_id], tuple(top[:most]))
 

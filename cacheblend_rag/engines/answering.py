@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import replace
 from threading import Event

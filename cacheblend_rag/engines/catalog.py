@@ -85,9 +85,9 @@ class CatalogChunk:
 
 
 def chain(before: str, chunk_id: str) -> str:
-    """Return the hash of a sequence of chunks that ends with a chunk; before: of those before it.
+    """Return the hash of a sequence of chunks that ends with ``chunk_id``.
 
-    The hash of no chunk is "".
+    before: the hash of the sequence without it; "" for no chunk.
     """
     text = f"{before}/{chunk_id}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -95,7 +95,7 @@ def chain(before: str, chunk_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ComputedRun:
-    """Chunks of one document that were precomputed together.
+    """Consecutive chunks of one document that one precompute job computed.
 
     tokens: of the lead-in, and of the document from ``context_start`` on. spans: [start, end) of
     each chunk in them. keys: the chunk id and the context id of each. fresh, lost: indices of the
@@ -115,7 +115,7 @@ class ComputedRun:
     def stored(
         self, namespace: str, index: TokenIndex[str], is_blank: Callable[[Sequence[int]], bool]
     ) -> Iterator[tuple[int, CatalogChunk]]:
-        """Yield the chunks that are stored and long enough to be found, with their places.
+        """Yield (index, chunk) for the chunks that are stored and long enough to be found.
 
         The chain of what is before a chunk is None where there is other text between.
 
@@ -157,7 +157,7 @@ class ComputedRun:
 
 
 class _Head(BaseModel):
-    """What a record says of its tokens. chunks: how many tokens, context id, and follows."""
+    """The first line of a record. chunks: of each its number of tokens, context id and follows."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -328,7 +328,7 @@ class Catalog:
         return decoded(content)
 
     def _signed(self, name: str, content: bytes) -> tuple[bytes, bytes]:
-        """Return the bytes that a digest covers: the record's place and name are among them."""
+        """Return what a record's digest is computed from: its folder and name, and its content."""
         return f"{self._place.folder}{name}\n".encode(), content
 
     # Writing

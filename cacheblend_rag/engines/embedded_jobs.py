@@ -12,13 +12,7 @@ from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.lifetime import in_thread
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.engine import TransformersEngine
-from cacheblend_rag.engines.vllm.protocol.job import (
-    Ask,
-    Compare,
-    Job,
-    Precompute,
-    StoreJob,
-)
+from cacheblend_rag.engines.vllm.protocol.job import Ask, Compare, Job, Precompute, StoreJob
 from cacheblend_rag.engines.vllm.protocol.result import (
     NO_REPORT,
     CompareResult,
@@ -111,7 +105,7 @@ def _compared(engine: TransformersEngine, job: Compare, stop: Event) -> Result:
 
 
 def _unless(stop: Event, steps: Steps[T]) -> T | None:
-    """Return the result of steps; None if they are stopped before their end."""
+    """Run steps to their end and return their result; None if ``stop`` is set before."""
     with closing(steps):
         while not stop.is_set():
             try:

@@ -55,8 +55,8 @@ LONGEST_CHAIN = 64
 LONGEST_LEAD = 8192
 """Most tokens at the beginning of a prompt that are compared with lead-ins."""
 MOST_ABSENT = 1 << 16
-"""Tokens of its chunks that a prompt may lack, all together, besides one for each of its own: the
-KV of whole chunks is read for their parts."""
+"""Most tokens of partly found chunks that a prompt may lack, besides one for each of its own: the
+KV of a whole chunk is read even if only a part of it is used."""
 MISSING_SECONDS = 30.0
 """For so long KV is believed to be missing that the store lacked."""
 MOST_MISSING = 1 << 16
@@ -138,7 +138,7 @@ class Finder:
         token_ids: Sequence[int],
         gaps: Iterable[tuple[int, int]],
     ) -> Iterator[FoundChunk]:
-        """Yield the parts of a conversation's turns; exact if the prompt begins as they did."""
+        """Yield the turns found; exact if the prompt begins as it did when they were computed."""
         known = self._known.get(turns_of(namespace, conversation))
         if known is None:
             return
@@ -158,7 +158,7 @@ class Finder:
                 yield replace(one, is_turn=True, is_exact=is_exact)
 
     def _held(self, known: KnownTokens, chunk_id: str) -> list[Variant]:
-        """Return the KV of a chunk; none if it is being forgotten."""
+        """Return the variants of a chunk that are not being deleted."""
         return [one for one in known.variants.get(chunk_id, ()) if not self._going[one.name]]
 
     def _passages(
@@ -203,7 +203,7 @@ class Finder:
                     yield replace(one, protected=is_protected)
 
     def _found(self, variant: Variant, match: Match[str]) -> Iterator[FoundChunk]:
-        """Yield each run of a chunk."""
+        """Yield a FoundChunk for each run of a match."""
         name = variant.name
         for run in match.runs:
             yield FoundChunk(
@@ -358,7 +358,7 @@ class Finder:
             self._catalog.remove(record)
 
     def _trim(self) -> None:
-        """Forget chunks if there are too many."""
+        """Remove the oldest records while there are too many chunks."""
         while record := self._known.surplus():
             self._remove(record, {one.name for one in self._known.told(record)})
 

@@ -1,4 +1,4 @@
-"""The stored chunks that are known, those found in a prompt, and the rule that chooses their KV."""
+"""The stored chunks of each namespace, those found in a prompt, and which of their KV is used."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.token_index import TokenIndex, Tokens
 
 LEAST_RUN = 32
-"""Tokens of the shortest chunk, or part of one, that is found."""
+"""Fewest tokens of a chunk, or of a part of one, that are found in a prompt."""
 LEAST_TURN = 8
-"""The same of a conversation's turns."""
+"""Fewest tokens of a conversation's turn, or of a part of one, that are found in a prompt."""
 MOST_CHUNKS, MOST_TOKENS = 1 << 20, 1 << 29
-"""Of all namespaces; of more, those that became known first are forgotten."""
+"""Most chunks, and most tokens of theirs, in all namespaces; the oldest are forgotten first."""
 LEADS = {"document": 0, "instruction": 1, "bos": 2, "none": 3}
 """Which lead-in is preferred among those that a chunk was computed after: the one that is most like
 what a prompt has before a chunk. ``document`` knows who "she" is, and begins as ``instruction``
@@ -30,9 +30,9 @@ KEPT = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant(CatalogChunk):
-    """One of the KV caches of a chunk: in its document, or without it.
+    """A stored KV cache of a chunk, computed in its document or without it.
 
-    record: that tells of it; there is one such object for each.
+    record: the catalogue record that lists it. One that several records list is several objects.
     """
 
     record: str = ""
@@ -43,20 +43,20 @@ class Variant(CatalogChunk):
 
     @property
     def rank(self) -> tuple[int, bool]:
-        """Which one is taken where none continues its document; of equals the one known first."""
+        """Sort key: the lowest is used where no variant's document stands before the chunk."""
         return LEADS.get(self.name.lead_in.name, 9), bool(self.name.context_id)
 
 
 @dataclass(frozen=True, slots=True)
 class KnownTokens:
-    """The chunks of a namespace: an index from tokens to chunk ids, and each chunk's variants."""
+    """The chunks of one namespace: an index of their tokens, and the stored KV of each chunk id."""
 
     index: TokenIndex[str]
     variants: dict[str, tuple[Variant, ...]] = field(default_factory=dict)
 
 
 class KnownVariants(dict[str, KnownTokens]):
-    """The chunks of all namespaces, and the records that tell of them.
+    """The known chunks by namespace, and the catalogue records that list them.
 
     Threads may search them while one changes them.
     """
@@ -71,16 +71,16 @@ class KnownVariants(dict[str, KnownTokens]):
         return self.setdefault(namespace, KnownTokens(TokenIndex(least)))
 
     def variants(self, name: Name) -> list[Variant]:
-        """Return what is known of some KV, once for each record that tells of it."""
+        """Return the entries of one KV cache: as many as there are records that list it."""
         variants = self[name.namespace].variants.get(name.chunk_id, ())
         return [one for one in variants if one.name == name]
 
     def told(self, record: str) -> Sequence[Variant]:
-        """Return the chunks that a record tells of; of an unknown one, none."""
+        """Return the chunks that a record lists; none for an unknown record."""
         return self._records.get(record, ())
 
     def enter(self, records: Mapping[str, Sequence[CatalogChunk]]) -> None:
-        """Know the chunks of records from now on."""
+        """Add records and their chunks."""
         new = {record: told for record, told in records.items() if record not in self._records}
         self._index(one for told in new.values() for one in told)
         for record, told in new.items():
@@ -94,7 +94,7 @@ class KnownVariants(dict[str, KnownTokens]):
                 variants[chunk] = (*variants.get(chunk, ()), one)
 
     def strike(self, record: str) -> list[Name]:
-        """Know the chunks of a record no longer; returns those that no other record tells of."""
+        """Remove a record; returns the chunks that no other record lists."""
         struck = self._records.pop(record, ())
         for one in struck:
             known, chunk = self[one.name.namespace], one.name.chunk_id
@@ -110,8 +110,8 @@ class KnownVariants(dict[str, KnownTokens]):
     def surplus(self) -> str | None:
         """Return a record to forget if there are too many chunks.
 
-        It is what became known first in the namespace with most chunks. Nobody tells of documents
-        that are never deleted, so that they would grow for ever.
+        It is the oldest record of the namespace with most chunks. Without a bound the index would
+        grow for ever: many applications never delete documents.
         """
         count = sum(len(known.variants) for known in self.values())
         if count <= MOST_CHUNKS and self._tokens <= MOST_TOKENS:
@@ -120,7 +120,7 @@ class KnownVariants(dict[str, KnownTokens]):
         return next(r for r, told in self._records.items() if told[0].name.namespace == most)
 
     def _index(self, chunks: Iterable[CatalogChunk]) -> None:
-        """Have chunks found by their tokens; many at once are faster than one by one."""
+        """Add chunks to the token indexes; many at once are faster than one by one."""
         by_namespace = defaultdict[str, list[tuple[Tokens, str]]](list)
         for one in chunks:
             by_namespace[one.name.namespace].append((one.tokens, one.name.chunk_id))
@@ -156,7 +156,7 @@ class FoundChunk:
 
     @property
     def at(self) -> tuple[Name, int, int, int, int, bool]:
-        """Which stored KV stands where: all that a blend takes of it, its own tokens aside."""
+        """Which stored KV is used at which positions: equal work has equal values."""
         where = self.start, self.end, self.before, self.protected
         return self.name, self.deletions, *where
 
@@ -191,13 +191,13 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self:
-        """Return what a tokenizer says."""
+        """Take both from a tokenizer."""
         return cls(
             lambda tokens: str(tokenizer.decode(list(tokens))), PromptEncoder(tokenizer).opening
         )
 
     def is_blank(self, tokens: Sequence[int]) -> bool:
-        """Whether tokens are a text of white space, or none."""
+        """Whether tokens are white space only, or there are none."""
         return not tokens or self.says(tokens).isspace()
 
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 PRIORITY = -1
 """Of its idle jobs: filling, whose chunks the next requests may need, comes first."""
 ANSWER_TOKENS = 16
-"""As many of an answer's first tokens are compared."""
+"""Most tokens of an answer that are compared, from its first on."""
 MOST_WAITING = 8
 """Most samples that wait in memory for idle time; further ones are dropped."""
 MOST_TOKENS = 16384

@@ -58,7 +58,7 @@ class KnownChunks:
         return self.keys(chunk for chunks in found for chunk in chunks)
 
     def bare(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Return chunks without their context, as far as prompts need that KV too."""
+        """Return, without context, those chunks whose KV some prompts can only use so."""
         texts = dict.fromkeys(chunk.text for chunk in chunks if chunk.context)
         return [Chunk(text) for text in texts if self._needs_bare(self.registry.variants(text))]
 

@@ -9,12 +9,7 @@ from typing import Any, Self
 
 from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.structured import (
-    MOST_DEPTH,
-    StructuredOutputs,
-    bounded_schema,
-    is_deep,
-)
+from cacheblend_rag.engines.structured import MOST_DEPTH, StructuredOutputs, bounded_schema, is_deep
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chat import ChatPrompt
 from cacheblend_rag.text.tool_calls import MARKS, ContentStream, find_calls
@@ -87,7 +82,7 @@ class ToolUse:
         return frozenset(map(tool_name, self.chat.tools))
 
     def hides_mark(self, token_ids: Sequence[int]) -> bool:
-        """Whether tokens hold a mark of calls that is a special token, missing in their text."""
+        """Whether a call's mark is among the tokens, as a special token that decoding omits."""
         return not self._special_marks.isdisjoint(token_ids)
 
     @cached_property

@@ -168,7 +168,7 @@ class ChunkKV:
 
     @classmethod
     def joined(cls, parts: Sequence[ChunkKV]) -> ChunkKV:
-        """Return the chunk that has the layers of all parts, which are copied."""
+        """Return the concatenation of parts along their layers; they are copied."""
         own = [part.scales for part in parts if part.scales is not None]
         numbers = torch.cat([part.numbers for part in parts])
         return replace(parts[0], numbers=numbers, scales=torch.cat(own) if own else None)
@@ -181,12 +181,12 @@ class ChunkKV:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and of values, as the model computes them."""
+        """The model's dtype of keys and values."""
         return self.rounded_from or self.numbers.dtype
 
     @property
     def precision(self) -> Precision:
-        """The form in which the numbers are stored."""
+        """``native``, or ``fp8`` if numbers are codes."""
         return "native" if self.scales is None else "fp8"
 
     @property
@@ -230,7 +230,9 @@ class ChunkKV:
         return self.part(index, index + 1)
 
     def cut(self, start: int, end: int) -> ChunkKV:
-        """Return tokens [``start``, ``end``) as views: a copy stream would not wait for a copy.
+        """Return tokens [``start``, ``end``) as views.
+
+        Not as copies: a copy stream would read them before they are made.
 
         Args:
             start: the first token.
@@ -241,17 +243,17 @@ class ChunkKV:
         return replace(self, numbers=numbers, position=self.position + start, prior=prior)
 
     def moved(self, tensors: Sequence[Tensor]) -> ChunkKV:
-        """Return the same chunk KV, given its ``tensors`` on another device."""
+        """Return this chunk KV with ``tensors``, as ``self.tensors`` on another device."""
         numbers, *scales = tensors
         return replace(self, numbers=numbers, scales=scales[0] if scales else None)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkKV:
-        """Return the same chunk KV with each of its tensors as ``change`` returns it."""
+        """Return this chunk KV with ``change`` applied to each of its tensors."""
         prior = None if self.prior is None else change(self.prior)
         return replace(self.moved([change(tensor) for tensor in self.tensors]), prior=prior)
 
     def packed(self) -> ChunkKV:
-        """Return it with its numbers rounded to codes; itself if they are codes.
+        """Return it quantized to FP8 codes; itself if it is.
 
         Rounding what was rounded before gives the same codes.
         """
@@ -262,7 +264,7 @@ class ChunkKV:
         return replace(self, numbers=codes, scales=scales, rounded_from=self.numbers.dtype)
 
     def unpacked(self) -> ChunkKV:
-        """Return it with its numbers in the model's type; itself if they are."""
+        """Return it dequantized to the model's dtype; itself if it is not quantized."""
         if self.scales is None:
             return self
         numbers = unpack(self.numbers, self.scales, self.dtype)
@@ -289,7 +291,7 @@ class ChunkKV:
             raise ValueError(f"position={self.position} must be at least 0")
 
     def is_finite(self) -> bool:
-        """Whether no number is NaN or infinite; a fifth of the time of writing them to a file."""
+        """Whether no number is NaN or infinite; takes a fifth of the time of writing a file."""
         if self.prior is not None and not is_finite(self.prior):
             return False
         if self.scales is not None:

@@ -58,12 +58,12 @@ _METADATA = {
     "layers": f"({_DIGEST})+",
     "head": _DIGEST,
 }
-"""All metadata, and what each is like."""
+"""The metadata's fields, each with the regular expression of its value."""
 
 Parts = list[bytes | memoryview]
 """One object's bytes in order, as separate buffers."""
 Fields = dict[str, dict[str, Any]]
-"""A header's description of tensors: of each its dtype, shape, and offsets behind the header."""
+"""A safetensors header's entries: dtype, shape and offsets of each tensor, by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +87,7 @@ class Head:
 
     @property
     def precision(self) -> Precision:
-        """The form in which the numbers are stored."""
+        """``native``, or ``fp8`` if numbers are codes."""
         return "native" if self.scales is None else "fp8"
 
     @property
@@ -176,7 +176,7 @@ class ChunkObject:
         self.nbytes = len(head) + sum(part.nbytes for part in (*self._own, *self._layers))
 
     def parts(self) -> Parts:
-        """Return all of it, in order."""
+        """Return the object's bytes, in order."""
         layers = "".join(self._mac.digest(layer) for layer in self._layers)
         metadata = {**self._metadata, "layers": layers}
         head = _head_digest(self._mac, metadata, self._fields, self._own)
@@ -250,7 +250,7 @@ def read_head(
 
 
 def _body_start(first: Tensor, nbytes: int) -> int:
-    """Return where the tensors begin in an object of nbytes; first: its first bytes, uint8."""
+    """Return the offset of the tensors in an object; first: its first bytes, uint8."""
     if first.numel() < _PREFIX_BYTES:
         raise DamagedChunkError("too short for a safetensors header")
     (length,) = struct.unpack("<Q", bytes(first[:_PREFIX_BYTES].numpy()))
@@ -267,7 +267,7 @@ def _body_start(first: Tensor, nbytes: int) -> int:
 
 
 def _parsed(header: bytes) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return a header's metadata, each as it should be, and its other fields, unchecked."""
+    """Return a header's metadata, checked by _METADATA, and its other entries, unchecked."""
     try:
         fields = json.loads(header)
     except (ValueError, RecursionError) as error:
@@ -300,7 +300,7 @@ def _check_mac(name: str, mac: Mac) -> None:
 def _checked_fields(
     metadata: Mapping[str, str], fields: Mapping[str, Any], body_bytes: int
 ) -> Fields:
-    """Return what a writer makes of a header's metadata and shape, if that is all it describes."""
+    """Return the entries that a writer makes for this metadata and shape; others are refused."""
     match fields.get("kv"):
         case {"shape": [layers, 2, _, _, _] as shape} if all(
             type(size) is int and size > 0 for size in shape
@@ -341,7 +341,7 @@ def _fields_of(metadata: Mapping[str, str], shape: Sequence[int], names: Contain
 def _head_digest(
     mac: Mac, metadata: Mapping[str, str], fields: Fields, own: Sequence[memoryview]
 ) -> str:
-    """Return the digest of a header without its ``head``, and of the tensors other than layers."""
+    """Return the digest of the header, except ``head``, and of prior and scales."""
     essential = {name: text for name, text in metadata.items() if name != "head"}
     return mac.digest(_compact([sorted(essential.items()), sorted(fields.items())]), *own)
 

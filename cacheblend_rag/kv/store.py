@@ -21,13 +21,7 @@ from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.mac import CHECKSUM, Mac, mac_of
 from cacheblend_rag.kv.opening import TierThreads, Way
 from cacheblend_rag.kv.reading import SharedReads
-from cacheblend_rag.kv.stored_chunk import (
-    READ_ONLY,
-    Entry,
-    Lookup,
-    PutResult,
-    StoredChunk,
-)
+from cacheblend_rag.kv.stored_chunk import READ_ONLY, Entry, Lookup, PutResult, StoredChunk
 from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.kv.tiers.disk import DiskTier
 from cacheblend_rag.kv.tiers.urls import open_tiers

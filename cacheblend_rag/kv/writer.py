@@ -1,4 +1,4 @@
-"""Writes KV to a store on a thread of its own, in order: who computes it goes on meanwhile."""
+"""Writes KV to a store in the background, in order, while its caller goes on computing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ MOST_WAITING_BYTES = 1 << 30
 
 
 class Writer:
-    """Writes one after the other, on a thread; counts the bytes that wait.
+    """Runs writes one after another on one thread, and counts the bytes that wait.
 
-    It refuses nothing for lack of room: who has more to write asks ``has_room`` first, and waits or
-    drops it.
+    ``submit`` accepts any write: a caller asks ``has_room`` before, and waits or drops its data.
     """
 
     def __init__(self, most_bytes: int = MOST_WAITING_BYTES) -> None:
@@ -26,12 +25,12 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, "kv-write", initializer=use_one_thread)
 
     def has_room(self, nbytes: int = 1) -> bool:
-        """Whether so many more bytes may wait; always if nothing does."""
+        """Whether ``nbytes`` more may wait; always true if nothing waits."""
         left = self._room.left
         return nbytes <= left or left == self._most
 
     def submit(self, nbytes: int, write: Callable[[], T]) -> Future[T]:
-        """Queue a write, which has so many bytes in memory until it is done.
+        """Queue a write, whose data takes ``nbytes`` of memory until it is done.
 
         Raises:
             RuntimeError: when the writer is closed, or no thread can be started.
@@ -47,5 +46,5 @@ class Writer:
         self._thread.submit(int).result()
 
     def close(self, *, wait: bool) -> None:
-        """Accept no more writes; queued ones are done, in the background unless waited for."""
+        """Accept no more writes; queued ones are still done. wait: return once they are."""
         self._thread.shutdown(wait=wait)

@@ -10,12 +10,7 @@ from typing import Protocol, Self
 import numpy as np
 from torch import Tensor
 
-from cacheblend_rag.blend.copy_stream import (
-    CopyStream,
-    Event,
-    has_copy_stream,
-    pinned_buffers_of,
-)
+from cacheblend_rag.blend.copy_stream import CopyStream, Event, has_copy_stream, pinned_buffers_of
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.layer_part import LayerPart, WholePart
 from cacheblend_rag.blend.placement import place_parts

@@ -32,7 +32,7 @@ from cacheblend_rag.text.tools import (
 
 SEPARATOR = "\n\n"
 PLACE = "[the passages stand here]"
-"""Stands for the passages, or a message, in a rendered prompt."""
+"""A text that no prompt has: the place of the passages, or of a message, in a rendered prompt."""
 
 Told = tuple[str, str]
 """A user's message and its answer."""

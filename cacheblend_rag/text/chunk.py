@@ -17,7 +17,7 @@ DIGEST_BYTES = 16
 
 
 class Context(Sequence[str]):
-    """The pieces of a document before a chunk, in order.
+    """The text before a chunk in its document, as a sequence of pieces (chunks and separators).
 
     Each chunk's context is a prefix of the document: copies of them would take memory and time
     quadratic in its length. So a context holds its last piece and the context before that. It
@@ -47,7 +47,7 @@ class Context(Sequence[str]):
 
     @classmethod
     def of(cls, pieces: Iterable[str]) -> Context:
-        """Make a context of pieces; a context itself is returned as it is."""
+        """Return a context of these pieces; a Context is returned unchanged."""
         return pieces if isinstance(pieces, Context) else reduce(cls, pieces, EMPTY)
 
     def then(self, piece: str) -> Context:
@@ -84,7 +84,7 @@ class Context(Sequence[str]):
         return tuple(self) == other if isinstance(other, tuple) else NotImplemented
 
     def __reduce__(self) -> tuple[Callable[[Iterable[str]], Context], tuple[tuple[str, ...]]]:
-        """Pickle and copy the pieces as a tuple: contexts in each other would nest too deep."""
+        """Pickle and copy as a tuple of pieces: nested ones would exceed the recursion limit."""
         return Context.of, (tuple(self),)
 
     def __repr__(self) -> str:

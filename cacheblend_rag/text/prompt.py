@@ -122,7 +122,7 @@ def _found(
 
 
 def _between(text: str, start: int, end: int, edges: Sequence[int]) -> Iterator[Segment]:
-    """Yield characters [start, end) of a text, cut at the edges of data: begin, end, begin, ..."""
+    """Yield segments of text[start:end], cut at ``edges``: begin and end of each piece of data."""
     first = bisect_right(edges, start)
     cuts = [start, *edges[first : bisect_left(edges, end)], end]
     for index, (left, right) in enumerate(pairwise(cuts), first):

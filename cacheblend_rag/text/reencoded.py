@@ -1,8 +1,8 @@
-"""Follows a chunk through a prompt in which a program has re-encoded it.
+"""Finds the rest of a chunk in a prompt where a program has re-encoded its text.
 
 JSON, ``str`` of a list, HTML, quoting, indenting and collapsed or converted line ends alter few
 characters of a text, and the tokens around them. The tokens between are the same. Of what differs
-the text is compared: only if it is the same but for its encoding, the chunk goes on behind it.
+the text is compared: the search goes on behind it only if the text is the same once decoded.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import numpy as np
 from cacheblend_rag.text.runs import Ids, Run
 
 REACH = 32
-"""Most tokens between two runs."""
+"""Most tokens between two runs of equal tokens."""
 RESUMES = 3
-"""So many equal tokens may be where a chunk goes on."""
+"""Equal tokens in a row that the next run needs to begin."""
 MOST_TRIED = 3
-"""Places behind a run that are tried."""
+"""Most places behind a run that are tried as the beginning of the next one."""
 MOST_COMPARED = 1024
-"""Texts that one search compares."""
+"""Most comparisons of texts in one search; they bound its time."""
 
 LAYOUT = re.compile(r"[\s>]+")
-"""What quoting, indenting and other line ends change."""
+"""Characters that quoting, indenting and other line ends add or remove."""
 ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
 
 
 class SameText:
-    """Tells whether a prompt's tokens are a re-encoding of a chunk's; up to a bound of times.
+    """Compares the texts of a prompt's and a chunk's tokens; false after MOST_COMPARED calls.
 
-    says: returns the text of tokens.
+    says: decodes tokens.
     """
 
     def __init__(self, says: Callable[[Sequence[int]], str]) -> None:
         self._says, self._left = says, MOST_COMPARED
 
     def __call__(self, here: Sequence[int], own: Sequence[int]) -> bool:
-        """Compare tokens of a prompt with those of a chunk."""
+        """Whether the prompt's tokens ``here`` have the text of the chunk's tokens ``own``."""
         self._left -= 1
         return self._left >= 0 and is_reencoded(self._says(here), self._says(own))
 
@@ -54,7 +54,7 @@ def is_reencoded(here: str, text: str) -> bool:
 
 
 def _unescaped(text: str) -> str:
-    """Undo the escapes of JSON and Python, as far as they are whole."""
+    """Undo the escapes of JSON and Python strings; an incomplete one stays."""
 
     def character(found: re.Match[str]) -> str:
         code = found[1] or found[2]
@@ -94,7 +94,7 @@ def followed(tokens: Ids, chunk: Ids, run: Run, is_same: SameText) -> list[Run]:
 def _resumed(
     tokens: Ids, chunk: Ids, is_same: Callable[[Sequence[int], Sequence[int]], bool]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield where a chunk goes on: in the prompt, in the chunk, and for how many tokens."""
+    """Yield the next runs: index in the prompt, index in the chunk, number of tokens."""
     at = own_at = 0
     while chunk.size - own_at >= RESUMES:
         here = tokens[at : at + REACH].tolist()
@@ -110,7 +110,7 @@ def _resumed(
 
 
 def _places(here: Sequence[int], own: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield where both have the same few tokens: the index in each."""
+    """Yield the index in each where both have the same RESUMES tokens."""
     known = {
         tuple(own[index : index + RESUMES]): index
         for index in reversed(range(len(own) - RESUMES + 1))
@@ -121,7 +121,7 @@ def _places(here: Sequence[int], own: Sequence[int]) -> Iterator[tuple[int, int]
 
 
 def _alike(tokens: Ids, others: Ids) -> int:
-    """Return how many tokens two sequences have in common at their beginning."""
+    """Return the length of the common prefix."""
     size = min(tokens.size, others.size)
     different = np.flatnonzero(tokens[:size] != others[:size])
     return int(different[0]) if different.size else size

@@ -18,7 +18,7 @@ from cacheblend_rag.text.search import (
 )
 
 Numbered: TypeAlias = dict[Chunk, int]
-"""Chunks with their serial numbers."""
+"""Chunks, each with a number that grows with every registration."""
 
 CROWD = 64
 """A text with more variants than this does not identify the document that it occurs in."""
@@ -81,7 +81,7 @@ class ChunkRegistry:
                 self._add(chunk)
 
     def discard_many(self, chunks: Iterable[Chunk]) -> None:
-        """Forget those of the chunks that are registered; other variants of their texts stay."""
+        """Remove chunks; unknown ones are ignored. Equal texts of other documents stay."""
         with self._lock:
             for chunk in chunks:
                 self._discard(chunk)

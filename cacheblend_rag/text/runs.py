@@ -37,7 +37,7 @@ class Run:
 
 
 def equal_runs(tokens: Ids, chunk: Ids, shift: int, *, after: int = 0, least: int = 1) -> list[Run]:
-    """Return the runs of a chunk in a prompt if its first token is, or would be, at ``shift``.
+    """Return where a prompt has a chunk's tokens if the chunk's first token is placed at ``shift``.
 
     Args:
         tokens: (tokens,) of the prompt.
@@ -55,7 +55,7 @@ def equal_runs(tokens: Ids, chunk: Ids, shift: int, *, after: int = 0, least: in
 
 
 def spans_of(mask: NDArray[np.bool_], least: int = 1) -> list[tuple[int, int]]:
-    """Return the [start, end) in which a mask is true, if they are at least so long, in order."""
+    """Return the runs [start, end) of true values in a mask that have at least ``least`` values."""
     bounded = np.zeros(mask.size + 2, np.bool_)
     bounded[1:-1] = mask
     edges = np.flatnonzero(bounded[1:] != bounded[:-1]).tolist()

@@ -25,10 +25,11 @@ from cacheblend_rag.text.registry_file import RegistryFile
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 60.0
-"""How long a change waits for other processes."""
+"""How long a write waits while another process writes to the file."""
 POLL_SECONDS = 0.02
 FAILURES = (sqlite3.Error, OSError, UnicodeDecodeError)
-"""Of a file. The last is raised in place of an error that would quote bytes of a damaged one."""
+"""Errors of a file that cannot be used. The sqlite3 module raises the last one for an error
+message that quotes bytes of a damaged file."""
 
 
 class SharedChunkRegistry(ChunkRegistry):
@@ -113,7 +114,7 @@ class SharedChunkRegistry(ChunkRegistry):
             self._file.close()
 
     def _catch_up(self) -> None:
-        """Read what other processes have committed; without it while one of them is writing."""
+        """Read what other processes have committed, unless one of them is writing just now."""
         try:
             self._read_news()
             self._told_failure = None

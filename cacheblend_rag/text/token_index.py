@@ -1,9 +1,9 @@
 """Finds known token sequences, or parts of them, in any prompt's tokens.
 
-A sequence is known by its *anchors*: the hashes of a few of its windows. A search hashes all
-windows of the prompt at once; where one is an anchor, it compares the tokens on both sides, up to a
-bound. Hits are told by their *diagonal*: one integer, of the sequence's number and of where in the
-prompt that sequence would begin. Those of one run have the same.
+The index holds *anchors*: hashes of some of each sequence's windows. A search hashes all windows of
+the prompt at once; where one is an anchor, it compares the tokens on both sides, up to a bound. A
+hit has a *diagonal*: one integer made of the sequence's number and the position in the prompt where
+the sequence would begin. All hits of one run have the same.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Hashes = NDArray[np.uint32]
 Integers = NDArray[np.int64]
 
 WINDOW = 8
-"""Tokens that an anchor is the hash of."""
+"""Tokens of a window, of which an anchor is the hash."""
 STRIDE = 12
-"""Every so many tokens an anchor begins, at least: a re-encoded text's lines are short."""
+"""Most tokens from one anchor to the next: lines of a re-encoded text are short."""
 BATCH = 1024
 """Sequences whose anchors are computed together."""
 MOST_PLACES = 16
-"""Of more sequences that have the same window, the first ones added are looked at, and one of them
-only unless more of it is in the prompt."""
+"""Most sequences that one anchor leads to, the first ones added. If there are so many, only
+positions that no run covers yet are compared."""
 MOST_HITS = 1 << 15
 """Places that a search may always look at, besides one for every fourth token of the prompt."""
 COMPARED_TOKENS = 1 << 18
@@ -45,17 +45,18 @@ would take seconds otherwise. What is not compared is not found: that loses reus
 LEAST_COMPARED = 1024
 """What comparing few tokens counts at least: the time it takes is that of its calls."""
 LEAVES_LEVELS = 4
-"""A level of anchors has so many times those of the next, else the two become one."""
+"""A level has at least this many times the anchors of the next; else they are merged (as in an LSM
+tree)."""
 LEAST_GONE = 1024
 WHOLE = 4
-"""A whole sequence counts so many tokens more than a part of another that has the same."""
+"""Tokens that a whole sequence gains when the longest match is chosen."""
 
 OFFSET_BITS = 27
 ZERO = 1 << (OFFSET_BITS - 1)
-"""The low bits of the diagonal of a sequence that begins with the prompt."""
+"""Added to positions in a diagonal, so that negative ones fit, too."""
 FEWEST_BITS, MOST_BITS = 8, 28
 MARK_BITS = 4
-"""Marks have so many bits more than there are hashes: few others have a mark by chance."""
+"""Log2 of the bits of ``marks`` per anchor: few other hashes have a bit set by chance."""
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 LAST_FACTOR = np.uint64(0xD6E8FEB86659FD93)
 HALF = np.uint64(32)
@@ -63,7 +64,7 @@ HALF = np.uint64(32)
 
 @dataclass(frozen=True, slots=True)
 class Match(Generic[Name]):
-    """Runs of a sequence in a prompt, in order; what is between them is the same text, re-encoded.
+    """A sequence found in a prompt, as runs of equal tokens; between them the text is re-encoded.
 
     name: the sequence's.
     """
@@ -97,7 +98,7 @@ class Match(Generic[Name]):
         return sum(run.tokens for run in self.runs)
 
     def within(self, first: int, stop: int) -> Match[Name] | None:
-        """Return the part of tokens [first, stop) of the sequence; None if there is none."""
+        """Return the part within tokens [first, stop) of the sequence; None if it is empty."""
         bounds = (
             (max(first - run.skip, 0), min(stop - run.skip, run.tokens), run) for run in self.runs
         )
@@ -142,7 +143,7 @@ class TokenIndex(Generic[Name]):
     # Changes
 
     def add(self, sequences: Iterable[tuple[SomeTokens, Name]]) -> None:
-        """Add sequences; nothing happens to those whose name is known. Many at once are faster."""
+        """Add sequences; known names are ignored. Many at once are faster."""
         new = ((tokens, name) for tokens, name in sequences if name not in self._numbers)
         parts = list[Anchors]()
         while batch := [self._entered(*one) for one in islice(new, BATCH)]:
@@ -185,7 +186,7 @@ class TokenIndex(Generic[Name]):
         *,
         is_same: SameText | None = None,
     ) -> list[Match[Name]]:
-        """Return what there is in ``token_ids[start:end]``, in order of its beginning.
+        """Return the sequences found in ``token_ids[start:end]``, in order of their beginning.
 
         Nothing overlaps. The longest win, then the sequences that were added first; the others keep
         what is left of them, if it has ``least`` tokens.
@@ -245,7 +246,7 @@ class TokenIndex(Generic[Name]):
                 yield number, own.size, one
 
     def _runs(self, prompt: Tokens, least: int) -> Iterator[tuple[int, Name, Tokens, Run]]:
-        """Yield number, name and tokens of sequences with each run in the prompt, up to a bound."""
+        """Yield each run with its sequence's number, name and tokens, up to a bound."""
         left = COMPARED_TOKENS + 4 * prompt.size
         is_seen = np.zeros(prompt.size, np.bool_)
         for number, shift, position, crowd in self._places(prompt):
@@ -261,9 +262,10 @@ class TokenIndex(Generic[Name]):
                 yield number, name, own, run
 
     def _places(self, prompt: Tokens) -> Iterable[tuple[int, int, int, int]]:
-        """Return which sequences may begin where in the prompt, most promising first.
+        """Return (number, shift, position, crowd) of possible matches, those with most hits first.
 
-        Each with the place of a window that is an anchor of it, and how many places that has.
+        The sequence would begin at ``shift``; its anchor is at ``position``; ``crowd`` sequences
+        have the same anchor.
         """
         levels = [level for level in self._levels if level.size]
         if prompt.size < self._window or not levels:
@@ -280,7 +282,7 @@ class TokenIndex(Generic[Name]):
 
 
 def _left(match: Match[Name], is_free: NDArray[np.bool_]) -> Iterator[Match[Name]]:
-    """Yield what is free of a match, apart where something else stands between."""
+    """Yield the parts of a match that no other match has taken."""
     runs: list[Run] = []
     for run in match.runs:
         for first, stop in spans_of(is_free[run.start : run.end]):
@@ -297,10 +299,10 @@ def _left(match: Match[Name], is_free: NDArray[np.bool_]) -> Iterator[Match[Name
 class Anchors:
     """Anchors, sorted by their hash, never changed once made.
 
-    hashes, places: (anchors,), equal hashes as they were added; a place is the diagonal of a
-    sequence whose window stands at the prompt's beginning. marks: a table of bits, set for what
-    hashes begin with: it tells most windows that are none without a search. shift: from a hash to
-    its bit.
+    hashes, places: (anchors,), equal hashes in the order in which they were added; a place is the
+    diagonal of the sequence if its window were at the prompt's beginning. marks: a bit table (a
+    Bloom filter with one hash), which rejects most windows without a binary search. shift: right
+    shift from a hash to its bit's index.
     """
 
     hashes: Hashes
@@ -327,7 +329,7 @@ class Anchors:
 
     @classmethod
     def joined(cls, parts: Sequence[Anchors], gone: Iterable[int] = ()) -> Anchors:
-        """Return the anchors of several, without those of sequences that are gone."""
+        """Merge anchors, without those of the sequences in ``gone``."""
         hashes = np.concatenate([one.hashes for one in parts])
         places = np.concatenate([one.places for one in parts])
         if gone:
@@ -349,14 +351,14 @@ class Anchors:
         return self.places.size
 
     def hits(self, seen: Hashes, most_places: int) -> tuple[Integers, Integers, Integers]:
-        """Return where windows of a prompt are anchors: diagonals, positions, crowds, all (hits,).
+        """Return diagonals, positions and crowds, each (hits,), of windows that are anchors.
 
-        A crowd is how many places the anchor of a hit has, as far as they are looked at. Where
-        there are too many hits, those of the largest crowds are left out.
+        A crowd is the number of sequences that an anchor leads to. If there are too many hits,
+        those with the largest crowds are left out.
 
         Args:
-            seen: (windows,) hashes of the prompt's.
-            most_places: of one anchor.
+            seen: (windows,) hashes of the prompt's windows.
+            most_places: most sequences that one anchor leads to.
         """
         slots = seen >> self.shift
         at = np.flatnonzero(self.marks[slots >> 3] >> (slots & 7).astype(np.uint8) & 1)
@@ -381,7 +383,7 @@ def as_array(tokens: SomeTokens) -> Tokens:
 
 
 def _hashed(windows: Tokens) -> Hashes:
-    """Return the hashes of windows, (windows, tokens of each)."""
+    """Return the hashes of windows, (windows, tokens per window), as (windows,)."""
     total = np.zeros(len(windows), np.uint64)
     for column in windows.T:
         total *= FACTOR
@@ -392,6 +394,6 @@ def _hashed(windows: Tokens) -> Hashes:
 
 
 def _ramps(counts: Integers) -> Integers:
-    """Return 0, 1, ... up to each count, one after another."""
+    """Concatenate the ranges from 0 to each count."""
     ramp: Integers = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return ramp

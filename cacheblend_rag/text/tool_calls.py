@@ -19,23 +19,23 @@ import regex
 from cacheblend_rag.text.tools import NAME, ToolCall
 
 MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
-"""Of Hermes, Qwen and prompts of plain text; of Mistral; of Llama."""
+"""What models write before a call: Hermes, Qwen and untrained ones; Mistral; Llama."""
 FENCE = "```json"
 BLANKS = r"\s{0,99}+"
-"""So few that a stream's end, of which each new piece is a part, is soon searched again."""
+"""White space, bounded, since a stream's end is searched again with each new piece."""
 KEYED = (
     rf'(?:\[{BLANKS})?\{{{BLANKS}"'
     rf'(?:name"{BLANKS}:{BLANKS}"\L<known>"|(?:type|id|arguments|parameters)")'
 )
-"""How a call in JSON begins, or a list of them, if it names a known tool."""
+"""How a JSON call of a known tool begins, or a JSON list of calls."""
 NAMED = rf"\L<known>(?:\[ARGS\])?{BLANKS}\{{"
-"""How a known tool's name stands right before its arguments."""
+"""A known tool's name right before its JSON arguments."""
 PLAIN = rf"[\s,;]{{0,99}}+(?:{KEYED}|{NAMED})"
 CLOSING = re.compile(r"\s*(?:</tool_call>|```)")
 BEFORE = re.compile(rf"[\s,;]*(?:(?P<name>{NAME.pattern})(?:\[ARGS\])?\s*(?=\{{))?")
-"""What stands before a value: what separates values, and a name, if the value is its arguments."""
+"""What may stand before a JSON value: separators, and a tool's name before its arguments."""
 MOST_OPENINGS = 1000
-"""Places that are searched for calls in an answer, so that no answer takes long."""
+"""Most places of an answer that are searched for calls, which bounds the time."""
 ARGUMENTS = ("arguments", "parameters")
 ID_CHARACTERS = 9
 """Letters and digits of a call's id: as many as Mistral's chat templates insist on."""
@@ -67,10 +67,10 @@ def find_calls(
 
 
 class ContentStream:
-    """Tells, of an answer that comes piece by piece, what certainly belongs to no call.
+    """Streams an answer without its calls.
 
-    That is all before the first place where calls begin, or may begin; the rest is told when the
-    answer is whole. known: the names of the tools. is_json: as for ``find_calls``.
+    Text is passed on up to the first place where calls begin, or may begin; the rest waits until
+    the answer is complete. known: the names of the tools. is_json: as for ``find_calls``.
     """
 
     def __init__(self, known: Collection[str], *, is_json: bool = False) -> None:
@@ -95,14 +95,14 @@ class ContentStream:
         return shown
 
     def finish(self, content: str) -> str:
-        """Return what of the whole content was not shown yet."""
+        """Return the rest of the content, given all of it."""
         return content[self._shown :] if content.startswith(self._text[: self._shown]) else ""
 
 
 def _opening(known: Collection[str], is_json: bool) -> Any:
-    """Return the pattern of what calls begin with; its group ``mark`` ends where JSON may begin.
+    """Return the pattern of how calls begin; its group ``mark`` ends where their JSON may begin.
 
-    It matches a text's end, too, that may go on as such: ``regex`` calls that a partial match.
+    With ``partial=True`` it also matches an unfinished beginning at the text's end.
     """
     plain = rf"(?P<mark>\A){PLAIN}"
     marked = "|".join(map(re.escape, MARKS))

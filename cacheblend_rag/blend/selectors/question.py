@@ -39,19 +39,19 @@ class Question(Selector):
         BeforeValidator(as_tuple),
         AfterValidator(_span),
     ] = (0.4, 0.75)
-    """Observed layers, from and to as fractions of the depth: the layer at the first fraction is
-    included, the one at the second is not."""
+    """Layers whose attention counts, as fractions of the model's depth: from the first, inclusive,
+    to the second, exclusive."""
     layers: Annotated[
         Annotated[tuple[Count, ...], Field(min_length=1)] | None,
         BeforeValidator(as_tuple),
         AfterValidator(_rising),
     ] = None
-    """Indices of the observed layers, instead of ``span``."""
+    """Indices of the layers whose attention counts, in place of ``span``."""
     heads: Literal["sum", "max"] = "sum"
     """``sum`` adds up heads; ``max`` takes the largest, after the question's tokens."""
 
     def observed(self, layers: int) -> tuple[int, ...]:
-        """Return the observed layers of a model of ``layers`` layers, rising, at least one.
+        """Return the layers whose attention counts, of a model of ``layers`` layers; at least one.
 
         Raises ConfigError when one is not below ``layers``.
         """

@@ -25,11 +25,7 @@ from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.lifetime import CLOSED
 from cacheblend_rag.engines.model_files import context_window_in
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
-from cacheblend_rag.engines.sampling import (
-    ResolvedSampling,
-    SamplingParams,
-    warn_of_ignored,
-)
+from cacheblend_rag.engines.sampling import ResolvedSampling, SamplingParams, warn_of_ignored
 from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stored_chunks import StoredChunks, finder_of
 from cacheblend_rag.engines.stream import Stream, Take
@@ -58,11 +54,7 @@ from cacheblend_rag.memory import Lack, give_back_unused, unless_lacking
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadInId, PlacedChunk
-from cacheblend_rag.prefill.precompute import (
-    Computed,
-    compute_chunks,
-    compute_one_by_one,
-)
+from cacheblend_rag.prefill.precompute import Computed, compute_chunks, compute_one_by_one
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import Evicted, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig

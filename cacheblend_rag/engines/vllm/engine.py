@@ -70,12 +70,7 @@ from cacheblend_rag.engines.vllm.transport import (
     next_piece,
     until_over,
 )
-from cacheblend_rag.errors import (
-    CacheBlendError,
-    ConfigError,
-    EngineUnavailableError,
-    StoreError,
-)
+from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey, namespace_id
 from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.prefill.comparing import Compared, Comparison

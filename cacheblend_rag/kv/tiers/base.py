@@ -92,7 +92,7 @@ class Tier(ABC):
 
     @abstractmethod
     def _open(self, key: KVKey) -> ChunkReader | None:
-        """Read a chunk's head, and return what reads its layers; None when absent.
+        """Read a chunk's head, and return a reader of its layers; None when absent.
 
         Whether to blend a prompt is decided from heads. Raises DamagedChunkError and
         ForeignChunkError, as the reader does.
@@ -110,7 +110,7 @@ class Tier(ABC):
         """Remove a chunk; returns whether it was there."""
 
     def usage(self) -> Usage:
-        """Count the stored chunks and bytes; may raise OSError. By default, they are listed."""
+        """Count the stored chunks and bytes, by default by listing them; may raise OSError."""
         sizes = {key: entry.nbytes for key, entry in self.entries()}
         return Usage(len(sizes), sum(sizes.values()))
 
@@ -222,7 +222,7 @@ class Tier(ABC):
         return reader
 
     def _counted(self, key: KVKey, read: Callable[[], T | None]) -> T | StoreError | None:
-        """Read from a chunk, and count a hit or a miss; an error is returned."""
+        """Call ``read``, and count a hit or a miss; a StoreError is returned, not raised."""
         found: T | StoreError | None
         try:
             with self.guard.reads(key):

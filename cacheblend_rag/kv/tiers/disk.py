@@ -42,7 +42,7 @@ TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_SECONDS = 3600.0
 QUARANTINE_FILES = 16
 SWEPT = 256
-"""How many of the oldest chunks are looked at together for expired ones."""
+"""How many of the oldest chunks one sweep checks for expiry."""
 
 _HEX = "0123456789abcdef"
 
@@ -97,7 +97,7 @@ class DiskTier(BytesTier):
             yield key, replace(entry, used_at=used.get(str(key), entry.used_at))
 
     def some_entries(self) -> Sequence[tuple[KVKey, Entry]]:
-        """As for any tier: the oldest that are not pinned; strangers may have deleted some."""
+        """As for any tier: the oldest unpinned ones. Files that others deleted leave the index."""
         with suppress(OSError):
             with self._index.reading():
                 oldest = self._index.oldest(SWEPT)
@@ -326,7 +326,7 @@ def file_of(folder: str | os.PathLike[str], key: KVKey) -> str:
 
 
 def _entry(found: os.stat_result) -> Entry:
-    """Return a file's entry; its chunk's last use is the index's to know."""
+    """Return a file's entry, with the time of writing as that of the last use."""
     return Entry(found.st_size, found.st_mtime, found.st_mtime)
 
 

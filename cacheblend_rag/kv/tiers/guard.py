@@ -19,7 +19,7 @@ from cacheblend_rag.memory import lack_of_memory
 logger = logging.getLogger(__name__)
 
 SLOW_FAILURE_SECONDS = 0.25
-"""A faster failure costs a request almost nothing, and may concern one chunk only."""
+"""A failure that takes longer puts the tier out of use; a faster one may concern one chunk only."""
 
 
 class Guard:
@@ -53,7 +53,7 @@ class Guard:
 
     @contextmanager
     def reads(self, key: KVKey) -> Iterator[None]:
-        """Wrap a read; see ``_around``. While the tier is out of use, a thread tries it."""
+        """Wrap a read; see ``_around``. Another thread runs trials while the tier is out of use."""
         permit = self.reading.ask()
         if permit is None:
             self._try_aside(key)
@@ -63,7 +63,7 @@ class Guard:
 
     @contextmanager
     def writes(self, *, timed: bool = True) -> Iterator[None]:
-        """Wrap a use that takes the tier's lock; see ``_around``. It may be the trial itself."""
+        """Wrap a write; see ``_around``. While the tier is out of use, a write may be the trial."""
         permit = self.writing.ask()
         if permit is None:
             permit = self.writing.ask_for_trial()

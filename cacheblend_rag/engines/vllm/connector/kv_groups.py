@@ -9,11 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 FAILS_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """Whether failed asynchronous loads are reported to vLLM by request (0.30 on), not by block."""

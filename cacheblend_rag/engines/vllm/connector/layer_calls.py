@@ -66,7 +66,7 @@ class LayerCalls:
         with self._stand_ins.answering(0, _attend_to_nothing):
             done = self._layers[0](**first)
         self._result_count = len(done) if isinstance(done, tuple) else 0
-        """How many tensors a decoder layer returns; 0 if it returns one that is not in a tuple."""
+        """Length of the tuple that a decoder layer returns; 0 if it returns a tensor."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the input of the first layer for tokens (rows,)."""
@@ -205,7 +205,7 @@ class LayerCalls:
         return torch.cat((state, residual.view_as(state)), -1)
 
     def _parts(self, hidden: Tensor) -> Sequence[Tensor]:
-        """Split hidden states into a layer's arguments: a state, and a residual if it takes one."""
+        """Split what layers pass on into hidden state and residual, if they take a residual."""
         hidden = hidden if self._is_batched else hidden[0]
         return hidden.chunk(2, -1) if self._has_residual else (hidden,)
 

@@ -110,9 +110,9 @@ class AccessMiddleware:
     async def _checked_body(
         self, request: HTTPConnection, receive: Receive, held: AsyncExitStack
     ) -> Receive:
-        """Read and check the body; returns a ``receive`` that gives it to the route.
+        """Read and check the body; returns an ASGI ``receive`` that gives it to the route again.
 
-        held: frees the body's place among the large ones.
+        held: a large body occupies one of few places until this is closed.
         """
         body, end = await self._bodies.read(request.headers, receive, held)
         if not _path(request).startswith(FORM_PATHS):
