@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Final, Self
 
@@ -132,11 +130,3 @@ class Miss:
     """This model's KV cannot be blended."""
     GUARD_STOPPED: Final = Reason(ReasonCode.GUARD_STOPPED, "stopped by the guard")
     """Blended answers diverged too far from full prefill."""
-
-
-def count_codes(reasons: Mapping[Reason, int]) -> dict[ReasonCode, int]:
-    """Return the count of each code from the counts of reasons."""
-    counts = Counter[ReasonCode]()
-    for reason, count in reasons.items():
-        counts[reason.code] += count
-    return dict(counts)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from cacheblend_rag.reason import Reason, ReasonCode, count_codes
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.trace import Trace
 
 
@@ -118,22 +118,9 @@ class PhaseSeconds:
 
 @dataclass(frozen=True)
 class PhaseStarts:
-    """When each phase began, in seconds since the request began; None if it did not take place.
+    """When each phase first began, in seconds since the request began; None if it did not.
 
-    A phase that took place several times, such as loading beside other work, has its first start.
-    Names are those of PhaseSeconds.
-
-    Args:
-        find: always 0, since a request begins with it.
-        tokenize: once the chunks in the text are known.
-        look_up: the first question to the store.
-        load: the first wait for a layer of stored KV.
-        lay_in: making the buffer.
-        early_layers: the first work towards a layer, if a check layer follows.
-        selection: the first probe or scoring.
-        recompute: the first work towards another layer.
-        first_token: the work after the last layer.
-        decode: the work on the second token.
+    Fields are those of PhaseSeconds.
     """
 
     find: float = 0.0
@@ -222,9 +209,6 @@ class BlendReport:
         prefix_tokens: those of ``reused_tokens`` that are a cached prefix: their KV equals full
             prefill's but for rounding. In vLLM those of its own prefix cache, counted for requests
             that were to be blended.
-
-    Raises:
-        TypeError: when a reason is a sentence without a code.
     """
 
     engine: str
@@ -246,12 +230,6 @@ class BlendReport:
     starts: PhaseStarts = field(default_factory=PhaseStarts)
     trace: Trace | None = None
     prefix_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        for name in REASONS:
-            reason = getattr(self, name)
-            if reason is not None and not isinstance(reason, Reason):
-                raise TypeError(f"{name}={reason!r} has no code: use a Reason")
 
     @property
     def reason_code(self) -> ReasonCode | None:
@@ -363,35 +341,23 @@ class PrecomputeReport:
     @property
     def refused_codes(self) -> dict[ReasonCode, int]:
         """How many chunks were not stored, by the code of the reason."""
-        return count_codes(self.refused)
+        counts = Counter[ReasonCode]()
+        for reason, count in self.refused.items():
+            counts[reason.code] += count
+        return dict(counts)
 
 
 @dataclass(frozen=True)
-class FillReport:
-    """The counts of filling on miss so far.
+class FillReport(PrecomputeReport):
+    """The result so far of precomputing the chunks that requests missed (``fill_on_miss``).
 
     Args:
         waiting: chunks that wait for idle time, or are being computed.
-        computed: chunks whose KV was computed and stored.
-        skipped: chunks that were stored by others meanwhile.
-        computed_tokens: tokens of the chunks that were computed.
-        seconds: what all of it took, waiting for idle time included.
-        refused: how many chunks were not stored, by reason.
         dropped: chunks that were dropped: too many waited, filling failed, or the engine closed.
     """
 
     waiting: int = 0
-    computed: int = 0
-    skipped: int = 0
-    computed_tokens: int = 0
-    seconds: float = 0.0
-    refused: Mapping[Reason, int] = field(default_factory=dict)
     dropped: int = 0
-
-    @property
-    def refused_codes(self) -> dict[ReasonCode, int]:
-        """How many chunks were not stored, by the code of the reason."""
-        return count_codes(self.refused)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv.stored_chunk import NOT_FINITE, STORE_FULL, PutResult
 from cacheblend_rag.prefill.policy import Decision
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt
-from cacheblend_rag.reason import Miss, Reason, ReasonCode, count_codes
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import (
     BlendReport,
     ChunkReport,
@@ -90,12 +90,6 @@ def test_no_field_holds_a_reason_that_is_no_reason() -> None:
     assert len(found) > 15
 
 
-@pytest.mark.parametrize("name", ["reason", "selector_reason", "ratio_reason"])
-def test_a_report_refuses_a_sentence_without_a_code(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name}='so'"):
-        replace(REPORT, **{name: "so"})  # type: ignore[arg-type]
-
-
 def test_json_has_each_code_beside_its_sentence() -> None:
     told = json.loads(json.dumps(replace(REPORT, reason=SLOW, ratio_reason=SLOW).to_dict()))
     assert (told["reason"], told["reason_code"]) == ("ordinary prefill takes 3 ms", "slow")
@@ -118,9 +112,7 @@ def test_a_copy_keeps_its_code(same: Any) -> None:
 def test_counts_by_sentence_add_up_by_code() -> None:
     refused = {SLOW: 2, Reason(ReasonCode.SLOW, "otherwise"): 1, STORE_FULL: 4}
     wanted = {"slow": 3, "store_full": 4}
-    assert count_codes(refused) == wanted
     assert PrecomputeReport(refused=refused).refused_codes == wanted
-    assert FillReport(refused=refused).refused_codes == wanted
 
 
 def test_what_a_store_refuses_has_a_code() -> None:

@@ -44,7 +44,7 @@ class Filling:
         self._engine, self._idle = engine, idle
         self._lock = Lock()
         self._waiting: set[KVKey] = set()
-        self._done, self._seconds, self._dropped = PrecomputeReport(), 0.0, 0
+        self._done, self._dropped = PrecomputeReport(), 0
 
     def see(self, request: Request, answer: Generation) -> Generation | None:
         """Queue the chunks that a prompt missed; returns the answer with updated reports."""
@@ -70,16 +70,8 @@ class Filling:
     def report(self) -> FillReport:
         """Return the counts so far."""
         with self._lock:
-            done = self._done
-            return FillReport(
-                waiting=len(self._waiting),
-                computed=done.computed,
-                skipped=done.skipped,
-                computed_tokens=done.computed_tokens,
-                seconds=self._seconds,
-                refused=done.refused,
-                dropped=self._dropped,
-            )
+            counted = vars(self._done)
+            return FillReport(**counted, waiting=len(self._waiting), dropped=self._dropped)
 
     def _queue(self, missed: Mapping[KVKey, Chunk]) -> Set[KVKey]:
         """Queue chunks that do not wait already; returns the keys of those that will be filled."""
@@ -116,7 +108,7 @@ class Filling:
                     yield
         finally:
             with self._lock:
-                self._seconds += time.perf_counter() - started
+                self._done += PrecomputeReport(seconds=time.perf_counter() - started)
 
     def _ended(self, missed: _Missed) -> None:
         with self._lock:
