@@ -51,9 +51,10 @@ def attend_rows(
     masks = MaskCache(0) if masks is None else masks
     out = call.query.new_empty(batch, count, heads, width)
     size = _block_rows(call.query.device, 0 if _is_fused(call) else heads * keys.shape[2])
-    for start, block in rows.blocks(size, even=False):
+    for start, block in rows.blocks(size):
         stop = start + len(block)
-        seen = slice(first_key(block, call.window), block.last + 1)
+        first = 0 if call.window is None else max(0, block.first - call.window + 1)
+        seen = slice(first, block.last + 1)
         make = partial(mask_of, block, seen, call.window, copies=copies, dtype=dtype)
         mask = masks.get(rows, (start, stop, call.window), make)
         part = call.part(start, stop)
@@ -149,11 +150,6 @@ def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     beside = own.expand(-1, -1, rows // own.shape[1]).reshape(kv_heads, rows, 1)
     whole = torch.cat((logits, beside.expand(*logits.shape[:-1], 1)), -1)
     return whole.softmax(-1, dtype=torch.float32)[..., :-1]
-
-
-def first_key(rows: Rows, window: int | None) -> int:
-    """Return the first position that any of the rows may see."""
-    return 0 if window is None else max(0, rows.first - window + 1)
 
 
 def mask_of(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -219,14 +218,12 @@ class BlendPass:
         # Graphs attend as RowAttention does, and change nothing else.
         is_plain = len(self._blocks) == 1 and self.attention is None
         self._graphs = self.graphed(self._rows, self.fused) if self.graphed and is_plain else None
-        if self._graphs is None:
-            for block in self._blocks:
-                block.prepare()
 
     def _blocks_of(self, rows: Rows) -> list[_Block]:
+        inputs_of, most = self.stack.position_inputs, self.row_block or self.stack.row_block
         return [
-            _Block(self.stack, slice(start, start + len(part)), part)
-            for start, part in rows.blocks(self.row_block or self.stack.row_block)
+            _Block(slice(start, start + len(part)), part, inputs_of(part.device[None]))
+            for start, part in rows.blocks(most)
         ]
 
     # What is computed of them
@@ -281,18 +278,9 @@ class BlendPass:
 class _Block:
     """A block of rows run through a layer at once. here: its slice of the pass's hidden states."""
 
-    stack: DecoderStack
     here: slice
     rows: Rows
-
-    @cached_property
-    def position_inputs(self) -> Any:
-        """Of the rows; graphs have their own."""
-        return self.stack.position_inputs(self.rows.device[None])
-
-    def prepare(self) -> None:
-        """Make the position inputs now, and not within a layer."""
-        _ = self.position_inputs
+    position_inputs: Any
 
 
 def synchronize(device: torch.device) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.attention import attention_mass
+from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import BlendPass, Candidates, Graphed
@@ -41,7 +42,7 @@ def probe_question(
     before_layer, graphed: see BlendPass.
     """
     observed = question.observed(stack.geometry.layers)
-    observer = _QuestionAttention(stack, question, observed, question_start)
+    observer = _QuestionAttention(stack.costs, question, observed, question_start)
     cached = candidates.cached.clone()
     cached[-1:] = False  # the last token asks in any case
     run = BlendPass(
@@ -55,38 +56,34 @@ def probe_question(
     return whole.sum(0).cpu(), observer.work + run.work
 
 
+@dataclass
 class _QuestionAttention(Observer):
     """Collects what the question's tokens attend to in the observed layers.
 
-    asked: by layer, (heads, tokens) of this rank's heads, or their sum (1, tokens). work:
-    floating-point operations that took, beyond those of the pass.
+    costs: of each layer. asked: by layer, (heads, tokens) of this rank's heads, or their sum
+    (1, tokens). work: floating-point operations that took, beyond those of the pass.
     """
 
-    def __init__(
-        self,
-        stack: DecoderStack,
-        question: Question,
-        observed: tuple[int, ...],
-        question_start: int,
-    ) -> None:
-        self.asked: dict[int, Tensor] = {}
-        self.work = 0.0
-        self._costs, self._question, self._observed = stack.costs, question, observed
-        self._question_start = question_start
+    costs: Sequence[LayerCost]
+    question: Question
+    observed: tuple[int, ...]
+    question_start: int
+    asked: dict[int, Tensor] = field(default_factory=dict)
+    work: float = 0.0
 
     def watches(self, layer: int) -> bool:
-        return layer in self._observed
+        return layer in self.observed
 
     def attended(self, call: AttentionCall, rows: Rows, fused: FusedKV) -> None:
-        first, end = int(np.searchsorted(rows.host, self._question_start)), len(rows)
-        if call.layer not in self._observed or first == end:
+        first, end = int(np.searchsorted(rows.host, self.question_start)), len(rows)
+        if call.layer not in self.observed or first == end:
             return
         keys = fused.layer(call.layer)[0]
         shares = attention_mass(call.part(first, end), keys, rows.part(first, end))
         # Query by key once more, over all keys, and no values: half of what a pair costs.
-        self.work += self._costs[call.layer].per_pair / 2 * shares.shape[1] * shares.shape[2]
+        self.work += self.costs[call.layer].per_pair / 2 * shares.shape[1] * shares.shape[2]
         asked = shares.sum(1)
-        if self._question.heads == "sum":
+        if self.question.heads == "sum":
             asked = asked.sum(0, keepdim=True)
         # A question's rows may be in several blocks.
         self.asked[call.layer] = asked + self.asked.get(call.layer, 0)

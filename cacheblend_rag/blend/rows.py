@@ -64,15 +64,10 @@ class Rows:
             return self
         return Rows(self.host[start:stop], self.device[start:stop])
 
-    def blocks(self, most: int, *, even: bool = True) -> Iterator[tuple[int, Rows]]:
-        """Yield (index of the first row, rows) of blocks of at most ``most`` rows.
-
-        even: whether blocks are of about equal size; if not, all but the last have ``most`` rows.
-        """
+    def blocks(self, most: int) -> Iterator[tuple[int, Rows]]:
+        """Yield (index of the first row, rows) of even blocks of at most ``most`` rows."""
         rows, count = len(self.host), -(-len(self.host) // most)
-        if not count:
-            return
-        edges = [rows * i // count if even else min(most * i, rows) for i in range(count + 1)]
+        edges = [rows * i // count for i in range(count + 1)] if count else []
         for start, stop in itertools.pairwise(edges):
             yield start, self.part(start, stop)
 

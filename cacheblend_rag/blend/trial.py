@@ -16,7 +16,7 @@ measured (``rounding``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -194,8 +194,14 @@ def find_layouts(
             )
         tolerances = [max(by, TURN_STEPS * (cache_step or 0.0)) for by in tolerances]
         moves = [found.move(*table) for table in handed] if found else [None] * len(far)
-        differs = [near.differs(*there) for there in zip(far, moves, tolerances, strict=True)]
-        _check_shift(stack, layer, dict(zip(offsets, differs, strict=True)))
+        for offset, there, by, tolerance in zip(offsets, far, moves, tolerances, strict=True):
+            differing = near.differs(there, by, tolerance)
+            if not all(on_all_ranks(stack, [differing is None])):
+                raise UnsupportedModelError(
+                    f"it depends on absolute positions beyond its rotary embedding: the "
+                    f"{differing or 'result'} of layer {layer} changes at position {offset}",
+                    ReasonCode.UNSUPPORTED_POSITIONS,
+                )
         layouts.append(found)
     _check_alike(layouts, tables[0])
     return layouts
@@ -241,17 +247,6 @@ def turn_tolerance(keys: Tensor, offset: int) -> float:
     """Return how far keys moved by ``offset`` may be off, relative to them."""
     rounding = max(TOLERANCE, TURN_ULPS * torch.finfo(keys.dtype).eps)
     return rounding + offset * ANGLE_ROUNDING
-
-
-def _check_shift(stack: DecoderStack, layer: int, differs: Mapping[int, str | None]) -> None:
-    """Raise UnsupportedModelError if a layer depends on positions; differs: see ``differs``."""
-    for offset, what in differs.items():
-        if not all(on_all_ranks(stack, [what is None])):
-            raise UnsupportedModelError(
-                f"it depends on absolute positions beyond its rotary embedding: the "
-                f"{what or 'result'} of layer {layer} changes at position {offset}",
-                ReasonCode.UNSUPPORTED_POSITIONS,
-            )
 
 
 def _check_alike(layouts: Sequence[Layout | None], tables: Sequence[Table | None]) -> None:
