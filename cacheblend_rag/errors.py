@@ -9,8 +9,6 @@ from typing import Any, Self
 from cacheblend_rag.reason import Reason, ReasonCode
 
 _MUST = "must be "
-_PYDANTICS = ("Value error, ", "Input should be ")
-"""How pydantic's messages begin: the first is removed, the second becomes ``must be``."""
 
 
 class CacheBlendError(Exception):
@@ -127,14 +125,9 @@ def describe_errors(errors: Iterable[Mapping[str, Any]], show: Callable[[str], s
     found: dict[str, list[str]] = {}
     for error in errors:
         where = show(str(error["loc"][0])) if error["loc"] else ""
-        found.setdefault(where, []).append(_said(" ".join(str(error["msg"]).split())))
+        message = " ".join(str(error["msg"]).removeprefix("Value error, ").split())
+        found.setdefault(where, []).append(message.replace("Input should be ", _MUST, 1))
     return "; ".join(_joined(where, told) for where, told in found.items())
-
-
-def _said(message: str) -> str:
-    wrong, kind = _PYDANTICS
-    message = message.removeprefix(wrong)
-    return _MUST + message.removeprefix(kind) if message.startswith(kind) else message
 
 
 def _joined(where: str, told: Sequence[str]) -> str:

@@ -6,10 +6,11 @@ A trace may come from a server, so its bounds are checked where it is read.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, FiniteFloat
+
+from cacheblend_rag.settings.base import Count, Rising, rising
 
 MOST_TOKENS = 4096
 """Most tokens traced per selection: those with the highest scores."""
@@ -17,20 +18,13 @@ MOST_SELECTIONS = 8
 MOST_LAYERS = 1024
 
 
-def _rising(positions: tuple[int, ...]) -> tuple[int, ...]:
-    if any(b <= a for a, b in pairwise((-1, *positions))):
-        raise ValueError("must rise")
-    return positions
-
-
 def _rising_layers(layers: tuple[TracedLayer, ...]) -> tuple[TracedLayer, ...]:
-    _rising(tuple(one.layer for one in layers))
+    rising(tuple(one.layer for one in layers))
     return layers
 
 
 Layer = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
-Rows = Annotated[int, Field(ge=0)]
-Positions = Annotated[tuple[int, ...], Field(max_length=MOST_TOKENS), AfterValidator(_rising)]
+Positions = Annotated[tuple[Count, ...], Field(max_length=MOST_TOKENS), Rising]
 Deviation = Annotated[FiniteFloat, Field(ge=0)]
 """Squared difference between the recomputed and the cached key, or value, of one token, summed over
 heads and components."""
@@ -71,15 +65,8 @@ class TracedSelection(TracedTokens):
     out.
 
     Args:
-        layer: as of TracedTokens.
-        positions: as of TracedTokens.
-        key_deviations: as of TracedTokens.
-        value_deviations: as of TracedTokens.
         scores: one per token.
         chosen: one per token: whether it is computed from here on.
-
-    Raises:
-        ValueError: when its parts do not fit one another.
     """
 
     scores: tuple[FiniteFloat, ...] = ()
@@ -143,7 +130,7 @@ class Trace:
     """
 
     selections: Annotated[tuple[TracedSelection, ...], Field(max_length=MOST_SELECTIONS)] = ()
-    rows: Annotated[tuple[Rows, ...], Field(max_length=MOST_LAYERS)] = ()
+    rows: Annotated[tuple[Count, ...], Field(max_length=MOST_LAYERS)] = ()
     truncated: bool = False
     layers: Annotated[
         tuple[TracedLayer, ...], Field(max_length=MOST_LAYERS), AfterValidator(_rising_layers)

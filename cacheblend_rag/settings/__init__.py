@@ -28,16 +28,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.settings.request import BlendConfig
     from cacheblend_rag.settings.store import StoreConfig
 
-_LAZY = {
-    "BlendConfig": "cacheblend_rag.settings.request",
-    "EngineConfig": "cacheblend_rag.settings.engine",
-    "GuardConfig": "cacheblend_rag.settings.engine",
-    "LeadInConfig": "cacheblend_rag.settings.profile",
-    "Profile": "cacheblend_rag.settings.profile",
-    "Settings": "cacheblend_rag.settings.base",
-    "StoreConfig": "cacheblend_rag.settings.store",
-}
-
 __all__ = [
     "AUTO",
     "DEFAULT_RATIO",
@@ -60,6 +50,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    return getattr(import_module("cacheblend_rag.settings.engine"), name)  # it uses all others

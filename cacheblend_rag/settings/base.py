@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ByteSize,
@@ -79,6 +80,10 @@ def rising(values: tuple[N, ...]) -> tuple[N, ...]:
     if any(b <= a for a, b in pairwise(values)):
         raise ValueError("must be strictly rising")
     return values
+
+
+AsTuple, Rising = BeforeValidator(as_tuple), AfterValidator(rising)
+"""Of a tuple's field: it may be given as a list, and its numbers must rise."""
 
 
 class Settings(BaseModel):

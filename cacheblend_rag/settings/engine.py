@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.base import Ratio, Secret, Settings, as_tuple, rising
+from cacheblend_rag.settings.base import AsTuple, Ratio, Rising, Secret, Settings
 from cacheblend_rag.settings.options import (
     AUTO,
     Arguments,
@@ -51,10 +51,7 @@ class GuardConfig(Settings):
     """Share of blended answers that are compared with full prefill, in idle time."""
     limit: Annotated[float, Field(gt=0, le=3)] = 0.1
     """Divergence from full prefill that is too much, in nats per token of the answer."""
-    ratios: Annotated[tuple[Ratio, ...], BeforeValidator(as_tuple), AfterValidator(rising)] = (
-        0.3,
-        0.5,
-    )
+    ratios: Annotated[tuple[Ratio, ...], AsTuple, Rising] = (0.3, 0.5)
     """Least recompute ratios, tried one after another while the divergence is above the limit;
     after the last one blending stops."""
 

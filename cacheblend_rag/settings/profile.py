@@ -89,18 +89,14 @@ class Profile(Settings):
         """
         path = FOLDER / f"{name}.toml" if str(name) in PROFILES else Path(name).expanduser()
         try:
-            plain = tomllib.loads(path.read_text(encoding="utf-8"))
+            return cls(**tomllib.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
-            known = ", ".join(PROFILES)
-            raise ConfigError(
-                f"profile={str(name)!r} must be {known} or a TOML file: {error.strerror}"
-            ) from error
+            why = f" must be {', '.join(PROFILES)} or a TOML file: {error.strerror}"
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"profile={str(name)!r} is not TOML: {error}") from error
-        try:
-            return cls(**plain)
+            why = f" is not TOML: {error}"
         except ConfigError as error:
-            raise ConfigError(f"profile={str(name)!r}: {error}") from error
+            why = f": {error}"
+        raise ConfigError(f"profile={str(name)!r}{why}")
 
     def save(self, path: Path) -> None:
         """Write it as TOML; ``load`` reads it.
@@ -129,9 +125,5 @@ class Profile(Settings):
         return self.lead_in.with_changes(**lead_in.given())
 
 
-def _plain(profile: Profile | None) -> dict[str, Any] | None:
-    return None if profile is None else profile.to_dict()
-
-
-ProfileOption = Annotated[Profile | None, PlainSerializer(_plain)]
+ProfileOption = Annotated[Profile | None, PlainSerializer(lambda one: one and one.to_dict())]
 """A profile or none; of its settings, only the given ones are serialized."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from cacheblend_rag.settings.base import Count, Ratio, Settings, as_tuple, rising
+from cacheblend_rag.settings.base import AsTuple, Count, Ratio, Rising, Settings
 from cacheblend_rag.settings.options import DEFAULT_RATIO
 
 RatioChoice = Ratio | tuple[Ratio, ...] | Literal["auto"]
@@ -23,7 +23,7 @@ def _falling(ratio: RatioChoice) -> RatioChoice:
 def _check_layers(layers: tuple[int, ...]) -> tuple[int, ...]:
     if layers[0] < 1:
         raise ValueError("must be at least 1 each: the KV of layer 0 is exact and ranks nothing")
-    return rising(layers)
+    return layers
 
 
 def _bounds(ratios: tuple[float, float]) -> tuple[float, float]:
@@ -37,21 +37,14 @@ class BlendConfig(Settings):
 
     _noun: ClassVar[str] = "setting of a request"
 
-    recompute_ratio: Annotated[RatioChoice, BeforeValidator(as_tuple), AfterValidator(_falling)] = (
-        DEFAULT_RATIO
-    )
+    recompute_ratio: Annotated[RatioChoice, AsTuple, AfterValidator(_falling)] = DEFAULT_RATIO
     """Share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill); of several check
     layers, a list of one ratio each, never rising; ``auto`` is the largest whose recompute takes no
     longer than loading the chunks does."""
-    ratio_bounds: Annotated[
-        tuple[Ratio, Ratio], BeforeValidator(as_tuple), AfterValidator(_bounds)
-    ] = (0.05, 0.3)
+    ratio_bounds: Annotated[tuple[Ratio, Ratio], AsTuple, AfterValidator(_bounds)] = (0.05, 0.3)
     """The smallest and the largest ratio that ``auto`` may choose."""
     check_layers: Annotated[
-        tuple[int, ...],
-        Field(min_length=1),
-        BeforeValidator(as_tuple),
-        AfterValidator(_check_layers),
+        tuple[int, ...], Field(min_length=1), AsTuple, Rising, AfterValidator(_check_layers)
     ] = (1,)
     """Layers at which a selector that needs fresh KV compares it with cached KV; ignored by
     selectors that choose rows before layer 0."""

@@ -87,15 +87,14 @@ class TierUrl(str):
         """Read a URL; raises ConfigError, which names no secret."""
         if isinstance(text, cls):
             return text
-        parts = _split(text)
+        parts, options = _read(text)
         self = super().__new__(cls, _without_password(text, parts))
         self.scheme, self.port = parts.scheme, parts.port
         self.host, self.user = parts.hostname or "", unquote(parts.username or "")
         self.path = unquote(parts.path)
         self._password = Secret.of(unquote(parts.password or ""))
-        self.options = _options(parts)
         default = "redis" if self.scheme in REDIS_SCHEMES else self.scheme
-        self.name = self.options.get("name", default)
+        self.options, self.name = options, options.get("name", default)
         return self
 
     @property
@@ -142,8 +141,8 @@ def read_tiers(value: object) -> tuple[TierUrl, ...] | None:
     return tuple(urls)
 
 
-def _split(text: str) -> SplitResult:
-    """Return the parts of a URL that fit its scheme. Raises ConfigError."""
+def _read(text: str) -> tuple[SplitResult, dict[str, Any]]:
+    """Return the parts of a URL, and its options, typed. Raises ConfigError."""
     scheme, is_url, _ = text.partition("://")
     if not is_url or scheme not in PLACES:
         shown = f"{scheme}://..." if is_url else "a text that is no URL"
@@ -151,45 +150,41 @@ def _split(text: str) -> SplitResult:
         raise ConfigError(f"tiers: {shown:.60} must begin with one of {known}")
     try:
         parts = urlsplit(text)
-        problem = _problem(parts, parts.port)
+        _check_place(parts, parts.port)
+        return parts, _options(scheme, parts.query)
+    except ConfigError as error:
+        problem = str(error)
     except ValueError:  # whose text may quote a part of a password
         problem = "host or port cannot be read: write special characters of a password as %XX"
-    if problem is not None:
-        raise ConfigError(f"tiers: {scheme}://...: {problem}")
-    return parts
+    raise ConfigError(f"tiers: {scheme}://...: {problem}")
 
 
-def _problem(parts: SplitResult, port: int | None) -> str | None:
-    """Return what a scheme lacks, or does not use."""
+def _check_place(parts: SplitResult, port: int | None) -> None:
+    """Raise ConfigError for what a scheme lacks, or does not use."""
     scheme, path = parts.scheme, parts.path.strip("/")
     example, _ = PLACES[scheme]
     give = f"give it as {scheme}://{example}"
     if parts.fragment or "@" in parts.path or "@" in parts.query:
-        return "holds an unexpected # or @: write # and / of a password as %23 and %2F"
+        raise ConfigError("holds an unexpected # or @: write # and / of a password as %23 and %2F")
     if example and not (path if scheme in OF_FOLDERS else parts.hostname):
-        return f"has no location: {give}"
+        raise ConfigError(f"has no location: {give}")
     if scheme in (*OF_PROCESS, *OF_FOLDERS) and (parts.hostname or port):
-        return f"has no host: {give}"
+        raise ConfigError(f"has no host: {give}")
     if (parts.username or parts.password) and scheme not in REDIS_SCHEMES:
-        return "takes no user: its credentials come from the environment"
+        raise ConfigError("takes no user: its credentials come from the environment")
     if scheme in ("redis", "rediss") and path and not path.isdigit():
-        return "its path is the number of a database, as in /0"
-    return None
+        raise ConfigError("its path is the number of a database, as in /0")
 
 
-def _options(parts: SplitResult) -> dict[str, Any]:
+def _options(scheme: str, query: str) -> dict[str, Any]:
     """Return the given options of a tier, typed. Raises ConfigError."""
-    _, own = PLACES[parts.scheme]
-    pairs = parse_qsl(parts.query, keep_blank_values=True)
-    twice = next((name for name, count in Counter(n for n, _ in pairs).items() if count > 1), None)
-    try:
-        if twice is not None:
-            raise ConfigError(f"{twice:.40} is given twice: give it once")
-        known = Arguments(TierOptions._noun, frozenset(OF_EVERY_TIER | own))
-        return TierOptions(**known.read(dict(pairs))).given()
-    except ConfigError as error:
-        problem = f"tiers: {parts.scheme}://...: {error}"
-    raise ConfigError(problem)
+    pairs = parse_qsl(query, keep_blank_values=True)
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ConfigError(f"{name:.40} is given twice: give it once")
+    _, own = PLACES[scheme]
+    known = Arguments(TierOptions._noun, frozenset(OF_EVERY_TIER | own))
+    return TierOptions(**known.read(dict(pairs))).given()
 
 
 def _without_password(text: str, parts: SplitResult) -> str:

@@ -167,12 +167,12 @@ def test_a_span_is_a_share_of_the_depth(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"span": (0.5, 0.5)}, r"span=\(0.5, 0.5\) must be two rising fractions from 0 to 1"),
+        ({"span": (0.5, 0.5)}, r"span=\(0.5, 0.5\) must be strictly rising"),
         ({"span": (0.5, 1.5)}, "span="),
         ({"span": ("a", 1.0)}, "span="),
         ({"span": 0.5}, "span=0.5"),
         ({"layers": []}, r"layers=\[\]"),
-        ({"layers": [2, 2]}, r"layers=\(2, 2\) must be rising layer indices"),
+        ({"layers": [2, 2]}, r"layers=\[2, 2\] must be strictly rising"),
         ({"layers": [-1]}, "layers="),
         ({"layers": "12"}, "layers="),
         ({"layers": [True]}, "layers="),

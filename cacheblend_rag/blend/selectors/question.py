@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import Field
 from torch import Tensor
 
 from cacheblend_rag.blend.selectors.base import Evidence, Selector, given
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings.base import Count, Ratio, as_tuple
-
-
-def _span(span: tuple[float, float]) -> tuple[float, float]:
-    if span[0] >= span[1]:
-        raise ConfigError(f"span={span} must be two rising fractions from 0 to 1")
-    return span
-
-
-def _rising(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    if any(b <= a for a, b in pairwise(layers or ())):
-        raise ConfigError(f"layers={layers} must be rising layer indices")
-    return layers
+from cacheblend_rag.settings.base import AsTuple, Count, Ratio, Rising
 
 
 class Question(Selector):
@@ -34,18 +21,12 @@ class Question(Selector):
     names such layers of a model.
     """
 
-    span: Annotated[
-        tuple[Ratio, Ratio],
-        BeforeValidator(as_tuple),
-        AfterValidator(_span),
-    ] = (0.4, 0.75)
+    span: Annotated[tuple[Ratio, Ratio], AsTuple, Rising] = (0.4, 0.75)
     """Layers whose attention counts, as fractions of the model's depth: from the first, inclusive,
     to the second, exclusive."""
-    layers: Annotated[
-        Annotated[tuple[Count, ...], Field(min_length=1)] | None,
-        BeforeValidator(as_tuple),
-        AfterValidator(_rising),
-    ] = None
+    layers: Annotated[Annotated[tuple[Count, ...], Field(min_length=1), Rising] | None, AsTuple] = (
+        None
+    )
     """Indices of the layers whose attention counts, in place of ``span``."""
     heads: Literal["sum", "max"] = "sum"
     """``sum`` adds up heads; ``max`` takes the largest, after the question's tokens."""
