@@ -208,7 +208,7 @@ def check_is_store(path: Path) -> None:
     """Raise StoreError unless a folder is a store of chunk KV."""
     if not path.is_dir():
         raise StoreError(f"{path} is not a folder: give --kv-path or set CACHEBLEND_KV_PATH")
-    if not (path / INDEX).exists() and not any(path.glob("?/?/*.safetensors")):
+    if not (path / INDEX).exists() and not any(path.glob("??/*.safetensors")):
         raise StoreError(
             f"{path} is not a store of chunk KV: give --kv-path or set CACHEBLEND_KV_PATH"
         )

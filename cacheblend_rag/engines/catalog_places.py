@@ -114,7 +114,7 @@ class InFolder(Place):
         self._tidy()
         temporary = f"{self._path / name}.{uuid4().hex}{TEMPORARY}"
         try:
-            with new_file(temporary, fsync=False) as file:
+            with new_file(temporary) as file:
                 write_parts(file, [data])
             os.replace(temporary, self._path / name)
         finally:

@@ -5,23 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import stat
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-
-from filelock import FileLock
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.folders import make_folder
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.tiers.files import read_regular, replace, write_parts
+from cacheblend_rag.kv.tiers.files import check_kind
 
 logger = logging.getLogger(__name__)
 
 MOST_DELETIONS = 100_000
-MOST_BYTES = MOST_DELETIONS * 512
-LOCK_SECONDS = 10.0
 
 Deletion = tuple[str, KVKey]
 """A tier's name, and the key of the chunk to delete there."""
@@ -30,34 +27,32 @@ Deletion = tuple[str, KVKey]
 class Deletions:
     """Deletions that wait for their tiers, with their times; safe to share between threads.
 
-    They are noted in the file ``deletions``, a line each, which all processes share that keep their
-    store or registry in the folder. Without a folder, or where it cannot be written to, they are
-    kept in this process' memory. Lines that are no deletions are skipped.
+    Each is an empty file in the folder ``deletions``, named by its time, key and tier, which all
+    processes share that keep their store or registry in the folder above. Without a folder, or
+    where it cannot be written to, they are kept in this process' memory. Other files are skipped.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._path = None if folder is None else folder / "deletions"
+        self._folder = None if folder is None else folder / "deletions"
         self._mutex = Lock()
-        self._written: dict[Deletion, float] = {}
+        self._waiting: dict[Deletion, float] = {}
         self._unwritten: dict[Deletion, float] = {}
-        self._seen: tuple[int, int, int] | None = None
+        self._names = set[str]()
         self._warned = ""
         self.refresh()
 
     def __len__(self) -> int:
         """Return how many deletions wait."""
-        return len(self._written) + len(self._unwritten)
+        return len(self._waiting)
 
     def hides(self, tier: str, key: KVKey, written_at: float) -> bool:
         """Whether a tier's copy of a chunk, by the time it was first stored, is to be deleted."""
-        one = tier, key
-        return any(written_at <= noted.get(one, 0) for noted in (self._written, self._unwritten))
+        return written_at <= self._waiting.get((tier, key), -math.inf)
 
     def of(self, tier: str) -> list[tuple[KVKey, float]]:
         """Return a tier's deletions, each with its time."""
         with self._mutex:
-            noted = {**self._written, **self._unwritten}
-        return [(key, at) for (name, key), at in noted.items() if name == tier]
+            return [(key, at) for (name, key), at in self._waiting.items() if name == tier]
 
     def add(self, tiers: Sequence[str], key: KVKey, at: float) -> bool:
         """Note that tiers must delete a chunk's copies from before a time.
@@ -68,21 +63,21 @@ class Deletions:
         Raises:
             StoreError: when too many deletions wait.
         """
-        new = {(tier, key): at for tier in tiers}
-        if len(self) + len(new) > MOST_DELETIONS:
+        if len(self) + len(tiers) > MOST_DELETIONS:
             raise StoreError(
                 f"{len(self)} deletions wait for tiers that do not answer ({', '.join(tiers)}): "
                 "delete this again once they do"
             )
+        new = {(tier, key): at for tier in tiers}
         with self._mutex:
+            self._waiting.update(new)
             try:
-                with self._exclusive() as path:
-                    self._read(path)
-                    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-                    with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
-                        write_parts(file, [_text(new)])
-                    self._written.update(new)
-                    self._seen = _state(path)
+                if self._folder is None:
+                    raise FileNotFoundError("this store has no folder")
+                make_folder(self._folder)
+                self._check_folder(self._folder)
+                for tier in tiers:
+                    (self._folder / _name(tier, key, at)).touch(mode=0o600)
             except OSError as error:
                 logger.warning("deletions are kept until this process ends: %s", error)
                 self._unwritten.update(new)
@@ -91,71 +86,46 @@ class Deletions:
 
     def remove(self, tier: str, done: Iterable[tuple[KVKey, float]]) -> None:
         """Remove deletions of a tier that are carried out, unless they were noted again."""
-        over = {((tier, key), at) for key, at in done}
         with self._mutex:
-            self._unwritten = dict(self._unwritten.items() - over)
-            if not over & self._written.items():
-                return
-            try:
-                with self._exclusive() as path:
-                    self._read(path)
-                    self._written = dict(self._written.items() - over)
-                    self._replace(path)
-            except OSError as error:  # they are carried out once more, which finds nothing
-                logger.debug("carried out deletions stay noted: %s", error)
+            for key, at in done:
+                for noted in (self._waiting, self._unwritten):
+                    if noted.get((tier, key)) == at:
+                        del noted[tier, key]
+                if self._folder is not None:
+                    with suppress(OSError):  # the next process carries it out, and finds nothing
+                        (self._folder / _name(tier, key, at)).unlink()
 
     def refresh(self) -> None:
         """Read what other processes have noted, or carried out, since the last call."""
-        if self._path is not None:
-            with self._mutex:
-                try:
-                    self._read(self._path)
-                except OSError as error:
-                    if str(error) != self._warned:  # it is read every second
-                        logger.warning("deletions cannot be read: %s", error)
-                    self._warned = str(error)
+        if self._folder is None:
+            return
+        with self._mutex:
+            try:
+                self._check_folder(self._folder)
+                names = set(os.listdir(self._folder))
+            except FileNotFoundError:
+                names = set()
+            except OSError as error:
+                if str(error) != self._warned:  # it is read every second
+                    logger.warning("deletions cannot be read: %s", error)
+                self._warned = str(error)
+                return
+            if names != self._names:
+                noted = [one for name in names if (one := _parsed(name)) is not None]
+                latest = sorted(noted, key=lambda one: one[1])[-MOST_DELETIONS:]
+                self._names, self._waiting = names, {**dict(latest), **self._unwritten}
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[Path]:
-        """Lock the file against other processes; raises OSError, also where there is none."""
-        if self._path is None:
-            raise FileNotFoundError("this store has no folder")
-        make_folder(self._path.parent)
-        with FileLock(f"{self._path}.lock", timeout=LOCK_SECONDS, mode=0o600):
-            yield self._path
-
-    def _read(self, path: Path) -> None:
-        state = _state(path)
-        if state != self._seen:
-            text = b"" if state is None else read_regular(path, MOST_BYTES)
-            lines = text.decode("ascii", "replace").splitlines()[:MOST_DELETIONS]
-            self._written = dict(one for line in lines if (one := _parsed(line)) is not None)
-            self._seen = state
-
-    def _replace(self, path: Path) -> None:
-        if not self._written:
-            path.unlink(missing_ok=True)
-        else:
-            replace(path, _text(self._written))
-        self._seen = _state(path)
+    def _check_folder(self, folder: Path) -> None:
+        check_kind(str(folder), os.lstat(folder), stat.S_ISDIR, "folder")
 
 
-def _state(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes with a file, None if there is none."""
+def _name(tier: str, key: KVKey, at: float) -> str:
+    return f"{at!r} {key} {tier}"
+
+
+def _parsed(name: str) -> tuple[Deletion, float] | None:
     try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _text(noted: Mapping[Deletion, float]) -> bytes:
-    return "".join(f"{at!r} {key} {tier}\n" for (tier, key), at in noted.items()).encode()
-
-
-def _parsed(line: str) -> tuple[Deletion, float] | None:
-    try:
-        at, key, tier = line.split(" ", 2)
+        at, key, tier = name.split(" ", 2)
         return ((tier, KVKey.parse(key)), float(at)) if math.isfinite(float(at)) else None
     except ValueError:
         return None

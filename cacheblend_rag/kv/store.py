@@ -95,7 +95,7 @@ class TieredKVStore:
         self._threads = TierThreads(self.tiers)
         self._closing = threading.Event()
         self.deletions = Deletions(noted_in)
-        self.expiry = Expiry(self.tiers, self.locks, self._threads, self.deletions, self._closing)
+        self.expiry = Expiry(self.tiers, self.locks, self.deletions, self._closing)
         self.reads = SharedReads(self.tiers, self.expiry, self.locks, self._threads)
         self._chunks = WholeChunks(self.tiers, self.expiry)
         self.prefetching = Prefetch(self.tiers, self._chunks, self.locks, self._closing)
@@ -221,7 +221,6 @@ class TieredKVStore:
         Returns:
             The source of the layers; close it unless all are taken.
         """
-        self.expiry.sweep_now_and_then()
         return LayerSource(keys, self.reads, Way(promote, unpack), threshold)
 
     def put(self, key: KVKey, kv: ChunkKV) -> PutResult:
@@ -238,7 +237,6 @@ class TieredKVStore:
         Raises:
             ValueError: when the tensors differ from ChunkKV's description.
         """
-        self.expiry.sweep_now_and_then()
         kv.check_form()
         if not kv.is_finite():
             return PutResult(False, is_finite=False)
@@ -264,7 +262,7 @@ class TieredKVStore:
         with self.locks.held(key), self.reads.changing(key):
             evicted = {tier.name: tier.evict(key) for tier in self.tiers}
             pending = [name for name, was_there in evicted.items() if was_there is None]
-            is_noted = not pending or self.expiry.delete_later(pending, key)
+            is_noted = not pending or self.deletions.add(pending, key, time.time())
         return Evicted(int(any(evicted.values())), pending, is_noted=is_noted)
 
     def forget(self, keys: Iterable[KVKey]) -> None:
@@ -385,6 +383,7 @@ class TieredKVStore:
         if isinstance(self, _ParentsStore):
             return
         self._closing.set()
+        self.expiry.close()
         self.prefetching.close()
         self._threads.close()
         for tier in self.tiers:

@@ -41,7 +41,6 @@ class TierOptions(Settings):
     timeout: Seconds | None = None
     capacity: Annotated[Bytes | None, BeforeValidator(_limit)] = None
     admit: Literal["frequency", "always"] = "frequency"
-    fsync: Flag = False
     prefix: str = ""
     db: Annotated[int, Field(ge=0, strict=False)] = 0
     ssl_ca_certs: str = ""
@@ -53,7 +52,7 @@ OF_EVERY_TIER = {"name", "ttl", "promote", "timeout"}
 PLACES: Mapping[str, tuple[str, set[str]]] = {
     "device": ("", {"capacity", "admit"}),
     "host": ("", {"capacity", "admit"}),
-    "disk": ("/folder", {"capacity", "admit", "fsync"}),
+    "disk": ("/folder", {"capacity", "admit"}),
     "redis": ("host:6379/0", {"prefix"}),
     "rediss": ("host:6379/0", {"prefix", "ssl_ca_certs"}),
     "unix": ("/run/redis.sock", {"prefix", "db"}),

@@ -44,7 +44,7 @@ def remaining(folder):
 
 
 def damage(folder, key):
-    (path,) = folder.glob(f"?/?/{key}.safetensors")
+    (path,) = folder.glob(f"??/{key}.safetensors")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -52,7 +52,7 @@ def damage(folder, key):
 
 def test_stats_count_in_all_and_by_fingerprint(store, folder):
     result = printed(store("stats", "--json"))
-    sizes = [path.stat().st_size for path in folder.glob("?/?/*")]
+    sizes = [path.stat().st_size for path in folder.glob("??/*")]
     assert (result["entries"], result["bytes"], result["quarantined"]) == (3, sum(sizes), 0)
     assert result["fingerprints"][ONE]["entries"] == 2
     assert result["fingerprints"][TWO] == {"entries": 1, "bytes": sizes[0]}

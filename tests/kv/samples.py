@@ -195,4 +195,4 @@ def _same_tensor(a, b):
 
 
 def chunk_files(folder):
-    return sorted(folder.glob("?/?/*.safetensors"))
+    return sorted(folder.glob("??/*.safetensors"))

@@ -7,6 +7,8 @@ import os
 import pytest
 
 from cacheblend_rag.kv import DiskTier, HostTier, TieredKVStore
+from cacheblend_rag.kv.tiers import disk_index
+from cacheblend_rag.kv.tiers.disk import INDEX
 
 from .samples import chunk_files, encode, make_key, make_kv, same
 from .test_faults import finish, run_python
@@ -62,6 +64,27 @@ def test_a_disk_that_takes_no_writes_is_still_read(store, tmp_path, monkeypatch,
     assert DiskTier(tmp_path).usage().entries == len(chunk_files(tmp_path))
 
 
+def test_a_store_opens_on_a_disk_without_room_and_reads_it(store, tmp_path, monkeypatch, caplog):
+    (tmp_path / INDEX).unlink()
+    connect = disk_index.connect
+
+    def full(*arguments):
+        """A file that may not grow."""
+        file = connect(*arguments)
+        file.execute("PRAGMA max_page_count = 1")
+        return file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_index, "connect", full)
+        again = TieredKVStore([DiskTier(tmp_path)])
+        assert still_there(again)
+        assert not again.put(KEYS[5], make_kv(5))
+        assert "nothing new is stored: " in caplog.text
+    assert again.put(KEYS[5], make_kv(5))
+    assert again.tiers[0].usage().entries == 5
+    again.close()
+
+
 def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_path):
     """100 children: half are killed at the n-th thing they do to the disk, half at random."""
     process = run_python(
@@ -110,7 +133,7 @@ def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_pa
                 found += read is not None
             stats = tier.stats()
             assert stats["errors"] == stats["quarantined"] == 0, stats
-            files = [path.stat().st_size for path in Path(folder).glob("?/?/*.safetensors")]
+            files = [path.stat().st_size for path in Path(folder).glob("??/*.safetensors")]
             assert sum(files) <= room
             most = max(most, len(files))
         print(json.dumps({"found": found, "most": most}))

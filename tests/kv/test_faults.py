@@ -265,14 +265,3 @@ def test_a_chunk_from_the_future_expires(disk, tmp_path):
         disk.put(KEY, StoredChunk(make_kv(), time.time() + ahead))
         assert (store.get(KEY).kv is not None) == found
     store.close()
-
-
-@pytest.mark.parametrize("asked", [{"fsync": True}, {"fsync": False}, {}])
-def test_only_chunks_are_waited_for_to_reach_the_disk_and_only_if_asked(
-    tmp_path, monkeypatch, asked
-):
-    synced = []
-    monkeypatch.setattr(os, "fsync", synced.append)
-    disk = DiskTier(tmp_path, **asked)
-    assert disk.put(KEY, StoredChunk(make_kv(), time.time()))
-    assert len(synced) == asked.get("fsync", False)

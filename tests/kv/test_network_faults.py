@@ -181,10 +181,17 @@ def test_without_a_folder_a_deletion_that_waits_says_how_long_it_is_known(own_re
     store.close()
 
 
-def test_a_file_of_deletions_that_others_wrote_is_read_as_far_as_it_is_one(redis, tmp_path):
-    url, past = redis_place(redis), time.time() - 60
-    lines = ["", "x", f"nan {KEY} redis", f"{past} ../{KEY} redis", f"{past} {OTHER} redis"]
-    (tmp_path / "deletions").write_bytes("\n".join(lines).encode() + b"\n\xff\x00")
+def test_a_folder_of_deletions_that_others_wrote_in_is_read_as_far_as_it_is_one(redis, tmp_path):
+    url, past, folder = redis_place(redis), time.time() - 60, tmp_path / "deletions"
+    folder.mkdir()
+    for name in (
+        "x",
+        f"nan {KEY} redis",
+        f"{past} {KEY}x redis",
+        f"{past} {OTHER} redis",
+        "\udcff",
+    ):
+        (folder / name).touch()
     with TieredKVStore([tier_at(url)], folder=tmp_path) as store:
         assert store.put(KEY, make_kv())
         assert store.put(OTHER, make_kv())

@@ -2,13 +2,12 @@
 
 import struct
 import time
-from pathlib import Path
 
 import pytest
 
 from cacheblend_rag.kv import StoredChunk, TieredKVStore
 from cacheblend_rag.kv.mac import KeyedMac
-from cacheblend_rag.kv.tiers import disk
+from cacheblend_rag.kv.tiers.bytes import path_of
 from cacheblend_rag.settings.base import Secret
 from tests.kv.samples import make_key, make_kv
 from tests.servers import redis_name, redis_place, s3_place, tier_at
@@ -33,7 +32,7 @@ class Redis:
 class S3:
     """A tier in a bucket."""
 
-    path = f"{KEY.chunk_id[:2]}/{KEY}.safetensors"
+    path = path_of(KEY)
 
     def __init__(self, tmp_path, request):
         place = s3_place(request.getfixturevalue("s3"))
@@ -51,7 +50,7 @@ class Disk:
 
     def __init__(self, tmp_path, request):
         self.tier = tier_at(f"disk://{tmp_path}")
-        self.path = Path(disk.file_of(self.tier.path, KEY))
+        self.path = self.tier.path / path_of(KEY)
 
     def read(self):
         return self.path.read_bytes()

@@ -24,7 +24,7 @@ def test_a_url_says_where_and_how():
         "rediss", "cache", 6380, "reader", "/2",
     )  # fmt: skip
     assert url.options == {"ttl": 5400, "promote": False}
-    assert TierUrl("disk:///a%20b/c?fsync=yes").path == "/a b/c"
+    assert TierUrl("disk:///a%20b/c?admit=always").path == "/a b/c"
     assert TierUrl("host://?capacity=none").options == {"capacity": None}
 
 

@@ -24,7 +24,7 @@ from cacheblend_rag.kv.stored_chunk import StoredChunk
 from cacheblend_rag.kv.tiers.base import Tier
 
 SUFFIX = ".safetensors"
-"""The suffix of file and object names."""
+"""The suffix of the names of files and objects."""
 
 
 class BytesTier(Tier):
@@ -73,6 +73,11 @@ class BytesTier(Tier):
         data = codec.ChunkObject(key, chunk.kv, self.mac, written_at=chunk.written_at)
         self._capacity.check_fits(data.nbytes)
         self._write(key, data, chunk.written_at)
+
+
+def path_of(key: KVKey) -> str:
+    """Return the path of a chunk's file or object in its tier's place."""
+    return f"{key.chunk_id[:2]}/{key}{SUFFIX}"
 
 
 def key_of(name: str) -> KVKey | None:

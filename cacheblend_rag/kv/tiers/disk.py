@@ -1,10 +1,10 @@
 """Chunk KV in files, one per chunk, in a folder that several processes may share.
 
-Layout: ``<a>/<b>/<key>.safetensors``, where a and b are the chunk id's first hex digits;
-``quarantine/`` for unusable files, each beside a ``.reason``; ``index`` (see DiskIndex);
-``deletions`` are the store's (kv/deletions.py). A file appears complete, by rename, and is never
-written again, so readers need no lock; its modification time is when its chunk was first stored.
-Only trusted processes may write to the folder.
+Layout: ``<aa>/<key>.safetensors``, where aa are the chunk id's first hex digits; ``quarantine/``
+for unusable files, each beside a ``.reason``; ``index`` (see DiskIndex); ``deletions/`` is the
+store's (kv/deletions.py). A file appears complete, by rename, and is never written again, so that
+readers need no lock; its modification time is when its chunk was first stored. Only trusted
+processes may write to the folder.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from cacheblend_rag.kv.read_memory import OF_PROCESS
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.stored_chunk import Entry
-from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for
+from cacheblend_rag.kv.tiers.bytes import BytesTier, key_of, path_of, room_for
 from cacheblend_rag.kv.tiers.disk_index import DiskIndex
-from cacheblend_rag.kv.tiers.files import check_kind, create, new_file, write_parts
+from cacheblend_rag.kv.tiers.files import check_kind, new_file, write_parts
 from cacheblend_rag.kv.tiers.policy import TierPolicy, Usage
 
 logger = logging.getLogger(__name__)
@@ -44,15 +44,13 @@ QUARANTINE_FILES = 16
 SWEPT = 256
 """How many of the oldest chunks one sweep checks for expiry."""
 
-_HEX = "0123456789abcdef"
-
 
 class DiskTier(BytesTier):
     """Chunk KV as files; the least requested chunks are evicted first.
 
     capacity_bytes: file bytes, quarantine and files being written aside; None is without limit.
-    fsync: wait until each file has reached the disk; without it a power cut may only damage recent
-    chunks, whose checksums then fail.
+    Nobody waits until a file has reached the disk: a power cut damages recent chunks, whose
+    checksums then fail.
 
     Raises StoreError when the folder cannot be created or written to, or is read-only and does not
     exist.
@@ -70,23 +68,20 @@ class DiskTier(BytesTier):
         path: str | os.PathLike[str],
         capacity_bytes: int | None = None,
         *,
-        fsync: bool = False,
         name: str = "disk",
         policy: TierPolicy | None = None,
     ) -> None:
         super().__init__(name, capacity_bytes, policy=policy)
         self.path = Path(path).expanduser().absolute()
         self._root = str(self.path)
-        self._fsync = fsync
         self._told = set[str]()
-        is_read_only = self.policy.read_only
-        if is_read_only and not self.path.is_dir():
+        read_only = self.policy.read_only
+        if read_only and not self.path.is_dir():
             raise StoreError(f"there is no chunk KV to read in {self.path}: index first")
         try:
-            if not is_read_only:
+            if not read_only:
                 make_folder(self.path)
-            index = os.path.join(self._root, INDEX)
-            self._index = DiskIndex(index, self._files, read_only=is_read_only)
+            self._index = DiskIndex(self.path / INDEX, self._files, read_only=read_only)
         except OSError as error:
             raise StoreError(f"cannot keep chunk KV in {self.path}: {error}") from error
 
@@ -155,7 +150,7 @@ class DiskTier(BytesTier):
         """Return the names of the files in quarantine, oldest first."""
         with suppress(FileNotFoundError):
             names = os.listdir(self.path / "quarantine")
-            return sorted((n for n in names if not n.endswith(".reason")), key=_quarantine_time)
+            return sorted(name for name in names if not name.endswith(".reason"))
         return []
 
     def close(self) -> None:
@@ -194,10 +189,14 @@ class DiskTier(BytesTier):
         with suppress(OSError), self._index.reading():
             self._victims(key, data.nbytes)  # refuses before a file is written in vain
         path = self._file(key)
-        self._make_folders(path)
+        folder = os.path.dirname(path)
+        make_folder(self._root)
+        with suppress(FileExistsError):
+            os.mkdir(folder, mode=0o700)
+        _check_folder(folder)
         temporary = f"{path}.{uuid4().hex}{TEMPORARY_SUFFIX}"
         try:
-            with new_file(temporary, fsync=self._fsync) as file:
+            with new_file(temporary) as file:
                 write_parts(file, data.parts())
             with self._index.writing():
                 victims = self._victims(key, data.nbytes)
@@ -231,10 +230,11 @@ class DiskTier(BytesTier):
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.is_symlink():
             raise OSError(f"{folder} is a link: nothing is written through it")
-        target = folder / f"{key}.{time.time_ns()}"
+        target = folder / f"{time.time_ns()}.{key}"
         if not self._take_out(key, lambda path: os.replace(path, target)):
             return  # another reader was faster
-        create(f"{target}.reason", f"{reason}\n".encode(), fsync=self._fsync)
+        with new_file(f"{target}.reason") as file:
+            file.write(f"{reason}\n".encode())
         for name in self.quarantined()[:-QUARANTINE_FILES]:
             for leaf in (name, f"{name}.reason"):
                 (folder / leaf).unlink(missing_ok=True)
@@ -250,39 +250,21 @@ class DiskTier(BytesTier):
         return True
 
     def _file(self, key: KVKey) -> str:
-        return file_of(self._root, key)
+        return os.path.join(self._root, path_of(key))
 
     def _own_file(self, key: KVKey) -> str:
-        """Return a chunk's path, after checking that its folders are real folders.
-
-        Raises OSError for a link, a pipe or a file in place of one, FileNotFoundError if there is
-        none.
-        """
+        """Return a chunk's path; raises OSError as ``_check_folder`` of its folder."""
         path = self._file(key)
-        leaf = os.path.dirname(path)
-        for folder in (os.path.dirname(leaf), leaf):
-            check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
+        _check_folder(os.path.dirname(path))
         return path
 
-    def _make_folders(self, path: str) -> None:
-        leaf = os.path.dirname(path)
-        make_folder(self._root)
-        for folder in (os.path.dirname(leaf), leaf):
-            with suppress(FileExistsError):
-                os.mkdir(folder, mode=0o700)
-            check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
-
     def _files(self) -> Iterator[tuple[KVKey, Entry]]:
-        for first in _HEX:
-            for second in _HEX:
-                yield from self._files_in(first, second)
+        for number in range(256):
+            yield from self._files_in(os.path.join(self._root, f"{number:02x}"))
 
-    def _files_in(self, first: str, second: str) -> Iterator[tuple[KVKey, Entry]]:
-        above = os.path.join(self._root, first)
-        folder = os.path.join(above, second)
+    def _files_in(self, folder: str) -> Iterator[tuple[KVKey, Entry]]:
         try:
-            for path in (above, folder):
-                check_kind(path, os.lstat(path), stat.S_ISDIR, "folder")
+            _check_folder(folder)
             found = list(os.scandir(folder))
         except FileNotFoundError:
             return
@@ -320,16 +302,11 @@ def read_range(file: int, start: int, nbytes: int) -> Tensor:
     return raw
 
 
-def file_of(folder: str | os.PathLike[str], key: KVKey) -> str:
-    """Return the path of a chunk's file in a tier's folder."""
-    return os.path.join(folder, key.chunk_id[0], key.chunk_id[1], f"{key}{SUFFIX}")
+def _check_folder(path: str) -> None:
+    """Raise OSError for a link, a pipe or a file in a folder's place, and for none."""
+    check_kind(path, os.lstat(path), stat.S_ISDIR, "folder")
 
 
 def _entry(found: os.stat_result) -> Entry:
     """Return a file's entry, with the time of writing as that of the last use."""
     return Entry(found.st_size, found.st_mtime, found.st_mtime)
-
-
-def _quarantine_time(name: str) -> int:
-    tail = name.rpartition(".")[2]
-    return int(tail) if tail.isdigit() else 0

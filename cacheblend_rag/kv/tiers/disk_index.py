@@ -62,7 +62,7 @@ class DiskIndex:
 
     def __init__(
         self,
-        path: str,
+        path: Path,
         files: Callable[[], Iterable[tuple[KVKey, Entry]]],
         *,
         read_only: bool = False,
@@ -74,8 +74,13 @@ class DiskIndex:
         self._noted_at, self._uses = time.monotonic(), 0
         self._pins, self._warned = frozenset[KVKey](), ""
         if not read_only:
-            with self.writing():
-                pass
+            try:
+                with self.writing():
+                    pass
+            except OSError as error:
+                if _code(error.__cause__) != sqlite3.SQLITE_FULL:
+                    raise
+                logger.warning("what is stored is read, and nothing new is stored: %s", error)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -238,11 +243,11 @@ class DiskIndex:
     def _open(self) -> None:
         """Open the file; one that is damaged, or another version's, is replaced."""
         with suppress(FileNotFoundError):
-            check_kind(self._path, os.lstat(self._path), stat.S_ISREG, "file")
+            check_kind(str(self._path), os.lstat(self._path), stat.S_ISREG, "file")
         if not self._read_only:
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
         mode = "ro" if self._read_only else "rw"
-        self._file = connect(Path(self._path), mode, LOCK_SECONDS)
+        self._file = connect(self._path, mode, LOCK_SECONDS)
         try:
             self._check() if self._read_only else self._agree()
         except BaseException as error:
@@ -279,7 +284,7 @@ class DiskIndex:
             raise sqlite3.DatabaseError(found)
 
 
-def _code(error: BaseException) -> int | None:
+def _code(error: BaseException | None) -> int | None:
     """Return SQLite's primary error code; errors that this module raises count as damage."""
     if not isinstance(error, sqlite3.DatabaseError):
         return None

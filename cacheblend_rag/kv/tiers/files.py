@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
 from io import FileIO
 from itertools import islice
 from pathlib import Path
@@ -38,29 +37,10 @@ def write_parts(file: FileIO, parts: Iterable[bytes | memoryview]) -> None:
             left[0] = left[0][written:]
 
 
-def create(path: str, text: bytes, *, fsync: bool = False) -> None:
-    """Write a small file that must not be there yet."""
-    with new_file(path, fsync=fsync) as file:
-        write_parts(file, [text])
-
-
-def replace(path: str | os.PathLike[str], text: bytes) -> None:
-    """Put a small file in another one's place; under a lock of the folder."""
-    new = f"{os.fspath(path)}.new"
-    with suppress(FileNotFoundError):  # of a writer that was killed
-        os.unlink(new)
-    create(new, text)
-    os.replace(new, path)
-
-
-@contextmanager
-def new_file(path: str, *, fsync: bool) -> Iterator[FileIO]:
-    """Write a file that must not exist yet."""
+def new_file(path: str) -> FileIO:
+    """Open a file for writing that must not exist yet, for its owner alone."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb", buffering=0) as file:
-        yield file
-        if fsync:
-            os.fsync(descriptor)
+    return open(descriptor, "wb", buffering=0)
 
 
 def read_regular(path: Path, most: int) -> bytes:

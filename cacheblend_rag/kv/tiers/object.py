@@ -18,7 +18,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import ChunkObject
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.stored_chunk import Entry
-from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, tensor_of
+from cacheblend_rag.kv.tiers.bytes import BytesTier, key_of, path_of, tensor_of
 from cacheblend_rag.kv.tiers.object_client import ObjectClient, bytes_of
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
@@ -57,7 +57,7 @@ class ObjectTier(BytesTier):
 
     def _entry(self, key: KVKey) -> Entry | None:
         with self._client.asking():
-            found = self._client.get(_path(key), {"head": True})
+            found = self._client.get(path_of(key), {"head": True})
         return None if found is None else _known(found.meta, found.attributes)
 
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
@@ -74,7 +74,7 @@ class ObjectTier(BytesTier):
         most = None if end is None else end - start
         try:
             with self._client.asking():
-                found = self._client.get(_path(key), options)
+                found = self._client.get(path_of(key), options)
                 if found is None:
                     return None
                 nbytes = found.range[1] - found.range[0]
@@ -90,26 +90,22 @@ class ObjectTier(BytesTier):
 
     def _write(self, key: KVKey, data: ChunkObject, written_at: float) -> None:
         attributes = {WRITTEN_AT: repr(written_at)} if self._keeps_metadata else None
-        self._client.put(_path(key), data.parts(), attributes)
+        self._client.put(path_of(key), data.parts(), attributes)
 
     def _drop(self, key: KVKey) -> bool:
         is_there = self._entry(key) is not None
         if is_there:
-            self._client.delete(_path(key))
+            self._client.delete(path_of(key))
         return is_there
 
     def _set_aside(self, key: KVKey, reason: str) -> None:
-        self._client.rename(_path(key), f"{QUARANTINE}{key}.{time.time_ns()}")
+        self._client.rename(path_of(key), f"{QUARANTINE}{key}.{time.time_ns()}")
 
 
 def _known(meta: Mapping[str, Any], attributes: Mapping[str, str]) -> Entry:
     """Return an object's entry, from its own metadata if it has a time there."""
     written_at = _number(attributes.get(WRITTEN_AT)) or meta["last_modified"].timestamp()
     return Entry(meta["size"], written_at, written_at)
-
-
-def _path(key: KVKey) -> str:
-    return f"{key.chunk_id[:2]}/{key}{SUFFIX}"
 
 
 def _key(path: str) -> KVKey | None:

@@ -44,8 +44,7 @@ def open_tier(url: TierUrl, device: torch.device | str, *, read_only: bool = Fal
     if url.scheme == "host":
         return HostTier(name=url.name, policy=policy)
     if url.scheme == "disk":
-        fsync = url.options.get("fsync", False)
-        return DiskTier(url.path, fsync=fsync, name=url.name, policy=policy)
+        return DiskTier(url.path, name=url.name, policy=policy)
     if url.scheme in REDIS_SCHEMES:
         prefix = url.options.get("prefix", PREFIX)
         return RedisTier(**redis_place(url), prefix=prefix, name=url.name, policy=policy)
