@@ -94,8 +94,8 @@ class PhaseSeconds:
             prefill of what is not blended, and the way to a server.
         decode: all later tokens.
         load_hidden: reading stored KV while something else was computed, which added no time.
-        load_by_tier: the parts of ``load`` by the name of the tier that was waited for; time in
-            which several tiers were read is shared equally among them.
+        load_by_tier: the parts of ``load`` by the name of the tier that was waited for: of each
+            layer, the one that was read last.
     """
 
     find: float = 0.0

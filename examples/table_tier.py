@@ -34,12 +34,10 @@ class TableTier(BytesTier):
         for name, nbytes, written in rows.fetchall():
             yield KVKey.parse(name), Entry(nbytes, written, written)
 
-    def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
-        most = -1 if end is None else end - start
+    def _read(self, key: KVKey, start: int, end: int) -> StoredBytes | None:
         row = self._file.execute(
-            "SELECT SUBSTR(data, ?, CASE WHEN ? < 0 THEN LENGTH(data) ELSE ? END), LENGTH(data),"
-            " written FROM chunks WHERE key = ?",
-            [start + 1, most, most, str(key)],
+            "SELECT SUBSTR(data, ?, ?), LENGTH(data), written FROM chunks WHERE key = ?",
+            [start + 1, end - start, str(key)],
         ).fetchone()
         return None if row is None else StoredBytes(tensor_of(row[0]), row[1], row[2])
 

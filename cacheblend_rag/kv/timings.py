@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import combinations
 from statistics import median
 
 from cacheblend_rag.kv.shared_chunk import Found, Part
@@ -108,18 +108,13 @@ class BusySeconds:
 
     def watch(self, future: Future[Part] | Future[Found]) -> None:
         """Count the time from now until ``future`` is done as time in which a read is in flight."""
-        self.begin()
-        future.add_done_callback(lambda _: self.end())
-
-    def begin(self) -> None:
-        """Count the time from now until ``end`` is called as often."""
         with self._lock:
             if not self._under_way:
                 self._since = time.perf_counter()
             self._under_way += 1
+        future.add_done_callback(self._end)
 
-    def end(self) -> None:
-        """End a read that ``begin`` began."""
+    def _end(self, _: Future[Part] | Future[Found]) -> None:
         with self._lock:
             self._under_way -= 1
             if not self._under_way:
@@ -141,41 +136,19 @@ class LayerWait:
 
     def __init__(self, reads: Iterable[tuple[str, Future[Part] | None]]) -> None:
         self.began = time.perf_counter()
-        self._done: list[tuple[str, list[float]]] = []
+        self._last: str | None = None
         for tier, read in reads:
-            at = [self.began] if read is None or read.done() else []
-            self._done.append((tier, at))
-            if read is not None and not at:
-                read.add_done_callback(partial(_note, at))
+            self._last = tier if self._last is None else self._last
+            if read is not None and not read.done():
+                read.add_done_callback(partial(self._note, tier))
 
     def seconds(self, without: float = 0.0) -> dict[str, float]:
-        """Return how long each tier was waited for, in seconds; see ``shared``.
+        """Return the seconds of the wait by the tier that was waited for: the last to be read.
 
         without: seconds since the last read that were spent on other work.
         """
-        ended, done = max(self.began, time.perf_counter() - without), dict[str, float]()
-        for tier, at in self._done:
-            read_at = min(ended, *at) if at else ended
-            done[tier] = max(done.get(tier, self.began), read_at)
-        return shared(self.began, ended, done)
+        waited = max(0.0, time.perf_counter() - without - self.began)
+        return {} if self._last is None else {self._last: waited}
 
-
-def shared(began: float, ended: float, done: Mapping[str, float]) -> dict[str, float]:
-    """Share a wait among tiers; done: when each tier's last read was done.
-
-    Time in which several tiers were read is shared equally among them. Time after the last read
-    (the reader was busy, or another rank still waited) counts for the tier that was done last.
-    """
-    shares = dict.fromkeys(done, 0.0)
-    for start, end in pairwise(sorted({began, *done.values()})):
-        waited_for = [tier for tier, at in done.items() if at >= end]
-        for tier in waited_for:
-            shares[tier] += (end - start) / len(waited_for)
-    last = [tier for tier, at in done.items() if at == max(done.values())]
-    for tier in last:
-        shares[tier] += (ended - done[tier]) / len(last)
-    return shares
-
-
-def _note(at: list[float], _: Future[Part]) -> None:
-    at.append(time.perf_counter())
+    def _note(self, tier: str, _: Future[Part]) -> None:
+        self._last = tier

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, TierPolicy
+from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, TierPolicy, Usage
 from cacheblend_rag.kv.tiers import disk_index
 from cacheblend_rag.kv.tiers.admission import (
     LEAST_HALVED,
@@ -12,7 +12,6 @@ from cacheblend_rag.kv.tiers.admission import (
     Capacity,
     RejectedError,
     Resident,
-    Sightings,
 )
 from cacheblend_rag.kv.tiers.policy import Counters
 
@@ -173,13 +172,12 @@ def test_what_would_be_taken_is_what_is_taken():
 
 
 def test_counts_are_halved_in_time_and_what_was_seen_once_is_forgotten():
-    sightings = Sightings()
-    for number in range(LEAST_HALVED - 3):
-        sightings.add(make_key(number))
-    sightings.fit(1)
-    for _ in range(3):
-        sightings.add(make_key(0))
-    assert [sightings.count(make_key(number)) for number in (0, 1, 2)] == [2, 0, 0]
+    capacity, seen = Capacity(TierPolicy(100), Counters()), make_key(0)
+    once = [make_key(number) for number in range(1, LEAST_HALVED - 5)]
+    capacity.see([seen] * 6 + once)
+    for key, count in ((seen, 3), (once[0], 0)):
+        with pytest.raises(RejectedError, match=f"^requested {count} times, "):
+            capacity.victims(key, 100, Usage(1, 100), [Resident(make_key(9999), 100, seen=9)])
 
 
 def test_large_chunks_are_weighed_by_what_all_they_drive_out_is_worth():
@@ -189,8 +187,8 @@ def test_large_chunks_are_weighed_by_what_all_they_drive_out_is_worth():
     for key in small[:8]:
         capacity.see([key] * 4)
     capacity.see([large] * 3)
-    assert capacity.victims(large, residents, excess=200, held=10) == small[8:]
+    assert capacity.victims(large, 200, Usage(10, 1000), residents) == small[8:]
     with pytest.raises(
         RejectedError, match=r"^requested 3 times, the chunks to evict 2\.66667 times$"
     ):
-        capacity.victims(large, residents, excess=600, held=10)
+        capacity.victims(large, 600, Usage(10, 1000), residents)

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, TierPolicy
 from cacheblend_rag.kv.tiers.breaker import FIRST_SECONDS, MOST_SECONDS, Breaker
 
@@ -133,8 +132,7 @@ def test_what_fails_at_once_on_a_disk_is_about_one_chunk(ticks):
     tier = filled(Dead(ticks, takes=0.01))
     tier.failure = OSError("is a directory")
     for key in KEYS:
-        with pytest.raises(StoreError, match=r"^far tier: could not read .*: is a directory$"):
-            tier.get(key)
+        assert str(tier.get(key)) == f"far tier: could not read {key}: is a directory"
     assert tier.calls == len(KEYS)
     assert tier.is_failing
     tier.failure = None
@@ -182,11 +180,9 @@ def test_whatever_a_tier_raises_no_request_fails(ticks, failure, tmp_path):
 
 
 def tier_error(tier, ticks):
-    """What reading the tier raises once it is asked again."""
+    """What reading the tier returns once it is asked again."""
     tier.guard.reading = Breaker(ticks)
-    with pytest.raises(StoreError) as caught:
-        tier.get(KEYS[0])
-    return caught.value
+    return tier.get(KEYS[0])
 
 
 # The breaker by itself

@@ -12,7 +12,7 @@ import torch
 from cacheblend_rag import StoreConfig, TieredKVStore, TransformersEngine, open_engine
 from cacheblend_rag.cli.options import store_settings
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.kv import HostTier, ObjectTier, RedisTier, TierPolicy
+from cacheblend_rag.kv import HostTier, ObjectTier, RedisTier, StoredChunk, TierPolicy
 from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.settings import names_of
 from cacheblend_rag.settings.tier_url import TierUrl
@@ -118,5 +118,5 @@ def test_a_device_tier_is_where_the_engine_computes() -> None:
     assert found.kv is not None
     assert {found.kv.keys.device.type, found.kv.values.device.type} == {"meta"}
     below = store.tiers[1].get(key)
-    assert below is not None
+    assert isinstance(below, StoredChunk)
     assert torch.equal(below.kv.keys, kv.keys)

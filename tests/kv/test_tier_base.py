@@ -94,8 +94,7 @@ def test_hits_misses_evictions_and_expiries_are_counted():
 
 def test_a_tier_that_fails_says_what_it_could_not_do(caplog):
     tier = Plain(OSError("no such device"))
-    with pytest.raises(StoreError, match=f"^far tier: could not read {KEY}: no such device$"):
-        tier.get(KEY)
+    assert str(tier.get(KEY)) == f"far tier: could not read {KEY}: no such device"
     assert said(caplog) == [("WARNING", f"far tier: could not read {KEY}: no such device")]
     assert counted(tier) == {"misses": 1, "errors": 1}
     assert not tier.put(KEY, CHUNK)
@@ -118,8 +117,7 @@ def test_what_is_unusable_is_set_aside_and_is_a_miss(failure, caplog):
     tier.put(KEY, CHUNK)
     tier.put(make_key(1), CHUNK)
     tier.unreadable = failure
-    with pytest.raises(type(failure), match=str(failure)):
-        tier.get(KEY)
+    assert tier.get(KEY) is failure
     assert said(caplog) == [("WARNING", f"far tier: {KEY} quarantined: {failure}")]
     assert counted(tier) == {"misses": 1, "quarantined": 1}
     assert set(tier.chunks) == {make_key(1)}, "dropped, where bytes cannot be kept aside"

@@ -146,10 +146,6 @@ def test_many_at_once_are_as_one_by_one(make_tier, monkeypatch):
     stats = tier.stats()
     counted = [stats[name] for name in ("hits", "misses", "errors", "quarantined", "entries")]
     assert counted == [2, 4, 1, 1, 3]
-    with pytest.raises(StoreError, match="unplugged"):
-        tier.get(KEYS[1])
-    with pytest.raises(DamagedChunkError, match="bits"):
-        tier.get(KEYS[2])
     assert (tier.get_many([]), tier.entry_many([])) == ([], [])
 
 

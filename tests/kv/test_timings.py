@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import Future
 
 import pytest
 
-from cacheblend_rag.kv.timings import KEPT, LEAST, STALE_SECONDS, Estimate, Speeds, shared
+from cacheblend_rag.kv.shared_chunk import Part
+from cacheblend_rag.kv.timings import KEPT, LEAST, STALE_SECONDS, Estimate, LayerWait, Speeds
 
 
 def estimate(*measured: tuple[float, float]) -> Estimate:
@@ -104,16 +106,11 @@ def test_what_was_measured_long_ago_is_not_known_any_more() -> None:
     assert speeds.of("s3") is not None
 
 
-@pytest.mark.parametrize(
-    ("done", "wanted"),
-    [
-        ({"disk": 14.0}, {"disk": 10.0}),
-        ({"host": 10.0, "disk": 18.0}, {"host": 0.0, "disk": 10.0}),
-        ({"disk": 14.0, "redis": 18.0}, {"disk": 2.0, "redis": 8.0}),
-        ({"host": 10.0, "disk": 10.0}, {"host": 5.0, "disk": 5.0}),
-        ({"host": 10.0, "disk": 13.0, "redis": 20.0}, {"host": 0.0, "disk": 1.5, "redis": 8.5}),
-        ({}, {}),
-    ],
-)
-def test_a_wait_from_10_to_20_is_shared(done: dict[str, float], wanted: dict[str, float]) -> None:
-    assert shared(10.0, 20.0, done) == wanted
+def test_a_wait_counts_for_the_tier_that_is_read_last() -> None:
+    disk, redis = Future[Part](), Future[Part]()
+    wait = LayerWait([("host", None), ("redis", redis), ("disk", disk)])
+    assert [*wait.seconds()] == ["host"]
+    for tier, read in (("disk", disk), ("redis", redis)):
+        read.cancel()
+        assert [*wait.seconds()] == [tier]
+    assert LayerWait([]).seconds() == {}

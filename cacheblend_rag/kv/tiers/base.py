@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import ClassVar, TypeVar
 
 from cacheblend_rag.errors import (
@@ -119,7 +120,7 @@ class Tier(ABC):
     def _mark_used(self, key: KVKey) -> None:  # noqa: B027 - servers know themselves
         """Note that a chunk is used now."""
 
-    def _set_aside(self, key: KVKey, reason: str) -> None:
+    def _set_aside(self, key: KVKey) -> None:
         """Keep the bytes for inspection if possible; by default they are dropped."""
         self._drop(key)
 
@@ -171,12 +172,9 @@ class Tier(ABC):
 
         Returns None when it is absent or the tier cannot be read.
         """
-        try:
-            with self.guard.reads(key):
-                return self._entry(key)
-        except OSError as error:
-            self.guard.could_not("look up %s", key, error, reading=True)
-            return None
+        with suppress(OSError), self.guard.reads("look up %s", key):
+            return self._entry(key)
+        return None
 
     def entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
         """As entry, for many chunks, in their order."""
@@ -189,30 +187,25 @@ class Tier(ABC):
         except OSError as error:
             raise StoreError(f"the {self.name} tier cannot be listed: {told(error)}") from error
 
-    def get(self, key: KVKey) -> StoredChunk | None:
+    def get(self, key: KVKey) -> Read:
         """Read a chunk; None when absent.
 
-        Raises DamagedChunkError or ForeignChunkError once it is quarantined, StoreError when the
-        tier cannot be read.
+        An error is returned: DamagedChunkError or ForeignChunkError once the chunk is quarantined,
+        StoreError when the tier cannot be read.
         """
-        read = self._got(key)
-        if isinstance(read, StoreError):
-            raise read
-        return read
 
-    def get_many(self, keys: Sequence[KVKey]) -> list[Read]:
-        """As get, for many chunks, in their order; an error stands in its chunk's place."""
-        return _in_parallel(self._got, keys, self.reads_at_once)
-
-    def _got(self, key: KVKey) -> Read:
         def load() -> StoredChunk | None:
             reader = self._opened(key)
             return None if reader is None else StoredChunk(reader.whole(), reader.written_at)
 
         return self._counted(key, load)
 
+    def get_many(self, keys: Sequence[KVKey]) -> list[Read]:
+        """As get, for many chunks, in their order."""
+        return _in_parallel(self.get, keys, self.reads_at_once)
+
     def open(self, key: KVKey) -> ChunkReader | StoreError | None:
-        """As get, but for the chunk's layers, which ``read_layers`` reads; an error is returned."""
+        """As get, but for the chunk's layers, which ``read_layers`` reads."""
         return self._counted(key, lambda: self._opened(key))
 
     def _opened(self, key: KVKey) -> ChunkReader | None:
@@ -225,7 +218,7 @@ class Tier(ABC):
         """Call ``read``, and count a hit or a miss; a StoreError is returned, not raised."""
         found: T | StoreError | None
         try:
-            with self.guard.reads(key):
+            with self.guard.reads("read %s", key):
                 found = read()
         except (StoreError, OSError) as error:
             self._counts.add("misses")
@@ -234,9 +227,12 @@ class Tier(ABC):
         return found
 
     def read_layers(self, key: KVKey, reader: ChunkReader, first: int, last: int) -> ChunkKV:
-        """Read layers ``first`` to ``last - 1`` of a chunk that was opened here; raises as get."""
+        """Read layers ``first`` to ``last - 1`` of a chunk that was opened here.
+
+        Raises the errors that ``get`` returns.
+        """
         try:
-            with self.guard.reads(key):
+            with self.guard.reads("read %s", key):
                 return reader.read(first, last)
         except (StoreError, OSError) as error:
             raise self._unusable(key, error) from error
@@ -244,7 +240,6 @@ class Tier(ABC):
     def _unusable(self, key: KVKey, error: StoreError | OSError) -> StoreError:
         """Return the error to report of a chunk that cannot be read; quarantine it if it is bad."""
         if isinstance(error, OSError):
-            self.guard.could_not("read %s", key, error, reading=True)
             unread = StoreError(f"{self.name} tier: could not read {key}: {error}")
             unread.__cause__ = error
             return unread
@@ -277,7 +272,7 @@ class Tier(ABC):
         if self.policy.read_only:
             return PutResult(False)
         try:
-            with self.guard.writes():
+            with self.guard.writes("store %s", key):
                 self._save(key, chunk)
         except RejectedError as rejection:
             self._counts.add("rejected")
@@ -290,9 +285,7 @@ class Tier(ABC):
             logger.log(level, "%s tier refused %s: %s", self.name, key, refusal)
             return PutResult(False)
         except OSError as error:
-            self.guard.could_not("store %s", key, error, reading=False)
-            cause = self.guard.last_failure if isinstance(error, OutError) else told(error)
-            return PutResult(False, f"{self.name} tier: {cause}")
+            return PutResult(False, f"{self.name} tier: {told(error)}")
         return PutResult(True)
 
     def evict(self, key: KVKey) -> bool | None:
@@ -307,10 +300,9 @@ class Tier(ABC):
         if self.policy.read_only:
             return False
         try:
-            with self.guard.writes():
+            with self.guard.writes("remove %s", key):
                 removed = self._drop(key)
-        except OSError as error:
-            self.guard.could_not("remove %s", key, error, reading=False)
+        except OSError:
             return None
         if removed:
             self._counts.add(counter)
@@ -323,11 +315,8 @@ class Tier(ABC):
             return
         logger.warning("%s tier: %s quarantined: %s", self.name, key, reason)
         self._counts.add("quarantined")
-        try:
-            with self.guard.writes():
-                self._set_aside(key, reason)
-        except OSError as error:
-            self.guard.could_not("set %s aside", key, error, reading=False)
+        with suppress(OSError), self.guard.writes("set %s aside", key):
+            self._set_aside(key)
 
     def pin(self, *keys: KVKey) -> None:
         """Exempt chunks from eviction by capacity and age, stored yet or not.
@@ -357,7 +346,7 @@ class Tier(ABC):
         try:
             # A disk takes its lock, as writing does. A network tier lists what it holds, which may
             # take longer than an answer.
-            with self.guard.writes(timed=not self.fails_whole):
+            with self.guard.uses(timed=not self.fails_whole):
                 usage = self.usage()
         except OSError as error:
             level = logging.DEBUG if isinstance(error, OutError) else logging.WARNING

@@ -44,7 +44,7 @@ class BytesTier(Tier):
     grown_range_bytes: ClassVar[int] = 0
 
     @abstractmethod
-    def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
+    def _read(self, key: KVKey, start: int, end: int) -> StoredBytes | None:
         """Read an object's bytes from ``start`` to ``end``, or to its own end if that is first.
 
         None when absent. Raises DamagedChunkError for an impossible size, or for fewer bytes than

@@ -11,56 +11,33 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 SENT_AT_ONCE = 1 << 20
 """Bytes sent in one call, so that the deadline is checked in between."""
 
 
-@dataclass
-class Deadline:
-    """The time by which an operation must be done, and how many bytes may still arrive for it.
+class _Deadline(threading.local):
+    """Of a thread: the time by which its operation must be done, and how much may arrive till then.
 
-    ends: by the monotonic clock. bytes_left: None is without limit.
+    ends: by the monotonic clock; None if there is no operation.
     """
 
-    ends: float
-    bytes_left: int | None = None
-
-    def seconds_left(self) -> float:
-        """Return how long the operation may still take; raises TimeoutError at its end."""
-        left = self.ends - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the whole answer did not arrive in time")
-        return left
-
-    def received(self, nbytes: int) -> None:
-        """Count bytes that arrived; raises OSError when they are more than were asked for."""
-        if self.bytes_left is None:
-            return
-        self.bytes_left -= nbytes
-        if self.bytes_left < 0:
-            raise OSError("the server sends more than was asked for")
+    ends: float | None = None
+    bytes_left = 0
 
 
-_current = threading.local()
+_current = _Deadline()
 
 
 @contextmanager
-def deadline(seconds: float, most_bytes: int | None = None) -> Iterator[Deadline]:
-    """Limit this thread's use of bounded sockets to so many seconds and bytes in total.
-
-    Inside another deadline, the earlier end counts, and the inner limit of bytes.
-    """
-    outer: Deadline | None = getattr(_current, "deadline", None)
-    ends = time.monotonic() + seconds
-    inner = Deadline(ends if outer is None else min(ends, outer.ends), most_bytes)
-    _current.deadline = inner
+def deadline(seconds: float, most_bytes: int) -> Iterator[None]:
+    """Limit this thread's use of bounded sockets to so many seconds and bytes in total."""
+    _current.ends, _current.bytes_left = time.monotonic() + seconds, most_bytes
     try:
-        yield inner
+        yield
     finally:
-        _current.deadline = outer
+        _current.ends = None
 
 
 class BoundedSocket:
@@ -82,18 +59,16 @@ class BoundedSocket:
 
     def recv(self, nbytes: int, flags: int = 0) -> bytes:
         """As a socket's; raises TimeoutError, and OSError for more bytes than were asked for."""
-        current = self._wait_no_longer()
+        self._wait_no_longer()
         data = self._socket.recv(nbytes, flags)
-        if current is not None:
-            current.received(len(data))
+        _count(len(data))
         return data
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """As recv, into a buffer."""
-        current = self._wait_no_longer()
+        self._wait_no_longer()
         received = self._socket.recv_into(buffer, nbytes, flags)
-        if current is not None:
-            current.received(received)
+        _count(received)
         return received
 
     def sendall(self, data: Any) -> None:
@@ -103,9 +78,16 @@ class BoundedSocket:
             self._wait_no_longer()
             left = left[self._socket.send(left[:SENT_AT_ONCE]) :]
 
-    def _wait_no_longer(self) -> Deadline | None:
-        current: Deadline | None = getattr(_current, "deadline", None)
-        if current is not None:
-            left = current.seconds_left()
+    def _wait_no_longer(self) -> None:
+        if _current.ends is not None:
+            left = _current.ends - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the whole answer did not arrive in time")
             self._socket.settimeout(left if self._timeout is None else min(left, self._timeout))
-        return current
+
+
+def _count(received: int) -> None:
+    if _current.ends is not None:
+        _current.bytes_left -= received
+        if _current.bytes_left < 0:
+            raise OSError("the server sends more than was asked for")

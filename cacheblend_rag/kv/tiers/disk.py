@@ -1,10 +1,9 @@
 """Chunk KV in files, one per chunk, in a folder that several processes may share.
 
 Layout: ``<aa>/<key>.safetensors``, where aa are the chunk id's first hex digits; ``quarantine/``
-for unusable files, each beside a ``.reason``; ``index`` (see DiskIndex); ``deletions/`` is the
-store's (kv/deletions.py). A file appears complete, by rename, and is never written again, so that
-readers need no lock; its modification time is when its chunk was first stored. Only trusted
-processes may write to the folder.
+for unusable files; ``index`` (see DiskIndex); ``deletions/`` is the store's (kv/deletions.py). A
+file appears complete, by rename, and is never written again, so that readers need no lock; its
+modification time is when its chunk was first stored. Only trusted processes may write to it.
 """
 
 from __future__ import annotations
@@ -149,8 +148,7 @@ class DiskTier(BytesTier):
     def quarantined(self) -> list[str]:
         """Return the names of the files in quarantine, oldest first."""
         with suppress(FileNotFoundError):
-            names = os.listdir(self.path / "quarantine")
-            return sorted(name for name in names if not name.endswith(".reason"))
+            return sorted(os.listdir(self.path / "quarantine"))
         return []
 
     def close(self) -> None:
@@ -164,7 +162,7 @@ class DiskTier(BytesTier):
             return None
         return _entry(found) if stat.S_ISREG(found.st_mode) else None
 
-    def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
+    def _read(self, key: KVKey, start: int, end: int) -> StoredBytes | None:
         """Read into private memory, so that later changes of the file have no effect.
 
         A memory map would save a copy, but would end the process if the file is truncated, and show
@@ -178,8 +176,7 @@ class DiskTier(BytesTier):
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise DamagedChunkError("no file")
-            last = found.st_size if end is None else min(end, found.st_size)
-            raw = read_range(descriptor, start, max(last - start, 0))
+            raw = read_range(descriptor, start, max(min(end, found.st_size) - start, 0))
         return StoredBytes(raw, found.st_size, found.st_mtime_ns / 1e9)
 
     def _mark_used(self, key: KVKey) -> None:
@@ -217,27 +214,21 @@ class DiskTier(BytesTier):
         """Return the chunks to evict so that ``nbytes`` fit in place of ``key``."""
         if self.capacity_bytes is None:
             return []
-        others = self._index.usage(without=key)
-        excess = self._capacity.excess(others.nbytes + nbytes)
-        order = self._index.coldest(key)
-        return self._capacity.victims(key, order, excess=excess, held=others.entries)
+        others, order = self._index.usage(without=key), self._index.coldest(key)
+        return self._capacity.victims(key, nbytes, others, order)
 
     def _drop(self, key: KVKey) -> bool:
         return self._take_out(key, os.unlink)
 
-    def _set_aside(self, key: KVKey, reason: str) -> None:
+    def _set_aside(self, key: KVKey) -> None:
         folder = self.path / "quarantine"
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.is_symlink():
             raise OSError(f"{folder} is a link: nothing is written through it")
         target = folder / f"{time.time_ns()}.{key}"
-        if not self._take_out(key, lambda path: os.replace(path, target)):
-            return  # another reader was faster
-        with new_file(f"{target}.reason") as file:
-            file.write(f"{reason}\n".encode())
+        self._take_out(key, lambda path: os.replace(path, target))
         for name in self.quarantined()[:-QUARANTINE_FILES]:
-            for leaf in (name, f"{name}.reason"):
-                (folder / leaf).unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
 
     def _take_out(self, key: KVKey, remove: Callable[[str], object]) -> bool:
         """Remove a chunk's file; returns whether it was there."""

@@ -31,7 +31,6 @@ class Guard:
     name: the tier's. counts: where failures are counted. trial: looks a chunk up in the tier.
     fails_whole: whether any failure affects the whole tier. timeout_seconds: see TierPolicy.
     reading, writing: whether the tier is out of use, separately unless it fails as a whole.
-    last_failure: its latest error.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Guard:
         fails_whole: bool,
         timeout_seconds: float | None,
     ) -> None:
-        self.fails_whole, self.last_failure = fails_whole, ""
+        self.fails_whole, self._last_failure = fails_whole, ""
         self._name, self._counts, self._trial = name, counts, trial
         self._timeout_seconds = timeout_seconds
         self.reading = Breaker()
@@ -52,42 +51,54 @@ class Guard:
         self._warned = {True: set[str](), False: set[str]()}
 
     @contextmanager
-    def reads(self, key: KVKey) -> Iterator[None]:
-        """Wrap a read; see ``_around``. Another thread runs trials while the tier is out of use."""
-        permit = self.reading.ask()
-        if permit is None:
-            self._try_aside(key)
-            raise OutError("skipped for a while after a failure")
-        with self._around(self.reading, permit, timed=True):
+    def reads(self, what: str, key: KVKey) -> Iterator[None]:
+        """Wrap a read; see ``_around``. Another thread runs trials while the tier is out of use.
+
+        what: is done, with ``%s`` for the key; if it fails, that is counted and logged.
+        """
+        with self._told(what, key, self.reading, "skipped"):
+            permit = self.reading.ask()
+            if permit is None:
+                self._try_aside(key)
+                raise OutError(self._last_failure)
+            with self._around(self.reading, permit):
+                yield
+
+    @contextmanager
+    def writes(self, what: str, key: KVKey) -> Iterator[None]:
+        """As ``reads``, for a write. While the tier is out of use, a write may be the trial."""
+        with self._told(what, key, self.writing, "dropped"), self.uses():
             yield
 
     @contextmanager
-    def writes(self, *, timed: bool = True) -> Iterator[None]:
-        """Wrap a write; see ``_around``. While the tier is out of use, a write may be the trial."""
+    def uses(self, *, timed: bool = True) -> Iterator[None]:
+        """As ``writes``, but a failure is neither counted nor logged."""
         permit = self.writing.ask()
-        if permit is None:
-            permit = self.writing.ask_for_trial()
-        if permit is None:
-            raise OutError("skipped for a while after a failure")
-        with self._around(self.writing, permit, timed):
+        if permit is None and (permit := self.writing.ask_for_trial()) is None:
+            raise OutError(self._last_failure)
+        with self._around(self.writing, permit, timed=timed):
             yield
 
-    def could_not(self, what: str, key: KVKey, error: OSError, *, reading: bool) -> None:
+    @contextmanager
+    def _told(self, what: str, key: KVKey, breaker: Breaker, out_counts: str) -> Iterator[None]:
         """Count a failure and log it: one warning per cause, until an access succeeds.
 
-        Nothing is logged if the tier was out of use, which was logged before.
+        Of a tier that is out of use nothing is logged, since its failure was.
         """
-        out = isinstance(error, OutError)
-        self._counts.add(("skipped" if reading else "dropped") if out else "errors")
-        warned = self._warned[not reading or self.reading is self.writing]
-        cause = what + told(error)
-        level = logging.DEBUG if out or cause in warned else logging.WARNING
-        if not out:
-            warned.add(cause)
-        logger.log(level, f"%s tier: could not {what}: %s", self._name, key, error)
+        try:
+            yield
+        except OSError as error:
+            out = isinstance(error, OutError)
+            self._counts.add(out_counts if out else "errors")
+            warned, cause = self._warned[breaker is self.writing], what + told(error)
+            level = logging.DEBUG if out or cause in warned else logging.WARNING
+            if not out:
+                warned.add(cause)
+            logger.log(level, f"%s tier: could not {what}: %s", self._name, key, error)
+            raise
 
     @contextmanager
-    def _around(self, breaker: Breaker, permit: int, timed: bool) -> Iterator[None]:
+    def _around(self, breaker: Breaker, permit: int, *, timed: bool = True) -> Iterator[None]:
         """Wrap a use: the one place that decides what is a failure, and tells the breaker.
 
         An error about a damaged, foreign or refused chunk is an answer; any other error
@@ -104,7 +115,7 @@ class Guard:
             if lack := lack_of_memory(error):  # not the tier's fault
                 breaker.withdrawn(permit)
                 raise OSError(errno.ENOMEM, lack) from None
-            self.last_failure = told(error)
+            self._last_failure = told(error)
             slow = timed and breaker.clock() - began >= SLOW_FAILURE_SECONDS
             breaker.failed(permit, trips=self.fails_whole or slow)
             if isinstance(error, OSError):
@@ -114,8 +125,8 @@ class Guard:
         seconds, most = breaker.clock() - began, self._timeout_seconds
         if timed and most is not None and seconds > most:
             self._counts.add("errors")
-            self.last_failure = f"took {seconds:.1f} s, more than {most:g}"
-            logger.warning("%s tier: %s", self._name, self.last_failure)
+            self._last_failure = f"took {seconds:.1f} s, more than {most:g}"
+            logger.warning("%s tier: %s", self._name, self._last_failure)
             breaker.failed(permit)
         else:
             breaker.succeeded(permit)
@@ -132,7 +143,7 @@ class Guard:
 
     def _try(self, permit: int, key: KVKey) -> None:
         try:
-            with self._around(self.reading, permit, timed=True):
+            with self._around(self.reading, permit):
                 self._trial(key)
         except OSError as error:
             logger.warning("%s tier: still fails: %s", self._name, error)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -46,26 +46,23 @@ class HostTier(Tier):
         super().__init__(name, capacity_bytes, policy=policy)
         self._memory = memory or cuda_memory()
         self.device = torch.device("cpu")
-        self._chunks: OrderedDict[KVKey, StoredChunk] = OrderedDict()
-        self._used_at: dict[KVKey, float] = {}
-        self._of_chunk: defaultdict[str, set[KVKey]] = defaultdict(set)
+        self._chunks: OrderedDict[KVKey, _Kept] = OrderedDict()
         self._nbytes = 0
         self._lock = threading.Lock()
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Yield the chunks held when called."""
         with self._lock:
-            found = [(key, self._known(key)) for key in self._chunks]
-        return ((key, entry) for key, entry in found if entry is not None)
+            return iter([(key, kept.entry) for key, kept in self._chunks.items()])
 
     def some_entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """As for any tier: all there are."""
         return self.entries()
 
     def has_relative(self, key: KVKey) -> bool:
-        """As for any tier; reads the keys of this chunk only."""
+        """As for any tier; compares the keys that are held."""
         with self._lock:
-            return any(key.is_relative(other) for other in self._of_chunk.get(key.chunk_id, ()))
+            return any(key.is_relative(other) for other in self._chunks)
 
     def usage(self) -> Usage:
         """Return what is held: tensor bytes."""
@@ -86,41 +83,41 @@ class HostTier(Tier):
         """Drop all chunks."""
         with self._lock:
             self._chunks.clear()
-            self._used_at.clear()
-            self._of_chunk.clear()
             self._nbytes = 0
+
+    def would_take(self, key: KVKey, nbytes: int) -> bool:
+        """As for any tier: it fits, or is requested more often than those it would displace."""
+        with self._lock, suppress(RefusedError):
+            self._victims(key, nbytes)
+            return True
+        return False
 
     def _entry(self, key: KVKey) -> Entry | None:
         with self._lock:
-            return self._known(key)
-
-    def _known(self, key: KVKey) -> Entry | None:
-        chunk = self._chunks.get(key)
-        if chunk is None:
-            return None
-        return Entry(chunk.kv.nbytes, chunk.written_at, self._used_at[key])
+            kept = self._chunks.get(key)
+        return None if kept is None else kept.entry
 
     def _open(self, key: KVKey) -> WholeReader | None:
         with self._lock:
-            chunk = self._chunks.get(key)
-        return None if chunk is None else WholeReader(chunk.kv, chunk.written_at)
+            kept = self._chunks.get(key)
+        return None if kept is None else WholeReader(kept.kv, kept.entry.written_at)
 
     def _mark_used(self, key: KVKey) -> None:
         with self._lock:
-            if key in self._chunks:  # not dropped meanwhile
+            if (kept := self._chunks.get(key)) is not None:  # not dropped meanwhile
                 self._chunks.move_to_end(key)
-                self._used_at[key] = time.time()
+                kept.entry = replace(kept.entry, used_at=time.time())
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
         self._capacity.check_fits(chunk.kv.nbytes)  # before copying: a refusal costs nothing
-        kept = StoredChunk(self._own(chunk.kv), chunk.written_at)
+        kv = self._own(chunk.kv)
         with self._lock:
-            self._make_room(key, kept.kv.nbytes)
-            self._discard(key)
-            self._chunks[key] = kept
-            self._of_chunk[key.chunk_id].add(key)
-            self._used_at[key] = time.time()
-            self._nbytes += kept.kv.nbytes
+            victims = self._victims(key, kv.nbytes)
+            for other in (key, *victims):
+                self._discard(other)
+            self._capacity.count(victims)
+            self._chunks[key] = _Kept(kv, Entry(kv.nbytes, chunk.written_at, time.time()))
+            self._nbytes += kv.nbytes
 
     def _own(self, kv: ChunkKV) -> ChunkKV:
         locked = self._memory.copied(kv) if self.device.type == "cpu" else None
@@ -131,64 +128,41 @@ class HostTier(Tier):
             return self._discard(key)
 
     def _discard(self, key: KVKey) -> bool:
-        chunk = self._chunks.pop(key, None)
-        if chunk is None:
-            return False
-        del self._used_at[key]
-        self._of_chunk[key.chunk_id].discard(key)
-        if not self._of_chunk[key.chunk_id]:
-            del self._of_chunk[key.chunk_id]
-        self._nbytes -= chunk.kv.nbytes
-        return True
-
-    def would_take(self, key: KVKey, nbytes: int) -> bool:
-        """As for any tier: it fits, or is requested more often than those it would displace."""
-        with self._lock, suppress(RefusedError):
-            self._victims(key, nbytes)
-            return True
-        return False
-
-    def _make_room(self, key: KVKey, nbytes: int) -> None:
-        """Evict until ``nbytes`` more fit in place of ``key``; refuse before evicting in vain."""
-        victims = self._victims(key, nbytes)
-        for victim in victims:
-            self._discard(victim)
-        self._capacity.count(victims)
+        kept = self._chunks.pop(key, None)
+        self._nbytes -= 0 if kept is None else kept.kv.nbytes
+        return kept is not None
 
     def _victims(self, key: KVKey, nbytes: int) -> list[KVKey]:
-        excess, held = self._excess(key, nbytes), len(self._chunks)
-        return self._capacity.victims(key, self._evictable(key), excess=excess, held=held)
-
-    def _excess(self, key: KVKey, nbytes: int) -> int:
-        """Return the bytes over capacity once ``nbytes`` replace ``key``."""
+        """Return the chunks to evict so that ``nbytes`` fit in place of ``key``."""
         own = self._chunks.get(key)
-        return self._capacity.excess(self._nbytes - (own.kv.nbytes if own else 0) + nbytes)
+        held, known = self._nbytes - (own.kv.nbytes if own else 0), len(self._chunks)
+        order = (
+            Resident(other, kept.kv.nbytes)
+            for other, kept in self._chunks.items()
+            if other != key and other not in self._pinned
+        )
+        return self._capacity.victims(key, nbytes, Usage(known, held), order)
 
-    def _evictable(self, key: KVKey) -> Iterator[Resident]:
-        for other, chunk in self._chunks.items():
-            if other != key and other not in self._pinned:
-                yield Resident(other, chunk.kv.nbytes)
+
+@dataclass
+class _Kept:
+    """A chunk in memory, and what is known of it."""
+
+    kv: ChunkKV
+    entry: Entry
 
 
 def compact(kv: ChunkKV, device: torch.device | str = "cpu") -> ChunkKV:
     """Return ``kv`` on a device, copied if its storage is larger than the chunk itself."""
-    used = Counter[int]()
 
-    def note(tensor: Tensor) -> Tensor:
-        used[tensor.untyped_storage().data_ptr()] += tensor.nbytes
-        return tensor
+    def own(tensor: Tensor) -> Tensor:
+        moved = tensor.detach().to(device)
+        fits = moved.untyped_storage().nbytes() <= moved.nbytes + SLACK_BYTES
+        if fits and moved[0].is_contiguous():
+            return moved
+        return moved.clone(memory_format=torch.contiguous_format)
 
-    kv.mapped(note)
-    return kv.mapped(partial(_own, device=device, used=used))
-
-
-def _own(tensor: Tensor, *, device: torch.device | str, used: Mapping[int, int]) -> Tensor:
-    """used: bytes of the chunk's tensors in each storage, by its address."""
-    storage, tensor = tensor.untyped_storage(), tensor.detach().to(device)
-    fits = storage.nbytes() <= used[storage.data_ptr()] + SLACK_BYTES
-    if fits and tensor[0].is_contiguous():
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return kv.mapped(own)
 
 
 class DeviceTier(HostTier):

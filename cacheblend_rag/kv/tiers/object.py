@@ -18,7 +18,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import ChunkObject
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.stored_chunk import Entry
-from cacheblend_rag.kv.tiers.bytes import BytesTier, key_of, path_of, tensor_of
+from cacheblend_rag.kv.tiers.bytes import BytesTier, key_of, path_of
 from cacheblend_rag.kv.tiers.object_client import ObjectClient, bytes_of
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
@@ -60,26 +60,15 @@ class ObjectTier(BytesTier):
             found = self._client.get(path_of(key), {"head": True})
         return None if found is None else _known(found.meta, found.attributes)
 
-    def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
-        options: dict[str, Any] = {}
-        if end is not None:
-            if end <= start:
-                entry = self._entry(key)
-                if entry is None:
-                    return None
-                return StoredBytes(tensor_of(b""), entry.nbytes, entry.written_at)
-            options["range"] = (start, end)
-        elif start:
-            options["range"] = {"offset": start}
-        most = None if end is None else end - start
+    def _read(self, key: KVKey, start: int, end: int) -> StoredBytes | None:
         try:
             with self._client.asking():
-                found = self._client.get(path_of(key), options)
+                found = self._client.get(path_of(key), {"range": (start, end)})
                 if found is None:
                     return None
                 nbytes = found.range[1] - found.range[0]
-                if nbytes < 0 or (most is not None and nbytes > most):
-                    raise DamagedChunkError(f"{nbytes} bytes are answered, of {most} asked for")
+                if not 0 <= nbytes <= end - start:
+                    raise DamagedChunkError(f"{nbytes} bytes are answered, of {end - start}")
                 entry = _known(found.meta, found.attributes)
                 return StoredBytes(bytes_of(found, nbytes), entry.nbytes, entry.written_at)
         except OSError as error:  # a store refuses to read from an object's end on
@@ -98,7 +87,7 @@ class ObjectTier(BytesTier):
             self._client.delete(path_of(key))
         return is_there
 
-    def _set_aside(self, key: KVKey, reason: str) -> None:
+    def _set_aside(self, key: KVKey) -> None:
         self._client.rename(path_of(key), f"{QUARANTINE}{key}.{time.time_ns()}")
 
 

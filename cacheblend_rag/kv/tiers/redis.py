@@ -13,7 +13,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ClassVar
 
 from cacheblend_rag.errors import DamagedChunkError, MissingExtraError, StoreError
@@ -86,12 +86,9 @@ class RedisTier(BytesTier):
         """As for any tier, in one request."""
         if not keys:
             return []
-        try:
-            with self.guard.reads(keys[0]):
-                return self._entries(keys)
-        except OSError as error:
-            self.guard.could_not("look up %s", keys[0], error, reading=True)
-            return [None] * len(keys)
+        with suppress(OSError), self.guard.reads("look up %s", keys[0]):
+            return self._entries(keys)
+        return [None] * len(keys)
 
     def _entry(self, key: KVKey) -> Entry | None:
         return self._entries([key])[0]
@@ -106,23 +103,20 @@ class RedisTier(BytesTier):
             answers = self._answers(ask)
         return [_entry(*told) for told in zip(answers[::2], answers[1::2], strict=True)]
 
-    def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
+    def _read(self, key: KVKey, start: int, end: int) -> StoredBytes | None:
         value = self._value(key)
-        # GETRANGE counts from the end below 0, and its own end is within the range.
-        last = -1 if end is None else TIME.size + end - 1
-        most = VALUE_BYTES if end is None else max(end - start, 0)
 
         def ask(pipe: Any) -> None:
-            pipe.getrange(value, 0, TIME.size - 1)
+            pipe.getrange(value, 0, TIME.size - 1)  # which includes its end
             pipe.strlen(value)
-            pipe.getrange(value, TIME.size + start, last)
+            pipe.getrange(value, TIME.size + start, TIME.size + end - 1)
 
-        with self._asking(most + ANSWER_BYTES):
+        with self._asking(end - start + ANSWER_BYTES):
             time, total, data = self._answers(ask)
         if total == 0:
             return None
         entry = _entry(time, total)
-        if entry is None or not isinstance(data, bytes) or len(data) > most:
+        if entry is None or not isinstance(data, bytes) or len(data) > end - start:
             raise DamagedChunkError("is no string of bytes, has no time, or is longer than asked")
         return StoredBytes(tensor_of(data), entry.nbytes, entry.written_at)
 
