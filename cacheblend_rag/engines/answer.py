@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Self, cast
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Cancellation
+from cacheblend_rag.engines.tool_use import ToolUse
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, PrefillReport
 from cacheblend_rag.settings import BlendConfig
@@ -177,7 +178,8 @@ class Request:
     Args:
         prepared: its prompt. sampling: what was asked for, the model's own settings
             for the rest, ``max_tokens`` within the context window.
-        config: how its chunks' KV is fused. full: ordinary prefill was asked for.
+        config: how its chunks' KV is fused. tools: what its answer may call, None for nothing.
+        full: ordinary prefill was asked for.
         cache_salt: see ``Engine.generate_full``. streamed: whether pieces are wanted as they come.
         cancel: is set to stop the work. request_id: names it in its report and in vLLM's logs.
         steering: what the guard decided about it.
@@ -188,6 +190,7 @@ class Request:
     prepared: PreparedPrompt
     sampling: ResolvedSampling
     config: BlendConfig
+    tools: ToolUse | None = None
     full: bool = False
     cache_salt: str | None = None
     streamed: bool = False
@@ -196,9 +199,3 @@ class Request:
     steering: Steering = NOT_STEERED
     made_at: float = field(default_factory=time.perf_counter)
     headers: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def is_json(self) -> bool:
-        """Whether the answer is held to JSON."""
-        form = self.sampling.structured_outputs
-        return form is not None and form.is_json

@@ -249,13 +249,13 @@ class Answering(Backend):
         prepared = self.prepare(prompt, hints)
         settings = self.model_sampling.resolve(sampling or SamplingParams())
         settings = settings.with_changes(max_tokens=min(settings.max_tokens, prepared.room))
-        if tools := ToolUse.of(prepared, self.tokenizer):
-            if tools.may_answer_in(settings.structured_outputs):
+        if tools := ToolUse.of(prepared, settings, self.tokenizer):
+            if tools.may_answer_in_form:
                 self._check_sampling(settings)  # so that an error names what is wrong
-            settings = tools.constrained(settings)
+            settings = tools.constrained
         self._check_sampling(settings)
         stop = Cancellation(cancel, lambda: not self._lifetime.is_open)
-        return Request(prepared, settings, config, cancel=stop, steering=steering, **options)
+        return Request(prepared, settings, config, tools, cancel=stop, steering=steering, **options)
 
     def _begun(self, request: Request) -> Stream[Delta]:
         return self._start(self._hooks.begin(request))
@@ -291,10 +291,10 @@ class Answering(Backend):
 
     def _told_apart(self, request: Request) -> Callable[[Delta], Delta]:
         """Return a function that sets a delta's ``content``: its text without tool calls."""
-        tools = ToolUse.of(request.prepared, self.tokenizer)
+        tools = request.tools
         if tools is None:
             return lambda delta: delta
-        stream = tools.content_stream(is_json=request.is_json)
+        stream = tools.content_stream()
 
         def told_apart(delta: Delta) -> Delta:
             if delta.generation is not None:
@@ -322,10 +322,9 @@ class Answering(Backend):
         self._lifetime.check()
         report = self._report(request, prefill)
         log_report(report)
-        token_ids, tools = tuple(token_ids), ToolUse.of(request.prepared, self.tokenizer)
-        content, calls = text, tuple[ToolCall, ...]()
-        if tools is not None:
-            content, calls = tools.read(text, token_ids, is_json=request.is_json)
+        token_ids, content, calls = tuple(token_ids), text, tuple[ToolCall, ...]()
+        if request.tools is not None:
+            content, calls = request.tools.read(text, token_ids)
         answer = Generation(
             text=text,
             token_ids=token_ids,

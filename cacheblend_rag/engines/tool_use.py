@@ -23,47 +23,48 @@ WHOLE = ("$schema", "$id")
 class ToolUse:
     """What one request's answer may call.
 
-    chat: the messages, and the tools. tokenizer: of the model.
+    chat: the messages, and the tools. sampling: as it was asked for. tokenizer: of the model.
     """
 
     chat: ChatPrompt
+    sampling: ResolvedSampling
     tokenizer: Any
 
     @classmethod
-    def of(cls, prepared: PreparedPrompt, tokenizer: Any) -> Self | None:
+    def of(
+        cls, prepared: PreparedPrompt, sampling: ResolvedSampling, tokenizer: Any
+    ) -> Self | None:
         """Return the tools of a prepared prompt, None if its model is told of none."""
         source = prepared.source
         chat = source.prompt if isinstance(source, TurnPrompt) else source
         if not isinstance(chat, ChatPrompt) or not chat.told_tools:
             return None
-        return cls(chat, tokenizer)
+        return cls(chat, sampling, tokenizer)
 
-    def constrained(self, sampling: ResolvedSampling) -> ResolvedSampling:
-        """Return sampling that holds the answer to a call if the request insists on one.
+    @property
+    def may_answer_in_form(self) -> bool:
+        """Whether it may call, or else answer in the JSON form that the request asks for."""
+        return self.chat.tool_choice == "auto" and _is_json(self.sampling)
+
+    @cached_property
+    def constrained(self) -> ResolvedSampling:
+        """Sampling that holds the answer to a call if the request insists on one.
 
         Where it may call or answer, ``structured_outputs`` is the form of an answer without calls,
         as in vLLM and OpenAI's API: JSON may be either. A form that is no JSON rules calls out.
         """
-        choice, form = self.chat.tool_choice, sampling.structured_outputs
-        answer = form if self.may_answer_in(form) else None
+        choice = self.chat.tool_choice
+        answer = self.sampling.structured_outputs if self.may_answer_in_form else None
         if choice == "auto" and answer is None:
-            return sampling
+            return self.sampling
         wanted = named_tool(choice)
         tools = [one for one in self.chat.tools if wanted in (None, tool_name(one))]
-        held_to = call_form(tools, sampling.max_tokens, answer)
-        return sampling.with_changes(structured_outputs=held_to)
+        held_to = call_form(tools, self.sampling.max_tokens, answer)
+        return self.sampling.with_changes(structured_outputs=held_to)
 
-    def may_answer_in(self, form: StructuredOutputs | None) -> bool:
-        """Whether an answer may be in a form, or a call."""
-        return self.chat.tool_choice == "auto" and form is not None and form.is_json
-
-    def read(
-        self, text: str, token_ids: Sequence[int], *, is_json: bool
-    ) -> tuple[str, tuple[ToolCall, ...]]:
-        """Return an answer's text without its calls, and the calls; one if the chat says so.
-
-        is_json: whether it was held to JSON, so that calls are plain JSON, too.
-        """
+    def read(self, text: str, token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
+        """Return an answer's text without its calls, and the calls; one if the chat says so."""
+        is_json = _is_json(self.constrained)
         if not is_json and self.hides_mark(token_ids):
             whole = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
             content, calls = find_calls(whole, self._known)
@@ -73,9 +74,9 @@ class ToolUse:
             return text, ()
         return content, calls if self.chat.parallel_tool_calls else calls[:1]
 
-    def content_stream(self, *, is_json: bool) -> ContentStream:
-        """Return a filter that leaves calls out of a streamed answer; is_json: as for ``read``."""
-        return ContentStream(self._known, is_json=is_json)
+    def content_stream(self) -> ContentStream:
+        """Return a filter that leaves calls out of a streamed answer."""
+        return ContentStream(self._known, is_json=_is_json(self.constrained))
 
     @property
     def _known(self) -> frozenset[str]:
@@ -89,6 +90,11 @@ class ToolUse:
     def _special_marks(self) -> frozenset[int]:
         marks = [text for text in MARKS if text in self.tokenizer.all_special_tokens]
         return frozenset(self.tokenizer.convert_tokens_to_ids(marks))
+
+
+def _is_json(sampling: ResolvedSampling) -> bool:
+    form = sampling.structured_outputs
+    return form is not None and form.is_json
 
 
 def call_form(

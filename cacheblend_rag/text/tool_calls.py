@@ -1,8 +1,8 @@
 """Finds calls of tools in an answer, whichever of the common forms the model writes them in.
 
 A call is JSON, or a name and its arguments, behind a mark. Behind no mark but the answer's
-beginning, and in a fence, JSON may be something else: there it must name one of the tools. One
-pattern tells where calls may begin, in a whole answer as in one that is still written.
+beginning, and in a fence, JSON may be something else: there it must name one of the tools. The
+places where calls may begin are the same in a whole answer as in one that is still written.
 """
 
 from __future__ import annotations
@@ -20,17 +20,25 @@ from cacheblend_rag.text.tools import NAME, ToolCall
 
 MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 """What models write before a call: Hermes, Qwen and untrained ones; Mistral; Llama."""
-FENCE = "```json"
+OPENING = regex.compile("|".join(map(re.escape, (*MARKS, "```json"))))
 BLANKS = r"\s{0,99}+"
 """White space, bounded, since a stream's end is searched again with each new piece."""
-KEYED = (
-    rf'(?:\[{BLANKS})?\{{{BLANKS}"'
-    rf'(?:name"{BLANKS}:{BLANKS}"\L<known>"|(?:type|id|arguments|parameters)")'
+
+
+def _key(name: str) -> str:
+    """Return the pattern of a key in JSON, whose letters may be escaped."""
+    return "".join(rf"(?:{letter}|(?i:\\u00{ord(letter):x}))" for letter in name) + '"'
+
+
+KEYED = regex.compile(
+    rf'[\s,;]{{0,99}}+(?:\[{BLANKS})?\{{{BLANKS}"'
+    rf'(?:{_key("name")}{BLANKS}:{BLANKS}"(?P<name>[^"]{{0,128}})|'
+    rf"{'|'.join(map(_key, ('type', 'id', 'arguments', 'parameters')))})"
 )
-"""How a JSON call of a known tool begins, or a JSON list of calls."""
-NAMED = rf"\L<known>(?:\[ARGS\])?{BLANKS}\{{"
-"""A known tool's name right before its JSON arguments."""
-PLAIN = rf"[\s,;]{{0,99}}+(?:{KEYED}|{NAMED})"
+"""How a JSON call begins, or a JSON list of calls, as far as the name if that is the first key."""
+NAMED = regex.compile(r"[\s,;]{0,99}+(?P<name>[a-zA-Z0-9_.:-]{0,128})")
+"""A tool's name right before its arguments, or another word."""
+BEHIND_NAME = regex.compile(rf'"|(?:\[ARGS\])?{BLANKS}\{{')
 CLOSING = re.compile(r"\s*(?:</tool_call>|```)")
 BEFORE = re.compile(rf"[\s,;]*(?:(?P<name>{NAME.pattern})(?:\[ARGS\])?\s*(?=\{{))?")
 """What may stand before a JSON value: separators, and a tool's name before its arguments."""
@@ -51,12 +59,12 @@ def find_calls(
     """
     pieces, calls = list[str](), list[ToolCall]()
     kept = 0  # where content that is not in a piece begins
-    for found in islice(_opening(known, is_json).finditer(text), MOST_OPENINGS):
-        if found.start() < kept:  # in the arguments of a call
+    for start, at, is_marked in islice(_openings(text, 0, known, is_json), MOST_OPENINGS):
+        if start < kept:  # in the arguments of a call
             continue
-        read, end = _calls_at(text, found.end("mark"), None if found["mark"] in MARKS else known)
+        read, end = _calls_at(text, at, None if is_marked else known)
         if read:
-            pieces.append(text[kept : found.start()])
+            pieces.append(text[kept:start])
             calls += read
             kept = end
     if not calls:
@@ -74,7 +82,7 @@ class ContentStream:
     """
 
     def __init__(self, known: Collection[str], *, is_json: bool = False) -> None:
-        self._opening = _opening(known, is_json)
+        self._known, self._is_json = known, is_json
         self._text, self._shown = "", 0
         self._begun = 0  # where calls may begin
         self._is_over = False
@@ -88,8 +96,8 @@ class ContentStream:
         if self._is_over:
             return ""
         self._text += piece
-        begun = self._opening.search(self._text, self._begun, partial=True)
-        self._begun = len(self._text) if begun is None else begun.start()
+        openings = _openings(self._text, self._begun, self._known, self._is_json)
+        self._begun, *_ = next(openings, (len(self._text),))
         shown = self._text[self._shown : self._begun].rstrip()
         self._shown += len(shown)
         return shown
@@ -99,15 +107,32 @@ class ContentStream:
         return content[self._shown :] if content.startswith(self._text[: self._shown]) else ""
 
 
-def _opening(known: Collection[str], is_json: bool) -> Any:
-    """Return the pattern of how calls begin; its group ``mark`` ends where their JSON may begin.
+def _openings(
+    text: str, at: int, known: Collection[str], is_json: bool
+) -> Iterator[tuple[int, int, bool]]:
+    """Yield where calls begin, or may begin at the text's end.
 
-    With ``partial=True`` it also matches an unfinished beginning at the text's end.
+    Each is its start, where its JSON begins, and whether it is behind a mark. at: where the search
+    begins.
     """
-    plain = rf"(?P<mark>\A){PLAIN}"
-    marked = "|".join(map(re.escape, MARKS))
-    whole = plain if is_json else rf"(?P<mark>{marked})|(?P<mark>\A|{FENCE}){PLAIN}"
-    return regex.compile(whole, known=known)
+    if at == 0 and _is_plain(text, 0, known):
+        yield 0, 0, False
+    for found in () if is_json else OPENING.finditer(text, at, partial=True):
+        is_marked = found.partial or found[0] in MARKS
+        if is_marked or _is_plain(text, found.end(), known):
+            yield found.start(), found.end(), is_marked
+
+
+def _is_plain(text: str, at: int, known: Collection[str]) -> bool:
+    """Whether a call without a mark begins at a place, or may begin there at the text's end."""
+    found = KEYED.match(text, at, partial=True)
+    if found and (found.partial or found["name"] is None or "\\" in found["name"]):
+        return True
+    found = found or NAMED.match(text, at)
+    name, end = found["name"], found.end()
+    if end == len(text):
+        return any(one.startswith(name) for one in known)
+    return name in known and BEHIND_NAME.match(text, end, partial=True) is not None
 
 
 def _calls_at(text: str, at: int, known: Collection[str] | None) -> tuple[list[ToolCall], int]:

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from cacheblend_rag import ChatPrompt, ConfigError, PromptError, StructuredOutputs
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.tool_use import ToolUse, call_form
 from tests.tokenizer_kinds import tokenizer_of
 
@@ -117,14 +118,15 @@ def test_an_answer_may_stand_in_place_of_a_call() -> None:
 def test_a_mark_that_decoding_leaves_out_begins_a_call_in_streams_as_well() -> None:
     tokenizer: Any = copy.deepcopy(tokenizer_of("byte-level"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
-    use = ToolUse(ChatPrompt([{"role": "user", "content": "?"}], [tool({})]), tokenizer)
-    stream, ids, shown = use.content_stream(is_json=False), [], ""
+    asked = ChatPrompt([{"role": "user", "content": "?"}], [tool({})])
+    use = ToolUse(asked, ResolvedSampling(), tokenizer)
+    stream, ids, shown = use.content_stream(), [], ""
     for piece in ("So: ", "[TOOL_CALLS]", 'f{"a', '": 1}'):
         new = tokenizer.encode(piece, add_special_tokens=False)
         ids += new
         text = tokenizer.decode(new, skip_special_tokens=True)
         shown += stream.feed(text, is_call=use.hides_mark(new))
-    content, calls = use.read(tokenizer.decode(ids, skip_special_tokens=True), ids, is_json=False)
+    content, calls = use.read(tokenizer.decode(ids, skip_special_tokens=True), ids)
     assert (shown, shown + stream.finish(content), content) == ("So:",) * 3
     assert [(call.name, call.arguments) for call in calls] == [("f", '{"a": 1}')]
 

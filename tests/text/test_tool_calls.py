@@ -31,6 +31,8 @@ CALLS = {
     f"Here:\n```json\n{ROME}\n```": ("Here:", FOUND[:1]),
     '{"name": "look", "arguments": "{\\"city\\": \\"Rome\\"}"}': ("", FOUND[:1]),
     'look{"city": "Rome"}': ("", FOUND[:1]),
+    '{"n\\u0061me": "l\\u006Fok", "\\u0061rguments": {"city": "Rome"}}': ("", FOUND[:1]),
+    '{"\\u0069d": 1, "name": "\\u006cook", "arguments": {"city": "Rome"}}': ("", FOUND[:1]),
     '{"type": "function", "name": "look", "arguments": {"city": "Rome"}}': ("", FOUND[:1]),
 }  # fmt: skip
 NO_CALLS = [
