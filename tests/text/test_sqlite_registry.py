@@ -16,7 +16,7 @@ from threading import Thread
 import pytest
 
 from cacheblend_rag.errors import PromptError, StoreError
-from cacheblend_rag.text import registry_file
+from cacheblend_rag.text import sqlite_registry
 from cacheblend_rag.text.chunk import Chunk, Document
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
@@ -42,14 +42,14 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def statements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The statements that registries run on their files from now on."""
-    connect, seen = registry_file._connect, list[str]()
+    connect, seen = sqlite_registry._connect, list[str]()
 
     def traced(path: Path, mode: str, wait_seconds: float) -> sqlite3.Connection:
         made = connect(path, mode, wait_seconds)
         made.set_trace_callback(seen.append)
         return made
 
-    monkeypatch.setattr(registry_file, "_connect", traced)
+    monkeypatch.setattr(sqlite_registry, "_connect", traced)
     return seen
 
 
@@ -331,7 +331,7 @@ def test_a_row_that_is_too_long_is_neither_written_nor_read(
 ) -> None:
     before = SharedChunkRegistry(path)
     before.add_many([Chunk("x" * 900)])
-    monkeypatch.setattr(registry_file, "MOST_BYTES", 800)
+    monkeypatch.setattr(sqlite_registry, "MOST_BYTES", 800)
     with pytest.raises(StoreError, match="cannot be opened: string or blob too big"):
         SharedChunkRegistry(path)
     other = SharedChunkRegistry(path.with_name("other.sqlite"))
