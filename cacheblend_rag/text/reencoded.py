@@ -17,12 +17,12 @@ from cacheblend_rag.text.runs import Ids, Run
 
 REACH = 32
 """Most tokens between two runs of equal tokens."""
-RESUMES = 3
-"""Equal tokens in a row that the next run needs to begin."""
 MOST_TRIED = 3
 """Most places behind a run that are tried as the beginning of the next one."""
 MOST_COMPARED = 1024
 """Most comparisons of texts in one search; they bound its time."""
+IN_VAIN = 32
+"""How many comparisons it counts as to find nothing before or behind a run."""
 
 LAYOUT = re.compile(r"[\s>]+")
 """Characters that quoting, indenting and other line ends add or remove."""
@@ -31,18 +31,18 @@ CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
 
 
 class SameText:
-    """Compares the texts of a prompt's and a chunk's tokens; false after MOST_COMPARED calls.
+    """Compares the texts of a prompt's and a chunk's tokens; false with no comparisons ``left``.
 
     says: decodes tokens.
     """
 
     def __init__(self, says: Callable[[Sequence[int]], str]) -> None:
-        self._says, self._left = says, MOST_COMPARED
+        self._says, self.left = says, MOST_COMPARED
 
     def __call__(self, here: Sequence[int], own: Sequence[int]) -> bool:
         """Whether the prompt's tokens ``here`` have the text of the chunk's tokens ``own``."""
-        self._left -= 1
-        return self._left >= 0 and is_reencoded(self._says(here), self._says(own))
+        self.left -= 1
+        return self.left >= 0 and is_reencoded(self._says(here), self._says(own))
 
 
 def is_reencoded(here: str, text: str) -> bool:
@@ -88,6 +88,8 @@ def followed(tokens: Ids, chunk: Ids, run: Run, is_same: SameText) -> list[Run]:
         Run(run.end + at, run.end + at + size, last + own_at)
         for at, own_at, size in _resumed(tokens[run.end :], chunk[last:], is_same)
     ]
+    if not before and not behind:
+        is_same.left -= IN_VAIN
     return [*reversed(before), run, *behind]
 
 
@@ -96,7 +98,7 @@ def _resumed(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the next runs: index in the prompt, index in the chunk, number of tokens."""
     at = own_at = 0
-    while chunk.size - own_at >= RESUMES:
+    while own_at < chunk.size:
         here = tokens[at : at + REACH].tolist()
         own = chunk[own_at : own_at + REACH].tolist()
         places = sorted(_places(here, own), key=sum)[:MOST_TRIED]
@@ -110,14 +112,11 @@ def _resumed(
 
 
 def _places(here: Sequence[int], own: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the index in each where both have the same RESUMES tokens."""
-    known = {
-        tuple(own[index : index + RESUMES]): index
-        for index in reversed(range(len(own) - RESUMES + 1))
-    }
-    for index in range(len(here) - RESUMES + 1):
-        if (found := known.get(tuple(here[index : index + RESUMES]))) is not None:
-            yield index, found
+    """Yield the index in each where both have the same token."""
+    known = dict(zip(reversed(own), reversed(range(len(own))), strict=True))
+    for index, token in enumerate(here):
+        if token in known:
+            yield index, known[token]
 
 
 def _alike(tokens: Ids, others: Ids) -> int:

@@ -35,6 +35,10 @@ class Run:
         """Number of tokens in the run."""
         return self.end - self.start
 
+    def part(self, first: int, stop: int) -> Run:
+        """Return what tokens [first, stop) of the run are."""
+        return Run(self.start + first, self.start + stop, self.skip + first)
+
 
 def equal_runs(tokens: Ids, chunk: Ids, shift: int, *, after: int = 0, least: int = 1) -> list[Run]:
     """Return where a prompt has a chunk's tokens if the chunk's first token is placed at ``shift``.
@@ -49,9 +53,10 @@ def equal_runs(tokens: Ids, chunk: Ids, shift: int, *, after: int = 0, least: in
     low = max(shift, after)
     high = max(low, min(shift + chunk.size, tokens.size))
     is_same = tokens[low:high] == chunk[low - shift : high - shift]
-    return [
-        Run(low + start, low + end, low + start - shift) for start, end in spans_of(is_same, least)
-    ]
+    if np.count_nonzero(is_same) < least:
+        return []
+    whole = Run(low, high, low - shift)
+    return [whole.part(start, end) for start, end in spans_of(is_same, least)]
 
 
 def spans_of(mask: NDArray[np.bool_], least: int = 1) -> list[tuple[int, int]]:

@@ -16,7 +16,6 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from cacheblend_rag.text.reencoded import SameText, followed
@@ -54,10 +53,10 @@ WHOLE = 4
 OFFSET_BITS = 27
 ZERO = 1 << (OFFSET_BITS - 1)
 """Added to positions in a diagonal, so that negative ones fit, too."""
-FEWEST_BITS, MOST_BITS = 8, 28
+MOST_BITS = 28
 MARK_BITS = 4
 """Log2 of the bits of ``marks`` per anchor: few other hashes have a bit set by chance."""
-FACTOR = np.uint64(0x9E3779B97F4A7C15)
+FACTORS = [np.uint64(pow(0x9E3779B97F4A7C15, 1 << power, 1 << 64)) for power in range(3)]
 LAST_FACTOR = np.uint64(0xD6E8FEB86659FD93)
 HALF = np.uint64(32)
 
@@ -97,16 +96,17 @@ class Match(Generic[Name]):
         """Number of tokens in its runs."""
         return sum(run.tokens for run in self.runs)
 
+    def moved(self, by: int) -> Match[Name]:
+        """Return the match in a prompt with so many more tokens before it."""
+        runs = (Run(run.start + by, run.end + by, run.skip) for run in self.runs)
+        return Match(self.name, tuple(runs))
+
     def within(self, first: int, stop: int) -> Match[Name] | None:
         """Return the part within tokens [first, stop) of the sequence; None if it is empty."""
         bounds = (
-            (max(first - run.skip, 0), min(stop - run.skip, run.tokens), run) for run in self.runs
+            (run, max(first - run.skip, 0), min(stop - run.skip, run.tokens)) for run in self.runs
         )
-        left = tuple(
-            Run(run.start + low, run.start + high, run.skip + low)
-            for low, high, run in bounds
-            if low < high
-        )
+        left = tuple(run.part(low, high) for run, low, high in bounds if low < high)
         return Match(self.name, left) if left else None
 
 
@@ -120,7 +120,7 @@ class TokenIndex(Generic[Name]):
 
     def __init__(self, least: int = 32) -> None:
         self.least = least
-        self._window = min(WINDOW, least)
+        self._window = 1 << (min(WINDOW, least).bit_length() - 1)
         self._stride = min(STRIDE, least - self._window + 1)
         self._next = 0
         self._numbers: dict[Name, int] = {}
@@ -145,11 +145,14 @@ class TokenIndex(Generic[Name]):
     def add(self, sequences: Iterable[tuple[SomeTokens, Name]]) -> None:
         """Add sequences; known names are ignored. Many at once are faster."""
         new = ((tokens, name) for tokens, name in sequences if name not in self._numbers)
-        parts = list[Anchors]()
+        parts = list[Parts]()
         while batch := [self._entered(*one) for one in islice(new, BATCH)]:
-            parts.append(Anchors.of(batch, self._window, self._stride))
+            parts.append(_anchors_of(batch, self._window, self._stride))
         if parts:
-            self._put(Anchors.joined(parts))
+            levels, last = [*self._levels], Anchors.of(parts)
+            while levels and levels[-1].size < LEAVES_LEVELS * last.size:
+                last = Anchors.of([levels.pop().parts, last.parts])
+            self._levels = (*levels, last)
 
     def discard(self, name: Name) -> None:
         """Forget a sequence, if its name is known: no later search finds it."""
@@ -158,7 +161,7 @@ class TokenIndex(Generic[Name]):
             del self._known[number]
             self._gone.add(number)
             if len(self._gone) > LEAST_GONE + len(self._known) // 64:
-                self._levels = (Anchors.joined(self._levels, self._gone),)
+                self._levels = (Anchors.of([one.parts for one in self._levels], self._gone),)
                 self._gone = set()
 
     def _entered(self, tokens: SomeTokens, name: Name) -> tuple[int, Tokens]:
@@ -168,13 +171,6 @@ class TokenIndex(Generic[Name]):
         self._next += 1
         self._known[number], self._numbers[name] = (name, own), number
         return number, own
-
-    def _put(self, new: Anchors) -> None:
-        """Add anchors as the last level, and join levels of about the same size."""
-        *levels, last = *self._levels, new
-        while levels and levels[-1].size < LEAVES_LEVELS * last.size:
-            last = Anchors.joined([levels.pop(), last])
-        self._levels = (*levels, last)
 
     # Searches
 
@@ -199,20 +195,13 @@ class TokenIndex(Generic[Name]):
         """
         prompt = as_array(token_ids[start:end])
         found = sorted(self._chosen(prompt, is_same), key=lambda one: one.start)
-        return [
-            Match(
-                one.name,
-                tuple(Run(start + run.start, start + run.end, run.skip) for run in one.runs),
-            )
-            for one in found
-        ]
+        return [one.moved(start) for one in found]
 
     def _chosen(self, prompt: Tokens, is_same: SameText | None) -> Iterator[Match[Name]]:
         """Yield matches that do not overlap, the longest first."""
-        found = [*self._matches(prompt, is_same)]
         waiting = [
             (-one.tokens - WHOLE * (one.tokens == size), number, one.start, place, one)
-            for place, (number, size, one) in enumerate(found)
+            for place, (number, size, one) in enumerate(self._matches(prompt, is_same))
         ]
         heapify(waiting)
         is_free = np.ones(prompt.size, np.bool_)
@@ -229,37 +218,33 @@ class TokenIndex(Generic[Name]):
     def _matches(
         self, prompt: Tokens, is_same: SameText | None
     ) -> Iterator[tuple[int, int, Match[Name]]]:
-        """Yield each match with the number and the size of its sequence."""
-        seen: dict[int, list[Match[Name]]] = {}
-        is_found = np.zeros(prompt.size, np.bool_)
-        least = self.least if is_same is None else self._window
-        for number, name, own, run in self._runs(prompt, least):
-            matches = seen.setdefault(number, [])
-            if any(one.start <= run.start and run.end <= one.end for one in matches):
-                continue
-            runs = [run]
-            if is_same and run.tokens < own.size and not is_found[run.start : run.end].all():
-                runs = followed(prompt, own, run, is_same)
-            matches.append(one := Match(name, tuple(runs)))
-            if one.tokens >= self.least:
-                is_found[one.start : one.end] = True
-                yield number, own.size, one
-
-    def _runs(self, prompt: Tokens, least: int) -> Iterator[tuple[int, Name, Tokens, Run]]:
-        """Yield each run with its sequence's number, name and tokens, up to a bound."""
+        """Yield each match with the number and the size of its sequence, up to a bound."""
         left = COMPARED_TOKENS + 4 * prompt.size
-        is_seen = np.zeros(prompt.size, np.bool_)
+        is_seen, is_found = np.zeros((2, prompt.size), np.bool_)
+        followed_to: dict[int, list[Match[Name]]] = {}
         for number, shift, position, crowd in self._places(prompt):
             known = self._known.get(number)
             if known is None or (crowd >= MOST_PLACES and is_seen[position]):
+                continue
+            if any(one.start <= position < one.end for one in followed_to.get(number, ())):
                 continue
             name, own = known
             left -= max(min(prompt.size, shift + own.size) - max(shift, 0), LEAST_COMPARED)
             if left < 0:
                 return
+            goes_on = is_same is not None and is_same.left > 0
+            least = self._window if goes_on else self.least
             for run in equal_runs(prompt, own, shift, least=least):
                 is_seen[run.start : run.end] = True
-                yield number, name, own, run
+                match = Match(name, (run,))
+                is_part = goes_on and run.tokens < own.size
+                if is_same and is_part and not is_found[run.start : run.end].all():
+                    match = Match(name, tuple(followed(prompt, own, run, is_same)))
+                    if len(match.runs) > 1:
+                        followed_to.setdefault(number, []).append(match)
+                if match.tokens >= self.least:
+                    is_found[match.start : match.end] = True
+                    yield number, own.size, match
 
     def _places(self, prompt: Tokens) -> Iterable[tuple[int, int, int, int]]:
         """Return (number, shift, position, crowd) of possible matches, those with most hits first.
@@ -267,12 +252,11 @@ class TokenIndex(Generic[Name]):
         The sequence would begin at ``shift``; its anchor is at ``position``; ``crowd`` sequences
         have the same anchor.
         """
-        levels = [level for level in self._levels if level.size]
-        if prompt.size < self._window or not levels:
-            return ()
-        seen = _hashed(sliding_window_view(prompt, self._window))
+        seen = _hashed(prompt, self._window)
         places = MOST_PLACES + len(self._gone)  # forgotten sequences take no others' places
-        hits = [level.hits(seen, places) for level in levels]
+        hits = [found for level in self._levels if (found := level.hits(seen, places))]
+        if not hits:
+            return ()
         found, positions, crowds = (np.concatenate(parts) for parts in zip(*hits, strict=True))
         _, firsts, counts = np.unique(found, return_index=True, return_counts=True)
         firsts = firsts[np.argsort(-counts, kind="stable")]
@@ -285,14 +269,34 @@ def _left(match: Match[Name], is_free: NDArray[np.bool_]) -> Iterator[Match[Name
     """Yield the parts of a match that no other match has taken."""
     runs: list[Run] = []
     for run in match.runs:
-        for first, stop in spans_of(is_free[run.start : run.end]):
-            part = Run(run.start + first, run.start + stop, run.skip + first)
+        for part in (run.part(*span) for span in spans_of(is_free[run.start : run.end])):
             if runs and not is_free[runs[-1].end : part.start].all():
                 yield Match(match.name, tuple(runs))
                 runs = []
             runs.append(part)
     if runs:
         yield Match(match.name, tuple(runs))
+
+
+Parts = tuple[Hashes, Integers]
+"""Anchors as their hashes and places, each (anchors,)."""
+
+
+def _anchors_of(sequences: Sequence[tuple[int, Tokens]], window: int, stride: int) -> Parts:
+    """Return those of every ``stride``-th window of numbered sequences.
+
+    Windows of few distinct tokens are left out: long repetitions would be found everywhere.
+    """
+    sizes = np.array([own.size for _, own in sequences], np.int64)
+    counts = np.maximum((sizes - window) // stride + 1, 0)
+    offsets = stride * _ramps(counts)
+    at = np.repeat(np.cumsum(sizes) - sizes, counts) + offsets
+    tokens = np.concatenate([own for _, own in sequences])
+    windows = np.sort(tokens[at[:, None] + np.arange(window)], axis=1)
+    is_rich = np.count_nonzero(windows[:, 1:] != windows[:, :-1], axis=1) >= window // 2 - 1
+    numbers = np.array([number for number, _ in sequences], np.int64)
+    places = np.repeat((numbers << OFFSET_BITS) + ZERO, counts) - offsets
+    return _hashed(tokens, window)[at[is_rich]], places[is_rich]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -311,50 +315,33 @@ class Anchors:
     shift: np.uint32
 
     @classmethod
-    def of(cls, sequences: Sequence[tuple[int, Tokens]], window: int, stride: int) -> Anchors:
-        """Make those of every ``stride``-th window of numbered sequences.
-
-        Windows of few distinct tokens are left out: long repetitions would be found everywhere.
-        """
-        sizes = np.array([own.size for _, own in sequences], np.int64)
-        counts = np.maximum((sizes - window) // stride + 1, 0)
-        offsets = stride * _ramps(counts)
-        at = np.repeat(np.cumsum(sizes) - sizes, counts) + offsets
-        windows = np.concatenate([own for _, own in sequences])[at[:, None] + np.arange(window)]
-        distinct = 1 + np.count_nonzero(np.diff(np.sort(windows, axis=1), axis=1), axis=1)
-        is_rich = distinct >= window // 2
-        numbers = np.array([number for number, _ in sequences], np.int64)
-        places = np.repeat((numbers << OFFSET_BITS) + ZERO, counts) - offsets
-        return cls._sorted(_hashed(windows)[is_rich], places[is_rich])
-
-    @classmethod
-    def joined(cls, parts: Sequence[Anchors], gone: Iterable[int] = ()) -> Anchors:
-        """Merge anchors, without those of the sequences in ``gone``."""
-        hashes = np.concatenate([one.hashes for one in parts])
-        places = np.concatenate([one.places for one in parts])
+    def of(cls, parts: Sequence[Parts], gone: Iterable[int] = ()) -> Anchors:
+        """Sort anchors, without those of the sequences in ``gone``."""
+        hashes, places = (np.concatenate(column) for column in zip(*parts, strict=True))
         if gone:
             is_left = np.isin(places >> OFFSET_BITS, np.array([*gone]), invert=True)
             hashes, places = hashes[is_left], places[is_left]
-        return cls._sorted(hashes, places)
-
-    @classmethod
-    def _sorted(cls, hashes: Hashes, places: Integers) -> Anchors:
         order = np.argsort(hashes, kind="stable")
-        bits = min(max(FEWEST_BITS, hashes.size.bit_length() + MARK_BITS), MOST_BITS)
+        bits = min(hashes.size.bit_length() + MARK_BITS, MOST_BITS)
         shift, is_marked = np.uint32(32 - bits), np.zeros(1 << bits, np.bool_)
         is_marked[hashes >> shift] = True
         return cls(hashes[order], places[order], np.packbits(is_marked, bitorder="little"), shift)
+
+    @property
+    def parts(self) -> Parts:
+        """Hashes and places."""
+        return self.hashes, self.places
 
     @property
     def size(self) -> int:
         """Number of anchors."""
         return self.places.size
 
-    def hits(self, seen: Hashes, most_places: int) -> tuple[Integers, Integers, Integers]:
+    def hits(self, seen: Hashes, most_places: int) -> tuple[Integers, Integers, Integers] | None:
         """Return diagonals, positions and crowds, each (hits,), of windows that are anchors.
 
         A crowd is the number of sequences that an anchor leads to. If there are too many hits,
-        those with the largest crowds are left out.
+        those with the largest crowds are left out. None if there are none.
 
         Args:
             seen: (windows,) hashes of the prompt's windows.
@@ -366,6 +353,8 @@ class Anchors:
         low = np.searchsorted(self.hashes, seen[at])
         is_anchor = self.hashes[np.minimum(low, self.size - 1)] == seen[at]
         at, low = at[is_anchor], low[is_anchor]
+        if not at.size:
+            return None
         crowds = np.minimum(np.searchsorted(self.hashes, seen[at], "right") - low, most_places)
         if crowds.sum() > MOST_HITS + seen.size // 4:
             order = np.argsort(crowds, kind="stable")
@@ -382,15 +371,15 @@ def as_array(tokens: SomeTokens) -> Tokens:
     return np.frombuffer(array("I", tokens), np.uint32)
 
 
-def _hashed(windows: Tokens) -> Hashes:
-    """Return the hashes of windows, (windows, tokens per window), as (windows,)."""
-    total = np.zeros(len(windows), np.uint64)
-    for column in windows.T:
-        total *= FACTOR
-        total += column
-    total ^= total >> HALF
-    total *= LAST_FACTOR
-    return (total >> HALF).astype(np.uint32)
+def _hashed(tokens: Tokens, window: int) -> Hashes:
+    """Return the hashes of all windows of so many tokens, a power of two, as (windows,)."""
+    hashes = tokens.astype(np.uint64)
+    for power in range(window.bit_length() - 1):
+        width = 1 << power
+        hashes = hashes[:-width] * FACTORS[power] + hashes[width:]
+    hashes ^= hashes >> HALF
+    hashes *= LAST_FACTOR
+    return (hashes >> HALF).astype(np.uint32)
 
 
 def _ramps(counts: Integers) -> Integers:

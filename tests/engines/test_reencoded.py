@@ -49,15 +49,10 @@ FORMS: dict[str, Callable[[Sequence[str]], str]] = {
 
 
 def passages(count: int) -> list[str]:
-    """Texts of two paragraphs with lines, of about 200 tokens or more.
-
-    They hold few quotes: of the words between two escaped ones, hardly any token stays the same.
-    """
-    long = [
-        text
-        for text in load_real_texts().passages
-        if 70 <= len(text.split()) <= 120 and text.count('"') <= 2
-    ]
+    """Texts of two paragraphs with lines, of about 200 tokens or more; some hold many quotes."""
+    texts = load_real_texts().passages
+    long = [one for one in texts if 70 <= len(one.split()) <= 120]
+    long.sort(key=lambda one: -one.count('"'))
     filled = [textwrap.fill(text, LINE) for text in long[: 2 * count]]
     return ["\n\n".join(pair) for pair in zip(filled[::2], filled[1::2], strict=True)]
 
