@@ -51,7 +51,8 @@ def attend_rows(
     masks = MaskCache(0) if masks is None else masks
     out = call.query.new_empty(batch, count, heads, width)
     size = _block_rows(call.query.device, 0 if _is_fused(call) else heads * keys.shape[2])
-    for start, block in rows.blocks(size):
+    for start in range(0, count, size):  # whole blocks: matrix products are made for such sizes
+        block = rows.part(start, start + size)
         stop = start + len(block)
         first = 0 if call.window is None else max(0, block.first - call.window + 1)
         seen = slice(first, block.last + 1)

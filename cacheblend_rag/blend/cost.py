@@ -75,7 +75,7 @@ class Forecast:
 
     def work(self, schedule: Schedule) -> float:
         """Return the work, in floating-point operations, that BlendPass would count."""
-        rows = self._rows(1.0 if schedule.before is None else self._share(schedule.before))
+        rows = self._rows(self._share(schedule.before))
         work, last = 0.0, len(self._costs) - 1
         for layer, cost in enumerate(self._costs):
             if layer in schedule.checks:

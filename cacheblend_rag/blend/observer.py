@@ -60,13 +60,8 @@ class Observer:
     def selected(self, selection: Selection) -> None:
         """Called when a selector has chosen the tokens to recompute."""
 
-    def replacing(
-        self, layer: int, rows: Rows, keys: Tensor, values: Tensor, fused: FusedKV
-    ) -> None:
-        """Called before rows' fresh KV (1, kv_heads, rows, head_dim) replaces what is in ``fused``.
-
-        Once per layer and row, in blocks of rows.
-        """
+    def replacing(self, call: AttentionCall, rows: Rows, fused: FusedKV) -> None:
+        """Called before rows' fresh KV replaces what is in ``fused``; once per layer and row."""
 
     def attended(self, call: AttentionCall, rows: Rows, fused: FusedKV) -> None:
         """Called with the inputs of rows' attention, once their fresh KV is in ``fused``."""

@@ -22,7 +22,7 @@ from cacheblend_rag.blend.rows import Mask, Positions, Rows
 from cacheblend_rag.blend.schedule import Schedule, row_count, top_rows
 from cacheblend_rag.blend.selectors import Evidence
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack, probe_layer
-from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.blend.steps import Steps, run_to_end
 
 Attention = Callable[[AttentionCall, FusedKV, Rows], Tensor]
 """Attention of rows over a layer's fused KV, which holds their fresh KV already; returns
@@ -160,7 +160,7 @@ class BlendPass:
     # Which rows are computed
 
     def _first_rows(self) -> Mask:
-        if self.schedule.before is None:
+        if self.schedule.before == 1:
             # Tokens that may not be recomputed keep cached KV in all layers, even before the check.
             return self._always | self._eligible
         if self.schedule.before == 0:
@@ -176,8 +176,7 @@ class BlendPass:
             here = self._rows.host
             free = Rows.at(here[self._free[here]], self._device)
             cached = self._kv_at(layer, free)
-            for _ in self._compute_kv(layer, self._blocks):
-                pass
+            run_to_end(self._compute_kv(layer, self._blocks))
             evidence = self.candidates.evidence(
                 free.host,
                 fresh=self._kv_at(layer, free),
@@ -267,11 +266,10 @@ class BlendPass:
 
     def _write(self, call: AttentionCall, block: _Block) -> None:
         """Write the keys and values just computed for a block of rows into the fused KV."""
-        layer, rows = call.layer, block.rows
-        if layer != self._checked:  # where all rows were written before
-            self.observer.replacing(layer, rows, call.key, call.value, self.fused)
-        self.fused.write(layer, rows, call.key, call.value)
-        self.observer.attended(call, rows, self.fused)
+        if call.layer != self._checked:  # where all rows were written before
+            self.observer.replacing(call, block.rows, self.fused)
+        self.fused.write(call.layer, block.rows, call.key, call.value)
+        self.observer.attended(call, block.rows, self.fused)
 
 
 @dataclass

@@ -42,18 +42,19 @@ class Rotation:
         """Return the rotation of all layers' keys, given each layer's table and layout."""
         if layouts is None:
             raise RuntimeError("the rotary layouts are not known yet: call find_layouts")
-        turned = cache(Layout.turns)  # once for all layers of a kind
-        turns = [
-            turned(layout, *table) if layout and table else None
+        moved = cache(Layout.move)  # once for all layers of a kind
+        moves = [
+            moved(layout, *table) if layout and table else None
             for table, layout in zip(tables, layouts, strict=True)
         ]
-        known = next((turn for turn in turns if turn is not None), None)
+        known = next((move for move in moves if move), None)
         if known is None:
-            nothing = torch.empty(len(turns), 0)
+            nothing = torch.empty(len(moves), 0)
             return cls(nothing, nothing)
-        still = torch.ones_like(known[0]), torch.zeros_like(known[1])
-        cos, sin = (torch.stack([(turn or still)[part] for turn in turns]) for part in (0, 1))
-        return cls(cos, sin, any(layout is not None and layout.interleaved for layout in layouts))
+        still = cls(torch.ones_like(known.cos), torch.zeros_like(known.sin))
+        of_layers = [move or still for move in moves]
+        cos, sin = (torch.cat([getattr(one, part) for one in of_layers]) for part in ("cos", "sin"))
+        return cls(cos, sin, known.interleaved)
 
     def of(self, layer: int) -> Rotation:
         """Return the rotation of one layer's keys."""
@@ -69,20 +70,15 @@ class Layout:
     spread: Spread
     negated: bool = False
 
-    def turns(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, (pairs,), of a layer's table (entries,)."""
+    def move(self, cos: Tensor, sin: Tensor) -> Rotation:
+        """Return the rotation of one layer's keys by the offset of its table (entries,)."""
         picked = {
             "pairs": slice(None),
             "halves": slice(0, cos.numel() // 2),
             "doubled": slice(0, None, 2),
         }[self.spread]
-        sin = sin[picked]
-        return cos[picked], -sin if self.negated else sin
-
-    def move(self, cos: Tensor, sin: Tensor) -> Rotation:
-        """Return the rotation of one layer's keys by the offset of its table (entries,)."""
-        cos, sin = self.turns(cos, sin)
-        return Rotation(cos[None], sin[None], self.interleaved)
+        sin = -sin if self.negated else sin
+        return Rotation(cos[None, picked], sin[None, picked], self.interleaved)
 
 
 SPREADS: tuple[Spread, ...] = ("halves", "doubled", "pairs")

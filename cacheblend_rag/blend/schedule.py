@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -16,32 +17,23 @@ from cacheblend_rag.settings import BlendConfig
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Ratios by layer.
+    """Shares of the chunk tokens that may be recomputed.
 
-    before: ratio applied before layer 0, or None when rows are chosen at check layers.
-    checks: check layer -> ratio; empty when ``before`` is set or everything is recomputed.
+    before: chosen before layer 0; 1 when they are chosen at check layers, or all are recomputed.
+    checks: check layer -> share chosen there.
     """
 
     selector: Selector
-    before: float | None
-    checks: dict[int, float]
+    before: float
+    checks: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
-        """Share of chunk tokens recomputed in the end, at most."""
-        return min([1.0 if self.before is None else self.before, *self.checks.values()])
-
-    @property
-    def recomputes_all(self) -> bool:
-        return self.before is None and not self.checks
-
-    @property
-    def chooses(self) -> bool:
-        """Whether a selector ranks tokens at all."""
-        return bool(self.before or self.checks)
+        """Share recomputed in the end, at most."""
+        return min([self.before, *self.checks.values()])
 
 
-REUSE_ONLY = Schedule(make_selector("none"), 0.0, {})
+REUSE_ONLY = Schedule(make_selector("none"), 0.0)
 """The schedule of a pass that recomputes nothing."""
 
 
@@ -55,16 +47,16 @@ def plan_schedule(config: BlendConfig, layers: int) -> Schedule:
     if isinstance(selector, Question):
         selector.observed(layers)  # which checks them
     if not selector.needs_fresh_kv:
-        ratio = config.ratio if selector.fixed_ratio is None else selector.fixed_ratio
-        return Schedule(selector, None if ratio == 1 else ratio, {})
+        fixed = selector.fixed_ratio
+        return Schedule(selector, config.ratio if fixed is None else fixed)
     checks = {layer: config.ratio_at(i) for i, layer in enumerate(config.check_layers)}
     if set(checks.values()) in ({0}, {1}):
-        return Schedule(selector, 0.0 if 0 in checks.values() else None, {})
+        return Schedule(selector, config.ratio)
     if max(checks) >= layers:
         raise ConfigError(
             f"check_layers={config.check_layers} must be below the model's {layers} layers"
         )
-    return Schedule(selector, None, checks)
+    return Schedule(selector, 1.0, checks)
 
 
 def row_count(ratio: float, tokens: int) -> int:

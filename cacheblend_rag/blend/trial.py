@@ -252,7 +252,7 @@ def turn_tolerance(keys: Tensor, offset: int) -> float:
 def _check_alike(layouts: Sequence[Layout | None], tables: Sequence[Table | None]) -> None:
     """Raise UnsupportedModelError unless layers with rotary rotate the same components."""
     kinds = {
-        (layout.interleaved, layout.turns(*table)[0].numel())
+        (layout.interleaved, layout.move(*table).cos.numel())
         for layout, table in zip(layouts, tables, strict=True)
         if layout is not None and table is not None
     }

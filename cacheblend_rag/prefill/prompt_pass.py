@@ -222,7 +222,7 @@ class PromptPass:
         schedule = plan_schedule(self.config, self.stack.geometry.layers)
         candidates = self._candidates(schedule)
         schedule, selector, selector_reason = self._workable(schedule, candidates)
-        if isinstance(schedule.selector, Question) and schedule.chooses:
+        if isinstance(schedule.selector, Question) and 0 < schedule.ratio < 1:
             self.watch.enter("selection", waits=False)
             candidates.question_attention = yield from self._probe(candidates, schedule.selector)
             self.watch.enter("lay_in")
@@ -283,7 +283,7 @@ class PromptPass:
 
     def _candidates(self, schedule: Schedule) -> Candidates:
         """Return the candidates among the prompt's tokens."""
-        share = 0.0 if schedule.recomputes_all else self.config.protect_context
+        share = 0.0 if schedule.ratio == 1 else self.config.protect_context
         known = Candidates.none(self.token_ids.numel())
         known.prior = torch.zeros(self.token_ids.numel())
         known.cached[: self.destination.held_tokens] = True
@@ -311,7 +311,7 @@ class PromptPass:
         """
         name = self.config.selector
         has_prior = any(chunk.prior is not None for chunk in self._loader.used)
-        if schedule.recomputes_all:
+        if schedule.ratio == 1:
             return schedule, name, None
         if not bool(candidates.eligible.any()):
             is_exact = all(chunk.placed.is_exact for chunk in self._chunks)

@@ -16,7 +16,7 @@ from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.rows import Mask, Positions, Rows
 from cacheblend_rag.blend.schedule import Schedule, top_rows
 from cacheblend_rag.blend.selectors.base import squared_deviation
-from cacheblend_rag.blend.stack import DecoderStack
+from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 from cacheblend_rag.trace import (
     MOST_LAYERS,
     MOST_SELECTIONS,
@@ -59,17 +59,16 @@ class TraceRecorder(Observer):
     def watches(self, layer: int) -> bool:
         return True
 
-    def replacing(
-        self, layer: int, rows: Rows, keys: Tensor, values: Tensor, fused: FusedKV
-    ) -> None:
+    def replacing(self, call: AttentionCall, rows: Rows, fused: FusedKV) -> None:
         """Count the rows that have cached KV, and compare their fresh KV with it."""
+        layer = call.layer
         if layer >= MOST_LAYERS:
             return
         index, cached = self._with_cached_kv(rows)
         self._rows[layer] += len(cached)
         for start in range(0, len(cached), ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
-            fresh = [kv[0].index_select(1, index[part]) for kv in (keys, values)]
+            fresh = [kv[0].index_select(1, index[part]) for kv in (call.key, call.value)]
             stored = [kv.index_select(1, cached.device[part]) for kv in fused.of_layer(layer)]
             changes = [squared_deviation(*pair) for pair in zip(fresh, stored, strict=True)]
             sizes = [kv.float().square_().sum((0, 2)) for kv in fresh]

@@ -98,8 +98,7 @@ def test_a_layout_is_found_by_what_keys_do(layout: Layout, pairs: int) -> None:
     found = find_layout(tables, near, far, NEAR_ENOUGH)
     assert isinstance(found, Layout)
     for table, there in zip(tables, far, strict=True):
-        cos, sin = found.turns(*table)
-        moved = rotated(near, Rotation(cos[None], sin[None], found.interleaved))
+        moved = rotated(near, found.move(*table))
         torch.testing.assert_close(moved, there, atol=1e-4, rtol=0)
 
 

@@ -69,7 +69,7 @@ def by_hand(
                 known.eligible[here] = free_by_hand(kv.prior[own].tolist(), config.protect_context)
             known.offsets[here], known.prior[here] = torch.arange(kv.tokens)[own], kv.prior[own]
     schedule, work = plan_schedule(config, LAYERS), 0.0
-    if isinstance(schedule.selector, Question) and schedule.chooses:
+    if isinstance(schedule.selector, Question) and 0 < schedule.ratio < 1:
         ids, asked = prompt_ids(), schedule.selector
         known.question_attention, work = run(
             probe_question(stack, ids, fused, known, QUESTION, question=asked)
