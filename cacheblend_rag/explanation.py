@@ -228,8 +228,9 @@ def _chunk(
 
 
 def _why(chunk: ChunkReport, report: BlendReport, own: Sequence[ExplainedToken]) -> str:
-    edges = f"; {_counted(chunk.edge_tokens)} at its edges joined with the text beside it, computed"
-    edge = edges if chunk.edge_tokens else ""
+    edges = f"{_counted(chunk.edge_tokens)} at its edges joined with the text beside it, computed"
+    told = chunk.altered or (edges if chunk.edge_tokens else "")
+    edge = told and f"; {told}"
     if not chunk.hit:
         where = f" ({chunk.tier})" if chunk.tier else ""
         return f"computed: {chunk.reason or 'no reason given'}{where}{edge}"

@@ -40,8 +40,8 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id, prefix_ids
 from cacheblend_rag.prefill.conversation_kv import gaps_between, turn_context
 from cacheblend_rag.prefill.lead_in import LeadInId
-from cacheblend_rag.text.reencoded import SameText
-from cacheblend_rag.text.token_index import Match
+from cacheblend_rag.text.reencoded import SameText, reencoding
+from cacheblend_rag.text.token_index import Match, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -199,8 +199,9 @@ class Finder:
             if variant is not None:
                 left -= absent
                 is_protected = variant.is_contextual and variant.follows not in before
+                altered = self._altered(token_ids, tokens, part)
                 for one in self._found(variant, part):
-                    yield replace(one, protected=is_protected)
+                    yield replace(one, protected=is_protected, altered=altered)
 
     def _found(self, variant: Variant, match: Match[str]) -> Iterator[FoundChunk]:
         """Yield a FoundChunk for each run of a match."""
@@ -215,6 +216,18 @@ class Finder:
                 is_missing=self._is_missing(name),
                 deletions=self.deletions.number(name.namespace, name.chunk_id),
             )
+
+    def _altered(self, prompt: Sequence[int], own: Tokens, part: Match[str]) -> str | None:
+        """Return how a chunk stands in a prompt, as ChunkReport has it."""
+        first, *others = part.runs
+        how: str | None = "a part"
+        if others:
+            here = prompt[first.end : others[0].start]
+            gap = own[first.skip + first.tokens : others[0].skip].tolist()
+            how = reencoding(self._vocabulary.says(here), self._vocabulary.says(gap))
+        elif part.skip <= EDGES and len(own) - part.stop <= EDGES:
+            return None
+        return f"{how}: {part.tokens} of {len(own)} tokens found"
 
     def _confirmed_leads(self, beginning: Sequence[int]) -> Collection[str]:
         """Return the hashes of all prefixes of a prompt's beginning, of BOS, and of no token."""

@@ -135,7 +135,8 @@ class FoundChunk:
     before, after: how many of the chunk's tokens stand before and after them. protected: must not
     be recomputed, since the prompt lacks the document that its KV depends on. is_missing: whether
     the store lacked its KV when it was asked just now. deletions: see Deletions. is_turn: it is of
-    a conversation's turn. is_exact: its KV is that of full prefill of this prompt.
+    a conversation's turn. is_exact: its KV is that of full prefill of this prompt. altered: see
+    ChunkReport.
     """
 
     name: Name
@@ -148,6 +149,7 @@ class FoundChunk:
     deletions: int = 0
     is_turn: bool = False
     is_exact: bool = False
+    altered: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -171,6 +173,7 @@ class FoundChunk:
             after=self.after,
             is_turn=self.is_turn,
             is_exact=self.is_exact,
+            altered=self.altered,
         )
 
 

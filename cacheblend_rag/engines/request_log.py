@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import islice
 
 from cacheblend_rag.engines.answer import FULL_PREFILL, Generation, Request
 from cacheblend_rag.reason import ReasonCode
@@ -16,14 +15,11 @@ from cacheblend_rag.report import (
     count_chunks,
     reused_and_recomputed,
 )
+from cacheblend_rag.text.reencoded import FORMS
 from cacheblend_rag.text.registry import ChunkRegistry
 
 logger = logging.getLogger(__name__)
 
-WHITE_SPACE = (
-    "it holds them with other white space than was indexed: chunks are found word for word, so "
-    "index the texts as prompts show them"
-)
 CAUSES: Mapping[ReasonCode | None, str] = {
     ReasonCode.UNKNOWN: "its passages were never given to precompute (CacheBlendPrecompute in "
     "LlamaIndex, CacheBlendTransformer in LangChain) of an engine with this registry: kv_path, "
@@ -35,10 +31,10 @@ CAUSES: Mapping[ReasonCode | None, str] = {
     ReasonCode.OTHER_MODEL: "their KV was computed after another instruction, or by another model "
     "or tokenizer: precompute them with the engine that answers",
 }
-MOST_COMPARED = 10_000
-"""Most chunks that are looked for in a prompt with other white space."""
-MOST_LOOKS = 3
-"""Most prompts that they are looked for in."""
+RE_ENCODED = (
+    "its passages stand in it {}, and too few of their tokens are left to find them by: put them "
+    "into prompts as they are indexed (json.dumps with ensure_ascii=False)"
+)
 
 
 def log_report(report: BlendReport) -> None:
@@ -95,13 +91,11 @@ def _phases(seconds: Mapping[str, float], load_by_tier: Mapping[str, float]) -> 
 class FirstMiss:
     """Warns once, about the first prompt that reuses nothing although chunks were expected.
 
-    Chunks are expected if hints were given or the prompt holds known chunks. The first few other
-    prompts are searched for known chunks with different white space.
+    Chunks are expected if hints were given, or if the prompt holds known chunks, be it re-encoded.
     """
 
     def __init__(self, registry: ChunkRegistry) -> None:
         self._registry = registry
-        self._looks = MOST_LOOKS
         self._said = False
 
     def see(self, request: Request, answer: Generation) -> None:
@@ -120,15 +114,8 @@ class FirstMiss:
     def _cause(self, text: str, expected: bool, answer: Generation) -> str:
         codes = Counter(chunk.reason_code for chunk in answer.report.chunks)
         code = codes.most_common(1)[0][0] if codes else None
-        found = code not in {None, ReasonCode.UNKNOWN, ReasonCode.ALTERED_TEXT}
-        if not found and self._looks > 0:
-            self._looks -= 1
-            if self._stands_otherwise_spaced(text):
-                return WHITE_SPACE
+        if code in {None, ReasonCode.UNKNOWN, ReasonCode.ALTERED_TEXT}:
+            for how, undo in FORMS.items():
+                if (plain := undo(text)) != text and self._registry.find(plain):
+                    return RE_ENCODED.format(how)
         return CAUSES.get(code, answer.report.reason or "") if expected else ""
-
-    def _stands_otherwise_spaced(self, text: str) -> bool:
-        """Whether the prompt holds a known chunk with different white space."""
-        bare = "".join(text.split())
-        known = (chunk.text for chunk in islice(self._registry.chunks(), MOST_COMPARED))
-        return any(one not in text and "".join(one.split()) in bare for one in known)

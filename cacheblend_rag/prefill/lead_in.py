@@ -64,9 +64,9 @@ class PlacedChunk:
 
     protected: recomputing some of its tokens would lose the document context in its cached KV.
     before, after: how many of the chunk's tokens stand before and after them: their stored KV is
-    not used. is_turn: it is part of a conversation's turn, not a
-    registered chunk. is_exact: its KV is that of full prefill of this prompt. is_block: it is a
-    block of the prompt's prefix, which is not reported.
+    not used. is_turn: it is part of a conversation's turn, not a registered chunk. is_exact: its KV
+    is that of full prefill of this prompt. is_block: it is a block of the prompt's prefix, which is
+    not reported. altered: see ChunkReport.
     """
 
     key: KVKey
@@ -79,6 +79,7 @@ class PlacedChunk:
     is_turn: bool = False
     is_exact: bool = False
     is_block: bool = False
+    altered: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -100,7 +101,8 @@ class PlacedChunk:
             reason=reason,
             tier=tier,
             document_id=self.document_id,
-            edge_tokens=0 if self.is_turn else self.before + self.after,
+            edge_tokens=0 if self.is_turn or self.altered else self.before + self.after,
+            altered=self.altered,
         )
 
 
@@ -200,9 +202,8 @@ class LeadIn:
         if len(self._windows) > CACHED_WINDOWS:
             self._windows = {}
         for context in reversed(waiting):
-            kept = self._windows[context] = next_window(
-                kept, self._piece(context.last), self.window
-            )
+            piece = self._piece(context.last)
+            kept = self._windows[context] = next_window(kept, piece, self.window)
         return kept
 
 
@@ -239,13 +240,12 @@ def place_chunks(spans: Sequence[ChunkSpan], lead_in: LeadIn) -> list[PlacedChun
     earlier: list[str] = []
     for span in spans:
         chunk = span.chunk
-        known = stands_before(chunk.context, earlier)
         placed.append(
             PlacedChunk(
                 key=lead_in.key(chunk),
                 start=span.start,
                 end=span.end,
-                protected=lead_in.name == "document" and not known,
+                protected=lead_in.name == "document" and not stands_before(chunk.context, earlier),
                 document_id=chunk.document_id,
                 before=len(span.before),
                 after=len(span.after),

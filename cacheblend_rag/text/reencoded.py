@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -42,15 +42,13 @@ class SameText:
     def __call__(self, here: Sequence[int], own: Sequence[int]) -> bool:
         """Whether the prompt's tokens ``here`` have the text of the chunk's tokens ``own``."""
         self.left -= 1
-        return self.left >= 0 and is_reencoded(self._says(here), self._says(own))
+        return self.left >= 0 and reencoding(self._says(here), self._says(own)) is not None
 
 
-def is_reencoded(here: str, text: str) -> bool:
-    """Whether ``here`` is ``text`` with other white space or quoting, or escaped."""
+def reencoding(here: str, text: str) -> str | None:
+    """Return how ``here`` is re-encoded, None unless it is ``text``."""
     wanted = LAYOUT.sub("", text)
-    return any(
-        LAYOUT.sub("", undone(here)) == wanted for undone in (str, _unescaped, html.unescape)
-    )
+    return next((how for how, undo in FORMS.items() if LAYOUT.sub("", undo(here)) == wanted), None)
 
 
 def _unescaped(text: str) -> str:
@@ -64,6 +62,14 @@ def _unescaped(text: str) -> str:
     return plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+FORMS: Mapping[str, Callable[[str], str]] = {
+    "with other white space, or quoted": lambda text: re.sub(r"(?m)^[ \t>]+|\r", "", text),
+    "escaped, as in JSON": _unescaped,
+    "escaped, as in HTML": html.unescape,
+}
+"""Undoes each way to re-encode a text."""
+
+
 def followed(tokens: Ids, chunk: Ids, run: Run, is_same: SameText) -> list[Run]:
     """Return a run with those of the same chunk before and behind it, in order.
 
@@ -74,14 +80,12 @@ def followed(tokens: Ids, chunk: Ids, run: Run, is_same: SameText) -> list[Run]:
         is_same: compares what is between two runs.
     """
     last = run.skip + run.tokens
-
-    def is_same_backwards(here: Sequence[int], own: Sequence[int]) -> bool:
-        return is_same(here[::-1], own[::-1])
-
     before = [
         Run(run.start - at - size, run.start - at, run.skip - own_at - size)
         for at, own_at, size in _resumed(
-            tokens[: run.start][::-1], chunk[: run.skip][::-1], is_same_backwards
+            tokens[: run.start][::-1],
+            chunk[: run.skip][::-1],
+            lambda here, own: is_same(here[::-1], own[::-1]),
         )
     ]
     behind = [

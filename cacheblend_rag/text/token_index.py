@@ -128,14 +128,6 @@ class TokenIndex(Generic[Name]):
         self._gone: set[int] = set()
         self._levels: tuple[Anchors, ...] = ()
 
-    def __len__(self) -> int:
-        """Number of sequences."""
-        return len(self._numbers)
-
-    def __contains__(self, name: object) -> bool:
-        """Whether there is a sequence of this name."""
-        return name in self._numbers
-
     def tokens(self, name: Name) -> Tokens:
         """Return the tokens of a sequence, (tokens,), read-only; KeyError for an unknown name."""
         return self._known[self._numbers[name]][1]

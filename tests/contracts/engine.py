@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stderr
+from contextlib import closing, contextmanager, redirect_stderr
 from functools import partial
 from io import StringIO
 from itertools import count
@@ -310,6 +310,28 @@ class EngineContract:
         assert report.reason == "40 reusable tokens are fewer than min_tokens=41"
         assert [(chunk.hit, chunk.reason) for chunk in report.chunks] == [(False, "too short")]
         assert engine.generate(texts.asking(stored), SHORT, config=enough).report.blended
+
+    def test_what_is_found_of_a_passage_is_told(self, engine: Engine, texts: Texts) -> None:
+        [whole] = texts.chunks(200)
+        engine.precompute([whole], progress=False)
+        for text, found, altered in (
+            (" ".join(whole.text.split()[:100]), 96, "a part: 96 of 200 tokens found"),
+            (whole.text.replace(" ", "\n"), 200, None),
+        ):
+            prompt = f"{texts.text(5)} {text} {texts.text(9)}"
+            report = engine.generate(prompt, SHORT, config=REUSE).report
+            assert [(c.hit, c.tokens, c.altered) for c in report.chunks] == [(True, found, altered)]
+
+    def test_a_passage_that_its_encoding_hides_is_named_once(
+        self, engine: Engine, texts: Texts, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with closing(engine.sibling(lead_in="none")) as fresh:
+            fresh.precompute([hidden := Chunk("ж\n" * 40 + "ю")], progress=False)
+            hiding = f"{json.dumps([hidden.text])} {texts.text(9)}"
+            for prompt in (*(texts.text(9) for _ in range(5)), hiding, hiding):
+                assert not fresh.generate(prompt, SHORT).report.blended
+        [said] = [line for line in caplog.messages if line.startswith("nothing was reused")]
+        assert "escaped, as in JSON" in said
 
     def test_a_trace_is_told_to_who_asks_for_it(self, engine: Engine, texts: Texts) -> None:
         chunks = texts.chunks(40, 60)

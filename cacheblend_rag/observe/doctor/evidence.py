@@ -13,7 +13,7 @@ from cacheblend_rag.observe.doctor.machine import CpuLoad
 from cacheblend_rag.observe.doctor.similar import SimilarChunk
 from cacheblend_rag.prefill.comparing import Comparison
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import BlendReport
+from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.settings import BlendConfig
 
 
@@ -170,6 +170,11 @@ class Evidence:
         return (*(() if self.first is None else (self.first,)), *self.blends)
 
     @property
+    def chunks(self) -> tuple[ChunkReport, ...]:
+        """The reports of chunks of the first request."""
+        return () if self.first is None else self.first.chunks
+
+    @property
     def is_blended(self) -> bool:
         """Whether a request reused a chunk."""
         return any(report.blended for report in self.reports)
@@ -191,18 +196,17 @@ class Evidence:
 
     def missed_tokens(self, *codes: ReasonCode) -> int:
         """Return the tokens of chunks that the first request missed for one of these reasons."""
-        chunks = () if self.first is None else self.first.chunks
-        return sum(chunk.tokens for chunk in chunks if chunk.reason_code in codes)
+        return sum(chunk.tokens for chunk in self.chunks if chunk.reason_code in codes)
 
     def missed(self, *codes: ReasonCode) -> int:
         """Return how many chunks the first request missed for one of these reasons."""
-        chunks = () if self.first is None else self.first.chunks
-        return sum(chunk.reason_code in codes for chunk in chunks)
+        return sum(chunk.reason_code in codes for chunk in self.chunks)
 
     def missed_tiers(self, code: ReasonCode) -> Counter[str]:
         """Return how many chunks were missed for a reason, by the tier that failed."""
-        chunks = () if self.first is None else self.first.chunks
-        return Counter(chunk.tier for chunk in chunks if chunk.reason_code == code and chunk.tier)
+        return Counter(
+            chunk.tier for chunk in self.chunks if chunk.reason_code == code and chunk.tier
+        )
 
 
 def waited(report: BlendReport) -> Mapping[str, float]:

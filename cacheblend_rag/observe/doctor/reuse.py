@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from statistics import median
 
 from cacheblend_rag.observe.doctor.evidence import Evidence
@@ -176,7 +176,7 @@ def white_space_differs(evidence: Evidence) -> Finding | None:
         evidence,
         found,
         FindingCode.WHITE_SPACE_DIFFERS,
-        "The prompt holds registered chunks with other white space, so they are not found.",
+        "The prompt holds registered chunks with other white space: only runs of tokens are found.",
         "white space of the prompt's template",
     )
 
@@ -195,19 +195,19 @@ def text_differs(evidence: Evidence) -> Finding | None:
 
 def _of_similar(
     evidence: Evidence,
-    found: Iterable[SimilarChunk],
+    similar: Sequence[SimilarChunk],
     code: FindingCode,
     sentence: str,
     setting: str,
 ) -> Finding | None:
-    similar = list(found)
     if not similar:
         return None
-    first = similar[0]
+    first, altered = similar[0], [one.altered for one in evidence.chunks if one.altered]
     return Finding(
         code,
         sentence,
         {
+            **({"altered": altered[0]} if altered else {}),
             "chunks_found": len(evidence.prompt.chunks),
             "chunks_in_other_form": len(similar),
             "shared_runs_of_words": round(median(one.share for one in similar), 3),
@@ -218,7 +218,7 @@ def _of_similar(
             setting,
             repr(first.found),
             f"{first.registered!r}, as registered",
-            f"{len(similar)} more chunks are found and reused",
+            f"{len(similar)} more chunks are found and reused whole",
         ),
     )
 
@@ -251,7 +251,7 @@ def not_stored(evidence: Evidence) -> Finding | None:
 def no_known_chunk(evidence: Evidence) -> Finding | None:
     """The prompt holds no registered chunk in any form."""
     prompt = evidence.prompt
-    if prompt.chunks or evidence.similar or evidence.refusal is not None:
+    if prompt.chunks or evidence.chunks or evidence.similar or evidence.refusal is not None:
         return None
     return Finding(
         FindingCode.NO_KNOWN_CHUNK,
@@ -270,7 +270,9 @@ def no_known_chunk(evidence: Evidence) -> Finding | None:
 def prompt_too_short(evidence: Evidence) -> Finding | None:
     """The prompt is too short for a gain."""
     tokens, chunks = evidence.prompt.tokens, evidence.missed(ReasonCode.TOO_SHORT)
-    short = tokens < SHORT_PROMPT and _gains_little(evidence)
+    blend, full = evidence.blend_seconds, evidence.full_seconds
+    gains_little = evidence.is_quiet and blend > 0 and full < LEAST_GAIN * blend
+    short = tokens < SHORT_PROMPT and gains_little
     if not chunks and not short:
         return None
     figures: dict[str, Figure] = {
@@ -279,8 +281,7 @@ def prompt_too_short(evidence: Evidence) -> Finding | None:
         "min_tokens": evidence.config.min_tokens,
     }
     if not chunks:
-        figures["full_seconds"] = round(evidence.full_seconds, 4)
-        figures["blend_seconds"] = round(evidence.blend_seconds, 4)
+        figures |= {"full_seconds": round(full, 4), "blend_seconds": round(blend, 4)}
     return Finding(
         FindingCode.PROMPT_TOO_SHORT,
         f"The prompt is short: below about {SHORT_PROMPT:,} tokens there is little to gain.",
@@ -292,11 +293,6 @@ def prompt_too_short(evidence: Evidence) -> Finding | None:
             "prefill takes long enough for reuse to save time",
         ),
     )
-
-
-def _gains_little(evidence: Evidence) -> bool:
-    blend = evidence.blend_seconds
-    return evidence.is_quiet and blend > 0 and evidence.full_seconds < LEAST_GAIN * blend
 
 
 def prefill_sooner(evidence: Evidence) -> Finding | None:

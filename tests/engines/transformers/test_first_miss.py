@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
-from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEngine
+from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TieredKVStore
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import words
 
@@ -14,6 +15,8 @@ SHORT = SamplingParams(max_tokens=1)
 PASSAGE = words(40, 3)
 OTHER = words(40, 9)
 QUESTION = f" {words(5, 20)}"
+HINTED: Mapping[str, Any] = {"hints": [Chunk(PASSAGE)]}
+TOO_SHORT: Mapping[str, Any] = {"config": BlendConfig(min_tokens=256)}
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -24,44 +27,28 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-def never_transformed(engine: TransformersEngine) -> None:
-    engine.precompute([Chunk(OTHER)], progress=False)
-    engine.generate(PASSAGE + QUESTION, SHORT, hints=[Chunk(PASSAGE)])
-
-
-def changed_by_a_template(engine: TransformersEngine) -> None:
-    engine.precompute([Chunk(PASSAGE)], progress=False)
-    engine.generate(PASSAGE[:60] + QUESTION, SHORT, hints=[Chunk(PASSAGE)])
-
-
-def never_computed(engine: TransformersEngine) -> None:
-    engine.register([Chunk(PASSAGE)])
-    engine.generate(PASSAGE + QUESTION, SHORT)
-
-
-def too_short(engine: TransformersEngine) -> None:
-    engine.precompute([Chunk(PASSAGE)], progress=False)
-    engine.generate(PASSAGE + QUESTION, SHORT, config=engine.config.with_changes(min_tokens=256))
-
-
 @pytest.mark.parametrize(
-    ("use", "cause"),
+    ("stored", "is_computed", "asked", "options", "cause"),
     [
-        (never_transformed, "never given to precompute"),
-        (changed_by_a_template, "cut, or changed by a template"),
-        (never_computed, "never computed, or was evicted"),
-        (too_short, "40 reusable tokens are fewer than min_tokens=256"),
+        (OTHER, True, PASSAGE, HINTED, "never given to precompute"),
+        (PASSAGE, True, PASSAGE[:60], HINTED, "cut, or changed by a template"),
+        (PASSAGE, False, PASSAGE, {}, "never computed, or was evicted"),
+        (PASSAGE, True, PASSAGE, TOO_SHORT, "40 reusable tokens are fewer than min_tokens=256"),
     ],
 )
 def test_a_miss_is_warned_of_once_with_its_cause(
     make_engine: EngineFactory,
     caplog: pytest.LogCaptureFixture,
-    use: Callable[[TransformersEngine], None],
+    stored: str,
+    is_computed: bool,
+    asked: str,
+    options: Mapping[str, Any],
     cause: str,
 ) -> None:
     engine = make_engine()
-    use(engine)
-    use(engine)
+    engine.precompute([Chunk(stored)], progress=False, register_only=not is_computed)
+    for _ in range(2):
+        engine.generate(asked + QUESTION, SHORT, **options)
     (warning,) = warnings(caplog)
     assert cause in warning
 
@@ -85,15 +72,9 @@ def test_nothing_is_said_where_nothing_was_to_be_reused(
     engine.precompute([Chunk(PASSAGE)], progress=False)
     engine.generate(OTHER + QUESTION, SHORT)
     engine.generate_full(PASSAGE + QUESTION, SHORT)
-    engine.generate(PASSAGE + QUESTION, SHORT, hints=[Chunk(PASSAGE)])
-    assert warnings(caplog) == []
-
-
-def test_a_miss_that_is_being_filled_is_no_reason_to_warn(
-    make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = make_engine()
+    engine.generate(PASSAGE + QUESTION, SHORT, **HINTED)
     engine.fill_on_miss = True
-    never_computed(engine)
+    engine.register([Chunk(OTHER)])
+    engine.generate(OTHER + QUESTION, SHORT)
     assert warnings(caplog) == []
     engine.close()

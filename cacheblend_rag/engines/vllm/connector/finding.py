@@ -32,7 +32,6 @@ from cacheblend_rag.kv.chunk_kv import fingerprint
 from cacheblend_rag.kv.mac import mac_of
 from cacheblend_rag.prefill.policy import NO_CHUNK, config_for, too_little
 from cacheblend_rag.reason import Miss, Reason, ReasonCode
-from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.settings import BlendConfig
 
 if TYPE_CHECKING:
@@ -138,7 +137,10 @@ class Finding:
             return NO_CHUNK
         if refused:
             why, miss = refused
-            told = (_missed(one, MISSING if one.is_missing else miss or MISSING) for one in found)
+            told = (
+                one.placed("").report(MISSING if one.is_missing else miss or MISSING)
+                for one in found
+            )
             return Pending(result=Declined(why, tuple(told)))
         blend = Blend(found, config)
         return Pending(blend=blend, stretches=self.stretches(request, blend))
@@ -198,14 +200,6 @@ def _run(job: Precompute, result: PrecomputeResult) -> ComputedRun:
         result.lost,
         job.conversation,
     )
-
-
-def _missed(found: FoundChunk, reason: Reason) -> ChunkReport:
-    """Return the report of a chunk that is not blended, without asking the store."""
-    edges = 0 if found.is_turn else found.before + found.after
-    tokens = found.tokens
-    own = found.name.chunk_id
-    return ChunkReport(own, found.start, tokens, hit=False, reason=reason, edge_tokens=edges)
 
 
 def obstacle_of(request: Request) -> Reason | None:

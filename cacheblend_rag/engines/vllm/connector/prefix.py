@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.found_chunk import FoundChunk
@@ -96,13 +97,7 @@ def held_report(chunk: FoundChunk, computed: int | None = None) -> ChunkReport:
     Its part behind the first ``computed`` tokens is recomputed; all of one behind them is a miss.
     """
     computed = chunk.end if computed is None else computed
-    is_hit = chunk.start < computed
-    return ChunkReport(
-        chunk.name.chunk_id,
-        chunk.start,
-        chunk.tokens,
-        is_hit,
-        None if is_hit else Miss.SLOW,
-        tier=PREFIX_CACHE if is_hit else None,
-        recomputed=max(0, chunk.end - computed) if is_hit else 0,
-    )
+    if chunk.start >= computed:
+        return chunk.placed("").report(Miss.SLOW)
+    report = chunk.placed("").report(None, PREFIX_CACHE)
+    return replace(report, recomputed=max(0, chunk.end - computed))

@@ -49,7 +49,7 @@ def mutated(value: Any, draw: random.Random, deepest: int = 2_000) -> Any:
     return wire.mutated(value, draw, deepest, HOSTILE)
 
 
-HIT = ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=5)
+HIT = ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=5, altered="a part")
 MISS = ChunkReport("1" * 32, 50, 7, False, Miss.NOT_STORED, document_id="report")
 BLEND = BlendResult((HIT, MISS), "hkvd", 0.15, 0.3, {"load": 0.5}, None, 0.25)
 FULL = Reason(ReasonCode.STORE_FULL, "store full")
