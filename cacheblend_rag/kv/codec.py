@@ -179,7 +179,7 @@ class ChunkObject:
         """Return the object's bytes, in order."""
         layers = "".join(self._mac.digest(layer) for layer in self._layers)
         metadata = {**self._metadata, "layers": layers}
-        head = _head_digest(self._mac, metadata, self._fields, self._own)
+        head = self._mac.digest(_essential(metadata, self._fields), *self._own)
         return [self._header(layers, head), *self._own, *self._layers]
 
     def _header(self, layers: str, head: str) -> bytes:
@@ -224,8 +224,8 @@ def read_head(
             # not a view: it would hold on to what it lies in
             own[name] = raw.clone().view(_STORED[field["dtype"]]).view(field["shape"])
     prior, scales = own.get("prior"), own.get("scales")
-    digest = _head_digest(mac, metadata, fields, [_bytes_of(tensor) for tensor in own.values()])
-    if digest != metadata["head"]:
+    essential = _essential(metadata, fields)
+    if not mac.holds(metadata["head"], essential, *map(_bytes_of, own.values())):
         if mac.by_key:
             raise BadSignatureError("was written with another key, or is damaged")
         raise DamagedChunkError("checksum of the head does not match")
@@ -338,12 +338,10 @@ def _fields_of(metadata: Mapping[str, str], shape: Sequence[int], names: Contain
     return fields
 
 
-def _head_digest(
-    mac: Mac, metadata: Mapping[str, str], fields: Fields, own: Sequence[memoryview]
-) -> str:
-    """Return the digest of the header, except ``head``, and of prior and scales."""
+def _essential(metadata: Mapping[str, str], fields: Fields) -> bytes:
+    """Return what the digest of the head is of, besides prior and scales."""
     essential = {name: text for name, text in metadata.items() if name != "head"}
-    return mac.digest(_compact([sorted(essential.items()), sorted(fields.items())]), *own)
+    return _compact([sorted(essential.items()), sorted(fields.items())])
 
 
 def _compact(fields: Any) -> bytes:

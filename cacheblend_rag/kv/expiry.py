@@ -12,7 +12,6 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.deletions import Deletions
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.reader import ChunkReader
-from cacheblend_rag.kv.stored_chunk import Read, StoredChunk
 from cacheblend_rag.kv.tiers.base import Tier
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,8 @@ class Expiry:
     def __init__(
         self, tiers: Sequence[Tier], locks: KeyLocks, deletions: Deletions, closing: Event
     ) -> None:
-        self._tiers, self._locks, self._deletions = tiers, locks, deletions
+        self._tiers, self._locks = tiers, locks
+        self._deletions, self._closing = deletions, closing
         # a weak reference, so that freeing the store ends them
         self._threads = [
             Thread(
@@ -59,23 +59,13 @@ class Expiry:
         in_time = -CLOCK_SKEW_SECONDS <= time.time() - written_at <= tier.ttl_seconds
         return not in_time and not any(other.is_pinned(key) for other in self._tiers)
 
-    def in_time(self, tier: Tier, key: KVKey, read: Read) -> Read:
-        """Return what was read, or None for a chunk that is expired, which is removed.
-
-        Under the chunk's lock.
-        """
-        if isinstance(read, StoredChunk) and self.is_past(tier, key, read.written_at):
-            tier.expire(key)
-            return None
-        return read
-
     def remove_opened(self, tier: Tier, key: KVKey) -> None:
         """Remove a chunk that is expired by its own head, unless its lock is held."""
         with self._locks.tried(key) as is_held:
             if is_held:
                 again = tier.open(key)  # under the lock: it may have been stored again meanwhile
                 if isinstance(again, ChunkReader) and self.is_past(tier, key, again.written_at):
-                    tier.expire(key)
+                    tier.evict(key, "expired")
 
     def remove_all(self) -> int:
         """Remove expired copies from all tiers, after waiting for their locks; returns how many."""
@@ -108,7 +98,8 @@ class Expiry:
 
     def _remove(self, tier: Tier, key: KVKey) -> bool:
         entry = tier.entry(key)  # looked up again: it may have been stored again
-        return entry is not None and self.is_past(tier, key, entry.written_at) and tier.expire(key)
+        is_past = entry is not None and self.is_past(tier, key, entry.written_at)
+        return is_past and bool(tier.evict(key, "expired"))
 
     def _delete(self, tier: Tier) -> None:
         """Delete copies that were to be deleted while the tier failed, until it fails again."""
@@ -117,7 +108,7 @@ class Expiry:
             with self._locks.held(key):
                 entry = tier.entry(key)  # None if it cannot be told
                 is_older = entry is None or entry.written_at <= at
-                if is_older and tier.evict(key) is None:
+                if self._closing.is_set() or (is_older and tier.evict(key) is None):
                     break
             done.append((key, at))
         if done:

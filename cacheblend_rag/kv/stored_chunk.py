@@ -49,11 +49,6 @@ class Lookup:
     tier: str | None
     reason: Reason | None
 
-    @classmethod
-    def missed(cls, reason: Reason, tier: str | None = None) -> Lookup:
-        """Return the result for a chunk that was not found."""
-        return cls(None, tier, reason)
-
 
 def miss_of(error: StoreError) -> Reason:
     """Return the miss reason for an error."""

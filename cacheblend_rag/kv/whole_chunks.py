@@ -14,7 +14,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.expiry import Expiry
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.reading import keep_in
-from cacheblend_rag.kv.stored_chunk import Entry, Lookup, Read, miss_of
+from cacheblend_rag.kv.stored_chunk import Entry, Lookup, miss_of
 from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.openmp import use_one_thread
 from cacheblend_rag.reason import Miss
@@ -41,24 +41,21 @@ class WholeChunks:
 
         promote: whether found chunks are kept in faster tiers.
         """
-        found = dict.fromkeys(keys, Lookup.missed(Miss.NOT_STORED))
+        found = dict.fromkeys(keys, Lookup(None, None, Miss.NOT_STORED))
         for depth, tier in enumerate(self._tiers):
             missing = [key for key, got in found.items() if got.kv is None]
-            for key, read in zip(missing, self._read(tier, missing), strict=True):
+            for key, read in zip(missing, tier.get_many(missing), strict=True):
                 if isinstance(read, StoreError):
                     reason = miss_of(read)
                     failed = tier.name if reason == Miss.STORE_ERROR else None
-                    found[key] = Lookup.missed(reason, failed)
+                    found[key] = Lookup(None, failed, reason)
+                elif read is not None and self._expiry.is_past(tier, key, read.written_at):
+                    tier.evict(key, "expired")
                 elif read is not None:
                     found[key] = Lookup(read.kv, tier.name, None)
                     if promote:
                         keep_in(self._tiers[:depth], key, read)
         return found
-
-    def _read(self, tier: Tier, keys: Sequence[KVKey]) -> list[Read]:
-        """Read chunks of one tier that are not expired."""
-        read = zip(keys, tier.get_many(keys), strict=True)
-        return [self._expiry.in_time(tier, key, found) for key, found in read]
 
 
 @dataclass(frozen=True, slots=True)

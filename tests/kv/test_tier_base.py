@@ -79,13 +79,13 @@ def test_hits_misses_evictions_and_expiries_are_counted():
     assert same(tier.get(KEY).kv, CHUNK.kv)
     assert tier.get(make_key(1)) is None
     assert not tier.evict(make_key(1))
-    assert not tier.expire(make_key(1))
+    assert not tier.evict(make_key(1), "expired")
     assert counted(tier) == {"hits": 1, "misses": 1}
     assert tier.evict(KEY)
     assert not tier.contains(KEY)
     tier.put(KEY, CHUNK)
     assert tier.contains(KEY)
-    assert tier.expire(KEY)
+    assert tier.evict(KEY, "expired")
     assert counted(tier) == {"hits": 1, "misses": 1, "evictions": 1, "expired": 1}
     assert tier.stats()["bytes"] == 7
     assert tier.check(KEY) is None
@@ -101,7 +101,7 @@ def test_a_tier_that_fails_says_what_it_could_not_do(caplog):
     assert said(caplog) == [("WARNING", f"far tier: could not store {KEY}: no such device")]
     assert not tier.evict(KEY)
     assert said(caplog) == [("WARNING", f"far tier: could not remove {KEY}: no such device")]
-    assert not tier.expire(KEY)
+    assert not tier.evict(KEY, "expired")
     said(caplog)
     tier.quarantine(KEY, "it smells")
     assert said(caplog) == [

@@ -288,15 +288,11 @@ class Tier(ABC):
             return PutResult(False, f"{self.name} tier: {told(error)}")
         return PutResult(True)
 
-    def evict(self, key: KVKey) -> bool | None:
-        """Remove a chunk, pinned or not; returns whether it was there, None if that failed."""
-        return self._remove(key, "evictions")
+    def evict(self, key: KVKey, counts: str = "evictions") -> bool | None:
+        """Remove a chunk, pinned or not; returns whether it was there, None if that failed.
 
-    def expire(self, key: KVKey) -> bool:
-        """As evict, counted as the end of the chunk's time to live."""
-        return bool(self._remove(key, "expired"))
-
-    def _remove(self, key: KVKey, counter: str) -> bool | None:
+        counts: ``expired`` at the end of its time to live.
+        """
         if self.policy.read_only:
             return False
         try:
@@ -305,7 +301,7 @@ class Tier(ABC):
         except OSError:
             return None
         if removed:
-            self._counts.add(counter)
+            self._counts.add(counts)
         return removed
 
     def quarantine(self, key: KVKey, reason: str) -> None:

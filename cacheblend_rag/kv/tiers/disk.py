@@ -73,7 +73,6 @@ class DiskTier(BytesTier):
         super().__init__(name, capacity_bytes, policy=policy)
         self.path = Path(path).expanduser().absolute()
         self._root = str(self.path)
-        self._told = set[str]()
         read_only = self.policy.read_only
         if read_only and not self.path.is_dir():
             raise StoreError(f"there is no chunk KV to read in {self.path}: index first")
@@ -260,9 +259,7 @@ class DiskTier(BytesTier):
         except FileNotFoundError:
             return
         except OSError as error:
-            if str(error) not in self._told:
-                self._told.add(str(error))
-                logger.warning("%s tier: not listed: %s", self.name, error)
+            logger.warning("%s tier: not listed: %s", self.name, error)
             return
         for item in found:
             with suppress(FileNotFoundError):  # evicted meanwhile
