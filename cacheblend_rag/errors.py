@@ -74,17 +74,24 @@ class PromptTooLongError(PromptError):
         tokens: how many the prompt holds.
         context_window: most tokens that a prompt and its answer may hold together.
         at_least: whether it holds more: those of its beginning were counted.
+        answer_tokens: how many tokens are kept for the answer.
     """
 
-    def __init__(self, tokens: int, context_window: int, *, at_least: bool = False) -> None:
-        super().__init__(
-            f"prompt holds {'more than ' * at_least}{tokens} tokens, the context window is "
-            f"{context_window}: retrieve fewer chunks or shorten the question"
+    def __init__(
+        self, tokens: int, context_window: int, *, at_least: bool = False, answer_tokens: int = 0
+    ) -> None:
+        kept = f", and {answer_tokens} tokens are kept for the answer" if answer_tokens else ""
+        super().__init__(  # clients know the error by these first words, which are OpenAI's
+            f"This model's maximum context length is {context_window} tokens. However, the prompt "
+            f"holds {'more than ' * at_least}{tokens} tokens, the context window is "
+            f"{context_window}{kept}: retrieve fewer chunks or shorten the question"
         )
         self.tokens, self.context_window, self.at_least = tokens, context_window, at_least
+        self.answer_tokens = answer_tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), at_least=self.at_least), (self.tokens, self.context_window)
+        made = partial(type(self), at_least=self.at_least, answer_tokens=self.answer_tokens)
+        return made, (self.tokens, self.context_window)
 
 
 class OutOfMemoryError(CacheBlendError, MemoryError):

@@ -21,7 +21,7 @@ from cacheblend_rag.reason import ReasonCode
     "error",
     [
         MissingExtraError("vLLM", "vllm"),
-        PromptTooLongError(3000, 2048),
+        PromptTooLongError(3000, 2048, at_least=True, answer_tokens=512),
         StoreError("full"),
         UnsupportedModelError("its layers differ", ReasonCode.UNSUPPORTED_LAYERS),
     ],

@@ -64,6 +64,9 @@ class UnmodifiedClients:
         responses = ChatOpenAI(**{**told, "max_tokens": 16}, use_responses_api=True)
         assert responses.invoke("Who?").text
         assert "".join(chunk.text for chunk in responses.stream("Who?"))
+        said = "This model's maximum context length is [0-9]+ tokens. However, .*[0-9]+ .*tokens"
+        with pytest.raises(openai.BadRequestError, match=said):  # what litellm and others look for
+            model.invoke("Who? " * 9000)
 
     def test_llama_indexs_openai_like(self, url: str, prompt: str, expected: str) -> None:
         from llama_index.core.llms import ChatMessage

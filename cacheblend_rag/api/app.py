@@ -63,7 +63,14 @@ def create_app(
         app.include_router(documents_router)
         app.include_router(jobs_router)
     if find_spec("prometheus_client") is not None:
-        _add_metrics(app, engine)
+        from cacheblend_rag.observe.metrics import EngineMetrics
+
+        counted = EngineMetrics(engine)
+
+        @app.get("/metrics")
+        def metrics() -> Response:
+            return Response(counted.text(), media_type=METRICS_TYPE)
+
     return app
 
 
@@ -119,13 +126,3 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/responses")
     async def create_response(request: Request, body: ResponseRequest) -> Response:
         return await serving.respond(request, body)
-
-
-def _add_metrics(app: FastAPI, engine: Engine) -> None:
-    from cacheblend_rag.observe.metrics import EngineMetrics
-
-    counted = EngineMetrics(engine)
-
-    @app.get("/metrics")
-    def metrics() -> Response:
-        return Response(counted.text(), media_type=METRICS_TYPE)

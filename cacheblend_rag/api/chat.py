@@ -23,16 +23,20 @@ if TYPE_CHECKING:
 class Message(fields.Fields):
     """A message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any] | str] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = Field(default=None, max_length=fields.MOST_TOOLS)
     tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the message for the model's chat template."""
+        """Return the message for the model's chat template; it calls functions tools."""
         told = self.model_dump(include=set(type(self).model_fields), exclude_none=True)
-        return {**told, "role": "system" if self.role == "developer" else self.role}
+        if called := told.pop("function_call", None):
+            told["tool_calls"] = [{"type": "function", "function": called}]
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        return {**told, "role": role}
 
 
 class ChatRequest(fields.ChoicesBody):
@@ -46,23 +50,20 @@ class ChatRequest(fields.ChoicesBody):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: bool | None = None
 
     def asked(self, engine: Engine, retriever: Retriever | None) -> Asked:
         self.check()
-        if self.echo:
-            raise bad_field("echo", "is for /v1/completions: leave it out")
         if self.tools == []:
             raise bad_field("tools", "must hold a tool: leave it out")
         if self.top_logprobs and not self.logprobs:
             raise bad_field("top_logprobs", "needs logprobs: set logprobs to true")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        sampling = self.sampling(logprobs=logprobs, max_tokens=self.max_completion_tokens)
         messages = [message.plain() for message in self.messages]
         choice = cast(ToolChoice, self.tool_choice or "auto")
         several = self.parallel_tool_calls is not False
         chat = ChatPrompt(messages, self.tools or [], choice, several)
-        return fields.asked_chat(engine, retriever, chat, sampling, self.n or 1)
+        told = {"logprobs": logprobs, "max_tokens": self.max_completion_tokens}
+        return self.asked_chat(engine, retriever, chat, self.n or 1, **told)
 
     def form(self, asked: Asked, model: str) -> ChatForm:
         return ChatForm(asked, model, usage_in_stream=self.wants_usage)

@@ -16,6 +16,7 @@ from cacheblend_rag.printable import one_line
 from cacheblend_rag.rag.answering import clean_question
 from cacheblend_rag.rag.ordering import PassageOrder, Source
 from cacheblend_rag.rag.prompt import AskedTurn, Turn
+from cacheblend_rag.text.chat import plain_content
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.sampling import SamplingParams
@@ -65,9 +66,10 @@ class Retriever:
         question = clean_question(_text(last, len(before)))
         self.asker.engine.prepare(question)  # before a search, which takes any length
         told = [_text(one, at) for at, one in enumerate(before) if one["role"] == "system"]
-        with self._one_at_a_time:  # the embedding model is for one thread
-            sources = self.asker.retrieve(question, self.top_k, self.order)
         turns, unanswered = _turns(before)
+        earlier = [one.turn for one in turns] + [Turn(text, ()) for text in unanswered]
+        with self._one_at_a_time:  # the embedding model is for one thread
+            sources = self.asker.retrieve(question, self.top_k, self.order, earlier)
         asked = "\n\n".join([*(text for text in told if text.strip()), *unanswered, question])
         fitted = self.asker.fit(turns, asked, sources, sampling.max_tokens)
         cites = self.cites and sampling.structured_outputs is None
@@ -97,15 +99,18 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> tuple[list[AskedTurn], list
     return turns, asked
 
 
+def is_task(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a chat asks about another one that its last message holds, such as for a title.
+
+    So do Open WebUI's own tasks: they begin with "### Task:", and have a chat in <chat_history>.
+    """
+    text = _text(messages[-1], len(messages) - 1)
+    return text.lstrip().startswith("### Task:") and "<chat_history>" in text
+
+
 def _text(message: Mapping[str, Any], index: int) -> str:
-    """Return a message's text; raises ApiError for parts that are none."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    parts = [part.get("text") if part.get("type") == "text" else None for part in content]
-    if not all(isinstance(part, str) for part in parts):
-        raise bad_field(f"messages[{index}].content", "must be text: leave out other parts")
-    return "\n".join(part for part in parts if part)
+    """Return a message's text; raises PromptError for parts that are none."""
+    return plain_content(message.get("content") or "", f"messages[{index}].content")
 
 
 def sources_text(sources: Sequence[Source]) -> str:

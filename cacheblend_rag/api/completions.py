@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field
@@ -102,9 +103,7 @@ class CompletionForm(ChoicesForm):
 
     def __init__(self, asked: Asked, model: str, body: CompletionRequest) -> None:
         super().__init__(asked, model, usage_in_stream=body.wants_usage)
-        self._echo, self._has_ids = bool(body.echo), bool(body.return_token_ids)
-        self._names_ids = bool(body.return_tokens_as_token_ids)
-        wish = body.wish()
+        self._body, wish = body, body.wish()
         self._tells_result = wish is not None and bool(wish.report_id)
         self._lengths = Counter[int]()  # characters of each choice that logprobs have told of
 
@@ -119,7 +118,7 @@ class CompletionForm(ChoicesForm):
 
     def _ids(self, index: int, new: Sequence[int], answer: Generation | None) -> dict[str, Any]:
         """Return the ids of new tokens, without one that ends the choice, if they are wanted."""
-        if not self._has_ids:
+        if not self._body.return_token_ids:
             return {}
         if answer is None:
             return {"token_ids": list(new)}
@@ -133,21 +132,24 @@ class CompletionForm(ChoicesForm):
         return {"kv_transfer_params": params_of(result_of_report(answer.report))}
 
     def _logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        told = _logprobs(tokens, offset)
-        if not self._names_ids:
-            return told
+        """Return log-probabilities; offset: where the first token's text begins."""
+
+        def name(token_id: int, text: str) -> str:
+            return f"token_id:{token_id}" if self._body.return_tokens_as_token_ids else text
+
+        ends = accumulate((len(one.token) for one in tokens), initial=offset)
         return {
-            "tokens": [f"token_id:{one.token_id}" for one in tokens],
-            "token_logprobs": told["token_logprobs"],
+            "tokens": [name(one.token_id, one.token) for one in tokens],
+            "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for one in tokens],
             "top_logprobs": [
-                {f"token_id:{token}": max(logprob, LEAST_LOGPROB) for token, _, logprob in one.top}
+                {name(token, text): max(logprob, LEAST_LOGPROB) for token, text, logprob in one.top}
                 for one in tokens
             ],
-            "text_offset": told["text_offset"],
+            "text_offset": [*ends][:-1],
         }
 
     def beginning(self) -> list[bytes]:
-        indices = range(len(self.asked.prompts) * self.asked.n if self._echo else 0)
+        indices = range(len(self.asked.prompts) * self.asked.n if self._body.echo else 0)
         return [self.chunk(_choice(index, self._echoed(index))) for index in indices]
 
     def of_piece(self, index: int, delta: Delta) -> list[bytes]:
@@ -162,26 +164,10 @@ class CompletionForm(ChoicesForm):
         return [self.chunk(choice, answer, **self._result(answer))]
 
     def _echoed(self, index: int) -> str:
-        return self.asked.prompts[index // self.asked.n].text if self._echo else ""
+        return self.asked.prompts[index // self.asked.n].text if self._body.echo else ""
 
 
 def _choice(
     index: int, text: str, reason: str | None = None, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    """Return log-probabilities; offset: where the first token's text begins."""
-    told, offsets = [one.to_openai() for one in tokens], list[int]()
-    for one in told:
-        offsets.append(offset)
-        offset += len(one["token"])
-    return {
-        "tokens": [one["token"] for one in told],
-        "token_logprobs": [one["logprob"] for one in told],
-        "top_logprobs": [
-            {text: max(logprob, LEAST_LOGPROB) for _, text, logprob in one.top} for one in tokens
-        ],
-        "text_offset": offsets,
-    }

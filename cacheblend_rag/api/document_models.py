@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from fastapi import Path
@@ -81,28 +80,24 @@ class DocumentIn(Told):
             return self
         if self.chunk_tokens is not None:
             raise ValueError("chunk_tokens is for text, which the server splits: leave it out")
-        _check_chunks(self.chunks)
+        seen: dict[str, int] = {}
+        for index, chunk in enumerate(self.chunks):
+            if not chunk.strip():
+                raise ValueError(f"chunks.{index} is only white space: leave it out")
+            first = seen.setdefault(chunk, index)
+            if first != index:
+                raise ValueError(f"chunks.{index} is the same as chunks.{first}: give each once")
+        if sum(map(len, self.chunks)) > MOST_CHARACTERS:
+            raise ValueError(
+                f"chunks hold more than {MOST_CHARACTERS:,} characters: send the document in "
+                "parts, each with an id of its own"
+            )
         if self.boundaries is not None and len(self.boundaries) != len(self.chunks):
             raise ValueError(
                 f"boundaries has {len(self.boundaries)} entries for {len(self.chunks)} chunks: "
                 "give one for each chunk, or none"
             )
         return self
-
-
-def _check_chunks(chunks: Sequence[str]) -> None:
-    seen: dict[str, int] = {}
-    for index, chunk in enumerate(chunks):
-        if not chunk.strip():
-            raise ValueError(f"chunks.{index} is only white space: leave it out")
-        first = seen.setdefault(chunk, index)
-        if first != index:
-            raise ValueError(f"chunks.{index} is the same as chunks.{first}: give each once")
-    if sum(map(len, chunks)) > MOST_CHARACTERS:
-        raise ValueError(
-            f"chunks hold more than {MOST_CHARACTERS:,} characters: send the document in parts, "
-            "each with an id of its own"
-        )
 
 
 class Waiting(Told):

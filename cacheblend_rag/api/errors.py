@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from http import HTTPStatus
+from itertools import takewhile
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -82,8 +83,9 @@ def of_engine(error: Exception, prompt_field: str | None = None) -> ApiError:
 
 def of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """Return the error for the first field that a request has wrong, as pydantic tells of it."""
-    first = problems[0]
-    kind, why = first["type"], str(first["msg"])
+    meant = _meant(problems)
+    first, kind = meant[0], meant[0]["type"]
+    why = " or ".join(one["msg"] for one in meant).replace("or Input should be", "or")
     place = [part for part in first["loc"] if part not in PLACES]
     if kind == "json_invalid":
         return ApiError(HTTPStatus.BAD_REQUEST, "the body must be JSON in UTF-8")
@@ -96,15 +98,30 @@ def of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
             HTTPStatus.BAD_REQUEST,
             "the body must be a JSON object, sent with 'Content-Type: application/json'",
         )
-    if kind != "too_long" and (own := next((p for p in problems if p["type"] == "too_long"), None)):
-        return of_validation([own])  # of a union's branches, the one that says more
-    path = [part for part in place if isinstance(part, int) or re.fullmatch(r"[a-z_]+", str(part))]
-    field = ".".join(str(part) for part in path if part not in BRANCHES)
+    field = ".".join(str(part) for part in place if not _is_branch(part))
     if kind == "too_long" and isinstance(most := first["ctx"].get("max_length"), int):
         return bad_field(field, f"has too many entries: send at most {most}")
     if kind == "extra_forbidden":
         field = str(place[0])[:100]
     return bad_field(field, "is missing: give it" if kind == "missing" else f"is invalid: {why}")
+
+
+def _meant(problems: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return what is wrong with the first field: of a union, in the branches that read furthest."""
+    first = [*takewhile(lambda part: not _is_branch(part), problems[0]["loc"])]
+    of_branch: dict[Any, tuple[Any, Mapping[str, Any]]] = {}
+    for one in problems:
+        path = [part for part in one["loc"] if not _is_branch(part)]
+        if path[: len(first)] == first:
+            read = path, not one["type"].endswith("_type")  # else it has not begun to read it
+            of_branch.setdefault(tuple(filter(_is_branch, one["loc"])), (read, one))
+    furthest = max(read for read, _ in of_branch.values())
+    return [one for read, one in of_branch.values() if read == furthest]
+
+
+def _is_branch(part: str | int) -> bool:
+    """Whether a part of a place names a union's branch, and no field or index."""
+    return part in BRANCHES or not re.fullmatch(r"[a-z_]+|\d+", str(part))
 
 
 class OneLineRoute(APIRoute):

@@ -13,7 +13,7 @@ from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
 from cacheblend_rag.engines.structured import StructuredOutputs
 from cacheblend_rag.engines.vllm.refused import ApiError
-from cacheblend_rag.text.chat import ChatPrompt
+from cacheblend_rag.text.chat import ChatPrompt, plain_content
 from cacheblend_rag.text.tools import ToolCall, ToolChoice
 
 if TYPE_CHECKING:
@@ -28,12 +28,10 @@ STATE = ("previous_response_id", "conversation", "background", "prompt")
 REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata")
 
 
-class TextFormat(fields.Fields):
+class TextFormat(fields.JsonSchema):
     """The form of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
 class TextOptions(fields.Fields):
@@ -63,15 +61,18 @@ class ResponseRequest(fields.Body):
             if (self.model_extra or {}).get(name):
                 raise bad_field(name, "is not supported: the server keeps nothing; send all input")
         wants_logprobs = self.top_logprobs or LOGPROBS in (self.include or ())
-        sampling = self.sampling(
+        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
+        several = self.parallel_tool_calls is not False
+        chat = ChatPrompt(self._messages(), tools, self._chat_choice(), several)
+        return self.asked_chat(
+            engine,
+            retriever,
+            chat,
+            1,
             max_tokens=self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
             structured_outputs=self._text_form(),
         )
-        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
-        several = self.parallel_tool_calls is not False
-        chat = ChatPrompt(self._messages(), tools, self._chat_choice(), several)
-        return fields.asked_chat(engine, retriever, chat, sampling)
 
     def form(self, asked: Asked, model: str) -> ResponseForm:
         told = {
@@ -280,18 +281,12 @@ def _add_item(told: list[dict[str, Any]], item: Mapping[str, Any], where: str) -
 
 
 def _content(content: Any, where: str) -> str:
-    """Return the text of a message; raises ApiError for parts that are none."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise bad_field(where, "must be a string or a list of parts")
-    texts = []
-    for index, part in enumerate(content):
-        is_text = isinstance(part, dict) and part.get("type") in PARTS
-        if not is_text or not isinstance(part.get("text"), str):
-            raise bad_field(f"{where}[{index}]", f"must be text, of the type {', '.join(PARTS)}")
-        texts.append(part["text"])
-    return "\n".join(texts)
+    """Return the text of a message; raises PromptError for parts that are none."""
+    if isinstance(content, list):
+        is_text = [isinstance(part, dict) and part.get("type") in PARTS for part in content]
+        parts = zip(content, is_text, strict=True)
+        content = [{**part, "type": "text"} if text else part for part, text in parts]
+    return plain_content(content, where)
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -142,14 +142,12 @@ class EventStream(StreamingResponse):
 def _log(route: str, answers: Sequence[Generation], seconds: float) -> None:
     """Log a line of an answered request: no text, only what was reused and how long it took."""
     reports = [answer.report for answer in answers]
-    reason = reports[0].reason
+    reason, counts = reports[0].reason, ("prompt_tokens", "reused_tokens", "recomputed_tokens")
     logger.info(
         "%s: %d prompt tokens, %d reused, %d recomputed%s; %d answered; first token %.2f s, "
         "all %.2f s",
         route,
-        sum(report.prompt_tokens for report in reports),
-        sum(report.reused_tokens for report in reports),
-        sum(report.recomputed_tokens for report in reports),
+        *(sum(getattr(report, name) for report in reports) for name in counts),
         f" ({reason.code.value})" if reason else "",
         sum(len(answer.token_ids) for answer in answers),
         max(report.seconds.time_to_first_token for report in reports),

@@ -134,9 +134,10 @@ def ask_command(
     )
     # Full prefill uses no cached prefix, so the blend that is compared with it does not either.
     prefix = False if compare else None
+    blend = {"ratio": ratio, "selector": selector, "reuse_prefix": prefix}
     with (
         output.stdout_reserved(as_json),
-        asking.opened(folder, placement, engine, ratio, selector, reuse_prefix=prefix) as asker,
+        asking.opened(folder, placement, engine, **blend) as asker,
     ):
         if text is None:
             _chat(asker, sampling, top_k, order, resume)
@@ -299,7 +300,8 @@ def _take(line: str, chat: _Chat) -> None:
 
 
 def _ask(question: str, chat: _Chat) -> None:
-    conversation, found = chat.conversation, chat.asker.retrieve(question, chat.top_k, chat.order)
+    conversation = chat.conversation
+    found = chat.asker.retrieve(question, chat.top_k, chat.order, conversation.turns)
     with _ctrl_c_sets_event() as cancel:
         for _ in asking.written(conversation.stream(question, found, cancel=cancel)):
             pass

@@ -89,26 +89,10 @@ def load_engine(config: EngineConfig, progress: ProgressCallbacks) -> Engine:
         return open_engine(config)
 
 
-def opened(
-    folder: Path,
-    placement: Placement,
-    engine: str | None,
-    ratio: float | None,
-    selector: str | None,
-    *,
-    reuse_prefix: bool | None = None,
-) -> Asker:
-    """Open a collection, and show progress of loading; see Asker."""
+def opened(folder: Path, placement: Placement, engine: str | None, **blend: Any) -> Asker:
+    """Open a collection, and show progress of loading; blend: how, see Asker."""
     with output.progress_bar() as bar:
-        return Asker(
-            folder,
-            placement,
-            engine,
-            ratio=ratio,
-            selector=selector,
-            reuse_prefix=reuse_prefix,
-            progress=bar,
-        )
+        return Asker(folder, placement, engine, **blend, progress=bar)
 
 
 def written(deltas: Iterable[Delta]) -> Iterator[Delta]:

@@ -140,20 +140,14 @@ def store_command(
 
 
 def _print_ttft(rows: Sequence[TtftRow]) -> None:
-    from rich.table import Table
-
     first = rows[0]
     title = f"{first.model or first.shape}, {first.prompt_tokens:,} tokens, "
     title += f"{first.engine}, {first.selector}"
     title += "" if first.precision == "native" else f", stored in {first.precision}"
-    table = Table(title=title)
-    table.add_column("KV from")
     vllm = first.prefix_caching_seconds is not None
+    figures = ("ratio", "full prefill", "blend", "speedup", "bound", "of the bound", "load hidden")
     last = "prefix caching" if vllm else "extra memory"
-    for heading in (
-        "ratio", "full prefill", "blend", "speedup", "bound", "of the bound", "load hidden", last,
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
+    table = output.table(title, ("KV from",), (*figures, last))
     for row in rows:
         table.add_row(
             row.tier,
@@ -177,12 +171,9 @@ def _memory(row: TtftRow) -> str:
 
 def _print_store(found: dict[str, Any]) -> None:
     """Print the results of `measure_store`."""
-    from rich.table import Table
-
-    table = Table(title="GiB per second, and the share of the raw limit")
-    table.add_column("tier")
-    for heading in ("get", "raw get", "share", "put", "raw put", "share"):
-        table.add_column(heading, justify="right")
+    figures = ("get", "raw get", "share", "put", "raw put", "share")
+    title = "GiB per second, and the share of the raw limit"
+    table = output.table(title, ("tier",), figures)
     for row in found["tiers"]:
         cells = [row["tier"]]
         for way in ("get", "put"):

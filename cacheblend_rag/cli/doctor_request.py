@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from cacheblend_rag.cli import asking, options, output
+from cacheblend_rag.cli.verify import verified
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag import checks
-from cacheblend_rag.rag.answering import clean_question
+from cacheblend_rag.rag.answering import Asker, clean_question
+from cacheblend_rag.rag.collection import Collection
 from cacheblend_rag.rag.collection_engine import Placement
 from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.settings import EMBEDDED
@@ -96,7 +98,11 @@ def diagnose_request(
             checks.check_check_layers(changed, config.model)
         opened = partial(_of_prompt, text, config)
     with output.stdout_reserved(as_json), output.progress_bar(lines=True) as progress:
-        verdict = _verified(model, collection, profile, device, progress) if verify else None
+        verdict = None
+        if verify:
+            name = (_model_of(collection) if collection else model) or DEFAULT_MODEL
+            checks.check_model(name)
+            verdict = verified(name, progress, profile=profile, device=device)
         with opened(progress) as (engine, asked_prompt, about):
             from cacheblend_rag.observe.doctor.diagnose import diagnose
 
@@ -152,39 +158,15 @@ def _of_collection(
     url: str | None,
     top_k: int,
 ) -> Iterator[Opened]:
-    from cacheblend_rag.rag.answering import Asker
-
     with Asker(folder, placement, url, progress=progress) as asker:
         sources = asker.retrieve(question, top_k, PassageOrder.SCORE)
         fitted = asker.fit((), question, sources, asking.MAX_TOKENS)
         yield asker.engine, fitted.prepared, question
 
 
-def _verified(
-    model: str | None,
-    collection: Path | None,
-    profile: str | None,
-    device: str | None,
-    progress: ProgressCallbacks,
-) -> Any:
-    """Return the verdict of `verify` on the model of a request."""
-    from cacheblend_rag.quality.verify.gate import verify_model
-    from cacheblend_rag.rag.collection import Collection
-
-    name = model or DEFAULT_MODEL
-    if collection is not None:
-        with Collection.open(collection) as opened:
-            name = opened.settings.model
-    checks.check_model(name)
-    task = progress.begin(f"verifying {name}", 0)
-    verdict = verify_model(
-        name,
-        profile=profile,
-        device=device,
-        on_check=lambda check: task.note(f"{check.name}: {check.status}"),
-    )
-    task.end()
-    return verdict
+def _model_of(collection: Path) -> str:
+    with Collection.open(collection) as opened:
+        return opened.settings.model
 
 
 def _print(found: Diagnosis) -> None:

@@ -229,6 +229,7 @@ def _collected(evaluations: Iterable[tuple[str, Evaluation]]) -> list[EvalRow]:
     return rows
 
 
+RULE = ("lead-in", "selector")
 SCORES = ("ratio", "exact", "95 %", "F1", "Rouge-L", "recomputed", "compute")
 FIDELITY = ("ratio", "compute", "first KL", "KL", "95 %", "top-1", "same", "gold", "recovered")
 TTFT = ("ratio", "compute", "exact", "holds", "first token", "sooner", "95 %")
@@ -254,19 +255,8 @@ def print_tables(data: EvalDataset, rows: Sequence[EvalRow]) -> None:
             console.print()
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
-    for heading in ("lead-in", "selector"):
-        table.add_column(heading, no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
 def _scores(title: str, rows: Sequence[EvalRow]) -> Table:
-    table = _table(title, SCORES)
+    table = output.table(title, RULE, SCORES)
     for row in rows:
         interval = f"{100 * row.ci95[0]:.0f}-{100 * row.ci95[1]:.0f}"
         scores = (row.f1, row.rouge_l, row.recomputed_share, row.compute_share)
@@ -276,7 +266,7 @@ def _scores(title: str, rows: Sequence[EvalRow]) -> Table:
 
 
 def _times(title: str, rows: Sequence[EvalRow]) -> Table:
-    table = _table(title, TTFT)
+    table = output.table(title, RULE, TTFT)
     for row in rows:
         if row.ttft:
             low, high = row.ttft.ttft_speedup_ci95 or (row.ttft.ttft_speedup,) * 2
@@ -293,7 +283,7 @@ def _times(title: str, rows: Sequence[EvalRow]) -> Table:
 
 
 def _fidelity(title: str, rows: Sequence[EvalRow]) -> Table:
-    table = _table(title, FIDELITY)
+    table = output.table(title, RULE, FIDELITY)
     for row in rows:
         if row.fidelity:
             table.add_row(*_name(row), f"{row.compute_share:.3f}", *_figures(row.fidelity))

@@ -116,7 +116,8 @@ def explain_command(
                 )
         else:
             placement = Placement(device, options.collection_store(store), profile=profile)
-            with asking.opened(folder, placement, engine, ratio, selector) as asker:
+            blend = {"ratio": ratio, "selector": selector}
+            with asking.opened(folder, placement, engine, **blend) as asker:
                 from cacheblend_rag.observe.explained import explain_prompt
 
                 sources = asker.retrieve(asked, top_k, order)

@@ -23,7 +23,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
 from cacheblend_rag.printable import one_line as one_line  # noqa: PLC0414 - commands' name for it
@@ -200,10 +200,18 @@ def rough_duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 1 else "less than a second"
 
 
+def table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
+    """Return an empty table: columns of names, then of figures."""
+    made = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
+    for name in names:
+        made.add_column(name, no_wrap=True)
+    for figure in figures:
+        made.add_column(figure, justify="right", no_wrap=True)
+    return made
+
+
 def print_facts(title: str, facts: Mapping[str, Any]) -> None:
     """Print names and values as a two-column table, under a title of one line."""
-    from rich.table import Table
-
     table = Table(title=title, show_header=False, box=None, min_width=cell_len(title))
     for name, value in facts.items():
         text = f"{value:,.6g}" if isinstance(value, float) else one_line(str(value))
@@ -213,8 +221,6 @@ def print_facts(title: str, facts: Mapping[str, Any]) -> None:
 
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print rows as a table that truncates no key and no folder, since users copy them."""
-    from rich.table import Table
-
     table = Table(*columns, box=None)
     texts = [[one_line(str(cell)) for cell in row] for row in rows]
     for row in texts:

@@ -8,12 +8,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheblend_rag.cli import asking, options, output, serve_here
+from cacheblend_rag.engines.model_files import load_tokenizer, quiet_libraries
 from cacheblend_rag.engines.vllm import serve
 from cacheblend_rag.engines.vllm.middleware.bodies import MAX_BODY_MIB
 from cacheblend_rag.engines.vllm.middleware.hosts import check_host, is_loopback
@@ -25,7 +27,7 @@ from cacheblend_rag.engines.vllm.middleware.keys import (
     new_entry,
     read_tenants,
 )
-from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.errors import ConfigError, ModelLoadError, StoreError
 from cacheblend_rag.folders import make_folder
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, public_name, resolve
 from cacheblend_rag.rag import checks
@@ -42,6 +44,25 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 KEY_FLAG = "--api-key"
 SOCKET_FLAG = "--uds"
 DTYPE_FLAG = "--dtype"
+TOOL_FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser")
+OF_TOOLS = (*TOOL_FLAGS, "--no-enable-auto-tool-choice")
+TOOL_PARSERS = {
+    "[TOOL_CALLS]": "mistral",
+    "<|header_start|>": "llama4_pythonic",
+    "ipython": "llama3_json",
+    "<|channel|>": "openai",
+    "<function=": "qwen3_coder",
+    "<arg_key>": "glm45",
+    "<seed:tool_call>": "seed_oss",
+    "<minimax:tool_call>": "minimax_m2",
+    "<|tool_calls_section_begin|>": "kimi_k2",
+    "<|tool_call>": "gemma4",
+    "<function_calls>": "olmo3",
+    "<|action_start|>": "internlm",
+    "<tool_call>": "hermes",
+    "<|start_of_role|>": "granite",
+}
+"""vLLM's parser of tool calls, by what only the chat templates of such models have; in order."""
 OF_VLLM = ("slice_seconds", "tenants", "find")
 OF_MODELS = ("model", "namespace", "dtype", "kv_path", "verify")
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
@@ -197,7 +218,7 @@ def serve_command(
             engine=None if engine == AUTO else engine,
             placement=Placement(
                 device,
-                options.store_settings(store),
+                options.collection_store(store),
                 fill_on_miss=True,
                 profile=profile,
             ),
@@ -270,10 +291,15 @@ def _become_vllm(
         served_name=public_name(model),
         host=address.host,
         port=address.port,
-        flags=flags,
+        flags=[*_tool_flags(model, flags), *flags],
         settings=ConnectorSettings(store=kept, **told),
     )
     serve_here.warn_of_memory(kept)
+    if not serve.has_flag(command, OF_TOOLS):
+        output.say(
+            "the chat template has no known form of tool calls, so requests with tools are "
+            f"refused: {' '.join(TOOL_FLAGS)} NAME takes them, with a --chat-template of tools"
+        )
     has_key = serve.flag_value(flags, (KEY_FLAG,)) or os.environ.get(KEY_VARIABLE)
     if not (has_key or tenants or is_loopback(address.host)):
         output.warn(
@@ -291,6 +317,23 @@ def _become_vllm(
         **address.environment,
     }
     os.execve(command[0], command, environment)  # noqa: S606  # signals and exit code: vLLM's own
+
+
+def _tool_flags(model: str, flags: Sequence[str]) -> list[str]:
+    """Return the flags with which vLLM takes tools; none if some are given, or no parser fits."""
+    if serve.has_flag(flags, OF_TOOLS):
+        return []
+    template = serve.flag_value(flags, ("--chat-template",))
+    if template and Path(template).is_file():
+        template = options.read_text(Path(template), "--chat-template")
+    if not template:
+        quiet_libraries()
+        with suppress(ModelLoadError):  # of which vLLM tells
+            template = str(load_tokenizer(model).chat_template)
+    for mark, parser in TOOL_PARSERS.items():
+        if mark in (template or ""):
+            return [*TOOL_FLAGS, parser]
+    return []
 
 
 def _refuse_of_vllm(context: typer.Context, why: str) -> None:

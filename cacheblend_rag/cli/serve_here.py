@@ -129,8 +129,6 @@ def serve_collection(
     """Serve a collection: chats are answered from its passages."""
     check(address.host)
     serve.check_port(address.host, address.port)
-    if placement.store.kv_path is not None:
-        raise ConfigError("--store kv_path: a collection keeps its KV in its own folder")
     with output.progress_bar(lines=True) as bar:
         asker = Asker(folder, placement, engine, progress=bar)
     os.environ.update(address.environment)

@@ -101,12 +101,7 @@ def list_chunks(
 
     with _opened(path, store, read_only=True) as found:
         choice = inspect.Choice(
-            fingerprint=fingerprint,
-            older_than=older_than,
-            newer_than=newer_than,
-            namespace=namespace,
-            model=model,
-            document=document,
+            fingerprint, older_than, newer_than, namespace, model=model, document=document
         )
         held, kinds = found.by_use(choice.condition(path)), found.kinds()
     chunks = [
@@ -182,13 +177,7 @@ def evict(
 
     with _opened(path, store) as opened:
         choice = inspect.Choice(
-            fingerprint=fingerprint,
-            older_than=older_than,
-            newer_than=newer_than,
-            namespace=namespace,
-            model=model,
-            document=document,
-            spare=True,
+            fingerprint, older_than, newer_than, namespace, model, document, spare=True
         )
         if bool(keys) + everything + (not choice.is_open) != 1:
             raise StoreError(

@@ -151,14 +151,10 @@ def _rounds(progress: ProgressCallbacks) -> OnRound:
 
 
 def _print(tuned: Tuned, out: Path) -> None:
-    from rich.table import Table
-
     what = "exp(-KL)" if tuned.bar.kind == "fidelity" else "F1 kept"
     title = f"{tuned.dataset}: {tuned.prompts} questions, {what} of {tuned.bar.least:g} wanted"
-    table = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
-    table.add_column("settings", no_wrap=True)
-    for heading in ("prompts", "kept", "95 %", "first token", "of full", "compute", "holds"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    figures = ("prompts", "kept", "95 %", "first token", "of full", "compute", "holds")
+    table = output.table(title, ("settings",), figures)
     for one in tuned.standings:
         table.add_row(
             one.candidate.label,

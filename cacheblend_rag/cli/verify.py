@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from cacheblend_rag.rag import checks
 
 if TYPE_CHECKING:
     from cacheblend_rag.quality.verify.check import Check, Verdict
+    from cacheblend_rag.rag.progress import ProgressCallbacks
 
 MARKS = {"ok": "[green]ok[/green]", "failed": "[red]failed[/red]", "skipped": "skipped"}
 
@@ -38,26 +39,32 @@ def verify_command(
         checks.check_model(model)
         checks.check_placement(device, dtype)
         from cacheblend_rag.quality.questions import choose_questions
-        from cacheblend_rag.quality.verify.gate import verify_model
 
         data = choose_questions(dataset, (), questions, None, 0) if dataset else None
         with output.progress_bar(lines=True) as progress:
-            task = progress.begin(f"verifying {model}", 0)
-            verdict = verify_model(
-                model,
-                profile=profile,
-                data=data,
-                device=device,
-                dtype=dtype,
-                on_check=lambda check: task.note(f"{check.name}: {check.status}"),
+            verdict = verified(
+                model, progress, profile=profile, data=data, device=device, dtype=dtype
             )
-            task.end()
     if as_json:
         output.print_json(verdict.to_dict())
     else:
         print_verdict(verdict)
     if not verdict.passed:
         raise typer.Exit(1)
+
+
+def verified(model: str, progress: ProgressCallbacks, **settings: Any) -> Verdict:
+    """Return the verdict on a model, and show each check; settings: as for verify_model."""
+    from cacheblend_rag.quality.verify.gate import verify_model
+
+    task = progress.begin(f"verifying {model}", 0)
+
+    def shown(check: Check) -> None:
+        task.note(f"{check.name}: {check.status}")
+
+    verdict = verify_model(model, on_check=shown, **settings)
+    task.end()
+    return verdict
 
 
 def print_verdict(verdict: Verdict) -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, cast
 
 from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.rag import checks
-from cacheblend_rag.rag.collection import Collection, CollectionSettings
+from cacheblend_rag.rag.collection import Collection
 from cacheblend_rag.rag.collection_engine import Placement, open_known
 from cacheblend_rag.rag.ordering import PassageOrder, Source, arranged
 from cacheblend_rag.rag.progress import ProgressCallbacks
-from cacheblend_rag.rag.prompt import AskedTurn, FittedPrompt, PromptFitter, RagPrompt
+from cacheblend_rag.rag.prompt import FittedPrompt, PromptFitter, RagPrompt, Turn
 from cacheblend_rag.rag.readers import EXTRA
-from cacheblend_rag.rag.retrieval import Embedder, VectorSearch
+from cacheblend_rag.rag.retrieval import Embedder, FollowUps, VectorSearch
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta, Generation
@@ -28,8 +30,8 @@ REPEATED = 16
 """How many passages are looked at for each that is wanted: a document may repeat itself."""
 
 
-class Asker:
-    """Answers questions from a collection.
+class Asker(AbstractContextManager["Asker"]):
+    """Answers questions from a collection; ``fit`` makes prompts, as PromptFitter does.
 
     placement: where the engine runs. engine: replaces the collection's own, such as the current URL
     of its server. ratio, selector, reuse_prefix: override how answers are blended. progress: gets
@@ -55,8 +57,18 @@ class Asker:
         with Collection.open(folder) as collection:
             settings = replace(collection.settings, engine=engine or collection.settings.engine)
             stored = collection.load()
-        _check(settings, placement.device, ratio, selector)
-        self._load(folder, settings, placement, progress)
+        checks.check_blend(ratio, selector)
+        checks.check_engine(settings.engine)
+        checks.check_model(settings.model)
+        checks.check_embedding_model(settings.embedding_model)
+        checks.check_installed(checks.RETRIEVAL_MODULES, "retrieval", EXTRA)
+        checks.check_placement(placement.device)
+        with progress.phase("loading the libraries"):
+            quiet_libraries()
+        with progress.phase(f"loading the embedding model {settings.embedding_model}"):
+            self._embedder = Embedder(settings.embedding_model, EXTRA)
+        with progress.phase(f"loading the model {settings.model}"):
+            self.engine: Engine = open_known(folder, settings, placement)
         self._chunks = [
             (chunk, position)
             for document in stored.documents
@@ -64,30 +76,14 @@ class Asker:
         ]
         self._size = stored.vectors.shape[1]
         self._search = VectorSearch(stored.vectors, EXTRA)
+        self._follow_ups = FollowUps([chunk.text for chunk, _ in self._chunks])
         self._embedding_model = settings.embedding_model
         self.instruction = settings.instruction
         self.config = self.engine.config.with_given(
             recompute_ratio=ratio, selector=selector, reuse_prefix=reuse_prefix
         )
         self._prompt = RagPrompt(self.engine.tokenizer, settings.instruction)
-        self._fitter = PromptFitter(self.engine, self._prompt)
-
-    def _load(
-        self,
-        folder: Path,
-        settings: CollectionSettings,
-        placement: Placement,
-        progress: ProgressCallbacks,
-    ) -> None:
-        with progress.phase("loading the libraries"):
-            quiet_libraries()
-        with progress.phase(f"loading the embedding model {settings.embedding_model}"):
-            self._embedder = Embedder(settings.embedding_model, EXTRA)
-        with progress.phase(f"loading the model {settings.model}"):
-            self.engine: Engine = open_known(folder, settings, placement)
-
-    def __enter__(self) -> Self:
-        return self
+        self.fit = PromptFitter(self.engine, self._prompt).fit
 
     def __exit__(self, *_: object) -> None:
         self.engine.close()
@@ -96,53 +92,35 @@ class Asker:
         """Return sampling settings with stop strings for the beginning of the next turn."""
         return sampling.with_changes(stop=(*sampling.stop, *self._prompt.stop))
 
-    def retrieve(self, question: str, top_k: int, order: PassageOrder) -> list[Source]:
+    def retrieve(
+        self, question: str, top_k: int, order: PassageOrder, earlier: Sequence[Turn] = ()
+    ) -> list[Source]:
         """Return the passages nearest to a question, in the order for the prompt.
 
-        Of passages of a document with the same text one is returned.
+        Of passages of a document with the same text one is returned. If the question follows
+        ``earlier`` ones, half of them are nearest to it and what it refers to, see FollowUps.
         """
-        (vector,) = self._embedder.embed([question])
-        if len(vector) != self._size:
+        context = self._follow_ups.in_context(question, earlier)
+        vectors = self._embedder.embed([question] if context is None else [context, question])
+        if vectors.shape[1] != self._size:
             raise ConfigError(
-                f"embedding model {self._embedding_model!r} gives {len(vector)} numbers per text, "
-                f"the collection holds {self._size}: index with --rebuild"
+                f"embedding model {self._embedding_model!r} gives {vectors.shape[1]} numbers per "
+                f"text, the collection holds {self._size}: index with --rebuild"
             )
         found: dict[tuple[str | None, str], Source] = {}
-        for place, score in self._search.nearest(vector, REPEATED * top_k):
-            source = Source(*self._chunks[place], score)
-            found.setdefault((source.chunk.document_id, source.chunk.text), source)
-        return arranged(list(found.values())[:top_k], order)
-
-    def fit(
-        self,
-        earlier: Sequence[AskedTurn],
-        question: str,
-        sources: Sequence[Source],
-        max_tokens: int,
-    ) -> FittedPrompt:
-        """Build the prompt; the oldest turns, then the worst passages, are dropped until it fits.
-
-        Raises PromptError when the question alone is too long.
-        """
-        return self._fitter.fit(earlier, question, sources, max_tokens)
+        for number, vector in enumerate(vectors, start=1):
+            most = -(-top_k * number // len(vectors))
+            for place, score in self._search.nearest(vector, REPEATED * top_k):
+                source = Source(*self._chunks[place], score)
+                if len(found) < most:
+                    found.setdefault((source.chunk.document_id, source.chunk.text), source)
+        return arranged(sorted(found.values(), key=attrgetter("score"), reverse=True), order)
 
     def stream(
         self, fitted: FittedPrompt, sampling: SamplingParams, cancel: Event | None = None
     ) -> Iterator[Delta]:
         """Stream the answer."""
         return self.engine.stream(fitted.prepared, sampling, config=self.config, cancel=cancel)
-
-
-def _check(
-    settings: CollectionSettings, device: str | None, ratio: float | None, selector: str | None
-) -> None:
-    """Raise errors that are known before anything is loaded."""
-    checks.check_blend(ratio, selector)
-    checks.check_engine(settings.engine)
-    checks.check_model(settings.model)
-    checks.check_embedding_model(settings.embedding_model)
-    checks.check_installed(checks.RETRIEVAL_MODULES, "retrieval", EXTRA)
-    checks.check_placement(device)
 
 
 def clean_question(text: str) -> str:

@@ -106,10 +106,9 @@ def check_placement(device: str | None, dtype: str | None = None) -> None:
 
 def check_blend(ratio: float | None, selector: str | None) -> None:
     """Raise ConfigError for an invalid ratio or selector."""
-    if ratio is not None:
-        from cacheblend_rag.settings import BlendConfig
+    from cacheblend_rag.settings import BlendConfig
 
-        BlendConfig(recompute_ratio=ratio)
+    BlendConfig().with_given(recompute_ratio=ratio)
     if selector is not None:
         check_selector(selector)
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Self
 
 from filelock import FileLock, Timeout
 
@@ -103,7 +102,7 @@ class StoredCollection:
     vectors: Vectors
 
 
-class Collection:
+class Collection(AbstractContextManager["Collection"]):
     """An open collection. Errors of the file are raised as a StoreError of one line."""
 
     def __init__(self, folder: Path, settings: CollectionSettings, file: sqlite3.Connection):
@@ -146,9 +145,6 @@ class Collection:
                 file.execute("INSERT INTO settings VALUES (?)", (json.dumps(asdict(settings)),))
             begun.replace(path)
         return cls.open(folder)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -141,7 +141,10 @@ class Conversation:
             turns = tuple(_read_turn(turn) for turn in plain["turns"])
         except (ValueError, KeyError, TypeError, ConfigError) as error:
             raise ConfigError(f"not a saved conversation: {error!s:.200}") from error
-        made = cls(engine, **_known(options))
+        names = ("instruction", "sampling", "config", "prompt_tokens")
+        if unknown := options.keys() - set(names):
+            raise ConfigError(f"unknown option {min(unknown)!r}: give {', '.join(names)}")
+        made = cls(engine, **options)
         made.kv, made._turns = kv, turns
         return made
 
@@ -176,7 +179,7 @@ class Conversation:
             cancel: set it to stop the answer, which is added as far as it came.
 
         Raises:
-            PromptError: when the question is empty, or alone too long.
+            PromptError: when the question is empty; PromptTooLongError when it is too long alone.
         """
         fitted = self._fitter.fit(
             self._turns,
@@ -253,14 +256,6 @@ class Conversation:
         text = answer.text.strip()
         answered = AskedTurn(replace(asked.turn, answer=text), asked.sources)
         self._turns = (*earlier, answered) if text else tuple(earlier)
-
-
-def _known(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of a resumed conversation; raises ConfigError for an unknown one."""
-    names = ("instruction", "sampling", "config", "prompt_tokens")
-    if unknown := options.keys() - set(names):
-        raise ConfigError(f"unknown option {min(unknown)!r}: give {', '.join(names)}")
-    return options
 
 
 def _source(passage: Passage, rank: int) -> Source:

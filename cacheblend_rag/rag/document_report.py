@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal
 
-from cacheblend_rag.errors import PromptError, PromptTooLongError
+from cacheblend_rag.errors import PromptTooLongError
 from cacheblend_rag.rag.prompt import ANSWER_SHARE
 from cacheblend_rag.result_log import ResultLog
 from cacheblend_rag.text.chat import SEPARATOR, InstructedChat, begins_as_rendered, on_day
@@ -192,19 +192,16 @@ class PromptAsker:
     def room(self, frame: BlendPrompt) -> int:
         """Return how many tokens a prompt may hold beside ``frame`` and its answer.
 
-        Raises PromptError when there are none.
+        Raises PromptTooLongError when there are none.
         """
         try:
             tokens = len(self._engine.prepare(frame).token_ids)
         except PromptTooLongError as error:
             tokens = error.tokens
-        room = self._engine.context_window - self.answer_tokens
-        if tokens >= room:
-            raise PromptError(
-                f"the question and the instruction hold {tokens} tokens, more than {room}: shorten "
-                "the question"
-            )
-        return room - tokens
+        window, answer_tokens = self._engine.context_window, self.answer_tokens
+        if tokens >= window - answer_tokens:
+            raise PromptTooLongError(tokens, window, answer_tokens=answer_tokens)
+        return window - answer_tokens - tokens
 
     def within(self, answer: str) -> str:
         """Truncate an answer to ``answer_tokens`` tokens.

@@ -12,9 +12,10 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.engines.model_files import (
     kv_bytes_per_token,
@@ -60,7 +61,7 @@ MOST_NAMED = 10
 NAME_BREAKS = re.compile(r"[-_.\s]+")
 
 
-class Indexing:
+class Indexing(AbstractContextManager["Indexing"]):
     """A collection being indexed; models are loaded when the first file needs them.
 
     asked: the settings that the user gave; an existing collection must agree with
@@ -97,9 +98,6 @@ class Indexing:
             self._collection = Collection.open(folder)
             _check_agreement(folder, self._collection.settings, asked)
         self._choices = CollectionSettings(**asked)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._reader.close()
@@ -235,7 +233,10 @@ class Indexing:
 
     def _add(self, new: _NewFile) -> None:
         collection, models = self._ready()
-        document = _document(new, models.split)
+        try:
+            document = Document(new.source, tuple(models.split(new.text)))
+        except (ValueError, PromptError) as error:
+            raise UnreadableFileError(f"cannot be split: {error}") from error
         vectors, unfinished = self._precompute(document, models)
         collection.replace(document, new.content_hash, vectors, unfinished=unfinished)
         self._stored.add(document.document_id)
@@ -289,7 +290,11 @@ class Indexing:
                 clear(self._folder)
             with self._progress.phase(f"loading the model {settings.model}"):
                 settings, engine = open_new(self._folder, settings, self._placement)
-            self._check_room(engine, settings)
+            try:  # a server may have reduced the context window
+                checks.check_fits(settings.chunk_size, engine.context_window, settings.model)
+            except ConfigError:
+                engine.close()
+                raise
             self._models = self._load(engine, settings)
             self._collection = Collection.create(self._folder, settings)
         else:
@@ -299,14 +304,6 @@ class Indexing:
                 engine = open_known(self._folder, settings, self._placement)
             self._models = self._load(engine, settings)
         return self._collection, self._models
-
-    def _check_room(self, engine: Engine, settings: CollectionSettings) -> None:
-        """Raise ConfigError when a chunk fills the context window, which a server may reduce."""
-        try:
-            checks.check_fits(settings.chunk_size, engine.context_window, settings.model)
-        except ConfigError:
-            engine.close()
-            raise
 
     def _load(self, engine: Engine, settings: CollectionSettings) -> _Models:
         """Load the embedding model and the splitter for an engine."""
@@ -338,13 +335,6 @@ class _Models:
     embedder: Embedder
     split: Callable[[str], list[str]]
     storing: KVStoring
-
-
-def _document(new: _NewFile, split: Callable[[str], list[str]]) -> Document:
-    try:
-        return Document(new.source, tuple(split(new.text)))
-    except (ValueError, PromptError) as error:
-        raise UnreadableFileError(f"cannot be split: {error}") from error
 
 
 def _chosen_before(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from cacheblend_rag.text.chunk import Chunk
@@ -56,16 +57,11 @@ class PassageOrder(StrEnum):
         for passage in found:
             name = document_of(passage)
             documents.setdefault(object() if name is None else name, []).append(passage)
-        return [
-            passage
-            for together in documents.values()
-            for passage in _sorted(together, positions_of(together))
-        ]
-
-
-def _sorted(passages: Sequence[Passage], positions: Sequence[int]) -> list[Passage]:
-    places = sorted(range(len(passages)), key=positions.__getitem__)
-    return [passages[place] for place in places]
+        ordered: list[Passage] = []
+        for together in documents.values():
+            placed = zip(positions_of(together), together, strict=True)
+            ordered += [passage for _, passage in sorted(placed, key=itemgetter(0))]
+        return ordered
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ class ProgressCallbacks:
             steps: how many it has.
 
         Returns:
-            An object with the methods ``note`` (what is being done now), ``advance`` (completed
-            steps, 1 by default) and ``end``. This one shows nothing.
+            What shows its steps; this one shows nothing.
         """
         return Task()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from cacheblend_rag.errors import PromptError, PromptTooLongError
+from cacheblend_rag.errors import PromptTooLongError
 from cacheblend_rag.rag.ordering import Source
 from cacheblend_rag.text.chat import (
     PLACE,
@@ -156,7 +156,7 @@ class PromptFitter:
         """Build the prompt; the oldest turns, then the worst passages, are dropped until it fits.
 
         conversation: the one whose next turn it is.
-        Raises PromptError when the question alone is too long.
+        Raises PromptTooLongError when the question alone is too long.
         """
         window = self._engine.context_window
         room = window - min(max_tokens, window // ANSWER_SHARE)
@@ -169,7 +169,7 @@ class PromptFitter:
             if prepared is not None and tokens <= room:
                 return FittedPrompt(prepared, turns)
             if not kept and not shown:
-                raise PromptError(f"question holds {tokens} tokens, more than {room}: shorten it")
+                raise PromptTooLongError(tokens, window, answer_tokens=window - room)
             while tokens > room and (kept or shown):
                 tokens -= self._leave_out(kept, shown)
 

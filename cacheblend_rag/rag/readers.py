@@ -10,9 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Any, cast
 
 from cacheblend_rag.errors import CacheBlendError, MissingExtraError
 from cacheblend_rag.rag import extracting
@@ -76,7 +77,7 @@ def find_files(paths: Iterable[Path], leave_out: Path) -> FoundFiles:
     return FoundFiles(tuple(files), len(unknown), tuple(unopened))
 
 
-class FileReader:
+class FileReader(AbstractContextManager["FileReader"]):
     """Reads files' text in a separate process, which hostile files may crash.
 
     seconds: limit per file.
@@ -109,9 +110,6 @@ class FileReader:
             self._process.kill()
             self._process.communicate()
             self._process = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -162,10 +160,7 @@ def make_splitter(
         paragraph_separator=PARAGRAPH,
     )
 
-    def split(text: str) -> list[str]:
-        chunks: list[str] = splitter.split_text(text)
-        return chunks
-
+    split: Callable[[str], list[str]] = splitter.split_text
     return split
 
 

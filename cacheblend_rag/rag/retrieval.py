@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cacheblend_rag.errors import MissingExtraError, ModelLoadError
@@ -11,6 +15,21 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from cacheblend_rag.rag.prompt import Turn
+
+WORD = re.compile(r"[\u3040-\u9fff]|[^\W\u3040-\u9fff]+")
+"""A word; in Chinese and Japanese, a character."""
+FOLLOWING = re.compile(
+    r"^\W*(and|or|but)\b|\b(its?|he|him|his|she|hers?|they|them|theirs?|this|these|those|else)\b"
+    r"|\bthat\W*$|[他她它这那其]",
+    re.IGNORECASE,
+)
+"""What a question has that refers to something before it."""
+SHORT_WORDS = 3
+"""A question of so few words follows the one before it, whatever they are."""
+RARE_SHARE, MOST_RARE_WORDS = 0.02, 16
+MOST_COUNTED = 5000
+"""So many passages are counted, at most, to know which words are rare."""
 BUNDLED = "bundled"
 MAX_TOKENS = 256
 BATCH_TEXTS = 32
@@ -46,6 +65,41 @@ class VectorSearch:
         """Return (index, cosine) of the ``count`` nearest, best first."""
         scores, places = self._index.search(vector[None], min(count, self._index.ntotal))
         return list(zip(places[0].tolist(), scores[0].tolist(), strict=True))
+
+
+class FollowUps:
+    """Says what to search for in place of questions that follow others, by words alone.
+
+    texts: the collection's; they say which words are rare.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = texts[:: 1 + len(texts) // MOST_COUNTED]
+
+    def in_context(self, question: str, earlier: Sequence[Turn]) -> str | None:
+        """Return a question with what it refers to; None for one that stands by itself.
+
+        These are the earlier questions, back to one that stands by itself, and the rare words of
+        their answers, such as names.
+        """
+        asked, rare = [question], dict[str, None]()
+        for turn in reversed(earlier):
+            if not self._follows(asked[-1]):
+                break
+            asked.append(turn.question)
+            rare |= dict.fromkeys(filter(self._is_rare, WORD.findall(turn.answer)))
+        return " ".join([*asked, *islice(rare, MOST_RARE_WORDS)]) if asked[1:] else None
+
+    def _follows(self, question: str) -> bool:
+        return bool(FOLLOWING.search(question)) or len(WORD.findall(question)) <= SHORT_WORDS
+
+    def _is_rare(self, word: str) -> bool:
+        return 0 < self._counts[word.lower()] <= max(2, RARE_SHARE * len(self._texts))
+
+    @cached_property
+    def _counts(self) -> Counter[str]:
+        """In how many texts each word stands."""
+        return Counter(word for text in self._texts for word in set(WORD.findall(text.lower())))
 
 
 def _import_faiss(extra: str) -> Any:

@@ -322,12 +322,12 @@ def _plain_message(message: Message, name: str) -> dict[str, Any]:
     if isinstance(calls := message.get("tool_calls"), Sequence) and calls:
         plain["tool_calls"] = [with_object(call) for call in calls]
     if content is not None or not calls:
-        plain["content"] = _plain_content(content, f"{name}.content")
+        plain["content"] = plain_content(content, f"{name}.content")
     return plain
 
 
-def _plain_content(content: object, name: str) -> str:
-    """Join text parts by newlines: most templates accept only strings, and print lists as code."""
+def plain_content(content: object, name: str) -> str:
+    """Return content as one string: most templates print lists as code. Raises PromptError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -336,11 +336,11 @@ def _plain_content(content: object, name: str) -> str:
 
 
 def _part_text(part: object, name: str) -> str:
+    if isinstance(part, str):
+        return part
     if not isinstance(part, Mapping) or part.get("type") != "text":
-        raise PromptError(
-            f"{name} must be {{'type': 'text', 'text': ...}}: only text can be blended"
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
+        told = "a string or {'type': 'text', 'text': ...}"
+        raise PromptError(f"{name} must be {told}: only text can be blended")
+    if not isinstance(text := part.get("text"), str):
         raise PromptError(f"{name}.text must be a string, not {text!r:.40}")
     return text

@@ -84,15 +84,3 @@ async def test_head_is_answered_as_get_and_options_with_what_a_path_takes(http):
         told = await http.patch(path)
         assert (told.status_code, told.headers["allow"]) == (405, methods)
         assert f"takes {methods}, not PATCH" in told.json()["error"]["message"]
-
-
-async def test_fields_mean_what_they_mean_to_vllm(http):
-    """vLLM, too, refuses an empty list of tools, and takes 0 for a number of log-probabilities."""
-    told = await http.post("/v1/chat/completions", json={**ASKED, "tools": []})
-    assert (told.status_code, told.json()["error"]["param"]) == (400, "tools")
-    asked = {"prompt": "w3", "max_tokens": 2}
-    for more in ({"prompt_logprobs": 0}, {"prompt_logprobs": 1}, {"min_tokens": True}):
-        told = await http.post("/v1/completions", json={**asked, **more})
-        assert (told.status_code, told.json()["error"]["param"]) == (400, next(iter(more)))
-    for more in ({"prompt_logprobs": None}, {"min_tokens": 0}, {"logit_bias": {}}):
-        assert (await http.post("/v1/completions", json={**asked, **more})).status_code == 200

@@ -12,6 +12,7 @@ from cacheblend_rag import ToolCall
 
 pytestmark = pytest.mark.asyncio
 ASKED = {"model": "model", "messages": [{"role": "user", "content": "w3 w4"}]}
+TASK = [{"role": "user", "content": "### Task:\nw3\n<chat_history>\nw4\n</chat_history>"}]
 TOOLS = [
     {
         "type": "function",
@@ -128,15 +129,22 @@ async def test_the_prompt_has_the_tools_and_the_results_of_calls(client, script)
         {"role": "user", "content": [{"type": "text", "text": "w3"}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "w8"},
+        {"role": "user", "content": ["w4", {"type": "text", "text": "w5"}]},
+        {"role": "assistant", "function_call": call["function"]},
+        {"role": "function", "name": "weather", "content": "w9"},
     ]
     choice = {"type": "function", "function": {"name": "weather"}}
     await client.chat.completions.create(
         model="model", messages=messages, tools=TOOLS, tool_choice=choice
     )
     source = script.prompts[-1].source
-    assert [one["role"] for one in source.messages] == ["system", "user", "assistant", "tool"]
+    roles = [one["role"] for one in source.messages]
+    assert roles == ["system", *("user", "assistant", "tool") * 2]
     assert source.messages[2]["tool_calls"] == [call]
     assert source.messages[3]["tool_call_id"] == "call_1"
+    assert source.messages[5]["tool_calls"][0]["function"] == call["function"]
+    text = script.prompts[-1].text
+    assert text.index("w8") < text.index("w4\nw5") < text.index("w9")
     assert (list(source.tools), source.tool_choice) == (TOOLS, choice)
 
 
@@ -155,11 +163,15 @@ async def test_the_prompt_has_the_tools_and_the_results_of_calls(client, script)
         ({"extra_body": {"top_k": -1}}, {"top_k": 0}),
         ({"extra_body": {"repetition_penalty": 1.5}}, {"repetition_penalty": 1.5}),
         ({"extra_body": {"unknown_field": 1}}, {}),
-        ({"logit_bias": {}, "extra_body": {"best_of": 1}}, {}),
+        ({"logit_bias": {}, "extra_body": {"best_of": 1, "min_tokens": 0}}, {}),
+        ({"extra_body": {"prompt_logprobs": None}}, {}),
+        ({}, {"max_tokens": 2048}),
+        ({"messages": TASK}, {"max_tokens": 256}),
+        ({"messages": TASK, "max_completion_tokens": 1000}, {"max_tokens": 1000}),
     ],
 )
 async def test_settings_of_sampling_reach_the_engine(client, script, asked, sampled):
-    await client.chat.completions.create(**ASKED, **asked)
+    await client.chat.completions.create(**{**ASKED, **asked})
     for name, value in sampled.items():
         assert getattr(script.sampled[-1], name) == value
 

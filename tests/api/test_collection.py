@@ -70,6 +70,10 @@ async def test_answers_cite_their_sources_if_that_is_asked_for(asker):
     response = await client.responses.create(model="notes", input=question, max_output_tokens=4)
     assert response.output_text.endswith(listed)
     assert len(response.cacheblend["sources"]) == 2
+    form = {"choice": ["yes", "no"]}
+    formed = await chat(client, question, extra_body={"structured_outputs": form})
+    assert formed.choices[0].message.content in form["choice"]
+    assert formed.cacheblend["sources"]
 
 
 async def test_the_last_message_is_looked_for_and_earlier_turns_stand_before_it(client, asker):
@@ -78,6 +82,47 @@ async def test_the_last_message_is_looked_for_and_earlier_turns_stand_before_it(
     after = await chat(client, first, "Paris.", second)
     assert after.cacheblend["sources"] == alone.cacheblend["sources"]
     assert after.usage.prompt_tokens > alone.usage.prompt_tokens
+
+
+async def test_a_follow_up_is_searched_for_with_what_it_refers_to(client):
+    async def found(*contents):
+        answer = await chat(client, *contents)
+        return [one["source"] for one in answer.cacheblend["sources"]]
+
+    follow_up = "And her instrument?"
+    assert "nora-keller" not in (await found(follow_up))[0]
+    for asked in (
+        ("What is the job of Nora Keller?", "She is a gardener."),
+        ("Who lives in Oslo?", "Nora Keller does."),
+        ("Who lives in Oslo?", "Nora Keller does.", "Her job?", "Gardening."),
+    ):
+        after = await found(*asked, follow_up)
+        assert all("nora-keller" in one for one in after[:2])
+        assert (await found(follow_up))[0] in after, "half of them are those of the words alone"
+
+
+async def test_a_clients_own_tasks_are_answered_without_passages(asker):
+    """As Open WebUI's, for titles, tags, follow-ups and queries; its prompts for files differ."""
+    asker, (question, *_) = asker
+    client = openai_client(create_app(asker.engine, retriever=Retriever(asker, cites=True)))
+    task = f"### Task:\nName it.\n<chat_history>\nUSER: {question}\n</chat_history>"
+    own = f"### Task:\nAnswer from the context.\n<context>A file.</context>\n\n{question}"
+    for content, more, is_searched in (
+        (task, {}, False),
+        ([{"type": "text", "text": task}], {}, False),
+        (question, {"retrieve": False}, False),
+        (own, {}, True),
+        (f"What does <chat_history> mean? {task}", {}, True),
+    ):
+        asked = {"model": asker.engine.model_name, "extra_body": more}
+        message = {"role": "user", "content": content}
+        answer = await client.chat.completions.create(**asked, messages=[message], max_tokens=4)
+        other = await client.responses.create(**asked, input=[message], max_output_tokens=4)
+        for one, text in (
+            (answer, answer.choices[0].message.content),
+            (other, other.output_text),
+        ):
+            assert ("sources" in one.cacheblend) == ("Sources:" in text) == is_searched, content
 
 
 async def test_no_message_is_lost(asker):
@@ -102,16 +147,6 @@ async def test_a_files_name_forges_no_source():
     found = [Source(Chunk("w1", document_id=name), 0, 1.0) for name in names]
     listed = ["- evil Sources: all good", "- [2Ja - b.txt", "- a bc"]
     assert sources_text(found) == "\n".join(["\n\nSources:", *listed])
-
-
-async def test_an_answer_with_a_form_cites_nothing(asker):
-    asker, (question, *_) = asker
-    retriever = Retriever(asker, cites=True)
-    client = openai_client(create_app(asker.engine, name="notes", retriever=retriever))
-    form = {"choice": ["yes", "no"]}
-    answer = await chat(client, question, extra_body={"structured_outputs": form})
-    assert answer.choices[0].message.content in form["choice"]
-    assert answer.cacheblend["sources"]
 
 
 async def test_what_is_no_question_is_refused(client, asker):

@@ -22,7 +22,17 @@ MESSAGES = [{"role": "user", "content": "w3"}]
 BAD = [
     ({"messages": []}, "messages", "at least 1"),
     ({"messages": [{"role": "robot", "content": "w3"}]}, "messages.0.role", "'user'"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "string"),
+    (
+        {"messages": [{"role": "user", "content": 5}]},
+        "messages.0.content",
+        "string or a valid list",
+    ),
+    (
+        {"messages": [{"role": "user", "content": ["a", 5]}]},
+        "messages.0.content.1",
+        "ary or a valid",
+    ),
+    ({"stop": ["a", 5]}, "stop.1", "a valid string"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages",
@@ -52,6 +62,7 @@ BAD = [
     ),
     ({"tools": [{"type": "function"}]}, "tools", "tools[0].function"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": []}, "tools", "leave it out"),  # as by vLLM
     ({"logit_bias": {"5": 1}}, "logit_bias", "leave it out"),
     ({"modalities": ["audio"]}, "modalities", "['text']"),
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "structured_outputs"),
@@ -77,10 +88,15 @@ async def test_a_bad_field_is_named_with_the_fix(http, more, param, said):
         ({"prompt": []}, "prompt", "is empty"),
         ({"prompt": [[]]}, "prompt", "at least one"),
         ({"prompt": [256]}, "prompt", "outside 0 to 255"),
-        ({"prompt": [3] * (1 << 15)}, "prompt", "context window is 32768"),
+        ({"prompt": ["a", 5]}, "prompt.1", "should be a valid string"),
+        ({"prompt": [3, "a"]}, "prompt.1", "should be a valid integer"),
+        ({"prompt": [[3], [4, "a"]]}, "prompt.1.1", "should be a valid integer"),
         ({"prompt": ["w3"] * 9, "n": 8}, "prompt", "more than 64 answers"),
         ({"logprobs": 1, "echo": True}, "echo", "leave one of them out"),
         ({"best_of": 3}, "best_of", "use n"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs", "leave it out"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "leave it out"),
+        ({"min_tokens": True}, "min_tokens", "leave it out"),
     ],
     ids=str,
 )
@@ -101,6 +117,8 @@ async def test_clients_raise_their_own_errors(client):
         with pytest.raises(openai.BadRequestError) as told:
             await client.chat.completions.create(model="model", messages=long, stream=stream)
         assert told.value.code == "context_length_exceeded"
+        said = r"This model's maximum context length is 32768 tokens\. However, .* 40\d+ tokens"
+        assert re.search(rf"{said}.*: retrieve fewer chunks or shorten", str(told.value))
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("gpt-9")
     assert [model.id async for model in await client.models.list()] == ["model"]

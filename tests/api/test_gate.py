@@ -153,7 +153,7 @@ async def test_a_prompt_that_is_by_far_too_long_is_refused_before_it_is_tokenize
     answer = await http.post(path, json={name: fields[name] for name in asked})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
-    assert error["message"].startswith(f"prompt holds more than {engine.context_window} tokens")
+    assert f"prompt holds more than {engine.context_window} tokens" in error["message"]
     assert tokenizer.characters < len(text) / 10
 
 

@@ -107,7 +107,7 @@ async def test_a_stream_of_a_call_alone_has_no_message(client, script):
         ({"input": []}, "input is empty"),
         ({"input": [{"role": "robot", "content": "w3"}]}, r"input\[0\].role must be user"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\].type must be message"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "must be text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "only text"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type must be 'function'"),
     ],
 )

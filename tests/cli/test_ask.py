@@ -93,9 +93,11 @@ def test_that_nothing_was_recomputed_is_explained():
     assert "900 reused (128 of an earlier prompt), 90" in report_lines(prefixed)[0]
 
 
-def test_compare_answers_both_ways(ask, indexed):
+def test_compare_answers_both_ways_greedily_whatever_the_model_says(ask, indexed, drawn_with):
     question = indexed[1][0].question
     found = ask(question, "--compare", "--json", "--ratio", 1).json
+    assert len(drawn_with) == 4, "two of them warm up"
+    assert all((said.temperature, said.repetition_penalty) == (0, 1) for said in drawn_with)
     assert found["full"]["report"]["reused_tokens"] == 0
     assert found["full"]["answer"] == found["answer"]
     both = (found["full"]["report"], found["report"])
@@ -123,13 +125,6 @@ def test_the_models_own_sampling_is_followed_unless_options_say_otherwise(ask, i
     assert [drawn.seed for drawn in drawn_with] == [3, 4]
 
 
-def test_a_comparison_is_greedy_whatever_the_model_says(ask, indexed, drawn_with):
-    found = ask(indexed[1][0].question, "--compare", "--json", "--ratio", 1).json
-    assert found["full"]["answer"] == found["answer"]
-    assert len(drawn_with) == 4, "two of them warm up"
-    assert all((said.temperature, said.repetition_penalty) == (0, 1) for said in drawn_with)
-
-
 def test_a_profile_is_used_unless_options_say_otherwise(ask, indexed, tmp_path):
     (tmp_path / "mine.toml").write_text('[blend]\nselector = "prior"\nrecompute_ratio = 0.5\n')
     asked = indexed[1][0].question, "--profile", tmp_path / "mine.toml"
@@ -154,7 +149,8 @@ def test_a_prompt_without_room_is_told(ask, indexed):
     assert outcome.code == 0
     outcome = ask("Who? " * 5000)
     assert outcome.code == 2
-    assert outcome.stderr.splitlines()[-1].startswith("cacheblend-rag: question holds")
+    said = outcome.stderr.splitlines()[-1]
+    assert said.startswith("cacheblend-rag: This model's maximum context length is")
 
 
 def test_vectors_of_another_embedding_model_are_one_line(cli, own):

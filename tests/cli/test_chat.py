@@ -55,9 +55,16 @@ def test_commands_tell_of_the_last_answer(chat, indexed):
     assert len(remarks(result)) == 1
 
 
+def test_a_follow_up_is_searched_for_with_the_question_before(chat):
+    result = chat("What is the job of Nora Keller?", "And her instrument?", "/sources")
+    *_, first, second, _, _ = result.stdout.splitlines()
+    assert "nora-keller" in first
+    assert "nora-keller" in second
+
+
 def test_an_error_ends_the_turn_not_the_program(chat, indexed):
     result = chat("Who? " * 5000, indexed[1][0].question)
-    assert "warning: question holds" in result.stderr
+    assert "warning: This model's maximum context length is" in result.stderr
     assert result.stdout.strip() == indexed[1][0].answer
 
 

@@ -104,12 +104,6 @@ def test_prompt_too_long_for_the_model_is_one_line(evaluate, tmp_path):
     assert "question 'Who?'" in outcome.stderr
 
 
-def test_setting_that_the_file_does_not_have_is_one_line(evaluate, questions_file):
-    outcome = evaluate("--dataset", questions_file, "--settings", "shuffled")
-    assert (outcome.code, outcome.stdout) == (2, "")
-    assert "'shuffled'" in outcome.stderr
-
-
 def test_answers_are_greedy_whatever_the_model_says(evaluate, questions_file, drawn_with):
     outcome = evaluate("--dataset", questions_file, "--ratios", "0.1", "--selectors", "prior")
     assert outcome.code == 0
@@ -149,24 +143,3 @@ def test_fidelity_has_a_table_of_its_own(cli, small_model, questions_file):
     assert "notes, adjacent: 2 questions, fidelity to full prefill" in outcome.stdout
     assert "no_context" in outcome.stdout
     assert "question_mid*" in outcome.stdout
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (("--fidelity", "--engine", "http://127.0.0.1:9"), "--fidelity: only the engine"),
-        (("--resume", __file__), "line 1 is not a result of this evaluation"),
-    ],
-)
-def test_wrong_uses_are_one_line(evaluate, flags, told):
-    outcome = evaluate(*flags)
-    assert (outcome.code, outcome.stdout) == (2, "")
-    assert told in " ".join(outcome.stderr.split())
-    assert outcome.stderr.count("\n") == 1
-
-
-def test_bounds_of_prompts_are_two_numbers(evaluate):
-    for text in ("100", "100,b", "1,2.5"):
-        outcome = evaluate("--prompt-tokens", text)
-        assert outcome.code == 2
-        assert "--prompt-tokens" in outcome.stderr

@@ -110,19 +110,6 @@ def test_throughput_is_measured():
     assert found["precompute_seconds"] > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("ttft", "--engine", "gguf"), "engine='gguf'"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(cli, arguments, message):
-    outcome = cli("bench", *arguments, "--json")
-    assert (outcome.code, outcome.stdout) == (2, "")
-    assert message in outcome.stderr
-    assert outcome.stderr.count("\n") == 1
-
-
 def test_every_turn_begins_with_another_case_and_the_first_is_not_counted():
     done: list[tuple[str, int]] = []
 

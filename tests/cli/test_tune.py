@@ -44,23 +44,3 @@ def test_it_refuses_and_writes_nothing(cli, dataset, tmp_path):
     assert outcome.code == 1
     assert "do not blend this model on such questions" in outcome.stdout
     assert not (tmp_path / "none.toml").exists()
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "told"),
-    [
-        ("--selectors", "best", "selector='best'"),
-        ("--ratios", "1.5", "recompute_ratio=1.5"),
-        ("--lead-ins", "poem", "lead_in='poem'"),
-        ("--check-layers", "99", "99"),
-        ("--least", "0", "0"),
-        ("--dataset", "/nowhere.json", "cannot be read"),
-    ],
-)
-def test_wrong_options_are_one_line(cli, dataset, tmp_path, option, value, told):
-    given = {"--dataset": dataset, option: value}
-    words = [word for pair in given.items() for word in pair]
-    outcome = cli("tune", TOY, *words, "--out", tmp_path / "x.toml")
-    assert (outcome.code, outcome.stdout) == (2, "")
-    assert told in outcome.stderr
-    assert len(outcome.stderr.strip().splitlines()) == 1

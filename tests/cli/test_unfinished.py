@@ -159,15 +159,6 @@ def test_what_repair_cannot_read_stays_unfinished(
     assert index("--repair").json["unfinished_chunks"] == 0
 
 
-def test_repair_needs_a_collection_and_goes_with_nothing_that_computes_no_kv(
-    index: Index, notes: Path
-) -> None:
-    assert "holds no collection" in index("--repair").stderr
-    outcome = index(notes, "--repair", "--register-only")
-    assert outcome.code == 2
-    assert "--repair computes what is missing: leave" in outcome.stderr
-
-
 LACK = Reason(ReasonCode.NO_ROOM, "no room: 3 MiB")
 GONE = Reason(ReasonCode.STORE_ERROR, "redis tier: gone")
 

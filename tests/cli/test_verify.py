@@ -44,12 +44,6 @@ def test_a_profile_that_loses_too_much_fails_on_one_page(cli, dataset, tmp_path)
     assert all(name in outcome.stdout for name in CHECKS)
 
 
-def test_a_missing_model_is_one_line(cli):
-    outcome = cli("verify", "/nowhere")
-    assert (outcome.code, outcome.stdout) == (2, "")
-    assert "no such folder" in outcome.stderr
-
-
 @pytest.mark.parametrize(
     ("code", "flags", "dtype"), [(0, (), "float32"), (1, ("--dtype", "half"), "float16")]
 )
@@ -69,11 +63,3 @@ def test_serve_verifies_before_it_starts(cli, monkeypatch, code, flags, dtype):
     assert ran == [begun]
     assert (outcome.code, len(started)) == (code, 1 - code)
     assert ("not started" in outcome.stderr) == bool(code)
-
-
-def test_serve_takes_a_profile_for_its_clients(cli, monkeypatch):
-    started = []
-    monkeypatch.setattr(vllm_serve, "installed_version", lambda: "0.32.0")
-    monkeypatch.setattr(serve.os, "execve", lambda _, command, __: started.append(command))
-    assert cli("serve", TOY, "--engine", "vllm", "--profile", "speed").code == 0
-    assert '"name": "speed"' in " ".join(started[0])

@@ -23,6 +23,8 @@ DOCUMENT = ("ask", "--document", "{file}.txt", "--model", TOY, "--kv-path", "{ne
 DOCTOR = ("doctor", "--collection", "{collection}", "--question", "Who?")
 DOCTOR_DEMO = ("doctor", "--prompt", "{file}", "--model", TOY)
 INDEX = ("index", "{notes}", "--into", "{new}", "--model", TOY)
+BENCH = ("bench", "ttft", "--model", TOY)
+ON_VLLM, NO_TOOLS = ("serve", TOY, "--engine", "vllm"), ("--no-enable-auto-tool-choice",)
 HERE = ("serve", TOY, "--engine", "transformers")
 SERVED = ("serve", "--collection", "{collection}")
 WRONG = {
@@ -70,6 +72,8 @@ WRONG = {
     ("ask", "Who?", "--from", "{nothing}"): "holds no collection",
     ("ask", "--from", "{nothing}"): "holds no collection",
     ("index", "{nothing}", "--into", "{new}"): "does not exist",
+    ("index", "--repair", "--into", "{new}"): "holds no collection",
+    (*INDEX, "--repair", "--register-only"): "--repair computes what is missing: leave",
     ("index", "{notes}", "--into", "{file}", "--model", TOY): "is not a folder",
     (*INDEX, "--chunk-size", "32", "--chunk-overlap", "32"): "--chunk-overlap 32",
     (*INDEX, "--chunk-size", "100000"): "toy' hold 4,096 tokens",
@@ -128,6 +132,16 @@ WRONG = {
     ("eval", "--check-layers", "99"): "check_layers=(99,) must be below",
     ("bench", "ttft", "--check-layers", "99"): "check_layers=(99,) must be below",
     ("eval", "--dataset", "{nothing}"): "cannot be read",
+    ("eval", "--fidelity", "--engine", "http://127.0.0.1:9"): "--fidelity: only the engine",
+    ("eval", "--resume", "{file}"): "line 1 is not a result of this evaluation",
+    ("eval", "--prompt-tokens", "100"): "for --prompt-tokens: ",
+    ("eval", "--prompt-tokens", "100,b"): "for --prompt-tokens: ",
+    ("eval", "--prompt-tokens", "1,2.5"): "for --prompt-tokens: ",
+    ("tune", TOY, "--selectors", "best"): "selector='best'",
+    ("tune", TOY, "--ratios", "1.5"): "recompute_ratio=1.5",
+    ("tune", TOY, "--lead-ins", "poem"): "lead_in='poem'",
+    ("tune", TOY, "--check-layers", "99"): "check_layers=(99,) must be below",
+    ("tune", TOY, "--least", "0"): "'--least'",
     # engines
     (*ASK, "--engine", "auto"): "engine='auto' must be",
     (*ASK, "--engine", "127.0.0.1:8000"): "engine='127.0.0.1:8000' must be",
@@ -142,19 +156,10 @@ WRONG = {
     (*INDEX, "--model", "/nowhere/model"): "model='/nowhere/model': there is no such folder",
     (*INDEX, "--model", "models/a/b"): "model='models/a/b': there is no such folder",
     (*INDEX, "--model", "{notes}"): "holds no config.json",
-    (
-        *INDEX,
-        "--model",
-        "nobody/nothing",
-    ): "model='nobody/nothing' is not a folder here, and the hub",
+    (*INDEX, "--model", "nobody/nothing"): "model='nobody/nothing' is not a folder here, and the",
     (*INDEX, "--embedding-model", "./none"): "embedding_model='./none': there is no such folder",
-    (
-        "ask",
-        "--document",
-        "{file}.txt",
-        "--model",
-        "./none",
-    ): "model='./none': there is no such folder",
+    ("ask", "--document", "{file}.txt", "--model", "./none"): "model='./none': there is no such",
+    ("verify", "/nowhere"): "no such folder",
     ("serve", "nofolder"): "model='nofolder' is not a folder here, and the hub",
     ("serve", "./nofolder"): "model='./nofolder': there is no such folder",
     # devices, precisions, shapes
@@ -167,6 +172,10 @@ WRONG = {
     ("bench", "ttft", "--precision", "fp4"): "precision='fp4' must be 'native' or 'fp8'",
     ("bench", "ttft", "--ratio", "2"): "recompute_ratio=2.0",
     ("bench", "ttft", "--chunks", "100"): "prompt_tokens=51232 must be below 8192",
+    (*BENCH, "--shape", "smollm2-135m"): "exclude each other: give one",
+    (*BENCH, "--chunks", "8"): "prompt_tokens=4128 must be below 4096, the positions of ",
+    (*BENCH, "--chunks", "1", "--check-layers", "99"): "check_layers=(99,) must be below",
+    ("bench", "ttft", "--engine", "gguf"): "engine='gguf'",
     # servers and stores
     ("serve", TOY, "--store", "disk_bytes=1"): "give --kv-path too",
     ("serve", TOY, "--store", "host_bytes=0"): "keeps no KV",
@@ -177,6 +186,9 @@ WRONG = {
     ("index", "{notes}", "--store", "kv_path=elsewhere"): "in its own folder",
     ("ask", "Who?", "--from", "{collection}", "--store", "disk_bytes=-1"): "disk_bytes='-1'",
     ("serve", "--enforce-eager", TOY): "comes before the model",
+    (*ON_VLLM, "--kv-path", "{file}/kv"): "cannot be used",
+    (*ON_VLLM, "--device", "cpu"): "leave it out with vLLM",
+    (*ON_VLLM, "--kv-transfer-config", "{{}}", *NO_TOOLS): "set by cacheblend-rag",
     (*HERE, "--max-num-seqs", "4"): "--max-num-seqs: an option of vLLM, and this is served by",
     (*HERE, "--slice-seconds", "1"): "--slice-seconds: an option of vLLM",
     (*HERE, "--api-key", "sesame"): "--api-key: an option of vLLM, set VLLM_API_KEY instead",
@@ -191,9 +203,6 @@ WRONG = {
     ("serve", TOY, "--collection", "{collection}"): "MODEL: a collection has its own",
     ("serve", "--collection", "{notes}"): "holds no collection",
     ("store", "stats", "--kv-path", "{nothing}"): "is not a folder",
-    ("store", "verify", "--kv-path", "{notes}"): "is not a store of chunk KV",
-    ("store", "stats", "--kv-path", "{notes}"): "is not a store of chunk KV",
-    ("store", "evict", "--all", "--yes", "--kv-path", "{notes}"): "is not a store of chunk KV",
     ("store", "ls", "--kv-path", "{collection}"): "is a collection: its store is --kv-path",
     ("store", "evict", "--kv-path", "{store}"): "give keys, or --all",
     ("store", "evict", "x", "--kv-path", "{store}"): "is not a KV key",

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from cacheblend_rag.errors import MissingExtraError, ModelLoadError
-from cacheblend_rag.rag.retrieval import BUNDLED, Embedder, VectorSearch
+from cacheblend_rag.rag.prompt import Turn
+from cacheblend_rag.rag.retrieval import BUNDLED, Embedder, FollowUps, VectorSearch
 
 LONG = "A longer text, with Größe and 漢字. " * 60
 TEXTS = ["", "Who?", LONG, *(f"Text {i}." for i in range(40))]
@@ -49,6 +50,30 @@ def test_retrieval_names_the_extra_it_needs(monkeypatch, missing, model):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[demo\]"):
         VectorSearch(Embedder(model).embed(TEXTS[:2]))
+
+
+@pytest.mark.parametrize(
+    ("question", "follows"),
+    [
+        ("And her instrument?", True),
+        ("What else did the orchestra play there?", True),
+        ("Tell me a little more about that!", True),
+        ("她的乐器是什么时候买的?", True),
+        ("Which orchestra did Marek Dvorsky lead?", False),
+        ("谁在一九一一年创立了乐团?", False),
+    ],
+)
+def test_a_follow_up_is_searched_for_with_what_it_refers_to(question, follows):
+    texts = ["Ada Lindqvist led the orchestra.", *("The hall and the bow.",) * 200]
+    earlier = [
+        Turn("Who wrote the quartets?", (), "Marek Dvorsky."),
+        Turn("Who led the orchestra of Halden?", (), "The answer: Ada Lindqvist, Ada!"),
+        Turn("When?", (), "In 1911."),
+    ]
+    found = FollowUps(texts).in_context(question, earlier)
+    context = "When? Who led the orchestra of Halden? Ada Lindqvist"
+    assert found == (f"{question} {context}" if follows else None)
+    assert FollowUps(texts).in_context(question, []) is None
 
 
 def test_retrieval_says_which_embedding_model_is_not_there(monkeypatch):

@@ -149,7 +149,7 @@ def test_hints_reach_the_registry() -> None:
 def test_text_parts_are_joined_and_other_fields_kept() -> None:
     template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{{ m.name }}{% endfor %}"
     tokenizer = with_template(template)
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    parts = [{"type": "text", "text": "one"}, "two"]
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": parts, "name": "ann"},
         {"role": "assistant", "content": None, "tool_calls": [1]},
@@ -186,8 +186,8 @@ def test_a_failing_template_is_explained(template: str) -> None:
         ),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}],
-            "messages[0].content[1] must be {'type': 'text', 'text': ...}: only text can be "
-            "blended",
+            "messages[0].content[1] must be a string or {'type': 'text', 'text': ...}: only text "
+            "can be blended",
         ),
         (
             [{"role": "user", "content": [{"type": "text", "text": 3}]}],
