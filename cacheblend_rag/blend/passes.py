@@ -96,13 +96,12 @@ class BlendPass:
     token_ids: (tokens,) int64, on the model's device. fused: holds the cached tokens' KV,
     re-rotated, or gets it from ``before_layer``. candidates: which tokens those are. last: of how
     many last tokens the hidden states are needed; with 0 only KV is computed. layers: run only so
-    many of the first layers, for their KV; None is all. row_block: the most rows to run through a
-    layer at once, which bounds the memory of layers that compute all tokens; None is the stack's
-    default. attention: how rows attend; by default exactly, as RowAttention chooses. graphed: gives
-    CUDA graphs for layers in which nothing else is asked for. before_layer: steps that copy a
-    layer's cached KV into the buffer, run before the layer. on_layer: called with each layer whose
-    KV is final. observer: watches the pass. selecting: makes a context around each choice of rows,
-    given the check layer, None before layer 0. request_id: names the pass in logs.
+    many of the first layers, for their KV; None is all. attention: how rows attend; by default
+    exactly, as RowAttention chooses. graphed: gives CUDA graphs for layers in which nothing else is
+    asked for. before_layer: steps that copy a layer's cached KV into the buffer, run before the
+    layer. on_layer: called with each layer whose KV is final. observer: watches the pass.
+    selecting: makes a context around each choice of rows, given the check layer, None before layer
+    0. request_id: names the pass in logs.
 
     Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
     in between. Afterwards ``hidden`` are the last tokens' hidden states (1, last, hidden),
@@ -120,7 +119,6 @@ class BlendPass:
     schedule: Schedule
     last: int = 1
     layers: int | None = None
-    row_block: int | None = None
     attention: Attention | None = None
     graphed: Graphed | None = None
     before_layer: Callable[[int], Steps[None]] | None = None
@@ -219,10 +217,10 @@ class BlendPass:
         self._graphs = self.graphed(self._rows, self.fused) if self.graphed and is_plain else None
 
     def _blocks_of(self, rows: Rows) -> list[_Block]:
-        inputs_of, most = self.stack.position_inputs, self.row_block or self.stack.row_block
+        inputs_of = self.stack.position_inputs
         return [
             _Block(slice(start, start + len(part)), part, inputs_of(part.device[None]))
-            for start, part in rows.blocks(most)
+            for start, part in rows.blocks(self.stack.row_block)
         ]
 
     # What is computed of them

@@ -115,7 +115,7 @@ class DecoderStack(Protocol):
 
     @property
     def row_block(self) -> int:
-        """Most rows run through a layer at once."""
+        """Most rows run through a layer at once, which bounds the memory that they take."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return hidden states (batch, rows, hidden) of ``token_ids`` (batch, rows)."""

@@ -182,9 +182,7 @@ class CheckedOptions(BaseModel):
     @classmethod
     def _read(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Return options by their own names; raises ConfigError for unknown ones."""
-        return Arguments.holding(f"option of {cls.__name__}", cls._names(), cls._inside).read(
-            options
-        )
+        return Arguments(f"option of {cls.__name__}", cls._names(), cls._inside).read(options)
 
     @classmethod
     def _names(cls) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -45,27 +45,17 @@ class Arguments:
     Args:
         kind: the kind of each, such as "option of Model".
         known: the names.
-        inside: names that belong inside a dict argument, each with that argument's name.
+        settings: the arguments that are settings, if they are known, each with its class.
     """
 
     kind: str
     known: frozenset[str]
-    inside: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, type[Any]] = field(default_factory=dict)
 
     @classmethod
-    def holding(
-        cls, kind: str, known: Iterable[str], settings: Mapping[str, type[Any]]
-    ) -> Arguments:
-        """Return arguments, some of which are settings.
-
-        Args:
-            kind: the kind of each argument.
-            known: their names.
-            settings: the arguments that are settings, if they are known, each with its class.
-        """
-        names = frozenset(known)
-        given = {outer: names_of(settings[outer]) - names for outer in settings.keys() & names}
-        return cls(kind, names, {name: outer for outer in given for name in given[outer]})
+    def holding(cls, kind: str, known: frozenset[str], settings: Mapping[str, Any]) -> Arguments:
+        """Return the arguments of these fields: kind, known, settings."""
+        return cls(kind, known, settings)
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by their own names. Errors contain no values.
@@ -107,8 +97,9 @@ class Arguments:
     def _refusal(self, name: str) -> str:
         noun, of, owner = self.kind.partition(" of ")
         unknown = f"unknown {noun} {name!r}{of}{owner}"
-        if outer := self.inside.get(name):
-            return f"{unknown}: give it as {outer}={{{name!r}: ...}}"
+        for outer, of_settings in self.settings.items():
+            if outer in self.known and name in names_of(of_settings):
+                return f"{unknown}: give it as {outer}={{{name!r}: ...}}"
         names = [*self.known, *(alias for alias in ALIASES if self._own(alias) in self.known)]
         if close := get_close_matches(name.lower(), sorted(names), n=1):
             return f"{unknown} (did you mean {self._own(close[0])!r}?)"

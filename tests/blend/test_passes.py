@@ -108,8 +108,10 @@ class Case:
     first: FusedKV
 
     @classmethod
-    def of(cls, prompt: Prompt, config: BlendConfig, **options: Any) -> Case:
-        stack = options.pop("stack", None) or FakeStack()
+    def of(
+        cls, prompt: Prompt, config: BlendConfig, stack: FakeStack | None = None, **options: Any
+    ) -> Case:
+        stack = stack or FakeStack()
         first, fused = (prompt.laid(WatchedKV(stack, prompt.tokens)) for _ in range(2))
         schedule = plan_schedule(config, LAYERS)
         run = BlendPass(stack, prompt.ids, fused, prompt.candidates, schedule, **options)
@@ -207,10 +209,10 @@ def every_schedule() -> Iterator[Any]:
 
 
 EVERY_SCHEDULE = pytest.mark.parametrize("config", list(every_schedule()))
-WAYS: dict[str, dict[str, Any]] = {
-    "at once": {},
-    "in blocks": {"row_block": 4},
-    "KV only": {"row_block": 4, "last": 0},
+WAYS: dict[str, dict[str, int]] = {
+    "at once": {"rows": TOKENS, "last": 1},
+    "in blocks": {"rows": 4, "last": 1},
+    "KV only": {"rows": 4, "last": 0},
 }
 
 
@@ -227,7 +229,7 @@ def schedules_prompts_ways() -> Iterator[Any]:
 def both(request: pytest.FixtureRequest) -> tuple[Case, Slow]:
     """A pass that was run, and what it should have made."""
     prompt, config, way = request.param
-    case = Case.of(prompt, config, **way)
+    case = Case.of(prompt, config, FakeStack(row_block=way["rows"]), last=way["last"])
     return case, Slow(case)
 
 
@@ -249,7 +251,7 @@ def test_a_pass_makes_what_dense_layers_make(both: tuple[Case, Slow]) -> None:
 
 def test_a_layer_runs_and_writes_its_rows_and_no_other(both: tuple[Case, Slow]) -> None:
     case, slow = both
-    log, most = case.stack.log, case.run.row_block or TOKENS
+    log, most = case.stack.log, case.stack.row_block
     for layer, rows in enumerate(slow.rows):
         came = slow.probed.get(layer, [])
         if layer < LAYERS - 1:
@@ -289,12 +291,12 @@ def test_the_order_of_a_pass_with_two_check_layers() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row_block", [None, 4], ids=["at once", "in blocks"])
-def test_a_layer_is_told_of_once_its_kv_is_final(row_block: int | None) -> None:
+@pytest.mark.parametrize("row_block", [TOKENS, 4], ids=["at once", "in blocks"])
+def test_a_layer_is_told_of_once_its_kv_is_final(row_block: int) -> None:
     told: list[tuple[int, Tensor]] = []
     config = GRADUAL
     case = Case.of(
-        Prompt(), config, row_block=row_block,
+        Prompt(), config, FakeStack(row_block=row_block),
         on_layer=lambda layer, fused: told.append((layer, fused.keys[layer].clone())),
     )  # fmt: skip
     assert [layer for layer, _ in told] == list(range(LAYERS))
@@ -308,10 +310,10 @@ def test_a_step_is_one_block_of_rows(config: BlendConfig) -> None:
 
     A check goes with its layer's first block, and the last token's own run with the last one.
     """
-    stack, prompt, again = FakeStack(), Prompt(), Case.of(Prompt(), config)
+    stack, prompt, again = FakeStack(row_block=4), Prompt(), Case.of(Prompt(), config)
     fused = prompt.laid(WatchedKV(stack, TOKENS))
     schedule = plan_schedule(config, LAYERS)
-    run = BlendPass(stack, prompt.ids, fused, prompt.candidates, schedule, row_block=4)
+    run = BlendPass(stack, prompt.ids, fused, prompt.candidates, schedule)
     steps = []
     for _ in run.steps():
         steps.append(stack.log.copy())

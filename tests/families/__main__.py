@@ -28,6 +28,7 @@ from cacheblend_rag import BlendConfig, CacheBlendError, SamplingParams, Transfo
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.rotary import pair_sizes, rotated
+from cacheblend_rag.blend.stack import replaced
 from cacheblend_rag.blend.steps import run_to_end
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.stack import TransformersStack
@@ -211,8 +212,9 @@ def _blended_logits(engine: TransformersEngine, ids: Tensor, cached: int, ratio:
         known.cached[:cached] = True
     config = BlendConfig(selector="random", recompute_ratio=ratio)
     schedule = plan_schedule(config, stack.geometry.layers)
-    run = BlendPass(stack, ids, fused, known, schedule, row_block=97)
-    run_to_end(run.steps())
+    run = BlendPass(stack, ids, fused, known, schedule)
+    with replaced(stack, "row_block", 97):
+        run_to_end(run.steps())
     return stack.logits(run.hidden)[0]
 
 

@@ -8,13 +8,14 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from cacheblend_rag.errors import ConfigError, describe_errors
+from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.settings.base import size
 from cacheblend_rag.settings.options import Arguments, check_engine_name
 
 TAKEN = Arguments(
     "option of Model",
     frozenset({"model", "engine", "max_tokens", "temperature", "device", "blend_config"}),
-    inside={"min_tokens": "blend_config"},
+    {"blend_config": BlendConfig},
 )
 
 

@@ -101,6 +101,7 @@ class TransformersStack:
         self._windows = self._recorded_windows(zero, first.dtype)
         self._geometry = self._probed_geometry(first, zero)
         self._returns_tuple = False
+        self.row_block = ROW_BLOCK if self._device.type == "cpu" else ACCELERATOR_ROW_BLOCK
         self.layouts: Sequence[Layout | None] | None = None
         self._rotation = lru_cache(KEPT_ROTATIONS)(self._rotation_by)
         self._graphs = LayerGraphs(self, self.layers) if _can_have_graphs(model, self) else None
@@ -108,10 +109,6 @@ class TransformersStack:
     @property
     def geometry(self) -> Geometry:
         return self._geometry
-
-    @property
-    def row_block(self) -> int:
-        return ROW_BLOCK if self._device.type == "cpu" else ACCELERATOR_ROW_BLOCK
 
     @cached_property
     def costs(self) -> tuple[LayerCost, ...]:

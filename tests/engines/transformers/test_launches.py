@@ -41,6 +41,7 @@ def launches(
 ) -> list[tuple[list[int], Operations]]:
     """Run a pass whose rows are chosen before layer 0; each step's finished layers and launches."""
     stack = on_meta(family)
+    stack.row_block = row_block
     fused = FusedKV(stack.geometry, TOKENS)
     known = Candidates.none(TOKENS)
     known.cached[:CHUNK] = known.eligible[:CHUNK] = True
@@ -52,7 +53,6 @@ def launches(
         fused,
         known,
         plan_schedule(config, stack.geometry.layers),
-        row_block=row_block,
         on_layer=lambda layer, _: finished.append(layer),
     )
     steps = []

@@ -21,7 +21,7 @@ from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Attention, Candidates
 from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
-from cacheblend_rag.blend.stack import probe_layer
+from cacheblend_rag.blend.stack import probe_layer, replaced
 from cacheblend_rag.blend.steps import run_to_end
 from cacheblend_rag.engines.vllm.connector import job_runner
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
@@ -126,11 +126,9 @@ def fused_keys(blender: Any, attention: Attention) -> torch.Tensor:
     fused.values.normal_(generator=draw)
     schedule = plan_schedule(BlendConfig(selector="none"), stack.geometry.layers)
     known = Candidates(cached, cached, torch.zeros(TOKENS, dtype=torch.long))
-    run = BlendPass(
-        stack, ids, fused, known, schedule, row_block=20, last=0,
-        attention=attention,
-    )  # fmt: skip
-    run_to_end(run.steps())
+    run = BlendPass(stack, ids, fused, known, schedule, last=0, attention=attention)
+    with replaced(stack, "row_block", 20):
+        run_to_end(run.steps())
     return fused.keys
 
 

@@ -46,7 +46,7 @@ Prompt = str | list[dict[str, Any]] | ChatPrompt
 SAMPLING = names_of(SamplingParams)
 TOOLS = frozenset({"tools", "tool_choice", "tool_required", "parallel_tool_calls"})
 BLENDING = frozenset({"blend_config", "recompute_ratio"})
-CALL = Arguments.holding(
+CALL = Arguments(
     "argument of a call",
     SAMPLING | TOOLS | BLENDING | {"hints", "response_format", "top_logprobs"},
     {"blend_config": BlendConfig},
