@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.demo.passages import load_real_texts
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.text.chat import SEPARATOR
-from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.chunk import SEPARATOR, Chunk, Document
 from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.prompt import BlendPrompt
 

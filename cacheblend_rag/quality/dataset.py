@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.text.chat import SEPARATOR, InstructedChat
-from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.chat import InstructedChat
+from cacheblend_rag.text.chunk import SEPARATOR, Chunk, Document
 from cacheblend_rag.text.prompt import BlendPrompt
 
 FORMAT = "cacheblend-rag/eval"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from cacheblend_rag.errors import PromptTooLongError
 from cacheblend_rag.rag.prompt import ANSWER_SHARE
 from cacheblend_rag.result_log import ResultLog
-from cacheblend_rag.text.chat import SEPARATOR, InstructedChat, begins_as_rendered, on_day
-from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.chat import InstructedChat, begins_as_rendered, on_day
+from cacheblend_rag.text.chunk import SEPARATOR, Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from cacheblend_rag.rag.document_windows import (
     fitting_window,
 )
 from cacheblend_rag.rag.progress import ProgressCallbacks, Task
-from cacheblend_rag.text.chat import SEPARATOR
+from cacheblend_rag.text.chunk import SEPARATOR
 from cacheblend_rag.text.encoder import EDGE_TOKENS
 
 if TYPE_CHECKING:

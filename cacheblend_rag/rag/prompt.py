@@ -17,13 +17,12 @@ from cacheblend_rag.errors import PromptTooLongError
 from cacheblend_rag.rag.ordering import Source
 from cacheblend_rag.text.chat import (
     PLACE,
-    SEPARATOR,
     InstructedChat,
     RenderedChat,
     begins_as_rendered,
     on_day,
 )
-from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.chunk import SEPARATOR, Chunk
 from cacheblend_rag.text.encoder import EDGE_TOKENS
 from cacheblend_rag.text.prompt import BlendPrompt
 

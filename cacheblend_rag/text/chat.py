@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.text.chunk import SEPARATOR
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.special_tokens import Markers, special_tokens
-from cacheblend_rag.text.tool_turns import (
+from cacheblend_rag.text.tools import (
     Data,
+    Message,
+    Tool,
+    ToolChoice,
+    check_choice,
+    check_tools,
     functions_called,
     is_system,
     plain_turns,
@@ -19,18 +26,10 @@ from cacheblend_rag.text.tool_turns import (
     stand_in_order,
     system_as_user,
     text_of,
+    tool_name,
     with_object,
 )
-from cacheblend_rag.text.tools import (
-    Message,
-    Tool,
-    ToolChoice,
-    check_choice,
-    check_tools,
-    tool_name,
-)
 
-SEPARATOR = "\n\n"
 PLACE = "[the passages stand here]"
 """A text that no prompt has: the place of the passages, or of a message, in a rendered prompt."""
 
@@ -115,7 +114,7 @@ def render_chat(
 
     Results of tools stand in it word for word, and control tokens in the user's text as text. A
     template that takes no tools, or refuses, drops or repeats what they were asked and what they
-    said, gets all this as plain text (see ``tool_turns``). A template that refuses or drops system
+    said, gets all this as plain text (see ``tools``). A template that refuses or drops system
     messages gets them as the user's: those that the messages begin with at the start of the first
     user's message, say.
 
@@ -257,12 +256,9 @@ def _openings(tokenizer: Tokenizer, day: datetime | None) -> list[str]:
     found = list[str]()
     for roles in (("user",), ("system", "user")):
         messages = [{"role": role, "content": PLACE} for role in roles]
-        try:
-            opening, place, _ = render_chat(messages, tokenizer, day=day).text.partition(PLACE)
-        except PromptError:  # it has no template, or takes no system message
-            continue
-        if opening and place:
-            found.append(opening)
+        with suppress(PromptError):  # it has no template, or takes no system message
+            before, place, _ = render_chat(messages, tokenizer, day=day).text.partition(PLACE)
+            found += [before] if before and place else []
     return found
 
 

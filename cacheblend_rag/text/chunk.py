@@ -14,6 +14,8 @@ from cacheblend_rag.errors import ConfigError
 BOUNDARY_KEY = "cacheblend_boundary"
 """The metadata field in which frameworks' nodes and documents hold their boundary."""
 DIGEST_BYTES = 16
+SEPARATOR = "\n\n"
+"""The text between two passages, or two texts of one message."""
 
 
 class Context(Sequence[str]):
@@ -143,7 +145,7 @@ class Document:
 
     document_id: str
     chunks: tuple[str, ...]
-    separator: str = "\n\n"
+    separator: str = SEPARATOR
     collection: str = ""
     boundaries: tuple[str, ...] = ()
 

@@ -20,7 +20,7 @@ from cacheblend_rag.bench.workload import draw_real_texts
 from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.transformers.loading import GivenModel
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.text.chat import SEPARATOR
+from cacheblend_rag.text.chunk import SEPARATOR
 from cacheblend_rag.text.encoder import PromptEncoder
 from tests.benchmarks.command import run, say
 from tests.benchmarks.draws import draw_ranks, zipf_weights
