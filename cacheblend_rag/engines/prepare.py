@@ -279,12 +279,9 @@ class PromptPreparer:
     ) -> BlendPrompt:
         if isinstance(prompt, BlendPrompt):
             return prompt
-        if isinstance(prompt, str):
-            self._check_length(prompt)
-            return BlendPrompt.from_text(prompt, self.registry, hints)
-        rendered = render_chat(prompt, self.tokenizer)
-        self._check_length(rendered.text)
-        return BlendPrompt.from_rendered(rendered, self.registry, hints)
+        text = prompt if isinstance(prompt, str) else render_chat(prompt, self.tokenizer)
+        self._check_length(text if isinstance(text, str) else text.text)
+        return BlendPrompt.from_text(text, self.registry, hints)
 
     def _check_length(self, text: str) -> None:
         """Raise PromptTooLongError for a text that is by far too long, before it is searched.

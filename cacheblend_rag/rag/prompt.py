@@ -85,7 +85,7 @@ class RagPrompt:
         self, turns: Sequence[Turn], registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
     ) -> BlendPrompt:
         """Return ``render``'s text, split at the registered chunks in it."""
-        prompt = BlendPrompt.from_rendered(self._rendered(turns), registry, hints)
+        prompt = BlendPrompt.from_text(self._rendered(turns), registry, hints)
         return replace(prompt, is_rendered=self._chat.has_template)
 
     def _rendered(self, turns: Sequence[Turn]) -> RenderedChat:

@@ -66,7 +66,7 @@ Tokenizer: TypeAlias = Any
 
 
 Piece = tuple[str, bool]
-"""A text, and whether what looks like a special token in it is text."""
+"""A text, and whether what looks like a special token in it is split, and so text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class PromptEncoder:
         known_bytes: int = KNOWN_TEXTS_BYTES,
     ) -> None:
         self.tokenizer = tokenizer
-        self.splits_special_tokens = split_special_tokens
+        self._splits = split_special_tokens
         self.opening = opening_tokens(tokenizer)
         self._special = special_tokens(tokenizer)
         # What characters become that the tokenizer does not know (<unk>, say) steers nothing.
@@ -158,7 +158,7 @@ class PromptEncoder:
 
         Raises PromptError when ``text`` holds an unpaired surrogate, which no tokenizer can encode.
         """
-        return tuple(self._known(text, is_data=True).ids)
+        return tuple(self._known((text, self._splits)).ids)
 
     def count(self, text: str) -> int:
         """Return how many tokens a text has by itself; raises PromptError as ``chunk``."""
@@ -198,7 +198,7 @@ class PromptEncoder:
         _check_surrogates(text)
         known: list[KnownText] = []
         if any(part.is_untrusted for part in segments):
-            known = [self._known(part.text, is_data=part.is_untrusted) for part in segments]
+            known = [self._known(self._piece(part)) for part in segments]
             ids = self._joined(segments, known)
             if self._adds_control(ids, segments, known):
                 ids = array("i", chain.from_iterable(one.ids for one in known))
@@ -214,24 +214,25 @@ class PromptEncoder:
         """Return the tokens of all segments as one text; known: those of each by itself."""
         ids, seam, is_first = array("i"), list[Piece](), True
         for part, one in zip(segments, known, strict=True):
+            text, is_split = self._piece(part)
             if (inside := one.inside) is None:
-                seam.append((part.text, part.is_untrusted))
+                seam.append((text, is_split))
                 continue
-            seam.append((part.text[: inside.start], part.is_untrusted))
+            seam.append((text[: inside.start], is_split))
             ids.extend(self._whole(seam, is_first))
             ids += one.ids[inside.first : inside.last]
-            seam, is_first = [(part.text[inside.stop :], part.is_untrusted)], False
+            seam, is_first = [(text[inside.stop :], is_split)], False
         ids.extend(self._whole(seam, is_first))
         return ids
 
-    def _whole(self, pieces: Sequence[Piece], is_first: bool) -> Iterator[int]:
-        """Return the tokens of pieces as one text, without special tokens in untrusted ones.
+    def _piece(self, part: Segment) -> Piece:
+        return part.text, part.is_untrusted and self._splits
 
-        is_first: whether it begins the prompt.
-        """
+    def _whole(self, pieces: Sequence[Piece], is_first: bool) -> Iterator[int]:
+        """Return the tokens of pieces as one text; is_first: whether it begins the prompt."""
         guarded, end = [], 0
-        for text, is_untrusted in pieces:
-            if is_untrusted and self.splits_special_tokens:
+        for text, is_split in pieces:
+            if is_split:
                 guarded.append((end, end + len(text)))
             end += len(text)
         first, *rest = self._pieces("".join(text for text, _ in pieces), guarded)
@@ -242,7 +243,7 @@ class PromptEncoder:
         self, ids: array[int], segments: Sequence[Segment], known: Sequence[KnownText]
     ) -> bool:
         """Whether special tokens come from untrusted text, too, as a normalizer may make them."""
-        if not self.splits_special_tokens:
+        if not self._splits:
             return False
         pairs = zip(segments, known, strict=True)
         own = chain.from_iterable(one.ids for part, one in pairs if not part.is_untrusted)
@@ -253,18 +254,17 @@ class PromptEncoder:
             return []
         return [token for token in ids if token in self.special_ids]
 
-    def _known(self, text: str, *, is_data: bool) -> KnownText:
-        """Return a part's tokens by itself, which are encoded if it is not known."""
-        return self._known_texts.get(text, is_data, lambda: self._look_at(text, is_data))
+    def _known(self, piece: Piece) -> KnownText:
+        """Return a piece's tokens by itself, which are encoded if it is not known."""
+        return self._known_texts.get(piece, lambda: self._look_at(*piece))
 
-    def _look_at(self, text: str, is_data: bool) -> KnownText:
+    def _look_at(self, text: str, is_split: bool) -> KnownText:
         _check_surrogates(text)
-        is_split = is_data and self.splits_special_tokens
-        pieces = list(self._pieces(text, [(0, len(text))] if is_split else []))
-        ids = array("i", chain.from_iterable(map(self._behind, pieces)))
+        ids = array("i", self._whole([(text, is_split)], is_first=False))
         if is_split and not self.special_ids.isdisjoint(ids):
             return KnownText(array("i", self._broken_up(text)))
-        if len(pieces) > 1 or len(text) < SHORTEST or not self._has_cuts:
+        has_marker = is_split and any(self._markers.find(text))
+        if has_marker or len(text) < SHORTEST or not self._has_cuts:
             return KnownText(ids)
         return KnownText(ids, find_inside(text, ids, self._behind))
 

@@ -67,7 +67,7 @@ class KnownText:
 class KnownTexts:
     """The texts used last, with their tokens, up to a number of bytes. Thread-safe.
 
-    A key is a text, and whether it is data, in which special tokens are split.
+    A key is a text, and whether special tokens in it are split.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -75,16 +75,15 @@ class KnownTexts:
         self._texts: OrderedDict[tuple[str, bool], KnownText] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, text: str, is_data: bool, encode: Callable[[], KnownText]) -> KnownText:
+    def get(self, key: tuple[str, bool], encode: Callable[[], KnownText]) -> KnownText:
         """Return a known text, or encode it and keep it."""
-        key = text, is_data
         with self._lock:
             found = self._texts.get(key)
             if found is not None:
                 self._texts.move_to_end(key)
                 return found
         made = encode()  # without the lock: other texts need not wait for it
-        size = _size(text, made)
+        size = _size(key[0], made)
         if size > self._capacity:
             return made
         with self._lock:

@@ -55,30 +55,21 @@ class BlendPrompt:
 
     @classmethod
     def from_text(
-        cls, text: str, registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
+        cls,
+        text: str | RenderedChat,
+        registry: ChunkRegistry,
+        hints: Sequence[Chunk | str] = (),
     ) -> BlendPrompt:
-        """Return ``text``, split at the registered chunks in it.
+        """Return a text, split at the registered chunks in it.
 
         Args:
-            text: the whole prompt.
+            text: the whole prompt, or a chat by ``render_chat``.
             registry: known chunks.
             hints: chunks, or document ids, that are expected (see ChunkRegistry.find).
         """
+        if isinstance(text, RenderedChat):
+            return cls(tuple(_found(text.text, text.data, registry, hints)), is_rendered=True)
         return cls(tuple(_found(text, (), registry, hints)))
-
-    @classmethod
-    def from_rendered(
-        cls, rendered: RenderedChat, registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
-    ) -> BlendPrompt:
-        """Return a rendered chat, split at the registered chunks in it.
-
-        Args:
-            rendered: the chat, by ``render_chat``.
-            registry: known chunks.
-            hints: chunks, or document ids, that are expected (see ChunkRegistry.find).
-        """
-        found = _found(rendered.text, rendered.data, registry, hints)
-        return cls(tuple(found), is_rendered=True)
 
     @property
     def text(self) -> str:
@@ -145,13 +136,10 @@ def _merge_text(segments: Iterable[Segment]) -> tuple[Segment, ...]:
         if last and alike:
             merged[-1] = replace(last, text=last.text + found.text)
         elif found.text:
-            merged.append(_checked(found))
+            if found.chunk is not None and found.chunk.text != found.text:
+                raise PromptError(
+                    f"segment {found.text[:20]!r} differs from its chunk's text; make it a text "
+                    "segment"
+                )
+            merged.append(found)
     return tuple(merged)
-
-
-def _checked(found: Segment) -> Segment:
-    if found.chunk is not None and found.chunk.text != found.text:
-        raise PromptError(
-            f"segment {found.text[:20]!r} differs from its chunk's text; make it a text segment"
-        )
-    return found

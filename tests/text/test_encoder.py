@@ -186,9 +186,7 @@ def test_a_chat_template_is_read_as_it_is(kind: str, passage: str) -> None:
         {"role": "user", "content": f"{passage}\n\nwho sailed it"},
     ]
     registry = ChunkRegistry([Chunk(passage)])
-    encoded = BlendPrompt.from_rendered(render_chat(messages, tokenizer), registry).encode(
-        tokenizer
-    )
+    encoded = BlendPrompt.from_text(render_chat(messages, tokenizer), registry).encode(tokenizer)
     assert [span.chunk.text for span in encoded.spans] == [passage]
     tokens = tokenizer.convert_ids_to_tokens(list(encoded.token_ids))
     assert [token for token in tokens if token in MARKERS] == [START, END, START, END, START]

@@ -119,7 +119,7 @@ def test_the_text_is_the_plain_rendering(template: str, turns: list[tuple[str, s
     tokenizer = with_template(template, opens=True)
     messages = [{"role": role, "content": content} for role, content in turns]
     registry = ChunkRegistry(Chunk(text) for text in CORPUS)
-    prompt = BlendPrompt.from_rendered(render_chat(messages, tokenizer), registry)
+    prompt = BlendPrompt.from_text(render_chat(messages, tokenizer), registry)
     if template in (CHATML, WITH_BOS) or "tool" not in {role for role, _ in turns}:
         assert prompt.text == plain_rendering(tokenizer, messages)
     token_ids = prompt.encode(tokenizer).token_ids
@@ -132,7 +132,7 @@ def test_chunks_are_found_in_messages(template: str) -> None:
     known = Document("vell", (CORPUS[0], CORPUS[1])).to_chunks()
     content = f"  {CORPUS[0]}\n\n{CORPUS[1]}\n\nWho built it? {{braces}} \ue000"
     messages = [{"role": "system", "content": "Answer."}, {"role": "user", "content": content}]
-    prompt = BlendPrompt.from_rendered(render_chat(messages, tokenizer), ChunkRegistry(known))
+    prompt = BlendPrompt.from_text(render_chat(messages, tokenizer), ChunkRegistry(known))
     assert [s.chunk for s in prompt.segments if s.chunk] == known
 
 
@@ -141,7 +141,7 @@ def test_hints_reach_the_registry() -> None:
     old, new = Chunk("Shared.", "old"), Chunk("Shared.", "new")
     registry = ChunkRegistry([old, new])
     messages = [{"role": "user", "content": "Shared."}]
-    by_hint = BlendPrompt.from_rendered(render_chat(messages, tokenizer), registry, ["old"])
+    by_hint = BlendPrompt.from_text(render_chat(messages, tokenizer), registry, ["old"])
     assert [s.chunk for s in by_hint.segments if s.chunk] == [old]
     assert BlendPrompt.from_text("Shared.", registry, [old]).segments[0].chunk == old
 

@@ -74,15 +74,13 @@ def test_a_result_cannot_speak_as_the_system(name: str) -> None:
     special = set(tokenizer.all_special_ids)
 
     def controls(prompt: ChatPrompt) -> list[int]:
-        encoded = BlendPrompt.from_rendered(render_chat(prompt, tokenizer), ChunkRegistry()).encode(
+        encoded = BlendPrompt.from_text(render_chat(prompt, tokenizer), ChunkRegistry()).encode(
             tokenizer
         )
         return [token for token in encoded.token_ids if token in special]
 
     assert controls(chat) == controls(ChatPrompt(harmless, [TOOL]))
-    with_it = BlendPrompt.from_rendered(
-        render_chat(chat, tokenizer), ChunkRegistry([Chunk(CORPUS[0])])
-    )
+    with_it = BlendPrompt.from_text(render_chat(chat, tokenizer), ChunkRegistry([Chunk(CORPUS[0])]))
     encoded = with_it.encode(tokenizer)
     assert [span.chunk.text for span in encoded.spans] == [CORPUS[0]]
     assert tokenizer.decode(encoded.token_ids) == with_it.text
@@ -106,7 +104,7 @@ def test_what_strangers_wrote_cannot_speak_as_the_system(name: str, where: str) 
         if where == "user":
             chat[1]["content"] = f"file_name: {text}.txt\n\nWho?"
         asked = ChatPrompt(chat, [{"type": "function", "function": function}])
-        prompt = BlendPrompt.from_rendered(render_chat(asked, tokenizer), ChunkRegistry())
+        prompt = BlendPrompt.from_text(render_chat(asked, tokenizer), ChunkRegistry())
         assert text in prompt.text
         return [token for token in prompt.encode(tokenizer).token_ids if token in special]
 
