@@ -12,6 +12,7 @@ from cacheblend_rag.text.search import (
     AnchorTable,
     SearchBudget,
     Span,
+    codes_of,
     window_width,
     windows,
     without_overlaps,
@@ -139,7 +140,7 @@ class ChunkRegistry:
             hints: chunks, or document ids, that are expected.
         """
         self._catch_up()
-        found, hinted = list(windows(text)), _Hints(hints)
+        found, hinted = list(windows(codes_of(text))), _Hints(hints)
         with self._lock:
             budget = SearchBudget(len(text))
             spans = [
@@ -166,7 +167,7 @@ class ChunkRegistry:
 
     def _add(self, chunk: Chunk) -> None:
         if chunk.text not in self._variants:
-            *_, (width, hashes) = windows(chunk.text)
+            *_, (width, hashes) = windows(codes_of(chunk.text))
             self._anchors.setdefault(width, AnchorTable()).add(chunk.text, hashes)
         self._serial += 1
         self._generation = object()

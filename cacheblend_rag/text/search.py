@@ -24,14 +24,8 @@ COMPARED_CHARACTERS = 4 << 20
 COMPARED_PER_CHARACTER = 16
 LEAST_COMPARED = 64
 SMALLEST_SLOT_BITS = 12
-CHARACTER_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-WINDOW_FACTORS = (
-    np.uint64(0xD6E8FEB86659FD93),
-    np.uint64(0xA0761D6478BD642F),
-    np.uint64(0xE7037ED1A0B428DB),
-    np.uint64(0x8EBC6AF09C88C6E3),
-    np.uint64(0x589965CC75374CC3),
-)
+CHARACTER_FACTOR = np.uint64(0xD6E8FEB86659FD93)
+WINDOW_FACTORS = [np.uint64(pow(0x9E3779B97F4A7C15, 1 << power, 1 << 64)) for power in range(5)]
 
 
 class SearchBudget:
@@ -124,14 +118,16 @@ def window_width(text: str) -> int:
     return min(LONGEST_WINDOW, 1 << (len(text).bit_length() - 1))
 
 
-def windows(text: str) -> Iterator[tuple[int, Hashes]]:
-    """Yield (width, hashes of all windows of that width) for widths 1, 2, 4, ... that fit."""
-    if not text:
-        return
-    # UTF-32 holds one number a character; surrogatepass because a text may hold unpaired ones.
+def codes_of(text: str) -> Hashes:
+    """Return the characters of a text as numbers, one for each."""
+    # surrogatepass: a text may hold unpaired ones.
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    hashes = codes.astype(np.uint64) * CHARACTER_FACTOR
-    width = 1
+    return codes.astype(np.uint64) * CHARACTER_FACTOR
+
+
+def windows(codes: Hashes) -> Iterator[tuple[int, Hashes]]:
+    """Yield (width, hashes of all windows of that width) for widths 1, 2, 4, ... that fit."""
+    hashes, width = codes, 1
     yield width, hashes
     for factor in WINDOW_FACTORS:
         if len(hashes) <= width:

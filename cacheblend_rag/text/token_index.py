@@ -13,13 +13,14 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cacheblend_rag.text.reencoded import SameText, followed
 from cacheblend_rag.text.runs import Run, equal_runs, spans_of
+from cacheblend_rag.text.search import windows
 
 Name = TypeVar("Name", bound=Hashable)
 SomeTokens = Sequence[int] | NDArray[np.integer]
@@ -56,7 +57,6 @@ ZERO = 1 << (OFFSET_BITS - 1)
 MOST_BITS = 28
 MARK_BITS = 4
 """Log2 of the bits of ``marks`` per anchor: few other hashes have a bit set by chance."""
-FACTORS = [np.uint64(pow(0x9E3779B97F4A7C15, 1 << power, 1 << 64)) for power in range(3)]
 LAST_FACTOR = np.uint64(0xD6E8FEB86659FD93)
 HALF = np.uint64(32)
 
@@ -136,15 +136,15 @@ class TokenIndex(Generic[Name]):
 
     def add(self, sequences: Iterable[tuple[SomeTokens, Name]]) -> None:
         """Add sequences; known names are ignored. Many at once are faster."""
-        new = ((tokens, name) for tokens, name in sequences if name not in self._numbers)
+        rest = (one for one in sequences if one[1] not in self._numbers)
         parts = list[Parts]()
-        while batch := [self._entered(*one) for one in islice(new, BATCH)]:
+        while batch := [self._entered(*one) for one in islice(rest, BATCH)]:
             parts.append(_anchors_of(batch, self._window, self._stride))
         if parts:
-            levels, last = [*self._levels], Anchors.of(parts)
-            while levels and levels[-1].size < LEAVES_LEVELS * last.size:
-                last = Anchors.of([levels.pop().parts, last.parts])
-            self._levels = (*levels, last)
+            levels, new = [*self._levels], Anchors.of(parts)
+            while levels and len(levels[-1].hashes) < LEAVES_LEVELS * len(new.hashes):
+                new = Anchors.of([levels.pop(), new])
+            self._levels = (*levels, new)
 
     def discard(self, name: Name) -> None:
         """Forget a sequence, if its name is known: no later search finds it."""
@@ -153,7 +153,7 @@ class TokenIndex(Generic[Name]):
             del self._known[number]
             self._gone.add(number)
             if len(self._gone) > LEAST_GONE + len(self._known) // 64:
-                self._levels = (Anchors.of([one.parts for one in self._levels], self._gone),)
+                self._levels = (Anchors.of(self._levels, self._gone),)
                 self._gone = set()
 
     def _entered(self, tokens: SomeTokens, name: Name) -> tuple[int, Tokens]:
@@ -270,10 +270,6 @@ def _left(match: Match[Name], is_free: NDArray[np.bool_]) -> Iterator[Match[Name
         yield Match(match.name, tuple(runs))
 
 
-Parts = tuple[Hashes, Integers]
-"""Anchors as their hashes and places, each (anchors,)."""
-
-
 def _anchors_of(sequences: Sequence[tuple[int, Tokens]], window: int, stride: int) -> Parts:
     """Return those of every ``stride``-th window of numbered sequences.
 
@@ -284,21 +280,30 @@ def _anchors_of(sequences: Sequence[tuple[int, Tokens]], window: int, stride: in
     offsets = stride * _ramps(counts)
     at = np.repeat(np.cumsum(sizes) - sizes, counts) + offsets
     tokens = np.concatenate([own for _, own in sequences])
-    windows = np.sort(tokens[at[:, None] + np.arange(window)], axis=1)
-    is_rich = np.count_nonzero(windows[:, 1:] != windows[:, :-1], axis=1) >= window // 2 - 1
+    rows = np.sort(tokens[at[:, None] + np.arange(window)], axis=1)
+    is_rich = np.count_nonzero(rows[:, 1:] != rows[:, :-1], axis=1) >= window // 2 - 1
     numbers = np.array([number for number, _ in sequences], np.int64)
     places = np.repeat((numbers << OFFSET_BITS) + ZERO, counts) - offsets
-    return _hashed(tokens, window)[at[is_rich]], places[is_rich]
+    return Parts(_hashed(tokens, window)[at[is_rich]], places[is_rich])
+
+
+class Parts(NamedTuple):
+    """Some anchors: their hashes and places, each (anchors,).
+
+    A place is the diagonal of the sequence if its window were at the prompt's beginning.
+    """
+
+    hashes: Hashes
+    places: Integers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchors:
     """Anchors, sorted by their hash, never changed once made.
 
-    hashes, places: (anchors,), equal hashes in the order in which they were added; a place is the
-    diagonal of the sequence if its window were at the prompt's beginning. marks: a bit table (a
-    Bloom filter with one hash), which rejects most windows without a binary search. shift: right
-    shift from a hash to its bit's index.
+    hashes, places: as in Parts, equal hashes in the order in which they were added. marks: a bit
+    table (a Bloom filter with one hash), which rejects most windows without a binary search. shift:
+    right shift from a hash to its bit's index.
     """
 
     hashes: Hashes
@@ -307,9 +312,10 @@ class Anchors:
     shift: np.uint32
 
     @classmethod
-    def of(cls, parts: Sequence[Parts], gone: Iterable[int] = ()) -> Anchors:
+    def of(cls, parts: Sequence[Parts | Anchors], gone: Iterable[int] = ()) -> Anchors:
         """Sort anchors, without those of the sequences in ``gone``."""
-        hashes, places = (np.concatenate(column) for column in zip(*parts, strict=True))
+        hashes = np.concatenate([one.hashes for one in parts])
+        places = np.concatenate([one.places for one in parts])
         if gone:
             is_left = np.isin(places >> OFFSET_BITS, np.array([*gone]), invert=True)
             hashes, places = hashes[is_left], places[is_left]
@@ -318,16 +324,6 @@ class Anchors:
         shift, is_marked = np.uint32(32 - bits), np.zeros(1 << bits, np.bool_)
         is_marked[hashes >> shift] = True
         return cls(hashes[order], places[order], np.packbits(is_marked, bitorder="little"), shift)
-
-    @property
-    def parts(self) -> Parts:
-        """Hashes and places."""
-        return self.hashes, self.places
-
-    @property
-    def size(self) -> int:
-        """Number of anchors."""
-        return self.places.size
 
     def hits(self, seen: Hashes, most_places: int) -> tuple[Integers, Integers, Integers] | None:
         """Return diagonals, positions and crowds, each (hits,), of windows that are anchors.
@@ -343,7 +339,7 @@ class Anchors:
         at = np.flatnonzero(self.marks[slots >> 3] >> (slots & 7).astype(np.uint8) & 1)
         at = at[np.argsort(seen[at])]  # neighbours are found much faster
         low = np.searchsorted(self.hashes, seen[at])
-        is_anchor = self.hashes[np.minimum(low, self.size - 1)] == seen[at]
+        is_anchor = self.hashes[np.minimum(low, self.hashes.size - 1)] == seen[at]
         at, low = at[is_anchor], low[is_anchor]
         if not at.size:
             return None
@@ -365,10 +361,9 @@ def as_array(tokens: SomeTokens) -> Tokens:
 
 def _hashed(tokens: Tokens, window: int) -> Hashes:
     """Return the hashes of all windows of so many tokens, a power of two, as (windows,)."""
-    hashes = tokens.astype(np.uint64)
-    for power in range(window.bit_length() - 1):
-        width = 1 << power
-        hashes = hashes[:-width] * FACTORS[power] + hashes[width:]
+    *_, (width, hashes) = islice(windows(tokens.astype(np.uint64)), window.bit_length())
+    if width < window:
+        return np.empty(0, np.uint32)
     hashes ^= hashes >> HALF
     hashes *= LAST_FACTOR
     return (hashes >> HALF).astype(np.uint32)
