@@ -278,13 +278,10 @@ class InstructedChat:
         self.instruction = instruction.strip()
         self._tokenizer = tokenizer
         self.has_template = chat_template and bool(getattr(tokenizer, "chat_template", None))
-        self.lead_in, self.closing = self._around(FIXED_DAY)
-
-    def _around(self, day: datetime | None) -> tuple[str, str]:
-        before, found, behind = self.render([], PLACE, day).text.partition(PLACE)
+        rendered = self.render([], PLACE, FIXED_DAY).text
+        self.lead_in, found, self.closing = rendered.partition(PLACE)
         if not found:
             raise ConfigError("the model's chat template drops the user's text: use another model")
-        return before, behind
 
     def render(
         self, told: Sequence[Told], content: str, day: datetime | None = None

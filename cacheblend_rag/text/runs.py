@@ -85,11 +85,8 @@ def find_run(tokens: Ids, chunk: Ids, near: int, after: int) -> Run | None:
         for run in equal_runs(tokens, chunk, near + shift, after=after):
             if run.tokens - abs(shift) > most:
                 best, most = run, run.tokens - abs(shift)
-        if _is_enough(best.tokens, chunk.size):
+        # Only in repetitive text could another run be longer.
+        lacks = chunk.size - best.tokens
+        if lacks == 0 or (chunk.size > LONG and lacks <= EDGES):
             break
     return best if best.tokens >= max(1, min(chunk.size / 2, chunk.size - EDGES)) else None
-
-
-def _is_enough(tokens: int, whole: int) -> bool:
-    """Whether the search may stop: only in repetitive text could another run be longer."""
-    return tokens == whole or (whole > LONG and whole - tokens <= EDGES)

@@ -64,10 +64,8 @@ class AnchorTable:
     def discard(self, text: str) -> None:
         """Forget ``text``. Its mark stays until the table grows: it costs time, no match."""
         anchor = self._anchor.pop(text)
-        kept = [entry for entry in self._texts[anchor] if entry[1] != text]
-        if kept:
-            self._texts[anchor] = kept
-        else:
+        self._texts[anchor] = [entry for entry in self._texts[anchor] if entry[1] != text]
+        if not self._texts[anchor]:
             del self._texts[anchor]
 
     def occurrences(self, text: str, hashes: Hashes, budget: SearchBudget) -> Iterator[Span]:
