@@ -38,7 +38,7 @@ KEYED = regex.compile(
 """How a JSON call begins, or a JSON list of calls, as far as the name if that is the first key."""
 NAMED = regex.compile(r"[\s,;]{0,99}+(?P<name>[a-zA-Z0-9_.:-]{0,128})")
 """A tool's name right before its arguments, or another word."""
-BEHIND_NAME = regex.compile(rf'"|(?:\[ARGS\])?{BLANKS}\{{')
+ARGUMENTS_BEGIN = regex.compile(rf"(?:\[ARGS\])?{BLANKS}\{{")
 CLOSING = re.compile(r"\s*(?:</tool_call>|```)")
 BEFORE = re.compile(rf"[\s,;]*(?:(?P<name>{NAME.pattern})(?:\[ARGS\])?\s*(?=\{{))?")
 """What may stand before a JSON value: separators, and a tool's name before its arguments."""
@@ -125,14 +125,14 @@ def _openings(
 
 def _is_plain(text: str, at: int, known: Collection[str]) -> bool:
     """Whether a call without a mark begins at a place, or may begin there at the text's end."""
-    found = KEYED.match(text, at, partial=True)
-    if found and (found.partial or found["name"] is None or "\\" in found["name"]):
+    keyed = KEYED.match(text, at, partial=True)
+    if keyed and (keyed.partial or keyed["name"] is None or "\\" in keyed["name"]):
         return True
-    found = found or NAMED.match(text, at)
+    found = keyed or NAMED.match(text, at)
     name, end = found["name"], found.end()
     if end == len(text):
         return any(one.startswith(name) for one in known)
-    return name in known and BEHIND_NAME.match(text, end, partial=True) is not None
+    return name in known and bool(keyed or ARGUMENTS_BEGIN.match(text, end, partial=True))
 
 
 def _calls_at(text: str, at: int, known: Collection[str] | None) -> tuple[list[ToolCall], int]:
