@@ -7,7 +7,7 @@ the edges are the same, and are found by comparing tokens, which works for every
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,7 @@ LONG = 64
 Ids = NDArray[np.integer]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Tokens [start, end) of a prompt equal a chunk's tokens from index ``skip`` on."""
 
     start: int

@@ -187,7 +187,7 @@ class TokenIndex(Generic[Name]):
         """
         prompt = as_array(token_ids[start:end])
         found = sorted(self._chosen(prompt, is_same), key=lambda one: one.start)
-        return [one.moved(start) for one in found]
+        return [one.moved(start) for one in found] if start else found
 
     def _chosen(self, prompt: Tokens, is_same: SameText | None) -> Iterator[Match[Name]]:
         """Yield matches that do not overlap, the longest first."""
