@@ -52,11 +52,6 @@ class Arguments:
     known: frozenset[str]
     settings: Mapping[str, type[Any]] = field(default_factory=dict)
 
-    @classmethod
-    def holding(cls, kind: str, known: frozenset[str], settings: Mapping[str, Any]) -> Arguments:
-        """Return the arguments of these fields: kind, known, settings."""
-        return cls(kind, known, settings)
-
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by their own names. Errors contain no values.
 
