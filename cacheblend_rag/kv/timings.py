@@ -136,19 +136,20 @@ class LayerWait:
 
     def __init__(self, reads: Iterable[tuple[str, Future[Part] | None]]) -> None:
         self.began = time.perf_counter()
-        self._last: str | None = None
+        self._last, self._tiers = "", list[str]()
         for tier, read in reads:
-            self._last = tier if self._last is None else self._last
+            self._last = self._last or tier
+            self._tiers.append(tier)
             if read is not None and not read.done():
                 read.add_done_callback(partial(self._note, tier))
 
     def seconds(self, without: float = 0.0) -> dict[str, float]:
-        """Return the seconds of the wait by the tier that was waited for: the last to be read.
+        """Return the seconds by tier: of the wait for the last to be read, 0 for the others.
 
         without: seconds since the last read that were spent on other work.
         """
         waited = max(0.0, time.perf_counter() - without - self.began)
-        return {} if self._last is None else {self._last: waited}
+        return {tier: waited if tier == self._last else 0.0 for tier in self._tiers}
 
     def _note(self, tier: str, _: Future[Part]) -> None:
         self._last = tier
