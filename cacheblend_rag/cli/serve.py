@@ -328,8 +328,9 @@ def _tool_flags(model: str, flags: Sequence[str]) -> list[str]:
         template = options.read_text(Path(template), "--chat-template")
     if not template:
         quiet_libraries()
+        trusted = serve.has_flag(flags, ("--trust-remote-code",))  # else it would ask the user
         with suppress(ModelLoadError):  # of which vLLM tells
-            template = str(load_tokenizer(model).chat_template)
+            template = str(load_tokenizer(model, trust_remote_code=trusted).chat_template)
     for mark, parser in TOOL_PARSERS.items():
         if mark in (template or ""):
             return [*TOOL_FLAGS, parser]

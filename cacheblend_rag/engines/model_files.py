@@ -63,11 +63,12 @@ def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     return 2 * layers * kv_heads * head_size * dtype.itemsize + BYTES_OF_PRIOR
 
 
-def load_tokenizer(name: str | Path) -> Any:
+def load_tokenizer(name: str | Path, **options: Any) -> Any:
     """Return a model's tokenizer, without its weights.
 
     Args:
         name: a hub name, a folder with a model or only a tokenizer, a GGUF file, ``smollm2``.
+        **options: of AutoTokenizer, such as ``trust_remote_code``.
 
     Raises:
         ModelLoadError: when there is none, or it cannot be loaded.
@@ -75,7 +76,7 @@ def load_tokenizer(name: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     with told_in_a_line("tokenizer of", name):
-        return AutoTokenizer.from_pretrained(resolve(name, files=OF_A_TOKENIZER))
+        return AutoTokenizer.from_pretrained(resolve(name, files=OF_A_TOKENIZER), **options)
 
 
 @contextmanager

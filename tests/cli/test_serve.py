@@ -171,7 +171,7 @@ def test_vllms_parser_of_tool_calls_is_that_of_the_chat_template(
     cli, executed, monkeypatch, template, given, told
 ):
     tokenizer = SimpleNamespace(chat_template=template)
-    monkeypatch.setattr(serve, "load_tokenizer", lambda model: tokenizer)
+    monkeypatch.setattr(serve, "load_tokenizer", lambda model, trust_remote_code: tokenizer)
     outcome = cli("serve", TOY, *ON_VLLM, *given)
     assert vllm_serve.flag_value(executed[0], ("--tool-call-parser",)) == told
     assert executed[0].count("--enable-auto-tool-choice") == (told is not None)
