@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.trace import Trace
+
+PREFIX_CACHE = "prefix cache"
+"""The tier of chunks whose KV is part of a cached prefix."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,16 @@ class ChunkReport:
     def reason_code(self) -> ReasonCode | None:
         """The code of ``reason``, None on a hit."""
         return None if self.reason is None else self.reason.code
+
+    def held(self, until: int) -> ChunkReport:
+        """Return the report of a chunk in a cached prefix of so many tokens.
+
+        What stands behind those is recomputed; all of a chunk behind them is a miss.
+        """
+        if self.start >= until:
+            return replace(self, hit=False, reason=Miss.SLOW, tier=None)
+        rest = max(0, self.start + self.tokens - until)
+        return replace(self, hit=True, reason=None, tier=PREFIX_CACHE, recomputed=rest)
 
 
 def count_chunks(chunks: Iterable[ChunkReport]) -> tuple[Counter[str], Counter[str]]:

@@ -146,12 +146,7 @@ class Answering(Backend):
     ) -> Iterator[Delta]:
         """Yield the answer piece by piece, the last with the report; closing it stops the work.
 
-        Args:
-            prompt: as for generate; errors come before anything is computed.
-            sampling: as for generate.
-            config: as for generate.
-            hints: as for generate.
-            cancel: as for generate.
+        prompt, sampling, config, hints, cancel: as for generate; errors come before any work.
         """
         request = self._request(prompt, sampling, config, hints, cancel=cancel, streamed=True)
         pieces = self._pieces(request)
@@ -191,11 +186,7 @@ class Answering(Backend):
     ) -> Generation:
         """Return the same as generate, off the event loop; cancelling the task stops the work.
 
-        Args:
-            prompt: as for generate.
-            sampling: as for generate.
-            config: as for generate.
-            hints: as for generate.
+        prompt, sampling, config, hints: as for generate.
         """
         request = await asyncio.to_thread(self._request, prompt, sampling, config, hints)
         async with aclosing(self._apieces(request)) as deltas:
@@ -213,11 +204,7 @@ class Answering(Backend):
     ) -> AsyncGenerator[Delta, None]:
         """Yield the same as stream, off the event loop; leaving the loop over it stops the work.
 
-        Args:
-            prompt: as for generate; errors come at the first step.
-            sampling: as for generate.
-            config: as for generate.
-            hints: as for generate.
+        prompt, sampling, config, hints: as for generate; errors come at the first step.
         """
         request = await asyncio.to_thread(
             self._request, prompt, sampling, config, hints, streamed=True

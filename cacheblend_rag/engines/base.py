@@ -236,22 +236,20 @@ class Engine(Indexing, Answering):
         self._lifetime.check()
         younger = copy.copy(self)
         younger._lifetime = Lifetime(self._lifetime)
-        younger._settle(self._setup_of_sibling(LeadInConfig.of(lead_in)))
-        self._family.fingerprint_hook(younger, younger._led.fingerprint)
-        return younger
-
-    def _setup_of_sibling(self, lead_in: LeadInConfig) -> EngineSetup:
-        return EngineSetup(
+        setup = EngineSetup(
             model_name=self.model_name,
             tokenizer=self.tokenizer,
             identity=self._family.identity,
             config=self.config,
-            lead_in=lead_in,
+            lead_in=LeadInConfig.of(lead_in),
             instruction=self.instruction,
             namespace=self.namespace,
             fill_on_miss=self.fill_on_miss,
             guard=self.guard,
         )
+        younger._settle(setup)
+        self._family.fingerprint_hook(younger, younger._led.fingerprint)
+        return younger
 
     def close(self) -> None:
         """Cancel running work, and free the engine's resources."""

@@ -13,8 +13,6 @@ from cacheblend_rag.reason import Reason, ReasonCode
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "attention")
-
-
 KEYS_CANNOT_BE_MOVED = "rotary embedding cannot be undone"
 """The test's finding that a model's rotary settings may explain."""
 
@@ -26,22 +24,18 @@ def known_obstacle(whole: Any) -> Reason | None:
     alibi = any(getattr(part, "alibi", 0) for part in (config, nested))
     # Some families name here what may see later tokens: "vision" says nothing about text.
     both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    obstacles: dict[tuple[str, ReasonCode], object] = {
-        ("encoder-decoders", ReasonCode.UNSUPPORTED_MODEL): whole.is_encoder_decoder,
-        ("multi-head latent attention (MLA)", ReasonCode.UNSUPPORTED_ATTENTION): getattr(
-            config, "kv_lora_rank", None
-        ),
-        ("ALiBi positions", ReasonCode.UNSUPPORTED_POSITIONS): config.model_type == "bloom"
-        or alibi,
-        ("layers that share KV", ReasonCode.UNSUPPORTED_ATTENTION): getattr(
-            config, "num_kv_shared_layers", 0
-        ),
-        ("bidirectional attention", ReasonCode.UNSUPPORTED_ATTENTION): both_ways,
-        ("per-layer inputs", ReasonCode.UNSUPPORTED_LAYERS): getattr(
-            config, "hidden_size_per_layer_input", 0
-        ),
-    }
-    for (name, code), present in obstacles.items():
+    alibi = alibi or config.model_type == "bloom"
+    latent = getattr(config, "kv_lora_rank", None)
+    shared = getattr(config, "num_kv_shared_layers", 0)
+    inputs = getattr(config, "hidden_size_per_layer_input", 0)
+    for present, code, name in (
+        (whole.is_encoder_decoder, ReasonCode.UNSUPPORTED_MODEL, "encoder-decoders"),
+        (latent, ReasonCode.UNSUPPORTED_ATTENTION, "multi-head latent attention (MLA)"),
+        (alibi, ReasonCode.UNSUPPORTED_POSITIONS, "ALiBi positions"),
+        (shared, ReasonCode.UNSUPPORTED_ATTENTION, "layers that share KV"),
+        (both_ways, ReasonCode.UNSUPPORTED_ATTENTION, "bidirectional attention"),
+        (inputs, ReasonCode.UNSUPPORTED_LAYERS, "per-layer inputs"),
+    ):
         if present:
             return Reason(code, f"{name} cannot be blended")
     return _other_layers(config)
@@ -53,9 +47,8 @@ def _other_layers(config: Any) -> Reason | None:
     others = [kind for kind in types if kind not in ATTENTION_TYPES]
     if not others:
         return None
-    return Reason(
-        ReasonCode.UNSUPPORTED_LAYERS, f"layers of type {' and '.join(others)} cannot be blended"
-    )
+    told = f"layers of type {' and '.join(others)} cannot be blended"
+    return Reason(ReasonCode.UNSUPPORTED_LAYERS, told)
 
 
 def known_rotary(whole: Any) -> Reason | None:
@@ -63,10 +56,8 @@ def known_rotary(whole: Any) -> Reason | None:
     for rope in _rope_parameters(whole.get_text_config()):
         kind = rope.get("rope_type", "default")
         if kind not in ROPE_TYPES:
-            return Reason(
-                ReasonCode.UNSUPPORTED_POSITIONS,
-                f"rotary positions of type {kind} cannot be re-rotated",
-            )
+            told = f"rotary positions of type {kind} cannot be re-rotated"
+            return Reason(ReasonCode.UNSUPPORTED_POSITIONS, told)
     return None
 
 

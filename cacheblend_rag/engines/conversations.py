@@ -67,11 +67,7 @@ class TurnKeeper:
             conversation.end_filling(filling)
 
     def _added(
-        self,
-        conversation: ConversationKV,
-        request: Request,
-        answer: Generation,
-        fingerprint: str,
+        self, conversation: ConversationKV, request: Request, answer: Generation, fingerprint: str
     ) -> list[KVKey]:
         """Add what follows the turns that are known; returns the keys of what it drops.
 

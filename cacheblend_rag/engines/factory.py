@@ -149,9 +149,7 @@ def _common(config: EngineConfig) -> dict[str, Any]:
         "tokenizer": config.tokenizer,
         "config": config.blend,
         "registry": open_registry(
-            Path(kept.kv_path) if kept.kv_path else None,
-            config.namespace,
-            read_only=kept.read_only,
+            Path(kept.kv_path) if kept.kv_path else None, config.namespace, read_only=kept.read_only
         ),
         "instruction": config.instruction,
         "namespace": config.namespace,

@@ -77,10 +77,8 @@ class Guard:
         state = self._state
         if state is None:
             return config, NOT_STEERED
-        now, diverged = (
-            Steering(steps=state.steps),
-            f"answers diverged by more than {_limit(state)}",
-        )
+        now = Steering(steps=state.steps)
+        diverged = f"answers diverged by more than {_limit(state)}"
         if state.is_stopped:
             refusal = Reason(ReasonCode.GUARD_STOPPED, f"blending has stopped: {diverged}")
             return config, replace(now, refusal=refusal)
@@ -189,7 +187,9 @@ def _is_blended(answer: Generation) -> bool:
     """Whether an answer is one of those to draw from."""
     report = answer.report
     is_whole = answer.finish_reason != "cancelled" and bool(answer.token_ids)
-    return is_whole and report.blended and report.recompute_ratio < 1
+    why = report.selector_reason
+    is_exact = report.recompute_ratio == 1 or (why is not None and why.code == ReasonCode.EXACT)
+    return is_whole and report.blended and not is_exact
 
 
 def as_served(config: BlendConfig, ratio: float) -> BlendConfig:

@@ -16,8 +16,6 @@ from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.settings import Precision
 
 SAMPLES_PER_WEIGHT = 16
-
-
 HARMLESS = frozenset(
     {
         # what the model is called, where it comes from, and what is done with its outputs

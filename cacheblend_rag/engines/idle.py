@@ -18,16 +18,11 @@ from cacheblend_rag.errors import CacheBlendError
 logger = logging.getLogger(__name__)
 
 MOST_JOBS = 64
-"""Most jobs of a kind that may wait; further ones are refused."""
 LOOK_SECONDS = 0.02
 """Seconds between checks whether the engine is idle."""
 
 _here = local()
 """``is_idle`` is set in the threads of idle queues: requests made by jobs are idle work, too."""
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +38,15 @@ class IdleJob:
         ended: called once the job is over: done, failed, ended by closing, or never begun.
         waits: whether its steps wait until no request is running. False is for steps that only
             hand work to somebody who does it last, such as vLLM's workers.
+        most: while so many of its kind wait, it is refused.
     """
 
     kind: str
     steps: Callable[[], Generator[object, None, None]]
     priority: int = 0
-    ended: Callable[[], None] = _nothing
+    ended: Callable[[], None] = lambda: None
     waits: bool = True
+    most: int = MOST_JOBS
 
 
 class Activity:
@@ -97,7 +94,7 @@ class IdleQueue:
         """Queue a job; returns False once closed, and while too many of its kind wait."""
         with self._lock:
             waiting = sum(one.kind == job.kind for one in self._jobs)
-            if self._ending.is_set() or waiting >= MOST_JOBS:
+            if self._ending.is_set() or waiting >= job.most:
                 return False
             if self._thread is None:
                 thread = Thread(target=self._run, name="cacheblend-idle", daemon=True)

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOAD_ERRORS = (
-    *(OSError, KeyError, ImportError, RuntimeError),
-    *(AttributeError, TypeError, ValueError),
-)
+LOAD_ERRORS = (OSError, KeyError, ImportError, RuntimeError, AttributeError, TypeError, ValueError)
 """What transformers raises for a model that it cannot load."""
 BYTES_OF_PRIOR = 4
 UNLIMITED = 1 << 20

@@ -44,9 +44,6 @@ class EngineSetup:
     guard: GuardConfig | None = None
 
 
-def _unheard(engine: Any, fingerprint: str) -> None: ...
-
-
 @dataclass
 class Family:
     """What an engine and its siblings have in common.
@@ -59,7 +56,7 @@ class Family:
     identity: Mapping[str, Any]
     activity: Activity = field(default_factory=Activity)
     idle_queues: WeakSet[IdleQueue] = field(default_factory=WeakSet)
-    fingerprint_hook: Callable[[Any, str], None] = _unheard
+    fingerprint_hook: Callable[[Any, str], None] = lambda _engine, _fingerprint: None
 
     def close_idle_queues(self) -> None:
         """End the idle work of all of them."""

@@ -65,7 +65,7 @@ class Stream(Generic[T]):
     def future(self) -> Future[T]:
         """Begin the work; returns a future of the last item (``result_of`` reads it)."""
         self._check_may_wait()
-        return self._begin(_ignore)
+        return self._begin(lambda _: None)
 
     def last(self) -> T:
         """Return the last item, once it is there."""
@@ -115,7 +115,3 @@ def result_of(done: Future[T]) -> T:
         raise ConfigError(CLOSED) from error
     finally:
         del done  # whose error refers to this frame: a circle
-
-
-def _ignore(_: object) -> None:
-    """Take an item that nobody reads."""

@@ -223,12 +223,13 @@ class TieredKVStore:
         """
         return LayerSource(keys, self.reads, Way(promote, unpack), threshold)
 
-    def put(self, key: KVKey, kv: ChunkKV) -> PutResult:
+    def put(self, key: KVKey, kv: ChunkKV, *, in_memory: bool = False) -> PutResult:
         """Store a chunk in every tier that takes puts, fastest first.
 
         Args:
             key: the name it is stored under.
             kv: the chunk KV; its tensors must not be written to afterwards.
+            in_memory: only in tiers that end with this process.
 
         Returns:
             A result that is true if any tier stored it, with the reason otherwise. NaN and infinity
@@ -244,7 +245,11 @@ class TieredKVStore:
         self.reads.see([key])
         with self.locks.held(key), self.reads.changing(key):
             return PutResult.of_tiers(
-                [(tier.durable, tier.put(key, chunk)) for tier in self.tiers if tier.takes_puts]
+                [
+                    (tier.durable, tier.put(key, chunk))
+                    for tier in self.tiers
+                    if tier.takes_puts and not (in_memory and tier.durable)
+                ]
             )
 
     def evict(self, key: KVKey) -> Evicted:

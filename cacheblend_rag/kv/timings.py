@@ -23,8 +23,6 @@ LEAST = 3
 """Least measurements for a decision: with three, one outlier does not move the median."""
 SIZES_APART = 2.0
 """Least ratio of the largest to the smallest size for separating a fixed part."""
-
-
 STALE_SECONDS = 60.0
 """Age at which measurements expire, so that a tier that was slow is tried again."""
 

@@ -114,11 +114,7 @@ class Prefetch:
     """
 
     def __init__(
-        self,
-        tiers: Sequence[Tier],
-        chunks: WholeChunks,
-        locks: KeyLocks,
-        closing: threading.Event,
+        self, tiers: Sequence[Tier], chunks: WholeChunks, locks: KeyLocks, closing: threading.Event
     ) -> None:
         self._tiers, self._chunks, self._locks, self.closing = tiers, chunks, locks, closing
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, "kv-prefetch", initializer=use_one_thread)

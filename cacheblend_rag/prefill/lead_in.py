@@ -91,6 +91,11 @@ class PlacedChunk:
         """How many tokens the stored chunk has."""
         return self.before + self.tokens + self.after
 
+    def behind(self, start: int) -> PlacedChunk:
+        """Return the part from position ``start`` on."""
+        cut = max(0, start - self.start)
+        return replace(self, start=self.start + cut, before=self.before + cut)
+
     def report(self, reason: Reason | None, tier: str | None = None) -> ChunkReport:
         """Report a hit in a tier, or a miss for a reason, perhaps with the tier that failed."""
         return ChunkReport(

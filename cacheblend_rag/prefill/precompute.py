@@ -195,9 +195,7 @@ def compute_document(stack: DecoderStack, work: DocumentPlan, store: TieredKVSto
 
 
 def compute_one_by_one(
-    stack: DecoderStack,
-    chunks: Sequence[ChunkPlan],
-    store: TieredKVStore,
+    stack: DecoderStack, chunks: Sequence[ChunkPlan], store: TieredKVStore
 ) -> Computed:
     """Compute chunks after their lead-in only, each in its own pass, without a prior.
 
@@ -212,10 +210,7 @@ def compute_one_by_one(
 
 
 def _cut_out(
-    stack: DecoderStack,
-    ids: Tensor,
-    members: Sequence[Member],
-    loader: ChunkLoader | None = None,
+    stack: DecoderStack, ids: Tensor, members: Sequence[Member], loader: ChunkLoader | None = None
 ) -> Generator[None, None, list[tuple[Member, ChunkKV]] | None]:
     """Run a pass that computes all tokens but those of stored chunks; cut some chunks out of it.
 

@@ -66,9 +66,10 @@ class BlendConfig(Settings):
     and benchmarks do not depend on the machine's load."""
     reuse_prefix: bool = True
     """Prefix caching: reuse the KV of a prefix that earlier requests had, too, and store this
-    prompt's. The prefix is the text up to the first chunk; without chunks, the whole prompt and its
-    answer. In vLLM its own prefix cache does so, block by block. Off: measurements do not depend on
-    earlier requests, and no KV of prompts is stored; in vLLM the request shares no cached block."""
+    prompt's. The prefix is the text up to the first chunk, or all that was computed in full, with
+    the answer. In vLLM its own prefix cache does so, block by block. Off: measurements do not
+    depend on earlier requests, and no KV of prompts is stored; in vLLM the request shares no block.
+    """
     trace: bool = False
     """Put the chosen tokens and their scores, and how far fresh KV is from stored KV, into the
     report. It costs a little: fresh KV is compared in each layer, scores are copied back from the

@@ -18,13 +18,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import (
-    BlendConfig,
-    Chunk,
-    Engine,
-    Generation,
-    LeadInConfig,
-)
+from cacheblend_rag import BlendConfig, Chunk, Engine, Generation, LeadInConfig
 from cacheblend_rag.engines.answer import Delta, Request
 from cacheblend_rag.engines.idle import IdleJob
 from cacheblend_rag.engines.prepare import PromptLike

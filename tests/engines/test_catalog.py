@@ -439,9 +439,7 @@ def test_a_password_is_in_no_log(
     assert "hidden" not in caplog.text
 
 
-def test_a_model_without_files_keeps_its_chunks_in_memory(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_model_without_files_keeps_its_chunks_in_memory(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> Catalog:
         raise ModelLoadError("no safetensors")
 

@@ -156,11 +156,7 @@ def test_auto_takes_vllm_where_it_runs_well_and_says_why(
     monkeypatch.setattr(factory, "find_spec", lambda name: found)
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
     monkeypatch.setattr(factory, "open_vllm", lambda *_, **__: Opened("vllm"))
-    monkeypatch.setattr(
-        factory,
-        "open_transformers",
-        lambda *_, **__: Opened("transformers"),
-    )
+    monkeypatch.setattr(factory, "open_transformers", lambda *_, **__: Opened("transformers"))
     caplog.set_level("INFO", logger="cacheblend_rag")
     engine = open_engine(model=model if isinstance(model, str) else model(), device=device)
     assert engine.name == ("vllm" if picked == "vllm" else "transformers")

@@ -58,9 +58,7 @@ def test_what_was_precomputed_is_not_tokenized_again(monkeypatch: pytest.MonkeyP
     engine.close()
 
 
-def test_a_hook_that_fails_harms_nobody_and_is_told_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_hook_that_fails_harms_nobody_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     engine, seen = ToyEngine(make_tokenizer()), list[Generation]()
 
     def broken(request: Request, answer: Generation) -> Generation:

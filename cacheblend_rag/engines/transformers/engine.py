@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
-from weakref import finalize
+from weakref import finalize, proxy
 
 import torch
 from torch import nn
@@ -22,8 +22,10 @@ from cacheblend_rag.engines.answer import CANCELLED, Delta, Generation, Request
 from cacheblend_rag.engines.answering import Hints
 from cacheblend_rag.engines.backend import engine_settings
 from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.idle import IdleJob
 from cacheblend_rag.engines.lifetime import CLOSED
 from cacheblend_rag.engines.model_files import context_window_in
+from cacheblend_rag.engines.prefixes import MOST_WAITING, Prefixes
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
 from cacheblend_rag.engines.sampling import ResolvedSampling, SamplingParams, warn_of_ignored
 from cacheblend_rag.engines.setup import EngineSetup
@@ -44,7 +46,6 @@ from cacheblend_rag.engines.transformers.prefill import (
     decodable,
     forced_log_probs,
 )
-from cacheblend_rag.engines.transformers.prefixes import Prefixes
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.watched_model import TriedModel, WatchedModel
 from cacheblend_rag.errors import CacheBlendError, ConfigError, OutOfMemoryError
@@ -115,9 +116,9 @@ class TransformersEngine(Engine):
                 text.
             namespace: tenants with different namespaces never share KV.
             lead_in: the text that chunks are computed after, as settings or by its kind's name.
-            fill_on_miss: whether registered chunks whose KV a request missed are computed and
-                stored when no request wants the model: also between calls, so with a loaded model
-                that nothing else uses.
+            fill_on_miss: whether registered chunks whose KV a request missed, and passages that
+                begin a second prompt in the same order, are computed when no request wants the
+                model: also between calls, so with a loaded model that nothing else uses.
             guard: how the quality of blended answers is watched; None is not at all.
             device: where a model given by name is loaded.
             dtype: in what precision it is loaded.
@@ -288,7 +289,20 @@ class TransformersEngine(Engine):
         with suppress(CacheBlendError):
             self._refresh()
             if work.tried is self._tried:
-                work.keep(prefilled)
+                prompt = work.request.prepared
+                is_known = prompt.prepared_for.generation == self.registry.generation
+                work.keep(prefilled, whole=is_known)
+                if is_known and self.fill_on_miss and (again := work.again()):
+                    steps = partial(type(self)._compute, proxy(self), again, work.tried)
+                    self._idle.add(IdleJob("prefix", steps, priority=-1, most=MOST_WAITING))
+
+    def _compute(self, work: Prefill, tried: TriedModel) -> Generator[None]:
+        """Compute and keep what several prompts began with, a layer at a time."""
+        prefilled = yield from self._loop.stepwise(work.run())
+        self._refresh()
+        if prefilled is not None and tried is self._tried:
+            work.keep(prefilled, whole=True)
+            self.prefixes.drain()
 
     def _decoded(
         self,
@@ -342,12 +356,7 @@ class TransformersEngine(Engine):
     ) -> tuple[ContinuationScore, ...]:
         """Return the scores of several given answers after one prefill, each as if it were alone.
 
-        Args:
-            prompt: as for score.
-            continuations: the answers' tokens.
-            config: as for score.
-            hints: as for score.
-            full: as for score.
+        prompt, config, hints, full: as for score. continuations: the answers' tokens.
         """
         request = self._request(prompt, None, config, hints, steered=False, full=full)
         check_scored(len(request.prepared.token_ids), continuations, self.context_window)
@@ -370,14 +379,8 @@ class TransformersEngine(Engine):
     ) -> tuple[Generation, tuple[ContinuationScore, ...]]:
         """Return an answer, and the scores of given answers, after one prefill.
 
-        Args:
-            prompt: as for score.
-            sampling: how the answer is drawn.
-            continuations: gets the answer, and returns the answers to score; it must not call the
-                engine.
-            config: as for score.
-            hints: as for score.
-            full: as for score.
+        prompt, config, hints, full: as for score. sampling: how the answer is drawn. continuations:
+        gets the answer, and returns the answers to score; it must not call the engine.
         """
 
         def answer_and_score() -> Work[tuple[Generation, tuple[ContinuationScore, ...]]]:
@@ -502,6 +505,8 @@ class TransformersEngine(Engine):
             conversation: the key of the one whose turns they are, or "".
         """
         self.found_chunks.forget(keys, lead_in, conversation)
+        if keys and not conversation:
+            self.prefixes.passages.drop(self.store)
         evicted = {key: self.store.evict(key) for key in keys}
         whole = sum(evicted.values(), Evicted())
         dropped = {
@@ -516,6 +521,8 @@ class TransformersEngine(Engine):
 
     def _forget(self, keys: Sequence[KVKey]) -> None:
         self.found_chunks.forget(keys, self._led.id)
+        if keys:
+            self.prefixes.passages.drop(self.store)
         self.store.forget(self._of_all_states(keys))
 
     def _of_all_states(self, keys: Sequence[KVKey]) -> list[KVKey]:

@@ -185,7 +185,8 @@ class ModelLoop:
         steps = to_end()
         try:
             for need in self.each(steps, idle=True):
-                while wait(cast("Sequence[Future[Any]]", need), PATIENCE_SECONDS).not_done:
+                wanted = () if isinstance(need, Turn) else cast("Sequence[Future[Any]]", need)
+                while wait(wanted, PATIENCE_SECONDS).not_done:
                     yield
                 yield
         finally:

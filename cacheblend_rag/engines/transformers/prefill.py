@@ -21,14 +21,16 @@ from cacheblend_rag.blend.rows import token_tensor
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import FULL_PREFILL, Request
 from cacheblend_rag.engines.batch import chunks_of
+from cacheblend_rag.engines.prefixes import MOST_AGAIN, Prefixes, PrefixKeys, StoredPrefix
+from cacheblend_rag.engines.prepare import BLOCK_TOKENS
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS, FusedCache
 from cacheblend_rag.engines.transformers.loop import Turn, Work
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
-from cacheblend_rag.engines.transformers.prefixes import Prefixes, PrefixKeys, StoredPrefix
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.watched_model import TriedModel
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
+from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import Lack, no_room, unless_lacking
@@ -36,7 +38,7 @@ from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import LEAST_SHARE, NO_CHUNK, config_for, missed
-from cacheblend_rag.prefill.prompt_pass import Destination, FusedPrompt, PromptPass
+from cacheblend_rag.prefill.prompt_pass import ALL_EXACT, Destination, FusedPrompt, PromptPass
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.reason import Miss, Reason
 from cacheblend_rag.report import BlendReport, ChunkReport, PrefillReport
@@ -84,6 +86,10 @@ class Prefill:
         # Why the ways that were tried did not work, and the time spent so far.
         self._told = PrefillReport()
         self._prefix: StoredPrefix | None = None
+        # The chunks that the prefix holds, but for less than a block.
+        self._held: list[PlacedChunk] = []
+        # Whether the KV is that of full prefill; deletions of passages by now.
+        self.is_exact, self._deletions = True, self.prefixes.passages.deletions
         # The chunks' reports, once the store was asked for them.
         self._found: list[ChunkReport] = []
 
@@ -97,22 +103,40 @@ class Prefill:
                 self._check_wanted()
                 yield from self._find_prefix()
                 blended = (yield from self._with_chunks()) or (yield from self._with_prefix())
-                return blended or self._ordinarily()
+                return self._with_held(blended or self._ordinarily())
             except CancelledError:
                 return None
 
-    def keep(self, prefilled: Prefilled) -> None:
-        """Queue the prefix of a finished request for the store.
+    def keep(self, prefilled: Prefilled, *, whole: bool) -> None:
+        """Queue the prefix of a finished request for the store: if exact, prompt and answer.
 
-        Chunks are never part of it, even if their KV was computed: ``evict_document`` must remove
-        all KV of a document, and chunks rarely recur in the same order. The prefix ends at the
-        first chunk; without chunks it is the whole prompt and its answer. In a conversation it
-        ends where the text ends that others share.
+        Else it ends at the first chunk, and in a conversation where the text ends that others
+        share. whole: whether what follows may be kept: all passages are still known.
         """
-        keys, cache = self._prefix_keys, prefilled.cache
+        keys, cache, prompt = self._prefix_keys, prefilled.cache, self.request.prepared
         if keys is not None and isinstance(cache, FusedCache):
+            is_whole = whole and self.is_exact and not prompt.conversation_key
             held = (*self._token_ids, *prefilled.answer)[: cache.get_seq_length()]
-            self.prefixes.put(keys.blocks(held[: self.request.prepared.prefix_end]), cache.fused)
+            blocks = keys.blocks(held[: None if is_whole else prompt.prefix_end])
+            self.prefixes.put(blocks, cache.fused, self._own(blocks), self._deletions)
+
+    def again(self) -> Prefill | None:
+        """Return the prefill in full of the prompt up to its last chunk, for idle time.
+
+        None unless it was blended, and an earlier prompt began alike.
+        """
+        keys, prompt = self._prefix_keys, self.request.prepared
+        if keys is None or self.is_exact or prompt.conversation_key:
+            return None
+        end = self._placed[-1].end
+        if end > MOST_AGAIN or not self.prefixes.comes_again(keys.blocks(self._token_ids[:end])):
+            return None
+        encoded = replace(prompt.encoded, token_ids=prompt.token_ids[: end + 1])
+        config = self.request.config.with_changes(recompute_ratio=1.0, trace=False)
+        prompt = replace(prompt, encoded=encoded)
+        request = replace(self.request, prepared=prompt, config=config, cancel=Cancellation())
+        # Pauses between steps of idle work are no measure of any speed.
+        return replace(self, request=request, tried=replace(self.tried, controller=None))
 
     def compare(self, compared: Compared) -> Work[Comparison | None]:
         """Compare the blended prompt with full prefill.
@@ -157,6 +181,11 @@ class Prefill:
             return None
         return self.prefixes.keys(self.tried.identity, request.prepared.cache_salt)
 
+    def _own(self, blocks: Sequence[KVKey]) -> int:
+        """Return how many of the prompt's blocks come before its first chunk."""
+        end = self.request.prepared.prefix_end
+        return len(blocks) if end is None else end // BLOCK_TOKENS
+
     def _check_wanted(self) -> None:
         if self.request.cancel.is_set():
             raise CancelledError
@@ -172,13 +201,16 @@ class Prefill:
         if self._prefix_keys is None:
             return
         # The last token is always computed: it yields the logits.
-        before = self._token_ids[:-1][: self.request.prepared.prefix_end]
-        looking = self.prefixes.find(self._prefix_keys.blocks(before))
+        prompt = self.request.prepared
+        end = prompt.prefix_end if prompt.conversation_key else None
+        blocks = self._prefix_keys.blocks(self._token_ids[:-1][:end])
+        looking = self.prefixes.find(blocks, self._own(blocks))
         if looking is None:
             return
         yield [looking]
         self._check_wanted()
-        self._prefix = found = looking.result()
+        self._prefix, end = (found := looking.result()), found.tokens
+        self._held = [c for c in self._placed if c.start < end and c.end < end + BLOCK_TOKENS]
         self._told.seconds["look_up"], self._told.starts["look_up"] = found.seconds, found.began
 
     def _with_chunks(self) -> Work[Prefilled | None]:
@@ -186,27 +218,26 @@ class Prefill:
         if not self._placed or not self._may_blend:
             self._tell(self._unasked())
             return None
-        config = config_for(self.request.config, self._placed, len(self._token_ids))
-        return (yield from self._blended(config, self._placed))
+        end = 0 if self._prefix is None else self._prefix.tokens
+        left = [chunk.behind(end) for chunk in self._placed if chunk not in self._held]
+        config = config_for(self.request.config, left, len(self._token_ids))
+        done = (yield from self._blended(config, left)) if left else None
+        self.is_exact = done is None or done.report.ratio == 1
+        return done
 
     def _unasked(self) -> PrefillReport:
         """Return the report of a prompt for whose chunks the store is not asked."""
-        placed, refusal = self._placed, self.tried.refusal
-        if self.request.full:
-            return PrefillReport(FULL_PREFILL)
-        if not placed:
-            return PrefillReport(NO_CHUNK)
-        if (stopped := self.request.steering.refusal) is not None:
-            return PrefillReport(
-                stopped, chunks=[chunk.report(Miss.GUARD_STOPPED) for chunk in placed]
-            )
-        assert refusal is not None  # noqa: S101 (otherwise the store is asked)
-        why = Reason(refusal.code, f"{Miss.UNSUPPORTED_MODEL}: {refusal}")
-        return PrefillReport(why, chunks=[chunk.report(Miss.UNSUPPORTED_MODEL) for chunk in placed])
+        if self.request.full or not self._placed:
+            return PrefillReport(FULL_PREFILL if self.request.full else NO_CHUNK)
+        why, miss = self.request.steering.refusal, Miss.GUARD_STOPPED
+        if (refusal := self.tried.refusal) is not None and why is None:
+            miss = Miss.UNSUPPORTED_MODEL
+            why = Reason(refusal.code, f"{miss}: {refusal}")
+        return PrefillReport(why, chunks=[chunk.report(miss) for chunk in self._placed])
 
     def _with_prefix(self) -> Work[Prefilled | None]:
         """Reuse the prefix alone, if it is worth a pass."""
-        least = max(1, LEAST_SHARE * len(self._token_ids))
+        least = 1 if self._held else max(1, LEAST_SHARE * len(self._token_ids))
         if self._prefix is None or self._prefix.tokens < least:
             return None
         why, cost_model = self._told, self.request.config.cost_model
@@ -217,16 +248,21 @@ class Prefill:
         self._tell(why)
         if done is None:
             return None
-        own = done.report
-        report = replace(
-            why,
-            compute_share=own.compute_share,
-            prefix_tokens=own.prefix_tokens,
-            seconds=own.seconds,
-            starts=own.starts,
-            load_by_tier=own.load_by_tier,
-        )
-        return replace(done, report=report)
+        names = ("compute_share", "prefix_tokens", "seconds", "starts", "load_by_tier")
+        own = {name: getattr(done.report, name) for name in names}
+        return replace(done, report=replace(why, **own))
+
+    def _with_held(self, prefilled: Prefilled) -> Prefilled:
+        """Report the chunks that the prefix holds, too, as far as it was used."""
+        report, end = prefilled.report, prefilled.report.prefix_tokens
+        told = {chunk.start: chunk.report(None).held(end) for chunk in self._held}
+        if any(chunk.hit for chunk in told.values()):
+            own = end - sum(min(c.end, end) - c.start for c in self._held if c.start < end)
+            report = replace(report, reason=None, prefix_tokens=own)
+            if self.is_exact:
+                report = replace(report, ratio=0.0, selector_reason=ALL_EXACT)
+        others = (chunk for chunk in report.chunks if chunk.start not in told)
+        return replace(prefilled, report=replace(report, chunks=[*told.values(), *others]))
 
     def _ordinarily(self) -> Prefilled:
         """Run the model's own prefill, and record its duration."""
@@ -351,10 +387,7 @@ def check_scored(
 
 
 def forced_log_probs(
-    ordinary: OrdinaryPrefill,
-    prefilled: Prefilled,
-    token_ids: Sequence[int],
-    answer: Sequence[int],
+    ordinary: OrdinaryPrefill, prefilled: Prefilled, token_ids: Sequence[int], answer: Sequence[int]
 ) -> Tensor:
     """Return the log-probabilities at each step of an answer, (tokens, vocabulary) float32.
 

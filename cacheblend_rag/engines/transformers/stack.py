@@ -178,10 +178,7 @@ class TransformersStack:
             return (hidden,) if self._returns_tuple else hidden
 
         blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        with (
-            forwards_replaced(self.layers, lambda _: layer),
-            self._calls.implementation(DRIVEN),
-        ):
+        with forwards_replaced(self.layers, lambda _: layer), self._calls.implementation(DRIVEN):
             out = self.model(input_ids=blank, position_ids=blank, use_cache=False, logits_to_keep=1)
         return cast(Tensor, out.logits[:, -1].float())
 

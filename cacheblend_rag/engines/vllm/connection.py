@@ -173,9 +173,8 @@ class VLLMServer(Transport):
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Raise ConfigError unless the server tokenizes a text in the same way."""
-        if self.run(self._tokenize(VOCABULARY_SAMPLE)) != encode_plainly(
-            tokenizer, VOCABULARY_SAMPLE
-        ):
+        here = encode_plainly(tokenizer, VOCABULARY_SAMPLE)
+        if self.run(self._tokenize(VOCABULARY_SAMPLE)) != here:
             raise ConfigError(
                 f"the tokenizer here is not that of model {self._served.name!r} at {self.address}: "
                 "give the model that the server loaded as model="

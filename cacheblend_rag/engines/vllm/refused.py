@@ -13,10 +13,7 @@ LONGEST = 500
 RETRY_SECONDS = 2
 """``Retry-After`` of a client that came while too many others wait."""
 INVALID, FAILED = "invalid_request_error", "server_error"
-TYPES = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.FORBIDDEN: "permission_error",
-}
+TYPES = {HTTPStatus.UNAUTHORIZED: "authentication_error", HTTPStatus.FORBIDDEN: "permission_error"}
 
 
 class ApiError(Exception):

@@ -40,12 +40,7 @@ SERVER = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = "cacheblend_rag.engines.vllm.middleware.access.AccessMiddleware"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 PLUGIN = "cacheblend"
-PLUGIN_GROUPS = (
-    "vllm.general_plugins",
-    "vllm.io_processor_plugins",
-    "vllm.platform_plugins",
-    "vllm.stat_logger_plugins",
-)
+PLUGIN_KINDS = ("general", "io_processor", "platform", "stat_logger")
 """All but the endpoint plugins, which vLLM loads only if they are named."""
 KV_FLAG = "--kv-transfer-config"
 NO_STATS = "--disable-log-stats"
@@ -124,7 +119,8 @@ def server_environment(tenants: Path | None = None) -> dict[str, str]:
     """
     named = os.environ.get(PLUGINS_VARIABLE)
     if named is None:
-        found = {plugin.name for group in PLUGIN_GROUPS for plugin in entry_points(group=group)}
+        groups = [entry_points(group=f"vllm.{kind}_plugins") for kind in PLUGIN_KINDS]
+        found = {plugin.name for group in groups for plugin in group}
     else:
         found = set(named.split(","))
     environment = {PLUGINS_VARIABLE: ",".join(sorted(found - {""} | {PLUGIN}))}

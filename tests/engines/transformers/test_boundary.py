@@ -9,14 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cacheblend_rag import (
-    BlendConfig,
-    Chunk,
-    ChunkKV,
-    Document,
-    TieredKVStore,
-    TransformersEngine,
-)
+from cacheblend_rag import BlendConfig, Chunk, ChunkKV, Document, TieredKVStore, TransformersEngine
 from tests.toy import INSTRUCTION, TOY, generate_prompts
 from tests.toy.questions import toy_documents
 

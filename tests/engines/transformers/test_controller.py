@@ -50,9 +50,7 @@ def test_a_tier_that_is_slower_than_prefill_is_not_waited_for(
 
 def test_the_ratio_is_chosen_within_its_bounds(make_engine: EngineFactory, tmp_path: Path) -> None:
     engine = make_engine(
-        store=TieredKVStore([DiskTier(tmp_path)]),
-        recompute_ratio="auto",
-        ratio_bounds=(0.1, 0.5),
+        store=TieredKVStore([DiskTier(tmp_path)]), recompute_ratio="auto", ratio_bounds=(0.1, 0.5)
     )
     engine.precompute(CHUNKS, progress=False)
     for _ in range(LEAST):

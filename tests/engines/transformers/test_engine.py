@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from cacheblend_rag import (
-    Chunk,
-    Document,
-    SamplingParams,
-    TieredKVStore,
-    TransformersEngine,
-)
+from cacheblend_rag import Chunk, Document, SamplingParams, TieredKVStore, TransformersEngine
 from cacheblend_rag.errors import PromptError, StoreError
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 from tests.engines.transformers.conftest import EngineFactory

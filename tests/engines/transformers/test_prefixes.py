@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,16 +17,20 @@ from transformers import PreTrainedModel
 from cacheblend_rag import (
     BlendPrompt,
     Chunk,
+    Document,
     PreparedPrompt,
     SamplingParams,
     TieredKVStore,
     TransformersEngine,
 )
+from cacheblend_rag.engines import prefixes
 from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.prefixes import BLOCK_TOKENS
+from cacheblend_rag.engines.transformers import prefill
 from cacheblend_rag.engines.transformers.loop import loop_of
-from cacheblend_rag.engines.transformers.prefixes import BLOCK_TOKENS
 from cacheblend_rag.kv import HostTier
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.prompt_pass import ALL_EXACT
 from tests.engines.transformers.conftest import EngineFactory
 from tests.engines.transformers.test_faults import on_disk
 from tests.models import FAMILIES, make_model, prompt_of, words
@@ -118,35 +123,48 @@ def test_every_family_gives_the_same_answers_from_fewer_rows(
     engine.precompute(CHUNKS, progress=False)
     asked(engine, prompt(QUESTIONS[0]))
     off = engine.config.with_changes(reuse_prefix=False)
-    for question in QUESTIONS[1:3]:
-        with rows_of(model) as before:
-            alone = anew(engine, prompt(question))
-        with rows_of(model) as after:
-            again = asked(engine, prompt(question))
-        assert again.token_ids == alone.token_ids
-        one, other = alone.report, again.report
-        assert (one.prefix_tokens, other.prefix_tokens) == (0, REUSED)
-        assert other.reused_tokens == one.reused_tokens + REUSED
-        assert other.computed_tokens == one.computed_tokens - REUSED
-        assert other.recomputed_tokens == one.recomputed_tokens
-        assert other.compute_share < one.compute_share
-        assert sum(after) == sum(before) - REUSED
-        torch.testing.assert_close(
-            engine.score(prompt(question), [5, 6, 7]).log_probs,
-            engine.score(prompt(question), [5, 6, 7], config=off).log_probs,
-            rtol=0,
-            atol=2e-4,
-        )
+    question = QUESTIONS[1]
+    with rows_of(model) as before:
+        alone = anew(engine, prompt(question))
+    with rows_of(model) as after:
+        again = asked(engine, prompt(question))
+    assert again.token_ids == alone.token_ids
+    one, other = alone.report, again.report
+    assert (one.prefix_tokens, other.prefix_tokens) == (0, REUSED)
+    assert other.reused_tokens == one.reused_tokens + REUSED
+    assert other.computed_tokens == one.computed_tokens - REUSED
+    assert other.recomputed_tokens == one.recomputed_tokens
+    assert other.compute_share < one.compute_share
+    assert sum(after) == sum(before) - REUSED
+    torch.testing.assert_close(
+        engine.score(prompt(question), [5, 6, 7]).log_probs,
+        engine.score(prompt(question), [5, 6, 7], config=off).log_probs,
+        rtol=0,
+        atol=2e-4,
+    )
 
 
-def test_recomputing_everything_is_still_ordinary_prefill(make_engine: EngineFactory) -> None:
-    engine = make_engine(recompute_ratio=1.0)
-    engine.precompute(CHUNKS, progress=False)
-    asked(engine, with_chunks(QUESTIONS[0]))
-    prompt = with_chunks(QUESTIONS[1])
-    answer = asked(engine, prompt)
-    assert answer.report.prefix_tokens == REUSED
-    assert answer.report.recomputed_tokens == sum(chunk.tokens for chunk in answer.report.chunks)
+KEPT = (150 + 3 * 80) // BLOCK_TOKENS * BLOCK_TOKENS
+"""Tokens in the whole blocks up to the last chunk."""
+
+
+def when_idle(engine: TransformersEngine, prompt: Any, **options: Any) -> Generation:
+    """Answer by an engine with idle work, and wait until there is no more."""
+    engine.fill_on_miss = True
+    answer = asked(engine, prompt, **options)
+    while engine._idle._thread is not None:
+        time.sleep(0.01)
+    return answer
+
+
+def is_exact(answer: Generation, engine: TransformersEngine, prompt: Any) -> None:
+    """Check that passages were reused as an exact prefix, and that full prefill says the same."""
+    report = answer.report
+    assert (report.reason, str(report.selector_reason)) == (None, str(ALL_EXACT))
+    assert [chunk.tier for chunk in report.chunks] == ["prefix cache"] * 3
+    assert [chunk.recomputed for chunk in report.chunks] == [0, 0, 150 + 3 * 80 - KEPT]
+    assert report.prefix_tokens == 150
+    assert (report.reused_tokens, report.computed_tokens) == (KEPT, 20)
     assert answer.token_ids == engine.generate_full(prompt, GREEDY).token_ids
     torch.testing.assert_close(
         engine.score(prompt, answer.token_ids).log_probs,
@@ -156,21 +174,92 @@ def test_recomputing_everything_is_still_ordinary_prefill(make_engine: EngineFac
     )
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
-def test_chunks_are_not_stored_again_as_a_prefix(make_engine: EngineFactory, ratio: float) -> None:
-    engine = make_engine(recompute_ratio=ratio)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
+def test_the_third_question_over_the_same_passages_computes_the_question_alone(
+    make_engine: EngineFactory, family: str
+) -> None:
+    model = make_model(family)
+    engine = make_engine(with_model=model, recompute_ratio=0.3)
     engine.precompute(CHUNKS, progress=False)
-    assert asked(engine, with_chunks(QUESTIONS[0])).report.blended
+    told = [when_idle(engine, with_chunks(question)).report for question in QUESTIONS[:2]]
+    assert [report.prefix_tokens for report in told] == [0, REUSED]
+    assert all(report.recomputed_tokens == 72 for report in told)
+    with rows_of(model) as rows:
+        third = asked(engine, with_chunks(QUESTIONS[2]))
+    assert rows == [150 + 3 * 80 + 20 - KEPT]
+    is_exact(third, engine, with_chunks(QUESTIONS[2]))
+    assert anew(engine, with_chunks(QUESTIONS[2])).report.recomputed_tokens == 72
+    more = asked(engine, prompt_of(INSTRUCTION, *CHUNKS[:2], CHUNKS[0], QUESTIONS[0])).report
+    assert [chunk.tier for chunk in more.chunks] == ["prefix cache", "prefix cache", "host"]
+    assert more.recomputed_tokens == 310 - 256 + 24
+
+
+@pytest.mark.parametrize("lead_in", ["bos", "document"])
+def test_what_was_computed_in_full_is_reused_at_the_second_question(
+    make_engine: EngineFactory, lead_in: str
+) -> None:
+    engine = make_engine(recompute_ratio=1.0, lead_in=lead_in)
+    engine.precompute([Document("one", [chunk.text for chunk in CHUNKS])], progress=False)
+    first = asked(engine, with_chunks(QUESTIONS[0]).text).report
+    assert first.recomputed_tokens == sum(chunk.tokens for chunk in first.chunks)
+    is_exact(asked(engine, with_chunks(QUESTIONS[1]).text), engine, with_chunks(QUESTIONS[1]))
+    engine.evict_document("one")
     assert len(blocks(engine)) == BLOCKS
-    for chunk in CHUNKS:
-        engine.store.evict(engine.key(chunk))
-    again = asked(engine, with_chunks(QUESTIONS[1]))
-    assert again.report.reason == "no chunk of the prompt is stored"
-    assert {chunk.reason for chunk in again.report.chunks} == {"not stored"}
+    assert asked(engine, with_chunks(QUESTIONS[2])).report.prefix_tokens == REUSED
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_passages_are_kept_as_a_prefix_in_memory_until_one_is_deleted(
+    make_engine: EngineFactory, tmp_path: Path, ratio: float
+) -> None:
+    store = TieredKVStore.open(kv_path=tmp_path)
+    engine = make_engine(store=store, recompute_ratio=ratio)
+    engine.precompute([Document("one", [chunk.text for chunk in CHUNKS])], progress=False)
+    files = len([*tmp_path.glob("?/?/*.safetensors")])
+    for question in QUESTIONS[:2]:
+        assert when_idle(engine, with_chunks(question).text).report.blended
+    assert len(blocks(engine)) == KEPT // BLOCK_TOKENS
+    assert len([*tmp_path.glob("?/?/*.safetensors")]) == files + BLOCKS
+    tenant = make_engine(store=engine.store, namespace="two")
+    assert asked(tenant, with_chunks(QUESTIONS[2]).text).report.prefix_tokens == 0
+    before = len(blocks(engine))
+    engine.evict_document("one")
+    assert len(blocks(engine)) == before - (KEPT // BLOCK_TOKENS - BLOCKS)
+    again = asked(engine, with_chunks(QUESTIONS[3]).text)
     assert again.report.prefix_tokens == again.report.reused_tokens == REUSED
-    full = engine.generate_full(with_chunks(QUESTIONS[1]), GREEDY)
-    assert again.token_ids == full.token_ids
-    assert len(blocks(engine)) == BLOCKS
+    assert again.token_ids == engine.generate_full(with_chunks(QUESTIONS[3]), GREEDY).token_ids
+
+
+def test_a_busy_engine_computes_no_passages_again_and_few_wait(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(recompute_ratio=0.3)
+    engine.precompute([Document("one", [chunk.text for chunk in CHUNKS])], progress=False)
+    for question in QUESTIONS[:2]:
+        asked(engine, with_chunks(question))
+    assert not engine._idle._jobs, "nothing is computed between calls unless it is asked for"
+    engine.fill_on_miss = True
+    with monkeypatch.context() as busy:
+        busy.setattr(TransformersEngine, "_is_idle", lambda _: False)
+        for number in range(6):
+            for question in QUESTIONS[:2]:
+                asked(engine, prompt_of(INSTRUCTION[: -4 * number or None], *CHUNKS, question))
+        assert 4 <= len(engine._idle._jobs) + 1 <= 5  # the first one may have begun to wait
+        assert not engine.prefixes.passages.keys
+        engine.evict_document("one")
+    when_idle(engine, without(QUESTIONS[0]))
+    assert not engine.prefixes.passages.keys, "they were deleted before they were computed"
+
+
+def test_few_passages_are_kept(make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(recompute_ratio=0.3)
+    engine.precompute(CHUNKS, progress=False)
+    monkeypatch.setattr(prefixes, "MOST_BLOCKS", 1)
+    for most, kept in ((150 + 3 * 80 - 1, 0), (150 + 3 * 80, 1)):
+        monkeypatch.setattr(prefill, "MOST_AGAIN", most)
+        for question in QUESTIONS[:2]:
+            when_idle(engine, with_chunks(question))
+        assert len(blocks(engine)) == BLOCKS + kept
 
 
 def test_a_part_of_a_chunk_ends_a_prefix_too(make_engine: EngineFactory) -> None:

@@ -10,14 +10,7 @@ from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, Tran
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers.prefill import Prefill
 from cacheblend_rag.errors import ConfigError, PromptError
-from tests.models import (
-    GPT2_CONFIG,
-    VOCABULARY,
-    make_model,
-    make_tokenizer,
-    prompt_of,
-    words,
-)
+from tests.models import GPT2_CONFIG, VOCABULARY, make_model, make_tokenizer, prompt_of, words
 
 ANSWER = tuple(range(40, 52))
 CHUNKS = [Chunk(words(40, seed=seed)) for seed in (1, 2, 3)]

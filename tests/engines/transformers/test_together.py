@@ -300,9 +300,7 @@ def test_threads_read_what_they_share_once(
     assert slow.keys.count(engine.key(shared)) == 1
 
 
-def test_a_store_that_hangs_keeps_no_other_prompt_from_its_turn(
-    make_engine: EngineFactory,
-) -> None:
+def test_a_store_that_hangs_keeps_no_other_prompt_from_its_turn(make_engine: EngineFactory) -> None:
     """As many prompts as may be prefilled at a time wait for a tier; one in memory is answered."""
     near, *far = (Chunk(words(40, seed)) for seed in range(1 + MOST_TOGETHER))
     engine, slow, may_read = slowly(make_engine, [near], far, HostTier())

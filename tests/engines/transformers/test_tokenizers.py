@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import (
-    BlendConfig,
-    BlendPrompt,
-    Chunk,
-    SamplingParams,
-    TransformersEngine,
-)
+from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
 from tests.models import make_model
 from tests.tokenizer_kinds import END, KINDS, START, UNUSABLE, tokenizer_of
 

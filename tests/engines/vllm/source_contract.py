@@ -22,9 +22,7 @@ from tests.engines.vllm.release_sources import Name, broken, fields, installed, 
 
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 ATTENTION = Name(
-    members={
-        "forward": ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
-    }
+    members={"forward": ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")}
 )
 WRITING = Name(
     members={
@@ -134,7 +132,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "max_model_len",
                 "tensor_parallel_size",
             )
-        ),
+        )
     },
     "vllm.entrypoints.openai.api_server": {},
     "vllm.plugins.endpoint_plugins.interface": {
@@ -144,7 +142,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "init_state": ("engine_client", "state", "args"),
                 **fields("name", "required_tasks"),
             }
-        ),
+        )
     },
     "vllm.v1.engine.async_llm": {
         "AsyncLLM": Name(
@@ -156,10 +154,10 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 ),
                 **fields("shutdown", "model_config", "vllm_config", "engine_core"),
             }
-        ),
+        )
     },
     "vllm.v1.engine.core_client": {
-        "EngineCoreClient": Name(members={"add_request_async": ("request",)}),
+        "EngineCoreClient": Name(members={"add_request_async": ("request",)})
     },
     "vllm.v1.engine.exceptions": {"EngineDeadError": Name()},
     f"{CONNECTOR}.base": {
@@ -213,12 +211,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
         "KVConnectorPromMetrics": Name(
             ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
             {
-                "__init__": (
-                    "vllm_config",
-                    "metric_types",
-                    "labelnames",
-                    "per_engine_labelvalues",
-                ),
+                "__init__": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
                 "observe": ("transfer_stats_data", "engine_idx"),
                 **fields("per_engine_labelvalues"),
             },
@@ -274,7 +267,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 ),
                 **fields("num_prompt_tokens", "num_local_cached_tokens"),
             }
-        ),
+        )
     },
     "vllm.v1.kv_cache_interface": {
         "KVCacheConfig": Name(members=fields("kv_cache_groups", "num_blocks")),
@@ -323,7 +316,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
     "vllm.v1.worker.utils": {
         "select_common_block_size": Name(
             ("kv_manager_block_size", "backends"), later=("kv_cache_specs",)
-        ),
+        )
     },
     "vllm.distributed.parallel_state": {
         "GroupCoordinator": Name(
@@ -349,7 +342,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "maybe_compile": ("fn",),
                 **fields("enabled", "forward_native", "_forward_method"),
             }
-        ),
+        )
     },
     "vllm.model_executor.layers.attention.attention": {
         "Attention": Name(
@@ -368,10 +361,10 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "query_quant",
                 "get_kv_cache_spec",
             )
-        ),
+        )
     },
     "vllm.model_executor.layers.fused_moe.runner.moe_runner": {
-        "MoERunner": Name(members=fields("_forward_entry", "_forward_impl")),
+        "MoERunner": Name(members=fields("_forward_entry", "_forward_impl"))
     },
     "vllm.model_executor.layers.linear": {
         "ColumnParallelLinear": Name(
@@ -380,15 +373,12 @@ CONTRACT: dict[str, dict[str, Name]] = {
         "ReplicatedLinear": Name(members=fields("input_size", "output_size")),
     },
     "vllm.model_executor.layers.rotary_embedding.base": {
-        "RotaryEmbedding": Name(members=fields("_compute_cos_sin_cache")),
+        "RotaryEmbedding": Name(members=fields("_compute_cos_sin_cache"))
     },
     "vllm.model_executor.models.interfaces_base": {
         "VllmModel": Name(
-            members={
-                "embed_input_ids": ("input_ids",),
-                "forward": ("input_ids", "positions"),
-            }
-        ),
+            members={"embed_input_ids": ("input_ids",), "forward": ("input_ids", "positions")}
+        )
     },
 }
 

@@ -144,9 +144,7 @@ def listening(canned: CannedServer) -> Iterator[CannedServer]:
 
 
 def completion(
-    prompt_token_ids: list[int] | None = None,
-    kv_transfer_params: Any = None,
-    metrics: Any = None,
+    prompt_token_ids: list[int] | None = None, kv_transfer_params: Any = None, metrics: Any = None
 ) -> dict[str, Any]:
     choice = {"index": 0, "text": "w5 w6", "token_ids": [5, 6], "finish_reason": "length"}
     return {

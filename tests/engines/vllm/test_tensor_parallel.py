@@ -54,9 +54,7 @@ def of_one_rank(model_folder: Callable[[str], Path]) -> Answers:
 
 @pytest.fixture(scope="module")
 def two_ranks(
-    open_vllm: EngineFactory,
-    tmp_path_factory: pytest.TempPathFactory,
-    of_one_rank: Answers,
+    open_vllm: EngineFactory, tmp_path_factory: pytest.TempPathFactory, of_one_rank: Answers
 ) -> Iterator[TwoRanks]:
     """Ranks that share a folder."""
     folder = tmp_path_factory.mktemp("ranks")
@@ -68,9 +66,7 @@ def two_ranks(
         share_cores(patch)
         patch.setenv(TOLD, str(folder / "fail"))
         engine = open_vllm(
-            tensor_parallel_size=2,
-            config=BY_SHARE,
-            kv_transfer_config=KVTransferConfig(**transfer),
+            tensor_parallel_size=2, config=BY_SHARE, kv_transfer_config=KVTransferConfig(**transfer)
         )
     engine.precompute(DOCUMENTS, progress=False)
     yield TwoRanks(engine, place, folder / "fail")

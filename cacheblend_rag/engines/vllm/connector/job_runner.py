@@ -82,12 +82,7 @@ class JobRunner:
     """
 
     def __init__(
-        self,
-        stack: VLLMStack,
-        cache: PagedCache,
-        store: TieredKVStore,
-        *,
-        namespace: str,
+        self, stack: VLLMStack, cache: PagedCache, store: TieredKVStore, *, namespace: str
     ) -> None:
         self.stack, self.cache, self.store = stack, cache, store
         self.identity: dict[str, Any] = {}

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.found_chunk import FoundChunk
-from cacheblend_rag.engines.vllm.protocol.result import PREFIX_CACHE, BlendResult
+from cacheblend_rag.engines.vllm.protocol.result import BlendResult
 from cacheblend_rag.prefill.policy import LEAST_SHARE
-from cacheblend_rag.reason import Miss, Reason
+from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import ChunkReport
 
 if TYPE_CHECKING:
@@ -92,12 +91,5 @@ def held_result(chunks: Sequence[FoundChunk], computed: int, why: Reason) -> Ble
 
 
 def held_report(chunk: FoundChunk, computed: int | None = None) -> ChunkReport:
-    """Report a chunk as read from the prefix cache.
-
-    Its part behind the first ``computed`` tokens is recomputed; all of one behind them is a miss.
-    """
-    computed = chunk.end if computed is None else computed
-    if chunk.start >= computed:
-        return chunk.placed("").report(Miss.SLOW)
-    report = chunk.placed("").report(None, PREFIX_CACHE)
-    return replace(report, recomputed=max(0, chunk.end - computed))
+    """Report a chunk as read from the prefix cache, which holds the first ``computed`` tokens."""
+    return chunk.placed("").report(None).held(chunk.end if computed is None else computed)

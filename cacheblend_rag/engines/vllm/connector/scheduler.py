@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from cacheblend_rag.engines.vllm.connector.finding import Finding, malformed
-from cacheblend_rag.engines.vllm.connector.metadata import (
-    Allotted,
-    StepJobs,
-    leaves_blocks_empty,
-)
+from cacheblend_rag.engines.vllm.connector.metadata import Allotted, StepJobs, leaves_blocks_empty
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
 from cacheblend_rag.engines.vllm.connector.pending import Blend, Pending
 from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
@@ -33,17 +29,10 @@ from cacheblend_rag.engines.vllm.connector.prefix import (
 from cacheblend_rag.engines.vllm.connector.tenants import NO_NAMESPACE
 from cacheblend_rag.engines.vllm.connector.usage import tell_reused
 from cacheblend_rag.engines.vllm.namespaces import job_of
-from cacheblend_rag.engines.vllm.protocol.job import (
-    Ask,
-    Compare,
-    Job,
-    Precompute,
-    read_job,
-)
+from cacheblend_rag.engines.vllm.protocol.job import Ask, Compare, Job, Precompute, read_job
 from cacheblend_rag.engines.vllm.protocol.result import (
     CANCELLED,
     NO_REPORT,
-    PREFIX_CACHE,
     BlendResult,
     CompareResult,
     Declined,
@@ -56,6 +45,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import chunk_id
 from cacheblend_rag.prefill.prompt_pass import ALL_EXACT
 from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.report import PREFIX_CACHE
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

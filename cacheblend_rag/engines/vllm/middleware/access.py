@@ -102,8 +102,7 @@ class AccessMiddleware:
         granted = granted or Grant(DEFAULT_NAMESPACE, may_change=not self._keys.store_key)
         if not granted.may_ask(path) and not _is_open(request):
             raise ApiError(
-                HTTPStatus.FORBIDDEN,
-                "this path is for all tenants: the server's own key is needed",
+                HTTPStatus.FORBIDDEN, "this path is for all tenants: the server's own key is needed"
             )
         return granted
 

@@ -59,8 +59,6 @@ Seconds = Annotated[
     Mapping[Name, Annotated[float, Field(ge=0, le=MOST_SECONDS)]], Field(max_length=MOST_NAMES)
 ]
 """Seconds by phase, or by tier."""
-
-
 NO_CONNECTOR = Reason(
     ReasonCode.NO_CONNECTOR,
     "the server runs vLLM without the CacheBlend connector: start it with `cacheblend-rag serve`",
@@ -265,8 +263,6 @@ Result: TypeAlias = (
 CANCELLED = Failed(Reason(ReasonCode.CANCELLED, "cancelled"))
 NO_REPORT = Declined(Reason(ReasonCode.NO_ANSWER, "no such report"))
 """The answer to a ``report`` job with an unknown id."""
-PREFIX_CACHE = "prefix cache"
-"""The tier, in reports, of KV that vLLM's own prefix cache holds."""
 TOLD_BY: Mapping[str, type[Any]] = {
     fields(kind)[0].name: kind for kind in get_args(Result) if fields(kind)
 }

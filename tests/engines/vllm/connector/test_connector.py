@@ -91,9 +91,7 @@ def check_refused(engine: InProcessEngine, said: str) -> None:
     assert said in status.problem
 
 
-def test_a_refused_model_is_served_by_ordinary_prefill(
-    model_folder: Callable[[str], Path],
-) -> None:
+def test_a_refused_model_is_served_by_ordinary_prefill(model_folder: Callable[[str], Path]) -> None:
     with closing(InProcessEngine.open(model_folder("gpt2"), CONFIG)) as engine:
         check_refused(engine, "learned positions")
 

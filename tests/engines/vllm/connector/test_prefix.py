@@ -193,9 +193,7 @@ def test_a_prefix_is_reused_exactly(engine: InProcessEngine, ratio: float) -> No
         assert behind == pytest.approx(ordinary(engine, asked), abs=1e-5)
 
 
-def test_ordinary_requests_are_served_the_prefix_and_no_blended_kv(
-    engine: InProcessEngine,
-) -> None:
+def test_ordinary_requests_are_served_the_prefix_and_no_blended_kv(engine: InProcessEngine) -> None:
     asked = sent(engine, prompt(1), 0.0)
     blended = told(engine, asked)[0][0]
     plain, held = told(engine, plain_of(asked))[0]
@@ -226,9 +224,7 @@ def test_rows_that_others_may_get_attend_as_in_vllm(
     assert told(engine, replace(asked, salt="natively"))[0][0] != blended, "they round differently"
 
 
-def test_a_prefix_that_is_computed_in_the_same_step_is_waited_for(
-    engine: InProcessEngine,
-) -> None:
+def test_a_prefix_that_is_computed_in_the_same_step_is_waited_for(engine: InProcessEngine) -> None:
     """vLLM hands out blocks as soon as it has planned to compute them."""
     asked = sent(engine, prompt(1), 1.0)
     _, (blended, _) = told(engine, plain_of(sent(engine, prompt(2))), asked)
@@ -259,9 +255,7 @@ def test_what_is_not_blended_tells_its_prefix(engine: InProcessEngine) -> None:
     assert 0 < report.compute_share < 1
 
 
-def test_a_chunk_right_after_the_prefix_leaves_nothing_to_compute(
-    engine: InProcessEngine,
-) -> None:
+def test_a_chunk_right_after_the_prefix_leaves_nothing_to_compute(engine: InProcessEngine) -> None:
     chunk = DOCUMENTS[1].to_chunks()[1]
     opening = words(block_size(engine), 55)
     reports = [

@@ -4,31 +4,32 @@ A token's KV depends only on the tokens up to it. A block is stored under the ha
 to its end, so its KV is exact in every prompt with the same prefix: it is neither rotated nor
 recomputed. The lookup ends at the first block that is not stored. A block that was found, but then
 cannot be read or is computed sooner, is computed, and those behind it are used all the same.
+
+From a prompt's first known passage on, blocks come from prompts that were computed in full, and
+from idle time, once the same passages began an earlier prompt. They are kept in memory only, and
+dropped when any passage is deleted.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
+from threading import Lock
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.engines.prepare import BLOCK_TOKENS
-from cacheblend_rag.kv.chunk_kv import (
-    NAMESPACE_DIGITS,
-    ChunkKV,
-    KVKey,
-    chunk_id,
-    fingerprint,
-    prefix_ids,
-)
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint, prefix_ids
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.writer import Writer
 from cacheblend_rag.prefill.lead_in import PlacedChunk
@@ -37,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 LOOKUP_THREADS = 32
 """The prefixes of so many prompts are looked up at the same time."""
+MOST_WAITING, MOST_AGAIN = 4, 8192
+"""Most beginnings of prompts that wait to be computed in idle time, and most tokens of one."""
+MOST_BLOCKS, MOST_COUNTED = 1 << 14, 1 << 12
+"""Most blocks with passages of a store; beginnings of prompts, after which counting begins anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +54,10 @@ class PrefixKeys:
     fingerprint: str
 
     @classmethod
-    def of(cls, identity: Mapping[str, Any], namespace: str) -> Self:
-        """Return the keys for a model. identity: all that its KV depends on (model_identity)."""
-        return cls(fingerprint({**identity, "prefix_block": BLOCK_TOKENS}, namespace))
-
-    def salted(self, salt: str | None) -> PrefixKeys:
-        """Return the keys of prompts with a ``cache_salt``, which no other prompts have."""
-        if salt is None:
-            return self
-        own = fingerprint({"prefix_keys": self.fingerprint, "cache_salt": salt})
-        return PrefixKeys(self.fingerprint[:NAMESPACE_DIGITS] + own[NAMESPACE_DIGITS:])
+    def of(cls, identity: Mapping[str, Any], namespace: str, salt: str | None = None) -> Self:
+        """Return the keys for a model, by all that its KV depends on, and for a ``cache_salt``."""
+        own = {"prefix_block": BLOCK_TOKENS, "cache_salt": salt}
+        return cls(fingerprint({**identity, **own}, namespace))
 
     def blocks(self, token_ids: Sequence[int]) -> list[KVKey]:
         """Return the keys of all complete blocks of a prefix, in order.
@@ -70,6 +69,37 @@ class PrefixKeys:
             KVKey(chunk_id(token_ids[start : start + BLOCK_TOKENS]), self.fingerprint, before)
             for start, before in zip(starts, prefix_ids(token_ids, starts), strict=True)
         ]
+
+
+class PassageBlocks:
+    """The blocks of one store that hold known passages, or follow them.
+
+    deletions: how many there were; what was computed before one is not kept after it.
+    """
+
+    def __init__(self) -> None:
+        self.keys, self.deletions, self._lock = dict[KVKey, None](), 0, Lock()
+
+    def put(self, store: TieredKVStore, key: KVKey, kv: ChunkKV, deletions: int) -> None:
+        """Keep a block instead of the oldest one; deletions: before it was computed."""
+        with self._lock:
+            if deletions == self.deletions:
+                self.keys[key] = None
+                store.put(key, kv, in_memory=True)
+                if len(self.keys) > MOST_BLOCKS:
+                    store.forget([oldest := next(iter(self.keys))])
+                    del self.keys[oldest]
+
+    def drop(self, store: TieredKVStore) -> None:
+        """Drop all blocks, since a passage is deleted."""
+        with self._lock:
+            self.deletions += 1
+            store.forget(self.keys)
+            self.keys = {}
+
+
+_passages: WeakKeyDictionary[TieredKVStore, PassageBlocks] = WeakKeyDictionary()
+"""Those of each store: engines around it share them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +150,15 @@ class Prefixes:
 
     store: where they are kept, within its capacity. namespace: whose prompts share them. A
     request's blocks are dropped while too many bytes wait; the next request with the same prefix
-    offers them again.
+    offers them again. passages: see PassageBlocks.
     """
 
     def __init__(self, store: TieredKVStore, namespace: str) -> None:
         self._store, self._namespace = store, namespace
         self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, "cacheblend-lookup")
         self._writer = Writer()
+        self.passages = _passages.setdefault(store, PassageBlocks())
+        self._counts = Counter[KVKey]()
 
     def keys(self, identity: Mapping[str, Any], salt: str | None) -> PrefixKeys | None:
         """Return the maker of a prompt's block keys; None if stored KV is not exact.
@@ -136,25 +168,41 @@ class Prefixes:
         """
         if self._store.precision != "native":
             return None
-        return PrefixKeys.of(identity, self._namespace).salted(salt)
+        return PrefixKeys.of(identity, self._namespace, salt)
 
-    def find(self, keys: Sequence[KVKey]) -> Future[StoredPrefix] | None:
-        """Look up a prompt's blocks, in order; None once the interpreter ends."""
+    def find(self, keys: Sequence[KVKey], own: int) -> Future[StoredPrefix] | None:
+        """Look up a prompt's blocks, in order; None once the interpreter ends.
+
+        own: how many come before its first passage.
+        """
+        keys = [*keys[:own], *takewhile(self.passages.keys.__contains__, keys[own:])]
         try:
             return self._lookups.submit(StoredPrefix.find, self._store, keys)
         except RuntimeError:
             return None
 
-    def put(self, keys: Sequence[KVKey], fused: FusedKV) -> None:
+    def comes_again(self, keys: Sequence[KVKey]) -> bool:
+        """Count a prompt's beginning; returns whether it is worth computing in idle time.
+
+        That is at the second time, and, if it was not kept, at the fourth, eighth and so on.
+        """
+        if not keys or all(tier.durable for tier in self._store.tiers):
+            return False
+        if len(self._counts) > MOST_COUNTED:
+            self._counts.clear()
+        self._counts[keys[-1]] = count = self._counts[keys[-1]] + 1
+        return count > 1 and count.bit_count() == 1
+
+    def put(self, keys: Sequence[KVKey], fused: FusedKV, own: int, deletions: int) -> None:
         """Queue those blocks of a request's prefix that are not stored yet.
 
         keys: of its blocks, in order. fused: the request's KV, which must not be written to any
-        more.
+        more. own: how many come before its first passage. deletions: of passages, before it began.
         """
         size = fused.keys.nbytes + fused.values.nbytes
         if keys and self._writer.has_room(size):
             with suppress(RuntimeError):  # closed meanwhile
-                self._writer.submit(size, partial(self._write, keys, [fused]))
+                self._writer.submit(size, partial(self._write, keys, [fused], own, deletions))
 
     def drain(self) -> None:
         """Wait until all queued blocks are written."""
@@ -165,7 +213,9 @@ class Prefixes:
         self._lookups.shutdown(wait=False, cancel_futures=True)
         self._writer.close(wait=True)
 
-    def _write(self, keys: Sequence[KVKey], source: list[FusedKV]) -> None:
+    def _write(
+        self, keys: Sequence[KVKey], source: list[FusedKV], own: int, deletions: int
+    ) -> None:
         """Copy the missing blocks and store them; only this frame references the request's KV.
 
         The last block is stored first: if the store evicts the oldest ones, the first blocks stay,
@@ -180,7 +230,10 @@ class Prefixes:
                 copies = list(copies)
                 del fused
             for block, kv in zip(missing, copies, strict=True):
-                self._store.put(keys[block], kv)
+                if block < own:
+                    self._store.put(keys[block], kv)
+                else:
+                    self.passages.put(self._store, keys[block], kv, deletions)
         except Exception:
             logger.warning("the KV of a prompt's prefix is not stored", exc_info=True)
 
