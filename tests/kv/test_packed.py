@@ -53,10 +53,7 @@ def test_rounding_again_changes_nothing(dtype):
 
 
 @settings(deadline=None, max_examples=80)
-@given(
-    st.lists(st.floats(-6e4, 6e4, width=16), min_size=16, max_size=16),
-    st.sampled_from(DTYPES),
-)
+@given(st.lists(st.floats(-6e4, 6e4, width=16), min_size=16, max_size=16), st.sampled_from(DTYPES))
 def test_any_numbers_may_be_rounded_twice(numbers, dtype):
     flat = torch.tensor(numbers).to(dtype)
     kv = ChunkKV.of(flat.view(1, 1, 4, 4), flat.flip(0).view(1, 1, 4, 4), 0)

@@ -67,9 +67,7 @@ def test_beyond_the_limit_chunks_are_in_ordinary_memory() -> None:
     assert locked.has(host.get(keys[0]).kv.keys), "there is room again"
 
 
-def test_where_pages_cannot_be_locked_one_warning_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_where_pages_cannot_be_locked_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
     locked = Locked()
     host, keys = HostTier(memory=locked.memory), [make_key(index) for index in range(3)]
     host.put(keys[0], StoredChunk(make_kv(tokens=40), 0.0))
