@@ -25,6 +25,10 @@ _here = local()
 """``is_idle`` is set in the threads of idle queues: requests made by jobs are idle work, too."""
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True, eq=False)
 class IdleJob:
     """Work for an engine's idle time.
@@ -44,7 +48,7 @@ class IdleJob:
     kind: str
     steps: Callable[[], Generator[object, None, None]]
     priority: int = 0
-    ended: Callable[[], None] = lambda: None
+    ended: Callable[[], None] = _nothing
     waits: bool = True
     most: int = MOST_JOBS
 
