@@ -13,7 +13,6 @@ from cacheblend_rag.text.search import (
     SearchBudget,
     Span,
     codes_of,
-    window_width,
     windows,
     without_overlaps,
 )
@@ -185,7 +184,8 @@ class ChunkRegistry:
             if not index[key]:
                 del index[key]
         if chunk.text not in self._variants:
-            self._anchors[window_width(chunk.text)].discard(chunk.text)
+            for table in self._anchors.values():
+                table.discard(chunk.text)
 
     def _entries(self, chunk: Chunk) -> Iterator[tuple[dict[Any, Numbered], Any]]:
         """Yield each index, with the key under which it has a chunk."""
@@ -202,7 +202,11 @@ class ChunkRegistry:
         """Choose among the variants of ``text``; ``earlier``: the chunk texts before it."""
         variants = self._variants[text]
         hinted = self._hinted_variants(text, hints)
-        related = hinted or self._related_variants(text, earlier)
+        related = hinted
+        if not hinted:  # those in a document that was found before
+            telling = {other for other in earlier if len(self._variants[other]) <= CROWD}
+            shown = {one.document_id for other in telling for one in self._variants[other]}
+            related = self._variants_in(shown, text)
         if len(related) <= CROWD and (
             confirmed := [c for c in related if stands_before(c.context, earlier)]
         ):
@@ -218,12 +222,6 @@ class ChunkRegistry:
         equal = [chunk for chunk in same_text if chunk in self._variants[text]]
         named = hints.document_ids | {chunk.document_id for chunk in same_text}
         return equal or self._variants_in(named, text)
-
-    def _related_variants(self, text: str, earlier: Sequence[str]) -> list[Chunk]:
-        """Return the variants that are in a document found in ``earlier``."""
-        telling = {other for other in earlier if len(self._variants[other]) <= CROWD}
-        found = {chunk.document_id for other in telling for chunk in self._variants[other]}
-        return self._variants_in(found, text)
 
     def _variants_in(self, document_ids: Iterable[str | None], text: str) -> list[Chunk]:
         return [

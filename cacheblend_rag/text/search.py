@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 Hashes = NDArray[np.uint64]
 Span = tuple[int, int]
 
-LONGEST_WINDOW = 32
 SLOTS_PER_MARK = 32
 COMPARED_CHARACTERS = 4 << 20
 """Characters that a search may always compare, besides some per character; see SearchBudget."""
@@ -62,8 +61,10 @@ class AnchorTable:
         self._mark(hashes[offset : offset + 1])
 
     def discard(self, text: str) -> None:
-        """Forget ``text``. Its mark stays until the table grows: it costs time, no match."""
-        anchor = self._anchor.pop(text)
+        """Forget ``text``, if it is here. Its mark stays until the table grows: it costs time."""
+        anchor = self._anchor.pop(text, None)
+        if anchor is None:
+            return
         self._texts[anchor] = [entry for entry in self._texts[anchor] if entry[1] != text]
         if not self._texts[anchor]:
             del self._texts[anchor]
@@ -109,11 +110,6 @@ class AnchorTable:
         self._marks = np.zeros(1 << bits, dtype=np.bool_)
         self._marked = 0
         self._mark(np.fromiter(self._texts, dtype=np.uint64, count=len(self._texts)))
-
-
-def window_width(text: str) -> int:
-    """Return the largest power of two that fits in ``text``, at most LONGEST_WINDOW."""
-    return min(LONGEST_WINDOW, 1 << (len(text).bit_length() - 1))
 
 
 def codes_of(text: str) -> Hashes:
