@@ -210,7 +210,7 @@ def naive_runs(known: list[int], prompt: list[int], least: int) -> list[tuple[in
 
 
 def is_rich(tokens: list[int], least: int) -> bool:
-    window = min(8, least)
+    window = 8 if least >= 8 else 4
     windows = [tokens[at : at + window] for at in range(len(tokens) - window + 1)]
     return all(len(set(one)) >= window // 2 for one in windows)
 
