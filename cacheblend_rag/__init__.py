@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     from cacheblend_rag.observe.metrics import EngineMetrics
     from cacheblend_rag.observe.tracing import trace_requests
     from cacheblend_rag.prefill.conversation_kv import ConversationKV
+    from cacheblend_rag.progress import ProgressCallbacks
     from cacheblend_rag.quality.tune import tune_model
     from cacheblend_rag.quality.verify.gate import verify_model
     from cacheblend_rag.rag.conversation import Conversation, forget_conversation
     from cacheblend_rag.rag.document_report import LongDocumentReport, PromptAnswer, WindowAnswer
     from cacheblend_rag.rag.long_document import LongDocumentAnalysis, analyze_long_document
     from cacheblend_rag.rag.ordering import PassageOrder
-    from cacheblend_rag.rag.progress import ProgressCallbacks
     from cacheblend_rag.report import (
         BlendReport,
         ChunkReport,
@@ -106,7 +106,7 @@ _PLACES = {
     "rag.document_report": "LongDocumentReport PromptAnswer WindowAnswer",
     "rag.long_document": "LongDocumentAnalysis analyze_long_document",
     "rag.ordering": "PassageOrder",
-    "rag.progress": "ProgressCallbacks",
+    "progress": "ProgressCallbacks",
     "report": "BlendReport ChunkReport FillReport GuardReport PrecomputeReport",
     "settings": "BlendConfig EngineConfig GuardConfig LeadInConfig Profile StoreConfig",
     "text.chat": "ChatPrompt text_before",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 from collections.abc import Generator
@@ -49,7 +50,7 @@ def no_room(lack: str) -> Reason:
 
 
 def give_back_unused() -> None:
-    """Collect garbage, and free memory that is cached by PyTorch.
+    """Collect garbage, and free memory that is cached by PyTorch or by the C library's heap.
 
     An error's traceback keeps its frames alive, and the tensors in them: call this after the error
     was handled.
@@ -57,6 +58,8 @@ def give_back_unused() -> None:
     import torch
 
     gc.collect()
+    if trim := getattr(ctypes.pythonapi, "malloc_trim", None):
+        trim(0)
     if not torch.accelerator.is_available():
         return
     empty = getattr(torch.accelerator, "empty_cache", torch.cuda.empty_cache)  # of PyTorch 2.9

@@ -5,7 +5,6 @@ On random weights of a shape and random words, or on a model's own weights and r
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import random
 import tempfile
@@ -316,7 +315,7 @@ def _cuda_peak(call: Callable[[], object], device: torch.device) -> int:
 
 
 def _resident_peak(call: Callable[[], object]) -> int | None:
-    _give_back_freed_memory()
+    give_back_unused()
     try:
         _CLEAR.write_text(_RESET_PEAK)
     except OSError:
@@ -324,13 +323,6 @@ def _resident_peak(call: Callable[[], object]) -> int | None:
     before = _status_bytes("VmRSS")
     call()
     return max(0, _status_bytes("VmHWM") - before)
-
-
-def _give_back_freed_memory() -> None:
-    give_back_unused()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _status_bytes(name: str) -> int:

@@ -19,10 +19,10 @@ from cacheblend_rag.settings import EMBEDDED
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.sampling import SamplingParams
+    from cacheblend_rag.progress import ProgressCallbacks
     from cacheblend_rag.rag.document_report import LongDocumentReport, WindowAnswer
     from cacheblend_rag.rag.document_windows import AnalysisPlan
     from cacheblend_rag.rag.long_document import LongDocumentAnalysis
-    from cacheblend_rag.rag.progress import ProgressCallbacks
     from cacheblend_rag.settings import StoreConfig
 
 

@@ -22,7 +22,7 @@ from cacheblend_rag.reason import ReasonCode
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta
     from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.rag.progress import ProgressCallbacks
+    from cacheblend_rag.progress import ProgressCallbacks
     from cacheblend_rag.report import BlendReport, ChunkReport
     from cacheblend_rag.settings import EngineConfig, StoreConfig
 

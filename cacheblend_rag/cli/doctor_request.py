@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.prepare import PromptLike
     from cacheblend_rag.observe.doctor.diagnose import Diagnosis
-    from cacheblend_rag.rag.progress import ProgressCallbacks
+    from cacheblend_rag.progress import ProgressCallbacks
     from cacheblend_rag.settings import EngineConfig
 
 

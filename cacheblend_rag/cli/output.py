@@ -26,10 +26,10 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+from cacheblend_rag import progress
 from cacheblend_rag.printable import one_line as one_line  # noqa: PLC0414 - commands' name for it
 from cacheblend_rag.printable import printable as printable  # noqa: PLC0414 - as above
-from cacheblend_rag.rag import progress
-from cacheblend_rag.rag.progress import ProgressCallbacks
+from cacheblend_rag.progress import ProgressCallbacks
 
 STDOUT, STDERR = 1, 2
 INTERRUPTED = 130
@@ -104,12 +104,12 @@ def progress_bar(*, lines: bool = False) -> Iterator[ProgressCallbacks]:
         _NoteColumn(table_column=_one_line(ratio=1)),
     )
     disable = not console.is_terminal
-    with Progress(
-        *columns, console=console, transient=True, disable=disable, expand=True
-    ) as progress:
-        told = _told_in_lines(progress) if lines and disable else contextlib.nullcontext()
-        with told:
-            yield _ProgressBar(progress)
+    with Progress(*columns, console=console, transient=True, disable=disable, expand=True) as drawn:
+        told = _told_in_lines(drawn) if lines and disable else contextlib.nullcontext()
+        bar = _ProgressBar(drawn)
+        shown = progress.shown_by(bar) if lines or not disable else contextlib.nullcontext()
+        with told, shown:
+            yield bar
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ from cacheblend_rag.cli.options import (
 )
 from cacheblend_rag.cli.output import print_json, print_rows, progress_bar
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.progress import Task
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER, KV_NAME
-from cacheblend_rag.rag.progress import Task
 from cacheblend_rag.report import Evicted
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from cacheblend_rag.quality.questions import SINGLE_HOP, choose_questions
 from cacheblend_rag.rag import checks
 
 if TYPE_CHECKING:
+    from cacheblend_rag.progress import ProgressCallbacks, Task
     from cacheblend_rag.quality.tune import OnRound, Tuned
-    from cacheblend_rag.rag.progress import ProgressCallbacks, Task
 
 SEED = 9_271_828
 WIDE = 110

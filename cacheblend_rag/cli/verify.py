@@ -11,8 +11,8 @@ from cacheblend_rag.models import LOCAL_MODELS
 from cacheblend_rag.rag import checks
 
 if TYPE_CHECKING:
+    from cacheblend_rag.progress import ProgressCallbacks
     from cacheblend_rag.quality.verify.check import Check, Verdict
-    from cacheblend_rag.rag.progress import ProgressCallbacks
 
 MARKS = {"ok": "[green]ok[/green]", "failed": "[red]failed[/red]", "skipped": "skipped"}
 

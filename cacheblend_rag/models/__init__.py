@@ -29,9 +29,8 @@ def resolve(name: str | Path, *, converts: bool = True, files: tuple[str, ...] =
     """Return the folder or hub name that transformers and vLLM load.
 
     Args:
-        name: a packaged model (``smollm2``), a ``.gguf`` file, a folder that
-            holds one, a folder in hub format, or a hub name. A GGUF file is converted into a folder
-            the first time, which takes a while.
+        name: a packaged model (``smollm2``), a ``.gguf`` file, a folder in hub format, or a hub
+            name. A GGUF file is converted into a folder the first time, which takes a while.
         converts: whether a GGUF file may be converted; else its name is returned.
         files: names of files, one of which a folder in hub format must hold.
 
@@ -42,14 +41,20 @@ def resolve(name: str | Path, *, converts: bool = True, files: tuple[str, ...] =
     text, path = str(name), _path(name)
     if text in packaged.MODELS:
         return str(packaged.fetched_folder(text))
-    if (file := _gguf_file(path, text)) is not None:
-        return str(gguf.converted_folder(file, text)) if converts else text
+    if path.is_file():
+        if not gguf.is_gguf(path):
+            raise ModelLoadError(
+                f"model={text!r} is not a GGUF file: give a .gguf file or a folder in hub format"
+            )
+        return str(gguf.converted_folder(path, text)) if converts else text
+    if gguf.has_suffix(path) and not path.exists():
+        raise ModelLoadError(f"model={text!r}: there is no such file")
     if SCHEME in text or not is_local(text) or any((path / file).is_file() for file in files):
         return os.path.expanduser(text)
     if path.is_dir():
         raise ModelLoadError(
-            f"model={text!r}: the folder holds no config.json and no .gguf file; give a model in "
-            "hub format"
+            f"model={text!r}: the folder holds no config.json; give a .gguf file by its own name, "
+            "or a folder in hub format"
         )
     raise ModelLoadError(f"model={text!r}: there is no such folder")
 
@@ -87,26 +92,3 @@ def absolute(name: str) -> str:
 
 def _path(name: str | Path) -> Path:
     return Path(os.path.expanduser(name))
-
-
-def _gguf_file(path: Path, name: str) -> Path | None:
-    """Return the GGUF file that a name refers to, itself or in a folder; None for other names."""
-    if path.is_file():
-        if not gguf.is_gguf(path):
-            raise ModelLoadError(
-                f"model={name!r} is not a GGUF file: give a .gguf file or a folder in hub format"
-            )
-        return path
-    if not path.is_dir():
-        if gguf.has_suffix(path):
-            raise ModelLoadError(f"model={name!r}: there is no such file")
-        return None
-    if (path / "config.json").is_file():
-        return None
-    files = sorted(filter(gguf.has_suffix, path.iterdir()))
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files[:3])
-        raise ModelLoadError(
-            f"model={name!r}: the folder holds {len(files)} GGUF files ({names}): name one of them"
-        )
-    return files[0] if files else None

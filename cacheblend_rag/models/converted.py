@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,13 +54,6 @@ def read_record(folder: Path) -> Record | None:
         return Record(plain["name"], plain["source"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def converted_models() -> Iterator[tuple[Path, Record]]:
-    """Yield the folder and the record of every converted model, by name of folder."""
-    for path in sorted(models_folder().glob(f"[!.]*-{FORMAT}")):
-        if (record := read_record(path)) is not None:
-            yield path, record
 
 
 def make_once(folder: Path, record: Record, write: Callable[[Path], None]) -> Path:

@@ -11,20 +11,23 @@ precision.
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import os
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from cacheblend_rag.errors import ModelLoadError, first_line
+from cacheblend_rag.memory import give_back_unused
 from cacheblend_rag.models import converted
 from cacheblend_rag.models.gguf_header import CannotConvertError, GgufHeader, read_header
+from cacheblend_rag.progress import begin_task
 
-logger = logging.getLogger(__name__)
+_alone = Lock()
+"""Held by a conversion, which has transformers' own progress bars replaced."""
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
@@ -68,11 +71,9 @@ def has_suffix(path: Path) -> bool:
 
 def is_gguf(path: Path) -> bool:
     """Whether a file begins with GGUF's magic bytes."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+    return False
 
 
 def converted_folder(file: Path, name: str) -> Path:
@@ -89,8 +90,6 @@ def converted_folder(file: Path, name: str) -> Path:
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     folder = converted.models_folder() / f"gguf-{digest[:32]}-{converted.FORMAT}"
-    if not folder.is_dir():
-        logger.info("converting %s, once", file.name)
     record = converted.Record(path.stem if has_suffix(path) else path.name, str(path))
     converted.make_once(folder, record, lambda target: convert(file, target, name))
     with suppress(OSError):
@@ -112,8 +111,9 @@ def convert(file: Path, folder: Path, name: str) -> None:
             # transformers also reads what lies beside a file, which may be another model's
             linked = Path(alone) / f"model{SUFFIX}"
             linked.symlink_to(file.resolve())
-            end_tokens = save_tokenizer(linked, header, folder)
-            save_weights(linked, header, folder, end_tokens)
+            with _progress_shown(f"converting tensors of {file.name}", len(header.tensors)):
+                end_tokens = save_tokenizer(linked, header, folder)
+                save_weights(linked, header, folder, end_tokens)
     except CannotConvertError as error:
         raise ModelLoadError(f"model={name!r}: {error}") from error
     except BaseException as error:  # of transformers and Rust libraries, of many kinds
@@ -122,6 +122,33 @@ def convert(file: Path, folder: Path, name: str) -> None:
             raise
         why = f"its conversion failed ({type(error).__name__}: {first_line(error)})"
         raise ModelLoadError(f"model={name!r}: {CannotConvertError(why)}") from error
+    finally:
+        give_back_unused()
+
+
+@contextmanager
+def _progress_shown(title: str, tensors: int) -> Iterator[None]:
+    """Show how many tensors transformers has read, in place of its own bars."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers.utils import logging as bars
+
+    def counted(items: Iterable[Any], **_: Any) -> Iterator[Any]:
+        for item in items:
+            yield item
+            task.advance()
+
+    with _alone:
+        own, had_bars = reader.tqdm, bars.is_progress_bar_enabled()
+        reader.tqdm = counted
+        bars.disable_progress_bar()
+        task = begin_task(title, tensors)
+        try:
+            yield
+        finally:
+            task.end()
+            reader.tqdm = own
+            if had_bars:
+                bars.enable_progress_bar()
 
 
 def save_weights(file: Path, header: GgufHeader, folder: Path, end_tokens: Sequence[int]) -> None:

@@ -28,8 +28,8 @@ WINDOW = "context_length"
 FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """The formats of numbers in ``struct``, by GGUF's number of their type."""
 STRING, ARRAY = 8, 9
-LEAST_STRING, LEAST_PAIR, LEAST_TENSOR = 8, 13, 24
-"""Bytes of an empty string, of a pair of metadata and of a tensor's description without names."""
+LEAST_ITEM = 8
+"""Bytes of an empty string, with which a pair of metadata and a tensor's description begin."""
 
 
 class CannotConvertError(Exception):
@@ -68,12 +68,6 @@ class GgufHeader(NamedTuple):
             for key, value in self.metadata.items()
             if key.startswith(start)
         }
-
-    @property
-    def tokens(self) -> list[str]:
-        """The vocabulary, by id."""
-        tokens: list[str] = self.tokenizer("tokens")
-        return tokens
 
     def tokenizer(self, key: str, default: Any = None) -> Any:
         """Return a tokenizer setting."""
@@ -126,7 +120,7 @@ class _Values:
     def text(self) -> str:
         return self.take(self.number("Q")).decode()
 
-    def count(self, least: int) -> int:
+    def count(self, least: int = LEAST_ITEM) -> int:
         """Read how many items follow, each of at least ``least`` bytes."""
         count: int = self.number("Q")
         self._items += count
@@ -139,7 +133,7 @@ class _Values:
         if (kind := self.number("I")) != ARRAY:
             return self.text() if kind == STRING else self.number(FORMS[kind])
         if (kind := self.number("I")) == STRING:
-            return [self.text() for _ in range(self.count(LEAST_STRING))]
+            return [self.text() for _ in range(self.count())]
         return list(self.numbers(FORMS[kind], self.count(struct.calcsize(FORMS[kind]))))
 
 
@@ -147,7 +141,7 @@ def _read(data: _Values) -> GgufHeader:
     data.take(4)  # the magic bytes
     if (version := data.number("I")) not in {2, 3}:
         raise ValueError(f"its version {version} is neither 2 nor 3")
-    count, pairs = data.count(LEAST_TENSOR), data.count(LEAST_PAIR)
+    count, pairs = data.count(), data.count()
     metadata = {data.text(): data.value() for _ in range(pairs)}
     table = [_tensor(data) for _ in range(count)]
     alignment = metadata.get("general.alignment", 32)
@@ -180,16 +174,17 @@ def _tensor(data: _Values) -> tuple[str, Tensor]:
 
 
 def _check_tokens(header: GgufHeader) -> None:
+    tokens = header.tokenizer("tokens")
     is_none = header.tokenizer("model") in {None, "none", "no_vocab"}
-    if is_none or not header.tokens or not isinstance(header.tokens, list):
+    if is_none or not tokens or not isinstance(tokens, list):
         raise CannotConvertError("the GGUF file holds no tokenizer")
     for role in ROLES:
         number = header.tokenizer(f"{role}_token_id", 0)
-        if not (isinstance(number, int) and 0 <= number < len(header.tokens)):
+        if not (isinstance(number, int) and 0 <= number < len(tokens)):
             raise CannotConvertError(
-                f"its {role} token is number {number}, but it lists {len(header.tokens)} tokens"
+                f"its {role} token is number {number}, but it lists {len(tokens)} tokens"
             )
-    if longest := max(header.tokens, key=len)[MOST_LETTERS:]:
+    if longest := max(tokens, key=len)[MOST_LETTERS:]:
         raise CannotConvertError(f"a token has {MOST_LETTERS + len(longest)} characters")
 
 

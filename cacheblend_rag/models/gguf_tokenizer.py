@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,19 @@ def save_tokenizer(file: Path, header: GgufHeader, folder: Path) -> list[int]:
     file: in a folder of its own, since transformers prefers a tokenizer.json beside it. Raises
     CannotConvertError when the converted tokenizer would give different tokens.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     kind, rule = header.tokenizer("model"), header.tokenizer("pre", "default")
+    tokens = header.tokenizer("tokens")
     if kind == BYTE_LEVEL:
-        check_merges(header.tokens, header.tokenizer("merges", ()))
-    read = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        known = set(tokens)
+        for merge in header.tokenizer("merges", ()):
+            left, _, right = merge.partition(" ")
+            if not {left, right, left + right} <= known:
+                raise CannotConvertError(
+                    f"its tokenizer merges {left!r} and {right!r}, which are no tokens or make none"
+                )
+    read = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
     backend: Tokenizer = read.backend_tokenizer
     _split_as_trained(backend, header)
     begins = kind == SENTENCE_PIECE or rule in WHOLE_WORDS_FIRST
@@ -54,7 +60,7 @@ def save_tokenizer(file: Path, header: GgufHeader, folder: Path) -> list[int]:
     tokenizer.save_pretrained(folder)
     ends = [header.tokenizer("eos_token_id"), header.tokenizer("eot_token_id")]
     ends.append(_after_answer(tokenizer))
-    return [*dict.fromkeys(one for one in ends if one is not None and one < len(header.tokens))]
+    return [*dict.fromkeys(one for one in ends if one is not None and one < len(tokens))]
 
 
 def _split_as_trained(backend: Tokenizer, header: GgufHeader) -> None:
@@ -96,14 +102,3 @@ def _after_answer(tokenizer: Any) -> int | None:
     ids: list[int] = tokenizer(after, add_special_tokens=False).input_ids
     added = tokenizer.added_tokens_decoder
     return ids[0] if ids and ids[0] in added and added[ids[0]].special else None
-
-
-def check_merges(tokens: Sequence[str], merges: Sequence[str]) -> None:
-    """Raise CannotConvertError unless each merge joins two tokens to a third."""
-    known = set(tokens)
-    for merge in merges:
-        left, _, right = merge.partition(" ")
-        if not {left, right, left + right} <= known:
-            raise CannotConvertError(
-                f"its tokenizer merges {left!r} and {right!r}, which are no tokens or make none"
-            )

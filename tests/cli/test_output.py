@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from cacheblend_rag.cli import output
-from cacheblend_rag.rag.progress import ProgressCallbacks
+from cacheblend_rag.progress import ProgressCallbacks
 from tests.kv.samples import until
 
 
@@ -61,7 +61,7 @@ def test_a_name_forges_no_line_of_a_terminal_or_a_log(monkeypatch, capsys, caplo
     output.print_facts("title", {"name": FORGED})
     with output.progress_bar() as watcher, watcher.phase(FORGED):
         watcher.warn(FORGED)
-    caplog.set_level("INFO", "cacheblend_rag.rag.progress")
+    caplog.set_level("INFO", "cacheblend_rag.progress")
     silent = ProgressCallbacks()
     silent.warn(FORGED)
     with silent.phase(FORGED):

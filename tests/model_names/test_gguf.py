@@ -43,8 +43,13 @@ def test_a_file_computes_what_its_weights_compute(model_cache: Path, gguf_file: 
     assert model.config.dtype == torch.float32
 
 
-def test_a_folder_with_one_file_is_that_file(model_cache: Path, gguf_file: Path) -> None:
-    assert models.resolve(gguf_file.parent) == models.resolve(gguf_file)
+def test_only_how_far_a_conversion_is_is_shown(
+    model_cache: Path, gguf_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    models.resolve(gguf_file)
+    title = "converting tensors of tiny.F32.gguf:"
+    said = capfd.readouterr().err.splitlines()
+    assert said == [f"{title} 0 of 21 (0 %)", f"{title} 21 of 21 (100 %)"]
 
 
 def test_tied_embeddings_stay_tied(model_cache: Path, tmp_path: Path) -> None:
@@ -260,8 +265,7 @@ def test_files_and_folders_that_hold_no_single_model_are_told_apart(
     text = tmp_path / "text.gguf"
     text.write_text("no weights")
     assert "is not a GGUF file" in refused(text)
-    shutil.copy(gguf_file, tmp_path / "b.gguf")
-    assert "holds 2 GGUF files (b.gguf, text.gguf): name one" in refused(tmp_path)
+    assert "holds no config.json; give a .gguf file by its own name" in refused(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_named(
