@@ -368,9 +368,10 @@ def _verify(model: str, dtype: str | None) -> None:
 
     dtype: the one that vLLM is told; by default the one of the weights, as in vLLM.
     """
-    from cacheblend_rag.engines.transformers.loading import checkpoint_dtype
+    from cacheblend_rag.engines.model_files import whole_config
+    from cacheblend_rag.engines.transformers.loading import stated_dtype
 
-    stated = str(checkpoint_dtype(model) or "float32").removeprefix("torch.")
+    stated = str(stated_dtype(whole_config(model)) or "float32").removeprefix("torch.")
     named = _plain(dtype) or stated
     command = [sys.executable, "-m", "cacheblend_rag", "verify", model, DTYPE_FLAG, str(named)]
     code = subprocess.run(command, check=False).returncode  # noqa: S603

@@ -311,9 +311,13 @@ class Indexing(AbstractContextManager["Indexing"]):
             embedder = Embedder(settings.embedding_model, EXTRA)
         split = make_splitter(engine.tokenize, settings.chunk_size, settings.chunk_overlap)
         config = text_config(settings.model)
-        from cacheblend_rag.engines.transformers.loading import served_dtype
+        import torch
 
-        dtype = served_dtype(config, settings.dtype, self._placement.device)
+        from cacheblend_rag.engines.transformers import loading
+
+        device = loading.pick_device(self._placement.device)
+        named = loading.named_dtype(settings.dtype) if settings.dtype else None
+        dtype = named or loading.default_dtype(config, device) or torch.float32
         storing = KVStoring(engine, self.report, kv_bytes_per_token(config, dtype))
         return _Models(engine, embedder, split, storing)
 

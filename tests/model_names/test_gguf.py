@@ -43,15 +43,6 @@ def test_a_file_computes_what_its_weights_compute(model_cache: Path, gguf_file: 
     assert model.config.dtype == torch.float32
 
 
-def test_only_how_far_a_conversion_is_is_shown(
-    model_cache: Path, gguf_file: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    models.resolve(gguf_file)
-    title = "converting tensors of tiny.F32.gguf:"
-    said = capfd.readouterr().err.splitlines()
-    assert said == [f"{title} 0 of 21 (0 %)", f"{title} 21 of 21 (100 %)"]
-
-
 def test_tied_embeddings_stay_tied(model_cache: Path, tmp_path: Path) -> None:
     tied = tiny_llama(tie_word_embeddings=True)
     file = write_gguf(tmp_path / "tied.gguf", tied, leave_out="output.weight")
@@ -106,13 +97,12 @@ def test_the_tokenizer_cuts_digits_and_begins_as_the_file_says(
     assert tokenizer("a<|im_end|>", add_special_tokens=False).input_ids[-1] == 2
 
 
-def test_an_answer_ends_where_the_template_ends_a_turn(model_cache: Path, gguf_file: Path) -> None:
-    assert load(gguf_file).generation_config.eos_token_id == [0, 2]
-
-
-def test_an_end_of_turn_that_is_not_listed_is_left_out(model_cache: Path, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "beyond.gguf", tiny_llama(), roles={"eot": len(VOCABULARY)})
-    assert load(file).generation_config.eos_token_id == [0, 2]
+def test_an_answer_ends_where_the_template_ends_a_turn(
+    model_cache: Path, gguf_file: Path, tmp_path: Path
+) -> None:
+    beyond = write_gguf(tmp_path / "beyond.gguf", tiny_llama(), roles={"eot": len(VOCABULARY)})
+    for file in (gguf_file, beyond):  # the list of tokens ends before its end of a turn
+        assert load(file).generation_config.eos_token_id == [0, 2]
 
 
 def test_words_are_cut_as_gpt2_cuts_them_only_where_the_file_says_so(
@@ -134,12 +124,14 @@ def test_the_engine_answers_by_it_and_tells_only_its_name(
 
 
 def test_equal_files_are_converted_once_and_changed_ones_again(
-    model_cache: Path, gguf_file: Path, tmp_path: Path
+    model_cache: Path, gguf_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "other name.gguf"
     shutil.copy(gguf_file, copy)
     first = models.resolve(gguf_file)
     assert models.resolve(copy) == first
+    title, shown = "converting tensors of tiny.F32.gguf:", capfd.readouterr().err
+    assert shown == f"{title} 0 of 21 (0 %)\n{title} 21 of 21 (100 %)\n"
     assert models.public_name(str(copy)) == "other name"
     write_gguf(copy, tiny_llama(seed=4))
     assert models.resolve(copy) != first

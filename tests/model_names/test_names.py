@@ -31,18 +31,11 @@ def test_a_folder_that_is_not_there_is_called_that(name: str) -> None:
         assert str(failure.value) == f"model={name!r}: there is no such folder"
 
 
-def test_a_folder_without_a_model_is_called_that(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="the folder holds no config"):
-        TransformersEngine(tmp_path)
-
-
 def test_a_hub_name_that_cannot_be_had_says_that_no_folder_is_called_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ModelLoadError, match="from a hub, and no folder here is called so"
-    ) as error:
+    with pytest.raises(ModelLoadError, match="from a hub, and no folder here is") as error:
         TransformersEngine("nobody/nothing")
     assert "\n" not in str(error.value)
 

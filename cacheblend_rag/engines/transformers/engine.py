@@ -31,7 +31,6 @@ from cacheblend_rag.engines.sampling import ResolvedSampling, SamplingParams, wa
 from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stored_chunks import StoredChunks, finder_of
 from cacheblend_rag.engines.stream import Stream, Take
-from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches, store_computed
 from cacheblend_rag.engines.transformers.decoding import Decoding, eos_token_ids
 from cacheblend_rag.engines.transformers.guiding import Guides
@@ -141,7 +140,7 @@ class TransformersEngine(Engine):
         self._take(self._watched.tried())
         self._check_config(config)
         self._eos = eos_token_ids(self.model, given.tokenizer)
-        width = loading.vocabulary_size(self.model, given.tokenizer)
+        width = max(self.model.config.get_text_config().vocab_size, len(given.tokenizer))
         self._guides = Guides(given.tokenizer, width, self._eos)
         warn_of_ignored(self._generation_values)
         super().__init__(

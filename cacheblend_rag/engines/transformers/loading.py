@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from cacheblend_rag.engines.model_files import (
     generation_values,
     load_tokenizer,
     told_in_a_line,
-    whole_config,
 )
 from cacheblend_rag.errors import ConfigError, first_line
 from cacheblend_rag.models import resolve
@@ -43,19 +42,21 @@ def pick_device(device: str | None) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | str:
-    """Return the given dtype; by default float32 on a CPU and the checkpoint's own elsewhere."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype is None:
-        return torch.float32 if device.type == "cpu" else "auto"
-    return named_dtype(dtype)
+def default_dtype(config: Any, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of a config's weights, on a CPU float32 if it is slower or may overflow.
 
-
-def served_dtype(config: Any, dtype: str, device: str | None) -> torch.dtype:
-    """Return the dtype that a model is run in; "" is the device's default."""
-    picked = pick_dtype(dtype or None, pick_device(device))
-    return picked if isinstance(picked, torch.dtype) else (config.dtype or torch.float32)
+    Only CPUs with AMX multiply bfloat16 as fast as float32. What layers compute may be above
+    float16's 65,504. None where the config states no dtype: its weights' own.
+    """
+    stated = stated_dtype(config)
+    if device.type != "cpu" or stated == torch.float32:
+        return stated
+    has: Any = getattr(torch.cpu, "get_capabilities", dict)()  # PyTorch 2.6 does not tell
+    if stated == torch.bfloat16 and has.get("amx_bf16"):
+        return stated
+    why = "float16 may overflow" if stated == torch.float16 else "it has no AMX for bfloat16"
+    logger.info("the model of %s runs in float32 on this CPU: %s", stated, why)
+    return torch.float32
 
 
 def named_dtype(name: str) -> torch.dtype:
@@ -74,12 +75,14 @@ def load_model(
     Raises ModelLoadError when there is no such model or it cannot be loaded, ConfigError for an
     unknown ``dtype``.
     """
-    precision = pick_dtype(dtype, device)
+    precision = named_dtype(dtype) if isinstance(dtype, str) else dtype
     source, values = resolve(name), generation_values(name, local_only=False)
     with told_in_a_line("model", name):
+        config = AutoConfig.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=precision,
+            config=config,
+            dtype=precision or default_dtype(config, device) or "auto",
             use_safetensors=True,
             generation_config=None if values is None else GenerationConfig(),
         )
@@ -89,12 +92,8 @@ def load_model(
     return prepared
 
 
-def checkpoint_dtype(name: str | Path) -> torch.dtype | None:
-    """Return the dtype that a model's config states for its weights, None if it states none.
-
-    Raises ModelLoadError when the config cannot be read.
-    """
-    config = whole_config(name)
+def stated_dtype(config: Any) -> torch.dtype | None:
+    """Return the dtype that a config states for a model's weights, None if it states none."""
     stated = config.dtype or config.get_text_config().dtype
     return getattr(torch, stated, None) if isinstance(stated, str) else stated
 
@@ -119,11 +118,6 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")
     return model.eval().requires_grad_(False)
-
-
-def vocabulary_size(model: PreTrainedModel, tokenizer: Any) -> int:
-    """Return how many tokens a model's logits, or its tokenizer, tell apart; the larger one."""
-    return max(int(model.config.get_text_config().vocab_size), len(tokenizer))
 
 
 def is_quantized(model: PreTrainedModel) -> bool:

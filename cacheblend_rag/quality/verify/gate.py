@@ -12,9 +12,9 @@ import torch
 
 from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.factory import open_engine
-from cacheblend_rag.engines.model_files import load_tokenizer, quiet_libraries
+from cacheblend_rag.engines.model_files import load_tokenizer, quiet_libraries, whole_config
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.engines.transformers.loading import checkpoint_dtype
+from cacheblend_rag.engines.transformers.loading import stated_dtype
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, PromptFrame
 from cacheblend_rag.quality.fidelity import TOKENS, PromptFidelity, compare, reference
@@ -64,19 +64,19 @@ def verify_model(
         PromptError: when a question does not fit its context window.
     """
     quiet_libraries()
-    tokenizer = load_tokenizer(model)
     data = data or sample_questions()
     opened = open_engine(
         EMBEDDED,
         model=model,
         profile=profile,
-        instruction=frame_of(tokenizer, data).opening,
+        instruction=frame_of(load_tokenizer(model), data).opening,
         store=StoreConfig(host_bytes=HOST_BYTES),
         device=device,
         dtype=dtype,
     )
     with closing(cast(TransformersEngine, opened)) as engine:
-        return verify_engine(engine, data, checkpoint=checkpoint_dtype(model), on_check=on_check)
+        stated = stated_dtype(whole_config(model))
+        return verify_engine(engine, data, checkpoint=stated, on_check=on_check)
 
 
 def frame_of(tokenizer: object, data: EvalDataset) -> PromptFrame:

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEngine
+from cacheblend_rag.engines.transformers.loading import default_dtype
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.kv.tiers import disk
 from tests.engines.transformers.conftest import EngineFactory
@@ -152,6 +153,22 @@ def test_a_hub_format_folder_loads(tmp_path: Path) -> None:
     half = TransformersEngine(tmp_path, dtype="bfloat16")
     assert half.model.dtype == torch.bfloat16
     assert half.fingerprint != same.fingerprint
+
+
+def test_a_cpu_runs_a_checkpoint_in_bfloat16_only_with_amx(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", default_dtype.__module__)
+    config = make_model().config
+    for config.dtype, capability, runs_in in (
+        (torch.bfloat16, "amx_bf16", torch.bfloat16),
+        (torch.bfloat16, "avx512_bf16", torch.float32),
+        (torch.float16, "amx_bf16", torch.float32),
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", dict.fromkeys([capability], True).copy)
+        assert default_dtype(config, torch.device("cpu")) == runs_in
+    why = [line.rpartition(": ")[2] for line in caplog.messages]
+    assert why == ["it has no AMX for bfloat16", "float16 may overflow"]
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
