@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cacheblend_rag.blend.rows import Mask, Rows
-from cacheblend_rag.blend.schedule import Schedule
+from cacheblend_rag.blend.schedule import REUSE_ONLY, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Forecast:
 
     The rows that a selector will choose are not known yet, so all are taken as equally likely:
     their number is the most that the schedule allows, the number of keys they attend to is an
-    average. Measuring the question's attention is not included.
+    average.
 
     Args:
         costs: of each layer.
@@ -74,10 +74,14 @@ class Forecast:
         }
 
     def work(self, schedule: Schedule) -> float:
-        """Return the work, in floating-point operations, that BlendPass would count."""
+        """Return the work, in floating-point operations, of a pass and of the probe before it."""
+        probe = self._costs[: schedule.probed(len(self._costs)) if self._eligible else 0]
+        return self._pass(probe, REUSE_ONLY) + self._pass(self._costs, schedule)
+
+    def _pass(self, costs: Sequence[LayerCost], schedule: Schedule) -> float:
         rows = self._rows(self._share(schedule.before))
-        work, last = 0.0, len(self._costs) - 1
-        for layer, cost in enumerate(self._costs):
+        work, last = 0.0, len(costs) - 1
+        for layer, cost in enumerate(costs):
             if layer in schedule.checks:
                 work += cost.per_row_probe * rows.sum()
                 rows = self._rows(self._share(schedule.checks[layer]))

@@ -32,6 +32,12 @@ class Schedule:
         """Share recomputed in the end, at most."""
         return min([self.before, *self.checks.values()])
 
+    def probed(self, layers: int) -> int:
+        """Return how many of a model's layers a probe of the question runs through; 0 if none."""
+        if isinstance(self.selector, Question) and 0 < self.ratio < 1:
+            return self.selector.observed(layers)[-1] + 1
+        return 0
+
 
 REUSE_ONLY = Schedule(make_selector("none"), 0.0)
 """The schedule of a pass that recomputes nothing."""

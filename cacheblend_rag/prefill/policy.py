@@ -230,7 +230,8 @@ class Controller:
     ) -> Decision:
         """Choose what to load of a prompt of so many tokens, and the ratio if it is "auto".
 
-        A way that was not measured often enough is tried, which measures it. parts: at least one.
+        A way that was not measured often enough is tried, which measures it; ordinary prefill then
+        counts as no slower than a pass is for the same work. parts: at least one.
         held: so many first tokens are computed by no way, nor by ordinary prefill, since their KV
         is there.
         """
@@ -238,7 +239,7 @@ class Controller:
         spans = [way.seconds(len(self.costs)) for way in ways]
         everything, known = ways[0], [span for span in spans if span is not None]
         work = prefill_cost(self.costs, tokens) - prefill_cost(self.costs, held)
-        full = _seconds(self.rates.of("prefill"), work)
+        full = _seconds(self.rates.of("prefill"), work) or _seconds(self.rates.of("blend"), work)
         if not config.cost_model or full is None or len(known) < len(ways):
             return Decision(everything.load, everything.config, _told(everything, config, ()))
         quickest = min(known)

@@ -52,8 +52,9 @@ class BlendConfig(Settings):
     """Name of the rule that ranks tokens (see ``cacheblend_rag.blend.selectors``)."""
     selector_options: Annotated[dict[str, Any], Field(strict=False)] = Field(default_factory=dict)
     """The selector's own fields, such as ``{"deviation": "k"}`` for ``hkvd``."""
-    min_tokens: Count = 256
-    """Prompts with fewer reusable chunk tokens are served by ordinary prefill."""
+    min_tokens: Count = 160
+    """Prompts with fewer reusable chunk tokens are served by ordinary prefill; for those with more,
+    see ``cost_model``."""
     protect_context: Ratio = 0.9
     """In a contextual chunk whose own document context is absent from the prompt, never recompute
     the tokens that depend on that context most, since fresh KV would forget it: the fewest that

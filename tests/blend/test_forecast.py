@@ -9,6 +9,8 @@ import pytest
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, plan_schedule
 from cacheblend_rag.blend.cost import Forecast
+from cacheblend_rag.blend.question_probe import probe_question
+from cacheblend_rag.blend.selectors import Question
 from cacheblend_rag.blend.steps import run_to_end
 from tests.blend.fake_stack import LAYERS, FakeStack, WatchedKV
 from tests.blend.test_passes import CHECKS, PROMPTS, Prompt
@@ -21,9 +23,13 @@ def spent_and_expected(prompt: Prompt, config: BlendConfig) -> tuple[float, floa
     fused = prompt.laid(WatchedKV(stack, prompt.tokens))
     run = BlendPass(stack, prompt.ids, fused, known, schedule)
     run_to_end(run.steps())
+    spent, asks = run.work, schedule.selector
+    if isinstance(asks, Question) and known.eligible.any():
+        fused, last = prompt.laid(WatchedKV(stack, prompt.tokens)), prompt.tokens - 1
+        probe = probe_question(stack, prompt.ids, fused, prompt.candidates, last, question=asks)
+        spent += run_to_end(probe)[1]
     masks = known.cached.numpy(), known.eligible.numpy()
-    forecast = Forecast(stack.costs, *masks)
-    return run.work, forecast.work(schedule)
+    return spent, Forecast(stack.costs, *masks).work(schedule)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)

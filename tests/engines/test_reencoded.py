@@ -140,12 +140,9 @@ def test_an_engine_reuses_what_a_tool_returned_as_json(tokenizer: Any) -> None:
     texts = passages(3)
     with closing(TransformersEngine(model, tokenizer=tokenizer, config=config)) as engine:
         engine.precompute([Chunk(text) for text in texts], progress=False)
-        own = {
-            chunk_id(ids): len(ids) for ids in map(engine.prepare, texts) for ids in [ids.token_ids]
-        }
+        own = {chunk_id(one.token_ids): len(one.token_ids) for one in map(engine.prepare, texts)}
         for form, said in (
             ("JSON list", "escaped, as in JSON"),
-            ("JSON of dicts", "escaped, as in JSON"),
             ("quoted", "with other white space, or quoted"),
             ("HTML", "escaped, as in HTML"),
         ):

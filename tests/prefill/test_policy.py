@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cacheblend_rag import BlendConfig
 from cacheblend_rag.prefill.policy import LEAST_CHANGE, free_tokens, protected_tokens, too_little
 
 PRIORS = st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0, 64.0]), min_size=1, max_size=20)
@@ -44,5 +45,5 @@ def test_without_a_prior_nothing_is_free_unless_nothing_is_protected() -> None:
 def test_too_few_tokens_are_not_blended() -> None:
     assert too_little(0, 9) == ("no chunk of the prompt is stored", None)
     assert too_little(8, 9) == ("8 reusable tokens are fewer than min_tokens=9", "too short")
-    assert too_little(9, 9) is None
-    assert too_little(1, 0) is None
+    assert too_little(9, 9) is too_little(1, 0) is None
+    assert too_little(195, BlendConfig().min_tokens) is None  # an ordinary chunk, as refine has one
