@@ -22,6 +22,7 @@ from cacheblend_rag.errors import (
     ModelLoadError,
     OutOfMemoryError,
     PromptError,
+    PromptTooLongError,
     StoreError,
     UnsupportedModelError,
 )
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.after_answer import RequestWatcher
     from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
     from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.engines.component import CheckedOptions, EngineComponent, EngineSource
+    from cacheblend_rag.engines.component import EngineComponent, EngineSource
     from cacheblend_rag.engines.factory import open_engine
     from cacheblend_rag.engines.idle import IdleJob
     from cacheblend_rag.engines.model_files import load_tokenizer
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.structured import StructuredOutputs
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.explanation import Explanation
+    from cacheblend_rag.folders import write_private
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.models import public_name
     from cacheblend_rag.observe.doctor.diagnose import Diagnosis, diagnose
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
         Profile,
         StoreConfig,
     )
+    from cacheblend_rag.settings.base import CheckedOptions
     from cacheblend_rag.text.chat import ChatPrompt, text_before
     from cacheblend_rag.text.encoder import Segment
     from cacheblend_rag.text.prompt import BlendPrompt
@@ -84,7 +87,7 @@ _PLACES = {
     "engines.after_answer": "RequestWatcher",
     "engines.answer": "Delta Generation TokenLogprob",
     "engines.base": "Engine",
-    "engines.component": "CheckedOptions EngineComponent EngineSource",
+    "engines.component": "EngineComponent EngineSource",
     "engines.factory": "open_engine",
     "engines.idle": "IdleJob",
     "engines.model_files": "load_tokenizer",
@@ -93,6 +96,7 @@ _PLACES = {
     "engines.structured": "StructuredOutputs",
     "engines.transformers": "TransformersEngine",
     "explanation": "Explanation",
+    "folders": "write_private",
     "kv": "ChunkKV KVKey TieredKVStore",
     "models": "public_name",
     "observe.doctor.diagnose": "Diagnosis diagnose",
@@ -109,6 +113,7 @@ _PLACES = {
     "progress": "ProgressCallbacks",
     "report": "BlendReport ChunkReport FillReport GuardReport PrecomputeReport",
     "settings": "BlendConfig EngineConfig GuardConfig LeadInConfig Profile StoreConfig",
+    "settings.base": "CheckedOptions",
     "text.chat": "ChatPrompt text_before",
     "text.encoder": "Segment",
     "text.prompt": "BlendPrompt",
@@ -165,6 +170,7 @@ __all__ = [
     "ProgressCallbacks",
     "PromptAnswer",
     "PromptError",
+    "PromptTooLongError",
     "Reason",
     "ReasonCode",
     "RequestWatcher",
@@ -201,6 +207,7 @@ __all__ = [
     "read_boundary",
     "read_hints",
     "text_before",
+    "write_private",
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from uuid import uuid4
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
@@ -18,3 +19,19 @@ def make_folder(path: str | os.PathLike[str]) -> None:
     if not folder.exists():
         make_folder(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def write_private(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file that only its owner may read; it replaces one of that name as a whole.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    begun = Path(f"{os.fspath(path)}.{uuid4().hex}.new")
+    try:
+        descriptor = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        begun.replace(path)
+    finally:
+        begun.unlink(missing_ok=True)

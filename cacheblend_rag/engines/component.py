@@ -6,15 +6,16 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from copy import copy
+from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar, Self
 from weakref import WeakValueDictionary
 
-from pydantic import BaseModel, Field, PrivateAttr, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, SecretStr, model_validator
 
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.factory import open_engine
-from cacheblend_rag.errors import ConfigError, describe_errors
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings import (
     ENGINES,
     BlendConfig,
@@ -25,9 +26,9 @@ from cacheblend_rag.settings import (
     StoreConfig,
     names_of,
 )
-from cacheblend_rag.settings.base import Secret
+from cacheblend_rag.settings.base import CheckedOptions, Secret
 from cacheblend_rag.settings.engine import GuardOption, StoreOption
-from cacheblend_rag.settings.options import Arguments, check_engine_name
+from cacheblend_rag.settings.options import check_engine_name
 from cacheblend_rag.settings.profile import BlendOption, LeadInOption
 
 OF_REQUESTS = frozenset({"engine", "profile", "blend", "api_key"})
@@ -35,23 +36,38 @@ OF_REQUESTS = frozenset({"engine", "profile", "blend", "api_key"})
 NOT_SHARED = frozenset({"blend", "profile", "fill_on_miss", "guard"})
 """Fields that sources with one engine may differ in; of a profile, the lead-in counts."""
 SETTLED = names_of(EngineConfig) - OF_REQUESTS
+OPENED_BY = ("engine", "engine_source", *sorted(SETTLED - NOT_SHARED))
+"""Options that components which may share an engine have in common."""
 
 _opened: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
 _opening = Lock()
+
+
+class _Kept:
+    engine: Engine | None = None
+
+
+_kept: WeakValueDictionary[tuple[object, ...], _Kept] = WeakValueDictionary()
+"""By options of components, which hold it: the engine that one of them opened last."""
 
 
 class EngineSource:
     """A given engine, or one that is opened once, on first use.
 
     Sources with equal settings share one engine in a process; settings of requests do not count,
-    and one that fills on miss does so for all. An engine that was opened here stays out of copies
-    and pickles, which open it by their own settings.
+    and one that fills on miss does so for all. It lives as long as one of their components, also of
+    those that have not asked yet. An engine that was opened here stays out of copies and pickles,
+    which open it by their own settings.
+
+    Attributes:
+        engine: None if it is not open yet.
     """
 
     def __init__(self, engine: Engine | None = None) -> None:
         """Make a source; engine: an open one, if there is one."""
-        self._engine = engine
+        self.engine = engine
         self.was_given = engine is not None
+        self._kept = _Kept()
 
     @classmethod
     def of(cls, engine: object, *, example: str) -> Self:
@@ -74,15 +90,12 @@ class EngineSource:
         check_engine_name(engine)
         return cls()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the engine is open, so that nothing must be loaded."""
-        return self._engine is not None
-
-    @property
-    def engine(self) -> Engine | None:
-        """The engine, None if it is not open yet."""
-        return self._engine
+    def keep_for(self, component: EngineComponent) -> None:
+        """Let the engine live as long as any component that has the options of this one."""
+        options = (vars(component).get(name) for name in OPENED_BY)
+        plain = str | Path | BaseModel | None  # no loaded model, whose text is long
+        told = (repr(one) if isinstance(one, plain) else id(one) for one in options)
+        self._kept = _kept.setdefault((os.getpid(), *told), self._kept)
 
     def open(self, settings: Callable[[], EngineConfig]) -> Engine:
         """Return the engine.
@@ -93,16 +106,15 @@ class EngineSource:
         Raises:
             CacheBlendError: as ``open_engine``.
         """
-        if self._engine is not None:
-            return self._engine
-        with _opening:
-            self._engine = self._engine or _open(settings())
-            return self._engine
+        if self.engine is None:
+            with _opening:
+                self.engine = self._kept.engine = self.engine or _open(settings())
+        return self.engine
 
     async def aopen(self, settings: Callable[[], EngineConfig]) -> Engine:
         """Return the engine as ``open`` does; loading happens off the event loop."""
-        if self._engine is not None:
-            return self._engine
+        if self.engine is not None:
+            return self.engine
         return await asyncio.to_thread(self.open, settings)
 
     def check_settled(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -115,9 +127,9 @@ class EngineSource:
         Raises:
             ConfigError: when an engine was given together with settings that it has fixed.
         """
-        if self._engine is None or not self.was_given:
+        if self.engine is None or not self.was_given:
             return
-        known = {**defaults, "model": self._engine.model_name}
+        known = {**defaults, "model": self.engine.model_name}
         idle = sorted(n for n in SETTLED & given.keys() if given[n] not in (None, known.get(n)))
         if idle:
             raise ConfigError(
@@ -125,18 +137,18 @@ class EngineSource:
             )
 
     def check_portable(self) -> None:
-        """Refuse pickling with an engine that another process could not open again.
-
-        Raises:
-            ConfigError: when the engine was given.
-        """
+        """Raise ConfigError for a given engine: another process could not open it again."""
         if self.was_given:
             raise ConfigError(
                 "an open engine cannot be pickled: give model= and kv_path= instead of engine="
             )
 
     def __copy__(self) -> Self:
-        return self if self.was_given else type(self)()
+        if self.was_given:
+            return self
+        copied = type(self)()
+        copied._kept = self._kept
+        return copied
 
     def __deepcopy__(self, memo: object) -> Self:
         return self.__copy__()
@@ -159,38 +171,6 @@ def _open(config: EngineConfig) -> Engine:
     return engine
 
 
-class CheckedOptions(BaseModel):
-    """Options that are checked by pydantic; each error is one line.
-
-    Raises:
-        ConfigError: for an option that is invalid or unknown.
-    """
-
-    _inside: ClassVar[Mapping[str, type[Any]]] = {
-        "blend_config": BlendConfig,
-        "lead_in": LeadInConfig,
-        "guard": GuardConfig,
-    }
-    """Options that are settings themselves; their fields are not options of their own."""
-
-    def __init__(self, **options: Any) -> None:
-        try:
-            super().__init__(**self._read(options))
-        except ValidationError as error:
-            raise ConfigError(describe_errors(error.errors(include_input=False))) from None
-
-    @classmethod
-    def _read(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Return options by their own names; raises ConfigError for unknown ones."""
-        return Arguments(f"option of {cls.__name__}", cls._names(), cls._inside).read(options)
-
-    @classmethod
-    def _names(cls) -> frozenset[str]:
-        """Return the names that options are given by."""
-        fields = cls.model_fields
-        return frozenset(fields).union(one.alias for one in fields.values() if one.alias)
-
-
 class EngineComponent(CheckedOptions):
     """The settings of an engine, and the engine, opened on first use.
 
@@ -198,6 +178,12 @@ class EngineComponent(CheckedOptions):
     (``_own_options``) and sets ``_source``. A store's settings are given as a whole, ``store=``,
     or by their own names.
     """
+
+    _inside: ClassVar[Mapping[str, type[Any]]] = {
+        "blend_config": BlendConfig,
+        "lead_in": LeadInConfig,
+        "guard": GuardConfig,
+    }
 
     namespace: str = Field(
         default="default", description="Tenants with different namespaces never share KV."
@@ -268,7 +254,7 @@ class EngineComponent(CheckedOptions):
     @property
     def is_open(self) -> bool:
         """Whether the engine is open already, so that nothing is left to load."""
-        return self._source.is_open
+        return self._source.engine is not None
 
     @property
     def blending(self) -> BlendConfig:

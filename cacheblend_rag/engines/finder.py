@@ -37,7 +37,7 @@ from cacheblend_rag.engines.found_chunk import (
     chosen,
 )
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id, prefix_ids
+from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id, prefix_ids
 from cacheblend_rag.prefill.conversation_kv import gaps_between, turn_context
 from cacheblend_rag.prefill.lead_in import LeadInId
 from cacheblend_rag.text.reencoded import SameText, reencoding
@@ -126,6 +126,12 @@ class Finder:
             gaps = gaps_between(0, taken, min(until, last))
             found += self._turns(own, conversation, token_ids, gaps)
         return sorted(found, key=lambda one: one.start)
+
+    def has(self, namespace: str, lead_in: LeadInId, key: KVKey) -> bool:
+        """Whether a chunk was stored, and is not being deleted."""
+        own = namespace_id(namespace)
+        name, known = Name(own, key.chunk_id, key.context_id, lead_in), self._known.get(own)
+        return known is not None and name in (one.name for one in self._held(known, key.chunk_id))
 
     def knows(self, namespace: str, conversation: str) -> bool:
         """Whether turns of a conversation are known."""

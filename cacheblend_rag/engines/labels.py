@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
-from uuid import uuid4
 
 from pydantic import BaseModel
 
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.folders import make_folder
+from cacheblend_rag.folders import make_folder, write_private
 from cacheblend_rag.settings import LeadInConfig
 
 logger = logging.getLogger(__name__)
@@ -32,14 +30,10 @@ def put_label(store: Path, engine: Engine, fingerprint: str) -> None:
     """Record the label of an engine's fingerprint; failures are logged and ignored."""
     path = store / FOLDER / f"{fingerprint}.json"
     label = Label(model=engine.model_name, dtype=engine.dtype or "", lead_in=engine.lead_in)
-    begun = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
     try:
-        if path.exists():
-            return
-        make_folder(path.parent)
-        with os.fdopen(os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(label.model_dump_json())
-        begun.replace(path)
+        if not path.exists():
+            make_folder(path.parent)
+            write_private(path, label.model_dump_json())
     except OSError as error:
         logger.info("no label was written in %s: %s", path.parent, error)
 

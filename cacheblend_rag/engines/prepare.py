@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 from cacheblend_rag.errors import PromptError, PromptTooLongError
@@ -136,6 +137,22 @@ class PreparedPrompt:
         """All of it that may be reused, in order."""
         return tuple(sorted((*self.placed, *self.found), key=lambda part: part.start))
 
+    def with_found(self, found: Sequence[PlacedChunk]) -> PreparedPrompt:
+        """Return the prompt with what was found of stored chunks in its tokens.
+
+        A known chunk at least half of which that is, such as a text without the metadata that it is
+        stored with, is left out in favor of it; from other chunks nothing is taken.
+        """
+
+        def shared(part: PlacedChunk, chunk: PlacedChunk) -> int:
+            return max(0, min(part.end, chunk.end) - max(part.start, chunk.start))
+
+        is_kept = [2 * sum(shared(o, one) for o in found) < one.tokens for one in self.placed]
+        placed = tuple(compress(self.placed, is_kept))
+        encoded = replace(self.encoded, spans=tuple(compress(self.encoded.spans, is_kept)))
+        parts = tuple(part for part in found if not any(shared(part, one) for one in placed))
+        return replace(self, encoded=encoded, placed=placed, found=parts)
+
     def with_fingerprint(self, fingerprint: str) -> PreparedPrompt:
         """Return the prompt with its chunks' keys for another fingerprint of the model.
 
@@ -208,8 +225,8 @@ class PromptPreparer:
         )
         if isinstance(prompt, TurnPrompt):
             prepared = self._in_conversation(prepared, prompt)
-        parts = tuple(self.find(prepared))
-        return replace(prepared, found=parts, tokenize_seconds=time.perf_counter() - found)
+        prepared = prepared.with_found(self.find(prepared))
+        return replace(prepared, tokenize_seconds=time.perf_counter() - found)
 
     def prepare_tokens(
         self, token_ids: Sequence[int], *, conversation: str = "", until: int = 0
@@ -236,7 +253,7 @@ class PromptPreparer:
                 expects_chunks=False,
             )
         prepared = replace(prepared, conversation_key=conversation, question_start=until)
-        return replace(prepared, found=tuple(self.find(prepared)))
+        return prepared.with_found(self.find(prepared))
 
     def _in_conversation(self, prompt: PreparedPrompt, turn: TurnPrompt) -> PreparedPrompt:
         """Return a prompt as its conversation's next; waits for the turn before to be stored.

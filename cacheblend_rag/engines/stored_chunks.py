@@ -30,7 +30,10 @@ class StoredChunks:
         self._finder, self._led = finder, led
 
     def find(self, prompt: PreparedPrompt) -> Sequence[PlacedChunk]:
-        """Return the parts of chunks and turns beside the placed ones of a prompt, in order."""
+        """Return the parts of chunks and turns in a prompt, in order.
+
+        They are beside its placed chunks, or within those of which no KV is known to be stored.
+        """
         led, conversation, key = self._led, prompt.conversation, prompt.conversation_key
         if conversation is not None and not self._finder.knows(led.namespace, key):
             for plans in conversation.plans(turn_fingerprint(led.fingerprint)):
@@ -38,7 +41,11 @@ class StoredChunks:
         found = self._finder.find(
             led.namespace,
             prompt.token_ids,
-            taken=[(chunk.start, chunk.end) for chunk in prompt.placed],
+            taken=[
+                (chunk.start, chunk.end)
+                for chunk in prompt.placed
+                if self._finder.has(led.namespace, led.id, chunk.key)
+            ],
             conversation=key,
             until=prompt.question_start,
         )

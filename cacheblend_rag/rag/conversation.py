@@ -11,6 +11,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.folders import write_private
 from cacheblend_rag.prefill.conversation_kv import MOST_BYTES, MOST_TURNS, ConversationKV
 from cacheblend_rag.rag.answering import clean_question, finished
 from cacheblend_rag.rag.ordering import Source
@@ -230,13 +231,9 @@ class Conversation:
         Raises:
             ConfigError: when it cannot be written.
         """
-        text, begun = self.to_json(), f"{os.fspath(path)}.new"
+        text = self.to_json()
         try:
-            Path(begun).unlink(missing_ok=True)
-            descriptor = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(begun, path)
+            write_private(path, text)
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error}") from error
 

@@ -153,6 +153,30 @@ class Settings(BaseModel):
         return self.with_changes(**{n: value for n, value in changes.items() if value is not None})
 
 
+class CheckedOptions(BaseModel):
+    """Options of a class that is no setting. Raises ConfigError as Settings do."""
+
+    _inside: ClassVar[Mapping[str, type[Any]]] = {}
+    """Options that are settings themselves; their fields are not options of their own."""
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**self._read(options))
+        except ValidationError as error:
+            raise ConfigError(describe_errors(error.errors(include_input=False))) from None
+
+    @classmethod
+    def _read(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Return options by their own names; raises ConfigError for unknown ones."""
+        return Arguments(f"option of {cls.__name__}", cls._names(), cls._inside).read(options)
+
+    @classmethod
+    def _names(cls) -> frozenset[str]:
+        """Return the names that options are given by."""
+        aliases = (one.alias for one in cls.model_fields.values() if one.alias)
+        return frozenset((*cls.model_fields, *aliases))
+
+
 def size(nbytes: int) -> str:
     """Format a number of bytes with a binary unit, such as ``"1.5 MiB"``."""
     return ByteSize(nbytes).human_readable(separator=" ")

@@ -34,11 +34,10 @@ def test_settings_are_asked_for_once_at_the_first_use_even_by_many_threads() -> 
         asked.append(threading.get_ident())
         return DEMO
 
-    assert not source.is_open
+    assert source.engine is None
     with ThreadPoolExecutor(4) as pool:
         opened = list(pool.map(lambda _: source.open(settings), range(8)))
     assert len(set(map(id, opened))) == len(asked) == 1
-    assert source.is_open
     assert source.engine is opened[0] is source.open(never)
 
 
@@ -82,7 +81,6 @@ def test_a_closed_engine_is_opened_anew() -> None:
 def test_a_given_engine_is_returned_and_goes_nowhere_else(engine: Engine) -> None:
     source = EngineSource.of(engine, example="llm.engine")
     assert source.was_given
-    assert source.is_open
     assert source.open(never) is engine
     for twin in (copy.copy(source), copy.deepcopy(source)):
         assert twin.was_given
@@ -95,7 +93,7 @@ def test_copies_and_pickles_open_it_by_their_own_settings() -> None:
     source = EngineSource()
     engine = source.open(lambda: DEMO)
     for twin in (copy.deepcopy(source), copy.copy(source), pickle.loads(pickle.dumps(source))):  # noqa: S301
-        assert not twin.is_open, "its settings may be changed"
+        assert twin.engine is None, "its settings may be changed"
         assert twin.open(lambda: DEMO) is engine
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from cacheblend_rag import ConfigError, ConversationKV, forget_conversation
+from cacheblend_rag import ConfigError, ConversationKV, forget_conversation, write_private
 from langchain_core.chat_history import BaseChatMessageHistory
 from langchain_core.messages import BaseMessage, message_to_dict, messages_from_dict
 
@@ -103,13 +103,7 @@ class CacheBlendChatMessageHistory(BaseChatMessageHistory):
         if self._path is None:
             return
         plain = {"messages": [message_to_dict(one) for one in self._messages]}
-        text = json.dumps({**plain, "kv": self.kv.to_plain()})
-        begun = self._path.with_name(f"{self._path.name}.new")
-        begun.unlink(missing_ok=True)
-        descriptor = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        begun.replace(self._path)
+        write_private(self._path, json.dumps({**plain, "kv": self.kv.to_plain()}))
 
 
 def current_conversation() -> ConversationKV | None:

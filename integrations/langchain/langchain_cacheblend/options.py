@@ -44,6 +44,7 @@ class EngineOptions(EngineComponent):
     @model_validator(mode="after")
     def _check_source(self) -> Self:
         self._source = EngineSource.of(self.engine_source, example="llm.engine")
+        self._source.keep_for(self)
         if isinstance(self.engine_source, str):
             _check_model(self.model, self.engine_source)
         defaults = {name: field.default for name, field in type(self).model_fields.items()}

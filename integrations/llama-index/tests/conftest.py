@@ -86,10 +86,8 @@ def llm(demo_engine: Engine) -> CacheBlendLLM:
 
 @pytest.fixture(scope="session")
 def index(demo_engine: Engine, documents: list[Document]) -> VectorStoreIndex:
-    """The documents, cut into chunks of some 100 tokens and precomputed with both variants."""
-    precompute = CacheBlendPrecompute(
-        engine=demo_engine, variants=("llm", "bare"), show_progress=False
-    )
+    """The documents, cut into chunks of some 100 tokens and precomputed."""
+    precompute = CacheBlendPrecompute(engine=demo_engine, show_progress=False)
     return VectorStoreIndex.from_documents(
         documents,
         transformations=[SentenceSplitter(chunk_size=110, chunk_overlap=0), precompute],

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from gc import collect
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import TracebackException
+from weakref import ref
 
 import pytest
 from cacheblend_rag import (
@@ -251,12 +253,26 @@ def test_none_in_a_call_leaves_the_models_own() -> None:
     assert answer.usage_metadata["output_tokens"] == 2
 
 
-def test_a_model_can_be_made_configurable_around_an_engine() -> None:
-    llm = ChatCacheBlend(engine=random_engine()).configurable_fields(
-        max_tokens=ConfigurableField(id="tokens")
-    )
-    answer = llm.with_config(configurable={"tokens": 2}).invoke("hello")
-    assert answer.usage_metadata["output_tokens"] == 2
+@pytest.mark.parametrize("is_given", [False, True], ids=["opened", "given"])
+def test_equal_settings_share_an_engine_while_a_component_has_them(is_given: bool) -> None:
+    opened = {"model": TOY, "namespace": "shared", "blend_config": {"min_tokens": 0}}
+    settings = {"engine": random_engine()} if is_given else opened
+    llm = ChatCacheBlend(**settings, max_tokens=2)  # opens nothing before the others are gone
+    text = "The river is quiet, and nobody is on the bridge. " * 5
+    CacheBlendTransformer(**settings).transform_documents([Document(text)])
+    configurable = llm.configurable_fields(max_tokens=ConfigurableField(id="tokens"))
+    for again in (
+        configurable.with_config(configurable={"tokens": 1}),
+        configurable,
+        ChatCacheBlend(**settings, max_tokens=3),
+        llm.bind(max_tokens=1),
+        llm.model_copy(),
+    ):
+        assert again.invoke(f"{text}\nHello").usage_metadata["input_token_details"]["cache_read"]
+    engine = ref(llm.engine)
+    del llm, again, configurable, settings
+    collect()
+    assert engine() is None
 
 
 @pytest.mark.parametrize(

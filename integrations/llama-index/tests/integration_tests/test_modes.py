@@ -47,12 +47,10 @@ def nodes(index: VectorStoreIndex) -> list[BaseNode]:
     return list(index.docstore.docs.values())
 
 
-def share_reused(
-    reports: list[dict[str, Any]], nodes: list[BaseNode], llm: CacheBlendLLM, text: str = "llm"
-) -> float:
+def share_reused(reports: list[dict[str, Any]], nodes: list[BaseNode], llm: CacheBlendLLM) -> float:
     """Return which part of the retrieved chunks' tokens was reused in some prompt."""
     reused = {chunk["chunk_id"] for report in reports for chunk in report["chunks"] if chunk["hit"]}
-    encoded = [llm.open().tokenize(node.get_content(text).strip()) for node in nodes]
+    encoded = [llm.open().tokenize(node.get_content("llm").strip()) for node in nodes]
     found = sum(len(token_ids) for token_ids in encoded if chunk_id(token_ids) in reused)
     return found / sum(map(len, encoded))
 
@@ -88,9 +86,9 @@ def test_citation_query_engine(
     with collect_reports() as reports:
         text = asyncio.run(ask_async(engine, question)) if asynchronous else ask(engine, question)
 
-    share = share_reused(reports, nodes, llm, text="none")
+    shown = sum(len(llm.open().tokenize(node.get_content())) for node in nodes)
     assert text
-    assert share >= LEAST
+    assert sum(report["reused_tokens"] for report in reports) >= 0.85 * shown
 
 
 def query_engine(index: VectorStoreIndex, llm: CacheBlendLLM, count: int) -> RetrieverQueryEngine:

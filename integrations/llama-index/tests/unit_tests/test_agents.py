@@ -54,18 +54,12 @@ def passages(index: VectorStoreIndex) -> list[BaseNode]:
     return list(index.docstore.docs.values())[:2]
 
 
-def search_tool(index: VectorStoreIndex, llm: CacheBlendLLM, **options: Any) -> Any:
-    return cacheblend_retriever_tool(
-        index, llm, variants=("llm", "bare"), show_progress=False, **options
-    )
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_function_agent_reuses_the_passages_that_it_found(
     streaming: bool, index: VectorStoreIndex, acting: Any
 ) -> None:
     llm, script = acting(SEARCH, ANSWER)
-    tool = search_tool(index, llm, similarity_top_k=2)
+    tool = cacheblend_retriever_tool(index, llm, similarity_top_k=2, show_progress=False)
     agent = FunctionAgent(llm=llm, tools=[tool], system_prompt="Search first.", streaming=streaming)
     answer, reports, events = run(agent)
 
@@ -103,7 +97,10 @@ def test_a_react_agent_reuses_the_passages_that_it_observed(
 ) -> None:
     act = f'Thought: I need to search.\nAction: search\nAction Input: {{"input": "{QUESTION}"}}'
     llm, script = acting(act, f"Thought: I know it now.\nAnswer: {ANSWER}")
-    agent = ReActAgent(llm=llm, tools=[search_tool(index, llm, similarity_top_k=2)])
+    agent = ReActAgent(
+        llm=llm,
+        tools=[cacheblend_retriever_tool(index, llm, similarity_top_k=2, show_progress=False)],
+    )
     answer, (first, second), _ = run(agent)
     assert str(answer) == ANSWER
     assert first["chunks"] == []

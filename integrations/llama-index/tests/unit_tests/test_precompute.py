@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ def precompute(random_model: Path, tmp_path: Path) -> CacheBlendPrecompute:
     return CacheBlendPrecompute(model=random_model, kv_path=tmp_path / "kv", **SMALL)
 
 
-def split(text: str, name: str = "doc") -> list[BaseNode]:
+def split(text: str, name: str = "doc", size: int = 40) -> list[BaseNode]:
     document = Document(text=text, id_=name, metadata={"file": f"{name}.txt"})
-    return SentenceSplitter(chunk_size=40, chunk_overlap=0).get_nodes_from_documents([document])
+    return SentenceSplitter(chunk_size=size, chunk_overlap=0).get_nodes_from_documents([document])
 
 
 def sentences(count: int, word: str = "stone") -> str:
@@ -76,20 +77,30 @@ def test_nodes_that_get_a_boundary_later_are_hinted_with_it(
     assert _hinted(last, engine).shown.document_id == name
 
 
-def test_the_bare_text_is_known_but_not_stored(precompute: CacheBlendPrecompute) -> None:
-    nodes = split(sentences(4))
+def test_the_kv_of_the_shown_text_serves_the_bare_text_in_every_form(
+    precompute: CacheBlendPrecompute,
+) -> None:
+    nodes = split(sentences(40), size=240)[:2]
     precompute(nodes)
-    assert found(precompute.open(), nodes[0].get_content())[0] == (False, "not stored")
+    engine, texts = precompute.open(), [node.get_content() for node in nodes]
+    least = 0.85 * sum(len(engine.tokenize(text)) for text in texts)
+    for form in (
+        "\n\n".join(texts),
+        "\n\n".join(f"Source {n}:\n{text}\n" for n, text in enumerate(texts)),
+        str(texts),
+        json.dumps([{"text": text, "score": 0.5} for text in texts]),
+    ):
+        report = engine.generate(f"{form}\n\nQuestion?").report
+        assert report.reused_tokens >= least, form
+        assert all(chunk.hit for chunk in report.chunks), form
 
 
-def test_both_variants_can_be_stored(random_model: Path) -> None:
-    precompute = CacheBlendPrecompute(
-        model=random_model, namespace="both", variants=("llm", "bare"), **SMALL
-    )
-    nodes = split(sentences(4))
+def test_of_a_short_node_the_bare_text_is_known_but_not_stored(
+    precompute: CacheBlendPrecompute,
+) -> None:
+    nodes = split("A stone.")
     precompute(nodes)
-    for text in ("none", "llm"):
-        assert found(precompute.open(), nodes[0].get_content(text))[0] == (True, None)
+    assert found(precompute.open(), nodes[0].get_content()) == [(False, "not stored")]
 
 
 def test_a_new_version_replaces_the_old(precompute: CacheBlendPrecompute) -> None:
@@ -165,7 +176,6 @@ def test_what_changes_the_kv_changes_the_ingestion_key(random_model: Path) -> No
         {"instruction": "Read:"},
         {"namespace": "other"},
         {"dtype": "bfloat16"},
-        {"variants": ("bare",)},
         {"register_only": True},
         {"blend_config": {"min_tokens": 3}},
         {"lead_in": "none"},

@@ -89,7 +89,7 @@ def test_another_llm_is_refused() -> None:
         ({"order": "best"}, "order='best' must be one of score, document, reverse"),
         ({"response_mode": "compct"}, "response_mode='compct' must be one of refine, compact"),
         ({"similarity_top_k": 0}, "similarity_top_k=0 must be an integer of at least 1"),
-        ({"variants": ("bear",)}, "variants must be 'llm' or 'bare'"),
+        ({"variants": ("bare",)}, "unknown argument 'variants'; known: coll"),
         ({"text_qa_template": "{context_str}"}, "text_qa_template is a str: give a PromptTemplate"),
         ({"text_qa_template": PromptTemplate("{query_str}")}, "must take 'context_str'"),
         ({"transformations": ["x"]}, "transformations[0] is a str: give TransformComponents"),

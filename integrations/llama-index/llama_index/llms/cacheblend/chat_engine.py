@@ -48,7 +48,7 @@ def cacheblend_chat_engine(
         system_prompt: what stands behind the passages in the system message.
         **options: arguments of cacheblend_query_engine: ``transformations``, ``embed_model``,
             ``vector_store``, ``similarity_top_k``, ``node_postprocessors``, ``order``,
-            ``variants``, ``collection``, ``show_progress``.
+            ``collection``, ``show_progress``.
 
     Raises:
         ConfigError: before a model is loaded, for an argument of another kind.
@@ -57,14 +57,14 @@ def cacheblend_chat_engine(
     check_choice("chat_mode", chat_mode, [mode.value for mode in MODES])
     engine, template = MODES[ChatMode(chat_mode)]
     head = None if isinstance(passages.source, BaseIndex) else _whole(template, system_prompt)
-    index = passages.indexing.index(passages.source, head)
+    retriever = passages.retriever(head)
     memory = CacheBlendChatMemory.from_defaults(passages.llm) if memory is None else memory
     made: BaseChatEngine = engine.from_defaults(
-        retriever=passages.retrieving.retriever(index),
+        retriever=retriever,
         llm=passages.llm.in_conversation(memory.kv),
         memory=memory,
         system_prompt=system_prompt,
-        node_postprocessors=passages.retrieving.postprocessors(),
+        node_postprocessors=passages.postprocessors(),
     )
     return made
 

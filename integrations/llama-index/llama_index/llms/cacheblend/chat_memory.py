@@ -12,7 +12,7 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.memory import BaseMemory
 
-from cacheblend_rag import ConfigError, ConversationKV, forget_conversation
+from cacheblend_rag import ConfigError, ConversationKV, forget_conversation, write_private
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
 
 ROLE_TOKENS = 8
@@ -91,12 +91,7 @@ class CacheBlendChatMemory(BaseMemory):
             "token_limit": self.token_limit,
             "kv": self._kv.to_plain(),
         }
-        begun = Path(f"{os.fspath(path)}.new")
-        begun.unlink(missing_ok=True)
-        descriptor = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(plain, file)
-        begun.replace(path)
+        write_private(path, json.dumps(plain))
 
     def get(self, input: str | None = None, **kwargs: Any) -> list[ChatMessage]:
         """Return the latest messages within ``token_limit``, from a user's message on."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from llama_index.core import Settings, StorageContext, VectorStoreIndex
+from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.embeddings.utils import EmbedType, resolve_embed_model
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.ingestion.pipeline import remove_unstable_values
@@ -17,73 +18,89 @@ from llama_index.core.schema import BaseNode, Document, TransformComponent
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
-from cacheblend_rag import Arguments, ConfigError, PassageOrder, names_of
+from cacheblend_rag import Arguments, ConfigError, PassageOrder
 from llama_index.llms.cacheblend.documents import checked_nodes
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
-from llama_index.llms.cacheblend.precompute import CacheBlendPrecompute, Variant
+from llama_index.llms.cacheblend.precompute import CacheBlendPrecompute
 from llama_index.llms.cacheblend.vector_store import CacheBlendVectorStore
 from llama_index.postprocessor.cacheblend.postprocessor import CacheBlendPostprocessor
 
 Source = Sequence[Document] | BaseIndex[Any]
 
 
+class PassageOptions(TypedDict, total=False):
+    """Which passages are indexed, and which retrieved: arguments of cacheblend_query_engine."""
+
+    transformations: Sequence[TransformComponent] | None
+    embed_model: EmbedType | None
+    vector_store: BasePydanticVectorStore | None
+    similarity_top_k: int
+    node_postprocessors: Sequence[BaseNodePostprocessor]
+    order: PassageOrder | str
+    collection: str | None
+    show_progress: bool
+
+
+OPTIONS = Arguments("argument", frozenset(PassageOptions.__annotations__))
+
+
 @dataclass(frozen=True)
-class Retrieving:
-    """How nodes are retrieved from an index: what query engines, chats and tools share."""
+class Passages:
+    """Where an engine or a tool finds its passages.
+
+    llm: its engine computes the KV. source: documents, which become an index, or an index that
+    there is, which only gets its nodes' KV. The others are as for cacheblend_query_engine.
+    """
 
     llm: CacheBlendLLM
+    source: Source
+    transformations: Sequence[TransformComponent] | None = None
+    embed_model: EmbedType | None = None
+    vector_store: BasePydanticVectorStore | None = None
     similarity_top_k: int = 4
     node_postprocessors: Sequence[BaseNodePostprocessor] = ()
     order: PassageOrder | str = PassageOrder.SCORE
+    collection: str | None = None
+    show_progress: bool = True
+
+    @classmethod
+    def of(cls, source: Source, llm: CacheBlendLLM | None, options: Mapping[str, Any]) -> Passages:
+        """Read the arguments; raises ConfigError for one that is unknown or of another kind.
+
+        llm: by default that of Settings. options: PassageOptions.
+        """
+        chosen = Settings.llm if llm is None else llm
+        if not isinstance(chosen, CacheBlendLLM):
+            raise ConfigError(f"llm is a {type(chosen).__name__}: give a CacheBlendLLM")
+        given = source if isinstance(source, BaseIndex) else checked_nodes(source, "documents")
+        return cls(chosen, given, **OPTIONS.read(options))
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a field of another kind."""
-        check_choice("order", self.order, list(PassageOrder))
-        if isinstance(self.similarity_top_k, bool) or not isinstance(self.similarity_top_k, int):
-            raise ConfigError(_not_a_count(self.similarity_top_k))
-        if self.similarity_top_k < 1:
-            raise ConfigError(_not_a_count(self.similarity_top_k))
+        check_parts("transformations", self.transformations or (), TransformComponent)
         check_parts("node_postprocessors", self.node_postprocessors, BaseNodePostprocessor)
-
-    def retriever(self, index: BaseIndex[Any]) -> Any:
-        """Return a retriever over an index."""
-        return index.as_retriever(similarity_top_k=self.similarity_top_k)
+        check_choice("order", self.order, list(PassageOrder))
+        count = self.similarity_top_k
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(f"similarity_top_k={count!r} must be an integer of at least 1")
 
     def postprocessors(self) -> list[BaseNodePostprocessor]:
         """Return the postprocessors that were given, and the one that hints."""
         hinting = CacheBlendPostprocessor(llm=self.llm, order=PassageOrder(self.order))
         return [*self.node_postprocessors, hinting]
 
-
-@dataclass(frozen=True)
-class Indexing:
-    """How documents become an index; an index that there is only gets its nodes' KV.
-
-    Args:
-        llm: its engine computes the KV.
-        transformations, embed_model, vector_store: as for cacheblend_query_engine.
-        variants, collection, show_progress: as for cacheblend_query_engine.
-    """
-
-    llm: CacheBlendLLM
-    transformations: Sequence[TransformComponent] | None = None
-    embed_model: EmbedType | None = None
-    vector_store: BasePydanticVectorStore | None = None
-    variants: tuple[Variant, ...] | None = None
-    collection: str | None = None
-    show_progress: bool = True
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a field of another kind."""
-        check_parts("transformations", self.transformations or (), TransformComponent)
-
-    def index(self, source: Source, template: BasePromptTemplate | None = None) -> BaseIndex[Any]:
-        """Return an index whose nodes' KV is stored.
+    def retriever(self, template: BasePromptTemplate | None = None) -> BaseRetriever:
+        """Return a retriever over an index whose nodes' KV is stored.
 
         Unless the LLM has an instruction, or was opened before, the beginning of ``template``
         becomes its instruction: what KV is computed after.
         """
-        embed_model = self._embed_model(source)
+        index = self._index(template)
+        return index.as_retriever(similarity_top_k=self.similarity_top_k)
+
+    def _index(self, template: BasePromptTemplate | None) -> BaseIndex[Any]:
+        source = self.source
+        embed_model = self._embed_model()
         if template is not None and self.llm.instruction is None and not self.llm.is_open:
             self.llm.instruction = self.llm.resolve_instruction(template)
         steps = list(self.transformations or Settings.transformations)
@@ -91,10 +108,7 @@ class Indexing:
         if collection is None:
             collection = "" if isinstance(source, BaseIndex) else _name_of(steps)
         precompute = CacheBlendPrecompute.from_llm(
-            self.llm,
-            variants=self.variants,
-            collection=collection,
-            show_progress=self.show_progress,
+            self.llm, collection=collection, show_progress=self.show_progress
         )
         if isinstance(source, BaseIndex):
             precompute(_nodes_of(source))
@@ -109,64 +123,11 @@ class Indexing:
             show_progress=self.show_progress,
         )
 
-    def _embed_model(self, source: Source) -> Any:
+    def _embed_model(self) -> Any:
         """Return the model that embeds documents: a missing one is missed before work begins."""
-        if isinstance(source, BaseIndex):
+        if isinstance(self.source, BaseIndex):
             return None
         return resolve_embed_model(self.embed_model) if self.embed_model else Settings.embed_model
-
-
-class PassageOptions(TypedDict, total=False):
-    """Which passages are indexed, and which retrieved: arguments of cacheblend_query_engine."""
-
-    transformations: Sequence[TransformComponent] | None
-    embed_model: EmbedType | None
-    vector_store: BasePydanticVectorStore | None
-    similarity_top_k: int
-    node_postprocessors: Sequence[BaseNodePostprocessor]
-    order: PassageOrder | str
-    variants: tuple[Variant, ...] | None
-    collection: str | None
-    show_progress: bool
-
-
-OPTIONS = Arguments("argument", frozenset(PassageOptions.__annotations__))
-
-
-@dataclass(frozen=True)
-class Passages:
-    """Where an engine or a tool finds its passages."""
-
-    llm: CacheBlendLLM
-    source: Source
-    indexing: Indexing
-    retrieving: Retrieving
-
-    @classmethod
-    def of(cls, source: Source, llm: CacheBlendLLM | None, options: Mapping[str, Any]) -> Passages:
-        """Read the arguments; raises ConfigError for one that is unknown or of another kind.
-
-        llm: by default that of Settings. options: PassageOptions.
-        """
-        given = OPTIONS.read(options)
-        llm = blending_llm(llm)
-        retrieving = {name: given.pop(name) for name in names_of(Retrieving) if name in given}
-        return cls(
-            llm, checked_source(source), Indexing(llm, **given), Retrieving(llm, **retrieving)
-        )
-
-
-def checked_source(source: Any) -> Source:
-    """Return documents as a list, or an index; raises ConfigError for others."""
-    return source if isinstance(source, BaseIndex) else checked_nodes(source, "documents")
-
-
-def blending_llm(llm: CacheBlendLLM | None) -> CacheBlendLLM:
-    """Return the LLM, by default that of Settings; raises ConfigError when it is another kind."""
-    chosen = Settings.llm if llm is None else llm
-    if not isinstance(chosen, CacheBlendLLM):
-        raise ConfigError(f"llm is a {type(chosen).__name__}: give a CacheBlendLLM")
-    return chosen
 
 
 def check_choice(name: str, given: Any, choices: Sequence[str]) -> None:
@@ -182,10 +143,6 @@ def check_parts(name: str, given: Any, kind: type) -> None:
     for index, part in enumerate(given):
         if not isinstance(part, kind):
             raise ConfigError(f"{name}[{index}] is a {type(part).__name__}: give {kind.__name__}s")
-
-
-def _not_a_count(given: Any) -> str:
-    return f"similarity_top_k={given!r} must be an integer of at least 1"
 
 
 def _name_of(transformations: Sequence[TransformComponent]) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, TransformComponent
@@ -25,15 +25,15 @@ from llama_index.llms.cacheblend.settings import EngineSettings, checked_llm, is
 
 logger = logging.getLogger(__name__)
 
-Variant = Literal["llm", "bare"]
-TEXTS: dict[Variant, Callable[[BaseNode], str]] = {"llm": shown_text, "bare": bare_text}
-
 
 class CacheBlendPrecompute(EngineSettings, TransformComponent):
     """Stores nodes' KV where a CacheBlendLLM with equal settings finds it; returns nodes unchanged.
 
-    Put it after the node parser. A document's nodes are computed in order, each after the nodes
-    before it, as far back as ``metadata["cacheblend_boundary"]`` (who may read a node) is the same.
+    Put it after the node parser. What is stored is a node's text with the metadata that LLMs see;
+    prompts that show it without them reuse that, too. Sentences of a SentenceWindowNodeParser, of
+    which prompts hold whole windows, are stored without. A document's nodes are computed in order,
+    each after those before it, as far back as ``metadata["cacheblend_boundary"]`` (who may read a
+    node) is the same.
     Nodes of a document replace its earlier nodes in their collection. A node without text is
     skipped; so is one that no tokenizer can encode.
 
@@ -42,10 +42,6 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
     prompt; call the step itself, ``precompute(nodes)``, to store it again.
 
     Args:
-        variants: which texts of a node get KV: ``llm`` (with metadata, what most prompts hold) or
-            ``bare`` (without it, what CitationQueryEngine shows). The other is only made known, so
-            that a report can name it. By default ``llm``, and of a SentenceWindowNodeParser's
-            nodes ``bare`` alone, since prompts hold whole windows of them.
         collection: several indexes over the same documents, cut by different node parsers, each
             need one of their own.
         register_only: nothing is computed, only made known: for a corpus too large to precompute,
@@ -61,11 +57,6 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
 
     """
 
-    variants: tuple[Variant, ...] | None = Field(
-        default=None,
-        description="Texts of a node that get KV: 'llm', 'bare'; by default as prompts show it.",
-        min_length=1,
-    )
     collection: str = Field(
         default="", description="Which of several indexes over the same documents nodes are for."
     )
@@ -80,7 +71,7 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
 
         Args:
             llm: the CacheBlendLLM that will answer.
-            **fields: variants, collection, register_only, show_progress.
+            **fields: collection, register_only, show_progress.
 
         Raises:
             ConfigError: for what ``llm`` settled.
@@ -110,16 +101,14 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
         known: list[Document | Chunk] = []
         wanted: list[Document | Chunk] = []
         for source in source_documents(given):
-            documents = {name: self._document(source, read) for name, read in TEXTS.items()}
-            if documents["llm"] == documents["bare"]:
-                wanted += _items(source, documents["llm"])
-            elif self.variants is None and any(map(has_window, source.nodes)):
+            shown, bare = self._document(source, shown_text), self._document(source, bare_text)
+            if any(map(has_window, source.nodes)):
                 # With its metadata a sentence stands in no window, except as the first: left out.
-                wanted += _items(source, replace(documents["bare"], separator=" "))
-            else:
-                for name in TEXTS:
-                    stored = name in (self.variants or ("llm",))
-                    (wanted if stored else known).extend(_items(source, documents[name]))
+                wanted += _items(source, replace(bare, separator=" "))
+                continue
+            wanted += _items(source, shown)
+            if bare != shown:
+                known += _items(source, bare)
         self._precompute(engine, wanted)
         engine.register(known)
         return nodes

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from llama_index.core.bridge.pydantic import BaseModel
-from llama_index.core.embeddings.utils import EmbedType
-from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import (
     DEFAULT_TEXT_QA_PROMPT_SEL,
@@ -15,21 +12,11 @@ from llama_index.core.prompts.default_prompt_selectors import (
 )
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
-from llama_index.core.schema import TransformComponent
-from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
-from cacheblend_rag import ConfigError, PassageOrder
-from llama_index.llms.cacheblend.indexing import (
-    Indexing,
-    Retrieving,
-    Source,
-    blending_llm,
-    check_choice,
-    checked_source,
-)
+from cacheblend_rag import ConfigError
+from llama_index.llms.cacheblend.indexing import PassageOptions, Passages, Source, check_choice
 from llama_index.llms.cacheblend.instruction import CONTEXT_VARIABLES
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
-from llama_index.llms.cacheblend.precompute import Variant
 from llama_index.llms.cacheblend.prompt_helper import CacheBlendPromptHelper
 
 OBJECT_MODES = (ResponseMode.REFINE, ResponseMode.COMPACT, ResponseMode.TREE_SUMMARIZE)
@@ -40,21 +27,13 @@ def cacheblend_query_engine(
     source: Source,
     llm: CacheBlendLLM | None = None,
     *,
-    transformations: Sequence[TransformComponent] | None = None,
-    embed_model: EmbedType | None = None,
-    vector_store: BasePydanticVectorStore | None = None,
     text_qa_template: BasePromptTemplate | None = None,
     summary_template: BasePromptTemplate | None = None,
     response_mode: ResponseMode = ResponseMode.COMPACT,
     output_cls: type[BaseModel] | None = None,
-    similarity_top_k: int = 4,
-    node_postprocessors: Sequence[BaseNodePostprocessor] = (),
-    order: PassageOrder | str = PassageOrder.SCORE,
-    variants: tuple[Variant, ...] | None = None,
-    collection: str | None = None,
     streaming: bool = False,
     use_async: bool = False,
-    show_progress: bool = True,
+    **options: Unpack[PassageOptions],
 ) -> RetrieverQueryEngine:
     """Return a query engine over ``source`` whose retrieved chunks are reused, not read again.
 
@@ -63,45 +42,37 @@ def cacheblend_query_engine(
             it, or an index there is, whose nodes are precomputed as far as they are not stored yet.
         llm: by default ``Settings.llm``. Unless it has an instruction, or was opened before, chunks
             are precomputed after the beginning of the template.
-        transformations: what turns documents into nodes; by default those of ``Settings``.
-        embed_model: how documents are embedded; by default that of ``Settings``.
-        vector_store: keeps the vectors of documents; by default this process' memory.
         text_qa_template: by default LlamaIndex's own.
         summary_template: by default LlamaIndex's own.
         response_mode: as for any synthesizer.
         output_cls: a pydantic class whose object is the answer (``response.response``), by
             constrained decoding. In the modes refine, compact and tree_summarize, not streamed.
-        similarity_top_k: how many nodes are retrieved.
-        node_postprocessors: run before the one that hints.
-        order: as in CacheBlendPostprocessor.
-        variants: as in CacheBlendPrecompute.
-        collection: as in CacheBlendPrecompute; by default documents that are cut by other
-            transformations are in another one, so that two indexes over the same documents keep
-            their chunks.
         streaming: as for any synthesizer.
         use_async: as for any synthesizer.
-        show_progress: whether bars are shown.
+        **options: what cacheblend_chat_engine and cacheblend_retriever_tool take, too:
+            ``transformations``, what turns documents into nodes, and ``embed_model``; by default
+            those of ``Settings``. ``vector_store``, of documents; by default this process' memory.
+            ``similarity_top_k``, how many nodes are retrieved: 4. ``node_postprocessors``, which
+            run before the one that hints. ``order``: as in CacheBlendPostprocessor.
+            ``collection``: as in CacheBlendPrecompute; by default documents that are cut by other
+            transformations are in another one, so that two indexes over the same documents keep
+            their chunks. ``show_progress``: whether bars are shown.
 
     Raises:
         ConfigError: before a model is loaded, for an argument of another kind.
     """
-    llm = blending_llm(llm)
-    source = checked_source(source)
+    passages = Passages.of(source, llm, options)
     check_choice("response_mode", response_mode, [mode.value for mode in ResponseMode])
     _check_template("text_qa_template", text_qa_template)
     _check_template("summary_template", summary_template)
     _check_output_cls(output_cls, response_mode, streaming=streaming)
-    retrieving = Retrieving(llm, similarity_top_k, node_postprocessors, order)
-    indexing = Indexing(
-        llm, transformations, embed_model, vector_store, variants, collection, show_progress
-    )
     summarizes = response_mode == ResponseMode.TREE_SUMMARIZE
     own = summary_template if summarizes else text_qa_template
     default = DEFAULT_TREE_SUMMARIZE_PROMPT_SEL if summarizes else DEFAULT_TEXT_QA_PROMPT_SEL
-    index = indexing.index(source, own or default)
+    retriever = passages.retriever(own or default)  # may give the LLM its instruction: first
     synthesizer = get_response_synthesizer(
-        llm=llm,
-        prompt_helper=CacheBlendPromptHelper.from_llm(llm, output_cls),
+        llm=passages.llm,
+        prompt_helper=CacheBlendPromptHelper.from_llm(passages.llm, output_cls),
         text_qa_template=text_qa_template,
         summary_template=summary_template,
         response_mode=response_mode,
@@ -110,9 +81,9 @@ def cacheblend_query_engine(
         use_async=use_async,
     )
     return RetrieverQueryEngine(
-        retriever=retrieving.retriever(index),
+        retriever=retriever,
         response_synthesizer=synthesizer,
-        node_postprocessors=retrieving.postprocessors(),
+        node_postprocessors=passages.postprocessors(),
     )
 
 

@@ -30,17 +30,16 @@ def cacheblend_retriever_tool(
         description: what the model is told of it: say what the passages are about.
         **options: arguments of cacheblend_query_engine: ``transformations``, ``embed_model``,
             ``vector_store``, ``similarity_top_k`` (how many passages a call returns),
-            ``node_postprocessors``, ``order``, ``variants``, ``collection``, ``show_progress``.
+            ``node_postprocessors``, ``order``, ``collection``, ``show_progress``.
 
     Raises:
         ConfigError: before a model is loaded, for an argument of another kind.
     """
     passages = Passages.of(source, llm, options)
-    index = passages.indexing.index(passages.source)
     return _PassageTool(
-        passages.retrieving.retriever(index),
+        passages.retriever(),
         ToolMetadata(name=name, description=description),
-        passages.retrieving.postprocessors(),
+        passages.postprocessors(),
     )
 
 

@@ -88,6 +88,7 @@ class EngineSettings(CheckedComponent, EngineComponent):
             named["blend_config"] = named.get("blend_config") or given.config
         super().__init__(**_plain(named))
         self._source = source
+        source.keep_for(self)
 
     @field_serializer("store")
     def _told_of_store(self, store: StoreConfig) -> dict[str, Any]:
