@@ -104,7 +104,7 @@ class Generation:
         report: what was reused, and why the rest was not.
         sampling: the settings that its tokens were sampled with; the model's own for fields that
             the request left out.
-        content: the answer without its tool calls.
+        content: the answer without its tool calls, also one that is cut off; by default ``text``.
         tool_calls: of the tools that a ChatPrompt has; arguments are JSON text.
         logprobs: of each token of ``token_ids``, if they were asked for.
     """
@@ -115,12 +115,12 @@ class Generation:
     prompt_tokens: int
     report: BlendReport
     sampling: ResolvedSampling = field(default_factory=ResolvedSampling)
-    content: str = ""
+    content: str = cast(str, None)
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not self.tool_calls:
+        if self.content is None:
             object.__setattr__(self, "content", self.text)
 
     @property

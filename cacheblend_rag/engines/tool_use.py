@@ -12,7 +12,7 @@ from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.structured import MOST_DEPTH, StructuredOutputs, bounded_schema, is_deep
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chat import ChatPrompt
-from cacheblend_rag.text.tool_calls import MARKS, ContentStream, find_calls
+from cacheblend_rag.text.tool_calls import MARKS, ContentStream, cut_call, find_calls
 from cacheblend_rag.text.tools import Tool, ToolCall, named_tool, tool_name
 
 WHOLE = ("$schema", "$id")
@@ -63,7 +63,10 @@ class ToolUse:
         return self.sampling.with_changes(structured_outputs=held_to)
 
     def read(self, text: str, token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
-        """Return an answer's text without its calls, and the calls; one if the chat says so."""
+        """Return an answer's text without its calls, and the calls; one if the chat says so.
+
+        A call that must be made and is cut off is one as far as it goes, and never text.
+        """
         is_json = _is_json(self.constrained)
         if not is_json and self.hides_mark(token_ids):
             whole = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
@@ -71,7 +74,8 @@ class ToolUse:
         else:
             content, calls = find_calls(text, self._known, is_json=is_json)
         if not calls:
-            return text, ()
+            is_forced = self.chat.tool_choice != "auto"
+            return ("", cut_call(text, self._known)) if is_forced else (text, ())
         return content, calls if self.chat.parallel_tool_calls else calls[:1]
 
     def content_stream(self) -> ContentStream:

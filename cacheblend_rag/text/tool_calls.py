@@ -39,6 +39,12 @@ KEYED = regex.compile(
 NAMED = regex.compile(r"[\s,;]{0,99}+(?P<name>[a-zA-Z0-9_.:-]{0,128})")
 """A tool's name right before its arguments, or another word."""
 ARGUMENTS_BEGIN = regex.compile(rf"(?:\[ARGS\])?{BLANKS}\{{")
+CUT = regex.compile(
+    rf'{BLANKS}\{{{BLANKS}"name"{BLANKS}:{BLANKS}"(?P<name>{NAME.pattern})"'
+    rf'(?:{BLANKS},{BLANKS}"arguments"{BLANKS}:{BLANKS}(?P<arguments>.*))?',
+    regex.DOTALL,
+)
+"""A JSON call as far as it goes."""
 CLOSING = re.compile(r"\s*(?:</tool_call>|```)")
 BEFORE = re.compile(rf"[\s,;]*(?:(?P<name>{NAME.pattern})(?:\[ARGS\])?\s*(?=\{{))?")
 """What may stand before a JSON value: separators, and a tool's name before its arguments."""
@@ -72,6 +78,17 @@ def find_calls(
     first, *others = [*pieces, text[kept:]]
     rest = [first.rstrip(), *(one.strip() for one in others)]
     return "\n".join(one for one in rest if one), tuple(calls)
+
+
+def cut_call(text: str, known: Collection[str]) -> tuple[ToolCall, ...]:
+    """Return the plain JSON call that a cut-off answer begins with; none without a whole name.
+
+    Its arguments are JSON text as far as they go. known: the names of the tools.
+    """
+    found = CUT.match(text)
+    if found is None or found["name"] not in known:
+        return ()
+    return (ToolCall(uuid.uuid4().hex[:ID_CHARACTERS], found["name"], found["arguments"] or ""),)
 
 
 class ContentStream:

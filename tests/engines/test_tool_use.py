@@ -131,6 +131,24 @@ def test_a_mark_that_decoding_leaves_out_begins_a_call_in_streams_as_well() -> N
     assert [(call.name, call.arguments) for call in calls] == [("f", '{"a": 1}')]
 
 
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"name": "f', []),
+        ('{"name": "f", "argu', [("f", "")]),
+        ('{"name":"f","arguments":{"u": "C', [("f", '{"u": "C')]),
+        ('{"name": "f", "arguments": {"u": "C"}', [("f", '{"u": "C"}')]),
+    ],
+)
+def test_a_call_that_must_be_made_and_is_cut_is_no_text(
+    text: str, calls: list[tuple[str, str]]
+) -> None:
+    asked = ChatPrompt([{"role": "user", "content": "?"}], [tool({})], "required")
+    content, found = ToolUse(asked, ResolvedSampling(), tokenizer_of("byte-level")).read(text, ())
+    assert content == ""
+    assert [(call.name, call.arguments) for call in found] == calls
+
+
 def test_a_field_that_is_no_form_is_refused() -> None:
     for name in ("", "yaml", 3):
         with pytest.raises(

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend_rag import Delta, Generation, TokenLogprob
+from cacheblend_rag import Delta, Generation, PromptTooLongError, TokenLogprob
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
 from langchain_cacheblend.tool_calling import to_tool_call_chunks, to_tool_calls
+
+
+class PromptOverflowError(PromptTooLongError, ContextOverflowError):
+    """A prompt leaves no room for an answer within the context window; both classes catch it."""
+
+
+@contextmanager
+def overflow_told() -> Iterator[None]:
+    """Raise what LangChain catches where a prompt is too long."""
+    try:
+        yield
+    except PromptTooLongError as error:
+        raise PromptOverflowError(
+            error.tokens,
+            error.context_window,
+            at_least=error.at_least,
+            answer_tokens=error.answer_tokens,
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -34,7 +54,10 @@ class AnswerReader:
         )
 
     def piece(self, delta: Delta) -> AIMessageChunk:
-        """Return a piece of a stream; the last has the tool calls, the usage and the report."""
+        """Return a piece of a stream; the last has the tool calls, the usage and the report.
+
+        A call that is cut off is left out: LangChain would complete it, and run it.
+        """
         told = {"logprobs": _logprobs(delta.logprobs)} if delta.logprobs else {}
         if delta.generation is None:
             return AIMessageChunk(content=delta.content, response_metadata=told)

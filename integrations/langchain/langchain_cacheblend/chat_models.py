@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from cacheblend_rag import (
-    BlendConfig,
     ChatPrompt,
-    Chunk,
     ConfigError,
     ConversationKV,
     Engine,
@@ -28,7 +26,7 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from langchain_cacheblend.answers import AnswerReader
+from langchain_cacheblend.answers import AnswerReader, overflow_told
 from langchain_cacheblend.call_options import (
     OWN_FIELDS,
     AskedTools,
@@ -158,10 +156,8 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     ) -> ChatResult:
         engine = self.engine
         call = self._call(engine, messages, stop, kwargs)
-        return _result(
-            call,
-            engine.generate(call.prompt, call.sampling, config=call.config, hints=call.hints),
-        )
+        with overflow_told():
+            return _result(call, engine.generate(call.prompt, call.sampling, **call.blending))
 
     async def _agenerate(
         self,
@@ -172,12 +168,9 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     ) -> ChatResult:
         engine = await self._source.aopen(self._engine_config)
         call = self._call(engine, messages, stop, kwargs)
-        return _result(
-            call,
-            await engine.agenerate(
-                call.prompt, call.sampling, config=call.config, hints=call.hints
-            ),
-        )
+        with overflow_told():
+            answer = await engine.agenerate(call.prompt, call.sampling, **call.blending)
+            return _result(call, answer)
 
     def _stream(
         self,
@@ -188,13 +181,14 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         engine = self.engine
         call = self._call(engine, messages, stop, kwargs)
-        deltas = engine.stream(call.prompt, call.sampling, config=call.config, hints=call.hints)
-        with closing(deltas):  # type: ignore[type-var]
-            for delta in deltas:
-                chunk = ChatGenerationChunk(message=call.reader.piece(delta))
-                if run_manager:
-                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
+        with overflow_told():
+            deltas = engine.stream(call.prompt, call.sampling, **call.blending)
+            with closing(deltas):  # type: ignore[type-var]
+                for delta in deltas:
+                    chunk = ChatGenerationChunk(message=call.reader.piece(delta))
+                    if run_manager:
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
 
     async def _astream(
         self,
@@ -205,13 +199,14 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         engine = await self._source.aopen(self._engine_config)
         call = self._call(engine, messages, stop, kwargs)
-        deltas = engine.astream(call.prompt, call.sampling, config=call.config, hints=call.hints)
-        async with aclosing(deltas):
-            async for delta in deltas:
-                chunk = ChatGenerationChunk(message=call.reader.piece(delta))
-                if run_manager:
-                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
+        with overflow_told():
+            deltas = engine.astream(call.prompt, call.sampling, **call.blending)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    chunk = ChatGenerationChunk(message=call.reader.piece(delta))
+                    if run_manager:
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
 
     # Tools, and the form of answers
 
@@ -316,8 +311,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         return _Call(
             prompt=_as_turn(prompt, messages, options.get("conversation")),
             sampling=self._sampling(options),
-            config=config,
-            hints=read_hints(hints),
+            blending={"config": config, "hints": read_hints(hints)},
             reader=AnswerReader(self.model_name),
         )
 
@@ -339,8 +333,7 @@ class _Call:
 
     prompt: Prompt | TurnPrompt
     sampling: SamplingParams
-    config: BlendConfig
-    hints: Sequence[Chunk | str]
+    blending: Mapping[str, Any]
     reader: AnswerReader
 
 

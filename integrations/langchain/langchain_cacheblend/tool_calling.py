@@ -120,8 +120,13 @@ def to_tool_calls(
 
 
 def to_tool_call_chunks(calls: Sequence[ToolCall]) -> list[ToolCallChunk]:
-    """Return an answer's tool calls as they stand in the last piece of a stream."""
+    """Return an answer's tool calls as they stand in the last piece of a stream.
+
+    One whose arguments are cut off is left out: LangChain would complete it, and run it.
+    """
+    whole, _ = to_tool_calls(calls)
+    texts = [json.dumps(call["args"], ensure_ascii=False) for call in whole]
     return [
-        tool_call_chunk(name=call.name, args=call.arguments, id=call.id, index=index)
-        for index, call in enumerate(calls)
+        tool_call_chunk(name=call["name"], args=text, id=call["id"], index=index)
+        for index, (call, text) in enumerate(zip(whole, texts, strict=True))
     ]

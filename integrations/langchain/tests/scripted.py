@@ -45,10 +45,12 @@ def scripted(engine: Engine, script: Script) -> Engine:
     start = engine._start
 
     def follow(request: Request) -> Any:
-        said = script(_asked(request))
+        asked = _asked(request)
+        said = script(asked)
         if said is None:
             return start(request)
-        text = said if isinstance(said, str) else call_text(*said)
+        is_json = asked.forced or asked.has_form
+        text = said if isinstance(said, str) else call_text(*said, is_json=is_json)
         held = StructuredOutputs(choice=(text,))
         sampling = request.sampling.with_changes(structured_outputs=held)
         return start(replace(request, sampling=sampling))
@@ -84,10 +86,10 @@ def remembering(engine: TransformersEngine) -> TransformersEngine:
     return engine
 
 
-def call_text(name: str, arguments: dict[str, Any]) -> str:
-    """A call as a model writes it."""
+def call_text(name: str, arguments: dict[str, Any], *, is_json: bool = False) -> str:
+    """A call as a model writes it, or is held to."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{call}\n</tool_call>"
+    return call if is_json else f"<tool_call>\n{call}\n</tool_call>"
 
 
 def _asked(request: Request) -> Asked:

@@ -109,7 +109,7 @@ def scripted_engine(engine: Engine, script: dict[str, str]) -> Engine:
 
     def say(prompt: Any, generation: Generation) -> Generation:
         answers = [answer for key, answer in script.items() if key in str(prompt)]
-        return replace(generation, text=answers[0]) if answers else generation
+        return replace(generation, text=answers[0], content=answers[0]) if answers else generation
 
     scripted = copy(engine)
     answers = {"generate": generate, "agenerate": agenerate}
@@ -154,7 +154,7 @@ class Script:
         if callable(answer):
             return cast("Generation", answer(generation))
         if isinstance(answer, str):
-            return replace(generation, text=answer, finish_reason="stop")
+            return replace(generation, text=answer, content=answer, finish_reason="stop")
         calls = tuple(
             ToolCall(f"call-{len(self.asked)}-{place}", name, json.dumps(arguments))
             for place, (name, arguments) in enumerate(answer)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from cacheblend_rag import Delta, Generation, SamplingParams, TokenLogprob, ToolCall
+import pytest
+from cacheblend_rag import (
+    Delta,
+    Generation,
+    PromptTooLongError,
+    SamplingParams,
+    TokenLogprob,
+    ToolCall,
+)
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessageChunk
 
+from langchain_cacheblend import ChatCacheBlend
 from langchain_cacheblend.answers import AnswerReader
 from tests.models import random_engine
 
@@ -49,6 +60,24 @@ def test_the_last_piece_of_a_stream_has_the_calls() -> None:
     assert [chunk["index"] for chunk in whole.tool_call_chunks] == [0]
     assert whole.usage_metadata == message.usage_metadata
     assert whole.response_metadata == message.response_metadata
+
+
+def test_a_prompt_that_is_too_long_is_told_in_langchains_words() -> None:
+    llm, prompt = ChatCacheBlend(engine=random_engine()), "so " * 20_000
+
+    async def astream(prompt: str) -> None:
+        await anext(llm.astream(prompt))
+
+    for ask in (
+        llm.invoke,
+        lambda prompt: next(llm.stream(prompt)),
+        lambda prompt: asyncio.run(llm.ainvoke(prompt)),
+        lambda prompt: asyncio.run(astream(prompt)),
+    ):
+        with pytest.raises(ContextOverflowError) as raised:
+            ask(prompt)
+        assert isinstance(raised.value, PromptTooLongError)
+        assert raised.value.context_window == llm.engine.context_window
 
 
 def test_log_probabilities_are_told_as_by_openai() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from llama_index.core import MockEmbedding, VectorStoreIndex
-from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
+from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from toy import TOY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,7 +22,6 @@ from cacheblend_rag.errors import (
     PromptError,
 )
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
-from llama_index.postprocessor.cacheblend import CacheBlendPostprocessor
 
 
 def free_port() -> int:
@@ -65,49 +64,9 @@ def test_an_empty_and_a_too_long_prompt(llm: CacheBlendLLM) -> None:
         assert one_line(raised.value)
 
 
-@pytest.fixture
-def small(random_model: Path, tmp_path: Path) -> CacheBlendLLM:
-    return llm_of(random_model, tmp_path)
-
-
-def llm_of(model: Path, kv_path: Path) -> CacheBlendLLM:
-    return CacheBlendLLM(
-        model=model,
-        kv_path=kv_path,
-        instruction="Notes:\n",
-        blend_config={"min_tokens": 0},
-        max_tokens=1,
-        is_chat_model=False,
-    )
-
-
 def node(text: str, **metadata: str) -> TextNode:
     source = RelatedNodeInfo(node_id="doc")
     return TextNode(text=text, metadata=metadata, relationships={NodeRelationship.SOURCE: source})
-
-
-def outcomes(llm: CacheBlendLLM, asked: TextNode) -> list[tuple[bool, str | None]]:
-    """Index-time text against the node's text of now: what became of its chunk."""
-    CacheBlendPostprocessor(llm=llm).postprocess_nodes([NodeWithScore(node=asked)])
-    prompt = f"Notes:\n{asked.get_content('llm')}\n\nWhat?"
-    report = llm.complete(prompt, formatted=True).additional_kwargs["cacheblend"]
-    return [(chunk["hit"], chunk["reason"]) for chunk in report["chunks"]]
-
-
-def index(llm: CacheBlendLLM, *nodes: TextNode) -> None:
-    CacheBlendPrecompute.from_llm(llm, show_progress=False)(nodes)
-
-
-def test_metadata_changed_after_indexing(small: CacheBlendLLM) -> None:
-    index(small, node("A text about stones.", page="1"))
-    changed = node("A text about stones.", page="2")
-    assert outcomes(small, changed) == [(False, "not stored"), (False, "unknown")]
-
-
-def test_a_node_without_text(small: CacheBlendLLM) -> None:
-    index(small, node(""), node("A text about stones."))
-    assert outcomes(small, node("A text about stones.")) == [(True, None)]
-    assert outcomes(small, node("")) == []
 
 
 GEMMA = (

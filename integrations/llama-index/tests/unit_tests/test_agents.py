@@ -14,14 +14,12 @@ from llama_index.core.agent.workflow import (
     ToolCallResult,
 )
 from llama_index.core.bridge.pydantic import BaseModel
-from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode
 
-from cacheblend_rag import ChatPrompt, ConfigError
+from cacheblend_rag import ChatPrompt
 from llama_index.llms.cacheblend import (
-    CacheBlendLLM,
     cacheblend_retriever_tool,
     collect_reports,
 )
@@ -162,20 +160,3 @@ def test_a_retriever_tool_of_documents(acting: Any, passages: list[BaseNode]) ->
     for output in said:
         assert all(node.get_content() in output.content for node in passages)
     assert llm.open().registry.document("tool-0")
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"llm": MockLLM()}, "llm is a MockLLM"),
-        ({"source": "docs"}, "documents is a str"),
-        ({"similarity_top_k": 0}, "similarity_top_k=0 must be an integer"),
-        ({"order": "best"}, "order='best' must be one of"),
-        ({"node_postprocessors": "x"}, "node_postprocessors is a str"),
-        ({"transformations": ["x"]}, r"transformations\[0\] is a str"),
-    ],
-)
-def test_a_wrong_argument_of_a_tool_is_named(given: Any, told: str) -> None:
-    llm = CacheBlendLLM(model="no-such-model")
-    with pytest.raises(ConfigError, match=told):
-        cacheblend_retriever_tool(**{"source": [Document(text="x")], "llm": llm, **given})

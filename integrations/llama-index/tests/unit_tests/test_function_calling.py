@@ -22,7 +22,15 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.tools import FunctionTool
 
-from cacheblend_rag import ChatPrompt, ConfigError, Engine, Generation, PromptError, TokenLogprob
+from cacheblend_rag import (
+    ChatPrompt,
+    ConfigError,
+    Engine,
+    Generation,
+    PromptError,
+    TokenLogprob,
+    ToolCall,
+)
 from llama_index.llms.cacheblend import CacheBlendLLM
 from llama_index.llms.cacheblend.messages import plain_messages
 
@@ -117,6 +125,15 @@ def test_an_answer_that_calls_none_is_text(endpoint: Endpoint, acting: Any) -> N
     assert llm.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
     with pytest.raises(ValueError, match=r"calls no tool: .Five, I think"):
         llm.get_tool_calls_from_response(response)
+
+
+@pytest.mark.parametrize("calls", [(), (ToolCall("1", "add", '{"a": 2'),)])
+def test_a_call_that_is_cut_off_is_an_error(calls: tuple[ToolCall, ...], acting: Any) -> None:
+    cut = {"text": '{"name": "', "content": "", "tool_calls": calls, "finish_reason": "length"}
+    llm, _ = acting(lambda answer: replace(answer, **cut))
+    response = whole(llm, tools=TOOLS, user_msg="2+3?", tool_required=True)
+    with pytest.raises(ConfigError, match="max_tokens ended the call of a tool"):
+        llm.get_tool_calls_from_response(response, error_on_no_tool_call=False)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

@@ -71,6 +71,10 @@ def test_a_node_changed_after_indexing_is_named_in_the_report(
     (chunk,) = response.additional_kwargs["cacheblend"]["chunks"]
     assert (chunk["hit"], chunk["reason"]) == (False, "unknown")
 
+    changed.set_content("")
+    CacheBlendPostprocessor(llm=llm).postprocess_nodes(scored([changed], [1.0]))
+    assert llm.complete("So.", formatted=True).additional_kwargs["cacheblend"]["chunks"] == []
+
 
 def test_it_is_serialized_with_its_llm(llm: CacheBlendLLM) -> None:
     told = CacheBlendPostprocessor(llm=llm, order="reverse").to_dict()

@@ -109,7 +109,7 @@ def test_streams_show_the_object_grow(acting: Any) -> None:
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_an_answer_that_max_tokens_ended_says_so(endpoint: Endpoint, acting: Any) -> None:
     def cut(generation: Generation) -> Generation:
-        return replace(generation, text=TEXT[:14], finish_reason="length")
+        return replace(generation, text=TEXT[:14], content=TEXT[:14], finish_reason="length")
 
     llm, _ = acting(cut)
     with pytest.raises(ConfigError, match="max_tokens ended the JSON of Fact after 14 characters"):

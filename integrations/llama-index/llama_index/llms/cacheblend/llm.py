@@ -253,6 +253,7 @@ class CacheBlendLLM(EngineSettings, StructuredPredictor):
 
         Raises:
             ValueError: when it calls none.
+            ConfigError: when ``max_tokens`` ended a call before it was whole.
         """
         found = selections(response)
         if error_on_no_tool_call and not found:

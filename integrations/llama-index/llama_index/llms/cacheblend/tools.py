@@ -79,10 +79,15 @@ def _choice(given: str | Mapping[str, Any] | None, *, required: bool) -> Any:
 
 
 def selections(response: ChatResponse) -> list[ToolSelection]:
-    """Return the tools that a response calls; arguments that are cut off as far as they go."""
+    """Return the tools that a response calls; raises ConfigError where a call is cut off."""
+    called = _called(response.message)
+    is_whole = all(isinstance(arguments, Mapping) for _, _, arguments in called)
+    is_cut = not (called or response.message.content) or not is_whole
+    if is_cut and isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length":
+        raise ConfigError("max_tokens ended the call of a tool: give a higher max_tokens")
     return [
         ToolSelection(tool_id=call_id, tool_name=name, tool_kwargs=_kwargs(arguments))
-        for call_id, name, arguments in _called(response.message)
+        for call_id, name, arguments in called
     ]
 
 
