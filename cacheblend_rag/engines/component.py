@@ -118,14 +118,9 @@ class EngineSource:
         return await asyncio.to_thread(self.open, settings)
 
     def check_settled(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Refuse options that would have no effect on a given engine.
+        """Raise ConfigError for options that a given engine has settled.
 
-        Args:
-            given: options by EngineConfig's names.
-            defaults: their defaults; None always is one.
-
-        Raises:
-            ConfigError: when an engine was given together with settings that it has fixed.
+        given: by EngineConfig's names. defaults: of these options; None always is one.
         """
         if self.engine is None or not self.was_given:
             return

@@ -30,10 +30,7 @@ class StoredChunks:
         self._finder, self._led = finder, led
 
     def find(self, prompt: PreparedPrompt) -> Sequence[PlacedChunk]:
-        """Return the parts of chunks and turns in a prompt, in order.
-
-        They are beside its placed chunks, or within those of which no KV is known to be stored.
-        """
+        """Return the parts of chunks and turns in a prompt, but for its stored placed chunks."""
         led, conversation, key = self._led, prompt.conversation, prompt.conversation_key
         if conversation is not None and not self._finder.knows(led.namespace, key):
             for plans in conversation.plans(turn_fingerprint(led.fingerprint)):
