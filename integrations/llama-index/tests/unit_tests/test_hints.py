@@ -26,11 +26,7 @@ def test_chunks_that_stand_in_the_prompt_are_hinted() -> None:
     expect([hinted(ONE, "page: 1\n\n"), hinted(TWO, "page: 2\n\n")])
     assert hints_in(f"Read:\npage: 1\n\n{ONE}\n\nQuestion") == [Chunk(f"page: 1\n\n{ONE}", "d")]
     assert hints_in(f"Source 1:\n{TWO}\n") == [Chunk(TWO, "d")]
-
-
-def test_chunks_of_another_call_are_not_mentioned() -> None:
-    expect([hinted(ONE), hinted(TWO)])
-    assert hints_in("A prompt of something else.") == []
+    assert hints_in("A prompt of another call.") == []
 
 
 def test_a_cut_chunk_is_hinted_whole_so_that_the_report_names_it() -> None:
