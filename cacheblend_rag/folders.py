@@ -24,6 +24,10 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 def write_private(path: str | os.PathLike[str], text: str) -> None:
     """Write a file that only its owner may read; it replaces one of that name as a whole.
 
+    Args:
+        path: of the file.
+        text: what it is to hold.
+
     Raises:
         OSError: when it cannot be written.
     """
