@@ -162,8 +162,8 @@ class FoundChunk:
         where = self.start, self.end, self.before, self.protected
         return self.name, self.deletions, *where
 
-    def placed(self, fingerprint: str) -> PlacedChunk:
-        """Return where its KV stands, under a key with such a fingerprint."""
+    def placed(self, fingerprint: str = "0" * 64) -> PlacedChunk:
+        """Return where its KV stands, under a key with such a fingerprint, for a report any."""
         return PlacedChunk(
             KVKey(self.name.chunk_id, fingerprint, self.name.context_id),
             self.start,

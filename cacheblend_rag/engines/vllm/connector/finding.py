@@ -138,8 +138,7 @@ class Finding:
         if refused:
             why, miss = refused
             told = (
-                one.placed("").report(MISSING if one.is_missing else miss or MISSING)
-                for one in found
+                one.placed().report(MISSING if one.is_missing else miss or MISSING) for one in found
             )
             return Pending(result=Declined(why, tuple(told)))
         blend = Blend(found, config)

@@ -92,4 +92,4 @@ def held_result(chunks: Sequence[FoundChunk], computed: int, why: Reason) -> Ble
 
 def held_report(chunk: FoundChunk, computed: int | None = None) -> ChunkReport:
     """Report a chunk as read from the prefix cache, which holds the first ``computed`` tokens."""
-    return chunk.placed("").report(None).held(chunk.end if computed is None else computed)
+    return chunk.placed().report(None).held(chunk.end if computed is None else computed)
