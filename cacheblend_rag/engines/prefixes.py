@@ -38,8 +38,9 @@ logger = logging.getLogger(__name__)
 
 LOOKUP_THREADS = 32
 """The prefixes of so many prompts are looked up at the same time."""
-MOST_WAITING, MOST_AGAIN = 4, 8192
-"""Most beginnings of prompts that wait to be computed in idle time, and most tokens of one."""
+MOST_WAITING, LEAST_BLOCKS, MOST_AGAIN = 4, 6, 8192
+"""Most beginnings of prompts that wait to be computed in idle time; fewest blocks and most tokens
+of one with passages: a shorter one is blended about as fast."""
 MOST_BLOCKS, MOST_COUNTED = 1 << 14, 1 << 12
 """Most blocks with passages of a store; beginnings of prompts, after which counting begins anew."""
 
@@ -186,7 +187,7 @@ class Prefixes:
 
         That is at the second time, and, if it was not kept, at the fourth, eighth and so on.
         """
-        if not keys or all(tier.durable for tier in self._store.tiers):
+        if len(keys) < LEAST_BLOCKS or all(tier.durable for tier in self._store.tiers):
             return False
         if len(self._counts) > MOST_COUNTED:
             self._counts.clear()
@@ -199,6 +200,7 @@ class Prefixes:
         keys: of its blocks, in order. fused: the request's KV, which must not be written to any
         more. own: how many come before its first passage. deletions: of passages, before it began.
         """
+        keys = keys if len(keys) >= LEAST_BLOCKS else keys[:own]
         size = fused.keys.nbytes + fused.values.nbytes
         if keys and self._writer.has_room(size):
             with suppress(RuntimeError):  # closed meanwhile

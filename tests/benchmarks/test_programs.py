@@ -51,6 +51,12 @@ def test_more_requests_than_combinations_are_an_error(bench: Bench) -> None:
         bench("steady", "--shape", "tiny", *given)
 
 
+def test_the_same_passages_are_an_exact_prefix_from_the_third_question_on(bench: Bench) -> None:
+    found = bench("same_passages", "--model", TOY, "--questions", 2, "--words", 60, "--wait", 5)
+    assert found["exact"] == 2
+    assert min(found[f"{way}_seconds"] for way in ("full", "blended", "exact")) > 0
+
+
 def test_a_batch_is_answered_in_both_orders(bench: Bench) -> None:
     found = bench(
         "batch", "--model", TOY, "--requests", 24, "--chunks", 30, "--drawn", 3,

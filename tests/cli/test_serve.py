@@ -179,7 +179,8 @@ def test_vllms_parser_of_tool_calls_is_that_of_the_chat_template(
 
 
 def test_vllm_has_the_parsers_of_tool_calls():
-    vllm = Path(find_spec("vllm").origin).parent
+    found = find_spec("vllm") or pytest.skip("vLLM is not installed")
+    vllm = Path(found.origin).parent
     registry = (vllm / "tool_parsers" / "__init__.py").read_text()
     assert [one for one in serve.TOOL_PARSERS.values() if f'"{one}": (' not in registry] == []
 

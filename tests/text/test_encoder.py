@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import PromptError
@@ -83,6 +83,7 @@ def test_it_is_found_out_whether_a_tokenizer_adds_a_space(kind: str) -> None:
 @example(BlendPrompt.of(Chunk("The lamp"), Chunk(" burning"), "for"))
 @example(BlendPrompt.of("(", Chunk("lamp"), ")", Chunk(" ships"), "\n"))
 def test_the_model_reads_the_text_that_was_written(kind: str, prompt: BlendPrompt) -> None:
+    assume(not prompt.text.startswith("<s>"))  # a BOS that is written is the only one
     encoded = prompt.encode(encoder_of(kind))
     assert list(encoded.token_ids) == tokenizer_of(kind).encode(prompt.text)
     assert len(encoded.spans) + len(encoded.inseparable) <= len(prompt.segments)

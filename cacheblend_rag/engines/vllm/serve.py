@@ -77,13 +77,14 @@ def server_command(
     Raises MissingExtraError without vLLM, EngineUnavailableError when it is too old, ConfigError
     when the flags bring a KV connector of their own, or vLLM would start with none.
     """
+    blending = [*_blending_flags(settings, flags)] if connector else []
     check_version(installed_version())
     return [
         *(sys.executable, "-m", SERVER, "--model", str(model)),
         *("--served-model-name", served_name or public_name(str(model))),
         *("--host", host, "--port", str(port)),
         *([] if NO_STATS in flags else ["--enable-per-request-metrics"]),
-        *(_blending_flags(settings, flags) if connector else []),
+        *blending,
         *flags,
     ]
 

@@ -1,0 +1,1 @@
+"""What other people's clients get of a server: ``python -m tests.clients`` prints a table."""
