@@ -21,8 +21,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _machine_decides_nothing() -> Iterator[None]:
-    """How busy the machine is never counts against blending, and all CPUs run float32."""
+    """How busy the machine is never counts against blending, and no CPU has AMX for bfloat16."""
+    has = getattr(torch.cpu, "get_capabilities", dict)()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy, "MARGIN", 1e9)
-        patch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+        patch.setattr(
+            torch.cpu, "get_capabilities", lambda: {**has, "amx_bf16": False}, raising=False
+        )
         yield

@@ -129,7 +129,7 @@ def test_what_is_reused_without_recompute_agrees_in_float32(
     if pair[1].dtype != "float32":
         pytest.skip("rows that deviate alike may be chosen otherwise in 16 bits")
     for ratio in (0.0, 0.15):
-        config = CONFIG.with_ratio(ratio)
+        config = CONFIG.with_changes(recompute_ratio=ratio, reuse_prefix=False)
         told = [engine.generate(PROMPTS[0], GREEDY, config=config) for engine in pair]
         assert told[0].token_ids == told[1].token_ids
         assert told[0].report.reused_tokens == told[1].report.reused_tokens > 0
