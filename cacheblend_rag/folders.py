@@ -22,7 +22,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 
 def write_private(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file that only its owner may read; it replaces one of that name as a whole.
+    """Write a file that only its owner may read, replacing an existing one atomically.
 
     Args:
         path: of the file.

@@ -120,7 +120,7 @@ def _meant(problems: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _is_branch(part: str | int) -> bool:
-    """Whether a part of a place names a union's branch, and no field or index."""
+    """Whether an element of pydantic's error location names a branch of a union."""
     return part in BRANCHES or not re.fullmatch(r"[a-z_]+|\d+", str(part))
 
 

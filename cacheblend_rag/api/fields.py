@@ -23,7 +23,7 @@ MOST_ANSWERS = 64
 ANSWER_TOKENS = 2048
 """Longest answer of a request without a bound; a small model may never end by itself."""
 TASK_TOKENS = 256
-"""Longest answer of a client's task without a bound: a title, tags, a few questions."""
+"""Default ``max_tokens`` of a client's own task, such as a title, tags or a few questions."""
 MOST_STOPS = 16
 MOST_TOOLS = 128
 """Most tools of a request, as in OpenAI's API, and most tool calls of a message."""

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Selection:
-    """The tokens that a selector chose to recompute, and what it chose by.
+    """The tokens that a selector chose to recompute, with the scores that it chose them by.
 
     layer: the check layer, None before layer 0. positions: (candidates,) in the prompt, rising.
     evidence: of the candidates. scores: (candidates,) float32, on the host. chosen: the positions
@@ -32,7 +32,7 @@ class Selection:
     chosen: Positions
 
     def log(self, request_id: str, selector: Selector) -> None:
-        """Log how many tokens were chosen, and the range of their scores; no token and no text."""
+        """Log, at DEBUG, how many tokens were selected and their scores' range; never the text."""
         if not logger.isEnabledFor(logging.DEBUG):
             return
         best = self.scores.numpy()[np.isin(self.positions, self.chosen, assume_unique=True)]

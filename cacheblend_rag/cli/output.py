@@ -201,7 +201,7 @@ def rough_duration(seconds: float) -> str:
 
 
 def table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
-    """Return an empty table: columns of names, then of figures."""
+    """Return a table without rows: left-aligned columns ``names``, right-aligned ``figures``."""
     made = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
     for name in names:
         made.add_column(name, no_wrap=True)

@@ -143,7 +143,7 @@ class Answering(Backend):
         config: BlendConfig | None = None,
         hints: Hints = (),
         cancel: Event | None = None,
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta, None, None]:
         """Yield the answer piece by piece, the last with the report; closing it stops the work.
 
         prompt, sampling, config, hints, cancel: as for generate; errors come before any work.
@@ -251,7 +251,7 @@ class Answering(Backend):
         with self._working(request):
             return _generation(self._begun(request).last())
 
-    def _pieces(self, request: Request) -> Iterator[Delta]:
+    def _pieces(self, request: Request) -> Generator[Delta, None, None]:
         """Yield nothing, then the pieces: closing it before the first piece stops the work, too."""
         with self._working(request):
             deltas = iter(self._begun(request))

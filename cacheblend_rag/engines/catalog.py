@@ -115,7 +115,7 @@ class ComputedRun:
     def stored(
         self, namespace: str, index: TokenIndex[str], is_blank: Callable[[Sequence[int]], bool]
     ) -> Iterator[tuple[int, CatalogChunk]]:
-        """Yield (index, chunk) for the chunks that are stored and long enough to be found.
+        """Yield (position in index, chunk) for stored chunks that are long enough to be found.
 
         The chain of what is before a chunk is None where there is other text between.
 

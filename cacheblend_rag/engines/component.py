@@ -91,7 +91,7 @@ class EngineSource:
         return cls()
 
     def keep_for(self, component: EngineComponent) -> None:
-        """Let the engine live as long as any component that has the options of this one."""
+        """Keep the engine open while any component with the same options exists."""
         options = (vars(component).get(name) for name in OPENED_BY)
         plain = str | Path | BaseModel | None  # no loaded model, whose text is long
         told = (repr(one) if isinstance(one, plain) else id(one) for one in options)
@@ -167,7 +167,7 @@ def _open(config: EngineConfig) -> Engine:
 
 
 class EngineComponent(CheckedOptions):
-    """The settings of an engine, and the engine, opened on first use.
+    """Holds an engine's settings, and opens the engine on first use.
 
     A subclass gives the kind of engine, the model and the instruction names of its own
     (``_own_options``) and sets ``_source``. A store's settings are given as a whole, ``store=``,

@@ -128,7 +128,7 @@ class Finder:
         return sorted(found, key=lambda one: one.start)
 
     def has(self, namespace: str, lead_in: LeadInId, key: KVKey) -> bool:
-        """Whether a chunk was stored, and is not being deleted."""
+        """Whether a chunk's KV is known to be stored, and is not being deleted."""
         own = namespace_id(namespace)
         name, known = Name(own, key.chunk_id, key.context_id, lead_in), self._known.get(own)
         return known is not None and name in (one.name for one in self._held(known, key.chunk_id))
@@ -210,7 +210,7 @@ class Finder:
                     yield replace(one, protected=is_protected, altered=altered)
 
     def _found(self, variant: Variant, match: Match[str]) -> Iterator[FoundChunk]:
-        """Yield a FoundChunk for each run of a match."""
+        """Yield a FoundChunk for each run of tokens that the prompt and a chunk share."""
         name = variant.name
         for run in match.runs:
             yield FoundChunk(

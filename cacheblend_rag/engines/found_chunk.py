@@ -56,9 +56,9 @@ class KnownTokens:
 
 
 class KnownVariants(dict[str, KnownTokens]):
-    """The known chunks by namespace, and the catalogue records that list them.
+    """Maps each namespace to its known chunks, and each catalogue record to those that it lists.
 
-    Threads may search them while one changes them.
+    Threads may search it while one changes it.
     """
 
     def __init__(self) -> None:
@@ -71,12 +71,12 @@ class KnownVariants(dict[str, KnownTokens]):
         return self.setdefault(namespace, KnownTokens(TokenIndex(least)))
 
     def variants(self, name: Name) -> list[Variant]:
-        """Return the entries of one KV cache: as many as there are records that list it."""
+        """Return a chunk's entries: one for each catalogue record that lists its KV cache."""
         variants = self[name.namespace].variants.get(name.chunk_id, ())
         return [one for one in variants if one.name == name]
 
     def told(self, record: str) -> Sequence[Variant]:
-        """Return the chunks that a record lists; none for an unknown record."""
+        """Return the chunks that a catalogue record lists; empty for an unknown record."""
         return self._records.get(record, ())
 
     def enter(self, records: Mapping[str, Sequence[CatalogChunk]]) -> None:

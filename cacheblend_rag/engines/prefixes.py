@@ -73,9 +73,9 @@ class PrefixKeys:
 
 
 class PassageBlocks:
-    """The blocks of one store that hold known passages, or follow them.
+    """The prefix blocks of one store that hold tokens of known passages, or stand after some.
 
-    deletions: how many there were; what was computed before one is not kept after it.
+    deletions: of passages so far; a block that was computed before the last one is not kept.
     """
 
     def __init__(self) -> None:

@@ -87,7 +87,7 @@ class ToolUse:
         return frozenset(map(tool_name, self.chat.tools))
 
     def hides_mark(self, token_ids: Sequence[int]) -> bool:
-        """Whether a call's mark is among the tokens, as a special token that decoding omits."""
+        """Whether the tokens hold a mark of tool calls that decoding skips as a special token."""
         return not self._special_marks.isdisjoint(token_ids)
 
     @cached_property

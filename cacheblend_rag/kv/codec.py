@@ -176,7 +176,7 @@ class ChunkObject:
         self.nbytes = len(head) + sum(part.nbytes for part in (*self._own, *self._layers))
 
     def parts(self) -> Parts:
-        """Return the object's bytes, in order."""
+        """Return the object's bytes in pieces: the header, its own tensors, then each layer."""
         layers = "".join(self._mac.digest(layer) for layer in self._layers)
         metadata = {**self._metadata, "layers": layers}
         head = self._mac.digest(_essential(metadata, self._fields), *self._own)

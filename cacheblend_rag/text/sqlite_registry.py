@@ -380,7 +380,7 @@ def _check_schema(file: sqlite3.Connection) -> None:
 
 
 def _decoded(stored: object) -> str:
-    """Return stored text; raises ValueError if it is none."""
+    """Return a column's bytes as text; raises ValueError unless they are UTF-8 bytes."""
     if not isinstance(stored, bytes):  # SQLite's columns accept values of any type
         raise ValueError("a value is not text")
     return stored.decode("utf-8", "surrogatepass")

@@ -45,15 +45,15 @@ would take seconds otherwise. What is not compared is not found: that loses reus
 LEAST_COMPARED = 1024
 """What comparing few tokens counts at least: the time it takes is that of its calls."""
 LEAVES_LEVELS = 4
-"""A level has at least this many times the anchors of the next; else they are merged (as in an LSM
-tree)."""
+"""Least ratio of the anchors of a level to those of the next; below it the two are merged, as in
+an LSM tree."""
 LEAST_GONE = 1024
 WHOLE = 4
 """Tokens that a whole sequence gains when the longest match is chosen."""
 
 OFFSET_BITS = 27
 ZERO = 1 << (OFFSET_BITS - 1)
-"""Added to positions in a diagonal, so that negative ones fit, too."""
+"""Added to position in the prompt minus position in the chunk, which may be negative."""
 MOST_BITS = 28
 MARK_BITS = 4
 """Log2 of the bits of ``marks`` per anchor: few other hashes have a bit set by chance."""

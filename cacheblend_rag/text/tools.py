@@ -172,7 +172,7 @@ class Data:
 
 
 def is_result(message: Message) -> bool:
-    """Whether a message is what a tool said."""
+    """Whether a message is the text result of a tool call."""
     return message.get("role") in ("tool", "function") and isinstance(message.get("content"), str)
 
 

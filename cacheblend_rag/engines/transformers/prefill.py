@@ -253,7 +253,7 @@ class Prefill:
         return replace(done, report=replace(why, **own))
 
     def _with_held(self, prefilled: Prefilled) -> Prefilled:
-        """Report the chunks that the prefix holds, too, as far as it was used."""
+        """Add to the report the chunks whose KV came from the prefix cache."""
         report, end = prefilled.report, prefilled.report.prefix_tokens
         told = {chunk.start: chunk.report(None).held(end) for chunk in self._held}
         if any(chunk.hit for chunk in told.values()):

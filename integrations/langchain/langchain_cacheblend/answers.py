@@ -21,7 +21,7 @@ class PromptOverflowError(PromptTooLongError, ContextOverflowError):
 
 @contextmanager
 def overflow_told() -> Iterator[None]:
-    """Raise what LangChain catches where a prompt is too long."""
+    """Turn PromptTooLongError into PromptOverflowError, which LangChain's handlers catch."""
     try:
         yield
     except PromptTooLongError as error:

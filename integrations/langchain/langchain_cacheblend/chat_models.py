@@ -183,7 +183,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         call = self._call(engine, messages, stop, kwargs)
         with overflow_told():
             deltas = engine.stream(call.prompt, call.sampling, **call.blending)
-            with closing(deltas):  # type: ignore[type-var]
+            with closing(deltas):
                 for delta in deltas:
                     chunk = ChatGenerationChunk(message=call.reader.piece(delta))
                     if run_manager:
