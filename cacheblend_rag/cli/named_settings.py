@@ -1,0 +1,91 @@
+"""``--set NAME=VALUE``: settings of engines, stores, blending, lead-ins and answers, by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings.options import Arguments, names_of
+
+if TYPE_CHECKING:
+    from cacheblend_rag.settings import EngineConfig, Settings
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="NAME=VALUE",
+        help="A setting by its name, such as device=cuda, recompute_ratio=0.2 or host_bytes=8GiB: "
+        "see docs/settings.md. Repeatable.",
+    ),
+]
+NOT_GIVEN_HERE = frozenset({"api_key", "tokenizer"})
+"""A key belongs in the environment, where no list of processes shows it."""
+
+
+def named(given: Iterable[str] | None, *kinds: type[Settings]) -> dict[str, Any]:
+    """Return the values of ``--set`` by name; their names must be fields of one of ``kinds``.
+
+    A value is JSON, or a text without quotes; ``none`` is None, and a list needs no brackets.
+
+    Raises:
+        ConfigError: for a setting without a value, an unknown one and one that is given twice.
+    """
+    schemas: dict[str, Any] = {}
+    for kind in kinds:
+        schemas |= kind.model_json_schema()["properties"]
+    known = Arguments("setting", frozenset(schemas) - NOT_GIVEN_HERE)
+    found: dict[str, Any] = {}
+    for text in given or ():
+        name, is_setting, value = text.partition("=")
+        if not is_setting:
+            raise ConfigError(f"--set {text!r} must be NAME=VALUE, such as host_bytes=8GiB")
+        ((own, _),) = known.read({name: value}).items()
+        if own == "tiers" and own in found:
+            value = f"{found[own]},{value}"
+        elif own in found:
+            raise ConfigError(f"--set {own} is given twice: give it once")
+        found[own] = _value(value, schemas[own])
+    return found
+
+
+def engine_config(given: Iterable[str] | None, **fixed: Any) -> EngineConfig:
+    """Return an engine's settings; fixed: those that a command's own options give, None if not.
+
+    Raises:
+        ConfigError: for an unknown or invalid setting, and for one of ``fixed`` in ``given``.
+    """
+    from cacheblend_rag.settings import BlendConfig, EngineConfig, LeadInConfig, StoreConfig
+
+    options = named(given, EngineConfig, StoreConfig, BlendConfig, LeadInConfig)
+    for name, value in fixed.items():
+        if name in options:
+            raise ConfigError(f"--set {name}: this command has an option of its own for it")
+        if value is not None:
+            options[name] = value
+    for outer, kind in (("blend", BlendConfig), ("lead_in", LeadInConfig)):
+        inside = {name: options.pop(name) for name in names_of(kind) & options.keys()}
+        if inside and outer in options:
+            raise ConfigError(f"--set {outer}: give its settings by their own names alone")
+        if inside:
+            options[outer] = inside
+    return EngineConfig.gather(**options)
+
+
+def _value(text: str, schema: dict[str, Any]) -> Any:
+    kinds = {one.get("type") for one in schema.get("anyOf", [schema])}
+    if text == "none" and "null" in kinds:
+        return None
+    if kinds <= {"string", "null"}:
+        return text
+    for json_text in (text, f"[{text}]") if "array" in kinds else (text,):
+        try:
+            return json.loads(json_text)
+        except (ValueError, RecursionError):
+            continue
+    return text
