@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from math import isnan
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field
@@ -40,6 +41,7 @@ class CompletionRequest(fields.ChoicesBody):
     prompt_field: ClassVar[str] = "prompt"
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = None
+    max_tokens: int | None = Field(default=None, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MOST_OF_ENGINES)
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -49,13 +51,22 @@ class CompletionRequest(fields.ChoicesBody):
     def asked(self, engine: Engine, retriever: Retriever | None) -> Asked:
         """Return the prompts and settings for the engine; nothing is retrieved for them."""
         self.check()
-        if self.echo and self.logprobs is not None:
-            raise bad_field("echo", "with logprobs is not supported: leave one of them out")
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_field("max_tokens", "must be at least 1, or 0 with echo")
+        is_scored = self.echo and self.logprobs is not None
+        if self.stream and (is_scored or self.max_tokens == 0):
+            raise bad_field("stream", "does not go with a prompt's own tokens: set it to false")
         if (self.logprobs or 0) > MOST_ALTERNATIVES and not self.return_tokens_as_token_ids:
             raise bad_field("logprobs", f"must be at most {MOST_ALTERNATIVES}")
         wish = self.wish()
         config = engine.config.with_changes(**wish.config) if wish and wish.config else None
-        sampling, given = self.sampling(logprobs=self.logprobs), self._prompts()
+        # A prompt alone costs an answer's first token, which is not told.
+        least = 1 if self.max_tokens == 0 else None
+        of_prompt = self.logprobs if is_scored else None
+        sampling = self.sampling(
+            logprobs=self.logprobs, prompt_logprobs=of_prompt, max_tokens=least
+        )
+        given = self._prompts()
         prompts = [self._prepared(engine, one, wish) for one in given]
         return Asked(prompts, sampling, self.n or 1, config)
 
@@ -108,12 +119,16 @@ class CompletionForm(ChoicesForm):
         self._lengths = Counter[int]()  # characters of each choice that logprobs have told of
 
     def choice(self, index: int, answer: Generation) -> dict[str, Any]:
-        told = None if answer.logprobs is None else self._logprobs(answer.logprobs, 0)
+        scored = (*(answer.prompt_logprobs or ()), *(answer.logprobs or ()))
+        told = self._logprobs(scored, 0) if scored else None
         text = self._echoed(index) + answer.text
         ids = self._ids(index, answer.token_ids, answer)
         return _choice(index, text, answer.finish_reason, told) | ids
 
     def whole(self, answers: Sequence[Generation]) -> dict[str, Any]:
+        if self._body.max_tokens == 0:
+            nothing: Any = {"text": "", "token_ids": (), "logprobs": (), "finish_reason": "length"}
+            answers = [replace(one, **nothing) for one in answers]
         return {**super().whole(answers), **self._result(answers[0])}
 
     def _ids(self, index: int, new: Sequence[int], answer: Generation | None) -> dict[str, Any]:
@@ -140,9 +155,16 @@ class CompletionForm(ChoicesForm):
         ends = accumulate((len(one.token) for one in tokens), initial=offset)
         return {
             "tokens": [name(one.token_id, one.token) for one in tokens],
-            "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for one in tokens],
+            "token_logprobs": [
+                None if isnan(one.logprob) else max(one.logprob, LEAST_LOGPROB) for one in tokens
+            ],
             "top_logprobs": [
-                {name(token, text): max(logprob, LEAST_LOGPROB) for token, text, logprob in one.top}
+                None
+                if isnan(one.logprob)
+                else {
+                    name(token, text): max(logprob, LEAST_LOGPROB)
+                    for token, text, logprob in one.top
+                }
                 for one in tokens
             ],
             "text_offset": [*ends][:-1],

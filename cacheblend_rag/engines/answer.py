@@ -20,6 +20,9 @@ from cacheblend_rag.text.tools import ToolCall
 
 FinishReason = Literal["stop", "length", "cancelled"]
 FULL_PREFILL = Reason(ReasonCode.FULL_PREFILL_ASKED, "full prefill was asked for")
+PROMPT_SCORED = Reason(
+    ReasonCode.FULL_PREFILL_ASKED, "log-probabilities of the prompt were asked for"
+)
 LEAST_LOGPROB = -9999.0
 """What vLLM's server writes for minus infinity, which JSON cannot hold: the log-probability of what
 a form rules out."""
@@ -107,6 +110,7 @@ class Generation:
         content: the answer without its tool calls, also one that is cut off; by default ``text``.
         tool_calls: of the tools that a ChatPrompt has; arguments are JSON text.
         logprobs: of each token of ``token_ids``, if they were asked for.
+        prompt_logprobs: of each token of the prompt, if they were asked for; NaN for the first.
     """
 
     text: str
@@ -118,6 +122,7 @@ class Generation:
     content: str = cast(str, None)
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.content is None:

@@ -242,6 +242,8 @@ class Answering(Backend):
             settings = tools.constrained
         self._check_sampling(settings)
         stop = Cancellation(cancel, lambda: not self._lifetime.is_open)
+        if settings.prompt_logprobs is not None:
+            options["full"] = True
         return Request(prepared, settings, config, tools, cancel=stop, steering=steering, **options)
 
     def _begun(self, request: Request) -> Stream[Delta]:
@@ -301,10 +303,12 @@ class Answering(Backend):
         *,
         hooks: bool = True,
         logprobs: tuple[TokenLogprob, ...] | None = None,
+        prompt_logprobs: tuple[TokenLogprob, ...] | None = None,
     ) -> Delta:
         """Return the last piece of a stream: the whole answer.
 
-        hooks: whether the after-answer hooks run. logprobs: of its tokens, if they were asked for.
+        hooks: whether the after-answer hooks run. logprobs, prompt_logprobs: of its tokens and the
+        prompt's, if they were asked for.
         """
         self._lifetime.check()
         report = self._report(request, prefill)
@@ -322,6 +326,7 @@ class Answering(Backend):
             content=content,
             tool_calls=calls,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
         return Delta("", self._hooks.run(request, answer) if hooks else answer)
 

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from cacheblend_rag.engines.answer import FULL_PREFILL, Generation, Request
+from cacheblend_rag.engines.answer import FULL_PREFILL, PROMPT_SCORED, Generation, Request
 from cacheblend_rag.reason import ReasonCode
 from cacheblend_rag.report import (
     PREFILL_PHASES,
@@ -101,7 +101,9 @@ class FirstMiss:
     def see(self, request: Request, answer: Generation) -> None:
         """Check the result of a prompt; an AnswerHook."""
         report, prepared = answer.report, request.prepared
-        is_asked = report.reason == FULL_PREFILL or request.steering.refusal is not None
+        is_asked = (
+            report.reason in (FULL_PREFILL, PROMPT_SCORED) or request.steering.refusal is not None
+        )
         uncalled = is_asked or answer.finish_reason == "cancelled"
         is_healing = any(one.reason_code == ReasonCode.BEING_FILLED for one in report.chunks)
         if self._said or report.blended or uncalled or is_healing:

@@ -74,6 +74,9 @@ class SamplingParams(Settings):
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     """Also tell the log-probability of each token of the answer, and of this many of the most
     likely tokens in its place (0 to 20); None tells none."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    """The same for each token of the prompt, by the embedded engine: it computes the whole prompt
+    then, and reuses nothing. None tells none."""
     structured_outputs: (
         Annotated[StructuredOutputs, BeforeValidator(StructuredOutputs.of)] | None
     ) = None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import openai
 import pytest
+import torch
 from openai.types import Completion
 
-from cacheblend_rag import load_tokenizer
+from cacheblend_rag import TransformersEngine, load_tokenizer
 from cacheblend_rag.api.app import create_app
 from tests.api.conftest import openai_client
 from tests.api.scripted import ScriptedEngine
+from tests.contracts.engine import embedded_model, tokenizer_with_template
 from tests.toy import TOY
 
 pytestmark = pytest.mark.asyncio
@@ -90,3 +94,24 @@ async def test_logprobs_have_the_form_of_completions(client):
     stream = await client.completions.create(model="model", prompt="w3", logprobs=0, stream=True)
     lines = [chunk.choices[0].logprobs async for chunk in stream]
     assert [at for line in lines if line for at in line.text_offset] == [0, 5, 7]
+
+
+async def test_the_prompts_own_logprobs_are_the_models():
+    model = embedded_model()
+    prompt, most = [3 + n % 250 for n in range(0, 900, 3)], 2
+    logits = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    likely = logits[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    with closing(TransformersEngine(model, tokenizer=tokenizer_with_template())) as engine:
+        client = openai_client(create_app(engine, name="model"))
+        asked = {"model": "model", "prompt": prompt, "echo": True, "logprobs": most}
+        for new in (0, 2):
+            answer = await client.completions.create(**asked, max_tokens=new)
+            told = answer.choices[0].logprobs
+            assert answer.usage.completion_tokens == new
+            assert len(told.tokens) == len(prompt) + new
+            assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
+            assert told.token_logprobs[1 : len(prompt)] == pytest.approx(likely, abs=1e-4)
+            assert len(told.top_logprobs[5]) <= most
+            report = answer.model_extra["cacheblend"]["report"]
+            assert report["reason_code"] == "full_prefill_asked"
+            assert report["reason"] == "log-probabilities of the prompt were asked for"

@@ -23,7 +23,7 @@ from cacheblend_rag.engines.answer import Delta, FinishReason, RawLogprob, Reque
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.transformers.decode_step import DecodeStep
 from cacheblend_rag.engines.transformers.guiding import Guide
-from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
+from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill, raw_logprob
 from cacheblend_rag.engines.transformers.prefill import Prefilled
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 
@@ -106,14 +106,6 @@ class AnswerPenalties(LogitsProcessor):  # type: ignore[misc] # has no types
         said = torch.bincount(input_ids[0, self._prompt_tokens :], minlength=scores.shape[-1])
         counts = said[: scores.shape[-1]].to(scores.dtype)
         return scores - self._frequency * counts - self._presence * (counts > 0)
-
-
-def raw_logprob(logits: Tensor, token: int, most: int) -> RawLogprob:
-    """Return the log-probability of a token and of the ``most`` likely ones, by logits."""
-    shares = logits.float().log_softmax(-1)
-    top = shares.topk(most)
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return RawLogprob(token, float(shares[token]), tuple(pairs))
 
 
 class TextStream:
@@ -243,9 +235,13 @@ class Decoding:
             reason = "cancelled" if self._request.cancel.is_set() else self._add(step.take())
         report, text = self._prefilled.report, self._text
         rest = self._final(self._piece + text.finish())
-        asked = self._request.sampling.logprobs is not None
-        logprobs = with_texts(self._raw, text.tokenizer) if asked else None
-        last = tell(text.text, text.token_ids, reason, report, logprobs=logprobs)
+        asked, of_prompt = self._request.sampling, self._prefilled.prompt_logprobs
+        told = {
+            "logprobs": self._raw if asked.logprobs is not None else None,
+            "prompt_logprobs": of_prompt if asked.prompt_logprobs is not None else None,
+        }
+        texts = {name: raw and with_texts(raw, text.tokenizer) for name, raw in told.items()}
+        last = tell(text.text, text.token_ids, reason, report, **texts)
         return replace(rest, generation=last.generation)
 
     def _add(self, logits: Tensor) -> FinishReason | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +16,20 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.rows import token_tensor
+from cacheblend_rag.engines.answer import RawLogprob
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+
+SCORED_ROWS = 256
+"""So many tokens' logits are held at once while a prompt is scored."""
+
+
+def raw_logprob(logits: Tensor, token: int, most: int) -> RawLogprob:
+    """Return the log-probability of a token and of the ``most`` likely ones, by logits."""
+    shares = logits.float().log_softmax(-1)
+    top = shares.topk(most)
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return RawLogprob(token, float(shares[token]), tuple(pairs))
 
 
 @dataclass(frozen=True)
@@ -44,13 +57,32 @@ class OrdinaryPrefill:
 
         reserve: capacity for tokens to be decoded. Logits: (1, vocabulary) float32.
         """
-        cache: Cache | None = None
-        if self.stack is not None:
-            fused = FusedKV(self.stack.geometry, len(token_ids), reserve)
-            cache = FusedCache(fused, 0, self.stack.windows)
-        elif self.cache_name:
-            cache = DynamicCache(config=self.model.config)
+        cache = self._empty_cache(len(token_ids), reserve)
         return cache, self._run(token_ids, cache)[:, -1]
+
+    def scored(
+        self, token_ids: Sequence[int], reserve: int, most: int
+    ) -> tuple[Cache | None, Tensor, list[RawLogprob]]:
+        """Return as ``prefill`` does, and the log-probability of each token; NaN for the first.
+
+        most: so many of the most likely tokens are told, too.
+        """
+        cache = self._empty_cache(len(token_ids), reserve)
+        # Only our cache is known to take several tokens behind others, whatever the layers.
+        rows = SCORED_ROWS if isinstance(cache, FusedCache) else len(token_ids)
+        told = [RawLogprob(token_ids[0], math.nan, ())]
+        for start in range(0, len(token_ids), rows):
+            part = token_ids[start : start + rows]
+            logits = self._run(part, cache, start=start, keep=len(part))[0]
+            following = token_ids[start + 1 : start + 1 + len(part)]
+            told += [raw_logprob(row, token, most) for row, token in zip(logits, following)]  # noqa: B905
+        return cache, logits[-1:], told
+
+    def _empty_cache(self, tokens: int, reserve: int) -> Cache | None:
+        if self.stack is not None:
+            fused = FusedKV(self.stack.geometry, tokens, reserve)
+            return FusedCache(fused, 0, self.stack.windows)
+        return DynamicCache(config=self.model.config) if self.cache_name else None
 
     def decode(self, cache: Cache | None, token_ids: Sequence[int]) -> Tensor:
         """Return the logits after ``token_ids``; ``cache`` holds all of them but the last."""

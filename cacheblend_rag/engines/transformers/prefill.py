@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.rows import token_tensor
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.engines.answer import FULL_PREFILL, Request
+from cacheblend_rag.engines.answer import FULL_PREFILL, PROMPT_SCORED, RawLogprob, Request
 from cacheblend_rag.engines.batch import chunks_of
 from cacheblend_rag.engines.prefixes import MOST_AGAIN, Prefixes, PrefixKeys, StoredPrefix
 from cacheblend_rag.engines.prepare import BLOCK_TOKENS
@@ -55,12 +55,14 @@ class Prefilled:
 
     cache: None if the model has none. logits: (1, vocabulary) float32 of the first new
     token. report: decoding adds its seconds to it. answer: the tokens decoded so far.
+    prompt_logprobs: of the prompt's tokens, if they are asked for.
     """
 
     cache: Cache | None
     logits: Tensor
     report: PrefillReport
     answer: list[int] = field(default_factory=list)
+    prompt_logprobs: Sequence[RawLogprob] = ()
 
 
 class CancelledError(Exception):
@@ -227,8 +229,11 @@ class Prefill:
 
     def _unasked(self) -> PrefillReport:
         """Return the report of a prompt for whose chunks the store is not asked."""
-        if self.request.full or not self._placed:
-            return PrefillReport(FULL_PREFILL if self.request.full else NO_CHUNK)
+        if self.request.full:
+            is_scored = self.request.sampling.prompt_logprobs is not None
+            return PrefillReport(PROMPT_SCORED if is_scored else FULL_PREFILL)
+        if not self._placed:
+            return PrefillReport(NO_CHUNK)
         why, miss = self.request.steering.refusal, Miss.GUARD_STOPPED
         if (refusal := self.tried.refusal) is not None and why is None:
             miss = Miss.UNSUPPORTED_MODEL
@@ -269,12 +274,16 @@ class Prefill:
         self._check_wanted()
         ordinary, controller, ids = self.tried.ordinary, self.tried.controller, self._token_ids
         watch = Stopwatch(ordinary.model.device, self._told.seconds, self._told.starts)
-        cache, logits = ordinary.prefill(ids, self._reserve)
+        told, scored = self.request.sampling.prompt_logprobs, list[RawLogprob]()
+        if told is None:
+            cache, logits = ordinary.prefill(ids, self._reserve)
+        else:
+            cache, logits, scored = ordinary.scored(ids, self._reserve, told)
         watch.lap("recompute")
         if controller is not None:
             work = prefill_cost(controller.costs, len(ids))
             controller.rates.record("prefill", work, watch.seconds["recompute"])
-        return Prefilled(cache, logits, self._told)
+        return Prefilled(cache, logits, self._told, prompt_logprobs=scored)
 
     # A pass
 

@@ -229,7 +229,14 @@ class VLLMEngine(Engine):
     # A request: a wish for the connector, then vLLM's answer
 
     def _check_sampling(self, sampling: ResolvedSampling) -> None:
-        """Leave it to vLLM, which refuses a request before it begins to work."""
+        """Leave it to vLLM, which refuses a request before it begins to work.
+
+        Raises ConfigError for log-probabilities of the prompt.
+        """
+        if sampling.prompt_logprobs is not None:
+            raise ConfigError(
+                "prompt_logprobs: the embedded engine has them; of vLLM's own server ask for echo"
+            )
 
     def _start(self, request: Request) -> Stream[Delta]:
         answer = self._answer(request, self._sent(request))
