@@ -17,7 +17,7 @@ VLLM_TESTS := tests/examples/test_fleet.py tests/cli/test_on_vllm.py tests/famil
 GPU_DEFAULTS := $(addprefix tests/engines/vllm/,test_load.py connector/test_kv_groups.py connector/test_gpu_defaults.py)
 PROGRAMS := redis-server nginx prometheus npm
 INTEGRATIONS := integrations/llama-index integrations/langchain
-.PHONY: help setup demo test test-core test-vllm test-integrations lint format $(PROGRAMS) $(INTEGRATIONS)
+.PHONY: help setup demo test test-core test-vllm test-integrations lint docs format $(PROGRAMS) $(INTEGRATIONS)
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,5 +56,8 @@ lint: $(ENV)/.ready ## check style, types, the layers between modules, and that 
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python -m tests.ceilings
 	for folder in $(INTEGRATIONS); do $(MAKE) -C $$folder lint BIN=$(CURDIR)/$(BIN) || exit 1; done
+	$(MAKE) docs
+docs: $(ENV)/.ready ## build the documentation as a site, in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 format: $(ENV)/.ready ## put the code in the project's style
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
