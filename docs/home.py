@@ -1,4 +1,4 @@
-"""A hook of MkDocs: README is the first page, and links to files outside docs/ become their paths."""
+"""A hook of MkDocs: README is the first page; links to files outside docs/ become their paths."""
 
 from __future__ import annotations
 
