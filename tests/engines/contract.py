@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from threading import Event
@@ -18,14 +19,13 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import BlendConfig, Chunk, Engine, Generation, LeadInConfig
+from cacheblend_rag import BlendConfig, Engine, Generation, LeadInConfig
 from cacheblend_rag.engines.answer import Delta, Request
 from cacheblend_rag.engines.idle import IdleJob
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.text.encoder import PromptEncoder
-from tests.contracts.engine import CLOSED, LONG, MANY, SHORT, Texts, joined, read
-from tests.models import make_tokenizer
+from tests.contracts.engine import CLOSED, LONG, MANY, SHORT, Texts, joined
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd")
 """What an engine under test is opened with, around the words of ``make_tokenizer``."""
@@ -33,25 +33,6 @@ REUSE = CONFIG.with_changes(recompute_ratio=0.0)
 ALL = CONFIG.with_changes(recompute_ratio=1.0)
 PATIENCE = 60.0
 """Seconds after which a test that waits has failed; none waits so long otherwise."""
-
-
-class Watched:
-    """What an engine is asked and how it ends: requests in the order they began, reasons."""
-
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun: list[Request] = []
-        self.reasons: SimpleQueue[str] = SimpleQueue()
-        start = engine._start
-
-        def watched_start(request: Request) -> Any:
-            self.begun.append(request)
-            return start(request)
-
-        def watched_answer(request: Request, answer: Generation) -> None:
-            self.reasons.put(answer.finish_reason)
-
-        monkeypatch.setattr(engine, "_start", watched_start)
-        engine.after_answer(watched_answer)
 
 
 async def _astreamed(engine: Engine, prompt: PromptLike) -> Generation:
@@ -70,16 +51,7 @@ WAYS: dict[str, Callable[[Engine, PromptLike], Generation]] = {
 
 
 class EngineContract:
-    """The promises. The last test closes the engine, which the others may share.
-
-    tells_what_it_stores: whether KV that no registered chunk has can be found.
-    """
-
-    tells_what_it_stores = True
-
-    def at_work(self, engine: Any) -> int:
-        """How many requests an engine's own threads or processes are busy with."""
-        return 0
+    """The promises. The last test closes the engine, which the others may share."""
 
     @contextmanager
     def busy(self, engine: Any) -> Iterator[None]:
@@ -94,57 +66,6 @@ class EngineContract:
     @pytest.fixture
     def texts(self, request: pytest.FixtureRequest) -> Texts:
         return Texts(request.node.name)
-
-    @pytest.fixture
-    def watched(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Watched:
-        return Watched(engine, monkeypatch)
-
-    # Facts
-
-    def test_a_texts_tokens_are_those_it_has_in_prompts(self, engine: Engine, texts: Texts) -> None:
-        assert engine.tokenize("w5 w6") == (5, 6)
-        with pytest.raises(PromptError, match="surrogate"):
-            engine.tokenize("\ud800")
-        chunk = texts.chunks(12)[0]
-        prepared = engine.prepare(texts.asking(chunk))
-        [span] = prepared.encoded.spans
-        assert prepared.token_ids[span.start : span.end] == engine.tokenize(chunk.text)
-
-    def test_a_key_names_tokens_fingerprint_and_context(self, engine: Engine, texts: Texts) -> None:
-        document = texts.document(8, 9)
-        first, second = document.to_chunks()
-        assert engine.key(first).fingerprint == engine.fingerprint
-        assert engine.key(first) == engine.key(Chunk(first.text)), "nothing precedes either"
-        assert engine.key(second) != engine.key(Chunk(second.text))
-        assert engine.key(second).chunk_id == engine.key(Chunk(second.text)).chunk_id
-        assert engine.key(first).chunk_id != engine.key(second).chunk_id
-
-    # Preparing
-
-    def test_a_prepared_prompt_is_what_is_served(self, engine: Engine, texts: Texts) -> None:
-        document = texts.document(10, 20, 15)
-        chunks = document.to_chunks()
-        engine.register([document])
-        prompt = texts.asking(chunks[2], chunks[0])
-        by_text, by_parts = engine.prepare(prompt.text), engine.prepare(prompt)
-        ids = tuple(make_tokenizer()(prompt.text)["input_ids"])
-        for prepared in (by_text, by_parts):
-            assert prepared.text == prompt.text
-            assert prepared.token_ids == ids
-            assert [(span.start, span.end) for span in prepared.encoded.spans] == [
-                (5, 20),
-                (21, 31),
-            ]
-            assert [(placed.start, placed.end) for placed in prepared.placed] == [(5, 20), (21, 31)]
-            assert [placed.key for placed in prepared.placed] == [
-                engine.key(chunks[2]),
-                engine.key(chunks[0]),
-            ]
-            assert [placed.document_id for placed in prepared.placed] == [document.document_id] * 2
-            assert prepared.room == engine.context_window - len(ids)
-            assert prepared.expects_chunks
-            assert prepared.unmatched == ()
-        assert engine.generate(prompt, SHORT).prompt_tokens == len(ids)
 
     # What is reused
 
@@ -162,15 +83,6 @@ class EngineContract:
         assert exact is not None
         assert reused is not None
         assert 0 <= exact.blend <= reused.blend
-
-    def test_full_prefill_takes_a_salt(self, engine: Engine, texts: Texts) -> None:
-        prompt = texts.text(40)
-        wanted = engine.generate_full(prompt, SHORT).token_ids
-        for _ in range(2):
-            answer = engine.generate_full(prompt, SHORT, cache_salt="shared")
-            assert answer.token_ids == wanted
-
-    # Batches
 
     # Index time
 
@@ -192,10 +104,6 @@ class EngineContract:
         lost, kept = texts.document(10, 20), texts.document(12)
         engine.precompute([lost, kept], progress=False)
         engine.registry.discard_many(engine.registry.document(lost.document_id))
-        if not self.tells_what_it_stores:
-            with pytest.raises(ConfigError, match="cannot list its stored chunks"):
-                engine.evict_unregistered()
-            return
         assert engine.evict_unregistered() == 2
         assert engine.evict_unregistered() == 0
         hits = engine.generate(texts.asking(*kept.to_chunks()), SHORT).report.chunks
@@ -275,19 +183,6 @@ class EngineContract:
             assert steps.empty(), "but comes before the next one"
         assert steps.get(timeout=PATIENCE) == 2
 
-    def test_an_idle_job_may_ask_the_engine(self, hooked: Engine, texts: Texts) -> None:
-        answers: SimpleQueue[Generation] = SimpleQueue()
-        prompt = texts.text(20)
-
-        def ask() -> Generator[None, None, None]:
-            for delta in hooked.stream(prompt, SHORT):
-                if delta.generation is not None:
-                    answers.put(delta.generation)
-                yield
-
-        assert hooked.when_idle(IdleJob("ask", ask))
-        assert answers.get(timeout=PATIENCE).token_ids == hooked.generate(prompt, SHORT).token_ids
-
     # Prepared prompts
 
     @pytest.mark.parametrize("way", WAYS)
@@ -338,14 +233,11 @@ class EngineContract:
         assert [told.reason for told in again.unmatched] == ["unknown"]
         assert hooked.generate(prepared, SHORT).report.reason == "no known chunk in the prompt"
 
-    def test_hints_belong_to_the_preparation(
-        self, engine: Engine, texts: Texts, watched: Watched
-    ) -> None:
+    def test_hints_belong_to_the_preparation(self, engine: Engine, texts: Texts) -> None:
         chunk = texts.chunks(9)[0]
         prepared = engine.prepare(texts.asking(chunk))
         with pytest.raises(PromptError, match=r"give them to engine.prepare\(\)"):
             engine.generate(prepared, SHORT, hints=[chunk])
-        assert watched.begun == []
 
     # Siblings
 
@@ -386,7 +278,6 @@ class EngineContract:
         for closed in (sibling, grandchild):
             assert not closed.is_open
             self._refuses_everything(closed)
-        self._wait_until_idle(engine)
         for open_ in (engine, other):
             assert open_.is_open
             assert len(open_.generate(texts.text(9), SHORT).token_ids) == SHORT.max_tokens
@@ -396,18 +287,11 @@ class EngineContract:
     def test_closing_ends_siblings_and_what_follows(self, engine: Engine, texts: Texts) -> None:
         """Last: it closes the engine that the others may share."""
         sibling = engine.sibling(lead_in="none")
-        checked = engine._request(texts.text(20), SHORT)
         stream = sibling.stream(texts.text(20), LONG)
         next(stream)
         engine.close()
         with pytest.raises(ConfigError, match=CLOSED):
             list(stream)
-        for late in (
-            engine._start(checked).last,
-            lambda: asyncio.run(read(engine._start(checked))),
-        ):
-            with pytest.raises(ConfigError, match=CLOSED):
-                late()
         for closed in (engine, sibling):
             assert not closed.is_open
             self._refuses_everything(closed)
@@ -415,7 +299,7 @@ class EngineContract:
 
     def _refuses_everything(self, engine: Engine) -> None:
         calls: list[Callable[[], object]] = [
-            *ways_to_ask(engine, "w1"),
+            *(partial(way, engine, "w1") for way in WAYS.values()),
             lambda: engine.prepare("w1"),
             lambda: engine.precompute(["w1"], progress=False),
             lambda: engine.register(["w1"]),
@@ -428,25 +312,6 @@ class EngineContract:
         for call in calls:
             with pytest.raises(ConfigError, match=CLOSED):
                 call()
-
-    def _wait_until_idle(self, engine: Engine) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while self.at_work(engine) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert self.at_work(engine) == 0
-
-
-def ways_to_ask(engine: Engine, prompt: Any, **options: Any) -> Sequence[Callable[[], object]]:
-    """Every way to ask an engine; with options, those that take them."""
-
-    ways: list[Callable[[], object]] = [
-        lambda: engine.generate(prompt, SHORT, **options),
-        lambda: engine.stream(prompt, SHORT, **options),
-        lambda: engine.generate_batch([prompt], SHORT, **options),
-        lambda: asyncio.run(engine.agenerate(prompt, SHORT, **options)),
-        lambda: asyncio.run(read(engine.astream(prompt, SHORT, **options))),
-    ]
-    return ways if options else [*ways, lambda: engine.generate_full(prompt, SHORT)]
 
 
 def check_prefilled_instead(answer: Generation, plain: Generation, tiers: list[str]) -> None:

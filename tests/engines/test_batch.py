@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,19 +16,15 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.engines.answer import Delta
 from cacheblend_rag.engines.batch import (
-    MOST_COMPARED,
     MOST_OVERTAKEN,
     MOST_TOGETHER,
     Chunks,
     OverlapQueue,
     answer_batch,
     by_overlap,
-    chunks_of,
 )
 from cacheblend_rag.engines.stream import Cancellation, Stream, Take
 from cacheblend_rag.errors import OutOfMemoryError
-from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.prefill.lead_in import PlacedChunk
 from tests.kv.samples import make_key
 
 PATIENCE = 30.0
@@ -67,51 +60,10 @@ def test_those_that_leave_hold_up_nobody(prompts: list[Chunks], left: set[int]) 
         queue.remove(0)
 
 
-def test_the_wait_is_used_up_by_a_prompt_that_shares_nothing() -> None:
-    """It is passed by as often as it may be, and no more often."""
-    prompts = [chunks(0), chunks(1)] + [chunks(0)] * (5 * MOST_OVERTAKEN)
-    assert by_overlap(prompts).index(1) == MOST_OVERTAKEN + 1
-
-
 def test_those_that_share_chunks_stand_together() -> None:
     assert by_overlap([chunks(3, 4), chunks(), chunks(1), chunks(2)]) == [0, 1, 2, 3]
     prompts = [chunks(1, 2), chunks(8, 9), chunks(2, 1), chunks(5), chunks(9, 8), chunks(1, 2)]
     assert by_overlap(prompts) == [0, 2, 5, 1, 4, 3]
-
-
-def test_chunks_count_by_their_tokens_and_less_if_all_have_them() -> None:
-    large, small = chunks(0, tokens=400), chunks(1, 2, tokens=20)
-    assert by_overlap([large | small, small, large]) == [0, 2, 1]
-    prompts = [chunks(0, 1), *[chunks(0, 10 + number) for number in range(6)], chunks(1)]
-    assert by_overlap(prompts)[:2] == [0, 7]
-
-
-def test_only_the_oldest_of_a_long_queue_are_compared() -> None:
-    apart = [chunks(1 + number) for number in range(MOST_COMPARED)]
-    assert by_overlap([chunks(0), *apart, chunks(0)])[1] == 1
-    assert by_overlap([chunks(0), *apart[1:], chunks(0)])[1] == MOST_COMPARED
-
-
-def loads(prompts: Sequence[Chunks], order: Iterable[int], room: int) -> int:
-    """Count the chunks that a cache of the ``room`` last used ones lacks."""
-    cache, count = OrderedDict[object, None](), 0
-    for key in chain(*(prompts[index] for index in order)):
-        count += key not in cache
-        cache[key] = None
-        cache.move_to_end(key)
-        if len(cache) > room:
-            cache.popitem(last=False)
-    return count
-
-
-def test_topics_load_each_chunk_once() -> None:
-    """The cache keeps the last four chunks; every fifth prompt is about the same topic."""
-    for seed in range(5):
-        rng = random.Random(seed)
-        topics = [chunks(*rng.sample(range(10 * t, 10 * t + 3), 2)) for t in range(5)]
-        prompts = topics * 6
-        assert loads(prompts, range(30), 4) == 60
-        assert loads(prompts, by_overlap(prompts), 4) == 10
 
 
 @dataclass(eq=False)
@@ -125,11 +77,10 @@ class Request:
 
 
 class Engine:
-    """Answers each request in a thread; begun: their names, in order. announced: chunks' keys."""
+    """Answers each request in a thread; begun: their names, in order."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
-        self.announced = Counter[KVKey]()
         self.running = self.most_running = 0
         self._lock = threading.Lock()
 
@@ -142,13 +93,6 @@ class Engine:
             return done
 
         return Stream(begin, request.cancel)
-
-    @contextmanager
-    def announce(self, keys: Iterable[KVKey]) -> Iterator[None]:
-        own = [*keys]
-        self.announced.update(own)
-        yield
-        self.announced -= Counter(own)
 
     def _answer(self, request: Request) -> Delta:
         with self._lock:
@@ -168,14 +112,7 @@ def engine() -> Engine:
 
 
 def answer(engine: Engine, requests: list[Request]) -> Any:
-    return answer_batch(engine.start, requests, engine.announce)
-
-
-def asking_for(*numbers: int) -> Any:
-    """A prepared prompt with these chunks."""
-    return SimpleNamespace(
-        placed=[PlacedChunk(make_key(n), 10 * at, 10 * at + 10) for at, n in enumerate(numbers)]
-    )
+    return answer_batch(engine.start, requests, lambda _: nullcontext())
 
 
 def test_answers_come_in_the_order_of_requests_few_at_a_time(engine: Engine) -> None:
@@ -191,29 +128,6 @@ def test_answers_come_in_the_order_of_requests_few_at_a_time(engine: Engine) -> 
     assert engine.most_running == MOST_TOGETHER
     assert engine.begun == list(range(count))
     assert answer(engine, []) == []
-
-
-def test_those_that_share_chunks_begin_next_to_each_other(engine: Engine) -> None:
-    wanted = [(1, 2), (8, 9), (5,), (9, 8), (2, 1)]
-    requests = [Request(n, prepared=asking_for(*one)) for n, one in enumerate(wanted)]
-    assert answer(engine, requests) == [0, 1, 2, 3, 4]
-    assert engine.begun == [0, 4, 1, 3, 2]
-
-
-def test_what_several_read_is_announced_from_the_first_to_the_last(engine: Engine) -> None:
-    wanted, shared = [(1, 2), (3, 4), (2, 5), (3, 6)], {make_key(2), make_key(3)}
-    seen: list[set[KVKey]] = []
-
-    def start(request: Request) -> Stream[Delta]:
-        assert shared & chunks_of(request.prepared.placed).keys() <= engine.announced.keys()
-        seen.append({*engine.announced})
-        return engine.start(request)
-
-    requests: Any = [Request(n, prepared=asking_for(*one)) for n, one in enumerate(wanted)]
-    answer_batch(start, requests, engine.announce)
-    assert set().union(*seen) == shared
-    assert len(seen) == len(wanted)
-    assert not engine.announced
 
 
 def test_an_error_cancels_the_others_and_is_raised(engine: Engine) -> None:
@@ -237,14 +151,3 @@ def test_what_finds_no_memory_beside_the_others_is_answered_after_them(engine: E
 
     assert answer(engine, [Request(name, work) for name in range(3)]) == [0, 1, 2]
     assert engine.begun == [0, 1, 2, 1]
-
-
-def test_lack_of_memory_that_stays_is_raised(engine: Engine) -> None:
-    def work(request: Request) -> None:
-        if request.name == 1:
-            raise OutOfMemoryError("no memory")
-
-    requests = [Request(name, work) for name in range(3)]
-    with pytest.raises(OutOfMemoryError, match="no memory"):
-        answer(engine, requests)
-    assert all(request.cancel.is_set() for request in requests)

@@ -54,10 +54,8 @@ def test_only_what_is_shown_is_serialized() -> None:
     ("given", "told"),
     [
         ({"host_bytes": "much"}, "host_bytes='much' must be a size, such as 8GiB"),
-        ({"store": {"host_bytes": -1}}, "host_bytes=-1 must be greater than or equal to 0"),
         ({"kv_path": ""}, "kv_path"),
         ({"blend_config": "s3cret"}, "settings must be named values, not of type str"),
-        ({"device": ["s3cret"]}, "device must be a valid string"),
         ({"kv_paht": "s3cret"}, "unknown option 'kv_paht' of Component (did you mean 'kv_path'?)"),
         ({"min_tokens": "s3cret"}, "give it as blend_config={'min_tokens': ...}"),
         ({"store": {}, "host_bytes": 1}, "host_bytes: give it as a setting of store=, too"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from cacheblend_rag import BlendConfig, Chunk, Document, SamplingParams, open_engine
+from cacheblend_rag import BlendConfig, Document, SamplingParams, open_engine
 from cacheblend_rag.engines import factory
 from cacheblend_rag.errors import (
     CacheBlendError,
@@ -39,14 +37,13 @@ def open_tiny(kv_path: Path | None, **options: Any):
     )
 
 
-@pytest.mark.parametrize("read_only", [False, True])
-def test_what_one_engine_forgets_another_does_not_hold(tmp_path: Path, read_only: bool) -> None:
+def test_what_one_engine_forgets_another_does_not_hold(tmp_path: Path) -> None:
     shared, own = words(12, 1), words(11, 3)
     kept = Document("kept", (shared,))
     gone = Document("gone", (shared, own))
     indexing = open_tiny(tmp_path)
     indexing.precompute([kept, gone], progress=False)
-    asking = open_tiny(tmp_path, read_only=read_only)
+    asking = open_tiny(tmp_path, read_only=True)
     prompt = f"{shared}\n\n{own} question"
     assert [c.hit for c in asking.generate(prompt, ONE_TOKEN).report.chunks] == [True, True]
     host, _ = asking.store.tiers
@@ -75,19 +72,6 @@ def test_a_replica_may_come_before_the_first_index(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_an_instruction_may_be_made_with_the_models_tokenizer() -> None:
-    def before_first_chunk(tokenizer: Any) -> str:
-        messages = [{"role": "user", "content": "Answer from:\n@"}]
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-        return str(rendered).partition("@")[0]
-
-    made = open_engine(model=TOY, instruction=before_first_chunk)
-    assert made.instruction.endswith("Answer from:\n")
-    given = open_engine(model=TOY, instruction=made.instruction)
-    assert made.fingerprint == given.fingerprint
-    assert made.fingerprint != open_engine(model=TOY).fingerprint
-
-
 def test_namespaces_whose_hashes_began_alike_are_apart(tmp_path: Path) -> None:
     """These two shared their first 24 bits, by which they were told apart once."""
     one, other = "tenant-1452", "tenant-3024"
@@ -96,14 +80,6 @@ def test_namespaces_whose_hashes_began_alike_are_apart(tmp_path: Path) -> None:
     ours, theirs = (open_tiny(tmp_path, namespace=name) for name in (one, other))
     ours.precompute([DOCUMENT], progress=False)
     assert (len(ours.registry), len(theirs.registry)) == (2, 0)
-
-
-def test_a_chunk_given_with_its_documents_new_version_is_not_stale() -> None:
-    engine = open_tiny(None)
-    extra = Chunk("appendix of the report", "report")
-    engine.precompute([extra], progress=False)
-    engine.precompute([DOCUMENT, extra], progress=False)
-    assert extra in engine.registry.document("report")
 
 
 @pytest.mark.parametrize(
@@ -175,16 +151,3 @@ class Opened:
 def test_a_loaded_model_cannot_be_a_servers() -> None:
     with pytest.raises(ConfigError, match="name or a folder with a server's URL"):
         open_engine("http://127.0.0.1:9", model=make_model())
-
-
-def test_an_engine_that_nobody_holds_is_freed_at_once() -> None:
-    engine = open_engine("transformers", model=TOY)
-    engine.precompute(["A chunk."], progress=False)
-    held = weakref.ref(engine)
-    gc.collect()
-    gc.disable()
-    try:
-        del engine
-        assert held() is None
-    finally:
-        gc.enable()

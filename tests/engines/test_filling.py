@@ -76,19 +76,6 @@ def chunks(engine: FilledEngine) -> list[Chunk]:
     return chunks
 
 
-def test_chunks_of_a_document_are_filled_together(
-    engine: FilledEngine, chunks: list[Chunk]
-) -> None:
-    document = Document("d", tuple(words(12, seed) for seed in range(20, 24)), separator=" w77 ")
-    engine.register([document])
-    engine.hold(chunks[0])
-    pieces = document.to_chunks()
-    engine.ask(pieces[3], pieces[1], pieces[2])
-    engine.settle()
-    assert engine.filled == [engine.key(one) for one in (chunks[0], *pieces[1:])]
-    assert engine.ask(*pieces[1:]) == [None] * 3
-
-
 def test_what_is_evicted_meanwhile_is_not_filled(engine: FilledEngine) -> None:
     """Neither what waits for its turn nor what is being computed."""
     at_work, waiting = (Document(name, (words(30, seed),)) for seed, name in enumerate("ab", 30))
@@ -139,14 +126,3 @@ def test_a_failure_to_fill_is_no_requests(
     engine.ask(*chunks[:2])
     engine.settle()
     assert engine.ask(*chunks[:2]) == [None] * 2
-
-
-def test_closing_ends_filling(engine: FilledEngine, chunks: list[Chunk]) -> None:
-    engine.hold(chunks[0])
-    engine.ask(chunks[1])
-    assert engine.fill_report().waiting == 2
-    engine.close()
-    assert engine.ended.is_set()
-    assert engine.filled == [engine.key(chunks[0])]
-    assert (engine.fill_report().waiting, engine.fill_report().dropped) == (0, 2)
-    assert not engine._kv

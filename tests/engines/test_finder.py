@@ -15,7 +15,6 @@ from cacheblend_rag.engines.catalog import ComputedRun, Name
 from cacheblend_rag.engines.finder import Finder
 from cacheblend_rag.engines.found_chunk import Deletions, FoundChunk, Vocabulary
 from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
-from cacheblend_rag.prefill.conversation_kv import turn_context
 from cacheblend_rag.prefill.lead_in import LeadInId
 
 BARE = LeadInId("none", "", 0)
@@ -77,18 +76,6 @@ def finder() -> Iterator[Finder]:
 # Finding
 
 
-def test_chunks_are_found_where_they_stand(finder: Finder) -> None:
-    learn(finder, run(FIRST, SECOND))
-    tokens = prompt(SECOND, OTHER, FIRST)
-    one, other = finder.find("default", tokens)
-    assert tuple(tokens[one.start : one.end]) == SECOND
-    assert tuple(tokens[other.start : other.end]) == FIRST
-    assert ids([one, other]) == [chunk_id(SECOND), chunk_id(FIRST)]
-    assert is_part(one, SECOND, tokens)
-    assert one.name.lead_in == BARE
-    assert finder.find("default", list(OTHER)) == []
-
-
 def test_a_part_names_the_whole_chunk(finder: Finder) -> None:
     long = tuple(range(5000, 5200))
     learn(finder, run(long))
@@ -145,36 +132,6 @@ def test_a_chunks_edges_alone_count_token_by_token(finder: Finder) -> None:
 
     assert [lacking(secret[:-n]) for n in range(1, 6)] == [1, 2, 3, 4, 200 - 192]
     assert [lacking(secret[n:]) for n in range(1, 6)] == [1, 2, 3, 4, 16]
-
-
-def test_parts_of_very_long_chunks_are_bounded(
-    finder: Finder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scheduler hands on the tokens that a prompt lacks of each chunk."""
-    monkeypatch.setattr(finder_module, "MOST_ABSENT", 1000)
-    long = tuple(range(10_000, 11_000))
-    learn(finder, run(long))
-    parts = [long[start : start + 48] for start in range(0, 960, 96)]
-    told = found(finder, *parts)
-    assert len(told) == 1
-    assert len(found(finder, long)) == 1
-
-
-def test_the_last_token_is_vllms(finder: Finder) -> None:
-    learn(finder, run(FIRST))
-    [one] = finder.find("default", list(FIRST))
-    assert (one.end, one.after) == (len(FIRST) - 1, 1)
-    assert finder.find("default", []) == finder.find("default", [1]) == []
-
-
-def test_only_what_is_stored_is_learned(finder: Finder) -> None:
-    learn(finder, run(FIRST, SECOND, THIRD), lost=(1,), fresh=(0,))
-    assert ids(found(finder, FIRST, SECOND, THIRD)) == [chunk_id(FIRST), chunk_id(THIRD)]
-
-
-def test_short_chunks_are_left_out(finder: Finder) -> None:
-    learn(finder, run(FIRST[:31], SECOND))
-    assert ids(found(finder, FIRST[:31], SECOND)) == [chunk_id(SECOND)]
 
 
 # Variants
@@ -296,13 +253,6 @@ def test_what_is_forgotten_is_not_found(finder: Finder) -> None:
     assert ids(found(finder, FIRST, SECOND)) == [chunk_id(SECOND)]
 
 
-def test_of_variants_one_is_forgotten(finder: Finder) -> None:
-    for lead_in in (BARE, BOS):
-        learn(finder, run(FIRST, lead_in=lead_in))
-    finder.forget("default", BOS, [(chunk_id(FIRST), "")])
-    assert [one.name.lead_in for one in found(finder, FIRST)] == [BARE]
-
-
 def test_each_deletion_of_a_chunk_counts_for_what_was_blended_of_it(finder: Finder) -> None:
     learn(finder, run(FIRST, SECOND))
     numbers = [[one.deletions for one in found(finder, FIRST, SECOND)]]
@@ -364,77 +314,3 @@ def test_a_chunk_of_two_documents_stays_until_both_are_deleted(finder: Finder) -
     finder.forget("default", BARE, [(chunk_id(FIRST), ""), (chunk_id(THIRD), "")])
     assert finder.settle()
     assert ids(found(finder, FIRST, SECOND, THIRD)) == [chunk_id(SECOND)]
-
-
-# Conversations
-
-SECRET, OTHER_SECRET = "1" * 32, "2" * 32
-LEAD = (8, 8, 9)
-QUESTIONS = [tuple(range(at, at + 20)) for at in (100, 200, 300)]
-
-
-def turns(secret: str, *chunks: Sequence[int]) -> ComputedRun:
-    """A conversation's turns, computed one after another behind the lead."""
-    tokens, spans = list(LEAD), []
-    for chunk in chunks:
-        spans.append((len(tokens), len(tokens) + len(chunk)))
-        tokens += chunk
-    before = prefix_ids(tokens, [start for start, _ in spans])
-    contexts = [turn_context(one, secret) for one in before]
-    keys = [(chunk_id(chunk), one) for chunk, one in zip(chunks, contexts, strict=True)]
-    return ComputedRun(BARE, tokens, spans, keys, len(LEAD), conversation=secret)
-
-
-@pytest.fixture
-def exact() -> Iterator[Finder]:
-    with closing(Finder(vocabulary=lambda: VOCABULARY, keeps_exact=True)) as made:
-        learn(made, turns(SECRET, *QUESTIONS[:2]))
-        yield made
-
-
-def told(
-    finder: Finder, *parts: Sequence[int], secret: str = SECRET, until: int = 999, **options: Any
-) -> list[tuple[int, int, bool]]:
-    """(start, end, is exact) of what is found of a conversation."""
-    tokens = [token for part in (*parts, (6,)) for token in part]
-    found = finder.find("default", tokens, conversation=secret, until=until, **options)
-    assert all(one.is_turn and not one.protected for one in found)
-    return [(one.start, one.end, one.is_exact) for one in found]
-
-
-def test_turns_are_found_by_the_secret_alone(exact: Finder) -> None:
-    first, second, _ = QUESTIONS
-    prompt = (LEAD, first, second)
-    assert told(exact, *prompt) == [(3, 23, True), (23, 43, True)]
-    assert told(exact, *prompt, secret="") == []
-    assert told(exact, *prompt, secret=OTHER_SECRET) == []
-    assert exact.find("other", [*LEAD, *first, *second], conversation=SECRET, until=99) == []
-    assert exact.knows("default", SECRET)
-    assert not exact.knows("default", OTHER_SECRET)
-
-
-def test_turns_are_exact_only_after_the_same_tokens(exact: Finder) -> None:
-    first, second, _ = QUESTIONS
-    assert told(exact, (0, 8, 9), first, second) == [(3, 23, False), (23, 43, False)]
-    assert told(exact, second, first) == [(0, 20, False), (20, 40, False)]
-    changed = (*first[:9], 1, *first[10:])
-    assert told(exact, LEAD, changed, second) == [(3, 12, True), (13, 23, False), (23, 43, False)]
-
-
-def test_turns_are_found_before_the_question_and_between_what_is_taken(exact: Finder) -> None:
-    first, second, _ = QUESTIONS
-    assert told(exact, LEAD, first, second, until=23) == [(3, 23, True)]
-    assert told(exact, LEAD, first, second, taken=[(3, 23)]) == [(23, 43, True)]
-
-
-def test_kv_that_a_store_rounds_is_not_exact(finder: Finder) -> None:
-    learn(finder, turns(SECRET, QUESTIONS[0]))
-    assert told(finder, LEAD, QUESTIONS[0]) == [(3, 23, False)]
-
-
-def test_turns_that_are_evicted_are_not_found(exact: Finder) -> None:
-    work = turns(SECRET, *QUESTIONS[:2])
-    exact.forget("default", BARE, work.keys[:1], SECRET)
-    assert told(exact, LEAD, *QUESTIONS[:2]) == [(23, 43, True)]
-    exact.forget("default", BARE, work.keys)
-    assert told(exact, LEAD, *QUESTIONS[:2]) == [(23, 43, True)], "they are not of this one"

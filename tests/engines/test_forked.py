@@ -38,8 +38,6 @@ ASK = {
     "generate": lambda engine: engine.generate("A question?"),
     "stream": lambda engine: list(engine.stream("A question?")),
     "precompute": lambda engine: engine.precompute(["A text."], progress=False),
-    "prefetch": lambda engine: engine.prefetch(["A text."]),
-    "release": lambda engine: engine.release(),
 }
 
 

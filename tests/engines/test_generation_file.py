@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import SamplingParams, TransformersEngine
-from cacheblend_rag.engines.model_files import generation_values
 from tests.models import QWEN_SAMPLING, make_tokenizer, save_model
 
 
@@ -32,7 +31,6 @@ def write(folder: Path, content: Any) -> None:
     [
         ({**QWEN_SAMPLING, "watermarking_config": "x"}, "watermarking_config"),
         ({"early_stopping": "x", **QWEN_SAMPLING, "max_new_tokens": -1}, None),
-        ({**QWEN_SAMPLING, "min_p": "small"}, "min_p='small' must be a valid number"),
         ({**QWEN_SAMPLING, "eos_token_id": [[1]]}, None),
     ],
 )
@@ -52,7 +50,7 @@ def test_a_wrong_value_costs_itself_alone(
     engine.close()
 
 
-@pytest.mark.parametrize("content", [b"{nope", b"[1, 2]", b"\xef\xbb\xbf{}", b"\xff", b'"text"'])
+@pytest.mark.parametrize("content", [b"{nope", b"[1, 2]", b"\xff"])
 def test_a_file_that_holds_no_object_is_ignored(
     folder: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -63,21 +61,3 @@ def test_a_file_that_holds_no_object_is_ignored(
     assert "generation_config.json is ignored: " in line
     assert engine.generate("w5 w6", SamplingParams(max_tokens=2)).sampling.temperature == 0
     engine.close()
-
-
-def test_a_file_that_is_only_on_the_hub_yet_is_fetched_for_a_model_that_is_loaded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server's own settings are read from this machine alone."""
-
-    def on_the_hub(name: str, file: str, *, local_files_only: bool = False) -> str:
-        if local_files_only:
-            raise OSError(f"{file} is not in the cache")
-        return str(Path(name, file))
-
-    monkeypatch.setattr("transformers.utils.cached_file", on_the_hub)
-    write(folder, {**QWEN_SAMPLING, "max_new_tokens": -1})
-    found = generation_values(folder, local_only=False)
-    assert found is not None
-    assert found["top_k"] == QWEN_SAMPLING["top_k"]
-    assert generation_values(folder) is None

@@ -11,12 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig
 
-from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
-from cacheblend_rag.engines.transformers.trial import open_stack
 from cacheblend_rag.engines.transformers.watched_model import hash_in_memory
 from cacheblend_rag.errors import ModelLoadError
-from tests.models import VOCABULARY, make_model, save_model
+from tests.models import save_model
 
 FLOAT32 = torch.float32
 
@@ -97,19 +95,6 @@ def test_what_a_model_is_called_does_not_count() -> None:
     )
     one, two = (model_identity("w", config, FLOAT32, keys=KEYS) for config in (GRANITE, other))
     assert one == two
-
-
-def test_rotary_settings_that_are_read_differently_show_in_the_keys() -> None:
-    """As they would between two libraries: here, one reads YaRN's magnitude and one does not."""
-    traits = []
-    for factor in (1.0, 1.3):
-        model = make_model("llama-yarn")
-        model.model.rotary_emb.attention_scaling = factor
-        stack = open_stack(model)
-        with torch.no_grad():
-            traits.append(key_traits(stack, trial_tokens(VOCABULARY, torch.device("cpu"))))
-    assert traits[0] != traits[1]
-    assert traits[0][1:] == traits[1][1:]
 
 
 def test_what_cannot_be_told_is_refused(tmp_path: Path, folder: Path) -> None:

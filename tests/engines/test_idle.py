@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Generator, Iterator
 from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
 from threading import enumerate as enumerate_threads
-from weakref import proxy, ref
 
 import pytest
 
-from cacheblend_rag.engines.idle import MOST_JOBS, Activity, IdleJob, IdleQueue
+from cacheblend_rag.engines.idle import MOST_JOBS, IdleJob, IdleQueue
 from tests.kv.samples import until
 
 PATIENCE = 60.0
@@ -53,18 +51,6 @@ def steps_of(told: SimpleQueue[object], count: int) -> Generator[None, None, Non
         yield
 
 
-def test_one_thread_is_started_with_a_job_and_ends_with_the_last(queue: IdleQueue) -> None:
-    told: SimpleQueue[object] = SimpleQueue()
-    for _ in range(2):
-        assert until(lambda: not idle_threads(), PATIENCE)
-        assert queue.add(IdleJob("job", lambda: steps_of(told, 2)))
-        assert [told.get(timeout=PATIENCE) for _ in range(2)] == [
-            (0, "cacheblend-idle"),
-            (1, "cacheblend-idle"),
-        ]
-    assert until(lambda: not idle_threads(), PATIENCE)
-
-
 def test_jobs_of_higher_priority_go_first_of_equals_the_first(queue: IdleQueue) -> None:
     ended: SimpleQueue[str] = SimpleQueue()
     begun, go_on = Event(), Event()
@@ -102,48 +88,6 @@ def test_an_engine_that_is_no_longer_open_has_no_idle_time_to_come(
     assert ended.wait(PATIENCE)
 
 
-def test_a_job_may_close_its_queue(queue: IdleQueue) -> None:
-    ended = Event()
-
-    def steps() -> Generator[None, None, None]:
-        queue.close()
-        yield
-
-    queue.add(IdleJob("job", steps, ended=ended.set))
-    assert ended.wait(PATIENCE)
-    assert not queue.add(IdleJob("job", steps))
-
-
-def test_the_work_of_an_engine_that_was_dropped_is_dropped(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    engine, ended = Idler(), Event()
-    queue = IdleQueue(proxy(engine))
-    queue.add(IdleJob("job", lambda: steps_of(SimpleQueue(), 1), ended=ended.set))
-    gone = ref(engine)
-    del engine
-    gc.collect()
-    assert gone() is None
-    assert ended.wait(PATIENCE)
-    assert caplog.records == []
-    assert not queue.add(IdleJob("job", lambda: steps_of(SimpleQueue(), 1)))
-
-
-def test_what_idle_work_asks_is_no_request_at_work(queue: IdleQueue) -> None:
-    activity, told = Activity(), SimpleQueue[bool]()
-
-    def steps() -> Generator[None, None, None]:
-        with activity.working():
-            told.put(activity.is_idle)
-        yield
-
-    queue.add(IdleJob("job", steps))
-    assert told.get(timeout=PATIENCE)
-    with activity.working(), activity.working():
-        assert not activity.is_idle
-    assert activity.is_idle
-
-
 def test_a_job_that_fails_stops_nothing_and_is_told_of_until_one_succeeds(
     queue: IdleQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,12 +120,3 @@ def test_closing_ends_what_waits_before_it_begins(queue: IdleQueue, engine: Idle
     queue.close()
     assert [ended.get_nowait() for _ in range(2)] == ["a", "b"]
     assert told.empty()
-
-
-def test_work_that_somebody_else_does_last_is_handed_over_at_once(
-    queue: IdleQueue, engine: Idler
-) -> None:
-    engine.idle.clear()
-    told: SimpleQueue[object] = SimpleQueue()
-    assert queue.add(IdleJob("job", lambda: steps_of(told, 2), waits=False))
-    assert [told.get(timeout=PATIENCE) for _ in range(2)]

@@ -31,19 +31,12 @@ QUESTION = "\n\nQuestion: What is said there?\nAnswer:"
 FORMS: dict[str, Callable[[Sequence[str]], str]] = {
     "plain": "\n\n".join,
     "JSON list": json.dumps,
-    "JSON of dicts": lambda texts: json.dumps(
-        [{"text": text, "score": 1} for text in texts], ensure_ascii=False
-    ),
-    "indented JSON": lambda texts: json.dumps({"found": list(texts)}, indent=2),
     "str of a list": str,
-    "str of dicts": lambda texts: str([{"text": text} for text in texts]),
     "indented": lambda texts: "\n\n".join(textwrap.indent(text, "    ") for text in texts),
     "quoted": lambda texts: "\n".join("> " + text.replace("\n", "\n> ") for text in texts),
     "CRLF": lambda texts: "\n\n".join(texts).replace("\n", "\r\n"),
     "collapsed": lambda texts: "\n\n".join(" ".join(text.split()) for text in texts),
-    "collapsed list": lambda texts: str([" ".join(text.split()) for text in texts]),
     "tags": lambda texts: "<doc>" + "</doc><doc>".join(texts) + "</doc>",
-    "space before blank lines": lambda texts: "\n\n".join(texts).replace("\n\n", " \n\n"),
     "HTML": lambda texts: html.escape("\n\n".join(texts)),
 }
 

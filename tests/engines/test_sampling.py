@@ -26,18 +26,12 @@ QWEN = ResolvedSampling.of_model(QWEN_SAMPLING)
         ({"max_tokens": 0}, "max_tokens=0 must be greater than or equal to 1"),
         ({"max_tokens": True}, "max_tokens=True must be a valid integer"),
         ({"temperature": float("nan")}, "temperature=nan must be a finite number"),
-        ({"temperature": -1}, "temperature=-1 must be greater than or equal to 0"),
         ({"top_p": 0}, "top_p=0 must be greater than 0"),
-        ({"top_k": 1.5}, "top_k=1.5 must be a valid integer"),
-        ({"min_p": 2}, "min_p=2 must be less than or equal to 1"),
         ({"presence_penalty": 3}, "presence_penalty=3 must be less than or equal to 2"),
-        ({"repetition_penalty": 0}, "repetition_penalty=0 must be greater than 0"),
         ({"seed": 1 << 63}, "seed=9223372036854775808 must be less than 9223372036854775808"),
-        ({"stop": 3}, "stop=3 must be a valid tuple"),
         ({"stop": ["a", ""]}, "stop=['a', '']: String should have at least 1 character"),
         ({"logprobs": 21}, "logprobs=21 must be less than or equal to 20"),
         ({"structured_outputs": {}}, "structured_outputs needs exactly one of"),
-        ({"structured_outputs": "json"}, "structured_outputs is a str"),
         ({"max_token": 5}, "unknown setting 'max_token' of sampling (did you mean 'max_tokens'?)"),
     ],
     ids=str,
@@ -47,15 +41,6 @@ def test_a_field_out_of_range_is_named_in_one_line(given: dict[str, Any], told: 
         SamplingParams(**given)
     assert str(raised.value).startswith(told)
     assert "\n" not in str(raised.value)
-
-
-def test_stop_strings_are_a_text_or_a_list() -> None:
-    assert [SamplingParams(stop=one).stop for one in ("a", ["a", "b"], (), None)] == [
-        ("a",),
-        ("a", "b"),
-        (),
-        (),
-    ]
 
 
 def test_fields_that_are_none_take_the_models() -> None:
@@ -96,18 +81,17 @@ def test_greedy_is_greedy_whatever_the_model_says(model: ResolvedSampling) -> No
     assert (resolved.max_tokens, resolved.stop) == (3, ("\n",))
 
 
-WRONG: dict[str, tuple[Any, ...]] = {
-    "do_sample": ("yes", 1),
-    "temperature": ("hot", -1, float("nan"), [1]),
-    "top_p": (7, 0, "x", True),
-    "top_k": (-3, 2.5, "x"),
-    "min_p": (3, -0.1),
-    "repetition_penalty": (0, -1, {}),
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
+    ("name", "value"),
+    [
+        ("do_sample", "yes"),
+        ("temperature", float("nan")),
+        ("temperature", [1]),
+        ("top_p", 7),
+        ("top_k", -3),
+        ("min_p", -0.1),
+        ("repetition_penalty", {}),
+    ],
 )
 def test_a_wrong_value_is_told_and_left_out(
     name: str, value: object, caplog: pytest.LogCaptureFixture

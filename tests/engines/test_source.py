@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import os
 import pickle
@@ -41,18 +40,6 @@ def test_settings_are_asked_for_once_at_the_first_use_even_by_many_threads() -> 
     assert source.engine is opened[0] is source.open(never)
 
 
-def test_the_event_loop_opens_nothing_itself() -> None:
-    source, asked = EngineSource(), []
-
-    def settings() -> EngineConfig:
-        asked.append(threading.get_ident())
-        return DEMO
-
-    engine = asyncio.run(source.aopen(settings))
-    assert asyncio.run(source.aopen(never)) is engine
-    assert asked != [threading.get_ident()]
-
-
 def test_sources_that_share_agree_on_all_but_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(**changes: object) -> Engine:
         return EngineSource().open(lambda: DEMO.with_changes(**changes))
@@ -70,12 +57,6 @@ def test_sources_that_share_agree_on_all_but_requests(monkeypatch: pytest.Monkey
     assert len(set(map(id, engines))) == len(others) + 1
     monkeypatch.setattr(os, "getpid", lambda: -1)  # as in a forked process
     assert opened() is not first
-
-
-def test_a_closed_engine_is_opened_anew() -> None:
-    first = EngineSource().open(lambda: DEMO)
-    first.close()
-    assert EngineSource().open(lambda: DEMO).is_open
 
 
 def test_a_given_engine_is_returned_and_goes_nowhere_else(engine: Engine) -> None:

@@ -12,7 +12,7 @@ from cacheblend_rag import Generation, SamplingParams
 from cacheblend_rag.engines.answer import Request
 from tests.engines.contract import CONFIG, WAYS, EngineContract
 from tests.engines.toy_engine import ToyEngine
-from tests.models import make_tokenizer, words
+from tests.models import make_tokenizer
 
 
 class TestToyEngine(EngineContract):
@@ -39,23 +39,6 @@ def test_an_engine_that_is_dropped_frees_its_memory_at_once() -> None:
         assert len(registry) == 1, "a registry outlives engines"
     finally:
         gc.enable()
-
-
-def test_what_was_precomputed_is_not_tokenized_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = make_tokenizer()
-    engine = ToyEngine(tokenizer, config=CONFIG)
-    chunks = [words(300, seed) for seed in range(3)]
-    engine.precompute(chunks, progress=False)
-    texts: list[str] = []
-    encode = tokenizer.encode
-    monkeypatch.setattr(
-        tokenizer, "encode", lambda text, **given: texts.append(text) or encode(text, **given)
-    )
-    prompt = f"{' '.join(chunks)} w2 w3"
-    prepared = engine.prepare(prompt)
-    assert len(prepared.placed) == 3
-    assert 0 < sum(map(len, texts)) < len(prompt) / 2
-    engine.close()
 
 
 def test_a_hook_that_fails_harms_nobody_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,23 +8,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from cacheblend_rag import BlendConfig, Chunk, TieredKVStore, TransformersEngine
-from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id
+from cacheblend_rag import BlendConfig, TieredKVStore, TransformersEngine
 from cacheblend_rag.settings import LeadInConfig, names_of
 from tests.models import make_model, make_tokenizer
 
 EngineFactory = Callable[..., TransformersEngine]
-
-
-def keys_of(engine: TransformersEngine, chunk: Chunk) -> list[KVKey]:
-    """What an engine's store has of a chunk: one key for each context it was computed in."""
-    ids = engine.tokenizer(chunk.text, add_special_tokens=False)["input_ids"]
-    named = KVKey(chunk_id(ids), engine.fingerprint)
-    return [
-        key
-        for key in engine.store.entries()
-        if (key.chunk_id, key.fingerprint) == (named.chunk_id, named.fingerprint)
-    ]
 
 
 @pytest.fixture(scope="session")

@@ -157,13 +157,6 @@ def test_a_prompt_s_kv_is_let_go_of() -> None:
     assert kept() is None
 
 
-def test_only_models_that_the_kernel_suits_get_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stack_of(llama)._graphs is not None
-    assert TransformersStack(llama().eval())._graphs is None, "of float32"
-    monkeypatch.setattr(row_attention, "has_kernels", lambda _: False)
-    assert stack_of(llama)._graphs is None
-
-
 def test_passes_may_take_turns() -> None:
     stack = stack_of(llama)
     graphs = LayerGraphs(stack, stack.layers, Captured())
@@ -209,19 +202,6 @@ def test_a_graph_with_another_result_is_not_used(
     ]
 
 
-def test_where_capturing_fails_the_pass_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(_: object) -> Replay:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    stack = stack_of(llama)
-    graphs = LayerGraphs(stack, stack.layers, fail)
-    prompt = Prompt(stack, 90, 13, seed=1)
-    for _ in range(3):
-        prompt.check(graphs)
-    assert not graphs.is_on
-    assert len(caplog.records) == 1
-
-
 def test_a_model_with_hooks_gets_none() -> None:
     stack, captured = stack_of(llama), Captured()
     graphs = LayerGraphs(stack, stack.layers, captured)
@@ -233,14 +213,3 @@ def test_a_model_with_hooks_gets_none() -> None:
     handle.remove()
     prompt.check(graphs)
     assert captured.count == 2
-
-
-def test_too_many_rows_or_one_get_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_graphs, "MOST_ROWS", 16)
-    stack = stack_of(llama)
-    graphs = LayerGraphs(stack, stack.layers, Captured())
-    fused = FusedKV(stack.geometry, 60)
-    for count, has in ((1, False), (2, True), (16, True), (17, False)):
-        rows = Rows.at(np.arange(count), torch.device("cpu"))
-        graphs.of(rows, fused)
-        assert (graphs.of(rows, fused) is not None) == has

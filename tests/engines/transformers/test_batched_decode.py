@@ -19,15 +19,12 @@ from tests.models import make_model
 LENGTHS = (90, 17, 55)
 """Tokens of the texts; the window of the models that have one is 48."""
 STEPS = 12
-TINY = ("llama", "llama-yarn", "mistral-sliding", "qwen3-moe", "gemma2", "gemma3")
-BUILT = ("gpt_neox", "gpt_oss", "ministral3", "qwen2_vl")
+TINY = ("llama", "mistral-sliding", "qwen3-moe", "gemma3")
+BUILT = ("gpt_neox", "gpt_oss")
 
 
 def built(family: str) -> PreTrainedModel:
-    model = make_model(family) if family in TINY else builders()[family]()
-    if getattr(model.config, "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # the other ones leave the cap out
-    return model
+    return make_model(family) if family in TINY else builders()[family]()
 
 
 def prefilled(way: OrdinaryPrefill, texts: list[list[int]]) -> list[FusedCache]:
@@ -76,19 +73,20 @@ def test_texts_decoded_together_get_the_logits_of_each_alone(family: str) -> Non
             torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])
 @torch.no_grad()
-def test_in_bfloat16_they_are_as_precise_together_as_alone(family: str) -> None:
-    exact = make_model(family)
-    wanted, _ = run(OrdinaryPrefill(exact, open_stack(exact)), together=False)
-    model = make_model(family, torch.bfloat16)
+def test_a_model_that_computes_something_else_in_batches_is_found_out() -> None:
+    model = make_model("llama")
+
+    def depends(_: Any, given: tuple[Tensor, ...]) -> Tensor:
+        return given[0] + 0.1 * (given[0].shape[0] - 1)
+
+    model.model.layers[1].mlp.register_forward_pre_hook(depends)
     way = find_ordinary_prefill(model, open_stack(model))
-    assert way.decodes_batches
-    errors = [
-        float((run(way, together=together)[0] - wanted).norm() / wanted.norm())
-        for together in (False, True)
-    ]
-    assert 0 < errors[1] < 1.3 * errors[0]
+    assert not way.decodes_batches
+
+
+def refuse(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 @torch.no_grad()
@@ -107,25 +105,3 @@ def test_a_step_that_fails_leaves_the_kv_as_it_was(monkeypatch: pytest.MonkeyPat
     again = decode_batch(stack, caches, [5, 6, 7])
     fresh = decode_batch(stack, prefilled(way, texts), [5, 6, 7])
     assert torch.equal(again, fresh)
-
-
-def refuse(*_: object) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory.")
-
-
-@torch.no_grad()
-def test_a_model_that_computes_something_else_in_batches_is_found_out() -> None:
-    model = make_model("llama")
-
-    def depends(_: Any, given: tuple[Tensor, ...]) -> Tensor:
-        return given[0] + 0.1 * (given[0].shape[0] - 1)
-
-    model.model.layers[1].mlp.register_forward_pre_hook(depends)
-    way = find_ordinary_prefill(model, open_stack(model))
-    assert not way.decodes_batches
-
-
-@torch.no_grad()
-def test_a_model_that_cannot_be_blended_decodes_alone() -> None:
-    way = find_ordinary_prefill(make_model("llama"), None)
-    assert not way.decodes_batches

@@ -76,8 +76,9 @@ def document_of_three() -> Document:
     return next(document for document in documents if len(document.chunks) == 3)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("lead_in", ["document", "instruction"])
+@pytest.mark.parametrize(
+    ("way", "lead_in"), [*((way, "document") for way in WAYS), (in_parts, "instruction")]
+)
 def test_kv_and_prior_are_those_without_the_hidden_passage(
     demo: TransformersEngine, way: IndexWay, lead_in: str
 ) -> None:

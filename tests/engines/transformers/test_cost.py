@@ -29,7 +29,7 @@ from tests.models import VOCABULARY, make_model, make_tokenizer, prompt_of, word
 aten = torch.ops.aten
 ONE = SamplingParams(max_tokens=1)
 QUESTION, HEAD, CHUNK = 9, 5, 40
-FAMILIES = ("llama", "mistral-sliding", "qwen3")
+FAMILIES = ("mistral-sliding", "qwen3")
 
 
 ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
@@ -98,7 +98,7 @@ def schedules() -> Iterator[Any]:
         checks: list[dict[str, Any]] = [{}]
         if kind.needs_fresh_kv:
             gradual = {"check_layers": (1, 2), "recompute_ratio": (0.6, 0.2)}
-            checks += [{"check_layers": (2,)}, {"check_layers": (3,)}, gradual]
+            checks += [{"check_layers": (3,)}, gradual]
         for settings in checks:
             for ratio in (0.0, 0.3, 1.0) if kind.fixed_ratio is None and not settings else (0.3,):
                 own = {"min_tokens": 0, "selector": name, "recompute_ratio": ratio, **settings}

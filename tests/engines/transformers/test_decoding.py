@@ -40,7 +40,7 @@ def stream(text: str, stop: tuple[str, ...]) -> tuple[list[str], TextStream]:
 
 
 @given(st.text(max_size=30))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_pieces_join_to_the_text(text: str) -> None:
     pieces, out = stream(text, ())
     assert "".join(pieces) == out.text == text
@@ -50,7 +50,7 @@ def test_pieces_join_to_the_text(text: str) -> None:
     st.text(alphabet="abé🙂 ", max_size=30),
     st.lists(st.text(alphabet="abé🙂 ", min_size=1, max_size=4), max_size=3),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_the_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> None:
     pieces, out = stream(text, tuple(stop))
     found = [text.index(s) for s in stop if s in text]

@@ -50,15 +50,6 @@ def test_an_empty_prompt_is_refused_even_where_a_bos_token_is_added(
         engine.generate("")
 
 
-def test_answers_longer_than_the_reserved_room_go_on(make_engine: EngineFactory) -> None:
-    engine = make_engine(recompute_ratio=1.0)
-    engine.precompute(CHUNKS, progress=False)
-    long = SamplingParams(max_tokens=300)
-    blended, full = engine.generate(TEXT, long), engine.generate_full(TEXT, long)
-    assert len(blended.token_ids) == 300
-    assert blended.token_ids == full.token_ids
-
-
 def test_a_prompt_ending_in_a_chunk_still_yields_its_own_logits(make_engine: EngineFactory) -> None:
     engine = make_engine(recompute_ratio=0.0, lead_in="none")
     engine.precompute(CHUNKS[:1], progress=False)

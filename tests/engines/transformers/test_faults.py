@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
     LlamaConfig,
     LlamaForSequenceClassification,
     MambaConfig,
@@ -23,7 +21,6 @@ from transformers import (
 )
 
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEngine
-from cacheblend_rag.engines.transformers.loading import default_dtype
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.kv.tiers import disk
 from tests.engines.transformers.conftest import EngineFactory
@@ -102,22 +99,9 @@ def test_an_unsupported_model_is_served_by_ordinary_prefill(
     assert reason in answer.report.reason
 
 
-def test_a_model_that_fails_the_trial_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend_rag.engines.transformers.stack import TransformersStack
-
-    tables = TransformersStack.tables
-    monkeypatch.setattr(TransformersStack, "tables", lambda self, by: tables(self, by + 1))
-    engine = TransformersEngine(make_model(), tokenizer=make_tokenizer())
-    assert engine.blend_refusal is not None
-    assert "rotary embedding cannot be undone by an offset" in engine.blend_refusal
-
-
 ENCODER_DECODERS = {
     "t5": lambda: T5ForConditionalGeneration(
         T5Config(vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4)
-    ),
-    "bart": lambda: BartForConditionalGeneration(
-        BartConfig(vocab_size=VOCABULARY, d_model=64, encoder_layers=1, decoder_layers=1)
     ),
     "a classifier": lambda: LlamaForSequenceClassification(LlamaConfig(**SHAPE)),
 }
@@ -153,22 +137,6 @@ def test_a_hub_format_folder_loads(tmp_path: Path) -> None:
     half = TransformersEngine(tmp_path, dtype="bfloat16")
     assert half.model.dtype == torch.bfloat16
     assert half.fingerprint != same.fingerprint
-
-
-def test_a_cpu_runs_a_checkpoint_in_bfloat16_only_with_amx(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", default_dtype.__module__)
-    config = make_model().config
-    for config.dtype, capability, runs_in in (
-        (torch.bfloat16, "amx_bf16", torch.bfloat16),
-        (torch.bfloat16, "avx512_bf16", torch.float32),
-        (torch.float16, "amx_bf16", torch.float32),
-    ):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", dict.fromkeys([capability], True).copy)
-        assert default_dtype(config, torch.device("cpu")) == runs_in
-    why = [line.rpartition(": ")[2] for line in caplog.messages]
-    assert why == ["it has no AMX for bfloat16", "float16 may overflow"]
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:

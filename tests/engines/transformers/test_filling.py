@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -14,12 +11,8 @@ import torch
 from cacheblend_rag import (
     BlendPrompt,
     Chunk,
-    ChunkRegistry,
     Document,
-    FillReport,
     SamplingParams,
-    StoreConfig,
-    TieredKVStore,
     TransformersEngine,
 )
 from cacheblend_rag.kv.chunk_kv import ChunkKV
@@ -106,39 +99,3 @@ def test_a_request_comes_between_the_layers_of_what_is_filled(make_filling: Engi
     assert until(lambda: engine.fill_report().computed == 1, PATIENCE)
     assert turns.index("request") == 3
     assert turns.count("fill") > engine.model.config.num_hidden_layers
-
-
-def test_a_store_that_is_only_read_is_not_filled(
-    make_filling: EngineFactory, tmp_path: Path
-) -> None:
-    TieredKVStore.of(StoreConfig(kv_path=tmp_path)).close()
-    store = TieredKVStore.of(StoreConfig(kv_path=tmp_path, read_only=True))
-    engine, chunk = make_filling(store=store), Chunk(words(40, 3))
-    engine.registry.add_many([chunk])
-    report = engine.generate(asking([chunk]), SHORT).report
-    assert [told.reason for told in report.chunks] == ["not stored"]
-    assert engine.fill_report() == FillReport()
-
-
-def test_one_registry_of_two_engines_is_filled_by_each_for_itself(
-    make_filling: EngineFactory,
-) -> None:
-    """What is stored for another instruction is missing all the same, and says why."""
-    registry, store, chunk = ChunkRegistry(), TieredKVStore.open(), Chunk(words(40, 3))
-    settings = {"registry": registry, "store": store, "lead_in": "instruction"}
-    one = make_filling(instruction=INSTRUCTION, **settings)
-    other = make_filling(instruction=words(6, 51), **settings)
-    one.register([chunk])
-    assert len(filled(one, [chunk])) == 1
-    assert len(filled(other, [chunk])) == 1
-
-
-def test_an_engine_that_is_dropped_is_let_go(make_engine: EngineFactory) -> None:
-    engine = make_engine()
-    engine.fill_on_miss = True
-    engine.register([chunk := Chunk(words(40, 3))])
-    assert filled(engine, [chunk])
-    gone = ref(engine)
-    del engine
-    gc.collect()
-    assert until(lambda: gone() is None)

@@ -144,37 +144,12 @@ def test_a_reference_holds_each_piece_once(make_guarded: EngineFactory) -> None:
     assert found(skipping, most=40) is None
 
 
-def test_without_a_reference_nothing_is_concluded(
-    make_guarded: EngineFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guard, "MOST_TOKENS", 60)
-    document = Document("d", tuple(words(20, i) for i in range(4)), separator=SEPARATOR)
-    engine = make_guarded(lead_in="document")
-    engine.precompute([document], progress=False)
-    assert engine.generate(asking(document.to_chunks()[3]), GREEDY).report.blended
-    report = settled(engine)
-    assert (report.unknown, report.compared, report.excess) == (1, 0, 0.0)
-
-
 def test_nothing_is_compared_before_the_model_is_idle(make_guarded: EngineFactory) -> None:
     engine, chunks = knowing_a_chunk(make_guarded)
     with never_idle():
         engine.generate(asking(*chunks), GREEDY)
         time.sleep(0.2)
         assert (engine.guard_report().waiting, engine.guard_report().compared) == (1, 0)
-    assert settled(engine).compared == 1
-
-
-def test_what_waited_before_a_guard_began_anew_counts_for_nothing(
-    make_guarded: EngineFactory,
-) -> None:
-    engine, chunks = knowing_a_chunk(make_guarded)
-    with never_idle():
-        engine.generate(asking(*chunks), GREEDY)
-        engine.reset_guard()
-        assert engine.guard_report() == GuardReport()
-        engine.generate(asking(*chunks, seed=91), GREEDY)
-        assert engine.guard_report().waiting == 1
     assert settled(engine).compared == 1
 
 
@@ -206,17 +181,6 @@ def test_evicted_chunks_are_dropped_and_other_work_is_not_sampled(
         engine.store.evict(engine.key(chunks[0]))
     report = settled(engine)
     assert (report.compared, report.dropped) == (0, 1)
-
-
-def test_changed_weights_void_a_comparison(make_guarded: EngineFactory) -> None:
-    engine, chunks = make_guarded(with_model=make_model("llama")), [Chunk(words(40, 3))]
-    engine.precompute(chunks, progress=False)
-    with never_idle():
-        engine.generate(asking(*chunks), GREEDY)
-        with torch.no_grad():
-            next(engine.model.parameters()).mul_(1.5)
-    report = settled(engine)
-    assert report.compared == 0, "its chunks' KV belongs to other weights"
 
 
 def test_steps_are_reported_and_logged_without_texts(

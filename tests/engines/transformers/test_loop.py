@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from threading import Event, Thread
@@ -122,51 +121,6 @@ def test_prompts_take_turns_and_a_stream_gets_a_token_after_each(loop: ModelLoop
     assert "".join(log) == "SaSbSaSb"
 
 
-@pytest.mark.usefixtures("ticking")
-def test_prompts_have_as_much_time_as_a_decode_step_takes(loop: ModelLoop) -> None:
-    log: list[str] = []
-    with standing_still(loop):
-        streams = [
-            loop.begin(answer(log, "s", 0, 3), Cancellation(), streamed=True) for _ in range(3)
-        ]
-        other = loop.begin(prompt(log, "a", 4), Cancellation())
-    results([*streams, other])
-    assert "SSSaaSS" in "".join(log)
-
-
-@pytest.mark.usefixtures("ticking")
-def test_whole_answers_wait_for_the_prompts_that_came_before_and_for_no_later_ones(
-    loop: ModelLoop,
-) -> None:
-    log: list[str] = []
-    first = begun(loop, answer(log, "a", 1, 3), answer(log, "b", 4, 3))
-    results(first)
-    assert "".join(log) == "abbbb" + 3 * "AB"
-    log.clear()
-
-    def with_a_later_one() -> Work[list[int]]:
-        ids = yield from answer(log, "c", 1, 1)
-        later.append(loop_begin(prompt(log, "d", 6)))
-        yield from answer(log, "c", 0, 3)
-        return ids
-
-    later: list[Future[Any]] = []
-    loop_begin = lambda work: begin_from_outside(loop, work)  # noqa: E731
-    results(begun(loop, with_a_later_one()))
-    results(later)
-    assert "".join(log).startswith("cC")
-    assert "".join(log).count("dC") >= 2, "both go on"
-
-
-def begin_from_outside(loop: ModelLoop, work: Work[Any]) -> Future[Any]:
-    """Begin work in another thread, while the loop waits for that."""
-    made: list[Future[Any]] = []
-    thread = Thread(target=lambda: made.append(loop.begin(work, Cancellation())))
-    thread.start()
-    thread.join(PATIENCE)
-    return made[0]
-
-
 def test_a_few_prompts_with_chunks_begin_at_a_time_those_that_share_first(
     loop: ModelLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,27 +174,6 @@ def test_an_error_is_of_the_work_that_raised_it(loop: ModelLoop) -> None:
     assert good.result(PATIENCE) == [0, 1, 2, 3]
 
 
-def test_an_error_holds_nothing_in_a_circle(loop: ModelLoop) -> None:
-    class Held:
-        """What work holds."""
-
-    gone: list[Any] = []
-
-    def work() -> Work[None]:
-        held = Held()
-        gone.append(ref(held))
-        yield NOTHING
-        raise OSError("no room")
-
-    gc.disable()
-    try:
-        with suppress(OSError):
-            loop.run(work(), Cancellation())
-        assert until(lambda: gone[0]() is None, PATIENCE)
-    finally:
-        gc.enable()
-
-
 def test_a_model_is_idle_when_no_request_was_there_for_a_moment(
     loop: ModelLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,22 +211,6 @@ def test_idle_work_takes_a_step_when_it_may_and_its_need_is_met(loop: ModelLoop)
     assert seen == ["cacheblend-model", "read"]
 
 
-def test_ending_idle_work_closes_it_where_the_model_runs(loop: ModelLoop) -> None:
-    seen: list[str] = []
-
-    def endless() -> Work[None]:
-        try:
-            while True:
-                yield NOTHING
-        finally:
-            seen.append(threading.current_thread().name)
-
-    steps = loop.stepwise(endless())
-    assert [next(steps) for _ in range(2)] == [None, None]
-    steps.close()
-    assert seen == ["cacheblend-model"]
-
-
 def test_its_own_thread_runs_a_step_and_does_not_wait_for_itself(loop: ModelLoop) -> None:
     assert loop.call(lambda: loop.call(threading.current_thread)).name == "cacheblend-model"
     assert list(loop.each(iter("abc"))) == ["a", "b", "c"]
@@ -303,32 +220,6 @@ def test_its_own_thread_runs_a_step_and_does_not_wait_for_itself(loop: ModelLoop
             loop.begin(prompt([], "p", 1), Cancellation())
 
     loop.call(ask)
-
-
-def test_interrupting_who_waits_ends_that_work_alone(loop: ModelLoop) -> None:
-    log: list[str] = []
-    cancel, begins = Cancellation(), Event()
-
-    def endless() -> Work[None]:
-        while not cancel.is_set():
-            begins.set()
-            yield NOTHING
-        log.append("ended")
-
-    def press() -> None:
-        assert begins.wait(PATIENCE)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        other = loop.begin(answer([], "o", 50, 50), Cancellation())
-        Thread(target=press).start()
-        with pytest.raises(KeyboardInterrupt):
-            loop.run(endless(), cancel)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert log == ["ended"]
-    assert len(other.result(PATIENCE)) == 51
 
 
 def test_the_thread_ends_with_the_model() -> None:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from cacheblend_rag import (
     Document,
     OutOfMemoryError,
     SamplingParams,
-    TieredKVStore,
     TransformersEngine,
     memory,
 )
@@ -27,7 +25,6 @@ from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.engines.transformers import prefill as prefill_module
 from cacheblend_rag.engines.transformers.loop import loop_of
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
-from cacheblend_rag.kv.tiers import disk
 from cacheblend_rag.prefill.prompt_pass import PromptPass
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import SHAPE, prompt_of, words
@@ -106,13 +103,11 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PromptPass, "steps", STEPS)
 
 
-@pytest.mark.parametrize(("selector", "step"), [("hkvd", 1), ("question_mid", 9)])
+@pytest.mark.parametrize(("selector", "step"), [("hkvd", 4), ("question_mid", 9)])
 def test_wherever_a_pass_finds_no_memory_ordinary_prefill_answers(
     engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch, selector: str, step: int
 ) -> None:
-    """Each allocation of a pass fails once, of a longer pass each so many; the next request blends
-    as if nothing had been.
-    """
+    """One of so many allocations fails; the next request blends as if nothing had been."""
     config = engine.config.with_changes(selector=selector)
     blended = engine.generate(PROMPT, SHORT, config=config)
     assert blended.report.blended
@@ -162,15 +157,6 @@ def test_other_errors_are_not_taken_for_it(
     refuse(monkeypatch, RefusingDevice(20, kind="other"))
     with pytest.raises(RuntimeError, match="shape mismatch"):
         engine.generate(PROMPT, SHORT)
-
-
-def test_chunks_that_are_not_stored_are_told_apart(
-    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse(monkeypatch, RefusingDevice(5))
-    missing = Chunk(words(12, 5))
-    answer = engine.generate(prompt_of("w3", CHUNKS[0], "w4", missing, "w5"), SHORT)
-    assert [chunk.reason for chunk in answer.report.chunks] == ["no room", "not stored"]
 
 
 @pytest.mark.parametrize("nth", [1, 60])
@@ -250,22 +236,3 @@ def test_a_document_without_room_is_refused_and_the_others_stored(
     assert report.computed == 4
     assert dict(report.refused) == {"no room": 3}
     assert engine.precompute([short[0], long, short[1]], progress=False).computed == 3
-
-
-def test_reading_without_memory_is_no_fault_of_the_tier(
-    small: PreTrainedModel, make_engine: EngineFactory, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    store = TieredKVStore.open(host_bytes=0, kv_path=tmp_path)
-    engine = make_engine(with_model=small, store=store, recompute_ratio=0.0)
-    engine.precompute(CHUNKS, progress=False)
-
-    def refused(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(disk, "read_range", refused)
-        answer = engine.generate(PROMPT, SHORT)
-        assert answer.token_ids == engine.generate_full(PROMPT, SHORT).token_ids
-        assert {chunk.reason for chunk in answer.report.chunks} == {"no room"}
-    assert engine.generate(PROMPT, SHORT).report.blended, "the tier is asked at once"

@@ -92,16 +92,3 @@ def test_a_cancelled_request_does_not_wait_for_its_reads(engine: Any, slow: Slow
     assert not go_on.is_set()
     go_on.set()
     assert engine.generate(TEXT, SHORT).report.blended
-
-
-def test_a_refused_prompt_asks_for_each_chunk_once_and_a_full_prefill_for_none(
-    engine: Any, slow: SlowTier
-) -> None:
-    engine.generate_full(TEXT, SHORT)
-    assert slow.keys == []
-    for key in engine.store.entries():
-        engine.store.evict(key)
-    answer = engine.generate(TEXT, SHORT)
-    assert {chunk.reason for chunk in answer.report.chunks} == {"not stored"}
-    assert len(slow.keys) == len(set(slow.keys)) == len(CHUNKS)
-    assert slow.found == []

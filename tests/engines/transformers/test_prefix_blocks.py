@@ -6,14 +6,11 @@ import random
 import time
 
 import pytest
-import torch
 
 from cacheblend_rag import TieredKVStore
-from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.blend.stack import Geometry
-from cacheblend_rag.engines.prefixes import BLOCK_TOKENS, PrefixKeys, StoredPrefix, block_kv
+from cacheblend_rag.engines.prefixes import BLOCK_TOKENS, PrefixKeys, StoredPrefix
 from cacheblend_rag.kv.chunk_kv import chunk_id
-from tests.kv.samples import CountingTier, make_kv, validate
+from tests.kv.samples import CountingTier, make_kv
 
 IDENTITY = {"weights": "some"}
 KEYS = PrefixKeys.of(IDENTITY, "default")
@@ -22,11 +19,6 @@ KEYS = PrefixKeys.of(IDENTITY, "default")
 def tokens(count: int, seed: int = 0) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(1 << 17) for _ in range(count)]
-
-
-@pytest.mark.parametrize("count", [0, 1, BLOCK_TOKENS - 1, BLOCK_TOKENS, 3 * BLOCK_TOKENS + 5])
-def test_only_whole_blocks_have_keys(count: int) -> None:
-    assert len(KEYS.blocks(tokens(count))) == count // BLOCK_TOKENS
 
 
 def test_a_key_is_of_all_tokens_up_to_the_blocks_end() -> None:
@@ -43,16 +35,7 @@ def test_a_key_is_of_all_tokens_up_to_the_blocks_end() -> None:
     assert whole[3].context_id == chunk_id(ids[: 3 * BLOCK_TOKENS])
 
 
-def test_models_and_tenants_have_keys_of_their_own() -> None:
-    others = [PrefixKeys.of({"weights": "other"}, "default"), PrefixKeys.of(IDENTITY, "tenant")]
-    ids = tokens(BLOCK_TOKENS)
-    assert len({keys.blocks(ids)[0] for keys in (KEYS, *others)}) == 3
-    assert KEYS.blocks(ids) == PrefixKeys.of(IDENTITY, "default").blocks(ids)
-
-
-@pytest.mark.parametrize(
-    ("stored", "asked"), [(0, 1), (1, 3), (2, 3), (3, 7), (7, 15), (19, 20), (20, 20)]
-)
+@pytest.mark.parametrize(("stored", "asked"), [(0, 1), (2, 3), (7, 15), (20, 20)])
 def test_blocks_are_looked_up_until_one_is_missing(stored: int, asked: int) -> None:
     tier, keys = CountingTier(), KEYS.blocks(tokens(20 * BLOCK_TOKENS))
     with TieredKVStore([tier]) as store:
@@ -67,19 +50,3 @@ def test_blocks_are_looked_up_until_one_is_missing(stored: int, asked: int) -> N
         assert starts == [(at * BLOCK_TOKENS, (at + 1) * BLOCK_TOKENS) for at in range(stored)]
         assert tier.lookups == keys[:asked]
         assert began <= found.began <= found.began + found.seconds <= time.perf_counter()
-
-
-def test_a_blocks_kv_is_a_copy_at_its_own_position() -> None:
-    geometry = Geometry(2, 6, 3, 4, torch.float32, torch.device("cpu"))
-    fused = FusedKV(geometry, 3 * BLOCK_TOKENS)
-    fused.keys.normal_()
-    fused.values.normal_()
-    kv = block_kv(fused, 1)
-    validate(kv)
-    here = slice(BLOCK_TOKENS, 2 * BLOCK_TOKENS)
-    assert kv.position == BLOCK_TOKENS
-    assert torch.equal(kv.keys, fused.keys[:, :, here])
-    assert torch.equal(kv.values, fused.values[:, :, here])
-    before = kv.keys.clone()
-    fused.keys.zero_()
-    assert torch.equal(kv.keys, before)

@@ -23,23 +23,18 @@ from cacheblend_rag import (
     TieredKVStore,
     TransformersEngine,
 )
-from cacheblend_rag.engines import prefixes
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.prefixes import BLOCK_TOKENS
-from cacheblend_rag.engines.transformers import prefill
-from cacheblend_rag.engines.transformers.loop import loop_of
 from cacheblend_rag.kv import HostTier
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.prompt_pass import ALL_EXACT
 from tests.engines.transformers.conftest import EngineFactory
 from tests.engines.transformers.test_faults import on_disk
-from tests.models import FAMILIES, make_model, prompt_of, words
+from tests.models import make_model, prompt_of, words
 
 DAMAGES = {
     "truncated": lambda data: data[: len(data) // 2],
-    "emptied": lambda data: b"",
     "bit flipped in the tensors": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
-    "bit flipped in the header": lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:],
 }
 
 CHUNKS = [Chunk(words(80, seed)) for seed in range(3)]
@@ -113,9 +108,9 @@ def test_a_salt_keeps_prefixes_apart_and_chunks_together(make_engine: EngineFact
 
 @pytest.mark.parametrize(
     ("family", "prompt"),
-    [*((family, with_chunks) for family in FAMILIES), ("llama", without), ("gemma3", without)],
+    [*((family, with_chunks) for family in ("llama", "gemma2", "qwen3-moe")), ("gemma3", without)],
 )
-def test_every_family_gives_the_same_answers_from_fewer_rows(
+def test_the_same_answers_come_from_fewer_rows(
     make_engine: EngineFactory, family: str, prompt: Any
 ) -> None:
     model = make_model(family)
@@ -174,11 +169,10 @@ def is_exact(answer: Generation, engine: TransformersEngine, prompt: Any) -> Non
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
 def test_the_third_question_over_the_same_passages_computes_the_question_alone(
-    make_engine: EngineFactory, family: str
+    make_engine: EngineFactory,
 ) -> None:
-    model = make_model(family)
+    model = make_model("gemma3")
     engine = make_engine(with_model=model, recompute_ratio=0.3)
     engine.precompute(CHUNKS, progress=False)
     told = [when_idle(engine, with_chunks(question)).report for question in QUESTIONS[:2]]
@@ -208,12 +202,11 @@ def test_what_was_computed_in_full_is_reused_at_the_second_question(
     assert asked(engine, with_chunks(QUESTIONS[2])).report.prefix_tokens == REUSED
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
 def test_passages_are_kept_as_a_prefix_in_memory_until_one_is_deleted(
-    make_engine: EngineFactory, tmp_path: Path, ratio: float
+    make_engine: EngineFactory, tmp_path: Path
 ) -> None:
     store = TieredKVStore.open(kv_path=tmp_path)
-    engine = make_engine(store=store, recompute_ratio=ratio)
+    engine = make_engine(store=store, recompute_ratio=0.5)
     engine.precompute([Document("one", [chunk.text for chunk in CHUNKS])], progress=False)
     files = len([*tmp_path.rglob("*.safetensors")])
     for question in QUESTIONS[:2]:
@@ -251,17 +244,6 @@ def test_a_busy_engine_computes_no_passages_again_and_few_wait(
     assert not engine.prefixes.passages.keys, "they were deleted before they were computed"
 
 
-def test_few_passages_are_kept(make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(recompute_ratio=0.3)
-    engine.precompute(CHUNKS, progress=False)
-    monkeypatch.setattr(prefixes, "MOST_BLOCKS", 1)
-    for most, kept in ((150 + 3 * 80 - 1, 0), (150 + 3 * 80, 1)):
-        monkeypatch.setattr(prefill, "MOST_AGAIN", most)
-        for question in QUESTIONS[:2]:
-            when_idle(engine, with_chunks(question))
-        assert len(blocks(engine)) == BLOCKS + kept
-
-
 def test_a_part_of_a_chunk_ends_a_prefix_too(make_engine: EngineFactory) -> None:
     """What was blended of it is no prefix that a later prompt may take as exact."""
     engine = make_engine(recompute_ratio=0.0)
@@ -273,34 +255,6 @@ def test_a_part_of_a_chunk_ends_a_prefix_too(make_engine: EngineFactory) -> None
     exact = asked(engine, prompt, config=engine.config.with_changes(recompute_ratio=1.0))
     assert exact.report.prefix_tokens == REUSED
     assert exact.token_ids == engine.generate_full(prompt, GREEDY).token_ids
-
-
-def test_a_conversation_goes_on_after_its_last_answer(make_engine: EngineFactory) -> None:
-    engine, text = make_engine(), words(50, 5)
-    for turn in range(4):
-        answer = asked(engine, text)
-        known = (len(text.split()) - 20 - 1) // BLOCK_TOKENS * BLOCK_TOKENS if turn else 0
-        assert answer.report.prefix_tokens == known
-        assert answer.token_ids == engine.generate_full(text, GREEDY).token_ids
-        assert not answer.report.blended
-        assert answer.report.reason == "no known chunk in the prompt"
-        assert answer.report.to_dict()["prefix_tokens"] == known
-        text = f"{text} {answer.text.strip()} {words(20, 70 + turn)}"
-    assert known > 50
-
-
-def test_it_is_found_again_after_the_store_was_opened_anew(
-    make_engine: EngineFactory, tmp_path: Path
-) -> None:
-    engine = make_engine(store=on_disk(tmp_path), recompute_ratio=0.3)
-    engine.precompute(CHUNKS, progress=False)
-    engine.generate(with_chunks(QUESTIONS[0]), GREEDY)
-    engine.close()  # writes what waits
-    engine = make_engine(store=on_disk(tmp_path), recompute_ratio=0.3)
-    engine.register(CHUNKS)
-    alone, again = anew(engine, with_chunks(QUESTIONS[1])), asked(engine, with_chunks(QUESTIONS[1]))
-    assert again.report.prefix_tokens == REUSED
-    assert again.token_ids == alone.token_ids
 
 
 def test_engines_around_a_store_share_it_and_tenants_do_not(make_engine: EngineFactory) -> None:
@@ -329,28 +283,6 @@ def test_a_damaged_block_is_computed_and_stored_again(
     assert again.token_ids == alone.token_ids
     assert again.report.prefix_tokens in (0, BLOCK_TOKENS)  # the second block is sound
     assert asked(engine, with_chunks(QUESTIONS[2])).report.prefix_tokens == REUSED
-
-
-def test_it_takes_no_more_than_the_store_gives(make_engine: EngineFactory) -> None:
-    probe = make_engine()
-    asked(probe, without(QUESTIONS[0]))
-    one_block = max(probe.store.nbytes(key) or 0 for key in blocks(probe))
-    store = TieredKVStore.open(host_bytes=3 * one_block)
-    engine = make_engine(store=store)
-    for seed in range(12):
-        text = words(200, seed)
-        assert asked(engine, text).token_ids == probe.generate_full(text, GREEDY).token_ids
-    assert 0 < (store.stats()["host"]["bytes"] or 0) <= 3 * one_block
-    assert len(blocks(engine)) <= 3
-
-
-def test_of_a_long_prompt_the_first_blocks_stay(make_engine: EngineFactory) -> None:
-    probe, long = make_engine(), words(6 * BLOCK_TOKENS, 1)
-    asked(probe, long)
-    one_block = max(probe.store.nbytes(key) or 0 for key in blocks(probe))
-    engine = make_engine(store=TieredKVStore.open(host_bytes=3 * one_block))
-    asked(engine, long)
-    assert asked(engine, f"{long} w5").report.prefix_tokens == 3 * BLOCK_TOKENS
 
 
 def test_full_prefill_is_neither_helped_nor_kept(make_engine: EngineFactory) -> None:
@@ -406,39 +338,6 @@ def test_a_failing_store_fails_no_answer(
     assert "the KV of a prompt's prefix is not stored" in caplog.text
 
 
-def test_rounded_kv_is_not_exact(make_engine: EngineFactory) -> None:
-    rounds, keeps = (
-        make_engine(store=TieredKVStore.open(precision=precision))
-        for precision in ("fp8", "native")
-    )
-    for engine in (rounds, keeps):
-        asked(engine, without(QUESTIONS[0]))
-    assert asked(rounds, without(QUESTIONS[1])).report.prefix_tokens == 0
-    assert asked(keeps, without(QUESTIONS[1])).report.prefix_tokens == REUSED
-    assert (len(blocks(rounds)), len(blocks(keeps))) == (0, BLOCKS)
-
-
-@pytest.mark.parametrize("length", [2 * BLOCK_TOKENS - 1, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS + 1])
-def test_the_last_token_is_computed_even_if_it_is_stored(
-    make_engine: EngineFactory, length: int
-) -> None:
-    engine, text = make_engine(), words(length, 8)
-    first, again = asked(engine, text), asked(engine, text)
-    assert again.token_ids == first.token_ids
-    assert again.report.prefix_tokens == (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    assert len(blocks(engine)) == 2, "the answer ends a block"
-
-
-def test_a_stream_that_is_closed_early_has_a_prefix_too(make_engine: EngineFactory) -> None:
-    engine = make_engine()
-    stream = engine.stream(without(QUESTIONS[0]), SamplingParams.greedy(max_tokens=200))
-    next(stream)
-    stream.close()
-    loop_of(engine.model).call(lambda: None)  # in a turn behind the one that ends the stream
-    engine.prefixes.drain()
-    assert asked(engine, without(QUESTIONS[1])).report.prefix_tokens == REUSED
-
-
 def test_nothing_is_stored_of_a_model_that_changed_meanwhile(make_engine: EngineFactory) -> None:
     model = make_model("llama")
     engine = make_engine(with_model=model)
@@ -453,10 +352,13 @@ def test_nothing_is_stored_of_a_model_that_changed_meanwhile(make_engine: Engine
     assert asked(engine, without(QUESTIONS[2])).report.prefix_tokens == REUSED
 
 
-def test_a_short_prefix_is_not_worth_a_pass(make_engine: EngineFactory) -> None:
-    engine, head = make_engine(), words(BLOCK_TOKENS, 3)
-    asked(engine, f"{head} {words(20, 4)}")
-    long, short = f"{head} {words(1000, 5)}", f"{head} {words(100, 6)}"
-    assert asked(engine, long).report.prefix_tokens == 0
-    assert asked(engine, short).report.prefix_tokens == BLOCK_TOKENS
-    assert engine.generate_full(short, GREEDY).token_ids == asked(engine, short).token_ids
+def test_rounded_kv_is_not_exact(make_engine: EngineFactory) -> None:
+    rounds, keeps = (
+        make_engine(store=TieredKVStore.open(precision=precision))
+        for precision in ("fp8", "native")
+    )
+    for engine in (rounds, keeps):
+        asked(engine, without(QUESTIONS[0]))
+    assert asked(rounds, without(QUESTIONS[1])).report.prefix_tokens == 0
+    assert asked(keeps, without(QUESTIONS[1])).report.prefix_tokens == REUSED
+    assert (len(blocks(rounds)), len(blocks(keeps))) == (0, BLOCKS)

@@ -18,9 +18,7 @@ PROMPT = prompt_of(words(5, 3), *CHUNKS, words(9, 4))
 CONFIGS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "qwen": QWEN_SAMPLING,
-    "penalty alone": {"repetition_penalty": 1.3},
     "whole numbers": {"do_sample": True, "temperature": 2.0, "top_k": 7},
-    "all left out": {"do_sample": True},
     "min_p": {"do_sample": True, "temperature": 1.5, "min_p": 0.1, "top_p": 0.95, "top_k": 0},
     "greedy in spite of a temperature": {"temperature": 0.7, "top_p": 0.5},
     "greedy by name": {**QWEN_SAMPLING, "do_sample": False},
@@ -56,7 +54,7 @@ def test_the_models_settings_are_followed(
     engine: TransformersEngine, model: PreTrainedModel, name: str
 ) -> None:
     model.generation_config = GenerationConfig(**CONFIGS[name], pad_token_id=0)
-    for seed in (0, 1, 2):
+    for seed in (0, 1):
         expected = generated(model, seed)
         sampling = SamplingParams(max_tokens=TOKENS, seed=seed)
         assert engine.generate_full(PROMPT, sampling).token_ids == expected

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,7 +20,6 @@ from cacheblend_rag import (
     TieredKVStore,
     TransformersEngine,
 )
-from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.batch import MOST_TOGETHER
 from cacheblend_rag.engines.transformers import cache, decode_step
 from cacheblend_rag.engines.transformers import loop as loop_module
@@ -33,7 +29,7 @@ from cacheblend_rag.kv import HostTier
 from cacheblend_rag.text.prompt import BlendPrompt
 from tests.engines.transformers.conftest import EngineFactory
 from tests.kv.samples import SlowTier, until
-from tests.models import make_model, prompt_of, words
+from tests.models import prompt_of, words
 
 PATIENCE = 60.0
 TOKENS, LONG = 24, 400
@@ -139,34 +135,6 @@ def test_each_request_keeps_its_own_sampling(engine: TransformersEngine, steps: 
     assert max(steps.sizes) == len(asked)
 
 
-def test_a_request_joins_while_another_decodes(engine: TransformersEngine, steps: Steps) -> None:
-    long, late = engine.generate(PROMPTS[0], greedy(LONG)), engine.generate(PROMPTS[1], greedy())
-    steps.sizes.clear()
-    has_begun = threading.Event()
-    steps.seen = has_begun.set
-
-    def join() -> Generation:
-        assert has_begun.wait(PATIENCE)
-        return engine.generate(PROMPTS[1], greedy())
-
-    first, second = in_threads([lambda: engine.generate(PROMPTS[0], greedy(LONG)), join])
-    assert (first.token_ids, second.token_ids) == (long.token_ids, late.token_ids)
-    assert steps.sizes[0] == steps.sizes[-1] == 1
-    assert max(steps.sizes) == 2
-
-
-def test_a_slow_reader_holds_up_nobody(engine: TransformersEngine) -> None:
-    """Others go on while it does not read; its own answer is as it would be."""
-    wanted = alone(engine, PROMPTS[:2], greedy())
-    slow = engine.stream(PROMPTS[0], greedy())
-    pieces = [next(slow)]
-    assert engine.generate(PROMPTS[1], greedy()).token_ids == wanted[1], "while it is not read"
-    pieces.extend(slow)
-    answer = cast(Generation, pieces[-1].generation)
-    assert answer.token_ids == wanted[0]
-    assert "".join(piece.text for piece in pieces) == answer.text
-
-
 def test_a_cancelled_request_disturbs_nobody(engine: TransformersEngine, steps: Steps) -> None:
     wanted = alone(engine, PROMPTS[:2], greedy(60))
     cancel = threading.Event()
@@ -229,43 +197,6 @@ def test_a_step_that_fails_is_run_in_smaller_batches(
     assert len(told) == 1
 
 
-def test_engines_around_one_model_share_passes(
-    engine: TransformersEngine, make_engine: EngineFactory, steps: Steps
-) -> None:
-    other = make_engine(recompute_ratio=0.0, reuse_prefix=False, namespace="other")
-    other.precompute(CHUNKS[1], progress=False)
-    asked = [(engine, PROMPTS[0]), (other, PROMPTS[1])]
-    wanted = [one.generate(prompt, greedy()).token_ids for one, prompt in asked]
-    steps.sizes.clear()
-    works = [partial(one.generate, prompt, greedy()) for one, prompt in asked]
-    found = asked_at_once(works, engine.model)
-    assert [answer.token_ids for answer in found] == wanted
-    assert steps.sizes == [2] * (TOKENS - 1)
-    other.close()
-    assert engine.generate(PROMPTS[0], greedy(4)).token_ids == wanted[0][:4]
-
-
-def test_requests_of_two_adapters_decode_at_once(make_engine: EngineFactory) -> None:
-    """One that was prefilled before a change goes on; a later one answers as it does alone."""
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    torch.manual_seed(3)
-    peft = get_peft_model(make_model(), config, adapter_name="default").eval()
-    peft.add_adapter("b", config)
-    engine = make_engine(with_model=peft, recompute_ratio=0.0, reuse_prefix=False)
-
-    wanted = []
-    for adapter in ("b", "default"):
-        peft.set_adapter(adapter)
-        wanted.append(engine.generate(PROMPTS[1], greedy(40)).token_ids)
-    first = engine.stream(PROMPTS[0], greedy(LONG))
-    next(first)
-    peft.set_adapter("b")
-    assert engine.generate(PROMPTS[1], greedy(40)).token_ids == wanted[0] != wanted[1]
-    *_, last = first
-    assert len(cast(Generation, last.generation).token_ids) == LONG
-    engine.close()
-
-
 def slowly(
     make_engine: EngineFactory, near: Sequence[Chunk], far: Sequence[Chunk], memory: HostTier
 ) -> tuple[TransformersEngine, SlowTier, threading.Event]:
@@ -311,14 +242,3 @@ def test_a_store_that_hangs_keeps_no_other_prompt_from_its_turn(make_engine: Eng
         assert not any(one.done() for one in asked)
         may_read.set()
         assert all(one.result(PATIENCE).report.chunks[0].hit for one in asked)
-
-
-def test_an_engine_that_is_dropped_frees_its_model(make_engine: EngineFactory) -> None:
-    """Without being closed, and while one of its streams is not read to its end."""
-    engine = make_engine(with_model=make_model("llama"))
-    engine.generate(PROMPTS[0], greedy(4))
-    stream = engine.stream(PROMPTS[1], greedy(LONG))
-    next(stream)
-    gone = weakref.ref(engine.model)
-    del engine, stream
-    assert until(lambda: not gc.collect() and gone() is None, PATIENCE)

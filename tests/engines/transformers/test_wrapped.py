@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -32,12 +31,6 @@ def lora() -> Any:
     return get_peft_model(make_model(), config).eval()
 
 
-def in_place() -> nn.Module:
-    model = make_model()
-    model.compile(backend="eager")
-    return model
-
-
 def layer_by_layer() -> nn.Module:
     model = make_model()
     layers = model.model.layers
@@ -51,7 +44,6 @@ WRAPPED = {
     "PEFT": lora,
     "accelerate, hooks": lambda: dispatch_model(make_model(), {"": "cpu"}, force_hooks=True),
     "compiled": lambda: torch.compile(make_model(), backend="eager"),
-    "compiled in place": in_place,
     "compiled layers": layer_by_layer,
     "compiled PEFT": lambda: torch.compile(lora(), backend="eager"),
 }
@@ -73,20 +65,6 @@ def test_a_wrapped_model_is_blended_as_it_computes_itself(
     assert list(answer.token_ids) == wanted
     assert engine.generate_full(PROMPT, GREEDY).token_ids == answer.token_ids
     assert engine.fingerprint == make_engine(with_model=plain).fingerprint
-
-
-def test_a_compiled_model_is_driven_uncompiled_and_it_is_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    given = layer_by_layer()
-    with caplog.at_level(logging.WARNING):
-        engine = TransformersEngine(given, tokenizer=make_tokenizer())
-    said = [r for r in caplog.records if "is run without torch.compile" in r.message]
-    assert len(said) == 1
-    layers = engine.model.model.layers
-    assert type(layers[1]) is type(layers[2])
-    assert layers[0]._compiled_call_impl is None
-    assert "forward" not in vars(engine.model.model)
 
 
 def test_other_modules_are_refused_in_one_line() -> None:
