@@ -58,6 +58,6 @@ lint: $(ENV)/.ready ## check style, types, the layers between modules, and that 
 	for folder in $(INTEGRATIONS); do $(MAKE) -C $$folder lint BIN=$(CURDIR)/$(BIN) || exit 1; done
 	$(MAKE) docs
 docs: $(ENV)/.ready ## build the documentation as a site, in build/site; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 format: $(ENV)/.ready ## put the code in the project's style
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

@@ -62,8 +62,8 @@ def test_every_code_is_made_somewhere() -> None:
 
 
 def test_every_code_is_documented_once() -> None:
-    page = (PACKAGE.parent / "docs" / "reports.md").read_text()
-    table = page.partition("## Reason codes\n")[2].partition("\n## ")[0]
+    page = (PACKAGE.parent / "docs" / "troubleshooting.md").read_text()
+    table = page.partition("## Reasons\n")[2].partition("\n## ")[0]
     assert TABLE_ROW.findall(table) == [code.value for code in ReasonCode]
 
 

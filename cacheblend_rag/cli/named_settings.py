@@ -21,7 +21,7 @@ SetOption = Annotated[
         "-s",
         metavar="NAME=VALUE",
         help="A setting by its name, such as device=cuda, recompute_ratio=0.2 or host_bytes=8GiB: "
-        "see docs/settings.md. Repeatable.",
+        "see the page Settings. Repeatable.",
     ),
 ]
 NOT_GIVEN_HERE = frozenset({"api_key", "tokenizer"})

@@ -13,13 +13,15 @@ from pathlib import Path
 
 from tests.readme import DOCS, ROOT
 
-NAMES = ("tuning", "troubleshooting", "deployment", "scenarios", "from-the-original")
+NAMES = ("tuning", "troubleshooting", "deployment", "scenarios")
 ENGLISH = {name: DOCS / f"{name}.md" for name in NAMES}
 CHINESE = {name: DOCS / "zh" / f"{name}.md" for name in NAMES}
 PAIRS = {
     "README": (ROOT / "README.md", ROOT / "docs" / "zh" / "README.md"),
     **{name: (ENGLISH[name], CHINESE[name]) for name in NAMES},
 }
+MOVED = DOCS / "zh" / "from-the-original.md"
+"""What settings and headings of the original became; in English a section of another page."""
 PROGRAM = "cacheblend-rag"
 _BLOCK = re.compile(
     r"^(?:<!-- not run here: (?P<reason>.+?) -->\n)?```(?P<language>\w+)\n(?P<body>.*?)^```$",

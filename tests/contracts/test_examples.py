@@ -15,7 +15,7 @@ from tests.toy import TOY
 def test_the_program_on_conversations_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (program,) = blocks("python", DOCS / "conversations.md")
+    program, _ = blocks("python", DOCS / "conversations.md")
     (tmp_path / "report.txt").write_text("\n\n".join(words(90, seed) for seed in range(8)))
     monkeypatch.chdir(tmp_path)
     exec(program.replace('"smollm2"', repr(TOY)), {})  # noqa: S102 - the page's own program
@@ -27,7 +27,7 @@ def test_the_program_on_conversations_runs(
 def test_the_program_on_long_documents_runs_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (program,) = blocks("python", DOCS / "long-documents.md")
+    _, program = blocks("python", DOCS / "conversations.md")
     (tmp_path / "report.txt").write_text("\n\n".join(words(100, seed) for seed in range(30)))
     monkeypatch.chdir(tmp_path)
     kept, said = tmp_path / "answers.jsonl", []

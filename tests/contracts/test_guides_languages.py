@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.pages import CHINESE, ENGLISH, NAMES, PAIRS, Block, blocks, inline_commands
+from tests.contracts.pages import (
+    CHINESE,
+    ENGLISH,
+    MOVED,
+    NAMES,
+    PAIRS,
+    Block,
+    blocks,
+    inline_commands,
+)
 
 CODE = ("sh", "python", "toml", "json", "yaml")
 _TITLE = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -37,7 +46,9 @@ def test_pages_link_to_their_other_language(name: str) -> None:
     assert CHINESE[name].read_text().split("\n\n")[1].startswith("读完本页")
 
 
-@pytest.mark.parametrize("page", [page for pair in PAIRS.values() for page in pair], ids=str)
+@pytest.mark.parametrize(
+    "page", [MOVED, *(page for pair in PAIRS.values() for page in pair)], ids=str
+)
 def test_what_pages_link_to_is_there(page: Path) -> None:
     for link in _LINK.findall(page.read_text()):
         if "://" in link:

@@ -83,7 +83,7 @@ def test_json_and_calls_are_valid(engine: TransformersEngine, temperature: float
 def test_the_guides_programs_run(
     mark: str, smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (program,) = [block for block in blocks("python", DOCS / "engine.md") if mark in block]
+    (program,) = [block for block in blocks("python", DOCS / "tools.md") if mark in block]
     names: dict[str, TransformersEngine] = {}
     exec(program, names)  # noqa: S102
     names["engine"].close()

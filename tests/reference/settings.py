@@ -1,4 +1,4 @@
-"""The page of all settings: ``python -m tests.settings.page > docs/settings.md``."""
+"""The reference page of all settings."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ HEAD = """# Settings
 
 After this page you can look up every setting, its type and its default.
 
-These pages describe how to use the settings: [requests](concepts.md), [engines](engine.md),
-[stores](storage.md), [tiers](tiers.md), [vLLM](vllm.md). Sizes and times may be texts with a
+`--set NAME=VALUE` gives a command any of them by its name. Sizes and times may be texts with a
 unit: `8GiB`, `12h`. Settings are frozen: `with_changes(...)` returns a validated copy.
 """
 _TYPES = {"string": "text", "null": "none", "object": "named values"}
@@ -96,7 +95,3 @@ def _default(name: str, field: Mapping[str, Any]) -> str:
     if default is None:
         return "none"
     return size(default) if name.endswith("_bytes") else f"`{json.dumps(default)}`"
-
-
-if __name__ == "__main__":
-    print(settings_page(), end="")  # noqa: T201
