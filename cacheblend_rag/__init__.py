@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.prefill.conversation_kv import ConversationKV
     from cacheblend_rag.progress import ProgressCallbacks
     from cacheblend_rag.quality.tune import tune_model
-    from cacheblend_rag.quality.verify.gate import verify_model
+    from cacheblend_rag.quality.verify import verify_model
     from cacheblend_rag.rag.conversation import Conversation, forget_conversation
     from cacheblend_rag.rag.document_report import LongDocumentReport, PromptAnswer, WindowAnswer
     from cacheblend_rag.rag.long_document import LongDocumentAnalysis, analyze_long_document
@@ -105,7 +105,7 @@ _PLACES = {
     "observe.tracing": "trace_requests",
     "prefill.conversation_kv": "ConversationKV",
     "quality.tune": "tune_model",
-    "quality.verify.gate": "verify_model",
+    "quality.verify": "verify_model",
     "rag.conversation": "Conversation forget_conversation",
     "rag.document_report": "LongDocumentReport PromptAnswer WindowAnswer",
     "rag.long_document": "LongDocumentAnalysis analyze_long_document",

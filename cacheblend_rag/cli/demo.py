@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from statistics import median
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,28 +13,31 @@ import typer
 from rich.markup import escape
 
 from cacheblend_rag.cli import options, output
-from cacheblend_rag.demo.passages import PassageSample, load_passages
+from cacheblend_rag.demo.passages import PassageQuestion, PassageSample, load_passages
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.model_files import load_tokenizer, quiet_libraries
 from cacheblend_rag.errors import StoreError, UnsupportedModelError
-from cacheblend_rag.models import DEFAULT_MODEL, packaged
+from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, packaged
 from cacheblend_rag.rag import checks
-from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt, Turn
+from cacheblend_rag.rag.prompt import INSTRUCTION
 from cacheblend_rag.rag.retrieval import Embedder, VectorSearch
 from cacheblend_rag.settings import EMBEDDED
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cacheblend_rag.engines.answer import Generation
-    from cacheblend_rag.quality.side_by_side import Answers, SideBySide
+    from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.quality.measure import Measured
 
+WAYS = {"full": "full prefill", "reuse": "plain reuse", "blend": "blend"}
+QUESTIONS, RETRIEVED = 6, 8
+"""A minute on two CPU cores; passages of a prompt."""
 SHOWN_CHARACTERS = 100
 
 
 def demo_command(
+    model: Annotated[str, typer.Argument(help=f"{LOCAL_MODELS}.")] = DEFAULT_MODEL,
     *,
-    model: Annotated[str, typer.Option(help="The model: a name, file or folder.")] = DEFAULT_MODEL,
     save_passages: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Only write the passages, as text files."),
@@ -69,24 +73,24 @@ def _save_passages(folder: Path) -> None:
 
 def _show(console: Console, model: str) -> dict[str, Any]:
     """Answer the sample's questions and print them; return plain JSON values."""
-    from cacheblend_rag.quality.side_by_side import totals_of
-
-    sample = load_passages()
-    console.print(f"[bold]{escape(_described(model))}[/bold]", soft_wrap=True)
-    with _opened(model, sample) as (asker, dtype):
+    sample, known = load_passages(), packaged.MODELS.get(model)
+    title = f"{model}: {known.title}" if known else model
+    console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
+    answered = []
+    with _opened(model) as (engine, frame):
         with output.progress_bar() as bar, bar.phase("computing the passages' KV"):
-            indexed = asker.index()
+            indexed = engine.precompute(sample.documents(), progress=False)
+        dtype = engine.dtype or "a precision of its own"
         console.print(
             f"Indexed {len(sample.passages)} passages of MuSiQue (Trivedi et al. 2022, CC BY 4.0), "
             f"{indexed.computed_tokens:,} tokens, once, in {output.duration(indexed.seconds)}; "
             f"the model runs in {dtype}.",
             soft_wrap=True,
         )
-        answered = []
-        for found in asker.answer_all(sample.questions[:6]):  # a minute on two CPU cores
-            answered.append(found)
-            _print_answered(console, found)
-    totals = totals_of(answered)
+        for question, passages, found in _answers(engine, frame, sample):
+            answered.append(_plain(question, passages, found))
+            _print_answered(console, question, found)
+    totals = _totals(answered)
     for line in _summary(totals):
         console.print(line, soft_wrap=True)
     return {
@@ -95,79 +99,105 @@ def _show(console: Console, model: str) -> dict[str, Any]:
         "passages": len(sample.passages),
         "indexed_tokens": indexed.computed_tokens,
         "index_seconds": indexed.seconds,
-        "questions": [found.to_dict() for found in answered],
+        "questions": answered,
         "totals": totals,
     }
 
 
 @contextmanager
-def _opened(model: str, sample: PassageSample) -> Iterator[tuple[SideBySide, str]]:
-    """Load the model and the retriever; yields the model's dtype, too."""
-    from cacheblend_rag.quality.side_by_side import SideBySide
+def _opened(model: str) -> Iterator[tuple[Engine, Any]]:
+    """Load the model; yield the engine and the frame of prompts."""
+    from cacheblend_rag.quality.dataset import PromptFrame
 
-    documents = sample.documents()
-    prompt = RagPrompt(load_tokenizer(model), INSTRUCTION)
-    embedder = Embedder()
-    search = VectorSearch(embedder.embed([passage.text for passage in sample.passages]))
-
-    def retrieve(question: str, count: int) -> list[Any]:
-        (vector,) = embedder.embed([question])
-        return [documents[place] for place, _ in search.nearest(vector, count)]
-
-    with closing(open_engine(EMBEDDED, model=model, instruction=prompt.lead_in)) as engine:
+    frame = PromptFrame.of(load_tokenizer(model), INSTRUCTION)
+    with closing(open_engine(EMBEDDED, model=model, instruction=frame.opening)) as engine:
         if engine.blend_refusal:
             raise UnsupportedModelError(f"model={model!r}: {engine.blend_refusal}")
-        yield (
-            SideBySide(
-                engine,
-                documents,
-                retrieve,
-                lambda question, passages: prompt.segmented(
-                    [Turn(question, passages)], engine.registry
-                ),
-            ),
-            engine.dtype or "a precision of its own",
-        )
+        yield engine, frame
 
 
-def _described(model: str) -> str:
-    """Return a model's name, with its title if it is packaged."""
-    known = packaged.MODELS.get(model)
-    return f"{model}: {known.title}" if known else model
+def _answers(
+    engine: Engine, frame: Any, sample: PassageSample
+) -> Iterator[tuple[PassageQuestion, list[str], dict[str, Measured]]]:
+    """Yield each question, its passages' titles, and its answers by WAYS, from one prompt."""
+    from cacheblend_rag.quality.dataset import EvalQuestion
+    from cacheblend_rag.quality.measure import FULL, Prompt, Rule, measure
+
+    embedder = Embedder()
+    search = VectorSearch(embedder.embed([passage.text for passage in sample.passages]))
+    asked, documents = sample.questions[:QUESTIONS], sample.documents()
+    nearest = [
+        search.nearest(vector, RETRIEVED) for vector in embedder.embed([q.question for q in asked])
+    ]
+    found = [[documents[place] for place, _ in near] for near in nearest]
+    prompts = []
+    for question, own in zip(asked, found, strict=True):
+        chunks = tuple(document.to_chunks()[0] for document in own)
+        prompt = frame.prompt(EvalQuestion(question.question, question.answers, chunks, ()))
+        prompts.append(Prompt(prompt, golds=question.answers))
+    # Without the cost model, a busy machine does not turn a blend into ordinary prefill. Full
+    # prefill computes the instruction, so the blend does, too.
+    config = engine.config.with_changes(cost_model=False, reuse_prefix=False)
+    rules = [FULL, Rule("reuse", config.with_changes(recompute_ratio=0.0)), Rule("blend", config)]
+    told = measure(engine, prompts, rules, stop=("\n",), compare="")
+    for question, own, measured in zip(asked, found, told, strict=True):
+        yield question, [document.document_id for document in own], measured
 
 
-def _print_answered(console: Console, found: Answers) -> None:
-    question = found.question
-    console.print(
-        f"\n[bold]{escape(question.question)}[/bold]  ({escape(question.answers[0])})",
-        soft_wrap=True,
-    )
-    report = found.blend.report
-    work = f"{report.reused_tokens:,} of {report.prompt_tokens:,} tokens reused"
-    if not report.blended:
-        work = f"not blended: {report.reason}"
-    for label, generation, note in (
-        ("full prefill", found.full, ""),
-        ("plain reuse", found.reuse, ""),
-        ("blend", found.blend, f"  [dim]{escape(work)}[/dim]"),
-    ):
-        seconds = output.duration(generation.report.seconds.time_to_first_token)
-        console.print(
-            f"  {label:<13} {seconds:>8}  {_marked(found, generation)}{note}", soft_wrap=True
-        )
+def _plain(
+    question: PassageQuestion, passages: list[str], found: Mapping[str, Measured]
+) -> dict[str, Any]:
+    about = {"question": question.question, "gold": question.answers[0], "passages": passages}
+    return {**about, **{way: _plain_answer(found[way]) for way in WAYS}}
 
 
-def _marked(found: Answers, generation: Generation) -> str:
-    text = escape(shorten(generation.text, SHOWN_CHARACTERS, placeholder=" ...") or "(nothing)")
-    return f"[green]{text}[/green]" if found.right(generation) else f"[red]{text} *[/red]"
+def _plain_answer(found: Measured) -> dict[str, Any]:
+    report = found.generation.report.to_dict() if found.generation else None
+    return {
+        "text": found.record.text.strip(),
+        "right": bool(found.record.holds),
+        "report": report,
+        "seconds": found.record.ttft_seconds,
+    }
+
+
+def _totals(answered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return totals: right answers, those with full prefill's text, medians of tokens and times."""
+    blends = [one["blend"]["report"] for one in answered]
+    totals: dict[str, Any] = {
+        "questions": len(answered),
+        "prompt_tokens": median(report["prompt_tokens"] for report in blends),
+        "reused_tokens": median(report["reused_tokens"] for report in blends),
+        "not_blended": [report["reason"] for report in blends if not report["blended"]],
+    }
+    for way in WAYS:
+        totals[f"{way}_seconds"] = median(one[way]["seconds"] for one in answered)
+        totals[f"{way}_right"] = sum(one[way]["right"] for one in answered)
+        totals[f"{way}_same"] = sum(one[way]["text"] == one["full"]["text"] for one in answered)
+    return {**totals, "speedup": totals["full_seconds"] / totals["blend_seconds"]}
+
+
+def _print_answered(
+    console: Console, question: PassageQuestion, found: Mapping[str, Measured]
+) -> None:
+    title = f"[bold]{escape(question.question)}[/bold]  ({escape(question.answers[0])})"
+    console.print(f"\n{title}", soft_wrap=True)
+    for way, label in WAYS.items():
+        record, note = found[way].record, ""
+        if way == "blend":
+            reused = record.chunk_tokens - record.fresh_tokens
+            work = f"{reused:,} of {record.prompt_tokens:,} tokens reused"
+            note = f"  [dim]{escape(record.not_blended or work)}[/dim]"
+        shown = shorten(record.text, SHOWN_CHARACTERS, placeholder=" ...") or "(nothing)"
+        text = f"[green]{escape(shown)}[/]" if record.holds else f"[red]{escape(shown)} *[/]"
+        seconds = output.duration(record.ttft_seconds)
+        console.print(f"  {label:<13} {seconds:>8}  {text}{note}", soft_wrap=True)
 
 
 def _summary(told: Mapping[str, Any]) -> list[str]:
     """Return lines on the speedup and the difference of answers."""
     count = told["questions"]
-    full, reuse, blend = (
-        output.duration(told[f"{way}_seconds"]) for way in ("full", "reuse", "blend")
-    )
+    full, reuse, blend = (output.duration(told[f"{way}_seconds"]) for way in WAYS)
     lines = [
         f"\nFirst token, median of {count} questions: full prefill {full}, plain reuse {reuse}, "
         f"blend {blend}, [bold]{told['speedup']:.1f}x sooner[/bold]; "

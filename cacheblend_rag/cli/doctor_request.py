@@ -102,7 +102,9 @@ def diagnose_request(
         if verify:
             name = (_model_of(collection) if collection else model) or DEFAULT_MODEL
             checks.check_model(name)
-            verdict = verified(name, progress, profile=profile, device=device)
+            verdict = verified(
+                name, progress, config=EngineConfig.gather(profile=profile, device=device)
+            )
         with opened(progress) as (engine, asked_prompt, about):
             from cacheblend_rag.observe.doctor.diagnose import diagnose
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -14,6 +14,7 @@ from cacheblend_rag.settings.options import Arguments, names_of
 if TYPE_CHECKING:
     from cacheblend_rag.settings import EngineConfig, Settings
 
+KindT = TypeVar("KindT", bound="Settings")
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -77,13 +78,28 @@ def engine_config(given: Iterable[str] | None, **fixed: Any) -> EngineConfig:
     return EngineConfig.gather(**options)
 
 
+def split(given: Iterable[str] | None, kind: type[KindT]) -> tuple[KindT, list[str]]:
+    """Return the settings of one kind that ``--set`` gives, and what else it gives.
+
+    Raises:
+        ConfigError: for an invalid setting.
+    """
+    own: dict[bool, list[str]] = {True: [], False: []}
+    for text in given or ():
+        own[text.partition("=")[0] in names_of(kind)].append(text)
+    return kind(**named(own[True], kind)), own[False]
+
+
 def _value(text: str, schema: dict[str, Any]) -> Any:
     kinds = {one.get("type") for one in schema.get("anyOf", [schema])}
     if text == "none" and "null" in kinds:
         return None
     if kinds <= {"string", "null"}:
         return text
-    for json_text in (text, f"[{text}]") if "array" in kinds else (text,):
+    texts = (text, f"[{text}]") if "array" in kinds else (text,)
+    if kinds <= {"array", "null"} and not text.startswith("["):
+        texts = texts[::-1]  # a list of one number
+    for json_text in texts:
         try:
             return json.loads(json_text)
         except (ValueError, RecursionError):

@@ -373,7 +373,7 @@ def _verify(model: str, dtype: str | None) -> None:
 
     stated = str(stated_dtype(whole_config(model)) or "float32").removeprefix("torch.")
     named = _plain(dtype) or stated
-    command = [sys.executable, "-m", "cacheblend_rag", "verify", model, DTYPE_FLAG, str(named)]
+    command = [sys.executable, "-m", "cacheblend_rag", "verify", model, "--set", f"dtype={named}"]
     code = subprocess.run(command, check=False).returncode  # noqa: S603
     if code:
         output.tell("the server is not started, since the model failed --verify")

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli import options, output
+from cacheblend_rag.cli import named_settings, options, output
 from cacheblend_rag.models import LOCAL_MODELS
 from cacheblend_rag.rag import checks
 
 if TYPE_CHECKING:
     from cacheblend_rag.progress import ProgressCallbacks
-    from cacheblend_rag.quality.verify.check import Check, Verdict
+    from cacheblend_rag.quality.verify import Verdict
 
 MARKS = {"ok": "[green]ok[/green]", "failed": "[red]failed[/red]", "skipped": "skipped"}
+QUESTIONS = 6
 
 
 def verify_command(
@@ -22,29 +23,25 @@ def verify_command(
     *,
     dataset: Annotated[
         str | None,
-        typer.Option(help="Questions, as for `eval`.", show_default="a packaged set"),
+        typer.Option(help=f"{QUESTIONS} questions, as for `eval`.", show_default="a packaged set"),
     ] = None,
-    questions: Annotated[int, typer.Option(min=1, help="With --dataset: at most so many.")] = 6,
-    profile: options.ProfileOption = None,
-    device: options.DeviceOption = None,
-    dtype: options.DtypeOption = None,
+    settings: named_settings.SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Check a model before it is put into production; exit code 1 if it fails.
 
-    Chat template, tokenizer, positions, exactness at ratio 1, precision, and fidelity on a small
-    set, in the embedded engine.
+    Chat template, tokenizer, precision, exactness at ratio 1 and of reuse, and fidelity of the
+    settings on a small set, in the embedded engine.
     """
     with output.stdout_reserved(as_json):
         checks.check_model(model)
-        checks.check_placement(device, dtype)
+        config = named_settings.engine_config(settings, engine=None, model=None)
+        checks.check_placement(config.device, config.dtype)
         from cacheblend_rag.quality.questions import choose_questions
 
-        data = choose_questions(dataset, (), questions, None, 0) if dataset else None
+        data = choose_questions(dataset, QUESTIONS) if dataset else None
         with output.progress_bar(lines=True) as progress:
-            verdict = verified(
-                model, progress, profile=profile, data=data, device=device, dtype=dtype
-            )
+            verdict = verified(model, progress, data=data, config=config)
     if as_json:
         output.print_json(verdict.to_dict())
     else:
@@ -55,20 +52,18 @@ def verify_command(
 
 def verified(model: str, progress: ProgressCallbacks, **settings: Any) -> Verdict:
     """Return the verdict on a model, and show each check; settings: as for verify_model."""
-    from cacheblend_rag.quality.verify.gate import verify_model
+    from cacheblend_rag.quality.verify import verify_model
 
     task = progress.begin(f"verifying {model}", 0)
-
-    def shown(check: Check) -> None:
-        task.note(f"{check.name}: {check.status}")
-
-    verdict = verify_model(model, on_check=shown, **settings)
+    verdict = verify_model(
+        model, on_check=lambda check: task.note(f"{check.name}: {check.status}"), **settings
+    )
     task.end()
     return verdict
 
 
 def print_verdict(verdict: Verdict) -> None:
-    """Print a page: a line for each check, one for each remedy, and the verdict."""
+    """Print a page: a line for each check, with the remedy of one that failed, and the verdict."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -77,12 +72,9 @@ def print_verdict(verdict: Verdict) -> None:
         title=escape(f"{verdict.model}: {where}"), show_header=False, box=None, title_justify="left"
     )
     for check in verdict.checks:
-        told = output.printable(_told(check))
+        remedy = f". {check.remedy.capitalize()}." if check.remedy else ""
+        told = output.printable(f"{check.found}{remedy}")
         table.add_row(check.name, MARKS[check.status], escape(told))
     console = output.result_console()
     console.print(table)
     console.print(escape(verdict.advice), style="bold", soft_wrap=True)
-
-
-def _told(check: Check) -> str:
-    return f"{check.found}. {check.remedy.capitalize()}." if check.remedy else check.found

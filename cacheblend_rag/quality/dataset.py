@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.quality.measure import Prompt
 from cacheblend_rag.text.chat import InstructedChat
 from cacheblend_rag.text.chunk import SEPARATOR, Chunk, Document
 from cacheblend_rag.text.prompt import BlendPrompt
@@ -31,8 +32,6 @@ DEFAULT_INSTRUCTION = "Read the notes below and answer the question. Give a shor
 DEFAULT_SETTING = "retrieved"
 PASSAGE_SEPARATOR = "\n\n"
 ANSWER = "\nAnswer:"
-OPENING = "opening"
-"""The document of an opening that is kept as a chunk."""
 
 
 @dataclass(frozen=True)
@@ -126,22 +125,21 @@ class PromptFrame:
         """Return the same prompt without its passages."""
         return self._around(question, ())
 
-    def opening_alone(self, question: EvalQuestion) -> tuple[Chunk, BlendPrompt]:
-        """Return the opening as a chunk, and the prompt in which it is the only one."""
-        opening = Chunk(self.opening, OPENING)
-        rest = "".join(f"{passage.text}{SEPARATOR}" for passage in question.passages)
-        return opening, self._of(opening, rest, self._asked(question))
+    def to_measure(self, question: EvalQuestion) -> Prompt:
+        """Return a question as a prompt to be measured, with its documents and gold answers."""
+        return Prompt(
+            asked=self.prompt(question),
+            documents=question.documents,
+            golds=question.answers,
+            bare=self.without_passages(question),
+            name=f"question {question.question!r}",
+        )
 
     def _around(self, question: EvalQuestion, passages: Sequence[Chunk]) -> BlendPrompt:
-        parts = [part for passage in passages for part in (passage, SEPARATOR)]
-        return self._of(self.opening, *parts, self._asked(question))
-
-    def _of(self, *parts: str | Chunk) -> BlendPrompt:
+        between = [part for passage in passages for part in (passage, SEPARATOR)]
+        parts = (self.opening, *between, f"Question: {question.question}{self.closing}")
         prompt = BlendPrompt.of(*(part for part in parts if part != ""))
         return replace(prompt, is_rendered=self.is_rendered)
-
-    def _asked(self, question: EvalQuestion) -> str:
-        return f"Question: {question.question}{self.closing}"
 
 
 def _question_to_json(question: EvalQuestion) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Fidelity: how near a blend's predictions are to those of full prefill, on one prompt.
+"""Fidelity: how near a rule's predictions are to those of full prefill, on one prompt.
 
-The answer that is looked at is full prefill's own: its greedy answer of at most so many tokens, its
-end token included if it ends before, so at least one. Both ways predict each of its tokens after
-the ones before it (teacher forcing). Log-probabilities are float32; sums are in float64.
+The answer that is looked at is full prefill's own greedy answer, its end token included, so at
+least one token. Both predict each of its tokens after the ones before it (teacher forcing).
+Log-probabilities are float32; sums are in float64.
 """
 
 from __future__ import annotations
@@ -21,40 +21,37 @@ from cacheblend_rag.settings import BlendConfig
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers.engine import TransformersEngine
-    from cacheblend_rag.engines.transformers.prefill import ContinuationScore
 
-TOKENS = 16
 PLACE_OF_END = 0
 """Stands for the end token while its place is scored; any token would do there."""
 
 
 @dataclass(frozen=True)
-class PromptFidelity:
-    """One prompt's predictions by one setting, compared with those of full prefill.
+class Fidelity:
+    """One prompt's predictions by one rule, compared with full prefill's.
 
-    kl_first: KL(full prefill || setting) of the answer's first token, in nats. kl: the mean over
-    the answer's tokens. top1: share of its tokens that are the setting's most likely ones, too.
-    same_answer: whether all are, so that the setting's own greedy answer is the same. gold_logprob:
-    the natural logarithm of the best gold answer's probability by the setting; None without gold
-    answers. gold_tokens: how many tokens that answer has.
+    Args:
+        kl: KL(full prefill || rule) in nats, the mean over the answer's tokens.
+        kl_first: that of its first token. This and what follows only the embedded engine tells.
+        top1: share of the answer's tokens that are the rule's most likely ones, too.
+        same_answer: whether all are, so that the rule's own greedy answer is the same.
+        gold_logprob: natural logarithm of the best gold answer's probability; None without one.
+        gold_tokens: how many tokens that answer has.
+        kl_prefill: full prefill's own distance, if it is not the reference.
     """
 
-    kl_first: float
     kl: float
-    top1: float
-    same_answer: bool
+    kl_first: float | None = None
+    top1: float | None = None
+    same_answer: bool | None = None
     gold_logprob: float | None = None
     gold_tokens: int = 0
-
-    @property
-    def gold_logprob_mean(self) -> float | None:
-        """``gold_logprob`` per token."""
-        return None if self.gold_logprob is None else self.gold_logprob / self.gold_tokens
+    kl_prefill: float = 0.0
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Full prefill's answer to a prompt, which settings are compared with.
+    """Full prefill's answer to a prompt, which rules are compared with.
 
     answer: its tokens, the end token included. log_probs: (tokens, vocabulary) float32, its
     predictions. gold: tokens of the gold answer that it finds most likely; empty without gold
@@ -68,34 +65,26 @@ class Reference:
     generation: Generation
 
     @property
-    def of_itself(self) -> PromptFidelity:
+    def of_itself(self) -> Fidelity:
         """Full prefill's own figures: no divergence, and the gold answer's probability."""
-        return PromptFidelity(0.0, 0.0, 1.0, True, self.gold_logprob, len(self.gold))
+        return Fidelity(0.0, 0.0, 1.0, True, self.gold_logprob, len(self.gold))
 
 
 def reference(
-    engine: TransformersEngine,
-    prompt: PromptLike,
-    golds: Sequence[str] = (),
-    tokens: int = TOKENS,
-    *,
-    sampling: SamplingParams | None = None,
+    engine: TransformersEngine, prompt: PromptLike, golds: Sequence[str], sampling: SamplingParams
 ) -> Reference:
     """Answer a prompt by full prefill and keep the log-probabilities, in one prefill.
 
-    golds: gold answers, each tried with and without a space before it, as templates differ. tokens:
-    most tokens of the answer that is compared. sampling: of the answer, greedy and without stop
-    strings; by default so many tokens. Raises the errors of TransformersEngine.score.
+    golds: gold answers, each tried with and without a space before it, as templates differ.
+    sampling: of the answer, greedy and without stop strings. Raises the errors of
+    TransformersEngine.score.
     """
     tried = _gold_tokens(engine, golds)
     told, (found, *scores) = engine.generate_and_score(
-        prompt,
-        sampling or SamplingParams.greedy(tokens),
-        lambda answer: [_forced(answer, tokens), *tried],
-        full=True,
+        prompt, sampling, lambda answer: [_forced(answer), *tried], full=True
     )
     # The end token is what full prefill finds most likely where the answer ends.
-    answer = _forced(told, tokens)
+    answer = _forced(told)
     if len(answer) > len(told.token_ids):
         answer = (*answer[:-1], int(found.log_probs[-1].argmax()))
     scored = [
@@ -105,37 +94,33 @@ def reference(
     return Reference(answer, found.log_probs, gold, likely, told)
 
 
-def compare(
-    reference: Reference,
-    engine: TransformersEngine,
-    prompt: PromptLike,
-    config: BlendConfig | None = None,
-    *,
-    full: bool = False,
-) -> PromptFidelity:
-    """Compare a setting's predictions with a reference, which may be of another prompt.
-
-    config: how KV is blended. full: compare full prefill of ``prompt`` instead. Raises the errors
-    of TransformersEngine.score.
-    """
-    scores = engine.score_each(prompt, _asked(reference), config=config, full=full)
-    return _compared(reference, scores)
-
-
 def answer_and_compare(
     reference: Reference,
     engine: TransformersEngine,
     prompt: PromptLike,
     sampling: SamplingParams,
-    config: BlendConfig | None = None,
-    *,
-    full: bool = False,
-) -> tuple[Generation, PromptFidelity]:
-    """As compare, and generate the setting's own answer too, all after one prefill."""
+    config: BlendConfig | None,
+) -> tuple[Generation, Fidelity]:
+    """Answer a prompt and compare predictions with a reference's, in one prefill.
+
+    prompt: may be another one than the reference's. config: how KV is blended; None is full
+    prefill. Raises the errors of TransformersEngine.score.
+    """
+    asked = [reference.answer, *([reference.gold] if reference.gold else [])]
     told, scores = engine.generate_and_score(
-        prompt, sampling, lambda _: _asked(reference), config=config, full=full
+        prompt, sampling, lambda _: asked, config=config, full=config is None
     )
-    return told, _compared(reference, scores)
+    found, *of_gold = (score.log_probs for score in scores)
+    kl = divergences(reference.log_probs, found)
+    same = reference.log_probs.argmax(-1) == found.argmax(-1)
+    return told, Fidelity(
+        kl=float(kl.mean()),
+        kl_first=float(kl[0]),
+        top1=float(same.double().mean()),
+        same_answer=bool(same.all()),
+        gold_logprob=_log_prob(of_gold[0], reference.gold) if of_gold else None,
+        gold_tokens=len(reference.gold),
+    )
 
 
 def divergences(wanted: Tensor, found: Tensor) -> Tensor:
@@ -148,31 +133,9 @@ def divergences(wanted: Tensor, found: Tensor) -> Tensor:
     return terms.where(exact > -torch.inf, 0.0).sum(-1).clamp(min=0.0)
 
 
-def _asked(reference: Reference) -> list[tuple[int, ...]]:
-    """Return the token sequences to score: the reference's answer, and its gold answer if any."""
-    return [reference.answer, *([reference.gold] if reference.gold else [])]
-
-
-def _forced(told: Generation, tokens: int) -> tuple[int, ...]:
-    """Return an answer's first tokens; if it ends earlier, then a placeholder for EOS."""
-    begun = told.token_ids[:tokens]
-    ended = told.finish_reason == "stop" and len(begun) < tokens
-    return (*begun, PLACE_OF_END) if ended else begun
-
-
-def _compared(reference: Reference, scores: Sequence[ContinuationScore]) -> PromptFidelity:
-    """Compare with a reference; scores: of the sequences that ``_asked`` returned."""
-    found, *of_gold = (score.log_probs for score in scores)
-    kl = divergences(reference.log_probs, found)
-    same = reference.log_probs.argmax(-1) == found.argmax(-1)
-    return PromptFidelity(
-        kl_first=float(kl[0]),
-        kl=float(kl.mean()),
-        top1=float(same.double().mean()),
-        same_answer=bool(same.all()),
-        gold_logprob=_log_prob(of_gold[0], reference.gold) if of_gold else None,
-        gold_tokens=len(reference.gold),
-    )
+def _forced(told: Generation) -> tuple[int, ...]:
+    """Return an answer's tokens; if the model ended it, then a placeholder for the end token."""
+    return (*told.token_ids, PLACE_OF_END) if told.finish_reason == "stop" else told.token_ids
 
 
 def _gold_tokens(engine: TransformersEngine, golds: Sequence[str]) -> list[tuple[int, ...]]:

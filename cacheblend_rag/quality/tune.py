@@ -4,44 +4,117 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, Literal, cast
+from statistics import mean
+from typing import Any, Literal
 
 import torch
 
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.model_files import load_tokenizer
-from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import EvalDataset, PromptFrame
-from cacheblend_rag.quality.evaluator import opened_engines
-from cacheblend_rag.quality.fidelity import TOKENS
-from cacheblend_rag.quality.ladder import (
-    BASE,
-    LEAD_INS,
-    LEAST,
-    Bar,
-    BarKind,
-    Candidate,
-    Ladder,
-    Standing,
-    candidates,
-    rungs,
-)
-from cacheblend_rag.quality.measuring import Measures, QuestionMeasurer
-from cacheblend_rag.quality.records import RecordLog
-from cacheblend_rag.quality.rules import FULL, Rule
-from cacheblend_rag.settings import EMBEDDED, LeadInConfig, LeadInKind, Profile
+from cacheblend_rag.quality.evaluate import GRID, opened, read_rules, reuse
+from cacheblend_rag.quality.measure import FULL, Record, RecordLog, Rule, measure
+from cacheblend_rag.quality.scores import bootstrap_interval, ratio_interval
+from cacheblend_rag.settings import EMBEDDED, BlendConfig, EngineConfig, LeadInConfig, Profile
 
 Outcome = Literal["recompute", "plain reuse", "do not blend"]
-NO_ANSWERS = ("",)
-GREY, GREEN, RED, BLUE = "#9aa0a6", "#188038", "#c5221f", "#1a73e8"
-OnRound = Callable[[str, int], Callable[[], None]]
-"""Called with a round's name and its steps; returns a function that is called after each step."""
+BarKind = Literal["score", "fidelity"]
+LEAST = 0.95
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What settings must keep of full prefill's quality.
+
+    Args:
+        kind: ``score`` is the mean F1 of answers over full prefill's on the same prompts, of which
+            the lower end of the interval counts; ``fidelity`` is exp(-mean KL), of which the mean
+            itself does.
+        least: the share.
+
+    Raises:
+        ConfigError: for another kind, or a share that is not above 0 and at most 1.
+    """
+
+    kind: BarKind = "score"
+    least: float = LEAST
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("score", "fidelity") or not 0 < self.least <= 1:
+            told = f"{self.kind}={self.least:g}"
+            raise ConfigError(f"bar {told!r} must be score or fidelity, with a share up to 1")
+
+    @classmethod
+    def read(cls, text: str) -> Bar:
+        """Return the bar of a text such as ``score`` or ``fidelity=0.9``; raises ConfigError."""
+        kind, _, least = text.partition("=")
+        try:
+            return cls(kind, float(least or LEAST))  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ConfigError(f"bar {text!r} must be KIND=SHARE, such as fidelity=0.95") from error
+
+    def kept(self, found: Sequence[Record], full: Sequence[Record]) -> tuple[float, float, float]:
+        """Return the share that some settings keep, and its 95 % bootstrap interval.
+
+        full: full prefill's results on the same prompts; if it is right too seldom, the interval is
+        from 0 to infinity.
+        """
+        if self.kind == "fidelity":
+            kls = [one.fidelity.kl if one.fidelity else math.inf for one in found]
+            low, high = bootstrap_interval(kls)
+            return math.exp(-mean(kls)), math.exp(-high), math.exp(-low)
+        own, best = [one.f1 for one in found], [one.f1 for one in full]
+        share = mean(own) / mean(best) if any(best) else 0.0
+        return share, *(ratio_interval(own, best) or (0.0, math.inf))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A rule's figures.
+
+    quality: the share of full prefill's that it keeps, low, high: its interval. ttft_seconds,
+    full_ttft_seconds: means of its time to first token, and of full prefill's. compute_share: as in
+    BlendReport. holds: whether it holds the bar and is sooner than full prefill.
+    """
+
+    rule: Rule
+    quality: float
+    low: float
+    high: float
+    ttft_seconds: float
+    full_ttft_seconds: float
+    compute_share: float
+    holds: bool
+
+    @property
+    def config(self) -> BlendConfig:
+        """How it blends."""
+        return self.rule.config or BlendConfig()
+
+    @property
+    def ttft_share(self) -> float:
+        """Time to first token as a share of full prefill's."""
+        return self.ttft_seconds / self.full_ttft_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "lead_in": self.rule.lead_in,
+            "selector": self.config.selector,
+            "ratio": self.config.ratio,
+            "check_layers": list(self.config.check_layers),
+            "quality": self.quality,
+            "quality_ci95": [self.low, self.high if math.isfinite(self.high) else None],
+            "ttft_seconds": self.ttft_seconds,
+            "ttft_share": self.ttft_share,
+            "compute_share": self.compute_share,
+            "holds": self.holds,
+        }
 
 
 @dataclass(frozen=True)
@@ -51,7 +124,7 @@ class Tuned:
     Args:
         outcome: ``recompute``, ``plain reuse`` if that is enough, or ``do not blend``.
         bar: what had to be kept.
-        standings: each candidate's figures, the cheapest first.
+        standings: each rule's figures, the cheapest first.
         profile: the cheapest settings that hold the bar; None with ``do not blend``.
         dataset: the name of the questions.
         prompts: how many there were.
@@ -67,16 +140,15 @@ class Tuned:
     @property
     def advice(self) -> str:
         """One line: what to do."""
-        if self.profile is None:
+        best = next((one for one in self.standings if one.holds), None)
+        if best is None:
             return (
                 f"do not blend this model on such questions: nothing keeps {self.bar.least:g} of "
                 "full prefill's quality sooner than it"
             )
-        best = next(one for one in self.standings if one.holds)
         told = f"{1 / best.ttft_share:.1f} times sooner, {best.compute_share:.0%} of the work"
-        if self.outcome == "plain reuse":
-            return f"plain reuse is enough: {best.candidate.label}, {told}"
-        return f"{best.candidate.label}: {told}"
+        enough = "plain reuse is enough: " if self.outcome == "plain reuse" else ""
+        return f"{enough}{best.rule.name}: {told}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -87,95 +159,105 @@ class Tuned:
             "dataset": self.dataset,
             "prompts": self.prompts,
             "profile": self.profile and self.profile.to_dict(),
-            "candidates": [_plain(one) for one in self.standings],
+            "candidates": [one.to_dict() for one in self.standings],
         }
 
 
-@dataclass(frozen=True)
-class _Tuner:
-    """Measures candidates on questions, a prompt at a time; see ``tune``."""
+def grid(engine: Engine, rules: str = "") -> list[Rule]:
+    """Return the rules to try, laid over an engine's settings; raises ConfigError.
 
-    engines: Mapping[LeadInKind, Engine]
-    frame: PromptFrame
-    data: EvalDataset
-    bar: Bar
-    log: RecordLog
-    on_round: OnRound
+    rules: as for read_rules; plain reuse and GRID by default.
+    """
+    base, lead_in = engine.config, engine.lead_in.kind
+    if rules:
+        return read_rules(rules, base, lead_in)
+    plain = [reuse(base, "instruction"), reuse(base, lead_in)]
+    return list(dict.fromkeys([*plain, *read_rules(GRID, base, lead_in)]))
 
-    def tune(self, tried: Sequence[Candidate], name: str) -> Tuned:
-        ladder, measurer = Ladder(tried, self.bar), self._measurer()
 
-        def measure(left: Sequence[Candidate], size: int) -> None:
-            advance = self.on_round(f"{len(left)} settings, {size} prompts", size)
-            for index in range(size):
-                self._take(ladder, measurer, left, index)
-                advance()
-            if self.bar.kind == "score" and not any(one.f1 for one in ladder.full):
-                raise ConfigError(
-                    f"full prefill answered none of {size} questions: compare by bar='fidelity'"
-                )
+def tune(
+    engine: Engine,
+    frame: PromptFrame,
+    data: EvalDataset,
+    rules: Sequence[Rule],
+    *,
+    bar: Bar = Bar(),
+    name: str = "tuned",
+    log: RecordLog | None = None,
+    on_prompt: Callable[[], None] = lambda: None,
+) -> Tuned:
+    """Return the cheapest settings that keep a share of full prefill's quality.
 
-        prompts = len(self.data.questions)
-        best = ladder.climb(rungs(prompts), measure)
-        standings = [ladder.standing(one, prompts) for one in ladder.results]
-        standings.sort(key=lambda one: one.ttft_share)
-        return Tuned(
-            outcome=_outcome(best),
-            bar=self.bar,
-            standings=standings,
-            profile=self._profile(best, ladder, name) if best else None,
-            dataset=self.data.name,
-            prompts=prompts,
+    Args:
+        engine: its instruction is the frame's opening. The KV of questions is put into its store
+            and dropped again, unless it was there before.
+        frame: of the prompts.
+        data: the questions.
+        rules: to try.
+        bar: what to keep.
+        name: of the profile.
+        log: as for measure.
+        on_prompt: called after each.
+
+    Raises:
+        ConfigError: if full prefill answers no question right, and the bar is the score.
+        PromptError: when a prompt does not fit the model.
+    """
+    found = []
+    for measured in measure(
+        engine, map(frame.to_measure, data.questions), [FULL, *rules], stop=frame.stop, log=log
+    ):
+        found.append({rule: one.record for rule, one in measured.items()})
+        on_prompt()
+    full = [records[FULL.name] for records in found]
+    if bar.kind == "score" and not any(one.f1 for one in full):
+        raise ConfigError(
+            f"full prefill answered none of {len(full)} questions: compare by --bar fidelity"
         )
+    standings = [_standing(rule, [one[rule.name] for one in found], full, bar) for rule in rules]
+    standings.sort(key=lambda one: one.ttft_share)
+    best = next((one for one in standings if one.holds), None)
+    outcome: Outcome = "do not blend"
+    if best is not None:
+        outcome = "plain reuse" if best.config.selector == "none" else "recompute"
+    profile = (
+        None
+        if best is None
+        else _profile(best, engine, name, {"dataset": data.name, "prompts": len(full)}, bar)
+    )
+    return Tuned(outcome, bar, standings, profile, data.name, len(full))
 
-    def _measurer(self) -> QuestionMeasurer:
-        sampling = SamplingParams.greedy(max_tokens=TOKENS, stop=self.frame.stop)
-        measures = Measures(fidelity=True, ttft=True)
-        return QuestionMeasurer(
-            self.engines,
-            self.frame,
-            sampling,
-            measures,
-            owns_store=False,
-            rules_answer=self.bar.kind == "score",
-            log=self.log,
-        )
 
-    def _take(
-        self, ladder: Ladder, measurer: QuestionMeasurer, left: Sequence[Candidate], index: int
-    ) -> None:
-        """Add the results of one prompt, which are measured if they are not known."""
-        question = self.data.questions[index]
-        asked = question if question.answers else replace(question, answers=NO_ANSWERS)
-        rules: list[Rule] = [one for one in left if len(ladder.results.get(one, ())) == index]
-        if len(ladder.full) == index:
-            rules.append(FULL)
-        found = measurer.records(asked, {rule: rule.config(BASE, {}) for rule in rules})
-        for rule, record in found.items():
-            if isinstance(rule, Candidate):
-                ladder.results.setdefault(rule, []).append(record)
-            else:
-                ladder.full.append(record)
+def _standing(rule: Rule, found: Sequence[Record], full: Sequence[Record], bar: Bar) -> Standing:
+    quality, low, high = bar.kept(found, full)
+    seconds, of_full = (mean(one.ttft_seconds for one in of) for of in (found, full))
+    holds = (low if bar.kind == "score" else quality) >= bar.least and seconds < of_full
+    work = mean(one.compute_share for one in found)
+    return Standing(rule, quality, low, high, seconds, of_full, work, holds)
 
-    def _profile(self, best: Candidate, ladder: Ladder, name: str) -> Profile:
-        engine = self.engines[best.lead_in]
-        standing = ladder.standing(best, len(self.data.questions))
-        kept = standing.kept
-        measured = {
-            "dataset": self.data.name,
-            "prompts": standing.prompts,
-            "bar": self.bar.kind,
-            "least": self.bar.least,
-            "quality": kept.quality,
-            "quality_ci95": [kept.low, kept.high if math.isfinite(kept.high) else 0.0],
-            "ttft_seconds": standing.ttft_seconds,
-            "full_ttft_seconds": standing.full_ttft_seconds,
-            "compute_share": standing.compute_share,
+
+def _profile(
+    best: Standing, engine: Engine, name: str, measured: dict[str, Any], bar: Bar
+) -> Profile:
+    told = best.to_dict()
+    own = {**engine.config.given(), "selector": told["selector"], "recompute_ratio": told["ratio"]}
+    figures = ("quality", "ttft_seconds", "ttft_share", "compute_share")
+    return Profile(
+        name=name,
+        model=engine.model_name,
+        blend=BlendConfig(**own),
+        lead_in=LeadInConfig(kind=best.rule.lead_in or engine.lead_in.kind),
+        measured={
+            **measured,
+            "bar": bar.kind,
+            "least": bar.least,
+            **{figure: told[figure] for figure in figures},
+            "quality_ci95": [best.low, best.high if math.isfinite(best.high) else 0.0],
             "engine": engine.name,
             "dtype": engine.dtype or "",
             "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        }
-        return best.profile(name, engine.model_name, measured)
+        },
+    )
 
 
 def mixed(data: EvalDataset, count: int) -> EvalDataset:
@@ -185,107 +267,29 @@ def mixed(data: EvalDataset, count: int) -> EvalDataset:
     return replace(data, questions=tuple(islice(turns, count)))
 
 
-def _outcome(best: Candidate | None) -> Outcome:
-    if best is None:
-        return "do not blend"
-    return "plain reuse" if best.selector == "none" else "recompute"
-
-
-def _plain(one: Standing) -> dict[str, Any]:
-    kept = one.kept
-    return {
-        "lead_in": one.candidate.lead_in,
-        "selector": one.candidate.selector,
-        "ratio": one.candidate.ratio,
-        "check_layers": list(one.candidate.check_layers),
-        "prompts": one.prompts,
-        "quality": kept.quality,
-        "quality_ci95": [kept.low, kept.high if math.isfinite(kept.high) else None],
-        "ttft_seconds": one.ttft_seconds,
-        "ttft_share": one.ttft_share,
-        "compute_share": one.compute_share,
-        "holds": one.holds,
-    }
-
-
-def tune(
-    engines: Mapping[LeadInKind, Engine],
-    frame: PromptFrame,
-    data: EvalDataset,
-    tried: Sequence[Candidate],
-    *,
-    bar: BarKind = "score",
-    least: float = LEAST,
-    log: RecordLog | None = None,
-    on_round: OnRound = lambda name, steps: lambda: None,
-    name: str = "tuned",
-) -> Tuned:
-    """Return the cheapest settings that keep a share of full prefill's quality.
-
-    Args:
-        engines: one per lead-in, around one model and with the frame's opening as instruction. The
-            KV of questions is put into their store and dropped again, unless it was there before.
-        frame: of the prompts.
-        data: the questions.
-        tried: the candidates.
-        bar: see Bar; questions without answers are measured by fidelity.
-        least: the share, above 0.
-        log: results that are known are taken from it, and new ones kept there.
-        on_round: see OnRound.
-        name: of the profile.
-
-    Raises:
-        ConfigError: without questions or candidates, when a lead-in has no engine, or when
-            ``least`` is not above 0.
-        PromptError: when a prompt does not fit the model.
-    """
-    if not 0 < least <= 1:
-        raise ConfigError(f"least={least} must be above 0 and at most 1")
-    if not data.questions or not tried:
-        raise ConfigError("questions and candidates must be at least 1 each")
-    if missing := {one.lead_in for one in tried} - engines.keys():
-        raise ConfigError(f"lead_in={min(missing)!r} has no engine here")
-    kind: BarKind = bar if all(one.answers for one in data.questions) else "fidelity"
-    tuner = _Tuner(engines, frame, data, Bar(kind, least), log or RecordLog(), on_round)
-    return tuner.tune(tried, name)
-
-
 def tune_model(
     model: str,
     data: EvalDataset,
     *,
-    bar: BarKind = "score",
-    least: float = LEAST,
-    lead_ins: Sequence[str] = LEAD_INS,
-    selectors: Sequence[str] | None = None,
-    ratios: Sequence[float] | None = None,
-    check_layers: Sequence[int] | None = None,
+    bar: str = "score",
+    rules: str = "",
     name: str = "tuned",
     resume: Path | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    on_round: OnRound = lambda name, steps: lambda: None,
+    on_prompt: Callable[[], None] = lambda: None,
+    config: EngineConfig | None = None,
 ) -> Tuned:
     """Return the cheapest settings that keep a model's quality on some questions.
 
-    Chunk KV is kept in a store of its own, in memory.
-
     Args:
-        model: as for open_engine.
+        model: as for open_engine; it runs in the embedded engine.
         data: the questions.
         bar: ``score`` compares answers with gold answers, ``fidelity`` predictions with full
-            prefill's.
-        least: the share of full prefill's quality to keep.
-        lead_ins: the lead-ins to try.
-        selectors: the selectors to try, and so on; see ``candidates``.
-        ratios: the recompute ratios to try.
-        check_layers: the check layers to try.
+            prefill's; ``score=0.9`` keeps another share than 0.95.
+        rules: selectors and ratios to try, such as ``hkvd=0.1,hkvd=0.2``; a fixed grid by default.
         name: of the profile.
         resume: a file in which each prompt's results are kept, and from which known ones are taken.
-        device: where the model runs.
-        dtype: in what precision.
-        on_round: called with each round's name and steps; returns a function that is called after
-            each step.
+        on_prompt: called after each prompt.
+        config: the engine's other settings; what is tried is laid over its ``blend``.
 
     Raises:
         ModelLoadError: when the model cannot be loaded.
@@ -294,65 +298,11 @@ def tune_model(
         PromptError: when a prompt does not fit the model.
         DatasetError: when ``resume`` holds other things.
     """
-    log = RecordLog.resumed(resume) if resume else None
+    asked, log = Bar.read(bar), RecordLog.resumed(resume) if resume else None
     frame = PromptFrame.of(load_tokenizer(model), data.instruction)
-    kinds = [LeadInConfig.of(one).kind for one in dict.fromkeys(lead_ins)]
-    opened = opened_engines(
-        EMBEDDED, model, kinds, instruction=frame.opening, device=device, dtype=dtype
+    own = (config or EngineConfig()).with_changes(
+        engine=EMBEDDED, model=model, instruction=frame.opening
     )
-    with opened as engines:
-        first = cast(TransformersEngine, next(iter(engines.values())))
-        tried = candidates(
-            first.model.config.get_text_config().num_hidden_layers,
-            lead_ins=kinds,
-            selectors=selectors,
-            ratios=ratios,
-            check_layers=check_layers,
-        )
-        return tune(
-            engines,
-            frame,
-            data,
-            tried,
-            bar=bar,
-            least=least,
-            log=log,
-            on_round=on_round,
-            name=name,
-        )
-
-
-def pareto(standings: Sequence[Standing]) -> list[Standing]:
-    """Return the candidates that no other one beats in both time and quality, by time."""
-    front: list[Standing] = []
-    for one in sorted(standings, key=lambda one: (one.ttft_share, -one.kept.quality)):
-        if not front or one.kept.quality > front[-1].kept.quality:
-            front.append(one)
-    return front
-
-
-def plot(tuned: Tuned, path: Path) -> None:
-    """Draw a picture: time to first token across, the share of quality that is kept up.
-
-    Filled points were measured on all prompts, hollow ones were dropped before. Green ones hold the
-    bar, which is the red line. Those that no other one beats are joined by a line; they and all
-    that hold the bar have their names beside them.
-    """
-    from matplotlib.figure import Figure
-
-    figure, front = Figure(figsize=(9, 5), layout="constrained"), pareto(tuned.standings)
-    axes = figure.subplots()
-    axes.plot(
-        [one.ttft_share for one in front], [one.kept.quality for one in front], color=GREY, zorder=1
-    )
-    axes.axhline(tuned.bar.least, color=RED, linewidth=1)
-    for one in tuned.standings:
-        colour, at = GREEN if one.holds else BLUE, (one.ttft_share, one.kept.quality)
-        fill = colour if one.prompts == tuned.prompts else "white"
-        axes.scatter(*at, color=fill, edgecolors=colour, zorder=2)
-        if one.holds or one in front:
-            axes.annotate(one.candidate.label, at, (6, -3), textcoords="offset points", fontsize=7)
-    kept = "exp(-KL)" if tuned.bar.kind == "fidelity" else "F1 / full prefill's"
-    axes.set_title(f"{kept}, {tuned.prompts} prompts of {tuned.dataset}", loc="left", fontsize=9)
-    axes.set_xlabel("time to first token, share of full prefill's")
-    figure.savefig(path, format="svg")
+    with opened(own) as engine:
+        tried = grid(engine, rules)
+        return tune(engine, frame, data, tried, bar=asked, name=name, log=log, on_prompt=on_prompt)

@@ -6,7 +6,7 @@ from cacheblend_rag.demo.passages import load_passages
 
 
 def test_a_model_answers_from_the_passages_in_three_ways(cli, slow_blends, small_model):
-    outcome = cli("demo", "--model", small_model, "--json")
+    outcome = cli("demo", small_model, "--json")
     assert outcome.code == 0, outcome.stderr
     told, sample = outcome.json, load_passages()
     assert (told["model"], told["passages"]) == (str(small_model), len(sample.passages))

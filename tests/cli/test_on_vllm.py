@@ -77,9 +77,8 @@ def test_time_to_first_token_of_a_model_by_its_name(cli, engine):
 def test_eval_gives_the_table_of_the_embedded_engine(tmp_path):
     toy_dataset(["adjacent"], 4, 9_271_828).save(tmp_path / "notes.json")
     flags = (
-        "--model", TOY, "--dataset", tmp_path / "notes.json", "--ratios", "0.15",
-        "--selectors", "prior,hkvd",
-        "--dtype", "float32", "--json",
+        "--model", TOY, "--dataset", tmp_path / "notes.json", "--rules",
+        "prior=0.15,hkvd=0.15", "--set", "dtype=float32", "--json",
     )  # fmt: skip
     embedded, vllm = (
         json.loads(
@@ -95,6 +94,7 @@ def test_eval_gives_the_table_of_the_embedded_engine(tmp_path):
         assert [row[name] for row in vllm] == [row[name] for row in embedded]
     for ours, theirs in zip(embedded, vllm, strict=True):
         assert theirs["exact_match"] == ours["exact_match"]
+        assert (theirs["kl"] is None) == (ours["selector"] in ("full", "no_passages"))
         assert theirs["recomputed_share"] == pytest.approx(ours["recomputed_share"])
         assert theirs["compute_share"] == pytest.approx(ours["compute_share"], abs=0.05)
 

@@ -1,4 +1,4 @@
-"""``tune``: a table, a profile, a picture; errors of one line before anything is loaded."""
+"""``tune``: a table, a profile, an exit code."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ def dataset(tmp_path):
 
 def test_a_profile_is_written_and_says_where_it_was_measured(cli, dataset, tmp_path):
     arguments = (
-        "tune", TOY, "--dataset", dataset, "--selectors", "none", "--bar", "fidelity",
+        "tune", TOY, "--dataset", dataset, "--rules", "none=0", "--bar", "fidelity=0.01",
         "--out", tmp_path / "mine.toml", "--resume", tmp_path / "results.jsonl",
     )  # fmt: skip
-    plot = tmp_path / "mine.svg"
-    first = cli(*arguments, "--plot", plot, "--least", 0.01, "--json")
+    first = cli(*arguments, "--json")
     assert first.code == 0
     assert first.json["outcome"] == "plain reuse"
-    assert len(first.json["candidates"]) == 2
+    assert len(first.json["candidates"]) == 1
     profile = Profile.load(tmp_path / "mine.toml")
     assert (profile.name, profile.model) == ("mine", "toy")
     assert profile.measured["prompts"] == 2
-    assert "<svg" in plot.read_text()
     told = (tmp_path / "results.jsonl").read_text()
-    page = cli(*arguments, "--least", 0.01)
+    page = cli(*arguments)
     assert (tmp_path / "results.jsonl").read_text() == told
     assert "plain reuse is enough" in page.stdout
     assert f"--profile {tmp_path / 'mine.toml'}" in page.stdout.replace("\n", "")
@@ -38,7 +36,7 @@ def test_a_profile_is_written_and_says_where_it_was_measured(cli, dataset, tmp_p
 
 def test_it_refuses_and_writes_nothing(cli, dataset, tmp_path):
     outcome = cli(
-        "tune", TOY, "--dataset", dataset, "--selectors", "none", "--lead-ins", "instruction",
+        "tune", TOY, "--dataset", dataset, "--rules", "none=0", "--set", "kind=instruction",
         "--bar", "fidelity", "--out", tmp_path / "none.toml",
     )  # fmt: skip
     assert outcome.code == 1

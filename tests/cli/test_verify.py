@@ -36,8 +36,7 @@ def test_a_profile_that_loses_too_much_fails_on_one_page(cli, dataset, tmp_path)
         '[blend]\nselector = "none"\nrecompute_ratio = 0.0\n[lead_in]\nkind = "instruction"\n'
     )
     outcome = cli(
-        "verify", TOY, "--dataset", dataset, "--questions", 1,
-        "--profile", tmp_path / "reuse.toml",
+        "verify", TOY, "--dataset", dataset, "--set", f"profile={tmp_path / 'reuse.toml'}",
     )  # fmt: skip
     assert outcome.code == 1
     assert "do not blend this model: it failed fidelity" in outcome.stdout
@@ -59,7 +58,7 @@ def test_serve_verifies_before_it_starts(cli, monkeypatch, code, flags, dtype):
         serve.subprocess, "run", lambda command, **_: ran.append(command) or Ended()
     )
     outcome = cli("serve", TOY, "--engine", "vllm", "--verify", *flags)
-    begun = [sys.executable, "-m", "cacheblend_rag", "verify", TOY, "--dtype", dtype]
+    begun = [sys.executable, "-m", "cacheblend_rag", "verify", TOY, "--set", f"dtype={dtype}"]
     assert ran == [begun]
     assert (outcome.code, len(started)) == (code, 1 - code)
     assert ("not started" in outcome.stderr) == bool(code)

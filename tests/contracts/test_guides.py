@@ -128,7 +128,7 @@ def test_tune_writes_the_cheapest_settings_that_keep_the_quality_as_a_profile(
     contexts = [{"title": "", "text": words(700, seed)} for seed in range(4)]
     data = [{"question": words(4, at), "answers": ["w7"], "ctxs": contexts} for at in (50, 51)]
     (tmp_path / "questions.json").write_text(json.dumps(data))
-    options = "--bar fidelity --least 0.5 --lead-ins none --selectors hkvd --ratios 0.1,0.9"
+    options = "--bar fidelity=0.5 --set kind=none --rules hkvd=0.1,hkvd=0.9"
     told = command_line(tmp_path, f"tune model --dataset questions.json {options} --out mine.toml")
     quality = {one["ratio"]: one["quality"] for one in told["candidates"]}
     assert 0.5 < quality[0.1] < quality[0.9] < 1

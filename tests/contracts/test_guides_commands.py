@@ -31,9 +31,9 @@ MODEL = "smollm2"
 SHORTENED = {
     "index": f"--model {MODEL}",
     "ask": "--max-tokens 4",
-    "eval": "--questions 1 --selectors question_mid --ratios 0.08 --max-tokens 2",
-    "tune": "--questions 1 --selectors question_mid,hkvd --ratios 0.16 --least 0.01",
-    "verify": "--dataset questions.json --questions 1",
+    "eval": "--questions 1 --rules hkvd=0.15 --set max_tokens=2",
+    "tune": "--questions 1 --rules question_mid=0.16 --bar fidelity=0.01",
+    "verify": "--dataset questions.json",
     "explain": "--max-tokens 2",
     "ask --document": f"--model {MODEL} --chunk-tokens 256 --overlap 8 --window 2 --max-tokens 2",
     "bench ttft": f"--model {MODEL} --chunks 2 --chunk-tokens 32 --question-tokens 4 --repeat 1",

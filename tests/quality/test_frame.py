@@ -53,11 +53,3 @@ def test_a_template_is_used_unless_it_is_turned_off():
 def test_the_toy_keeps_its_training_frame():
     frame = PromptFrame.of(load_tokenizer(TOY), INSTRUCTION)
     assert frame.opening == f"<bos>{DEFAULT_FRAME.head}"
-
-
-@pytest.mark.parametrize("tokenizer", [Templated(), Plain()])
-def test_the_opening_alone_is_a_chunk_of_the_same_text(tokenizer):
-    frame = PromptFrame.of(tokenizer, "Be brief.")
-    opening, prompt = frame.opening_alone(QUESTION)
-    assert (opening.text, prompt.text) == (frame.opening, frame.prompt(QUESTION).text)
-    assert [segment.chunk for segment in prompt.segments if segment.chunk] == [opening]

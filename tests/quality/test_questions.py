@@ -1,105 +1,256 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from cacheblend_rag.errors import ConfigError, DatasetError
-from cacheblend_rag.quality.cutting import Cutting, estimate_tokens
-from cacheblend_rag.quality.questions import choose_questions
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
+from cacheblend_rag.quality.questions import QuestionSettings, choose_questions, load_dataset
+from cacheblend_rag.text.chunk import Document
 from tests.toy.questions import toy_dataset
 
+PASSAGES = [
+    {
+        "question": "Who wrote it?",
+        "answers": ["Ada", "Ada Lovelace"],
+        "ctxs": [{"title": "Notes", "text": "Ada wrote it."}, {"title": "", "text": "An engine."}],
+    },
+    {"question": "When?", "answers": ["1843"], "ctxs": [{"text": "In 1843."}]},
+]
+MUSIQUE = [
+    {
+        "id": "2hop",
+        "question": "Where was the founder of Acme born?",
+        "answer": "Bath",
+        "answer_aliases": ["Bath, England", "Bath"],
+        "answerable": True,
+        "paragraphs": [
+            {"idx": 0, "title": "Acme", "paragraph_text": "Ada founded it.", "is_supporting": True},
+            {"idx": 1, "title": "Cy", "paragraph_text": "Cy paints.", "is_supporting": False},
+            {"idx": 2, "title": "Ada", "paragraph_text": "Born in Bath.", "is_supporting": True},
+        ],
+    },
+    {
+        "id": "none",
+        "question": "Where was the founder of Zenith born?",
+        "answer": "Ulm",
+        "answer_aliases": [],
+        "answerable": False,
+        "paragraphs": [{"title": "Cy", "paragraph_text": "Cy paints.", "is_supporting": False}],
+    },
+]
+THIRD = Document("c", ("Five.",))
+FIRST, SECOND = Document("a", ("One.", "Two.", "Three.")), Document("b", ("Four.",), " ")
 
-def paragraph(number: int) -> str:
-    facts = (f"Fact {place} of number {number} is dull." for place in range(30))
-    return " ".join([*facts, f"The colour is gold{number}x."])
+
+def question(setting: str = "adjacent") -> EvalQuestion:
+    a, b = FIRST.to_chunks(), SECOND.to_chunks()
+    return EvalQuestion("Which?", ("two",), (a[1], b[0], a[2]), (FIRST, SECOND), setting)
 
 
 @pytest.fixture
-def file(tmp_path):
+def write(tmp_path):
+    def write_json(plain):
+        path = tmp_path / "questions.json"
+        text = plain if isinstance(plain, str) else json.dumps(plain)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_json
+
+
+def test_passages_become_documents_of_their_own(write):
+    data = load_dataset(write(PASSAGES))
+    first, second = data.questions
+    assert (data.name, data.settings) == ("questions", ("retrieved",))
+    assert first.answers == ("Ada", "Ada Lovelace")
+    assert [p.text for p in first.passages] == ["Notes\nAda wrote it.", "An engine."]
+    assert [p.context for p in first.passages] == [(), ()]
+    assert [d.to_chunks()[0] for d in first.documents] == list(first.passages)
+    ids = [d.document_id for q in (first, second) for d in q.documents]
+    assert len(set(ids)) == 3
+
+
+def test_saved_dataset_comes_back_equal(tmp_path):
+    marked = replace(question("adjacent"), gold=(FIRST.to_chunks()[2],))
+    data = EvalDataset("mine", (marked, question("shuffled")), "Do it, Zoë.")
+    data.save(tmp_path / "mine.json")
+    assert load_dataset(tmp_path / "mine.json") == data
+    assert data.of_setting("shuffled") == (question("shuffled"),)
+
+
+def test_optional_fields_have_defaults(write):
+    plain = {
+        "format": "cacheblend-rag/eval",
+        "version": 1,
+        "questions": [
+            {
+                "question": "Which?",
+                "answers": ["one"],
+                "documents": [{"id": "a", "chunks": ["One."]}],
+                "passages": [[0, 0]],
+            }
+        ],
+    }
+    (loaded,) = load_dataset(write(plain)).questions
+    assert loaded.setting == "retrieved"
+    assert loaded.documents == (Document("a", ("One.",), "\n\n"),)
+
+
+def own(**changes):
+    item = {
+        "question": "Which?",
+        "answers": ["one"],
+        "documents": [{"id": "a", "chunks": ["One."]}],
+        "passages": [[0, 0]],
+    }
+    return {"format": "cacheblend-rag/eval", "version": 1, "questions": [{**item, **changes}]}
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ([], "the form is not recognised; it must be one of: this project's"),
+        ({"questions": []}, "the form is not recognised"),
+        ([{**PASSAGES[0], "answers": []}], r"\[0\]: answers: List should have at least 1 item"),
+        ([{**PASSAGES[0], "answers": [1843]}], r"answers\[0\]: Input should be a valid string"),
+        ([{**PASSAGES[0], "ctxs": [{"title": "T"}]}], r"ctxs\[0\]: text: Field required"),
+        ([PASSAGES[0], 3], r"\[1\]: Input should be a valid dictionary"),
+        ({"format": "other", "version": 1}, "format: Input should be 'cacheblend-rag/eval'"),
+        (own(passages=[[1, 0]]), r"questions\[0\]: passages\[0\]: there is no chunk \[1, 0\]"),
+        (own(passages=[[0, 0, 0]]), r"passages\[0\]: List should have at most 2 items"),
+        (own(passages=[[True, 0]]), r"passages\[0\]\[0\]: Input should be a valid integer"),
+        (own(documents=[{"id": "a", "chunks": ["One."]}] * 2), "must have different ids"),
+        (own(gold=[[0, 1]]), r"gold\[0\]: there is no chunk \[0, 1\]"),
+        (own(setting=""), "setting: String should have at least 1 character"),
+    ],
+)
+def test_errors_name_file_and_field_in_one_line(write, plain, message):
+    path = write(plain)
+    with pytest.raises(DatasetError, match=message) as caught:
+        load_dataset(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_and_damaged_files_are_dataset_errors(tmp_path):
+    with pytest.raises(DatasetError, match="cannot be read"):
+        load_dataset(tmp_path / "none.json")
+    (tmp_path / "cut.json").write_text('[{"question": ')
+    with pytest.raises(DatasetError, match="cannot be read as JSON"):
+        load_dataset(tmp_path / "cut.json")
+
+
+def lines(items):
+    return "".join(f"{json.dumps(item)}\n" for item in items)
+
+
+@pytest.mark.parametrize("text", [lines(MUSIQUE), json.dumps(MUSIQUE)])
+def test_musique_is_read_as_lines_or_as_a_list(write, text):
+    (question,) = load_dataset(write(text)).questions
+    assert question.answers == ("Bath", "Bath, England")
+    assert [chunk.text for chunk in question.gold] == [
+        "Acme\nAda founded it.",
+        "Ada\nBorn in Bath.",
+    ]
+    assert len(question.passages) == 3
+
+
+def test_musique_of_one_line_and_without_answers(write):
+    assert len(load_dataset(write(lines(MUSIQUE[:1]))).questions) == 1
+    with pytest.raises(DatasetError, match="no answerable question"):
+        load_dataset(write(lines(MUSIQUE[1:])))
+
+
+def test_a_damaged_line_is_named(write):
+    path = write(lines(MUSIQUE) + "\n{'question'}\n")
+    with pytest.raises(DatasetError, match="line 4 cannot be read as JSON"):
+        load_dataset(path)
+
+
+# Choosing
+
+
+@pytest.fixture
+def paragraphs(write):
     """A file of twelve questions over all twelve paragraphs, of which one has the answer."""
-    paragraphs = [
-        {"title": "Art", "paragraph_text": paragraph(number), "is_supporting": False}
-        for number in range(12)
-    ]
-    asked = [
-        {
-            "question": f"Colour {number}?",
-            "answer": f"gold{number}x",
-            "paragraphs": [
-                {**one, "is_supporting": place == number} for place, one in enumerate(paragraphs)
-            ],
-        }
-        for number in range(12)
-    ]
-    path = tmp_path / "questions.json"
-    path.write_text(json.dumps(asked))
-    return str(path)
+    facts = [" ".join(f"Fact {i} of number {n} is dull." for i in range(30)) for n in range(12)]
+    texts = [f"{told} The colour is gold{n}x." for n, told in enumerate(facts)]
+    return str(
+        write(
+            [
+                {
+                    "question": f"Colour {n}?",
+                    "answer": f"gold{n}x",
+                    "paragraphs": [
+                        {"title": "Art", "paragraph_text": text, "is_supporting": place == n}
+                        for place, text in enumerate(texts)
+                    ],
+                }
+                for n in range(12)
+            ]
+        )
+    )
 
 
-def test_a_file_is_taken_as_it_is_with_so_many_passages(file):
-    data = choose_questions(file, [], 5, 3, 1)
-    assert data.settings == ("retrieved",)
-    assert [len(question.passages) for question in data.questions] == [3] * 5
-    assert all(set(question.gold) <= set(question.passages) for question in data.questions)
+def settings(**given):
+    return QuestionSettings(**given)
 
 
-def test_a_file_is_cut_in_all_settings_or_those_asked_for(file):
-    cutting = Cutting(chunk_tokens=60, prompt_tokens=(900, 1100))
-    data = choose_questions(file, [], 4, None, 1, cutting=cutting)
+class Characters:
+    """A tokenizer whose tokens are characters."""
+
+    def tokenize(self, text):
+        return list(text)
+
+
+def test_a_file_is_cut_in_all_settings_or_those_asked_for(paragraphs):
+    assert choose_questions(paragraphs, 5).settings == ("retrieved",)
+    bounds = {"chunk_tokens": 300, "prompt_tokens": (4000, 5000)}
+    data = choose_questions(paragraphs, 4, settings(**bounds), Characters())
     assert data.settings == ("adjacent", "fragments", "shuffled")
     assert len(data.questions) == 12
     for question in data.of_setting("adjacent"):
-        tokens = sum(estimate_tokens(passage.text) for passage in question.passages)
-        assert 900 <= tokens <= 1100
+        assert 4000 <= sum(len(passage.text) for passage in question.passages) <= 5000
     for question in data.of_setting("fragments"):
         assert all(passage.context for passage in question.passages)
-    only = choose_questions(file, ["shuffled"], 2, 3, 1, cutting=cutting)
-    assert only.settings == ("shuffled",)
-    assert [len(question.passages) for question in only.questions] == [3, 3]
-
-
-def test_tokens_are_counted_as_told(file):
-    cutting = Cutting(chunk_tokens=300, prompt_tokens=(4000, 5000), count_tokens=len)
-    for question in choose_questions(file, ["adjacent"], 3, None, 1, cutting=cutting).questions:
-        assert 4000 <= sum(len(passage.text) for passage in question.passages) <= 5000
-
-
-def test_a_length_of_the_prompt_alone_cuts_chunks_of_a_hundred_tokens(file):
-    cutting = Cutting(prompt_tokens=(900, 1200))
-    (question,) = choose_questions(file, ["adjacent"], 1, None, 1, cutting=cutting).questions
-    assert all(80 <= estimate_tokens(passage.text) <= 130 for passage in question.passages)
+    only = choose_questions(paragraphs, 2, settings(settings="shuffled", chunk_tokens=60))
+    assert (only.settings, len(only.questions)) == (("shuffled",), 2)
 
 
 def test_single_hop_questions_come_with_the_package():
-    data = choose_questions("single-hop", [], 99, None, 1)
+    data = choose_questions("single-hop", 99)
     assert len({question.question for question in data.questions}) == len(data.questions) > 10
     for question in data.questions:
         holding = [p for p in question.passages if question.answers[0] in p.text.lower()]
         assert holding == list(question.gold)
         assert len(question.passages) == 4
     cut = choose_questions(
-        "single-hop", ["adjacent"], 5, None, 1, cutting=Cutting(prompt_tokens=(1500, 2000))
+        "single-hop", 5, settings(settings=("adjacent",), prompt_tokens=(1500, 2000))
     )
     assert len(cut.questions) == 5
 
 
-@pytest.mark.parametrize(
-    ("cutting", "message"),
-    [(Cutting(chunk_tokens=50), "setting='upright'"), (None, "'upright' must be one of")],
-)
-def test_what_a_source_does_not_have_is_refused(cutting, message):
-    with pytest.raises((ConfigError, DatasetError), match=message):
-        choose_questions("single-hop", ["upright"], 2, None, 1, cutting=cutting)
-
-
-def test_questions_are_chosen_from_a_file_by_setting_number_and_passages(tmp_path):
+def test_questions_are_chosen_by_setting_and_number(tmp_path):
     data = toy_dataset([], 3, 1)
     data.save(path := tmp_path / "demo.json")
-    chosen = choose_questions(str(path), ["shuffled", "adjacent"], 2, 1, 1)
-    wanted = [*data.of_setting("shuffled")[:2], *data.of_setting("adjacent")[:2]]
-    assert [q.question for q in chosen.questions] == [q.question for q in wanted]
-    assert [q.passages for q in chosen.questions] == [q.passages[:1] for q in wanted]
-    assert choose_questions(str(path), [], 3, None, 1) == data
-    with pytest.raises(DatasetError, match="'upright'"):
-        choose_questions(str(path), ["upright"], 2, None, 1)
+    chosen = choose_questions(str(path), 2, settings(settings="shuffled,adjacent"))
+    wanted = (*data.of_setting("shuffled")[:2], *data.of_setting("adjacent")[:2])
+    assert chosen.questions == wanted
+    assert choose_questions(str(path), 3) == data
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"settings": ("upright",)}, "'upright' must be one of"),
+        ({"settings": ("upright",), "chunk_tokens": 50}, "setting='upright'"),
+        ({"chunk_tokens": 0}, "chunk_tokens=0"),
+        ({"prompt_tokens": [0, 900]}, "prompt_tokens"),
+    ],
+)
+def test_what_a_source_does_not_have_is_refused(given, message):
+    with pytest.raises((ConfigError, DatasetError), match=message):
+        choose_questions("single-hop", 2, settings(**given))

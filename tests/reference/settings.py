@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.quality.questions import QuestionSettings
 from cacheblend_rag.settings import (
     BlendConfig,
     EngineConfig,
@@ -28,6 +29,7 @@ MODELS: Mapping[type[Settings], str] = {
     Profile: "A profile",
     GuardConfig: "A guard",
     ConnectorSettings: "A vLLM server",
+    QuestionSettings: "Questions",
 }
 HEAD = """# Settings
 

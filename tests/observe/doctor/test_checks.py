@@ -23,7 +23,7 @@ from cacheblend_rag.observe.doctor.finding import SEVERITY
 from cacheblend_rag.observe.doctor.machine import CpuLoad
 from cacheblend_rag.observe.doctor.similar import SimilarChunk
 from cacheblend_rag.prefill.comparing import Comparison
-from cacheblend_rag.quality.verify.check import Check, Verdict
+from cacheblend_rag.quality.verify import Check, Verdict
 from cacheblend_rag.reason import Miss
 from cacheblend_rag.report import PhaseSeconds
 from cacheblend_rag.trace import Trace, TracedSelection
@@ -107,7 +107,7 @@ LATE = Trace(
 SIMILAR = SimilarChunk("a", "white space", 1.0, "a b", "a\nb")
 SOONER = replace(report(reason=Miss.SLOW), reason=Reason(ReasonCode.SLOW, "3 ms"))
 PASSES = Verdict("toy", "transformers", "float32", "cpu", ())
-FAILS = replace(PASSES, checks=(Check("positions", "", "failed", "off"),))
+FAILS = replace(PASSES, checks=(Check("stored KV", "", "failed", "off"),))
 PLANTED: dict[str, Evidence] = {
     "model_fails_verify": of(verdict=FAILS),
     "cannot_be_blended": of(

@@ -14,7 +14,7 @@ from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.kv.tiers.redis import RedisTier
 from cacheblend_rag.observe.doctor.machine import Machine
 from cacheblend_rag.prefill.prompt_pass import PromptPass
-from cacheblend_rag.quality.verify.gate import verify_engine
+from cacheblend_rag.quality.verify import verify_engine
 from tests.local_servers import free_port
 from tests.neighbours import neighbours
 from tests.observe.doctor.conftest import (
@@ -25,7 +25,7 @@ from tests.observe.doctor.conftest import (
     prompts,
     text_of,
 )
-from tests.quality.test_gate import DATA, opened
+from tests.quality.test_verify import DATA, opened
 from tests.refusing import RefusingDevice, on_device
 from tests.toy import OTHER_HEAD
 
@@ -118,9 +118,10 @@ def test_no_room(make: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_model_fails_verify(make: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    verified, rotation = opened(), TransformersStack.rotation
-    monkeypatch.setattr(TransformersStack, "rotation", lambda s, offset: rotation(s, offset + 1))
-    verdict = verify_engine(verified, DATA)
+    rotation = TransformersStack.rotation
+    with monkeypatch.context() as patched:
+        patched.setattr(TransformersStack, "rotation", lambda s, offset: rotation(s, offset + 1))
+        verdict = verify_engine(opened(), DATA)
     engine = make()
     engine.precompute(documents(PROMPT), progress=False)
     found = first(examined(engine, verdict=verdict))

@@ -1,6 +1,7 @@
-"""Scores answers: exact match, token F1, Rouge-L; intervals and a test of paired differences.
+"""Scores answers: exact match, token F1; intervals and a test of paired differences.
 
-Every score is a share from 0 to 1. With several gold answers the best one counts.
+Every score is a share from 0 to 1. With several gold answers the best one counts; without any,
+scores are 0.
 """
 
 from __future__ import annotations
@@ -10,10 +11,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
-
-from cacheblend_rag.errors import MissingExtraError
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,14 +36,6 @@ def exact_match(answer: str, golds: Sequence[str]) -> float:
 def token_f1(answer: str, golds: Sequence[str]) -> float:
     """Return the harmonic mean of precision and recall over normalized words, as bags."""
     return _best(_f1, answer, golds)
-
-
-def rouge_l(answer: str, golds: Sequence[str]) -> float:
-    """Return the Rouge-L F-measure (longest common subsequence of stemmed words).
-
-    Raises MissingExtraError without the package rouge-score, which the extra ``eval`` brings.
-    """
-    return _best(_rouge_l, answer, golds)
 
 
 def holds_answer(answer: str, golds: Sequence[str]) -> bool:
@@ -122,9 +112,7 @@ def _quantiles(means: np.ndarray) -> tuple[float, float]:
 
 
 def _best(score: Callable[[str, str], float], answer: str, golds: Sequence[str]) -> float:
-    if not golds:
-        raise ValueError("golds=[] must hold at least one gold answer")
-    return max(score(answer, gold) for gold in golds)
+    return max((score(answer, gold) for gold in golds), default=0.0)
 
 
 def _exact(answer: str, gold: str) -> float:
@@ -141,17 +129,3 @@ def _f1(answer: str, gold: str) -> float:
         return float(found == wanted)
     common = sum((Counter(found) & Counter(wanted)).values())
     return 2 * common / (len(found) + len(wanted))
-
-
-def _rouge_l(answer: str, gold: str) -> float:
-    return float(rouge_scorer().score(gold, answer)["rougeL"].fmeasure)
-
-
-@cache
-def rouge_scorer() -> Any:
-    """Return the scorer of ROUGE-L; raises MissingExtraError without its package."""
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise MissingExtraError("Rouge-L", "eval") from error
-    return RougeScorer(["rougeL"], use_stemmer=True)

@@ -1,1 +1,0 @@
-"""Verifies a model before it is put into production: a page of checks, and a verdict."""
