@@ -1,29 +1,33 @@
-"""Opens a store without an engine: selects and pins chunks, counts, reads and warms them.
-
-Pinned chunks no process evicts for capacity or age.
-"""
+"""Opens a store without an engine: chooses, counts, checks, pins and copies its chunks."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator
 
 from cacheblend_rag.engines.labels import Label, labels_in
 from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, Entry, KVKey, TieredKVStore, chunk_id
 from cacheblend_rag.kv.chunk_kv import namespace_id
+from cacheblend_rag.kv.mac import mac_of
 from cacheblend_rag.kv.tiers.disk import INDEX
+from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
 from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.settings import LeadInConfig, StoreConfig
+from cacheblend_rag.settings.base import Seconds, Settings
+from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import PromptEncoder, Tokenizer
+from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 Condition = Callable[[KVKey, Entry], bool]
@@ -32,34 +36,51 @@ ChunkNames = frozenset[tuple[str, str]]
 """Chunk and context ids: the parts of keys that are equal for all models and shards."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The chunks that match every given condition; without conditions all chunks.
+def _key(text: str) -> str:
+    try:
+        return str(KVKey.parse(text))
+    except ValueError:
+        raise ValueError("must be a key of chunk KV, as `store ls` prints them") from None
 
-    older_than, newer_than: seconds since they were written. model: a name or a folder, whose
-    tokenizer is used if a document is named. spare: leave out chunks that other documents share.
-    """
 
-    fingerprint: str | None = None
-    older_than: float | None = None
-    newer_than: float | None = None
+def _fingerprint(text: str) -> str:
+    try:
+        return KVKey(chunk_id([]), text).fingerprint
+    except ValueError:
+        raise ValueError("must be a fingerprint, as `store stats` prints them") from None
+
+
+class Choice(Settings):
+    """The chunks that match every given condition; without conditions all chunks."""
+
+    _noun: ClassVar[str] = "condition"
+
+    key: Annotated[str, AfterValidator(_key)] | None = None
+    """The chunk of a key."""
+    fingerprint: Annotated[str, AfterValidator(_fingerprint)] | None = None
+    """Chunks of one model and its settings."""
     namespace: str | None = None
+    """Chunks of a namespace."""
     model: str | None = None
+    """Chunks of a model: its name or its folder."""
     document: str | None = None
-    spare: bool = False
+    """Chunks of a document, found with the tokenizer of ``model``."""
+    older_than: Seconds | None = None
+    """Chunks that were written longer ago."""
+    newer_than: Seconds | None = None
+    """Chunks that were written since."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether no condition is given."""
-        return self == Choice(spare=self.spare)
-
-    def condition(self, store: Path | None) -> Condition:
+    def condition(self, folder: Path | None, *, spare: bool = False) -> Condition:
         """Return the predicate for the chunks.
 
-        store: the folder with the registry of chunks and the record of models.
-        Raises StoreError for an invalid fingerprint, or if the folder lacks a record.
+        Args:
+            folder: the one with the registry of chunks and the record of models.
+            spare: leave out chunks of a document that other documents share.
+
+        Raises:
+            StoreError: if the folder lacks a record.
         """
-        tests = [*self._by_entry(), *self._by_name(), *self._by_folder(store)]
+        tests = [*self._by_entry(), *self._by_name(), *self._by_folder(folder, spare)]
         return lambda key, entry: all(test(key, entry) for test in tests)
 
     def _by_entry(self) -> Iterator[Condition]:
@@ -70,31 +91,32 @@ class Choice:
             yield lambda _, entry: entry.written_at >= now - newest
 
     def _by_name(self) -> Iterator[Condition]:
-        if (fingerprint := self.fingerprint) is not None:
-            _check_fingerprint(fingerprint)
-            yield lambda key, _: key.fingerprint == fingerprint
+        if self.key is not None:
+            yield lambda key, _: str(key) == self.key
+        if self.fingerprint is not None:
+            yield lambda key, _: key.fingerprint == self.fingerprint
         if self.namespace is not None:
             digits = namespace_id(self.namespace)
             yield lambda key, _: key.fingerprint.startswith(digits)
 
-    def _by_folder(self, store: Path | None) -> Iterator[Condition]:
+    def _by_folder(self, folder: Path | None, spare: bool) -> Iterator[Condition]:
         if self.model is None and self.document is None:
             return
-        if store is None:
-            raise StoreError("the store's folder lists documents and models: give --kv-path")
-        labels = labels_in(store)
+        if folder is None:
+            raise StoreError("a folder lists documents and models: give the store's folder, too")
+        labels = labels_in(folder)
         if self.model is not None:
             aliases = {self.model, public_name(self.model)}
             named = {fingerprint for fingerprint, label in labels.items() if label.model in aliases}
             if self.document is None and not named:
                 raise StoreError(
-                    f"no chunk in {store} is recorded for model {self.model!r}: `store stats` "
+                    f"no chunk in {folder} is recorded for model {self.model!r}: `store stats` "
                     "prints models and fingerprints"
                 )
             if named:
                 yield lambda key, _: key.fingerprint in named
         if self.document is not None:
-            names = self._names_of_document(store, self.document, labels)
+            names = self._names_of_document(folder, self.document, labels, spare)
             every = ChunkNames().union(*names.values())
 
             def is_of_document(key: KVKey, _: Entry) -> bool:
@@ -104,122 +126,49 @@ class Choice:
             yield is_of_document
 
     def _names_of_document(
-        self, store: Path, document: str, labels: dict[str, Label]
+        self, folder: Path, document: str, labels: dict[str, Label], spare: bool
     ) -> dict[LeadInConfig, ChunkNames]:
         """Return the ids of a document's chunks, for each lead-in recorded in the store."""
         if self.model is None:
-            raise StoreError("--document needs the model's tokenizer: give --model, too")
+            raise StoreError("--only document needs the model's tokenizer: give --only model, too")
         tokenizer = load_tokenizer(self.model)
-        settings = {label.lead_in for label in labels.values()} | {LeadInConfig()}
         namespace = "*" if self.namespace is None else namespace_id(self.namespace)
-        files = sorted(store.glob(f"chunks-{namespace}.sqlite"))
+        files = sorted(folder.glob(f"chunks-{namespace}.sqlite"))
         registries = [SharedChunkRegistry(file, read_only=True) for file in files]
         if not any(registry.document(document) for registry in registries):
-            raise StoreError(f"{store} knows no document {document!r}")
+            raise StoreError(f"{folder} knows no document {document!r}")
         found = {}
-        for config in settings:
-            lead_in = _lead_in(tokenizer, config)
-            names = (self._named(registry, lead_in, document) for registry in registries)
+        for config in {label.lead_in for label in labels.values()} | {LeadInConfig()}:
+            encoder = PromptEncoder(tokenizer, split_special_tokens=config.split_special_tokens)
+            lead_in = LeadIn(encoder, config, instruction="", identity={}, namespace="")
+            names = (_named(registry, lead_in, document, spare) for registry in registries)
             found[config] = ChunkNames().union(*names)
         for registry in registries:
             registry.close()
         return found
 
-    def _named(
-        self, registry: SharedChunkRegistry, lead_in: LeadIn, document: str
-    ) -> set[tuple[str, str]]:
-        chunks = set(registry.document(document))
-        names = {_name(lead_in, one) for one in chunks}
-        if self.spare:  # chunks of other documents with the same texts
-            variants = (one for chunk in chunks for one in registry.variants(chunk.text))
-            names -= {_name(lead_in, one) for one in variants if one not in chunks}
-        return names
 
+def _named(
+    registry: SharedChunkRegistry, lead_in: LeadIn, document: str, spare: bool
+) -> set[tuple[str, str]]:
+    def name(chunk: Chunk) -> tuple[str, str]:
+        key = lead_in.key(chunk)
+        return key.chunk_id, key.context_id
 
-def named(keys: Iterable[str]) -> Condition:
-    """Return the predicate for chunks of these keys; raises StoreError for an invalid key."""
-    wanted = {_canonical(text) for text in keys}
-    return lambda key, entry: str(key) in wanted
-
-
-def pin(store: TieredKVStore, condition: Condition | None = None) -> int:
-    """Pin the stored chunks for which a condition holds, or all; returns how many.
-
-    Raises StoreError when no tier keeps pins.
-    """
-    _check_keeps(store)
-    held = store.entries().items()
-    keys = [key for key, entry in held if condition is None or condition(key, entry)]
-    store.pin(*keys)
-    return len(keys)
-
-
-def unpin(store: TieredKVStore, condition: Condition | None = None) -> int:
-    """Unpin the stored chunks for which a condition holds, or all, stored or not.
-
-    Returns how many were pinned. Raises StoreError when no tier keeps pins.
-    """
-    _check_keeps(store)
-    keys = store.pinned()
-    if condition is not None:
-        held = store.entries()
-        keys = {key for key in keys & held.keys() if condition(key, held[key])}
-    store.unpin(*keys)
-    return len(keys)
-
-
-def without_pins(store: TieredKVStore) -> list[str]:
-    """Return the names of the tiers that keep no pins, where pinned chunks may be evicted."""
-    return [tier.name for tier in store.tiers if not tier.keeps_pins]
-
-
-def _lead_in(tokenizer: Tokenizer, config: LeadInConfig) -> LeadIn:
-    """Return a lead-in that computes chunk ids as engines do, without a fingerprint."""
-    encoder = PromptEncoder(tokenizer, split_special_tokens=config.split_special_tokens)
-    return LeadIn(encoder, config, instruction="", identity={}, namespace="")
-
-
-def _name(lead_in: LeadIn, chunk: Chunk) -> tuple[str, str]:
-    key = lead_in.key(chunk)
-    return key.chunk_id, key.context_id
-
-
-def _check_fingerprint(text: str) -> None:
-    try:
-        KVKey(chunk_id([]), text)
-    except ValueError as error:
-        raise StoreError(f"{text!r} is not a fingerprint: `store stats` prints them") from error
-
-
-def _canonical(text: str) -> str:
-    try:
-        return str(KVKey.parse(text))
-    except ValueError as error:
-        raise StoreError(f"{text!r} is not a KV key: `store ls` prints them") from error
-
-
-def _check_keeps(store: TieredKVStore) -> None:
-    if not any(tier.keeps_pins for tier in store.tiers):
-        names = ", ".join(without_pins(store))
-        raise StoreError(f"no pins are kept in {names}: only a folder (disk) keeps pins")
-
-
-def check_is_store(path: Path) -> None:
-    """Raise StoreError unless a folder is a store of chunk KV."""
-    if not path.is_dir():
-        raise StoreError(f"{path} is not a folder: give --kv-path or set CACHEBLEND_KV_PATH")
-    if not (path / INDEX).exists() and not any(path.glob("??/*.safetensors")):
-        raise StoreError(
-            f"{path} is not a store of chunk KV: give --kv-path or set CACHEBLEND_KV_PATH"
-        )
+    chunks = set(registry.document(document))
+    names = set(map(name, chunks))
+    if spare:  # chunks of other documents with the same texts
+        variants = (one for chunk in chunks for one in registry.variants(chunk.text))
+        names -= {name(one) for one in variants if one not in chunks}
+    return names
 
 
 @dataclass(frozen=True)
 class OpenStore:
-    """An open store, and the folder with its registry of chunks and its record of models."""
+    """An open store. folder: the one with the registry of chunks and the record of models."""
 
     store: TieredKVStore
-    folder: Path
+    folder: Path | None
 
     def count(self) -> dict[str, Any]:
         """Count chunks and bytes in all, by tier and by fingerprint; returns plain JSON values."""
@@ -229,10 +178,9 @@ class OpenStore:
             of = counts.setdefault(key.fingerprint, {"entries": 0, "bytes": 0})
             of["entries"] += 1
             of["bytes"] += entry.nbytes
-        labels = labels_in(self.folder)
+        labels = {} if self.folder is None else labels_in(self.folder)
         disks = [tier for tier in self.store.tiers if isinstance(tier, DiskTier)]
         return {
-            "path": str(self.folder),
             "entries": len(held),
             "bytes": sum(entry.nbytes for entry in held.values()),
             "quarantined": sum(len(tier.quarantined()) for tier in disks),
@@ -242,15 +190,44 @@ class OpenStore:
             "of": kinds_of(counts, labels),
         }
 
-    def kinds(self) -> dict[str, str]:
-        """Return what the store's fingerprints are of, see ``kinds_of``."""
-        return kinds_of({key.fingerprint for key in self.store.entries()}, labels_in(self.folder))
-
-    def by_use(self, condition: Condition | None = None) -> list[tuple[KVKey, Entry]]:
-        """Return the chunks for which a condition holds, least recently used first."""
-        held = self.store.entries().items()
-        chosen = [one for one in held if condition is None or condition(*one)]
+    def by_use(self, choice: Choice, *, spare: bool = False) -> list[tuple[KVKey, Entry]]:
+        """Return the chunks that are chosen, least recently used first; see Choice.condition."""
+        condition = choice.condition(self.folder, spare=spare)
+        chosen = [one for one in self.store.entries().items() if condition(*one)]
         return sorted(chosen, key=lambda item: item[1].used_at)
+
+    def pin(self, choice: Choice) -> int:
+        """Pin the chosen chunks that are stored; returns how many.
+
+        Pinned chunks no process evicts for capacity or age. Raises StoreError when no tier keeps
+        pins.
+        """
+        self._check_keeps_pins()
+        keys = [key for key, _ in self.by_use(choice)]
+        self.store.pin(*keys)
+        return len(keys)
+
+    def unpin(self, choice: Choice) -> int:
+        """Unpin the chosen chunks, or without a condition all, stored or not.
+
+        Returns how many were pinned. Raises StoreError when no tier keeps pins.
+        """
+        self._check_keeps_pins()
+        keys = self.store.pinned()
+        if choice.given():
+            keys &= {key for key, _ in self.by_use(choice)}
+        self.store.unpin(*keys)
+        return len(keys)
+
+    def without_pins(self) -> list[str]:
+        """Return the names of the tiers that keep no pins: pinned chunks may be evicted there."""
+        return [tier.name for tier in self.store.tiers if not tier.keeps_pins]
+
+    def _check_keeps_pins(self) -> None:
+        if len(without := self.without_pins()) == len(self.store.tiers):
+            raise StoreError(
+                f"no pins are kept in {', '.join(without)}: only a folder (disk) keeps pins"
+            )
 
 
 def kinds_of(fingerprints: Collection[str], labels: Mapping[str, Label]) -> dict[str, str]:
@@ -273,23 +250,35 @@ def kinds_of(fingerprints: Collection[str], labels: Mapping[str, Label]) -> dict
     return {**named, **turns}
 
 
-@contextmanager
-def opened(path: Path, settings: StoreConfig | None = None) -> Iterator[OpenStore]:
-    """Open a store without tiers in memory; raises StoreError if that fails.
+def check_is_store(path: Path) -> Path:
+    """Return a folder of chunk KV; raises StoreError for anything else."""
+    what = "a store of chunk KV" if path.is_dir() else "a folder"
+    if not (path / INDEX).exists() and not any(path.glob("??/*.safetensors")):
+        raise StoreError(
+            f"{path} is not {what}: give the store's folder, or set CACHEBLEND_KV_PATH"
+        )
+    return path
 
-    path: its folder or, with tiers in the settings, the folder of its registry.
+
+@contextmanager
+def opened(places: Sequence[str], *, read_only: bool = False) -> Iterator[OpenStore]:
+    """Open a store: a folder of chunk KV, or tiers by their URLs; raises StoreError.
+
+    Tiers in memory are left out. Of a folder beside URLs only its records are used.
     """
-    config = settings or StoreConfig()
-    if config.tiers is not None:
-        config = config.with_changes(tiers=tuple(url for url in config.urls if url.outlives))
-    else:
-        check_is_store(path)
-        config = config.with_changes(kv_path=str(path), host_bytes=0)
+    folders = [place for place in places if "://" not in place]
+    if len(folders) > 1:
+        raise StoreError(f"{folders[1]} is a second folder: give the tiers of a store by their URL")
+    tiers = [place for place in places if "://" in place] or folders
+    urls = [url for url in map(_tier_url, tiers) if url.outlives]
+    disks = [check_is_store(Path(url.path)) for url in urls if url.scheme == "disk"]
+    kv_path = next(iter(folders), None)
+    config = StoreConfig(kv_path=kv_path, tiers=tuple(urls), read_only=read_only)
     try:
         with TieredKVStore.of(config) as store:
-            yield OpenStore(store, path)
+            yield OpenStore(store, next(iter([*map(Path, folders), *disks]), None))
     except OSError as error:
-        raise StoreError(f"{path}: {error}") from error
+        raise StoreError(f"{places[0]}: {error}") from error
 
 
 def examine_store(path: Path) -> dict[str, Any]:
@@ -297,57 +286,65 @@ def examine_store(path: Path) -> dict[str, Any]:
 
     Returns plain JSON values. Raises StoreError when the folder is no store or cannot be used.
     """
-    check_is_store(path)
-    with TieredKVStore.open(host_bytes=0, kv_path=path) as store:
-        report = store.verify()
-        stored = sum(tier.stats()["bytes"] or 0 for tier in store.tiers)
+    with opened([str(path)]) as found:
+        report, held = found.store.verify(), found.store.entries()
     return {
         "path": str(path),
         "problem": None,
         "entries": report.checked,
-        "bytes": stored,
+        "bytes": sum(entry.nbytes for entry in held.values()),
         "damaged": [{"key": str(d.key), "reason": d.reason} for d in report.damaged],
     }
 
 
-def latest_used(store: TieredKVStore, condition: Condition) -> list[KVKey]:
-    """Return the keys of chunks, the most recently used first."""
-    entries = {key: entry for key, entry in store.entries().items() if condition(key, entry)}
-    return sorted(entries, key=lambda key: entries[key].used_at, reverse=True)
-
-
-def warm(
-    store: TieredKVStore,
-    keys: Iterable[KVKey],
-    most_bytes: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+def copy(
+    source: str,
+    target: str,
+    choice: Choice,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, int]:
-    """Copy chunks into the fastest tier, in this order, until it or ``most_bytes`` is full.
+    """Copy chunks from one tier into another, the most recently used first, until it is full.
 
-    progress: called with the number of chunks done and the total.
+    source, target: a folder, or a tier's URL. progress: called with the number of chunks done and
+    the total.
 
-    Returns how many were copied (``warmed``), were ``there`` before, are ``missing`` (not stored,
-    or not readable), or ``left`` without room, and the ``bytes`` of those that are in the tier.
+    Returns how many were ``copied``, and their ``bytes``, were ``there`` before, have ``failed``
+    (could not be read, or stored), and are ``left`` without room.
     """
-    todo = list(dict.fromkeys(keys))
-    fastest = store.tiers[0]
-    bounds = [bound for bound in (most_bytes, fastest.capacity_bytes) if bound is not None]
-    room = min(bounds, default=None)
-    done = dict.fromkeys(("warmed", "there", "missing", "left", "bytes"), 0)
-    for number, key in enumerate(todo):
-        if progress is not None:
-            progress(number + 1, len(todo))
-        size = store.nbytes(key)
-        if size is not None and room is not None and done["bytes"] + size > room:
-            done["left"] = len(todo) - number
-            break
-        if size is None:
-            fate = "missing"
-        elif fastest.contains(key):
-            fate = "there"
-        else:
+    one, other = _tier_url(source), _tier_url(target)
+    for url in (one, other):
+        if not url.outlives:
+            raise StoreError(f"{url}: what is in memory ends with this command: give another tier")
+    if one.name == other.name:
+        one = _tier_url(f"{source}{'&' if '?' in source else '?'}name=from")
+    folder = check_is_store(Path(one.path)) if one.scheme == "disk" else None
+    tiers = [open_tier(other, "cpu"), open_tier(one, "cpu", read_only=True)]
+    with TieredKVStore(tiers, mac=mac_of()) as store:
+        fast, slow = store.tiers
+        condition = choice.condition(folder)
+        held = {key: entry for key, entry in slow.entries() if condition(key, entry)}
+        todo = [key for key in held if not fast.contains(key)]
+        todo.sort(key=lambda key: held[key].used_at, reverse=True)
+        done = {"copied": 0, "there": len(held) - len(todo), "failed": 0, "left": 0, "bytes": 0}
+        room = math.inf if fast.capacity_bytes is None else fast.capacity_bytes
+        room -= fast.usage().nbytes
+        for number, key in enumerate(todo, start=1):
+            progress(number, len(todo))
+            if done["bytes"] + held[key].nbytes > room:
+                done["left"] = len(todo) - number + 1
+                break
             store.get(key)
-            fate = "warmed" if fastest.contains(key) else "missing"
-        done[fate] += 1
-        done["bytes"] += 0 if fate == "missing" or size is None else size
+            if fast.contains(key):
+                done["copied"] += 1
+                done["bytes"] += held[key].nbytes
+            else:
+                done["failed"] += 1
     return done
+
+
+def _tier_url(place: str) -> TierUrl:
+    """Return a tier's URL; a folder is a disk."""
+    if "://" not in place:
+        path, mark, query = place.partition("?")
+        place = Path(path).absolute().as_uri().replace("file://", "disk://", 1) + mark + query
+    return TierUrl(place)

@@ -12,14 +12,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cacheblend_rag.bench.plans import check_tier
 from cacheblend_rag.bench.workload import Advance, run_in_turns
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv import (
@@ -40,6 +38,7 @@ from cacheblend_rag.settings.tier_url import TierUrl
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
 """Those of Llama 3.1 8B: 128 KiB per token in bfloat16."""
 TOKENS_A_MIB = 8
+CHUNK_MIB = 64
 GIB = 1 << 30
 
 KEY = KVKey(chunk_id([1]), fingerprint({"model": "bench"}))
@@ -47,39 +46,22 @@ Raw = tuple[Callable[[], object], Callable[[], object], Callable[[], object]]
 """How bytes are put, got back and removed by the bare means of a tier."""
 
 
-@dataclass(frozen=True)
-class TierSpeed:
-    """Median speeds of one tier, in GiB of chunk KV per second."""
-
-    tier: str
-    get_gib_s: float
-    put_gib_s: float
-    raw_get_gib_s: float
-    raw_put_gib_s: float
-
-
 def measure_store(
-    tiers: Sequence[str], chunk_mib: int, repeat: int, advance: Advance = lambda _: None
+    tiers: Sequence[str], repeat: int, advance: Advance = lambda _: None
 ) -> dict[str, Any]:
-    """Return each tier's speeds with a chunk of so many MiB; ``disk`` uses a temporary folder.
+    """Return each tier's median speeds with a chunk of 64 MiB, in GiB per second.
 
-    Raises ConfigError for what is no tier.
+    ``disk`` uses a temporary folder. Raises ConfigError for what is no tier.
     """
-    for tier in tiers:
-        check_tier(tier)
     with tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder:
         own = {"host": "host://?capacity=none", "disk": f"disk://{folder}"}
         urls = [TierUrl(own.get(tier, tier)) for tier in dict.fromkeys(tiers)]
-        speeds = [_measure(url, chunk_mib, repeat, advance) for url in urls]
-    return {
-        "chunk_mib": chunk_mib,
-        "repeat": repeat,
-        "tiers": [asdict(speed) for speed in speeds],
-    }
+        rows = [{"tier": url.name, **_measure(url, repeat, advance)} for url in urls]
+    return {"chunk_mib": CHUNK_MIB, "repeat": repeat, "tiers": rows}
 
 
-def _measure(url: TierUrl, chunk_mib: int, repeat: int, advance: Advance) -> TierSpeed:
-    kv = _chunk(chunk_mib * TOKENS_A_MIB)
+def _measure(url: TierUrl, repeat: int, advance: Advance) -> dict[str, float]:
+    kv = _chunk(CHUNK_MIB * TOKENS_A_MIB)
     data, into = os.urandom(kv.nbytes), torch.zeros_like(kv.numbers)
     tier = open_tier(url, "cpu")
     is_memory = isinstance(tier, HostTier)
@@ -89,10 +71,10 @@ def _measure(url: TierUrl, chunk_mib: int, repeat: int, advance: Advance) -> Tie
             store.evict(KEY)
 
         cases = {
-            "put": lambda _: _timed(lambda: _put(store, kv, is_memory), before=drop_chunk),
-            "get": lambda _: _timed(lambda: _get(store, into if is_memory else None)),
-            "raw put": lambda _: _timed(put, before=drop),
-            "raw get": lambda _: _timed(get),
+            "put_gib_s": lambda _: _timed(lambda: _put(store, kv, is_memory), before=drop_chunk),
+            "get_gib_s": lambda _: _timed(lambda: _get(store, into if is_memory else None)),
+            "raw_put_gib_s": lambda _: _timed(put, before=drop),
+            "raw_get_gib_s": lambda _: _timed(get),
         }
         put()
         _put(store, kv, is_memory)
@@ -100,8 +82,7 @@ def _measure(url: TierUrl, chunk_mib: int, repeat: int, advance: Advance) -> Tie
             runs = run_in_turns(cases, repeat, lambda what: advance(f"{url.name}, {what}"))
         finally:
             store.evict(KEY)
-    speed = {name: kv.nbytes / statistics.median(taken) / GIB for name, taken in runs.items()}
-    return TierSpeed(url.name, speed["get"], speed["put"], speed["raw get"], speed["raw put"])
+    return {name: kv.nbytes / statistics.median(taken) / GIB for name, taken in runs.items()}
 
 
 def _chunk(tokens: int) -> ChunkKV:

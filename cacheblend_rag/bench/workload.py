@@ -1,16 +1,20 @@
-"""Draws chunks and questions of benchmarks, random or real, and runs their cases in turn."""
+"""Draws chunks, questions and requests, random or real, and runs the ways to measure in turn."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.demo.passages import load_real_texts
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chunk import SEPARATOR, Chunk, Document
 from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.prompt import BlendPrompt
@@ -20,6 +24,10 @@ LEAD_IN = "none"
 """The lead-in of benchmarks: none, since their prompts begin with a chunk."""
 PARAGRAPH = 4
 """Sentences together, when they come again."""
+DOCUMENTS, PASSAGES, WORDS = 10, 4, 350
+"""Of a workload: documents, passages of each, and words of a passage, about 500 tokens."""
+OUTPUT_TOKENS = 64
+SEED = 7
 _WORD = re.compile(r"\S+")
 Case = Callable[[int], float]
 """Runs what is measured once: takes the run's number (0 is the warm-up), returns seconds."""
@@ -47,19 +55,6 @@ class Texts:
         return BlendPrompt.of(
             *(part for chunk in parts for part in (chunk, self.separator)), self.question
         )
-
-
-def draw_words(rng: random.Random, count: int, vocabulary: int) -> str:
-    """Return a text of exactly ``count`` tokens of a shape's tokenizer."""
-    return "".join(f"t{rng.randrange(vocabulary)} " for _ in range(count))
-
-
-def draw_chunks(
-    rng: random.Random, chunks: int, tokens: int, vocabulary: int, *, selector: str, name: str
-) -> list[Chunk]:
-    """Return chunks of ``tokens`` random one-token words; selector, name: see ``to_chunks``."""
-    texts = [draw_words(rng, tokens, vocabulary) for _ in range(chunks)]
-    return to_chunks(texts, selector=selector, name=name, separator=" ")
 
 
 def to_chunks(texts: Sequence[str], *, selector: str, name: str, separator: str) -> list[Chunk]:
@@ -170,3 +165,66 @@ def run_in_turns(
             taken = cases[name](turn)
             seconds[name] += [taken] if turn else []
     return seconds
+
+
+@dataclass(frozen=True)
+class RagWorkload:
+    """Requests over documents, for the load generators of others.
+
+    documents: the passages of each. prompts: of the requests.
+    """
+
+    documents: Mapping[str, Sequence[str]]
+    prompts: Sequence[str]
+
+    @classmethod
+    def draw(cls, requests: int, chunks: int) -> RagWorkload:
+        """Return so many requests, each with a question behind ``chunks`` passages of real text.
+
+        Passages are asked for by Zipf's law, as those of a knowledge base are, in random order.
+        Raises ConfigError for more passages in a prompt than there are.
+        """
+        if chunks > DOCUMENTS * PASSAGES:
+            raise ConfigError(f"--chunks {chunks} must be at most {DOCUMENTS * PASSAGES}")
+        rng, real = random.Random(SEED), load_real_texts()
+        cutter = Cutter(rng, real.passages, lambda text: len(text.split()), SEPARATOR)
+        documents = {
+            f"bench-{number}": [cutter.cut(WORDS) for _ in range(PASSAGES)]
+            for number in range(DOCUMENTS)
+        }
+        passages = [one for some in documents.values() for one in some]
+        rng.shuffle(passages)
+        weights = zipf_weights(len(passages), 1.0)
+        prompts = [
+            SEPARATOR.join(
+                [
+                    *(passages[rank] for rank in draw_ranks(rng, weights, chunks)),
+                    f"Question: {rng.choice(real.questions)}\nAnswer:",
+                ]
+            )
+            for _ in range(requests)
+        ]
+        return cls(documents, prompts)
+
+    def save(self, folder: Path) -> None:
+        """Write ``requests.jsonl``, and in ``documents/`` what a server stores of each; OSError."""
+        (folder / "documents").mkdir(parents=True, exist_ok=True)
+        for name, passages in self.documents.items():
+            (folder / "documents" / name).write_text(json.dumps({"chunks": passages}))
+        with (folder / "requests.jsonl").open("w") as file:
+            for prompt in self.prompts:
+                line = json.dumps({"prompt": prompt, "output_tokens": OUTPUT_TOKENS})
+                file.write(f"{line}\n")
+
+
+def zipf_weights(count: int, exponent: float) -> list[float]:
+    """Return the cumulative weights of so many ranks by Zipf's law, for ``draw_ranks``."""
+    return [*accumulate(1 / rank**exponent for rank in range(1, count + 1))]
+
+
+def draw_ranks(rng: random.Random, weights: Sequence[float], count: int) -> tuple[int, ...]:
+    """Return distinct ranks from 0 on, in the order in which they were drawn."""
+    found: dict[int, None] = {}
+    while len(found) < count:
+        found[rng.choices(range(len(weights)), cum_weights=weights)[0]] = None
+    return tuple(found)

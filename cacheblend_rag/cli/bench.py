@@ -1,172 +1,120 @@
-"""``cacheblend-rag bench``: measures speed on this machine, on random weights or a model's own."""
+"""``cacheblend-rag bench``: measures speed on this machine or of a server."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from cacheblend_rag.bench.plans import (
-    DEFAULT_SHAPE,
-    ENGINES,
-    OPTIONS,
-    TIERS,
-    TtftPlan,
-)
 from cacheblend_rag.cli import options, output
+from cacheblend_rag.cli.named_settings import SetOption, engine_config
 from cacheblend_rag.engines.model_files import quiet_libraries
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS
 from cacheblend_rag.rag import checks
-from cacheblend_rag.settings import VLLM, Precision
+from cacheblend_rag.settings import EMBEDDED
 
-if TYPE_CHECKING:
-    from cacheblend_rag.bench.ttft import TtftRow
-
-bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
-TiersOption = Annotated[
-    list[str],
-    typer.Option(
-        "--tier", help="host, disk or a tier's URL, such as redis://cache:6379/0; repeatable."
-    ),
-]
+bench_app = typer.Typer(
+    help="Measure speed on this machine or of a server.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 RepeatOption = Annotated[int, typer.Option(min=1, help="Timed runs each; medians are shown.")]
 
 
 @bench_app.command("ttft")
 def ttft_command(
-    *,
-    shape: Annotated[
-        str,
-        typer.Option(
-            help="Of random weights: smollm2-135m, smollm2-360m, qwen2.5-0.5b, llama-3.2-1b, "
-            f"mistral-7b, llama-3.1-8b. {DEFAULT_SHAPE} by default."
-        ),
-    ] = "",
     model: Annotated[
-        str,
-        typer.Option(
-            help="In place of a shape: a model's own weights, on real text. smollm2, a folder, a "
-            "GGUF file or a hub name."
+        str | None,
+        typer.Argument(
+            help=f"{LOCAL_MODELS}, or a hub name. A server has its own.",
+            show_default=DEFAULT_MODEL,
         ),
-    ] = "",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, mps, ...; vLLM runs on what it was built for.")
-    ] = "cpu",
-    engine: Annotated[str, typer.Option(help=f"{', '.join(ENGINES)}.")] = ENGINES[0],
-    chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 8,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens a chunk.")] = 512,
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens behind the chunks.")] = 32,
-    selector: Annotated[str, typer.Option(help="The selector.")] = "hkvd",
-    selector_options: Annotated[
-        str, typer.Option(help=f"Its options, as a JSON object, such as {OPTIONS}.")
-    ] = "",
-    check_layers: Annotated[
-        str, typer.Option(help="Where hkvd compares, separated by commas.")
-    ] = "1",
-    ratio: Annotated[list[float], typer.Option(help="Recompute ratio; repeatable.")] = [0.15],  # noqa: B006
-    tier: TiersOption = list(TIERS),  # noqa: B006
-    repeat: RepeatOption = 5,
-    batched_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most tokens vLLM computes in a step; whole prompts by default."),
     ] = None,
-    eager: Annotated[
-        bool, typer.Option("--eager", help="vLLM without compiling the model.")
-    ] = False,
-    precision: Annotated[str, typer.Option(help="Of stored chunk KV: native or fp8.")] = "native",
+    *,
+    engine: Annotated[
+        str, typer.Option(help="transformers, vllm or the URL of a `serve`.")
+    ] = EMBEDDED,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 8,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 512,
+    repeat: RepeatOption = 5,
+    settings: SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Measure the time to first token by ordinary prefill and by a blend.
 
-    On random weights of a real shape, or on a model's own weights and real text (--model). With
-    vLLM, its own prefix caching is measured, too, on the chunks in another order.
+    With vLLM its own prefix caching is measured, too, on the chunks in another order.
     """
-    checks.check_placement(None, dtype)
-    checks.check_blend(None, selector)
-    if model:
-        quiet_libraries()
-        checks.check_model(model)
-    plan = TtftPlan(
-        shape=shape,
-        model=model,
-        dtype=dtype,
-        device=device,
-        engine=engine,
-        chunks=chunks,
-        chunk_tokens=chunk_tokens,
-        question_tokens=question_tokens,
-        selector=selector,
-        selector_options=selector_options,
-        check_layers=options.layers(check_layers, "--check-layers"),
-        ratios=tuple(dict.fromkeys(ratio)),
-        tiers=tuple(dict.fromkeys(tier)),
-        repeat=repeat,
-        batched_tokens=batched_tokens,
-        eager=eager,
-        precision=cast("Precision", precision),
-    )
+    checks.check_engine(engine)
+    default = "" if "://" in engine else DEFAULT_MODEL
+    config = engine_config(settings, engine=engine, model=model or default)
     quiet_libraries()
-    if plan.engine != ENGINES[0]:
-        checks.check_engine(VLLM)
+    checks.check_placement(config.device, config.dtype)
+    from cacheblend_rag.bench.ttft import TtftPlan, measure_ttft
+
+    if config.model:
+        checks.check_model(config.model)
+    checks.check_selector(config.blend.selector, config.blend.selector_options)
+    plan = TtftPlan(config, chunks, chunk_tokens, repeat)
     with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
-        if plan.engine == ENGINES[0]:
-            from cacheblend_rag.bench.ttft import measure_ttft as measure
-        else:
-            from cacheblend_rag.bench.ttft_vllm import measure_vllm_ttft as measure
-        rows = measure(plan, status.update)
-    if as_json:
-        plain = [row.to_dict() for row in rows]
-        # The first row's fields are at the top level as well: a single figure is easy to read.
-        output.print_json(plain[0] if len(plain) == 1 else {**plain[0], "rows": plain})
-    else:
-        _print_ttft(rows)
+        found = measure_ttft(plan, status.update)
+    (output.print_json if as_json else _print_ttft)(found)
 
 
 @bench_app.command("store")
 def store_command(
+    tiers: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TIER",
+            help="host, disk or a tier's URL, such as redis://cache:6379/0.",
+            show_default="host disk",
+        ),
+    ] = None,
     *,
-    chunk_mib: Annotated[int, typer.Option(min=1, help="Size of the chunk KV moved.")] = 64,
     repeat: RepeatOption = 7,
-    tier: TiersOption = list(TIERS),  # noqa: B006
     as_json: options.JsonOption = False,
 ) -> None:
-    """Measure how fast each tier writes and reads chunk KV, beside this machine's raw speed."""
+    """Measure how fast each tier writes and reads 64 MiB, beside this machine's raw speed."""
     with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
         from cacheblend_rag.bench.store import measure_store
 
-        found = measure_store(tier, chunk_mib, repeat, status.update)
+        found = measure_store(tiers or ("host", "disk"), repeat, status.update)
     (output.print_json if as_json else _print_store)(found)
 
 
-def _print_ttft(rows: Sequence[TtftRow]) -> None:
-    first = rows[0]
-    title = f"{first.model or first.shape}, {first.prompt_tokens:,} tokens, "
-    title += f"{first.engine}, {first.selector}"
-    title += "" if first.precision == "native" else f", stored in {first.precision}"
-    vllm = first.prefix_caching_seconds is not None
-    figures = ("ratio", "full prefill", "blend", "speedup", "bound", "of the bound", "load hidden")
-    last = "prefix caching" if vllm else "extra memory"
-    table = output.table(title, ("KV from",), (*figures, last))
-    for row in rows:
-        table.add_row(
-            row.tier,
-            f"{row.ratio:g}",
-            output.duration(row.full_seconds),
-            output.duration(row.blend_seconds),
-            f"{row.speedup:.2f}x",
-            f"{row.bound:.2f}x",
-            output.percent(row.share_of_bound),
-            "" if row.hidden_share is None else output.percent(row.hidden_share),
-            output.duration(row.prefix_caching_seconds or 0.0) if vllm else _memory(row),
-        )
-    output.result_console().print(table)
+@bench_app.command("workload")
+def workload_command(
+    folder: Annotated[Path, typer.Argument(help="A new folder for documents and requests.")],
+    *,
+    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 100,
+    chunks: Annotated[int, typer.Option(min=1, help="Passages in each.")] = 8,
+) -> None:
+    """Write requests over real passages as JSONL, for `vllm bench serve` and guidellm."""
+    from cacheblend_rag.bench.workload import RagWorkload
+
+    try:
+        RagWorkload.draw(requests, chunks).save(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
+    typer.echo(folder / "requests.jsonl")
 
 
-def _memory(row: TtftRow) -> str:
-    if row.peak_extra_bytes is None:
-        return "not measured"
-    return f"{row.peak_extra_bytes / row.prompt_kv_bytes:.2f}x prompt KV"
+def _print_ttft(found: dict[str, Any]) -> None:
+    """Print the results of `measure_ttft`."""
+    told = {"rule": f"{found['selector']}, ratio {found['ratio']:g}"}
+    told["KV from"] = ", ".join(found["tiers"])
+    for name in ("full", "prefix_caching", "blend"):
+        if f"{name}_seconds" in found:
+            told[name] = output.duration(found[f"{name}_seconds"])
+    told["speedup"] = f"{found['speedup']:.2f}x"
+    if found["bound"] is not None:
+        told["bound"] = f"{found['bound']:.2f}x"
+    if found["hidden_share"] is not None:
+        told["reading hidden"] = output.percent(found["hidden_share"])
+    title = f"{found['model']}, {found['prompt_tokens']:,} tokens, {found['engine']}"
+    output.print_facts(title, told)
 
 
 def _print_store(found: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ class _Loaded(Mapping[str, Any]):
 def _load(name: str, place: str) -> Any:
     module_name, _, attribute = place.partition(".")
     module = import_module(f"cacheblend_rag.cli.{module_name}")
-    found, alone = getattr(module, attribute), typer.Typer()
+    found, alone = getattr(module, attribute), typer.Typer(rich_markup_mode=None)
     if isinstance(found, typer.Typer):
         alone.add_typer(found, name=name)
     else:
@@ -118,6 +118,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -21,16 +21,18 @@ SetOption = Annotated[
         "--set",
         "-s",
         metavar="NAME=VALUE",
-        help="A setting by its name, such as device=cuda, recompute_ratio=0.2 or host_bytes=8GiB: "
-        "see the page Settings. Repeatable.",
+        help="Any other setting, such as device=cuda: see the page Settings. Repeatable.",
     ),
 ]
+EXAMPLES = {"--set": "host_bytes=8GiB", "--only": "older_than=12h"}
 NOT_GIVEN_HERE = frozenset({"api_key", "tokenizer"})
 """A key belongs in the environment, where no list of processes shows it."""
 
 
-def named(given: Iterable[str] | None, *kinds: type[Settings]) -> dict[str, Any]:
-    """Return the values of ``--set`` by name; their names must be fields of one of ``kinds``.
+def named(
+    given: Iterable[str] | None, *kinds: type[Settings], option: str = "--set"
+) -> dict[str, Any]:
+    """Return the values of an option by name; their names must be fields of one of ``kinds``.
 
     A value is JSON, or a text without quotes; ``none`` is None, and a list needs no brackets.
 
@@ -40,17 +42,19 @@ def named(given: Iterable[str] | None, *kinds: type[Settings]) -> dict[str, Any]
     schemas: dict[str, Any] = {}
     for kind in kinds:
         schemas |= kind.model_json_schema()["properties"]
-    known = Arguments("setting", frozenset(schemas) - NOT_GIVEN_HERE)
+    known = Arguments(
+        kinds[0]._noun if len(kinds) == 1 else "setting", frozenset(schemas) - NOT_GIVEN_HERE
+    )
     found: dict[str, Any] = {}
     for text in given or ():
         name, is_setting, value = text.partition("=")
         if not is_setting:
-            raise ConfigError(f"--set {text!r} must be NAME=VALUE, such as host_bytes=8GiB")
+            raise ConfigError(f"{option} {text!r} must be NAME=VALUE, such as {EXAMPLES[option]}")
         ((own, _),) = known.read({name: value}).items()
         if own == "tiers" and own in found:
             value = f"{found[own]},{value}"
         elif own in found:
-            raise ConfigError(f"--set {own} is given twice: give it once")
+            raise ConfigError(f"{option} {own} is given twice: give it once")
         found[own] = _value(value, schemas[own])
     return found
 
@@ -63,19 +67,27 @@ def engine_config(given: Iterable[str] | None, **fixed: Any) -> EngineConfig:
     """
     from cacheblend_rag.settings import BlendConfig, EngineConfig, LeadInConfig, StoreConfig
 
-    options = named(given, EngineConfig, StoreConfig, BlendConfig, LeadInConfig)
+    found = named(given, EngineConfig, StoreConfig, BlendConfig, LeadInConfig)
     for name, value in fixed.items():
-        if name in options:
+        if name in found:
             raise ConfigError(f"--set {name}: this command has an option of its own for it")
         if value is not None:
-            options[name] = value
+            found[name] = value
+    return gathered(found)
+
+
+def gathered(options: Mapping[str, Any]) -> EngineConfig:
+    """Return an engine's settings of those by their own names; raises ConfigError."""
+    from cacheblend_rag.settings import BlendConfig, EngineConfig, LeadInConfig
+
+    left = dict(options)
     for outer, kind in (("blend", BlendConfig), ("lead_in", LeadInConfig)):
-        inside = {name: options.pop(name) for name in names_of(kind) & options.keys()}
-        if inside and outer in options:
+        inside = {name: left.pop(name) for name in names_of(kind) & left.keys()}
+        if inside and outer in left:
             raise ConfigError(f"--set {outer}: give its settings by their own names alone")
         if inside:
-            options[outer] = inside
-    return EngineConfig.gather(**options)
+            left[outer] = inside
+    return EngineConfig.gather(**left)
 
 
 def split(given: Iterable[str] | None, kind: type[KindT]) -> tuple[KindT, list[str]]:

@@ -1,7 +1,8 @@
-"""``store``: inspects, checks, warms and empties a store of chunk KV."""
+"""``store``: looks at, checks, pins, empties and copies a store of chunk KV."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -10,64 +11,46 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli.options import (
-    KV_PATH_VARIABLE,
-    JsonOption,
-    StoreOption,
-    finite,
-    store_folder,
-    store_settings,
-)
+from cacheblend_rag.cli.named_settings import named
+from cacheblend_rag.cli.options import KV_PATH_VARIABLE, JsonOption
 from cacheblend_rag.cli.output import print_json, print_rows, progress_bar
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.progress import Task
-from cacheblend_rag.rag.collection import DEFAULT_FOLDER, KV_NAME
+from cacheblend_rag.rag.collection import DEFAULT_FOLDER, FILE_NAME, KV_NAME
 from cacheblend_rag.report import Evicted
 
 if TYPE_CHECKING:
-    from cacheblend_rag.admin.inspect import OpenStore
+    from cacheblend_rag.admin.inspect import Choice, OpenStore
 
 store_app = typer.Typer(
-    help="Look at, check, warm and empty a store of chunk KV.", no_args_is_help=True
+    help="Look at, check, pin, empty and copy a store of chunk KV.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
-
-
-DEFAULT_STORE = DEFAULT_FOLDER / KV_NAME
-
-KvPathOption = Annotated[
-    Path, typer.Option("--kv-path", envvar=KV_PATH_VARIABLE, help="Folder of chunk KV.")
+StoreArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="STORE",
+        help="A folder of chunk KV, or the URLs of tiers; a folder beside URLs has the records.",
+        show_default=f"{KV_PATH_VARIABLE}, or {DEFAULT_FOLDER / KV_NAME}",
+    ),
 ]
-FingerprintOption = Annotated[
-    str | None, typer.Option(help="Chunks of this fingerprint: of one model and its settings.")
-]
-OlderOption = Annotated[
-    float | None,
-    typer.Option(metavar="SECONDS", min=0, callback=finite, help="Chunks written longer ago."),
-]
-NewerOption = Annotated[
-    float | None,
-    typer.Option(metavar="SECONDS", min=0, callback=finite, help="Chunks written since."),
-]
-NamespaceOption = Annotated[str | None, typer.Option(help="Chunks of this namespace.")]
-OfModelOption = Annotated[
-    str | None,
-    typer.Option("--model", help="Chunks of this model: its folder or its name."),
-]
-DocumentOption = Annotated[
-    str | None, typer.Option(help="Chunks of this document; give its --model, too.")
-]
-MaxGibOption = Annotated[
-    float | None, typer.Option("--max-gib", min=0, callback=finite, help="At most so much.")
+OnlyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="NAME=VALUE",
+        help="Chunks of one namespace, model, document (with its model), fingerprint or key, or "
+        "older_than or newer_than a time, such as 12h. Repeatable.",
+    ),
 ]
 
 
 @store_app.command()
-def stats(
-    path: KvPathOption = DEFAULT_STORE, store: StoreOption = None, as_json: JsonOption = False
-) -> None:
+def stats(places: StoreArgument = None, as_json: JsonOption = False) -> None:
     """Count chunks and bytes, in all, by tier and by fingerprint."""
-    with _opened(path, store, read_only=True) as found:
-        held = found.count()
+    with _opened(places, read_only=True) as found:
+        held = {"path": _path(places), **found.count()}
     rows = [
         (name, held["of"].get(name, ""), of["entries"], of["bytes"])
         for name, of in sorted(held["fingerprints"].items())
@@ -76,34 +59,20 @@ def stats(
     rows += [(f"{name} tier", "", of["entries"], of["bytes"]) for name, of in held["tiers"].items()]
     _show(held, as_json, ("fingerprint", "of", "entries", "bytes"), rows)
     if held["quarantined"] and not as_json:
-        typer.echo(f"{held['quarantined']} in {path / 'quarantine'}")
+        typer.echo(f"{held['quarantined']} in quarantine/")
 
 
 @store_app.command("ls")
 def list_chunks(
-    path: KvPathOption = DEFAULT_STORE,
-    *,
-    store: StoreOption = None,
-    fingerprint: FingerprintOption = None,
-    older_than: OlderOption = None,
-    newer_than: NewerOption = None,
-    namespace: NamespaceOption = None,
-    model: OfModelOption = None,
-    document: DocumentOption = None,
-    as_json: JsonOption = False,
+    places: StoreArgument = None, only: OnlyOption = None, as_json: JsonOption = False
 ) -> None:
-    """List stored KV that matches every given condition, least recently used first.
+    """List stored KV that matches every condition, least recently used first.
 
     "of" names the model of chunks, or says that a conversation's turns hold it; it is empty for
     prefixes, and for chunks that vLLM has stored.
     """
-    from cacheblend_rag.admin import inspect
-
-    with _opened(path, store, read_only=True) as found:
-        choice = inspect.Choice(
-            fingerprint, older_than, newer_than, namespace, model=model, document=document
-        )
-        held, kinds = found.by_use(choice.condition(path)), found.kinds()
+    with _opened(places, read_only=True) as found:
+        held, kinds = found.by_use(_choice(only)), found.count()["of"]
     chunks = [
         {
             "key": str(key),
@@ -115,32 +84,25 @@ def list_chunks(
         for key, entry in held
     ]
     rows = [
-        (
-            str(key),
-            kinds.get(key.fingerprint, ""),
-            entry.nbytes,
-            _local_time(entry.written_at),
-            _local_time(entry.used_at),
-        )
-        for key, entry in held
+        (one["key"], one["of"] or "", one["bytes"], *(_time(of.written_at), _time(of.used_at)))
+        for one, (_, of) in zip(chunks, held, strict=True)
     ]
     columns = ("key", "of", "bytes", "written", "used")
-    _show({"path": str(path), "chunks": chunks}, as_json, columns, rows)
+    _show({"path": _path(places), "chunks": chunks}, as_json, columns, rows)
 
 
 @store_app.command()
 def verify(
-    path: KvPathOption = DEFAULT_STORE,
-    store: StoreOption = None,
-    as_json: JsonOption = False,
+    places: StoreArgument = None,
     repair: Annotated[bool, typer.Option("--repair", help="Quarantine what is damaged.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Read and check every chunk; exits 1 when one is damaged."""
-    with _opened(path, store) as opened, _progress("verify", shown=not as_json) as progress:
+    with _opened(places) as opened, _progress("verify", shown=not as_json) as progress:
         report = opened.store.verify(repair=repair, progress=progress)
     damaged = [{"key": str(found.key), "reason": found.reason} for found in report.damaged]
     result = {
-        "path": str(path),
+        "path": _path(places),
         "checked": report.checked,
         "damaged": damaged,
         "quarantined": len(damaged) if repair else 0,
@@ -154,74 +116,45 @@ def verify(
 
 @store_app.command()
 def evict(
-    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Keys.")] = None,
-    *,
-    path: KvPathOption = DEFAULT_STORE,
-    store: StoreOption = None,
-    everything: Annotated[bool, typer.Option("--all", help="All chunks.")] = False,
-    fingerprint: FingerprintOption = None,
-    older_than: OlderOption = None,
-    newer_than: NewerOption = None,
-    namespace: NamespaceOption = None,
-    model: OfModelOption = None,
-    document: DocumentOption = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --all.")] = False,
+    places: StoreArgument = None,
+    only: OnlyOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before all go.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove chunks: those named, all, or those that match every given condition.
+    """Remove the chunks that match every condition, or all.
 
     Chunks that other documents share stay. Documents stay registered: an application removes
     them through its framework, or with `index --prune`.
     """
-    from cacheblend_rag.admin import inspect
-
-    with _opened(path, store) as opened:
-        choice = inspect.Choice(
-            fingerprint, older_than, newer_than, namespace, model, document, spare=True
-        )
-        if bool(keys) + everything + (not choice.is_open) != 1:
-            raise StoreError(
-                "give keys, or --all, or some of --document, --namespace, --model, --fingerprint, "
-                "--older-than and --newer-than"
-            )
-        condition = inspect.named(keys) if keys else choice.condition(path)
-        if everything and not yes:
-            typer.confirm(f"Evict all chunks in {path}?", abort=True, err=True)
-        held = opened.store.entries().items()
-        doomed = [key for key, entry in held if condition(key, entry)]
+    choice = _choice(only)
+    with _opened(places) as opened:
+        if not (choice.given() or yes):
+            typer.confirm(f"Evict all chunks in {_path(places)}?", abort=True, err=True)
+        doomed = [key for key, _ in opened.by_use(choice, spare=True)]
         evicted = sum((opened.store.evict(key) for key in doomed), Evicted())
-    told = {"path": str(path), "evicted": evicted, "pending": evicted.pending}
+    told = {"path": _path(places), "evicted": evicted, "pending": evicted.pending}
     _show(told, as_json, ("evicted",), [(evicted,)])
     if evicted.waiting:
         typer.echo(evicted.waiting, err=True)
 
 
 @store_app.command("pin")
-def pin_document(
-    document: Annotated[
-        str | None, typer.Argument(help="A document's id; all pins with --undo alone.")
-    ] = None,
-    *,
-    path: KvPathOption = DEFAULT_STORE,
-    store: StoreOption = None,
+def pin_chunks(
+    places: StoreArgument = None,
+    only: OnlyOption = None,
     undo: Annotated[
-        bool, typer.Option("--undo", help="Let chunks that were pinned be evicted again.")
+        bool, typer.Option("--undo", help="Let them be evicted again; all without a condition.")
     ] = False,
-    namespace: NamespaceOption = None,
-    model: OfModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep a document's stored chunks from eviction for room and age, in all processes."""
-    from cacheblend_rag.admin import inspect
-
-    if document is None and not undo:
-        raise StoreError("give a document, or --undo")
-    with _opened(path, store) as opened:
-        choice = inspect.Choice(document=document, namespace=namespace, model=model)
-        done, change = ("unpinned", inspect.unpin) if undo else ("pinned", inspect.pin)
-        count = change(opened.store, None if document is None else choice.condition(path))
-        elsewhere = inspect.without_pins(opened.store)
-    _show({"path": str(path), done: count}, as_json, (done,), [(count,)])
+    """Keep stored chunks from eviction for room and age, in all processes."""
+    choice = _choice(only)
+    if not (choice.given() or undo):
+        raise StoreError("give --only document=ID and --only model=NAME, or --undo")
+    with _opened(places) as opened:
+        done, change = ("unpinned", opened.unpin) if undo else ("pinned", opened.pin)
+        count, elsewhere = change(choice), opened.without_pins()
+    _show({"path": _path(places), done: count}, as_json, (done,), [(count,)])
     if elsewhere and not undo:
         typer.echo(
             f"no pins are kept in {', '.join(elsewhere)}: chunks may be evicted there", err=True
@@ -229,37 +162,55 @@ def pin_document(
 
 
 @store_app.command()
-def warm(
-    path: KvPathOption = DEFAULT_STORE,
-    *,
-    store: StoreOption = None,
-    max_gib: MaxGibOption = None,
-    namespace: NamespaceOption = None,
-    model: OfModelOption = None,
-    document: DocumentOption = None,
+def copy(
+    source: Annotated[str, typer.Argument(metavar="FROM", help="A folder or a tier's URL.")],
+    target: Annotated[
+        str, typer.Argument(metavar="TO", help="Another; disk:///folder?capacity=8GiB is bounded.")
+    ],
+    only: OnlyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Load the most recently used chunks into the fastest tier that outlives this command."""
+    """Copy chunks between tiers, the most recently used first; exits 1 when one failed."""
     from cacheblend_rag.admin import inspect
 
-    with _opened(path, store) as opened, _progress("warm", shown=not as_json) as progress:
-        choice = inspect.Choice(namespace=namespace, model=model, document=document)
-        keys = inspect.latest_used(opened.store, choice.condition(path))
-        most = None if max_gib is None else int(max_gib * (1 << 30))
-        done = inspect.warm(opened.store, keys, most, progress)
-    _show({"path": str(path), **done}, as_json, tuple(done), [tuple(done.values())])
+    with _progress("copy", shown=not as_json) as progress:
+        done = inspect.copy(_place(source), _place(target), _choice(only), progress)
+    _show(done, as_json, tuple(done), [tuple(done.values())])
+    if done["failed"]:
+        raise typer.Exit(1)
+
+
+def _choice(only: Sequence[str] | None) -> Choice:
+    from cacheblend_rag.admin.inspect import Choice
+
+    return Choice(**named(only, Choice, option="--only"))
+
+
+def _places(given: Sequence[str] | None) -> list[str]:
+    """Return a store's places, by default the environment's folder or the default collection's."""
+    default = os.environ.get(KV_PATH_VARIABLE) or str(DEFAULT_FOLDER / KV_NAME)
+    return [_place(place) for place in given or [default]]
+
+
+def _place(place: str) -> str:
+    """Return a place; of a collection's folder its store."""
+    is_collection = "://" not in place and (Path(place) / FILE_NAME).exists()
+    return str(Path(place) / KV_NAME) if is_collection else place
+
+
+def _path(given: Sequence[str] | None) -> str:
+    """Return what is told of a store's place: never a URL's password."""
+    from cacheblend_rag.settings.tier_url import TierUrl
+
+    first = _places(given)[0]
+    return str(TierUrl(first)) if "://" in first else first
 
 
 @contextmanager
-def _opened(
-    path: Path, given: Sequence[str] | None = None, *, read_only: bool = False
-) -> Iterator[OpenStore]:
-    """Open a store; raises StoreError if there is none."""
-    store_folder(path)
+def _opened(places: Sequence[str] | None, *, read_only: bool = False) -> Iterator[OpenStore]:
     from cacheblend_rag.admin import inspect
 
-    settings = store_settings(given, read_only=read_only or None)
-    with inspect.opened(path, settings) as found:
+    with inspect.opened(_places(places), read_only=read_only) as found:
         yield found
 
 
@@ -284,9 +235,9 @@ def _show(
 ) -> None:
     if as_json:
         print_json(result)
-        return
-    print_rows(columns, rows)
+    else:
+        print_rows(columns, rows)
 
 
-def _local_time(seconds: float) -> str:
+def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")

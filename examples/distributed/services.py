@@ -160,7 +160,7 @@ def replica(folder: Path, name: str, model: str, redis: Program, s3: Program) ->
     command = [
         *(sys.executable, "-m", "cacheblend_rag", "serve", model, "--engine", "vllm"),
         *("--port", str(port)),
-        *("--store", f"tiers={','.join(tiers)}"),
+        *("--set", f"tiers={','.join(tiers)}"),
         *("--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.2"),
     ]
     environment = {**{name: value for name, value in SMALL.items() if name not in os.environ}}

@@ -46,9 +46,9 @@ def engines(folder: Path) -> Iterator[dict[str, Engine]]:
         engine.close()
 
 
-def chosen(folder: Path, choice: Choice) -> set[KVKey]:
-    with inspect.opened(folder) as found:
-        return {key for key, _ in found.by_use(choice.condition(folder))}
+def chosen(folder: Path, choice: Choice, *, spare: bool = False) -> set[KVKey]:
+    with inspect.opened([str(folder)]) as found:
+        return {key for key, _ in found.by_use(choice, spare=spare)}
 
 
 def keys(engine: Engine, *documents: Document) -> set[KVKey]:
@@ -71,14 +71,14 @@ def test_a_documents_chunks_are_those_its_engines_stored(
 
 def test_what_other_documents_share_is_spared(folder: Path, engines: dict[str, Engine]) -> None:
     default, alone = engines["default"], engines["alone"]
-    found = chosen(folder, Choice(document="two", model=TOY, namespace="default", spare=True))
+    found = chosen(folder, Choice(document="two", model=TOY, namespace="default"), spare=True)
     assert default.key(TWO.to_chunks()[0]) in found  # behind another context than in the other one
     assert alone.key(TWO.to_chunks()[0]) not in found  # the same KV
     assert keys(alone, TWO) - found == {alone.key(TWO.to_chunks()[0])}
 
 
 def test_a_models_chunks_are_chosen_by_its_name(folder: Path, engines: dict[str, Engine]) -> None:
-    with inspect.opened(folder) as found:
+    with inspect.opened([str(folder)]) as found:
         count = found.count()
     assert set(count["models"].values()) == {"toy"}
     assert set(count["models"]) == {engine.fingerprint for engine in engines.values()}
@@ -89,7 +89,7 @@ def test_a_models_chunks_are_chosen_by_its_name(folder: Path, engines: dict[str,
     ("choice", "message"),
     [
         (Choice(model="another"), "no chunk in .* is recorded for model 'another'"),
-        (Choice(document="one"), "give --model, too"),
+        (Choice(document="one"), "give --only model, too"),
         (Choice(document="three", model=TOY), "knows no document 'three'"),
     ],
 )

@@ -16,14 +16,13 @@ from statistics import median
 from typing import Any
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
-from cacheblend_rag.bench.workload import draw_real_texts
+from cacheblend_rag.bench.workload import draw_ranks, draw_real_texts, zipf_weights
 from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.transformers.loading import GivenModel
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.text.chunk import SEPARATOR
 from cacheblend_rag.text.encoder import PromptEncoder
 from tests.benchmarks.command import run, say
-from tests.benchmarks.draws import draw_ranks, zipf_weights
 
 ORDERS = {"arrival": 1, "overlap": None}
 """How many requests are answered together; None: all."""

@@ -4,8 +4,8 @@
 commands printed:
 
     cd docs/figures
-    cacheblend-rag bench ttft --tier host --ratio 0.15 --json > ttft.json
-    cacheblend-rag bench ttft --engine vllm --tier host --ratio 0.15 --json > ttft_vllm.json
+    cacheblend-rag bench ttft random ... --json > ttft.json
+    cacheblend-rag bench ttft random --engine vllm ... --json > ttft_vllm.json
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def bars(run: dict[str, Any]) -> list[tuple[str, float]]:
     """Return what a benchmark measured, slowest way first: a way's name and its seconds."""
     ways = [
         ("full prefill", run["full_seconds"]),
-        ("prefix caching", run["prefix_caching_seconds"]),
+        ("prefix caching", run.get("prefix_caching_seconds")),
         (f"blend, {run['ratio']:.0%} recomputed", run["blend_seconds"]),
     ]
     return [(name, seconds) for name, seconds in ways if seconds is not None]

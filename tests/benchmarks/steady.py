@@ -15,15 +15,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cacheblend_rag.bench.plans import TtftPlan
-from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, draw_chunks, draw_words
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, draw_ranks, zipf_weights
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.engines.transformers.loading import named_dtype
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.text.prompt import BlendPrompt
 from tests.benchmarks.command import run, say
-from tests.benchmarks.draws import draw_ranks, zipf_weights
+from tests.benchmarks.shapes import draw_chunks, draw_words, named_shape
 
 HUNDRED = 100
 WARM_UPS = 3
@@ -49,21 +50,20 @@ def measure(
     speedup: the median of full / blend seconds. hit_share: of the chunks that memory had, the disk
     had the others. last_over_second: the last hundred's speedup by the second's.
     """
-    plan = TtftPlan(
-        shape=shape, dtype=dtype, device=device, chunks=drawn, chunk_tokens=chunk_tokens,
-        question_tokens=question_tokens, selector=selector, ratios=(ratio,),
-    )  # fmt: skip
-    dimensions, rng = plan.model_shape, random.Random(seed)
-    model, tokenizer = dimensions.load(dtype=plan.torch_dtype, device=plan.torch_device)
+    dimensions, rng = named_shape(shape), random.Random(seed)
+    precision = named_dtype(dtype)
+    model = dimensions.build_model(dtype=precision, device=device)
     known = draw_chunks(
         rng, chunks, chunk_tokens, dimensions.vocabulary, selector=selector, name="bench"
     )
-    room = dimensions.kv_bytes(chunk_tokens, plan.torch_dtype) * round(held * chunks)
-    config = plan.blend_config(ratio).with_changes(cost_model=True)
+    room = dimensions.kv_bytes(chunk_tokens, precision) * round(held * chunks)
+    config = BlendConfig(recompute_ratio=ratio, selector=selector, min_tokens=0, reuse_prefix=False)
     answers: list[tuple[float, float, list[str]]] = []
     with tempfile.TemporaryDirectory(prefix="cacheblend-") as folder:
         store = TieredKVStore.open(host_bytes=room, kv_path=Path(folder))
-        engine = TransformersEngine(model, tokenizer=tokenizer, lead_in=LEAD_IN, store=store)
+        engine = TransformersEngine(
+            model, tokenizer=dimensions.build_tokenizer(), lead_in=LEAD_IN, store=store
+        )
         with closing(engine):
             engine.precompute(known, progress=False)
             for ranks in combinations(rng, requests, chunks, drawn):
@@ -80,7 +80,7 @@ def measure(
     rows = [_row(answers[at : at + HUNDRED]) for at in range(0, len(answers), HUNDRED)]
     return {
         "shape": shape,
-        "prompt_tokens": plan.prompt_tokens,
+        "prompt_tokens": drawn * chunk_tokens + question_tokens,
         "chunks": chunks,
         "ratio": ratio,
         "selector": selector,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.bench.shapes import TOY
 from cacheblend_rag.errors import ConfigError
 from tests.benchmarks.gpu import __main__ as gpu
 from tests.benchmarks.gpu.__main__ import STEPS, TOTAL_SECONDS, Step
+from tests.benchmarks.gpu.peak import peak_extra_bytes
 from tests.benchmarks.gpu.requests import CASES
 from tests.benchmarks.gpu.scene import Dimensions, Scene
+from tests.benchmarks.shapes import TOY
 
 pytestmark = pytest.mark.timeout(1800)  # each step has a limit of its own
 
@@ -153,3 +155,11 @@ def test_all_steps_fit_in_nine_minutes_and_none_begins_once_the_time_is_up(
 def test_a_file_that_cannot_be_written_is_told_before_any_step(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"out='.*' cannot be written .*: give a file"):
         gpu.measure_gpu(tmp_path / "none" / "gpu.json", SCENE, [step("hangs")])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's peak is Linux's")
+def test_peak_sees_memory_that_is_gone_again() -> None:
+    size = 96 << 20
+    peak = peak_extra_bytes(lambda: torch.ones(size, dtype=torch.uint8), torch.device("cpu"))
+    assert peak is not None
+    assert abs(peak - size) < 16 << 20

@@ -8,8 +8,10 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from cacheblend_rag.bench import shapes
+from tests.benchmarks import shapes
 from tests.benchmarks.command import run
 from tests.toy import TOY
 
@@ -85,3 +87,29 @@ def test_a_conversation_has_a_row_a_turn(bench: Bench) -> None:
     assert [row["earlier_turns"] for row in undropped] == [0, 1, 2, 3]
     # Prefix caching loses its prefix as soon as a turn is dropped.
     assert undropped[2]["prefix_tokens"] > 300 > turns[2]["prefix_tokens"]
+
+
+def test_random_weights_repeat_with_their_seed() -> None:
+    first, again = (TINY.build_model(dtype=torch.float32, device="cpu") for _ in range(2))
+    other = TINY.build_model(dtype=torch.float32, device="cpu", seed=1)
+    weights = [m.model.layers[2].mlp.up_proj.weight for m in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert first.lm_head.weight is first.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("smollm2-135m", 134.5),
+        ("smollm2-360m", 361.8),
+        ("qwen2.5-0.5b", 494.0),
+        ("llama-3.2-1b", 1235.8),
+        ("mistral-7b", 7241.7),
+        ("llama-3.1-8b", 8030.3),
+    ],
+)
+def test_named_shapes_have_the_published_number_of_weights(name: str, millions: float) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shapes.named_shape(name).config())
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)

@@ -8,25 +8,35 @@ cache. The KV cache holds all questions and chunks at once, in all three.
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.bench.plans import TtftPlan
-from cacheblend_rag.bench.vllm import engine_options, running_vllm, served_model
-from cacheblend_rag.bench.workload import ONE_TOKEN, draw_chunks, draw_words
+import torch
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers.loading import named_dtype
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.in_process import InProcessVLLM
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.text.prompt import BlendPrompt
 from tests.benchmarks.command import run, say
+from tests.benchmarks.shapes import ModelShape, draw_chunks, draw_words, named_shape
 
 SALT = "prefix-caching"
 WARM_UPS = 2
+SPARE_TOKENS, BLOCK_TOKENS, GPU_SHARE = 256, 128, 0.9
 
 
 def measure(
@@ -46,12 +56,8 @@ def measure(
     seed: int = 7,
 ) -> dict[str, Any]:
     """Return questions per second of each, their ratios, and the parameters."""
-    plan = TtftPlan(
-        shape=shape, dtype=dtype, device=device, eager=eager, chunks=drawn,
-        chunk_tokens=chunk_tokens, question_tokens=question_tokens, selector=selector,
-        ratios=(ratio,), engine="vllm",
-    )  # fmt: skip
-    vocabulary, rng = plan.model_shape.vocabulary, random.Random(seed)
+    dimensions, precision = named_shape(shape), named_dtype(dtype)
+    vocabulary, rng = dimensions.vocabulary, random.Random(seed)
     sampling = SamplingParams.greedy(answer_tokens, ignore_eos=True)
     other, known = (
         draw_chunks(rng, count, chunk_tokens, vocabulary, selector=selector, name=name)
@@ -77,27 +83,31 @@ def measure(
             raise CacheBlendError("an answer is shorter than was asked for")
         return questions / seconds
 
-    tokens = plan.prompt_tokens + answer_tokens
-    options = engine_options(plan, tokens, questions + -(-chunks * chunk_tokens // tokens))
-    with served_model(plan) as folder:
+    prompt_tokens = drawn * chunk_tokens + question_tokens
+    tokens = prompt_tokens + answer_tokens
+    held = questions + -(-chunks * chunk_tokens // tokens)
+    options = engine_options(dimensions, precision, tokens, held) | {"enforce_eager": eager}
+    config = BlendConfig(recompute_ratio=ratio, selector=selector, min_tokens=0, reuse_prefix=False)
+    with tempfile.TemporaryDirectory(prefix="cacheblend-model-") as folder:
+        dimensions.save(Path(folder), dtype=precision, device=device)
+        dimensions.build_tokenizer().save_pretrained(folder)  # a word a token
         say("plain vLLM")
-        off = {**options, "enable_prefix_caching": False}
-        with running_vllm("vllm", folder, options=off, connector=False) as engine:
+        off = {**options, "enable_prefix_caching": False, "kv_transfer_config": None}
+        with running_vllm(folder, off) as engine:
             plain = per_second(lambda prompt: engine.generate_full(prompt, sampling))
         say("vLLM's prefix caching")
-        with running_vllm("vllm", folder, options=options, connector=False) as engine:
+        with running_vllm(folder, {**options, "kv_transfer_config": None}) as engine:
             for chunk in known:
                 engine.generate_full(BlendPrompt.of(chunk), ONE_TOKEN, cache_salt=SALT)
             cached = per_second(
                 lambda prompt: engine.generate_full(prompt, sampling, cache_salt=SALT)
             )
         say("blending")
-        room = 2 * plan.model_shape.kv_bytes((chunks + drawn) * chunk_tokens, plan.torch_dtype)
+        room = 2 * dimensions.kv_bytes((chunks + drawn) * chunk_tokens, precision)
         settings = ConnectorSettings(store=StoreConfig(host_bytes=room))
-        with running_vllm("vllm", folder, options=options, settings=settings) as engine:
+        with running_vllm(folder, options, settings) as engine:
             engine.precompute(other, progress=False)
             precompute_seconds = engine.precompute(known, progress=False).seconds
-            config = plan.blend_config(ratio).with_changes(cost_model=True)
 
             def blended(prompt: BlendPrompt) -> Generation:
                 answer = engine.generate(prompt, sampling, config=config)
@@ -117,11 +127,36 @@ def measure(
         "questions": questions,
         "chunks": chunks,
         "drawn": drawn,
-        "prompt_tokens": plan.prompt_tokens,
+        "prompt_tokens": prompt_tokens,
         "answer_tokens": answer_tokens,
         "selector": selector,
         "ratio": ratio,
     }
+
+
+def engine_options(
+    shape: ModelShape, dtype: torch.dtype, prompt_tokens: int, prompts: int
+) -> dict[str, Any]:
+    """Return engine arguments with which vLLM holds so many prompts, of so many tokens each."""
+    window = -(-(prompt_tokens + SPARE_TOKENS) // BLOCK_TOKENS) * BLOCK_TOKENS
+    share = {"gpu_memory_utilization": GPU_SHARE} if torch.cuda.is_available() else {}
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": min(shape.max_positions, window),
+        "kv_cache_memory_bytes": shape.kv_bytes(window * prompts, dtype),
+        "disable_log_stats": True,
+        **share,
+    }
+
+
+def running_vllm(
+    folder: str, options: dict[str, Any], settings: ConnectorSettings | None = None
+) -> closing[VLLMEngine]:
+    """Return an engine over vLLM in this process, to be closed; all compute on the same cores."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    return closing(VLLMEngine(InProcessVLLM(folder, settings, **options), lead_in=LEAD_IN))
 
 
 if __name__ == "__main__":

@@ -56,9 +56,9 @@ def test_verbose_raises_the_log_level(cli):
     logger = logging.getLogger("cacheblend_rag")
     before = logger.level
     try:
-        cli("-vv", "store", "stats", "--kv-path", "/nowhere")
+        cli("-vv", "store", "stats", "/nowhere")
         assert logger.level == logging.DEBUG
-        cli("store", "stats", "--kv-path", "/nowhere")
+        cli("store", "stats", "/nowhere")
         assert logger.level == logging.WARNING
     finally:
         logger.setLevel(before)

@@ -14,7 +14,7 @@ import pytest
 
 from cacheblend_rag import models
 from cacheblend_rag.api import app
-from cacheblend_rag.cli import serve, serve_here
+from cacheblend_rag.cli import serve, serve_vllm
 from cacheblend_rag.engines import factory
 from cacheblend_rag.engines.vllm import serve as vllm_serve
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
@@ -30,7 +30,7 @@ def executed(monkeypatch):
     commands = []
     monkeypatch.setattr(vllm_serve, "installed_version", lambda: "0.32.0")
     monkeypatch.setattr(
-        serve.os, "execve", lambda path, command, environment: commands.append(command)
+        serve_vllm.os, "execve", lambda path, command, environment: commands.append(command)
     )
     return commands
 
@@ -39,9 +39,9 @@ def executed(monkeypatch):
 def served_here(monkeypatch):
     """What `serve` would have served in this process, after its checks."""
     served = []
-    monkeypatch.setattr(serve_here.asking, "load_engine", lambda config, _: served.append(config))
-    monkeypatch.setattr(serve_here, "closing", lambda _: nullcontext())
-    monkeypatch.setattr(serve_here, "_run", lambda address, name, _: served.append((address, name)))
+    monkeypatch.setattr(serve.asking, "load_engine", lambda config, _: served.append(config))
+    monkeypatch.setattr(serve, "closing", lambda _: nullcontext())
+    monkeypatch.setattr(serve, "_run", lambda address, name, _: served.append((address, name)))
     monkeypatch.setattr(app, "create_app", lambda *_, **__: None)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setenv("CACHEBLEND_MAX_BODY_MIB", "1")
@@ -50,18 +50,29 @@ def served_here(monkeypatch):
 
 
 def test_without_a_gpu_the_embedded_engine_is_served(cli, executed, served_here, tmp_path):
-    options = ("--port", 9001, "--kv-path", tmp_path / "kv", "--namespace", "mine")
-    more = ("--guard", 0.5, "--profile", "speed", "--dtype", "half", "--max-body-mib", 3)
+    options = ("--port", 9001, "--kv-path", tmp_path / "kv", "--guard", 0.5)
+    names = (
+        "namespace=mine",
+        "profile=speed",
+        "dtype=float16",
+        "max_body_mib=3",
+        "disk_bytes=1GiB",
+    )
     for engine in ((), ("--engine", "transformers")):
-        assert cli("serve", TOY, *engine, *options, *more).code == 0
+        assert cli("serve", TOY, *engine, *options, *set_to(*names)).code == 0
         config, (address, name) = served_here[-2:]
         assert (config.engine, config.model, config.dtype) == ("transformers", TOY, "float16")
         assert (config.namespace, config.profile.name) == ("mine", "speed")
         assert (config.guard.sample_share, config.fill_on_miss) == (0.5, True)
-        assert config.store.kv_path == str(tmp_path / "kv")
+        assert (config.store.kv_path, config.store.disk_bytes) == (str(tmp_path / "kv"), 1 << 30)
         assert (address.host, address.port, address.max_body_mib) == ("127.0.0.1", 9001, 3)
         assert name == "toy"
     assert executed == []
+
+
+def set_to(*given):
+    """The options that give settings by their names."""
+    return [part for text in given for part in ("--set", text)]
 
 
 @pytest.mark.usefixtures("smollm2_folder")
@@ -111,7 +122,7 @@ def test_further_names_of_the_server_are_for_the_middleware(
     cli, executed, served_here, monkeypatch, tmp_path
 ):
     told = {}
-    monkeypatch.setattr(serve.os, "execve", lambda *given: told.update(given[-1]))
+    monkeypatch.setattr(serve_vllm.os, "execve", lambda *given: told.update(given[-1]))
     names = ("--allowed-host", "gpu.example", "--allowed-host", "::2")
     assert cli("serve", TOY, *ON_VLLM, *names).code == 0
     assert told["CACHEBLEND_ALLOWED_HOSTS"] == "127.0.0.1,gpu.example,::2"
@@ -134,10 +145,10 @@ def test_the_readmes_server_is_one(cli, executed, tmp_path, monkeypatch):
 
 
 def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
-    options = ("--kv-path", tmp_path / "kv", "--store", "disk_bytes=0.5GiB", "--port", 9001)
-    steps = ("--slice-seconds", 0.05, "--guard", 0.02, "--find", "asked", "--profile", "speed")
+    options = ("--kv-path", tmp_path / "kv", "--port", 9001, "--guard", 0.02, "--find", "asked")
+    names = ("disk_bytes=0.5GiB", "slice_seconds=0.05", "profile=speed")
     flags = ("--dtype", "float32", "--enforce-eager", "-tp", "2")
-    outcome = cli("serve", TOY, *ON_VLLM, *options, *steps, *flags)
+    outcome = cli("serve", TOY, *ON_VLLM, *options, *set_to(*names), *flags)
     assert outcome.code == 0, outcome.stderr
     [command] = executed
     assert command[-5:] == list(flags)
@@ -171,7 +182,7 @@ def test_vllms_parser_of_tool_calls_is_that_of_the_chat_template(
     cli, executed, monkeypatch, template, given, told
 ):
     tokenizer = SimpleNamespace(chat_template=template)
-    monkeypatch.setattr(serve, "load_tokenizer", lambda model, trust_remote_code: tokenizer)
+    monkeypatch.setattr(serve_vllm, "load_tokenizer", lambda model, trust_remote_code: tokenizer)
     outcome = cli("serve", TOY, *ON_VLLM, *given)
     assert vllm_serve.flag_value(executed[0], ("--tool-call-parser",)) == told
     assert executed[0].count("--enable-auto-tool-choice") == (told is not None)
@@ -182,7 +193,7 @@ def test_vllm_has_the_parsers_of_tool_calls():
     found = find_spec("vllm") or pytest.skip("vLLM is not installed")
     vllm = Path(found.origin).parent
     registry = (vllm / "tool_parsers" / "__init__.py").read_text()
-    assert [one for one in serve.TOOL_PARSERS.values() if f'"{one}": (' not in registry] == []
+    assert [one for one in serve_vllm.TOOL_PARSERS.values() if f'"{one}": (' not in registry] == []
 
 
 def test_serve_reads_the_folder_of_chunk_kv_from_the_environment(
@@ -195,14 +206,11 @@ def test_serve_reads_the_folder_of_chunk_kv_from_the_environment(
         assert told["kv_connector_extra_config"]["kv_path"] == str(tmp_path / kept)
 
 
-def test_serve_settles_what_is_not_given_as_the_connector_does_and_shows_it(cli, executed):
+def test_serve_settles_what_is_not_given_as_the_connector_does(cli, executed):
     assert cli("serve", TOY, *ON_VLLM).code == 0
     told = json.loads(executed[0][executed[0].index("--kv-transfer-config") + 1])
     settled = told["kv_connector_extra_config"]
     assert settled == ConnectorSettings().to_extra_config()
-    shown = " ".join(cli("serve", "--help").stdout.replace("│", " ").split())
-    for name in ("namespace", "find"):
-        assert f"[default: ({settled[name]})]" in shown
 
 
 @pytest.mark.usefixtures("model_cache")
@@ -250,7 +258,7 @@ def test_a_free_port_and_a_socket_file_are_not_refused(cli, executed):
 def test_serve_with_tenants(cli, executed, tmp_path, monkeypatch):
     environments = []
     monkeypatch.setattr(
-        serve.os,
+        serve_vllm.os,
         "execve",
         lambda path, command, environment: (
             executed.append(command),
@@ -277,7 +285,7 @@ def test_serve_with_tenants(cli, executed, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", keys[0])
     for arguments, said in (
         (("--tenants", "none.toml"), "none.toml cannot be read"),
-        (("--tenants", "tenants.toml", "--namespace", "x"), "leave --namespace out"),
+        (("--tenants", "tenants.toml", *set_to("namespace=x")), "leave --set namespace out"),
         (("--tenants", "tenants.toml"), "is the server's own key: make another"),
     ):
         refused = cli("serve", TOY, *ON_VLLM, *arguments)

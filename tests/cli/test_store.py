@@ -1,3 +1,5 @@
+"""``store``: what it shows, removes, pins and copies."""
+
 import json
 import time
 
@@ -7,6 +9,10 @@ from typer.testing import CliRunner
 
 from cacheblend_rag.cli.main import app
 from cacheblend_rag.kv import ChunkKV, DiskTier, KVKey, StoredChunk, chunk_id, fingerprint
+from tests.admin.test_select import ONE as PAINTER
+from tests.admin.test_select import TWO as ROME
+from tests.admin.test_select import indexed, keys
+from tests.toy import TOY
 
 ONE, TWO = fingerprint({"model": 1}), fingerprint({"model": 2})
 KEYS = [KVKey(chunk_id([number]), of) for number, of in enumerate([ONE, ONE, TWO])]
@@ -25,8 +31,8 @@ def folder(tmp_path):
 
 @pytest.fixture
 def store(folder):
-    """Run ``store ARGUMENTS --kv-path FOLDER``."""
-    return lambda *arguments, **options: run(*arguments, "--kv-path", str(folder), **options)
+    """Run ``store COMMAND FOLDER ARGUMENTS``."""
+    return lambda name, *arguments, **options: run(name, str(folder), *arguments, **options)
 
 
 def run(*arguments, **options):
@@ -84,31 +90,37 @@ def test_verify_names_damage_exits_1_and_moves_it_only_on_repair(store, folder):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "gone"),
+    ("only", "gone"),
     [
-        ([str(KEYS[0])], {0}),
-        ([str(KEYS[0]), str(KEYS[2])], {0, 2}),
-        ([str(KVKey(chunk_id([99]), ONE))], set()),
-        (["--fingerprint", ONE], {0, 1}),
-        (["--older-than", "1000"], {0}),
-        (["--older-than", "1000", "--fingerprint", TWO], set()),
-        (["--all", "--yes"], {0, 1, 2}),
+        ([f"key={KEYS[0]}"], {0}),
+        ([f"key={KVKey(chunk_id([99]), ONE)}"], set()),
+        ([f"fingerprint={ONE}"], {0, 1}),
+        (["older_than=1000"], {0}),
+        (["newer_than=15m"], {1, 2}),
+        (["older_than=1000", f"fingerprint={TWO}"], set()),
+        (["namespace=default"], {0, 1, 2}),
+        (["namespace=other"], set()),
     ],
 )
-def test_evict_removes_what_was_chosen(store, folder, arguments, gone):
-    result = store("evict", *arguments, "--json")
+def test_what_was_chosen_is_listed_and_evicted(store, folder, only, gone):
+    given = [part for text in only for part in ("--only", text)]
+    listed = printed(store("ls", *given, "--json"))["chunks"]
+    assert {chunk["key"] for chunk in listed} == {str(KEYS[number]) for number in gone}
+    result = store("evict", *given, "--json")
     assert result.exit_code == 0
     assert printed(result)["evicted"] == len(gone)
     assert remaining(folder) == set(KEYS) - {KEYS[number] for number in gone}
 
 
 @pytest.mark.parametrize(("answer", "left", "code"), [("y\n", 0, 0), ("n\n", 3, 1), ("", 3, 1)])
-def test_evict_all_asks_first_and_not_on_stdout(store, folder, answer, left, code):
-    result = store("evict", "--all", "--json", input=answer)
+def test_evict_of_all_asks_first_and_not_on_stdout(store, folder, answer, left, code):
+    result = store("evict", "--json", input=answer)
     assert result.exit_code == code
     assert "?" in result.stderr
     assert len(remaining(folder)) == left
     assert "?" not in result.stdout
+    assert store("evict", "--yes").exit_code == 0
+    assert not remaining(folder)
 
 
 def test_the_folder_may_come_from_the_environment(folder):
@@ -129,20 +141,11 @@ def test_the_folder_is_the_default_collections_otherwise(folder, monkeypatch, tm
 
 def test_what_is_no_store_is_left_as_it_is(tmp_path):
     (tmp_path / "report.txt").write_text("A report.")
-    for command in (["stats"], ["ls"], ["verify"], ["evict", "--all", "--yes"]):
-        result = run(*command, "--kv-path", str(tmp_path))
+    for command in (["stats"], ["ls"], ["verify"], ["evict", "--yes"]):
+        result = run(*command, str(tmp_path))
         assert result.exit_code == 2
         assert "is not a store of chunk KV" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["report.txt"]
-
-
-def test_chunks_are_chosen_by_namespace_and_age(store, folder):
-    assert len(printed(store("ls", "--json", "--namespace", "default"))["chunks"]) == 3
-    assert printed(store("ls", "--json", "--namespace", "other"))["chunks"] == []
-    (old,) = printed(store("ls", "--json", "--older-than", "1000"))["chunks"]
-    assert old["key"] == str(KEYS[0])
-    assert printed(store("evict", "--json", "--newer-than", "1000"))["evicted"] == 2
-    assert remaining(folder) == {KEYS[0]}
 
 
 @pytest.mark.parametrize("command", ["stats", "ls"])
@@ -155,18 +158,74 @@ def test_who_only_looks_writes_nothing(store, folder, command):
     assert seen() == before
 
 
-def test_warm_tells_what_it_brought(store):
-    result = printed(store("warm", "--json"))
-    assert (result["there"], result["warmed"], result["left"]) == (3, 0, 0)
-
-
 def test_a_store_may_be_a_list_of_tiers(folder, tmp_path_factory):
     fast = tmp_path_factory.mktemp("fast")
-    urls = ("host://?capacity=1GiB", f"disk://{fast}?name=fast", f"disk://{folder}?name=slow")
-    tiers = [part for url in urls for part in ("--store", f"tiers={url}")]
-    result = printed(run("stats", "--json", *tiers))
-    assert {name: of["entries"] for name, of in result["tiers"].items()} == {"fast": 0, "slow": 3}
-    assert printed(run("warm", "--json", *tiers))["warmed"] == 3
-    assert remaining(fast) == set(KEYS)
-    assert printed(run("evict", str(KEYS[0]), "--json", *tiers))["evicted"] == 1
+    given = ("host://?capacity=1GiB", f"disk://{fast}?name=fast", f"disk://{folder}?name=slow")
+    assert run("stats", *given).exit_code == 2, "there is nothing in fast yet"
+    copied = printed(run("copy", str(folder), str(fast), "--json"))
+    assert copied["copied"] == 3
+    result = printed(run("stats", "--json", *given))
+    assert {name: of["entries"] for name, of in result["tiers"].items()} == {"fast": 3, "slow": 3}
+    assert printed(run("evict", "--only", f"key={KEYS[0]}", "--json", *given))["evicted"] == 1
     assert remaining(fast) == remaining(folder) == set(KEYS[1:])
+
+
+def test_the_latest_used_are_copied_as_far_as_there_is_room(folder, tmp_path_factory):
+    target = tmp_path_factory.mktemp("target")
+    size = DiskTier(folder).entry(KEYS[0]).nbytes
+    bounded = f"disk://{target}?capacity={int(2.5 * size)}"
+    first = printed(run("copy", str(folder), bounded, "--only", f"key={KEYS[0]}", "--json"))
+    assert first == {"copied": 1, "there": 0, "failed": 0, "left": 0, "bytes": size}
+    told = printed(run("copy", str(folder), bounded, "--json"))
+    assert (told["copied"], told["there"], told["left"]) == (1, 1, 1)
+    assert len(remaining(target)) == 2
+    ages = {key: time.time() - entry.written_at for key, entry in DiskTier(target).entries()}
+    assert ages[KEYS[0]] == pytest.approx(5000, abs=60), "its age is copied, too"
+
+
+def test_what_is_damaged_is_not_copied(folder, tmp_path_factory):
+    target = tmp_path_factory.mktemp("target")
+    damage(folder, KEYS[1])
+    result = run("copy", str(folder), str(target), "--json")
+    assert (result.exit_code, printed(result)["copied"], printed(result)["failed"]) == (1, 2, 1)
+    assert len(remaining(folder)) == 3, "the source is only read"
+
+
+def test_copies_need_two_tiers_that_last(folder):
+    for places, said in (
+        ((folder, "host://"), "what is in memory ends with this command"),
+        (("nowhere", folder), "is not a folder"),
+    ):
+        result = run("copy", *map(str, places))
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert said in result.stderr
+
+
+def test_a_documents_chunks_are_pinned_and_let_go(tmp_path):
+    engine = indexed(tmp_path, PAINTER, ROME)
+    wanted = keys(engine, PAINTER)
+    engine.close()
+    tier = DiskTier(tmp_path)
+
+    def pin(*given):
+        return run("pin", str(tmp_path), *given, "--json")
+
+    def of(document):
+        return "--only", f"document={document}", "--only", f"model={TOY}"
+
+    assert printed(pin(*of("one"))) == {"path": str(tmp_path), "pinned": len(wanted)}
+    assert tier.pinned() == wanted
+    assert printed(pin("--undo", *of("two")))["unpinned"] <= 1
+    assert printed(pin("--undo", *of("one")))["unpinned"] >= len(wanted) - 1
+    assert tier.pinned() == set()
+    pin(*of("one"))
+    tier.pin(KVKey("0" * 32, "0" * 64))
+    assert printed(pin("--undo"))["unpinned"] == len(wanted) + 1, "one that is gone, too"
+    for given, said in (
+        ((), "give --only document=ID and --only model=NAME, or --undo"),
+        (of("three"), "knows no document 'three'"),
+        (("redis://127.0.0.1:9", *of("one")), "no pins are kept in redis: only a folder (disk)"),
+    ):
+        result = pin(*given)
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert said in result.stderr

@@ -1,13 +1,9 @@
-"""``verify``: one page, or JSON, and an exit code; ``serve --verify`` runs it before vLLM."""
+"""``verify``: one page, or JSON, and an exit code."""
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from cacheblend_rag.cli import serve
-from cacheblend_rag.engines.vllm import serve as vllm_serve
 from tests.toy import TOY
 from tests.toy.questions import toy_dataset
 
@@ -41,24 +37,3 @@ def test_a_profile_that_loses_too_much_fails_on_one_page(cli, dataset, tmp_path)
     assert outcome.code == 1
     assert "do not blend this model: it failed fidelity" in outcome.stdout
     assert all(name in outcome.stdout for name in CHECKS)
-
-
-@pytest.mark.parametrize(
-    ("code", "flags", "dtype"), [(0, (), "float32"), (1, ("--dtype", "half"), "float16")]
-)
-def test_serve_verifies_before_it_starts(cli, monkeypatch, code, flags, dtype):
-    ran, started = [], []
-
-    class Ended:
-        returncode = code
-
-    monkeypatch.setattr(vllm_serve, "installed_version", lambda: "0.32.0")
-    monkeypatch.setattr(serve.os, "execve", lambda *given: started.append(given))
-    monkeypatch.setattr(
-        serve.subprocess, "run", lambda command, **_: ran.append(command) or Ended()
-    )
-    outcome = cli("serve", TOY, "--engine", "vllm", "--verify", *flags)
-    begun = [sys.executable, "-m", "cacheblend_rag", "verify", TOY, "--set", f"dtype={dtype}"]
-    assert ran == [begun]
-    assert (outcome.code, len(started)) == (code, 1 - code)
-    assert ("not started" in outcome.stderr) == bool(code)

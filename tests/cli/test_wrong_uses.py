@@ -8,8 +8,7 @@ import huggingface_hub.constants
 import pytest
 from transformers import AutoTokenizer
 
-from cacheblend_rag.bench.shapes import ModelShape
-from cacheblend_rag.cli import serve
+from cacheblend_rag.cli import serve_vllm
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.rag import answering, checks, indexing, retrieval
@@ -23,7 +22,7 @@ DOCUMENT = ("ask", "--document", "{file}.txt", "--model", TOY, "--kv-path", "{ne
 DOCTOR = ("doctor", "--collection", "{collection}", "--question", "Who?")
 DOCTOR_DEMO = ("doctor", "--prompt", "{file}", "--model", TOY)
 INDEX = ("index", "{notes}", "--into", "{new}", "--model", TOY)
-BENCH = ("bench", "ttft", "--model", TOY)
+BENCH = ("bench", "ttft", TOY)
 ON_VLLM, NO_TOOLS = ("serve", TOY, "--engine", "vllm"), ("--no-enable-auto-tool-choice",)
 HERE = ("serve", TOY, "--engine", "transformers")
 SERVED = ("serve", "--collection", "{collection}")
@@ -50,14 +49,13 @@ WRONG = {
     (*INDEX, "--chunk-size", "3"): "'--chunk-size'",
     ("--loud",): "no such option: --loud",
     ("store", "stat"): "did you mean 'stats'",
-    ("store", "verify", "{store}"): "got unexpected extra argument",
+    ("store", "copy", "{store}"): "missing argument 'TO'",
     ("bench", "ttft", "--repeat", "0"): "'--repeat'",
-    ("bench", "ttft", "--check-layers", "one"): "--check-layers",
-    ("bench", "ttft", "--selector-options", "alone"): (
-        "selector_options='alone' must be a JSON object, such as {\"layers\": [9, 12]}"
+    (*BENCH, "--set", "check_layers=one"): "check_layers='one'",
+    (*BENCH, "--set", "selector_options=alone"): "selector_options='alone' must be",
+    (*BENCH, "--set", "selector=hkvd", "--set", 'selector_options={{"layers": [9]}}'): (
+        "hkvd has no 'layers'"
     ),
-    ("bench", "ttft", "--selector-options", '{{"layers": [9]}}'): "hkvd has no 'layers'",
-    ("bench", "store", "--chunk-mib", "none"): "'--chunk-mib'",
     ("serve", TOY, "--port", "99999"): "'--port'",
     # questions and collections
     ("ask", "what", "is", "this"): 'ask "what is this"',
@@ -73,7 +71,7 @@ WRONG = {
     (*INDEX, "--chunk-size", "4096"): "give a smaller one",
     # namespaces of half a character: of bytes on a command line that are no UTF-8
     (*INDEX, "--namespace", "a\udcff"): "namespace='a\\udcff' holds a lone surrogate",
-    ("serve", TOY, "--namespace", "\ud800"): "namespace='\\ud800' holds a lone surrogate",
+    ("serve", TOY, "--set", "namespace=\ud800"): "namespace='\\ud800' holds a lone surrogate",
     # requests to diagnose
     ("doctor", "--prompt", "{nothing}"): "cannot be read as UTF-8 text",
     ("doctor", "--prompt", "{file}.txt"): "is empty: give the whole prompt",
@@ -115,8 +113,7 @@ WRONG = {
     ("explain", "Who?", "--html", "{nothing}/page.html"): "name a file in an existing folder",
     # selectors
     (*ASK, "--selector", "guess"): "selector='guess' must be one of",
-    ("bench", "ttft", "--selector", "guess"): "selector='guess' must be one of",
-    ("bench", "ttft", "--check-layers", "99"): "check_layers=(99,) must be below",
+    (*BENCH, "--set", "selector=guess"): "selector='guess' must be one of",
     ("eval", "--rules", "guess=0.1"): "selector='guess' must be one of",
     ("eval", "--rules", "hkvd=2"): "recompute_ratio=2.0",
     ("eval", "--rules", "hkvd"): "rule 'hkvd' must be SELECTOR=RATIO",
@@ -149,52 +146,57 @@ WRONG = {
     ("verify", "/nowhere"): "no such folder",
     ("serve", "nofolder"): "model='nofolder' is not a folder here, and the hub",
     ("serve", "./nofolder"): "model='./nofolder': there is no such folder",
-    # devices, precisions, shapes
+    # devices, precisions, measurements
     (*ASK, "--device", "gpu"): "device='gpu' is not available here",
     (*INDEX, "--device", "gpu"): "device='gpu' is not available here",
     (*INDEX, "--dtype", "int8"): "dtype='int8' must be one of",
-    ("bench", "ttft", "--shape", "tiny"): "shape='tiny' must be one of",
-    ("bench", "ttft", "--tier", "cloud"): "tier='cloud' must be host, disk or a tier's URL",
-    ("bench", "store", "--tier", "ftp://cloud"): "ftp://... must begin with one of",
-    ("bench", "ttft", "--precision", "fp4"): "precision='fp4' must be 'native' or 'fp8'",
-    ("bench", "ttft", "--ratio", "2"): "recompute_ratio=2.0",
-    ("bench", "ttft", "--chunks", "100"): "prompt_tokens=51232 must be below 8192",
-    (*BENCH, "--shape", "smollm2-135m"): "exclude each other: give one",
-    (*BENCH, "--chunks", "8"): "prompt_tokens=4128 must be below 4096, the positions of ",
-    (*BENCH, "--chunks", "1", "--check-layers", "99"): "check_layers=(99,) must be below",
+    ("bench", "ttft", "./nofolder"): "model='./nofolder': there is no such folder",
+    (*BENCH, "--set", "tiers=cloud"): "tiers: a text that is no URL must begin with",
+    ("bench", "store", "ftp://cloud"): "ftp://... must begin with one of",
+    (*BENCH, "--set", "precision=fp4"): "precision='fp4' must be 'native' or 'fp8'",
+    (*BENCH, "--set", "recompute_ratio=2"): "recompute_ratio=2",
+    (*BENCH, "--chunks", "100"): "prompt_tokens=51232 must be below the context window",
+    (*BENCH, "--chunks", "8"): "prompt_tokens=4128 must be below the context window, 4096",
     ("bench", "ttft", "--engine", "gguf"): "engine='gguf'",
+    ("bench", "workload", "{file}/rag"): "cannot be written: Not a directory",
     # servers and stores
-    ("serve", TOY, "--store", "disk_bytes=1"): "give --kv-path too",
-    ("serve", TOY, "--store", "host_bytes=0"): "keeps no KV",
-    ("serve", TOY, "--store", "host_bytes"): "must be NAME=VALUE",
-    ("serve", TOY, "--store", "host_byte=1"): "(did you mean 'host_bytes'?)",
-    ("serve", TOY, "--store", "host_bytes=much"): "a size, such as 8GiB",
-    ("serve", TOY, "--store", "host_bytes=2", "--store", "host_bytes=1"): "given twice",
+    ("serve", TOY, "--set", "disk_bytes=1"): "give --kv-path too",
+    ("serve", TOY, "--set", "host_bytes=0"): "keeps no KV",
+    ("serve", TOY, "--set", "host_bytes"): "must be NAME=VALUE",
+    ("serve", TOY, "--set", "host_byte=1"): "(did you mean 'host_bytes'?)",
+    (*HERE, "--set", "host_bytes=much"): "a size, such as 8GiB",
+    ("serve", TOY, "--set", "host_bytes=2", "--set", "host_bytes=1"): "given twice",
+    ("serve", TOY, "--set", "max_body_mib=0"): "max_body_mib=0 must be",
+    ("serve", TOY, "--set", "kv_path=kv"): "--set kv_path: this command has an option of its own",
     ("index", "{notes}", "--store", "kv_path=elsewhere"): "in its own folder",
     ("ask", "Who?", "--from", "{collection}", "--store", "disk_bytes=-1"): "disk_bytes='-1'",
     ("serve", "--enforce-eager", TOY): "comes before the model",
     (*ON_VLLM, "--kv-path", "{file}/kv"): "cannot be used",
-    (*ON_VLLM, "--device", "cpu"): "leave it out with vLLM",
+    (*ON_VLLM, "--set", "device=cpu"): "--set device: not a setting of vLLM's server",
+    (*ON_VLLM, "--set", "replicas=2"): "--set replicas: not a setting of vLLM's server",
     (*ON_VLLM, "--kv-transfer-config", "{{}}", *NO_TOOLS): "set by cacheblend-rag",
     (*HERE, "--max-num-seqs", "4"): "--max-num-seqs: an option of vLLM, and this is served by",
-    (*HERE, "--slice-seconds", "1"): "--slice-seconds: an option of vLLM",
+    (*HERE, "--dtype", "half"): "--dtype: give it as --set dtype=VALUE",
+    (*HERE, "--set", "slice_seconds=1"): "--set slice_seconds: a setting of vLLM",
     (*HERE, "--api-key", "sesame"): "--api-key: an option of vLLM, set VLLM_API_KEY instead",
     (*HERE, "--host", "10.0.0.1"): "set VLLM_API_KEY to a key that clients must send",
     (*HERE, "--cite"): "give --collection too",
     ("serve", TOY, "--engine", "http://127.0.0.1:1"): "must be one of auto, vllm, transformers",
     (*SERVED, "--kv-path", "{new}"): "--kv-path: a collection has its own",
-    (*SERVED, "--namespace", "mine"): "--namespace: a collection has its own",
+    (*SERVED, "--set", "namespace=mine"): "--set namespace: a collection has its own",
+    (*SERVED, "--set", "order=random"): "order='random' must be 'score', 'document' or",
     (*SERVED, "--find", "off"): "--find: an option of vLLM, and --collection is",
     (*SERVED, "--host", "10.0.0.1"): "set VLLM_API_KEY to a key that clients must send",
-    (*SERVED, "--store", "kv_path=elsewhere"): "in its own folder",
     ("serve", TOY, "--collection", "{collection}"): "MODEL: a collection has its own",
     ("serve", "--collection", "{notes}"): "holds no collection",
-    ("store", "stats", "--kv-path", "{nothing}"): "is not a folder",
-    ("store", "ls", "--kv-path", "{collection}"): "is a collection: its store is --kv-path",
-    ("store", "evict", "--kv-path", "{store}"): "give keys, or --all",
-    ("store", "evict", "x", "--kv-path", "{store}"): "is not a KV key",
-    ("store", "evict", "--fingerprint", "x", "--kv-path", "{store}"): "'x' is not a fingerprint",
-    ("store", "evict", "--older-than", "-1", "--kv-path", "{store}"): "'--older-than'",
+    ("store", "stats", "{nothing}"): "is not a folder",
+    ("store", "stats", "{store}", "{notes}"): "is a second folder",
+    ("store", "evict", "{store}", "--only", "age"): "--only 'age' must be NAME=VALUE",
+    ("store", "evict", "{store}", "--only", "key=x"): "key='x' must be a key of chunk KV",
+    ("store", "evict", "{store}", "--only", "fingerprint=x"): "'x' must be a fingerprint",
+    ("store", "evict", "{store}", "--only", "older_than=-1"): "older_than=",
+    ("store", "ls", "{store}", "--only", "modell=x"): "unknown condition 'modell' (did you mean",
+    ("store", "ls", "redis://cache:9", "--only", "model=x"): "give the store's folder, too",
 }
 
 
@@ -208,14 +210,13 @@ def _nothing_is_loaded(monkeypatch):
     for owner, name in (
         (loading, "load_model"),
         (AutoTokenizer, "from_pretrained"),
-        (ModelShape, "build_model"),
         (retrieval, "_bundled"),
         (retrieval, "VectorSearch"),
         (answering, "VectorSearch"),
         (answering, "Embedder"),
         (indexing, "with_lead_in"),
         (FileReader, "read"),
-        (serve.os, "execve"),
+        (serve_vllm.os, "execve"),
     ):
         monkeypatch.setattr(owner, name, begun)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -44,7 +44,7 @@ class Served:
         profile.write_text('name = "tiny"\n[blend]\nmin_tokens = 0\ncost_model = false\n')
         command = [
             *(sys.executable, "-m", "cacheblend_rag", "serve", str(model), "--engine", engine),
-            *("--port", str(port), "--profile", str(profile), *flags),
+            *("--port", str(port), "--set", f"profile={profile}", *flags),
         ]
         kept = {name: value for name, value in os.environ.items() if name not in KEYS}
         settings = {"CACHEBLEND_MODELS": str(self.folder / "models"), "OMP_NUM_THREADS": "1"}

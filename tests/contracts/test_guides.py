@@ -294,7 +294,7 @@ def test_a_pinned_document_stays_while_others_go(opened: Open, tmp_path: Path) -
     first = opened(kv_path=tmp_path / "kv", host_bytes=0)
     first.precompute(documents[:1], progress=False)
     size = gauge(EngineMetrics(first), "bytes", "disk")
-    pinned = command_line(tmp_path, "store pin report0 --kv-path kv --model model")
+    pinned = command_line(tmp_path, "store pin kv --only document=report0 --only model=model")
     assert pinned["pinned"] == 1
     engine = opened(kv_path=tmp_path / "kv", host_bytes=0, disk_bytes=int(2.5 * size))
     engine.precompute(documents[1:], progress=False)

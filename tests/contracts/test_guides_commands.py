@@ -36,8 +36,8 @@ SHORTENED = {
     "verify": "--dataset questions.json",
     "explain": "--max-tokens 2",
     "ask --document": f"--model {MODEL} --chunk-tokens 256 --overlap 8 --window 2 --max-tokens 2",
-    "bench ttft": f"--model {MODEL} --chunks 2 --chunk-tokens 32 --question-tokens 4 --repeat 1",
-    "bench store": "--chunk-mib 1 --repeat 1",
+    "bench ttft": f"{MODEL} --chunks 2 --chunk-tokens 32 --repeat 1",
+    "bench store": "--repeat 1",
 }
 """Options that shorten a command; of an option that is given twice, the last one counts."""
 MAY_FIND_FAULTS = {"doctor", "tune", "verify", "explain"}

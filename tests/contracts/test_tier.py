@@ -669,10 +669,9 @@ def run(known: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Run:
     main = command.load()
 
     def run_one(tiers: list[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
-        given = [part for url in tiers for part in ("--store", f"tiers={url}")]
-        asked = ["cacheblend-rag", "store", *arguments, "--kv-path", known["kv_path"], "--json"]
+        asked = ["cacheblend-rag", "store", *arguments, known["kv_path"], *tiers, "--json"]
         capsys.readouterr()
-        with patch("sys.argv", [*asked, *given]), pytest.raises(SystemExit) as ended:
+        with patch("sys.argv", asked), pytest.raises(SystemExit) as ended:
             main()
         told = capsys.readouterr()
         return int(ended.value.code or 0), json.loads(told.out or "{}"), told.err
@@ -686,7 +685,7 @@ def test_what_is_pinned_is_evicted_for_no_room_and_no_age(
 ) -> None:
     opened(place.url(), **known).precompute(DOCUMENTS[:1], progress=False)
     (size,) = map(len, place.objects().values())
-    pin = ("pin", "document 0", "--model", known["model"])
+    pin = ("pin", "--only", "document=document 0", "--only", f"model={known['model']}")
     assert run([place.url()], *pin)[:2] == (0, {"path": known["kv_path"], "pinned": 1})
     small = opened(place.url(f"capacity={int(2.5 * size)}"), **known)
     for turn in range(4):
@@ -713,10 +712,11 @@ def test_who_evicts_what_is_pinned_evicts_it(
 ) -> None:
     engine = opened(place.url(), **known)
     store_all(engine)
+    model = ("--only", f"model={known['model']}")
     for document in ("document 0", "document 1"):
-        run([place.url()], "pin", document, "--model", known["model"])
+        run([place.url()], "pin", "--only", f"document={document}", *model)
     assert engine.evict_document("document 0") == 1
-    told = run([place.url()], "evict", "--document", "document 1", "--model", known["model"])[1]
+    told = run([place.url()], "evict", "--only", "document=document 1", *model)[1]
     assert (told["evicted"], told["pending"]) == (1, [])
     assert hits(ask(engine)) == (False, False, True)
 
@@ -726,7 +726,8 @@ def test_a_place_that_keeps_no_pins_says_so(
     opened: Open, place: Place, known: dict[str, Any], run: Run
 ) -> None:
     store_all(opened(place.url(), **known))
-    code, told, said = run([place.url()], "pin", "document 0", "--model", known["model"])
+    pin = ("pin", "--only", "document=document 0", "--only", f"model={known['model']}")
+    code, told, said = run([place.url()], *pin)
     assert (code, told, said.count("\n")) == (2, {}, 1)
     assert f"no pins are kept in {place.kind}" in said
 

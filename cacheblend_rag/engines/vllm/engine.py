@@ -148,7 +148,7 @@ class VLLMEngine(Engine):
             if self.status.namespace not in {"", namespace_id(namespace)}:
                 raise ConfigError(
                     f"namespace={namespace!r} is not the server's: give the one it was started "
-                    "with (cacheblend-rag serve --namespace), or that of the key (--tenants)"
+                    "with (serve --set namespace=NAME), or that of the key (--tenants)"
                 )
             if self.status.profile:
                 profile = Profile.of(json.loads(self.status.profile))

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.bench.shapes import SHAPES, TOY
 from cacheblend_rag.errors import ConfigError
 from tests.benchmarks.gpu.child import QUIETLY
 from tests.benchmarks.gpu.scene import NO_CUDA, Dimensions, Scene
+from tests.benchmarks.shapes import SHAPES, TOY
 from tests.readme import ROOT
 
 CHILD = "tests.benchmarks.gpu.child"

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel
 
-from cacheblend_rag.bench.ttft import peak_extra_bytes
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.prompt import BlendPrompt
+from tests.benchmarks.gpu.peak import peak_extra_bytes
 from tests.benchmarks.gpu.requests import (
     CASES,
     WARM_UPS,

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, draw_chunks, draw_words
+from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import CacheBlendError
@@ -27,6 +27,7 @@ from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
 from tests.benchmarks.gpu.scene import Row, Scene
 from tests.benchmarks.gpu.timing import milliseconds
+from tests.benchmarks.shapes import draw_chunks, draw_words
 
 SEED = 7
 DOCUMENT = "bench"

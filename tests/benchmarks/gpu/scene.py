@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import torch
 
-    from cacheblend_rag.bench.shapes import ModelShape
     from cacheblend_rag.blend.rows import Rows
     from cacheblend_rag.blend.stack import Geometry
+    from tests.benchmarks.shapes import ModelShape
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -115,7 +115,7 @@ class Scene:
 
     def shape(self, layers: int | None = None) -> ModelShape:
         """Return the model's shape, with only so many layers if given."""
-        from cacheblend_rag.bench.shapes import TOY, named_shape
+        from tests.benchmarks.shapes import TOY, named_shape
 
         shape = TOY if self.is_toy else named_shape(self.dimensions.name)
         return shape if layers is None else replace(shape, layers=layers)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, TransformersEngine
-from cacheblend_rag.bench.shapes import named_shape
-from cacheblend_rag.bench.workload import LEAD_IN, draw_chunks, draw_words
+from cacheblend_rag.bench.workload import LEAD_IN
 from cacheblend_rag.engines.transformers.layer_graphs import CudaCapture, LayerGraphs, PromptGraphs
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.text.prompt import BlendPrompt
+from tests.benchmarks.shapes import draw_chunks, draw_words, named_shape
 from tests.blend.kernels.interpreter import run_interpreted
 from tests.engines.transformers.interpreted_layer_graphs import Prompt, gemma2, llama, stack_of
 

@@ -1,58 +1,42 @@
-"""What benchmarks measure: named shapes with random weights, or a model's own weights.
+"""Models of real dimensions with random weights, on which speed is measured.
 
-A shape's dimensions are those of the published models' ``config.json``. Its weights are random, not
-downloaded, so answers mean nothing; its tokenizer has one token per word, so that token counts are
-exact.
+``python -m tests.benchmarks.shapes NAME FOLDER`` saves one, for `bench ttft FOLDER` and `serve`.
+
+The dimensions are those of the published models' ``config.json``. Weights are not downloaded, so
+answers mean nothing; the tokenizer has one token per word, so that token counts are exact.
 """
 
 from __future__ import annotations
 
+import argparse
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.initialization import no_init_weights
 
-from cacheblend_rag.engines.model_files import (
-    context_window_in,
-    kv_shape,
-    load_tokenizer,
-    text_config,
-)
-from cacheblend_rag.engines.transformers.loading import GivenModel
+from cacheblend_rag.bench.workload import to_chunks
+from cacheblend_rag.engines.transformers.loading import named_dtype
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.text.chunk import Chunk
+from tests.toy import TOY as TOY_FOLDER
 
 _WEIGHT_SCALE = 0.02
 
 
-class Subject:
-    """What is measured: a shape or a model, by the dimensions of its KV."""
-
-    name: str
-    layers: int
-    kv_heads: int
-    head_size: int
-    max_positions: int
-
-    def check_prompt(self, tokens: int) -> None:
-        """Raise ConfigError when a prompt of so many tokens, and one more, does not fit."""
-        if tokens >= self.max_positions:
-            raise ConfigError(
-                f"prompt_tokens={tokens} must be below {self.max_positions}, "
-                f"the positions of {self.name}"
-            )
-
-    def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Return the size of ``tokens`` tokens' keys and values in all layers, in bytes."""
-        return tokens * self.layers * 2 * self.kv_heads * self.head_size * dtype.itemsize
-
-
 @dataclass(frozen=True)
-class ModelShape(Subject):
+class ModelShape:
     """The dimensions of one model; ``rope`` holds its rotary parameters."""
 
     name: str
@@ -70,9 +54,13 @@ class ModelShape(Subject):
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def head_size(self) -> int:  # type: ignore[override]
+    def head_size(self) -> int:
         """Components of a key."""
         return self.hidden // self.heads
+
+    def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """Return the size of ``tokens`` tokens' keys and values in all layers, in bytes."""
+        return tokens * self.layers * 2 * self.kv_heads * self.head_size * dtype.itemsize
 
     def build_model(
         self, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0
@@ -87,25 +75,19 @@ class ModelShape(Subject):
                 _fill(name, weight, generator)
         return model.eval()
 
-    def load(
-        self, *, dtype: torch.dtype, device: torch.device
-    ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-        """Return the model with random weights, and its tokenizer."""
-        return self.build_model(dtype=dtype, device=device), self.build_tokenizer()
-
     def build_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a tokenizer whose words are ``t0``, ``t1``, ...: one token each, no BOS."""
         words = {f"t{index}": index for index in range(self.vocabulary)}
-        tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))  # noqa: S106
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, model_max_length=self.max_positions
         )
 
     def save(self, folder: Path, *, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Save the random model and its tokenizer to a folder, in the hub's format."""
+        """Save the random model, and the toy's tokenizer, to a folder in the hub's format."""
         self.build_model(dtype=dtype, device=device).save_pretrained(folder)
-        self.build_tokenizer().save_pretrained(folder)
+        AutoTokenizer.from_pretrained(TOY_FOLDER).save_pretrained(folder)
 
     def config(self) -> Any:
         """Return the model's configuration, without special tokens."""
@@ -125,41 +107,6 @@ class ModelShape(Subject):
             eos_token_id=None,
             **self.extra,
         )
-
-
-@dataclass(frozen=True)
-class NamedModel(Subject):
-    """A model's own weights; it is used in place of a `ModelShape`.
-
-    name: as for models.resolve. max_positions: its context window.
-    """
-
-    name: str
-    layers: int
-    kv_heads: int
-    head_size: int
-    max_positions: int
-
-    @classmethod
-    def of(cls, name: str) -> Self:
-        """Return what the model's config says; weights are not read.
-
-        Raises ModelLoadError if there is no such model.
-        """
-        config = text_config(name)
-        return cls(name, *kv_shape(config), context_window_in(config))
-
-    def load(self, *, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
-        """Return the model and its tokenizer, as an engine loads them.
-
-        Raises ModelLoadError when they cannot be loaded.
-        """
-        given = GivenModel.of(self.name, None, str(device), dtype)
-        return given.model, given.tokenizer
-
-    def load_tokenizer(self) -> Any:
-        """Return the tokenizer; raises ModelLoadError if it cannot be loaded."""
-        return load_tokenizer(self.name)
 
 
 def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
@@ -186,6 +133,10 @@ def _llama3_rope(factor: float) -> dict[str, Any]:
     }
 
 
+_LARGE: Mapping[str, Any] = {
+    "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14_336,
+    "tied_embeddings": False,
+}  # fmt: skip
 _SHAPES = (
     ModelShape("smollm2-135m", "llama", 30, 576, 9, 3, 1536, 49152, 8192, _default_rope(1e5)),
     ModelShape("smollm2-360m", "llama", 32, 960, 15, 5, 2560, 49152, 8192, _default_rope(1e5)),
@@ -196,33 +147,14 @@ _SHAPES = (
         "llama-3.2-1b", "llama", 16, 2048, 32, 8, 8192, 128_256, 131_072, _llama3_rope(32.0)
     ),
     ModelShape(
-        "mistral-7b",
-        "mistral",
-        32,
-        4096,
-        32,
-        8,
-        14_336,
-        32_000,
-        32_768,
-        _default_rope(1e6),
-        tied_embeddings=False,
-        extra={"sliding_window": None},
+        "mistral-7b", "mistral", vocabulary=32_000, max_positions=32_768, rope=_default_rope(1e6),
+        extra={"sliding_window": None}, **_LARGE,
     ),
     ModelShape(
-        "llama-3.1-8b",
-        "llama",
-        32,
-        4096,
-        32,
-        8,
-        14_336,
-        128_256,
-        131_072,
-        _llama3_rope(8.0),
-        tied_embeddings=False,
+        "llama-3.1-8b", "llama", vocabulary=128_256, max_positions=131_072,
+        rope=_llama3_rope(8.0), **_LARGE,
     ),
-)
+)  # fmt: skip
 SHAPES: Mapping[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
 
 TOY = ModelShape("toy", "llama", 4, 64, 4, 2, 128, 512, 2048, _default_rope(1e4))
@@ -234,3 +166,26 @@ def named_shape(name: str) -> ModelShape:
     if name not in SHAPES:
         raise ConfigError(f"shape={name!r} must be one of {', '.join(SHAPES)}")
     return SHAPES[name]
+
+
+def draw_words(rng: random.Random, count: int, vocabulary: int) -> str:
+    """Return a text of exactly ``count`` tokens of a shape's tokenizer."""
+    return "".join(f"t{rng.randrange(vocabulary)} " for _ in range(count))
+
+
+def draw_chunks(
+    rng: random.Random, chunks: int, tokens: int, vocabulary: int, *, selector: str, name: str
+) -> list[Chunk]:
+    """Return chunks of ``tokens`` random one-token words; selector, name: see ``to_chunks``."""
+    texts = [draw_words(rng, tokens, vocabulary) for _ in range(chunks)]
+    return to_chunks(texts, selector=selector, name=name, separator=" ")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    asked = parser.parse_args()
+    named_shape(asked.name).save(asked.folder, dtype=named_dtype(asked.dtype), device=asked.device)
