@@ -10,7 +10,8 @@ import typer
 
 from cacheblend_rag.cli import named_settings, options, output
 from cacheblend_rag.models import DEFAULT_MODEL
-from cacheblend_rag.quality.questions import SINGLE_HOP, QuestionSettings, choose_questions
+from cacheblend_rag.quality.cutting import QuestionSettings
+from cacheblend_rag.quality.questions import SINGLE_HOP, choose_questions
 from cacheblend_rag.rag import checks
 from cacheblend_rag.settings import EMBEDDED
 

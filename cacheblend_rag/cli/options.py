@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,6 @@ from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.sampling import SamplingParams
-    from cacheblend_rag.quality.cutting import Cutting
     from cacheblend_rag.settings import StoreConfig
 
 
@@ -64,14 +63,6 @@ JsonOption = Annotated[
     typer.Option("--json", help="Print one JSON object on stdout and nothing else there."),
 ]
 
-ChunkTokensOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Cut a file's documents into chunks of about so many tokens."),
-]
-PromptTokensOption = Annotated[
-    str | None,
-    typer.Option(help="Least and most tokens of a question's documents.", metavar="LOW,HIGH"),
-]
 StoreOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -192,25 +183,6 @@ def numbers(text: str, option: str) -> tuple[float, ...]:
         raise typer.BadParameter(
             f"{text!r} must hold numbers, comma-separated", param_hint=option
         ) from error
-
-
-def cutting(
-    chunk_tokens: int | None, prompt_tokens: str | None, count_tokens: Callable[[str], int]
-) -> Cutting | None:
-    """Return how ``--chunk-tokens`` and ``--prompt-tokens`` cut documents, None without both.
-
-    count_tokens: tells how many tokens a text has. Raises typer.BadParameter, and ConfigError.
-    """
-    from cacheblend_rag.quality.cutting import Cutting
-
-    if prompt_tokens is None:
-        return Cutting(chunk_tokens, count_tokens=count_tokens) if chunk_tokens else None
-    found = numbers(prompt_tokens, "--prompt-tokens")
-    if len(found) != 2 or any(number != int(number) for number in found):
-        told = f"{prompt_tokens!r} must be LOW,HIGH"
-        raise typer.BadParameter(told, param_hint="--prompt-tokens")
-    bounds = int(found[0]), int(found[1])
-    return Cutting(chunk_tokens or Cutting.chunk_tokens, bounds, count_tokens)
 
 
 def layers(text: str, option: str) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ import typer
 
 from cacheblend_rag.cli import named_settings, options, output
 from cacheblend_rag.models import LOCAL_MODELS
-from cacheblend_rag.quality.questions import SINGLE_HOP, QuestionSettings, choose_questions
+from cacheblend_rag.quality.cutting import QuestionSettings
+from cacheblend_rag.quality.questions import SINGLE_HOP, choose_questions
 from cacheblend_rag.rag import checks
 
 if TYPE_CHECKING:
@@ -86,16 +87,17 @@ def tune_command(
 def _print(tuned: Tuned, out: Path) -> None:
     what = "exp(-KL)" if tuned.bar.kind == "fidelity" else "F1 kept"
     title = f"{tuned.dataset}: {tuned.prompts} questions, {what} of {tuned.bar.least:g} wanted"
-    figures = ("kept", "95 %", "first token", "of full", "compute", "holds")
+    figures = ("kept", "95 %", "first token", "sooner", "compute", "holds")
     table = output.table(title, ("settings",), figures)
-    for one in tuned.standings:
+    for one in tuned.tried:
+        low, high = one.interval
         table.add_row(
             one.rule.name,
             f"{one.quality:.3f}",
-            f"{one.low:.2f}-{one.high:.2f}",
-            output.duration(one.ttft_seconds),
-            f"{one.ttft_share:.0%}",
-            f"{one.compute_share:.0%}",
+            f"{low:.2f}-{high:.2f}",
+            output.duration(one.row.ttft_seconds),
+            f"{one.row.ttft_speedup:.2f}x",
+            f"{one.row.compute_share:.0%}",
             "yes" if one.holds else "",
         )
     console = output.result_console()

@@ -14,15 +14,21 @@ added holds the answer. What is retrieved of them:
 from __future__ import annotations
 
 import logging
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BeforeValidator, model_validator
 
 from cacheblend_rag.errors import ConfigError, DatasetError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
+from cacheblend_rag.quality.measure import ANSWER_TOKENS
 from cacheblend_rag.quality.scores import holds_answer
+from cacheblend_rag.settings.base import AsTuple, Positive, Settings
 from cacheblend_rag.text.chunk import Chunk, Document
 
 logger = logging.getLogger(__name__)
@@ -46,37 +52,54 @@ def estimate_tokens(text: str) -> int:
     return round(1.2 * len(_PIECES.findall(text)))
 
 
-@dataclass(frozen=True)
-class Cutting:
-    """How documents are cut, and how many of them a question has.
+def _names(value: Any) -> Any:
+    return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
 
-    Args:
-        chunk_tokens: about how many tokens a chunk has; chunks end with sentences.
-        prompt_tokens: the least and the most tokens that the chunks of a question's documents have
-            together; None keeps the documents that the data set retrieved.
-        count_tokens: tells how many tokens a text has.
-        seed: of what is drawn.
 
-    Raises:
-        ConfigError: when the bounds are closer than two chunks.
-    """
+class QuestionSettings(Settings):
+    """How questions are taken from a file, and answered."""
 
-    chunk_tokens: int = CHUNK_TOKENS
-    prompt_tokens: tuple[int, int] | None = None
-    count_tokens: CountTokens = estimate_tokens
-    seed: int = 0
+    _noun: ClassVar[str] = "setting of questions"
 
-    def __post_init__(self) -> None:
-        low, high = self.prompt_tokens or (0, MINIMUM_CHUNKS * self.chunk_tokens)
-        if high < low + MINIMUM_CHUNKS * self.chunk_tokens:
+    settings: Annotated[tuple[str, ...], AsTuple, BeforeValidator(_names)] = ()
+    """Those of the data set, or of cut documents (``adjacent``, ``fragments``, ``shuffled``), to
+    take; all of them by default."""
+    chunk_tokens: Positive | None = None
+    """Cut the documents into chunks of about so many tokens, which end with sentences; of 100 if
+    only ``prompt_tokens`` is given."""
+    prompt_tokens: Annotated[tuple[Positive, Positive] | None, AsTuple] = None
+    """The least and the most tokens of the chunks of a question's documents together; by default
+    those that the data set retrieved."""
+    max_tokens: Positive = ANSWER_TOKENS
+    """Most tokens of an answer."""
+
+    @model_validator(mode="after")
+    def _has_room(self) -> Self:
+        low, high = self.prompt_tokens or (0, math.inf)
+        if high < low + MINIMUM_CHUNKS * self.chunk_size:
             raise ConfigError(
                 f"prompt_tokens={self.prompt_tokens} must be at least {MINIMUM_CHUNKS} chunks of "
-                f"{self.chunk_tokens} tokens apart"
+                f"{self.chunk_size} tokens apart"
             )
+        return self
+
+    @property
+    def cuts(self) -> bool:
+        """Whether documents are cut."""
+        return self.chunk_tokens is not None or self.prompt_tokens is not None
+
+    @property
+    def chunk_size(self) -> int:
+        """About how many tokens a chunk has."""
+        return self.chunk_tokens or CHUNK_TOKENS
 
 
 def cut(
-    data: EvalDataset, setting: str, cutting: Cutting = Cutting(), questions: int | None = None
+    data: EvalDataset,
+    setting: str,
+    how: QuestionSettings,
+    questions: int | None = None,
+    count_tokens: CountTokens = estimate_tokens,
 ) -> EvalDataset:
     """Return at most so many of a data set's questions over their documents, cut into chunks.
 
@@ -88,12 +111,13 @@ def cut(
         raise ConfigError(f"setting={setting!r} must be one of {', '.join(CUT_SETTINGS)}")
     texts = [_text(one) for question in data.questions for one in _retrieved(question)]
     texts = list(dict.fromkeys(texts))
-    made = (_cut(*asked, texts, setting, cutting) for asked in enumerate(data.questions))
+    cutter = _Cutter(texts, how, count_tokens)
+    made = (cutter.cut(*asked, setting) for asked in enumerate(data.questions))
     found = tuple(islice(filter(None, made), questions))
     if not found:
         raise DatasetError(
             f"{data.name}: no question fits setting={setting!r}, chunk_tokens="
-            f"{cutting.chunk_tokens}, prompt_tokens={cutting.prompt_tokens}: change a length"
+            f"{how.chunk_size}, prompt_tokens={how.prompt_tokens}: change a length"
         )
     if len(found) < min(questions or len(data.questions), len(data.questions)):
         logger.warning(
@@ -103,27 +127,95 @@ def cut(
             setting,
             len(found),
             len(data.questions),
-            cutting.prompt_tokens,
+            how.prompt_tokens,
         )
     return replace(data, questions=found)
 
 
-def _cut(
-    index: int, question: EvalQuestion, texts: Sequence[str], setting: str, cutting: Cutting
-) -> EvalQuestion | None:
-    """Return the question over its cut documents; None if it cannot be asked so."""
-    rng = random.Random(f"{cutting.seed} {index}")
-    parts = _parts(question, _others(question, texts, rng), rng, cutting)
-    documents = tuple(Document(f"{index}-{i}", part.chunks) for i, part in enumerate(parts))
-    chunks = [document.to_chunks() for document in documents]
-    gold = tuple(own[i] for own, part in zip(chunks, parts, strict=True) for i in part.gold)
-    rng = random.Random(f"{cutting.seed} {index} {setting}")
-    passages = tuple(_retrieve(setting, chunks, gold, rng))
-    holding = [chunk for chunk in gold if holds_answer(chunk.text, question.answers)] or gold
-    lacks_answer = setting == FRAGMENTS and not any(chunk in passages for chunk in holding)
-    if not parts or lacks_answer:
-        return None
-    return replace(question, passages=passages, documents=documents, setting=setting, gold=gold)
+@dataclass(frozen=True)
+class _Part:
+    """A document's chunks; gold: the indices of those that hold the answer."""
+
+    chunks: tuple[str, ...]
+    gold: tuple[int, ...] = ()
+
+    def searched(self, answers: Sequence[str], *, is_gold: bool) -> _Part:
+        """Return it with its gold chunks: those with the answer, or all of a gold document."""
+        held = tuple(i for i, one in enumerate(self.chunks) if holds_answer(one, answers))
+        return replace(self, gold=held or (tuple(range(len(self.chunks))) if is_gold else ()))
+
+
+@dataclass(frozen=True)
+class _Cutter:
+    """Cuts the documents of questions. texts: of all questions."""
+
+    texts: Sequence[str]
+    how: QuestionSettings
+    count_tokens: CountTokens
+
+    def cut(self, index: int, question: EvalQuestion, setting: str) -> EvalQuestion | None:
+        """Return the question over its cut documents; None if it cannot be asked so."""
+        parts = self._parts(question, random.Random(f"0 {index}"))
+        documents = tuple(Document(f"{index}-{i}", part.chunks) for i, part in enumerate(parts))
+        chunks = [document.to_chunks() for document in documents]
+        gold = tuple(own[i] for own, part in zip(chunks, parts, strict=True) for i in part.gold)
+        passages = tuple(_retrieve(setting, chunks, gold, random.Random(f"0 {index} {setting}")))
+        holding = [chunk for chunk in gold if holds_answer(chunk.text, question.answers)] or gold
+        lacks_answer = setting == FRAGMENTS and not any(chunk in passages for chunk in holding)
+        if not parts or lacks_answer:
+            return None
+        return replace(question, passages=passages, documents=documents, setting=setting, gold=gold)
+
+    def _parts(self, question: EvalQuestion, rng: random.Random) -> list[_Part]:
+        """Return the documents with the answer, then as many others as the bounds ask, shuffled.
+
+        Without bounds, the question's own ones. None at all if the bounds cannot be kept, or if a
+        document that the data set calls gold does not fit.
+        """
+        others = self._others(question, rng)
+        named = {chunk.document_id for chunk in question.gold}
+        own = []
+        for document in _retrieved(question):
+            part = self._part(_text(document), others)
+            is_gold = document.document_id in named
+            if is_gold or not named:
+                part = part.searched(question.answers, is_gold=is_gold)
+            own.append(part)
+        if self.how.prompt_tokens is None:
+            return own
+        low, high = self.how.prompt_tokens
+        wished = rng.randint(low, high - MINIMUM_CHUNKS * self.how.chunk_size)
+        own.sort(key=lambda part: not part.gold)
+        found: list[_Part] = []
+        total = 0
+        for part in chain(own, (self._part(text, others) for text in others)):
+            if total >= wished and not part.gold:
+                break
+            lengths = list(accumulate(map(self.count_tokens, part.chunks)))
+            fitting = sum(length <= high - total for length in lengths)
+            if fitting >= max(MINIMUM_CHUNKS, *(place + 1 for place in part.gold), 0):
+                found.append(replace(part, chunks=part.chunks[:fitting]))
+                total += lengths[fitting - 1]
+            elif part.gold and named:
+                return []
+        rng.shuffle(found)
+        lacks_gold = bool(own[0].gold) and not any(part.gold for part in found)
+        return [] if total < low or lacks_gold else found
+
+    def _part(self, text: str, others: Iterator[str]) -> _Part:
+        """Return a document in chunks, at least two as long as there is text to lengthen it."""
+        size = self.how.chunk_size
+        chunks = cut_text(text, size, self.count_tokens)
+        while len(chunks) < MINIMUM_CHUNKS and (more := next(others, None)):
+            chunks += cut_text(more, size, self.count_tokens)[:1]
+        return _Part(chunks)
+
+    def _others(self, question: EvalQuestion, rng: random.Random) -> Iterator[str]:
+        """Yield texts that are not the question's and do not hold its answer, in random order."""
+        own = {_text(document) for document in question.documents}
+        for text in rng.sample(self.texts, min(len(self.texts), MOST_OTHERS)):
+            if text not in own and not holds_answer(text, question.answers):
+                yield text
 
 
 def _retrieve(
@@ -143,73 +235,6 @@ def _retrieve(
         drawn = rng.sample(later, rng.randint(1, len(later)))
         found += [chunk for chunk in later if chunk in drawn or chunk in gold]
     return found
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A document's chunks; gold: the indices of those that hold the answer."""
-
-    chunks: tuple[str, ...]
-    gold: tuple[int, ...] = ()
-
-
-def _parts(
-    question: EvalQuestion, others: Iterator[str], rng: random.Random, cutting: Cutting
-) -> list[_Part]:
-    """Return the documents with the answer, then as many others as the bounds ask, shuffled.
-
-    Without bounds, the question's own ones. None at all if the bounds cannot be kept, or if a
-    document that the data set calls gold does not fit.
-    """
-    own = [
-        _part(_text(one), one.document_id, question, others, cutting)
-        for one in _retrieved(question)
-    ]
-    if cutting.prompt_tokens is None:
-        return own
-    low, high = cutting.prompt_tokens
-    wished = rng.randint(low, high - MINIMUM_CHUNKS * cutting.chunk_tokens)
-    added = (_part(text, "", question, others, cutting) for text in others)
-    gold, rest = ([part for part in own if bool(part.gold) is is_gold] for is_gold in (True, False))
-    found: list[_Part] = []
-    total = 0
-    for part in chain(gold, rest, added):
-        if total >= wished and not part.gold:
-            break
-        lengths = list(accumulate(map(cutting.count_tokens, part.chunks)))
-        fitting = sum(length <= high - total for length in lengths)
-        if fitting < max(MINIMUM_CHUNKS, *(place + 1 for place in part.gold), 0):
-            if part.gold and question.gold:
-                return []
-            continue
-        found.append(replace(part, chunks=part.chunks[:fitting]))
-        total += lengths[fitting - 1]
-    rng.shuffle(found)
-    lacks_gold = bool(gold) and not any(part.gold for part in found)
-    return [] if total < low or lacks_gold else found
-
-
-def _part(
-    text: str, name: str, question: EvalQuestion, others: Iterator[str], cutting: Cutting
-) -> _Part:
-    """Return a document cut into chunks, at least two. name: of the document."""
-    chunks = cut_text(text, cutting.chunk_tokens, cutting.count_tokens)
-    is_gold = any(chunk.document_id == name for chunk in question.gold)
-    gold: tuple[int, ...] = ()
-    if is_gold or not question.gold:
-        held = (i for i, one in enumerate(chunks) if holds_answer(one, question.answers))
-        gold = tuple(held) or (tuple(range(len(chunks))) if is_gold else ())
-    while len(chunks) < MINIMUM_CHUNKS and (more := next(others, None)):
-        chunks += cut_text(more, cutting.chunk_tokens, cutting.count_tokens)[:1]
-    return _Part(chunks, gold)
-
-
-def _others(question: EvalQuestion, texts: Sequence[str], rng: random.Random) -> Iterator[str]:
-    """Yield texts that are not the question's and do not hold its answer, in random order."""
-    own = {_text(document) for document in question.documents}
-    for text in rng.sample(texts, min(len(texts), MOST_OTHERS)):
-        if text not in own and not holds_answer(text, question.answers):
-            yield text
 
 
 def _retrieved(question: EvalQuestion) -> list[Document]:

@@ -20,16 +20,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from cacheblend_rag.demo.passages import SINGLE_HOP_FILE
 from cacheblend_rag.errors import DatasetError
 from cacheblend_rag.quality.cutting import (
-    CHUNK_TOKENS,
     CUT_SETTINGS,
-    Cutting,
+    QuestionSettings,
     cut,
     estimate_tokens,
 )
@@ -40,8 +39,6 @@ from cacheblend_rag.quality.dataset import (
     EvalDataset,
     EvalQuestion,
 )
-from cacheblend_rag.quality.measure import ANSWER_TOKENS
-from cacheblend_rag.settings.base import AsTuple, Positive, Settings
 from cacheblend_rag.text.chunk import Chunk, Document
 
 ValueT = TypeVar("ValueT")
@@ -51,30 +48,6 @@ Place = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_len
 """A document and its chunk, by index."""
 SINGLE_HOP = "single-hop"
 KNOWN = "this project's format, a list of questions with ctxs, MuSiQue"
-
-
-def _names(value: Any) -> Any:
-    return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
-
-
-class QuestionSettings(Settings):
-    """How questions are taken from a file, and answered."""
-
-    _noun: ClassVar[str] = "setting of questions"
-
-    settings: Annotated[tuple[str, ...], AsTuple, BeforeValidator(_names)] = ()
-    """Those of the data set, or of cut documents, to take; all of them by default."""
-    chunk_tokens: Positive | None = None
-    """Cut the documents into chunks of about so many tokens; as they are by default."""
-    prompt_tokens: Annotated[tuple[Positive, Positive] | None, AsTuple] = None
-    """The least and the most tokens of a question's cut documents."""
-    max_tokens: Positive = ANSWER_TOKENS
-    """Most tokens of an answer."""
-
-    @property
-    def cuts(self) -> bool:
-        """Whether documents are cut."""
-        return self.chunk_tokens is not None or self.prompt_tokens is not None
 
 
 def choose_questions(
@@ -93,9 +66,8 @@ def choose_questions(
     data = load_dataset(SINGLE_HOP_FILE if source == SINGLE_HOP else Path(source))
     if settings.cuts:
         count = (lambda text: len(tokenizer.tokenize(text))) if tokenizer else estimate_tokens
-        cutting = Cutting(settings.chunk_tokens or CHUNK_TOKENS, settings.prompt_tokens, count)
         parts = [
-            cut(data, setting, cutting, questions).questions
+            cut(data, setting, settings, questions, count).questions
             for setting in settings.settings or CUT_SETTINGS
         ]
         data = replace(data, questions=tuple(chain(*parts)))

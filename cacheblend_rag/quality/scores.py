@@ -1,4 +1,4 @@
-"""Scores answers: exact match, token F1; intervals and a test of paired differences.
+"""Scores answers: exact match, token F1; intervals, also of paired figures.
 
 Every score is a share from 0 to 1. With several gold answers the best one counts; without any,
 scores are 0.
@@ -6,7 +6,6 @@ scores are 0.
 
 from __future__ import annotations
 
-import math
 import re
 import string
 from collections import Counter
@@ -72,21 +71,6 @@ def ratio_interval(first: Sequence[float], second: Sequence[float]) -> tuple[flo
     """
     means = _paired_means(first, second)
     return _quantiles(means[:, 0] / means[:, 1]) if means[:, 1].all() else None
-
-
-def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
-    """Return the two-sided p-value of McNemar's exact test: are both right equally often?
-
-    first, second: whether two ways answered the same questions right. Only questions that one of
-    them alone answered right count: under the hypothesis, either is as likely as the other.
-    Raises ValueError when there are not as many of each.
-    """
-    pairs = list(zip(first, second, strict=True))
-    ahead = sum(bool(a) > bool(b) for a, b in pairs)
-    behind = sum(bool(a) < bool(b) for a, b in pairs)
-    odd = ahead + behind
-    tail = sum(math.comb(odd, few) for few in range(min(ahead, behind) + 1))
-    return min(1.0, 2 * tail / float(2**odd))
 
 
 def _paired_means(first: Sequence[float], second: Sequence[float]) -> np.ndarray:

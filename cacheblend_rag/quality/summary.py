@@ -12,7 +12,6 @@ from cacheblend_rag.quality.fidelity import Fidelity
 from cacheblend_rag.quality.measure import Record, Rule
 from cacheblend_rag.quality.scores import (
     bootstrap_interval,
-    mcnemar,
     paired_interval,
     ratio_interval,
 )
@@ -34,8 +33,9 @@ class Row:
         exact_match: share of the answers that are a gold answer.
         ci95: its interval.
         f1: mean over answers of the words' F1.
+        f1_kept: that over full prefill's, 0 if that is 0, with its interval; None as an interval
+            if full prefill is right too seldom to tell.
         holds_answer: share of the answers that contain a gold answer.
-        holds_answer_p: p-value of McNemar's test against full prefill's.
         recomputed_share: recomputed chunk tokens of all chunk tokens.
         compute_share: work of the pass over all layers and the probe, as a share of full prefill's
             of the whole prompt; the mean.
@@ -58,8 +58,9 @@ class Row:
     exact_match: float
     ci95: Interval
     f1: float
+    f1_kept: float
+    f1_kept_ci95: Interval | None
     holds_answer: float
-    holds_answer_p: float
     recomputed_share: float
     compute_share: float
     ttft_seconds: float
@@ -112,6 +113,7 @@ def _row(
         for one, whole in zip(found, full, strict=True)
     ]
     own, ordinary = ([one.ttft_seconds for one in records] for records in (found, full))
+    f1, best = ([one.f1 for one in records] for records in (found, full))
     return Row(
         setting=setting,
         lead_in=rule.lead_in or "none",
@@ -120,9 +122,10 @@ def _row(
         default=rule.name == "default",
         exact_match=mean(exact),
         ci95=bootstrap_interval(exact),
-        f1=mean(one.f1 for one in found),
+        f1=mean(f1),
+        f1_kept=mean(f1) / mean(best) if any(best) else 0.0,
+        f1_kept_ci95=ratio_interval(f1, best),
         holds_answer=mean(one.holds for one in found),
-        holds_answer_p=mcnemar([bool(r.holds) for r in found], [bool(r.holds) for r in full]),
         recomputed_share=fresh / chunk_tokens if chunk_tokens else 1.0,
         compute_share=mean(shares),
         ttft_seconds=median(own),

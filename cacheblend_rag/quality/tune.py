@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, zip_longest
 from pathlib import Path
-from statistics import mean
 from typing import Any, Literal
 
 import torch
@@ -16,13 +15,12 @@ import torch
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.quality.dataset import EvalDataset, PromptFrame
-from cacheblend_rag.quality.evaluate import GRID, opened, read_rules, reuse
-from cacheblend_rag.quality.measure import FULL, Record, RecordLog, Rule, measure
-from cacheblend_rag.quality.scores import bootstrap_interval, ratio_interval
+from cacheblend_rag.quality.dataset import DEFAULT_SETTING, EvalDataset, PromptFrame
+from cacheblend_rag.quality.evaluate import GRID, evaluate, opened, read_rules, reuse
+from cacheblend_rag.quality.measure import FULL, RecordLog, Rule
+from cacheblend_rag.quality.summary import Row
 from cacheblend_rag.settings import EMBEDDED, BlendConfig, EngineConfig, LeadInConfig, Profile
 
-Outcome = Literal["recompute", "plain reuse", "do not blend"]
 BarKind = Literal["score", "fidelity"]
 LEAST = 0.95
 
@@ -58,63 +56,38 @@ class Bar:
         except ValueError as error:
             raise ConfigError(f"bar {text!r} must be KIND=SHARE, such as fidelity=0.95") from error
 
-    def kept(self, found: Sequence[Record], full: Sequence[Record]) -> tuple[float, float, float]:
-        """Return the share that some settings keep, and its 95 % bootstrap interval.
-
-        full: full prefill's results on the same prompts; if it is right too seldom, the interval is
-        from 0 to infinity.
-        """
+    def tried(self, rule: Rule, row: Row) -> Tried:
+        """Return whether a rule holds it, by its row."""
+        low, high = row.f1_kept_ci95 or (0.0, 1.0)
+        quality, counts = row.f1_kept, low
         if self.kind == "fidelity":
-            kls = [one.fidelity.kl if one.fidelity else math.inf for one in found]
-            low, high = bootstrap_interval(kls)
-            return math.exp(-mean(kls)), math.exp(-high), math.exp(-low)
-        own, best = [one.f1 for one in found], [one.f1 for one in full]
-        share = mean(own) / mean(best) if any(best) else 0.0
-        return share, *(ratio_interval(own, best) or (0.0, math.inf))
+            kl = math.inf if row.kl is None else row.kl
+            near, far = row.kl_ci95 or (kl, kl)
+            quality, low, high = (math.exp(-one) for one in (kl, far, near))
+            counts = quality
+        holds = counts >= self.least and row.ttft_speedup > 1
+        return Tried(rule, row, quality, (low, high), holds)
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A rule's figures.
+class Tried:
+    """A rule and its figures.
 
-    quality: the share of full prefill's that it keeps, low, high: its interval. ttft_seconds,
-    full_ttft_seconds: means of its time to first token, and of full prefill's. compute_share: as in
-    BlendReport. holds: whether it holds the bar and is sooner than full prefill.
+    quality: the share of full prefill's that it keeps, with its interval. holds: whether it holds
+    the bar and is sooner than full prefill.
     """
 
     rule: Rule
+    row: Row
     quality: float
-    low: float
-    high: float
-    ttft_seconds: float
-    full_ttft_seconds: float
-    compute_share: float
+    interval: tuple[float, float]
     holds: bool
-
-    @property
-    def config(self) -> BlendConfig:
-        """How it blends."""
-        return self.rule.config or BlendConfig()
-
-    @property
-    def ttft_share(self) -> float:
-        """Time to first token as a share of full prefill's."""
-        return self.ttft_seconds / self.full_ttft_seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {
-            "lead_in": self.rule.lead_in,
-            "selector": self.config.selector,
-            "ratio": self.config.ratio,
-            "check_layers": list(self.config.check_layers),
-            "quality": self.quality,
-            "quality_ci95": [self.low, self.high if math.isfinite(self.high) else None],
-            "ttft_seconds": self.ttft_seconds,
-            "ttft_share": self.ttft_share,
-            "compute_share": self.compute_share,
-            "holds": self.holds,
-        }
+        quality = {"quality": self.quality, "quality_ci95": list(self.interval)}
+        layers = list(self.rule.config.check_layers) if self.rule.config else []
+        return {**self.row.to_dict(), "check_layers": layers, **quality, "holds": self.holds}
 
 
 @dataclass(frozen=True)
@@ -122,31 +95,36 @@ class Tuned:
     """What was found.
 
     Args:
-        outcome: ``recompute``, ``plain reuse`` if that is enough, or ``do not blend``.
         bar: what had to be kept.
-        standings: each rule's figures, the cheapest first.
-        profile: the cheapest settings that hold the bar; None with ``do not blend``.
+        tried: each rule's figures, the one with the earliest first token first.
+        profile: the cheapest settings that hold the bar; None if nothing does.
         dataset: the name of the questions.
         prompts: how many there were.
     """
 
-    outcome: Outcome
     bar: Bar
-    standings: Sequence[Standing]
+    tried: Sequence[Tried]
     profile: Profile | None
     dataset: str
     prompts: int
 
     @property
+    def outcome(self) -> Literal["recompute", "plain reuse", "do not blend"]:
+        """``plain reuse`` if that is enough."""
+        if self.profile is None:
+            return "do not blend"
+        return "plain reuse" if self.profile.blend.selector == "none" else "recompute"
+
+    @property
     def advice(self) -> str:
         """One line: what to do."""
-        best = next((one for one in self.standings if one.holds), None)
+        best = next((one for one in self.tried if one.holds), None)
         if best is None:
             return (
                 f"do not blend this model on such questions: nothing keeps {self.bar.least:g} of "
                 "full prefill's quality sooner than it"
             )
-        told = f"{1 / best.ttft_share:.1f} times sooner, {best.compute_share:.0%} of the work"
+        told = f"{best.row.ttft_speedup:.1f} times sooner, {best.row.compute_share:.0%} of the work"
         enough = "plain reuse is enough: " if self.outcome == "plain reuse" else ""
         return f"{enough}{best.rule.name}: {told}"
 
@@ -159,7 +137,7 @@ class Tuned:
             "dataset": self.dataset,
             "prompts": self.prompts,
             "profile": self.profile and self.profile.to_dict(),
-            "candidates": [one.to_dict() for one in self.standings],
+            "candidates": [one.to_dict() for one in self.tried],
         }
 
 
@@ -192,7 +170,7 @@ def tune(
         engine: its instruction is the frame's opening. The KV of questions is put into its store
             and dropped again, unless it was there before.
         frame: of the prompts.
-        data: the questions.
+        data: the questions, all in one setting.
         rules: to try.
         bar: what to keep.
         name: of the profile.
@@ -203,45 +181,23 @@ def tune(
         ConfigError: if full prefill answers no question right, and the bar is the score.
         PromptError: when a prompt does not fit the model.
     """
-    found = []
-    for measured in measure(
-        engine, map(frame.to_measure, data.questions), [FULL, *rules], stop=frame.stop, log=log
-    ):
-        found.append({rule: one.record for rule, one in measured.items()})
-        on_prompt()
-    full = [records[FULL.name] for records in found]
-    if bar.kind == "score" and not any(one.f1 for one in full):
+    rows = evaluate(engine, frame, data, [FULL, *rules], log=log, on_question=on_prompt)
+    count = len(data.questions)
+    if bar.kind == "score" and not rows[0].f1:
         raise ConfigError(
-            f"full prefill answered none of {len(full)} questions: compare by --bar fidelity"
+            f"full prefill answered none of {count} questions: compare by --bar fidelity"
         )
-    standings = [_standing(rule, [one[rule.name] for one in found], full, bar) for rule in rules]
-    standings.sort(key=lambda one: one.ttft_share)
-    best = next((one for one in standings if one.holds), None)
-    outcome: Outcome = "do not blend"
-    if best is not None:
-        outcome = "plain reuse" if best.config.selector == "none" else "recompute"
-    profile = (
-        None
-        if best is None
-        else _profile(best, engine, name, {"dataset": data.name, "prompts": len(full)}, bar)
-    )
-    return Tuned(outcome, bar, standings, profile, data.name, len(full))
+    tried = [bar.tried(rule, row) for rule, row in zip(rules, rows[1:], strict=True)]
+    tried.sort(key=lambda one: -one.row.ttft_speedup)
+    best = next((one for one in tried if one.holds), None)
+    measured = {"dataset": data.name, "prompts": count, "bar": bar.kind, "least": bar.least}
+    profile = None if best is None else _profile(best, engine, name, measured)
+    return Tuned(bar, tried, profile, data.name, count)
 
 
-def _standing(rule: Rule, found: Sequence[Record], full: Sequence[Record], bar: Bar) -> Standing:
-    quality, low, high = bar.kept(found, full)
-    seconds, of_full = (mean(one.ttft_seconds for one in of) for of in (found, full))
-    holds = (low if bar.kind == "score" else quality) >= bar.least and seconds < of_full
-    work = mean(one.compute_share for one in found)
-    return Standing(rule, quality, low, high, seconds, of_full, work, holds)
-
-
-def _profile(
-    best: Standing, engine: Engine, name: str, measured: dict[str, Any], bar: Bar
-) -> Profile:
-    told = best.to_dict()
-    own = {**engine.config.given(), "selector": told["selector"], "recompute_ratio": told["ratio"]}
-    figures = ("quality", "ttft_seconds", "ttft_share", "compute_share")
+def _profile(best: Tried, engine: Engine, name: str, measured: dict[str, Any]) -> Profile:
+    row = best.row
+    own = {**engine.config.given(), "selector": row.selector, "recompute_ratio": row.ratio}
     return Profile(
         name=name,
         model=engine.model_name,
@@ -249,10 +205,11 @@ def _profile(
         lead_in=LeadInConfig(kind=best.rule.lead_in or engine.lead_in.kind),
         measured={
             **measured,
-            "bar": bar.kind,
-            "least": bar.least,
-            **{figure: told[figure] for figure in figures},
-            "quality_ci95": [best.low, best.high if math.isfinite(best.high) else 0.0],
+            "quality": best.quality,
+            "quality_ci95": list(best.interval),
+            "ttft_seconds": row.ttft_seconds,
+            "ttft_speedup": row.ttft_speedup,
+            "compute_share": row.compute_share,
             "engine": engine.name,
             "dtype": engine.dtype or "",
             "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
@@ -261,10 +218,11 @@ def _profile(
 
 
 def mixed(data: EvalDataset, count: int) -> EvalDataset:
-    """Return at most so many questions, of each setting in turn, so that any few are of all."""
+    """Return at most so many questions, of each setting in turn, as one setting."""
     settings = [data.of_setting(setting) for setting in data.settings]
     turns = (one for turn in zip_longest(*settings) for one in turn if one is not None)
-    return replace(data, questions=tuple(islice(turns, count)))
+    chosen = (replace(one, setting=DEFAULT_SETTING) for one in islice(turns, count))
+    return replace(data, questions=tuple(chosen))
 
 
 def tune_model(

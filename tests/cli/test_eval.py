@@ -10,7 +10,7 @@ from cacheblend_rag.text.chunk import Document
 
 FIELDS = {
     "setting", "lead_in", "selector", "ratio", "default", "exact_match", "ci95", "f1",
-    "holds_answer", "holds_answer_p", "recomputed_share", "compute_share", "ttft_seconds",
+    "f1_kept", "f1_kept_ci95", "holds_answer", "recomputed_share", "compute_share", "ttft_seconds",
     "ttft_speedup", "ttft_speedup_ci95", "kl", "kl_ci95", "kl_first", "top1", "same_answer",
     "gold_logprob", "gold_logprob_change", "gold_logprob_change_ci95", "recovered_kl",
     "recovered_kl_ci95", "not_blended",

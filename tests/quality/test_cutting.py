@@ -7,7 +7,7 @@ import pytest
 from cacheblend_rag.errors import ConfigError, DatasetError
 from cacheblend_rag.quality.cutting import (
     CUT_SETTINGS,
-    Cutting,
+    QuestionSettings,
     cut,
     cut_text,
 )
@@ -40,13 +40,17 @@ def dataset(sentences: int = 12, at: int = 9, count: int = 6) -> EvalDataset:
     return EvalDataset("made", tuple(questions))
 
 
-CUTTING = Cutting(chunk_tokens=28, count_tokens=words)
-LONGER = replace(CUTTING, prompt_tokens=(300, 400))
+CUTTING = QuestionSettings(chunk_tokens=28)
+LONGER = CUTTING.with_changes(prompt_tokens=(300, 400))
+
+
+def cut_by_words(data, setting, how=CUTTING, questions=None):
+    return cut(data, setting, how, questions, words)
 
 
 @pytest.mark.parametrize("cutting", [CUTTING, LONGER])
 def test_adjacent_holds_all_chunks_in_order(cutting):
-    for question in cut(dataset(), "adjacent", cutting).questions:
+    for question in cut_by_words(dataset(), "adjacent", cutting).questions:
         assert list(question.passages) == [c for d in question.documents for c in d.to_chunks()]
         assert all(len(d.chunks) >= 2 for d in question.documents)
         assert question.setting == "adjacent"
@@ -56,8 +60,8 @@ def test_adjacent_holds_all_chunks_in_order(cutting):
 @pytest.mark.parametrize("sentences", [4, 12])
 def test_fragments_never_hold_a_first_chunk_and_keep_the_gold_one(cutting, sentences):
     data = dataset(sentences, at=sentences - 1)
-    cutting = replace(cutting, chunk_tokens=sentences * 7 // 3)
-    found = cut(data, "fragments", cutting).questions
+    cutting = cutting.with_changes(chunk_tokens=sentences * 7 // 3)
+    found = cut_by_words(data, "fragments", cutting).questions
     assert len(found) == len(data.questions)
     for question in found:
         assert all(passage.context for passage in question.passages)
@@ -72,14 +76,14 @@ def test_fragments_never_hold_a_first_chunk_and_keep_the_gold_one(cutting, sente
 def test_questions_answered_by_a_first_chunk_are_left_out_of_fragments():
     mixed = (*dataset(at=0, count=3).questions, *dataset(at=9).questions[3:])
     data = EvalDataset("made", mixed)
-    found = cut(data, "fragments", CUTTING).questions
+    found = cut_by_words(data, "fragments", CUTTING).questions
     assert [q.question for q in found] == ["Which 3?", "Which 4?", "Which 5?"]
     with pytest.raises(DatasetError, match="no question fits setting='fragments'"):
-        cut(dataset(at=0), "fragments", CUTTING)
+        cut_by_words(dataset(at=0), "fragments", CUTTING)
 
 
 def test_shuffled_holds_all_chunks_in_another_order():
-    found = cut(dataset(), "shuffled", CUTTING).questions
+    found = cut_by_words(dataset(), "shuffled", CUTTING).questions
     orders = []
     for question in found:
         chunks = [c for d in question.documents for c in d.to_chunks()]
@@ -89,17 +93,18 @@ def test_shuffled_holds_all_chunks_in_another_order():
 
 
 @pytest.mark.parametrize("setting", CUT_SETTINGS)
-def test_the_same_seed_gives_the_same_data_and_settings_share_documents(setting):
-    drawn = [cut(dataset(), setting, replace(LONGER, seed=seed)) for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    other = cut(dataset(), "adjacent", replace(LONGER, seed=1))
-    assert [q.documents for q in drawn[0].questions] == [q.documents for q in other.questions]
+def test_data_are_drawn_again_as_before_and_settings_share_documents(setting):
+    first, again, other = (
+        cut_by_words(dataset(), one, LONGER) for one in (setting, setting, "adjacent")
+    )
+    assert first == again
+    assert [q.documents for q in first.questions] == [q.documents for q in other.questions]
 
 
 @pytest.mark.parametrize("sentences", [3, 12, 80])
 def test_prompts_have_the_wished_length(sentences):
     data = dataset(sentences, at=1, count=60)
-    found = cut(data, "adjacent", LONGER).questions
+    found = cut_by_words(data, "adjacent", LONGER).questions
     assert len(found) == 60
     lengths = [sum(words(p.text) for p in question.passages) for question in found]
     assert all(300 <= length <= 400 for length in lengths)
@@ -126,8 +131,8 @@ def test_of_documents_that_merely_contain_the_answer_as_many_are_kept_as_fit(cap
     found_by_text = replace(
         named, questions=tuple(replace(question, gold=()) for question in named.questions)
     )
-    short = replace(CUTTING, prompt_tokens=(150, 230))
-    found = cut(found_by_text, "adjacent", short)
+    short = CUTTING.with_changes(prompt_tokens=(150, 230))
+    found = cut_by_words(found_by_text, "adjacent", short)
     assert len(found.questions) == len(named.questions)
     assert not caplog.records
     for question in found.questions:
@@ -135,14 +140,14 @@ def test_of_documents_that_merely_contain_the_answer_as_many_are_kept_as_fit(cap
         assert 150 <= words(text) <= 230
         assert text.count(question.answers[0]) == 2
     with pytest.raises(DatasetError, match="no question fits"):
-        cut(named, "adjacent", short)
+        cut_by_words(named, "adjacent", short)
 
 
 def test_a_warning_tells_how_many_questions_were_left_out(caplog):
     mixed = (*dataset(at=0, count=3).questions, *dataset(at=9).questions[3:])
-    cut(EvalDataset("made", mixed), "fragments", CUTTING, questions=3)
+    cut_by_words(EvalDataset("made", mixed), "fragments", CUTTING, questions=3)
     assert not caplog.records
-    cut(EvalDataset("made", mixed), "fragments", CUTTING)
+    cut_by_words(EvalDataset("made", mixed), "fragments", CUTTING)
     (told,) = caplog.messages
     assert told.startswith("made, fragments: 3 of 6 questions can be used")
 
@@ -150,7 +155,7 @@ def test_a_warning_tells_how_many_questions_were_left_out(caplog):
 def test_short_documents_are_lengthened_and_text_without_gold_is_searched_for_the_answer():
     data = dataset(3, at=1)
     unmarked = tuple(replace(question, gold=()) for question in data.questions)
-    found = cut(replace(data, questions=unmarked), "adjacent", CUTTING).questions
+    found = cut_by_words(replace(data, questions=unmarked), "adjacent", CUTTING).questions
     for number, question in enumerate(found):
         assert [len(d.chunks) for d in question.documents] == [2, 2]
         assert [chunk.text for chunk in question.gold] == [question.documents[1].chunks[0]]
@@ -158,17 +163,17 @@ def test_short_documents_are_lengthened_and_text_without_gold_is_searched_for_th
 
 
 def test_at_most_so_many_questions_are_cut():
-    found = cut(dataset(), "adjacent", CUTTING, questions=2)
-    assert found.questions == cut(dataset(), "adjacent", CUTTING).questions[:2]
+    found = cut_by_words(dataset(), "adjacent", CUTTING, questions=2)
+    assert found.questions == cut_by_words(dataset(), "adjacent", CUTTING).questions[:2]
 
 
 def test_what_cannot_be_cut_is_refused():
     with pytest.raises(ConfigError, match=r"prompt_tokens=\(500, 600\) .* 2 chunks of 100"):
-        Cutting(prompt_tokens=(500, 600))
+        QuestionSettings(prompt_tokens=(500, 600))
     with pytest.raises(ConfigError, match="setting='upright'"):
-        cut(dataset(), "upright")
+        cut_by_words(dataset(), "upright")
     with pytest.raises(DatasetError, match="no question fits"):
-        cut(dataset(), "adjacent", replace(CUTTING, prompt_tokens=(10_000, 12_000)))
+        cut_by_words(dataset(), "adjacent", CUTTING.with_changes(prompt_tokens=(10_000, 12_000)))
 
 
 @pytest.mark.parametrize(

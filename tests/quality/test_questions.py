@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from cacheblend_rag.errors import ConfigError, DatasetError
+from cacheblend_rag.quality.cutting import QuestionSettings
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
-from cacheblend_rag.quality.questions import QuestionSettings, choose_questions, load_dataset
+from cacheblend_rag.quality.questions import choose_questions, load_dataset
 from cacheblend_rag.text.chunk import Document
 from tests.toy.questions import toy_dataset
 

@@ -9,7 +9,6 @@ from cacheblend_rag.quality.scores import (
     bootstrap_interval,
     exact_match,
     holds_answer,
-    mcnemar,
     normalize_answer,
     paired_interval,
     ratio_interval,
@@ -121,17 +120,3 @@ def test_pairs_that_differ_by_the_same_have_an_interval_of_no_width():
 def test_pairs_must_be_pairs(first, second):
     with pytest.raises(ValueError, match="as many"):
         paired_interval(first, second)
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3, 6])
-def test_mcnemar_counts_all_ways_to_be_ahead(ahead):
-    odd = 6
-    first = [True] * ahead + [False] * (odd - ahead) + [True, False]
-    second = [False] * ahead + [True] * (odd - ahead) + [True, False]
-    lead = abs(2 * ahead - odd)
-    as_far = sum(abs(sum(signs)) >= lead for signs in product((-1, 1), repeat=odd))
-    assert mcnemar(first, second) == pytest.approx(as_far / 2**odd)
-
-
-def test_mcnemar_of_the_same_answers_is_one():
-    assert mcnemar([True, False], [True, False]) == 1.0

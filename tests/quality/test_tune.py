@@ -51,7 +51,7 @@ def test_plain_reuse_of_contextual_kv_is_found_to_be_enough(bar: str, tmp_path: 
     assert found.outcome == "plain reuse"
     assert found.advice.startswith("plain reuse is enough: document reuse: ")
     assert len(prompts) == 3
-    held = {one.rule.name for one in found.standings if one.holds}
+    held = {one.rule.name for one in found.tried if one.holds}
     assert REUSE.name in held
     assert BAD.name not in held
     assert found.profile is not None
@@ -73,9 +73,9 @@ def test_a_model_that_blending_ruins_is_refused(monkeypatch: pytest.MonkeyPatch)
     found = tuned_on(DATA, REUSE, rule_of("prior", 0.25, BASE, "document"), bar=Bar("fidelity"))
     assert (found.outcome, found.profile) == ("do not blend", None)
     assert found.advice.startswith("do not blend this model on such questions")
-    assert not any(one.holds for one in found.standings)
-    shares = [one.ttft_share for one in found.standings]
-    assert shares == sorted(shares)
+    assert not any(one.holds for one in found.tried)
+    speedups = [one.row.ttft_speedup for one in found.tried]
+    assert speedups == sorted(speedups, reverse=True)
 
 
 def test_the_grid_is_plain_reuse_twice_and_two_selectors_at_three_ratios() -> None:
@@ -102,5 +102,7 @@ def test_a_wrong_bar_is_one_line(bar: str) -> None:
 
 def test_questions_of_all_settings_take_turns() -> None:
     both = toy_dataset(("adjacent", "shuffled"), 3, 11)
-    assert [one.setting for one in mixed(both, 4).questions] == ["adjacent", "shuffled"] * 2
+    wanted = [both.questions[at].question for at in (0, 3, 1, 4)]
+    assert [one.question for one in mixed(both, 4).questions] == wanted
+    assert mixed(both, 4).settings == ("retrieved",)
     assert len(mixed(both, 100).questions) == 6
