@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.engines.structured import StructuredOutputs
     from cacheblend_rag.engines.transformers import TransformersEngine
-    from cacheblend_rag.explanation import Explanation
     from cacheblend_rag.folders import write_private
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.models import public_name
-    from cacheblend_rag.observe.doctor.diagnose import Diagnosis, diagnose
-    from cacheblend_rag.observe.doctor.finding import Finding, FindingCode, SettingChange
+    from cacheblend_rag.observe.doctor import Diagnosis, diagnose
+    from cacheblend_rag.observe.explanation import Explanation
     from cacheblend_rag.observe.metrics import EngineMetrics
+    from cacheblend_rag.observe.rules import Finding, SettingChange
     from cacheblend_rag.observe.tracing import trace_requests
     from cacheblend_rag.prefill.conversation_kv import ConversationKV
     from cacheblend_rag.progress import ProgressCallbacks
@@ -95,12 +95,12 @@ _PLACES = {
     "engines.sampling": "SamplingParams",
     "engines.structured": "StructuredOutputs",
     "engines.transformers": "TransformersEngine",
-    "explanation": "Explanation",
+    "observe.explanation": "Explanation",
     "folders": "write_private",
     "kv": "ChunkKV KVKey TieredKVStore",
     "models": "public_name",
-    "observe.doctor.diagnose": "Diagnosis diagnose",
-    "observe.doctor.finding": "Finding FindingCode SettingChange",
+    "observe.doctor": "Diagnosis diagnose",
+    "observe.rules": "Finding SettingChange",
     "observe.metrics": "EngineMetrics",
     "observe.tracing": "trace_requests",
     "prefill.conversation_kv": "ConversationKV",
@@ -150,7 +150,6 @@ __all__ = [
     "Explanation",
     "FillReport",
     "Finding",
-    "FindingCode",
     "ForeignChunkError",
     "Generation",
     "GuardConfig",

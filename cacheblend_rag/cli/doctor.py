@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli import asking, options, output
-from cacheblend_rag.cli.doctor_request import diagnose_request
-from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.cli import options, output
+from cacheblend_rag.cli.named_settings import SetOption, engine_options
+from cacheblend_rag.cli.one_request import opened_prompt, opened_question
+from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS
-from cacheblend_rag.observe import diagnosis
-from cacheblend_rag.settings import check_namespace
+from cacheblend_rag.observe import environment
+from cacheblend_rag.rag.collection import DEFAULT_FOLDER
 from cacheblend_rag.settings.options import check_server_url
 
-OF_COLLECTIONS = ("model", "kv_path", "instruction", "lead_in")
+if TYPE_CHECKING:
+    from cacheblend_rag.observe.doctor import Diagnosis
+    from cacheblend_rag.quality.verify import Verdict
 
 
 def doctor_command(
-    context: typer.Context,
-    *,
     model: Annotated[
         str | None,
-        typer.Option(
-            help=f"{LOCAL_MODELS}.",
-            show_default=DEFAULT_MODEL,
-        ),
+        typer.Argument(metavar="[MODEL]", help=f"{LOCAL_MODELS}.", show_default=DEFAULT_MODEL),
     ] = None,
+    *,
     url: Annotated[
         str | None,
         typer.Option(help="A server's URL: check that instead. CACHEBLEND_API_KEY is its key."),
@@ -37,126 +36,142 @@ def doctor_command(
         Path | None,
         typer.Option(metavar="FILE", help="Run the prompt in this file, and say what is wrong."),
     ] = None,
-    collection: Annotated[
+    folder: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="The same with --question to a collection of `index`."),
+        typer.Option(
+            "--from",
+            metavar="FOLDER",
+            help="With --question: a collection made by `index`.",
+            show_default=str(DEFAULT_FOLDER),
+        ),
     ] = None,
     question: Annotated[
-        str | None, typer.Option("--question", "-q", help="With --collection: the question.")
+        str | None, typer.Option("--question", "-q", help="Run a question to a collection.")
     ] = None,
-    top_k: asking.TopKOption = asking.TOP_K,
-    runs: Annotated[int, typer.Option(min=1, help="How often a request is timed each way.")] = 3,
-    answer_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of the answer over which predictions are compared.")
-    ] = 16,
     verify: Annotated[
         bool, typer.Option("--verify", help="With a request: run `verify` on its model, too.")
     ] = False,
-    ratio: asking.RatioOption = None,
-    selector: asking.SelectorOption = None,
-    check_layers: Annotated[
-        str | None, typer.Option(metavar="LAYER,...", help="Where hkvd compares KV.")
-    ] = None,
-    profile: options.ProfileOption = None,
-    instruction: Annotated[
-        str | None,
-        typer.Option(help="With --prompt: the text that chunks were computed after."),
-    ] = None,
-    lead_in: Annotated[
-        str | None, typer.Option(help="With --prompt: none, bos, instruction or document.")
-    ] = None,
-    namespace: Annotated[
-        str, typer.Option(help="With --url or --prompt: the namespace of chunks and server.")
-    ] = "default",
-    kv_path: Annotated[
-        Path | None,
-        typer.Option(
-            envvar=options.KV_PATH_VARIABLE,
-            help="A folder of chunk KV to check; with --prompt, the one that is read.",
-        ),
-    ] = None,
-    store: options.StoreOption = None,
-    device: options.DeviceOption = None,
+    settings: SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Check versions, devices, the model and a store, or a server; exit code 1 if it cannot blend.
+    """Check versions, devices, a model and a store, or a server; exit code 1 if it cannot blend.
 
-    With --url, --model names the tokenizer that must be the server's. With --prompt or
-    --collection, a request is run, and what is wrong with it named; exit code 1 if there is a
-    fault.
+    With --url, MODEL names the tokenizer that must be the server's. With --prompt or --question a
+    request is run, and what is wrong with it named; exit code 1 if there is a fault. --set
+    kv_path=FOLDER names the store of chunk KV, and with --prompt the registry of known chunks.
     """
     if url is not None:
         check_server_url(url)
-    check_namespace(namespace)
-    if prompt is not None or collection is not None or question is not None:
-        if collection is not None and prompt is None and question is not None:
-            options.refuse(context, OF_COLLECTIONS, "a collection has its own, leave it out")
-        diagnose_request(
-            prompt,
-            collection,
-            question,
-            model=model,
-            url=url,
-            namespace=namespace,
-            kv_path=kv_path,
-            store=store,
-            instruction=instruction,
-            lead_in=lead_in,
-            ratio=ratio,
-            selector=selector,
-            check_layers=check_layers,
-            profile=profile,
-            device=device,
-            top_k=top_k,
-            runs=runs,
-            answer_tokens=answer_tokens,
-            verify=verify,
-            as_json=as_json,
-        )
+    given = engine_options(settings, model=model, engine=url)
+    if prompt is None and question is None:
+        if folder is not None:
+            raise ConfigError("--from FOLDER needs a question: give --question")
+        _examine(model, url, given, as_json=as_json)
         return
-    if url is not None:
-        _check_url(url, model, namespace, as_json=as_json)
-        return
-    with output.stdout_reserved(as_json):
-        found: dict[str, Any] = {
-            "versions": diagnosis.examine_versions(),
-            "devices": diagnosis.examine_devices(),
-            "model": _model(model or DEFAULT_MODEL, device),
-            "extras": diagnosis.examine_extras(),
-            "store": None if kv_path is None else _store(kv_path),
-        }
-        found["usable"] = found["model"]["problem"] is None and not (
-            found["store"] and found["store"]["problem"]
+    if prompt is not None and (question is not None or folder is not None):
+        raise ConfigError("--prompt and --question: give one of them")
+    if verify and url is not None:
+        raise ConfigError("--verify checks a model on this machine: leave out --url")
+    from cacheblend_rag.observe.doctor import diagnose
+
+    with output.stdout_reserved(as_json), output.progress_bar(lines=True) as progress:
+        opened = (
+            opened_question(folder or DEFAULT_FOLDER, question or "", given, progress)
+            if prompt is None
+            else opened_prompt(prompt, given, progress)
         )
+        with opened as asked:
+            verdict = _verdict(asked.model) if verify else None
+            task = progress.begin("examining a request", 0)
+            found = diagnose(
+                asked.engine,
+                asked.prompt,
+                question=asked.question,
+                verdict=verdict,
+                on_step=task.note,
+            )
+            task.end()
     if as_json:
-        output.print_json(found)
+        output.print_json(found.to_dict())
     else:
-        _print_report(found)
-    if not found["usable"]:
+        _print_diagnosis(found)
+    if found.has_fault:
         raise typer.Exit(1)
 
 
-def _check_url(url: str, model: str | None, namespace: str, *, as_json: bool) -> None:
-    with output.stdout_reserved(as_json):
-        found = _finding({"url": url}, lambda: diagnosis.examine_server(url, model, namespace))
-    if as_json:
-        output.print_json(found)
+def _verdict(model: str) -> Verdict:
+    from cacheblend_rag.quality.verify import verify_model
+
+    return verify_model(model)
+
+
+def _print_diagnosis(found: Diagnosis) -> None:
+    """Print a line on what was run and how long it took, and each finding in four."""
+    told, now = found.evidence, found.evidence.in_force
+    line = f"{told.prompt.tokens:,} tokens, {len(told.prompt.chunks)} chunks: "
+    if not told.full_seconds:
+        line += "not answered"
+    elif not told.is_blended:
+        line += f"not blended, full prefill {output.duration(told.full_seconds)}"
     else:
-        _print_server(found)
-    if found["problem"]:
+        blend, full = (output.duration(one) for one in (told.blend_seconds, told.full_seconds))
+        line += f"first token: blend {blend}, full prefill {full}"
+    if now is not None and now.loss is not None:
+        line += f", loss {now.loss:.3f} nats per token"
+    lines = [line, *([] if found.findings else ["no findings"])]
+    for number, one in enumerate(found.findings, start=1):
+        kind, change = "fault" if one.is_fault else "note", one.change
+        figures = ", ".join(f"{name} {value}" for name, value in one.evidence.items())
+        lines += (
+            f"{number}. {one.code} ({kind}, {one.symptom}): {one.sentence}",
+            f"   measured: {figures}",
+            f"   change {change.setting}: {change.present} -> {change.proposed}",
+            f"   expect: {change.effect}",
+        )
+    for line in lines:
+        typer.echo(output.printable(line))
+
+
+def _examine(
+    model: str | None, url: str | None, given: Mapping[str, Any], *, as_json: bool
+) -> None:
+    """Check a server, or this machine with a model and a store."""
+    with output.stdout_reserved(as_json):
+        if url is not None:
+            namespace = given.get("namespace", "default")
+            found = _finding(
+                {"url": url}, lambda: environment.examine_server(url, model, namespace)
+            )
+            problems = [found["problem"]]
+        else:
+            found = _machine(model or DEFAULT_MODEL, given)
+            problems = [found[part]["problem"] for part in ("model", "store") if found[part]]
+    usable = not any(problems)
+    if as_json:
+        output.print_json({**found, "usable": usable})
+    elif url is not None and "model" not in found:
+        typer.echo(f"not usable: {output.printable(found['problem'])}")
+    else:
+        output.print_facts("usable" if usable else "not usable", dict(_facts(found)))
+    if not usable:
         raise typer.Exit(1)
 
 
-def _model(name: str, device: str | None) -> dict[str, Any]:
-    return _finding(
-        {"model": name}, lambda: diagnosis.examine_model(options.local_model(name), device)
-    )
-
-
-def _store(path: Path) -> dict[str, Any]:
+def _machine(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
     from cacheblend_rag.admin.inspect import examine_store
 
-    return _finding({"path": str(path)}, lambda: examine_store(options.store_folder(path)))
+    path = given.get("kv_path")
+    return {
+        "versions": environment.examine_versions(),
+        "devices": environment.examine_devices(),
+        "model": _finding(
+            {"model": model},
+            lambda: environment.examine_model(options.local_model(model), given.get("device")),
+        ),
+        "missing_extras": environment.examine_extras(),
+        "store": path
+        and _finding({"path": path}, lambda: examine_store(options.store_folder(Path(path)))),
+    }
 
 
 def _finding(of: dict[str, Any], examine: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -167,66 +182,13 @@ def _finding(of: dict[str, Any], examine: Callable[[], dict[str, Any]]) -> dict[
         return {**of, "problem": str(error)}
 
 
-def _print_report(found: Mapping[str, Any]) -> None:
-    facts = {name: value or "not installed" for name, value in found["versions"].items()}
-    facts |= {f"device {entry['device']}": _device_line(entry) for entry in found["devices"]}
-    facts[f"model {found['model']['model']}"] = _model_line(found["model"])
-    if "tokenizer" in found["model"]:
-        facts["tokenizer"] = _tokenizer_line(found["model"]["tokenizer"])
-    for name, extra in found["extras"].items():
-        missing = ", ".join(extra["missing"])
-        facts[f"extra {name}"] = (
-            f"missing {missing}: {extra['install']}" if missing else "installed"
-        )
-    if found["store"]:
-        facts[f"store {found['store']['path']}"] = _store_line(found["store"])
-    output.print_facts("usable" if found["usable"] else "not usable", facts)
-
-
-def _device_line(entry: Mapping[str, Any]) -> str:
-    if "memory_bytes" in entry:
-        return f"{entry['name']}, {entry['memory_bytes'] / 2**30:.0f} GiB"
-    return f"{entry['threads']} threads" if "threads" in entry else "available"
-
-
-def _model_line(model: Mapping[str, Any]) -> str:
-    if "architecture" not in model:
-        return str(model["problem"])
-    what = f"{model['architecture']}, {model['dtype']} on {model['device']}"
-    return f"{what}: " + ("can be blended" if not model["problem"] else f"not: {model['problem']}")
-
-
-def _tokenizer_line(tokenizer: Mapping[str, Any]) -> str:
-    """Return whether a space is put before texts, and whether a passage can imitate a role."""
-    prefix = "puts a space before texts" if tokenizer["adds_prefix_space"] else "adds no space"
-    markers = {
-        None: "no chat template",
-        "none": "the chat template marks no roles",
-        "special tokens": "the chat template's roles are special tokens, never part of passages",
-        "text": "the chat template's roles are plain text, so a passage can imitate them",
-    }[tokenizer["role_markers"]]
-    return f"{prefix}; {markers}"
-
-
-def _store_line(store: Mapping[str, Any]) -> str:
-    if store["problem"]:
-        return str(store["problem"])
-    size = f"{store['entries']:,} chunks, {store['bytes'] / 2**20:,.1f} MiB"
-    return f"{size}, {len(store['damaged'])} damaged"
-
-
-def _print_server(found: Mapping[str, Any]) -> None:
-    if "model" not in found:
-        typer.echo(f"not usable: {output.printable(found['problem'])}")
-        return
-    store, connector = found["store"], found["connector"]
-    facts: dict[str, Any] = {"server": found["url"]}
-    facts |= {"model": f"{found['model']}, context window {found['context_window']:,}"}
-    facts |= {name: value or "not told" for name, value in found["versions"].items()}
-    facts["blending"] = "active" if found["blending"] else "not active"
-    if found["blending"]:
-        facts["store"] = f"{store['chunks']:,} chunks, {store['bytes'] / 2**20:,.1f} MiB"
-        facts |= connector
-    if found["problem"]:
-        facts["problem"] = found["problem"]
-    output.print_facts("usable" if found["problem"] is None else "not usable", facts)
+def _facts(found: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all values with their names, which hold those of what they are part of."""
+    if isinstance(found, Mapping):
+        for key, value in found.items():
+            yield from _facts(value, f"{name} {key}".strip())
+    elif isinstance(found, Sequence) and not isinstance(found, str):
+        for number, value in enumerate(found, start=1):
+            yield from _facts(value, f"{name} {number}")
+    elif found is not None:
+        yield name, found

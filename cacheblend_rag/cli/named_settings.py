@@ -59,35 +59,62 @@ def named(
     return found
 
 
-def engine_config(given: Iterable[str] | None, **fixed: Any) -> EngineConfig:
-    """Return an engine's settings; fixed: those that a command's own options give, None if not.
+def engine_options(
+    given: Iterable[str] | None, *more: type[Settings], **fixed: Any
+) -> dict[str, Any]:
+    """Return an engine's settings by name, those of blending and of lead-ins as a dict each.
+
+    more: further settings that may be given. fixed: those that a command's own options give, None
+    if not.
 
     Raises:
-        ConfigError: for an unknown or invalid setting, and for one of ``fixed`` in ``given``.
+        ConfigError: for an unknown setting, and for one of ``fixed`` in ``given``.
     """
     from cacheblend_rag.settings import BlendConfig, EngineConfig, LeadInConfig, StoreConfig
 
-    found = named(given, EngineConfig, StoreConfig, BlendConfig, LeadInConfig)
+    found = named(given, EngineConfig, StoreConfig, BlendConfig, LeadInConfig, *more)
     for name, value in fixed.items():
         if name in found:
             raise ConfigError(f"--set {name}: this command has an option of its own for it")
         if value is not None:
             found[name] = value
-    return gathered(found)
+    return _nested(found)
+
+
+def _nested(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with those of blending and of lead-ins as a dict each."""
+    from cacheblend_rag.settings import BlendConfig, LeadInConfig
+
+    for outer, kind in (("blend", BlendConfig), ("lead_in", LeadInConfig)):
+        inside = taken(options, kind)
+        if inside and outer in options:
+            raise ConfigError(f"--set {outer}: give its settings by their own names alone")
+        if inside:
+            options[outer] = inside
+    return options
+
+
+def taken(options: dict[str, Any], kind: type[Settings]) -> dict[str, Any]:
+    """Take the fields of ``kind`` out of ``options``, and return them."""
+    return {name: options.pop(name) for name in names_of(kind) & options.keys()}
+
+
+def engine_config(given: Iterable[str] | None, **fixed: Any) -> EngineConfig:
+    """Return an engine's settings; fixed: as for ``engine_options``.
+
+    Raises:
+        ConfigError: for an unknown or invalid setting, and for one of ``fixed`` in ``given``.
+    """
+    from cacheblend_rag.settings import EngineConfig
+
+    return EngineConfig.gather(**engine_options(given, **fixed))
 
 
 def gathered(options: Mapping[str, Any]) -> EngineConfig:
     """Return an engine's settings of those by their own names; raises ConfigError."""
-    from cacheblend_rag.settings import BlendConfig, EngineConfig, LeadInConfig
+    from cacheblend_rag.settings import EngineConfig
 
-    left = dict(options)
-    for outer, kind in (("blend", BlendConfig), ("lead_in", LeadInConfig)):
-        inside = {name: left.pop(name) for name in names_of(kind) & left.keys()}
-        if inside and outer in left:
-            raise ConfigError(f"--set {outer}: give its settings by their own names alone")
-        if inside:
-            left[outer] = inside
-    return EngineConfig.gather(**left)
+    return EngineConfig.gather(**_nested(dict(options)))
 
 
 def split(given: Iterable[str] | None, kind: type[KindT]) -> tuple[KindT, list[str]]:

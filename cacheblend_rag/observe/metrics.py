@@ -39,22 +39,6 @@ TIER_GAUGES = {
     "bytes": "Bytes that a tier holds.",
     "capacity_bytes": "Bytes that a tier may hold.",
 }
-GUARD_COUNTERS = {
-    "compared": ("guard_samples", COUNTERS["guard_samples"].text),
-    "unknown": ("guard_unknown", "Sampled answers without a reference to compare with."),
-    "outdated": ("guard_outdated", "Sampled answers that were served before the latest step."),
-    "dropped": ("guard_dropped", "Sampled answers that were not compared."),
-    "raised": ("guard_raised", "How often the guard raised the recompute ratio."),
-    "lowered": ("guard_lowered", "How often it lowered the ratio again."),
-}
-GUARD_GAUGES = {
-    "waiting": ("guard_waiting", "Sampled answers that wait to be compared."),
-    "divergence": ("guard_mean_divergence", "Mean divergence from full prefill, in nats a token."),
-    "prefill_divergence": ("guard_prefill_divergence", "The same of ordinary prefill."),
-    "excess": ("guard_excess", "How much nearer to the reference prefill is than the blend."),
-    "ratio": ("guard_ratio", "Least recompute ratio that the guard allows now, 1 if it stopped."),
-    "stopped": ("guard_stopped", "1 while the guard has stopped blending, else 0."),
-}
 TIER_COUNTERS = {
     "hits": "Chunks that were found in a tier",
     "misses": "Chunks that were not found in a tier",
@@ -67,6 +51,23 @@ TIER_COUNTERS = {
     "errors": "Failures of a tier",
     "skipped": "Reads that were skipped while a tier was out of use",
     "dropped": "Writes that were skipped so",
+}
+GUARD_COUNTERS = {
+    "guard_samples": ("compared", COUNTERS["guard_samples"].text),
+    "guard_unknown": ("unknown", "Sampled answers without a reference to compare with."),
+    "guard_outdated": ("outdated", "Sampled answers that were served before the latest step."),
+    "guard_dropped": ("dropped", "Sampled answers that were not compared."),
+    "guard_raised": ("raised", "How often the guard raised the recompute ratio."),
+    "guard_lowered": ("lowered", "How often it lowered the ratio again."),
+}
+"""The field of a GuardReport, and the help, of each metric."""
+GUARD_GAUGES = {
+    "guard_waiting": ("waiting", "Sampled answers that wait to be compared."),
+    "guard_mean_divergence": ("divergence", "Mean divergence from full prefill, in nats a token."),
+    "guard_prefill_divergence": ("prefill_divergence", "The same of ordinary prefill."),
+    "guard_excess": ("excess", "How much nearer to the reference prefill is than the blend."),
+    "guard_ratio": ("ratio", "Least recompute ratio that the guard allows now, 1 if it stopped."),
+    "guard_stopped": ("stopped", "1 while the guard has stopped blending, else 0."),
 }
 
 
@@ -93,13 +94,14 @@ class EngineMetrics:
             raise MissingExtraError("EngineMetrics", "metrics") from error
         self.registry = prometheus_client.CollectorRegistry() if registry is None else registry
         self._client = prometheus_client
+        own = {**COUNTERS, **OWN_COUNTERS}
         try:
-            counters = {
+            self._counters = {
                 name: self._made(prometheus_client.Counter, name, metric)
-                for name, metric in {**COUNTERS, **OWN_COUNTERS}.items()
+                for name, metric in own.items()
                 if not name.startswith("guard_")  # the collector's
             }
-            histograms = {
+            self._histograms = {
                 name: self._made(prometheus_client.Histogram, name, metric, buckets=metric.buckets)
                 for name, metric in {**HISTOGRAMS, **OWN_HISTOGRAMS}.items()
             }
@@ -107,7 +109,6 @@ class EngineMetrics:
             raise ConfigError(
                 "registry has an engine's metrics already: give each engine a registry of its own"
             ) from error
-        self._counters, self._histograms = counters, histograms
         self.registry.register(_StateCollector(engine))
         engine.after_answer(self._see)
 
@@ -117,20 +118,22 @@ class EngineMetrics:
 
     def _see(self, request: Request, answer: Generation) -> None:
         """Count an answer; an AnswerHook."""
-        report, counters = answer.report, self._counters
-        seconds = report.seconds
-        counters["requests"].inc()
-        for name, counts in zip(
-            ("chunk_hits", "chunk_misses"), count_chunks(report.chunks), strict=True
-        ):
+        report, seconds, counters = answer.report, answer.report.seconds, self._counters
+        hits, misses = count_chunks(report.chunks)
+        for name, counts in (("chunk_hits", hits), ("chunk_misses", misses)):
             for value, count in counts.items():
                 counters[name].labels(value).inc(count)
         reused, recomputed = reused_and_recomputed(report.chunks)
-        counters["reused_tokens"].inc(reused)
-        counters["recomputed_tokens"].inc(recomputed)
-        counters["prefix_tokens"].inc(report.prefix_tokens)
-        counters["computed_tokens"].inc(report.computed_tokens)
-        counters["blended_requests"].inc(report.blended)
+        counted = {
+            "requests": 1,
+            "blended_requests": report.blended,
+            "reused_tokens": reused,
+            "recomputed_tokens": recomputed,
+            "prefix_tokens": report.prefix_tokens,
+            "computed_tokens": report.computed_tokens,
+        }
+        for name, count in counted.items():
+            counters[name].inc(count)
         code = report.reason_code
         if code is not None and code not in NOT_TO_BE_BLENDED:
             counters["fallbacks"].labels(code.value).inc()
@@ -176,45 +179,30 @@ class _StateCollector:
 
     def collect(self) -> Iterator[Any]:
         """Yield the metrics; none once the engine is closed or gone."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
         engine = self._engine()
         if engine is None or not engine.is_open:
             return
-        yield from _guard_metrics(engine)
+        if engine.guard is not None:
+            report = engine.guard_report()
+            for name, (field, text) in GUARD_COUNTERS.items():
+                yield CounterMetricFamily(PREFIX + name, text, value=getattr(report, field))
+            whole = report.divergence * report.compared
+            text = COUNTERS["guard_divergence"].text
+            yield CounterMetricFamily(f"{PREFIX}guard_divergence", text, value=whole)
+            for name, (field, text) in GUARD_GAUGES.items():
+                yield GaugeMetricFamily(PREFIX + name, text, value=float(getattr(report, field)))
         store = getattr(engine, "store", None)
-        if store is not None:
-            yield from _tier_metrics(store.stats())
-
-
-def _guard_metrics(engine: Engine) -> Iterator[Any]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    if engine.guard is None:
-        return
-    report = engine.guard_report()
-    for field, (name, text) in GUARD_COUNTERS.items():
-        yield CounterMetricFamily(PREFIX + name, text, value=getattr(report, field))
-    yield CounterMetricFamily(
-        f"{PREFIX}guard_divergence",
-        COUNTERS["guard_divergence"].text,
-        value=report.divergence * report.compared,
-    )
-    for field, (name, text) in GUARD_GAUGES.items():
-        yield GaugeMetricFamily(PREFIX + name, text, value=float(getattr(report, field)))
-
-
-def _tier_metrics(stats: Mapping[str, Mapping[str, int | None]]) -> Iterator[Any]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    for name, text in TIER_GAUGES.items():
-        gauge = GaugeMetricFamily(f"{PREFIX}tier_{name}", text, labels=["tier"])
-        for tier, figures in stats.items():
-            if (value := figures.get(name)) is not None:
-                gauge.add_metric([tier], value)
-        yield gauge
-    for name, text in TIER_COUNTERS.items():
-        counter = CounterMetricFamily(
-            f"{PREFIX}tier_{name}", f"{text}, in this process.", labels=["tier"]
-        )
-        for tier, figures in stats.items():
-            counter.add_metric([tier], figures.get(name) or 0)
-        yield counter
+        stats = {} if store is None else store.stats()
+        told = {name: (GaugeMetricFamily, text) for name, text in TIER_GAUGES.items()}
+        told |= {
+            name: (CounterMetricFamily, f"{text}, in this process.")
+            for name, text in TIER_COUNTERS.items()
+        }
+        for name, (kind, text) in told.items() if stats else ():
+            family = kind(f"{PREFIX}tier_{name}", text, labels=["tier"])
+            for tier, figures in stats.items():
+                if (value := figures.get(name)) is not None:
+                    family.add_metric([tier], value)
+            yield family

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -21,7 +20,7 @@ from cacheblend_rag.engines.answer import Generation, Request
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
 from cacheblend_rag.errors import MissingExtraError
-from cacheblend_rag.report import REASONS, BlendReport, PhaseSeconds, PhaseStarts, count_chunks
+from cacheblend_rag.report import REASONS, BlendReport, PhaseStarts, count_chunks
 from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
@@ -35,8 +34,13 @@ GIVEN_UP = "cancelled"
 PHASES = tuple(one.name for one in fields(PhaseStarts))
 NANOSECONDS = 1_000_000_000
 
-Value = str | bool | int | float | tuple[str, ...]
-"""What an attribute of a span may be."""
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+TOLD = (
+    "engine", "blended", "recompute_ratio", "selector", "lead_in", "compute_share",
+    "reused_tokens", "recomputed_tokens", "computed_tokens", "prefix_tokens",
+)  # fmt: skip
+"""Fields of a report that are attributes of our own."""
+Attributes = dict[str, Any]
 
 
 def trace_requests(engine: Engine, tracer_provider: TracerProvider | None = None) -> None:
@@ -82,24 +86,20 @@ class _Tracing(RequestWatcher):
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise MissingExtraError("tracing requests", "tracing") from error
+        schema = f"https://opentelemetry.io/schemas/{SEMANTIC_CONVENTIONS}"
+        own = version("cacheblend-rag")
         self._trace = trace
-        self._tracer = trace.get_tracer(
-            SCOPE,
-            version("cacheblend-rag"),
-            tracer_provider,
-            f"https://opentelemetry.io/schemas/{SEMANTIC_CONVENTIONS}",
-        )
+        self._tracer = trace.get_tracer(SCOPE, own, tracer_provider, schema)
         self._propagator = TraceContextTextMapPropagator()
         self._facts = _facts(engine)
-        self._kind = trace.SpanKind.CLIENT if _is_remote(engine) else trace.SpanKind.INTERNAL
+        is_remote = "server.address" in self._facts
+        self._kind = trace.SpanKind.CLIENT if is_remote else trace.SpanKind.INTERNAL
         self._begun: dict[str, _Begun] = {}
-        self._lock = Lock()
 
     def begins(self, request: Request) -> Request:
-        with self._lock:  # a request that begins again goes on with its span
-            begun = self._begun.get(request.request_id)
-            if begun is None:
-                begun = self._begun[request.request_id] = self._begin(request)
+        # A request that begins again goes on with its span.
+        begun = self._begun.get(request.request_id) or self._begin(request)
+        self._begun[request.request_id] = begun
         headers: dict[str, str] = {}
         self._propagator.inject(headers, self._trace.set_span_in_context(begun.span))
         return replace(request, headers={**request.headers, **headers})
@@ -117,17 +117,17 @@ class _Tracing(RequestWatcher):
         return _Begun(span, wall_ns, reading)
 
     def __call__(self, request: Request, answer: Generation) -> None:
-        begun = self._taken(request)
+        begun = self._begun.pop(request.request_id, None)
         if begun is None:
             return
         ended = begun.now()
         if begun.span.is_recording():
-            begun.span.set_attributes(dict(_answered(answer)))
+            begun.span.set_attributes({**_answered(answer), **_blended(answer.report)})
             self._add_phases(begun, answer.report, ended)
         begun.span.end(ended)
 
     def failed(self, request: Request, error: BaseException) -> None:
-        begun = self._taken(request)
+        begun = self._begun.pop(request.request_id, None)
         if begun is None:
             return
         if isinstance(error, Exception):
@@ -137,10 +137,6 @@ class _Tracing(RequestWatcher):
         else:
             begun.span.set_attribute("gen_ai.response.finish_reasons", (GIVEN_UP,))
         begun.span.end(begun.now())
-
-    def _taken(self, request: Request) -> _Begun | None:
-        with self._lock:
-            return self._begun.pop(request.request_id, None)
 
     def _add_phases(self, begun: _Begun, report: BlendReport, ended: int) -> None:
         """Add a span for each phase, from its first start on, and as long as it took."""
@@ -158,10 +154,10 @@ class _Tracing(RequestWatcher):
             span.end(min(begun.at(start + seconds), ended))
 
 
-def _facts(engine: Engine) -> dict[str, Value]:
+def _facts(engine: Engine) -> Attributes:
     """Return the attributes that all requests of an engine have in common."""
     provider = engine.name.removesuffix("-server")
-    told: dict[str, Value] = {
+    told: Attributes = {
         "gen_ai.provider.name": provider,
         "gen_ai.request.model": engine.model_name,
         "gen_ai.response.model": engine.model_name,
@@ -170,15 +166,11 @@ def _facts(engine: Engine) -> dict[str, Value]:
         "llm.provider": provider,
         "llm.model_name": engine.model_name,
     }
-    if _is_remote(engine):
+    if "://" in engine.address:
         url = urlsplit(engine.address)
         told["server.address"] = url.hostname or ""
         told["server.port"] = url.port or (443 if url.scheme == "https" else 80)
     return told
-
-
-def _is_remote(engine: Engine) -> bool:
-    return "://" in engine.address
 
 
 def _operation(prepared: PreparedPrompt) -> str:
@@ -186,73 +178,52 @@ def _operation(prepared: PreparedPrompt) -> str:
     return "text_completion" if isinstance(source, str | BlendPrompt) else "chat"
 
 
-def _asked(request: Request, operation: str) -> dict[str, Value]:
+def _asked(request: Request, operation: str) -> Attributes:
     """Return the attributes of a request that are known when it begins."""
-    sampling = request.sampling
-    told: dict[str, Any] = {
-        "gen_ai.request.max_tokens": sampling.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.seed": sampling.seed,
-    }
-    named = {name.rpartition(".")[2]: value for name, value in told.items() if value is not None}
+    sampling = {name: getattr(request.sampling, name) for name in SAMPLING}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
     return {
         "gen_ai.operation.name": operation,
-        **{name: value for name, value in told.items() if value is not None},
+        **{f"gen_ai.request.{name}": value for name, value in sampling.items()},
         **({"gen_ai.request.stream": True} if request.streamed else {}),
-        "llm.invocation_parameters": json.dumps(named),
+        "llm.invocation_parameters": json.dumps(sampling),
         f"{OURS}request_id": request.request_id,
     }
 
 
-def _answered(answer: Generation) -> Iterator[tuple[str, Value]]:
-    """Yield the attributes of an answer and its report."""
+def _answered(answer: Generation) -> Attributes:
+    """Return the attributes of an answer that the conventions name."""
     report, generated = answer.report, len(answer.token_ids)
     first = report.seconds.time_to_first_token
-    yield "gen_ai.response.id", report.request_id
-    yield "gen_ai.response.finish_reasons", (answer.finish_reason,)
-    yield "gen_ai.usage.input_tokens", report.prompt_tokens
-    yield "gen_ai.usage.output_tokens", generated
-    yield "gen_ai.usage.cache_read.input_tokens", report.reused_tokens
-    yield "gen_ai.response.time_to_first_chunk", first
-    yield "gen_ai.server.time_to_first_token", first
-    yield "llm.token_count.prompt", report.prompt_tokens
-    yield "llm.token_count.completion", generated
-    yield "llm.token_count.total", report.prompt_tokens + generated
-    yield "llm.token_count.prompt_details.cache_read", report.reused_tokens
-    yield from _blended(report)
+    return {
+        "gen_ai.response.id": report.request_id,
+        "gen_ai.response.finish_reasons": (answer.finish_reason,),
+        "gen_ai.usage.input_tokens": report.prompt_tokens,
+        "gen_ai.usage.output_tokens": generated,
+        "gen_ai.usage.cache_read.input_tokens": report.reused_tokens,
+        "gen_ai.response.time_to_first_chunk": first,
+        "gen_ai.server.time_to_first_token": first,
+        "llm.token_count.prompt": report.prompt_tokens,
+        "llm.token_count.completion": generated,
+        "llm.token_count.total": report.prompt_tokens + generated,
+        "llm.token_count.prompt_details.cache_read": report.reused_tokens,
+    }
 
 
-def _blended(report: BlendReport) -> Iterator[tuple[str, Value]]:
-    """Yield our own attributes of a report."""
-    yield f"{OURS}engine", report.engine
-    yield f"{OURS}blended", report.blended
-    yield f"{OURS}recompute_ratio", float(report.recompute_ratio)
-    yield f"{OURS}selector", report.selector
-    yield f"{OURS}lead_in", report.lead_in
-    yield f"{OURS}compute_share", float(report.compute_share)
-    for name in ("reused", "recomputed", "computed", "prefix"):
-        yield f"{OURS}{name}_tokens", getattr(report, f"{name}_tokens")
+def _blended(report: BlendReport) -> Attributes:
+    """Return our own attributes of a report."""
+    told: dict[str, Any] = {name: getattr(report, name) for name in TOLD}
     for name in REASONS:
         reason = getattr(report, name)
         if reason is not None:
-            yield f"{OURS}{name}_code", reason.code.value
+            told[f"{name}_code"] = reason.code.value
     hits, misses = count_chunks(report.chunks)
-    yield f"{OURS}chunk_hits", hits.total()
-    yield f"{OURS}chunk_misses", misses.total()
-    for tier, count in hits.items():
-        yield f"{OURS}chunk_hits_by_tier.{tier.replace(' ', '_')}", count
-    for code, count in misses.items():
-        yield f"{OURS}chunk_misses_by_reason.{code}", count
-    yield from _seconds(report.seconds)
-
-
-def _seconds(seconds: PhaseSeconds) -> Iterator[tuple[str, Value]]:
-    """Yield how long each phase took; of those by tier, how long each tier."""
-    for name, value in asdict(seconds).items():
+    told |= {"chunk_hits": hits.total(), "chunk_misses": misses.total()}
+    told |= {f"chunk_hits_by_tier.{tier.replace(' ', '_')}": count for tier, count in hits.items()}
+    told |= {f"chunk_misses_by_reason.{code}": count for code, count in misses.items()}
+    for name, value in asdict(report.seconds).items():
         if isinstance(value, Mapping):
-            for part, of_it in value.items():
-                yield f"{OURS}seconds.{name}.{part}", float(of_it)
+            told |= {f"seconds.{name}.{tier}": float(part) for tier, part in value.items()}
         elif value:
-            yield f"{OURS}seconds.{name}", float(value)
+            told[f"seconds.{name}"] = float(value)
+    return {f"{OURS}{name}": value for name, value in told.items()}

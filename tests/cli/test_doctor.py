@@ -1,33 +1,54 @@
+"""``doctor``: this machine, a model and a store, a server, and a request with a fault."""
+
 from __future__ import annotations
 
 import json
 import socket
+import textwrap
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from cacheblend_rag import open_engine
 from cacheblend_rag.kv import DiskTier
-from cacheblend_rag.observe import diagnosis
+from cacheblend_rag.observe import environment, machine
 from tests.models import make_model
+from tests.observe.conftest import documents, prompts, text_of
 from tests.tokenizer_kinds import tokenizer_of
+from tests.toy import DEFAULT_FRAME, TOY
+
+(PROMPT,) = prompts()
+BY_TIMES = {"tier_slow", "prefill_sooner"}
+"""Findings that other work on the machine may cause, since its counters are not read here."""
 
 
-def test_a_usable_setup(cli, small_model):
-    outcome = cli("doctor", "--model", small_model, "--json")
-    found = outcome.json
-    assert (outcome.code, found["usable"]) == (0, True)
-    assert found["model"]["architecture"] == "LlamaForCausalLM"
-    assert found["model"]["problem"] is None
-    assert found["devices"][0]["device"] == "cpu"
-    assert found["versions"]["torch"]
-    assert found["store"] is None
+def test_a_usable_setup(cli, small_model, tmp_path):
+    DiskTier(tmp_path / "kv")
+    told = f"kv_path={tmp_path / 'kv'}"
+    found = cli("doctor", small_model, "--set", told, "--json")
+    assert (found.code, found.json["usable"]) == (0, True)
+    assert found.json["model"]["architecture"] == "LlamaForCausalLM"
+    assert found.json["model"]["problem"] is None
+    assert found.json["devices"][0]["device"] == "cpu"
+    assert found.json["versions"]["torch"]
+    assert (found.json["store"]["entries"], found.json["store"]["damaged"]) == (0, [])
+    shown = cli("doctor", small_model, "--set", told)
+    assert shown.code == 0
+    assert "model architecture" in shown.stdout
+    assert "not usable" not in shown.stdout
 
 
-def test_a_missing_model_is_reported_not_raised(cli):
-    outcome = cli("doctor", "--model", "/nowhere", "--json")
+def test_what_is_missing_is_reported_not_raised(cli, small_model, monkeypatch, tmp_path):
+    outcome = cli("doctor", "/nowhere", "--json")
     assert (outcome.code, outcome.json["usable"]) == (1, False)
     assert "no such folder" in outcome.json["model"]["problem"]
+    assert "not usable" in cli("doctor", "/nowhere").stdout
+    monkeypatch.setattr(environment, "EXTRAS", {"demo": ("no_such_package",)})
+    outcome = cli("doctor", small_model, "--set", f"kv_path={tmp_path}", "--json")
+    assert outcome.json["missing_extras"] == {"demo": "pip install 'cacheblend-rag[demo]'"}
+    assert "is not a store" in outcome.json["store"]["problem"]
+    assert (outcome.code, list(tmp_path.iterdir())) == (1, [])
 
 
 def test_a_model_that_cannot_be_blended_is_named(cli, small_model, tmp_path):
@@ -42,56 +63,21 @@ def test_a_model_that_cannot_be_blended_is_named(cli, small_model, tmp_path):
         "original_max_position_embeddings": 2048,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    outcome = cli("doctor", "--model", tmp_path, "--json")
+    outcome = cli("doctor", tmp_path, "--json")
     assert outcome.code == 1
     assert "longrope" in outcome.json["model"]["problem"]
-    evaluated = cli("eval", "--model", tmp_path, "--questions", 1, "--json")
-    assert (evaluated.code, evaluated.stdout) == (2, "")
-    assert "cannot be blended" in evaluated.stderr
 
 
-def test_a_missing_extra_says_how_to_install_it(cli, small_model, monkeypatch):
-    monkeypatch.setattr(diagnosis, "EXTRAS", {"demo": {"no-such-package": "no_such_package"}})
-    extra = cli("doctor", "--model", small_model, "--json").json["extras"]["demo"]
-    assert extra["missing"] == ["no-such-package"]
-    assert extra["install"] == "pip install 'cacheblend-rag[demo]'"
-
-
-def test_a_store_is_read_through(cli, small_model, tmp_path):
-    outcome = cli("doctor", "--model", small_model, "--kv-path", tmp_path, "--json")
-    assert "is not a store" in outcome.json["store"]["problem"]
-    assert not any(tmp_path.iterdir())
-    DiskTier(tmp_path)
-    outcome = cli("doctor", "--model", small_model, "--kv-path", tmp_path, "--json")
-    assert outcome.json["store"]["entries"] == 0
-    assert outcome.json["store"]["damaged"] == []
-    outcome = cli("doctor", "--model", small_model, "--kv-path", tmp_path / "none", "--json")
-    assert (outcome.code, outcome.json["usable"]) == (1, False)
-
-
-@pytest.mark.parametrize("model", [None, "/nowhere"])
-def test_report_without_json(cli, small_model, model, tmp_path):
-    outcome = cli("doctor", "--model", model or small_model, "--kv-path", tmp_path)
-    assert ("not usable" in outcome.stdout) == (outcome.code == 1)
-    assert "transformers" in outcome.stdout
-
-
-def test_what_the_tokenizer_does_is_told(cli, tmp_path):
-    for kind, prefix, said in (
-        ("legacy prepend", True, "puts a space before texts"),
-        ("wordpiece", False, "adds no space"),
-        ("stripping", False, "adds no space"),
-    ):
-        folder = tmp_path / kind.replace(" ", "-")
-        tokenizer = tokenizer_of(kind)
-        make_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        outcome = cli("doctor", "--model", folder, "--json")
-        told = outcome.json["model"]["tokenizer"]
-        assert told["adds_prefix_space"] == prefix
-        assert told["role_markers"] == "special tokens"
-        assert outcome.code == 0
-        assert said in cli("doctor", "--model", folder).stdout.replace("\n", " ")
+@pytest.mark.parametrize("kind", ["legacy prepend", "wordpiece", "stripping"])
+def test_what_the_tokenizer_does_is_told(cli, tmp_path, kind):
+    tokenizer = tokenizer_of(kind)
+    make_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    outcome = cli("doctor", tmp_path, "--json")
+    told = outcome.json["model"]["tokenizer"]
+    assert told["adds_prefix_space"] == (kind == "legacy prepend")
+    assert told["role_markers"] == "special tokens"
+    assert outcome.code == 0
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -113,7 +99,6 @@ STRANGERS = {
     "a page": ({}, "its /v1/models lists no models"),
     "nothing there": ({"status": 404}, "it has no /v1/models"),
     "other JSON": ({"kind": JSON, "body": b'{"data": [1]}'}, "its /v1/models lists no models"),
-    "no list": ({"kind": JSON, "body": b'{"data": "x"}'}, "its /v1/models lists no models"),
     "another's models": (
         {"kind": JSON, "body": b'{"object": "list", "data": [{"id": "gpt", "object": "model"}]}'},
         "its /v1/models lacks the fields that vLLM sends",
@@ -155,3 +140,39 @@ def test_what_speaks_no_http_and_what_is_not_there_are_told_apart(cli):
         another = cli("doctor", "--url", url)
         assert (another.code, another.stdout.count("\n")) == (1, 1)
         assert "what answers there broke off or speaks no HTTP" in another.stdout
+
+
+@pytest.fixture
+def no_counters(monkeypatch):
+    """Whatever else the machine does, nothing is known of it."""
+    monkeypatch.setattr(machine.CpuSeconds, "now", lambda: None)
+
+
+def test_a_prompt_with_a_fault(cli, tmp_path, no_counters):
+    kv_path, head = tmp_path / "kv", DEFAULT_FRAME.head
+    engine = open_engine("transformers", model=TOY, kv_path=kv_path, instruction=head)
+    engine.precompute(documents(PROMPT), progress=False)
+    engine.close()
+    before = {path: path.stat().st_mtime_ns for path in kv_path.rglob("*.*")}
+    (tmp_path / "prompt.txt").write_text(text_of(PROMPT, lambda chunk: textwrap.fill(chunk, 60)))
+    told = ("--set", f"kv_path={kv_path}", "--set", f"instruction={head}")
+    outcome = cli("doctor", TOY, "--prompt", tmp_path / "prompt.txt", *told)
+    assert outcome.code == 1
+    assert "1. white_space_differs (fault, time to first token): " in outcome.stdout
+    assert "   change white space of the prompt's template: " in outcome.stdout
+    assert {path: path.stat().st_mtime_ns for path in kv_path.rglob("*.*")} == before
+
+
+def test_a_question_to_a_collection(cli, indexed, no_counters):
+    folder, asked = indexed
+    given = ("doctor", "--from", folder, "--question", asked[0].question, "--json")
+    outcome = cli(*given)
+    measured = outcome.json["measured"]
+    assert outcome.code == outcome.json["has_fault"]
+    assert (measured["blended"], measured["chunks"], measured["runs"]) == (True, 4, 3)
+    assert measured["loss_nats_per_token"] is not None
+    outcome = cli(*given, "--set", "recompute_ratio=1")
+    assert outcome.code == 1
+    found = [one for one in outcome.json["findings"] if one["code"] == "ratio_too_high"]
+    assert found[0]["change"]["setting"] == "recompute_ratio"
+    assert found[0]["change"]["present"] == "1"

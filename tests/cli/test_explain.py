@@ -3,79 +3,59 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
+from cacheblend_rag import open_engine
 from cacheblend_rag.cli import output
 from cacheblend_rag.cli.explain import print_explained
 from tests.observe.explained_prompts import HOSTILE, Page, explained
 from tests.toy import TOY
 
 
-@pytest.fixture
-def explain(cli, indexed):
-    """Run ``explain QUESTION --from COLLECTION``."""
-    return lambda question, *options: cli("explain", question, "--from", indexed[0], *options)
-
-
-@pytest.fixture
-def wide(monkeypatch):
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
     monkeypatch.setattr(output, "result_console", lambda: Console(width=160))
 
 
-def test_a_question_to_a_collection_is_explained(explain, indexed, tmp_path, wide):
-    item, page = indexed[1][0], tmp_path / "page.html"
-    outcome = explain(item.question, "--compare", "--html", page, "--ratio", 0.2)
+def test_a_question_to_a_collection_is_explained(cli, indexed, tmp_path):
+    folder, (item, *_) = indexed
+    page, given = tmp_path / "page.html", ("explain", item.question, "--from", folder)
+    outcome = cli(*given, "--compare", "--html", page, "--set", "recompute_ratio=0.2")
     assert outcome.code == 0
     for shown in (
         "were reused as stored", "full prefill: first token after", "nats per token",
-        "time to the first token", "recompute", "reused from disk", "KV deviation",
-        "deviation by layer",
+        "time to the first token: ", "recompute ", "reused from disk",
     ):  # fmt: skip
         assert shown in outcome.stdout, shown
-    assert f"page: {page}" in outcome.stderr
-    assert item.question in Page.of(page.read_text("utf-8")).text
-
-
-def test_json_is_one_object(explain, indexed):
-    item = indexed[1][0]
-    found = explain(item.question, "--json", "--max-tokens", 4).json
+    assert f"page: {page}" in outcome.stderr.replace("\n", "")
+    told = Page.of(page.read_text("utf-8")).text
+    assert item.question in told
+    assert "How far fresh KV is from stored KV" in told
+    found = cli(*given, "--json").json
     assert found["cost"] is None
     assert "".join(found["tokens"]).count(item.question) == 1
-    assert len(found["tokens"]) == found["report"]["prompt_tokens"]
-    recomputed = [
-        token["position"]
-        for chunk in found["explanation"]["chunks"]
-        for token in chunk["marked"]
-        if token["fate"] == "recomputed"
-    ]
-    assert len(recomputed) == found["report"]["recomputed_tokens"]
+    marked = [one for chunk in found["explanation"]["chunks"] for one in chunk["marked"]]
+    recomputed = sum(one["fate"] == "recomputed" for one in marked)
+    assert recomputed == found["report"]["recomputed_tokens"]
 
 
-def test_a_prompt_is_explained_with_the_chunks_that_it_is_told(cli, indexed, tmp_path, wide):
-    passage = indexed[1][0].question * 20
+def test_a_prompt_is_explained_with_the_chunks_that_are_known(cli, tmp_path):
+    passage = "The keeper of the harbour writes down every ship. " * 30
     (tmp_path / "passage.txt").write_text(passage)
     (tmp_path / "prompt.txt").write_text(f"{passage}\n\nQuestion: Who?\nAnswer:")
-    given = ("--model", TOY, "--passage", tmp_path / "passage.txt", "--json")
-    found = cli("explain", "--prompt", tmp_path / "prompt.txt", *given).json
+    given = ("explain", "--prompt", tmp_path / "prompt.txt", "--set", f"model={TOY}", "--json")
+    found = cli(*given, "--passage", tmp_path / "passage.txt").json
     (chunk,) = found["explanation"]["chunks"]
     assert (chunk["hit"], chunk["reason_code"]) == (False, "not_stored")
     assert not found["report"]["blended"]
-
-
-def test_the_folder_of_chunk_kv_knows_the_chunks(cli, tmp_path, wide):
-    from cacheblend_rag import open_engine
-
-    passage = "The keeper of the harbour writes down every ship. " * 30
-    with_kv = open_engine("transformers", model=TOY, kv_path=tmp_path / "kv")
-    with_kv.precompute([passage], progress=False)
-    with_kv.close()
-    (tmp_path / "prompt.txt").write_text(f"{passage}\n\nQuestion: Who?\nAnswer:")
-    given = ("--model", TOY, "--kv-path", tmp_path / "kv", "--json", "--ratio", 0.1)
-    found = cli("explain", "--prompt", tmp_path / "prompt.txt", *given).json
+    engine = open_engine("transformers", model=TOY, kv_path=tmp_path / "kv")
+    engine.precompute([passage], progress=False)
+    engine.close()
+    found = cli(*given, "--set", f"kv_path={tmp_path / 'kv'}").json
     (chunk,) = found["explanation"]["chunks"]
     assert (chunk["hit"], chunk["tier"]) == (True, "disk")
     assert found["report"]["trace"]["layers"]
 
 
-def test_hostile_text_reaches_no_terminal(cli, capsys, wide):
+def test_hostile_text_reaches_no_terminal(capsys):
     print_explained(explained(HOSTILE, HOSTILE))
     shown = capsys.readouterr().out
     assert "\x1b" not in shown

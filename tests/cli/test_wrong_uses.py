@@ -19,8 +19,8 @@ from tests.toy import TOY
 ASK = ("ask", "Who?", "--from", "{collection}")
 CHAT = ("ask", "--from", "{collection}")
 DOCUMENT = ("ask", "--document", "{file}.txt", "--model", TOY, "--kv-path", "{new}")
-DOCTOR = ("doctor", "--collection", "{collection}", "--question", "Who?")
-DOCTOR_DEMO = ("doctor", "--prompt", "{file}", "--model", TOY)
+DOCTOR = ("doctor", "--from", "{collection}", "--question", "Who?")
+DOCTOR_DEMO = ("doctor", TOY, "--prompt", "{file}")
 INDEX = ("index", "{notes}", "--into", "{new}", "--model", TOY)
 BENCH = ("bench", "ttft", TOY)
 ON_VLLM, NO_TOOLS = ("serve", TOY, "--engine", "vllm"), ("--no-enable-auto-tool-choice",)
@@ -75,20 +75,18 @@ WRONG = {
     # requests to diagnose
     ("doctor", "--prompt", "{nothing}"): "cannot be read as UTF-8 text",
     ("doctor", "--prompt", "{file}.txt"): "is empty: give the whole prompt",
-    ("doctor", "--prompt", "{file}", "--collection", "{collection}"): "give one of them",
-    ("doctor", "--question", "Who?"): "give --collection, too",
-    ("doctor", "--collection", "{collection}"): "give --question",
-    (*DOCTOR, "--kv-path", "{store}"): "--kv-path: a collection has its own, leave it out",
-    (*DOCTOR, "--ratio", "2"): "'--ratio'",
-    (*DOCTOR, "--selector", "guess"): "selector='guess' must be one of",
-    (*DOCTOR, "--check-layers", "one"): "--check-layers",
-    (*DOCTOR, "--check-layers", "0"): "check_layers=(0,) must be at least 1 each",
-    (*DOCTOR, "--runs", "0"): "'--runs'",
+    ("doctor", "--prompt", "{file}", "--question", "Who?"): "give one of them",
+    ("doctor", "--from", "{collection}"): "give --question",
+    (*DOCTOR, "--set", "kv_path={store}"): "kv_path: a collection has its own, leave it out",
+    (*DOCTOR, "--set", "recompute_ratio=2"): "recompute_ratio=2 must be",
+    (*DOCTOR, "--set", "selector=guess"): "selector='guess' must be one of",
+    (*DOCTOR, "--set", "check_layers=0"): "check_layers=[0] must be at least 1 each",
     (*DOCTOR, "--url", "localhost"): "must be like http://host:8000",
     (*DOCTOR, "--verify", "--url", "http://host:1"): "leave out --url",
-    (*DOCTOR_DEMO, "--check-layers", "99"): "check_layers=(99,) must be below",
-    (*DOCTOR_DEMO, "--kv-path", "{collection}"): "is a collection: its store is --kv-path",
-    ("doctor", "--prompt", "{file}", "--lead-in", "preface"): "lead_in='preface'",
+    (*DOCTOR_DEMO, "--set", "check_layers=99"): "check_layers=(99,) must be below",
+    (*DOCTOR_DEMO, "--set", "kv_path={collection}"): "is a collection: its store is",
+    (*DOCTOR_DEMO, "--set", "model=smollm2"): "this command has an option of its own for it",
+    (*DOCTOR_DEMO, "--set", "kind=preface"): "lead_in='preface'",
     # documents to analyze
     ("ask", "--document", "{nothing}"): "does not exist",
     ("ask", "--document", "{notes}"): "is not a file: give one document",
@@ -107,7 +105,7 @@ WRONG = {
     ("explain", "Who?", "--prompt", "{file}"): "give one of QUESTION and --prompt FILE",
     ("explain", " ", "--from", "{collection}"): "the question is empty",
     ("explain", "Who?", "--from", "{nothing}"): "holds no collection",
-    ("explain", "--prompt", "{file}", "--engine", "ftp://host"): "must be like http://host:8000",
+    ("explain", "--prompt", "{file}", "--set", "engine=ftp://host"): "must be like http://host:80",
     ("explain", "--prompt", "{nothing}"): "cannot be read",
     ("explain", "--prompt", "{file}", "--passage", "{nothing}"): "--passage",
     ("explain", "Who?", "--html", "{nothing}/page.html"): "name a file in an existing folder",

@@ -34,7 +34,6 @@ SHORTENED = {
     "eval": "--questions 1 --rules hkvd=0.15 --set max_tokens=2",
     "tune": "--questions 1 --rules question_mid=0.16 --bar fidelity=0.01",
     "verify": "--dataset questions.json",
-    "explain": "--max-tokens 2",
     "ask --document": f"--model {MODEL} --chunk-tokens 256 --overlap 8 --window 2 --max-tokens 2",
     "bench ttft": f"{MODEL} --chunks 2 --chunk-tokens 32 --repeat 1",
     "bench store": "--repeat 1",

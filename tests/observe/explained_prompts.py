@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
-from cacheblend_rag.observe.explained import Cost, Explained
+from cacheblend_rag.observe.explain import Cost, Explained
 from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds, PhaseStarts
-from cacheblend_rag.trace import Deviations, Trace, TracedLayer, TracedSelection, TracedTokens
+from cacheblend_rag.trace import Trace, TracedSelection, TracedTokens
 
 HOSTILE = (
     '<script>alert(1)</script><img src="http://evil.example/x" onerror=alert(2)>'
@@ -21,19 +21,12 @@ def explained(text: str = "word", document: str = "notes.txt") -> Explained:
     choice = TracedSelection(
         1, (2, 3, 5), (1.0, 2.0, 3.0), (0.5, 8.0, 2.0), (0.5, 8.0, 2.0), (False, True, True)
     )
-    layers = tuple(
-        TracedLayer(
-            layer,
-            2,
-            Deviations(layer + 0.5, 1.0, 9.0, 10.0),
-            Deviations(layer + 1.0, 1.0, 9.0, 10.0),
-        )
-        for layer in range(4)
-    )
     trace = Trace(
-        (choice,), (4, 4, 2, 2), layers=layers, protected=(4,),
+        (choice,),
+        (4, 4, 2, 2),
+        protected=(4,),
         tokens=TracedTokens(3, (3, 5), (1.0, 2.0), (3.0, 4.0)),
-    )  # fmt: skip
+    )
     report = BlendReport(
         "transformers", True, None, 12, 2, 2, 8, 0.5, "hkvd", "none", 0.75,
         PhaseSeconds(load=0.1, recompute=0.75, first_token=0.15, decode=4.0),
@@ -47,9 +40,7 @@ def explained(text: str = "word", document: str = "notes.txt") -> Explained:
         starts=PhaseStarts(load=0.0, recompute=0.1, first_token=0.85, decode=1.0),
         trace=trace,
     )  # fmt: skip
-    return Explained(
-        report, tuple(f" {text}{at}" for at in range(12)), text, Cost(0.5, 2.0, 0.125, 16)
-    )
+    return Explained(report, tuple(f" {text}{at}" for at in range(12)), text, Cost(0.5, 2.0, 0.125))
 
 
 @dataclass

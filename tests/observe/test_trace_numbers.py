@@ -92,10 +92,8 @@ def test_a_check_layer_sees_full_prefills_deviations_and_so_does_the_histogram(
     found = told.histogram
     assert found is not None
     assert (found.layer, found.zeros) == (1, 0)
-    assert sum(found.recomputed) == len(best)
-    for low, high, count in zip(
-        found.edges, found.edges[1:],
-        [a + b for a, b in zip(found.recomputed, found.others, strict=True)], strict=False,
-    ):  # fmt: skip
-        inside = values[1, list(choice.positions)]
-        assert count == pytest.approx(int(((inside >= low) & (inside < high)).sum()), abs=1)
+    assert sum(one.recomputed for one in found.bins) == len(best)
+    inside = values[1, list(choice.positions)]
+    for one in found.bins:
+        counted = int(((inside >= one.low) & (inside < one.high)).sum())
+        assert one.recomputed + one.others == pytest.approx(counted, abs=1)

@@ -1,4 +1,4 @@
-"""What is told of a model's tokenizer and chat template."""
+"""What is told of a model's chat template, and of a server's namespace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import copy
 
 import pytest
 
-from cacheblend_rag.observe.diagnosis import role_markers
+from cacheblend_rag.kv.chunk_kv import namespace_id
+from cacheblend_rag.observe.environment import namespace_name, role_markers
 from cacheblend_rag.text.encoder import PromptEncoder
 from tests.tokenizer_kinds import KINDS, tokenizer_of
 
@@ -35,3 +36,10 @@ def test_roles_told_apart_by_text_are_told(
     if not ends:
         tokenizer.bos_token = None
     assert role_markers(PromptEncoder(tokenizer)) == markers
+
+
+def test_a_servers_namespace_is_shown_by_its_name_to_who_knows_it() -> None:
+    told = namespace_id("acme")
+    assert namespace_name(told, "acme") == "acme"
+    assert namespace_name(told, "default") == f"not 'default' but another, {told}"
+    assert namespace_name("", "default") == ""  # of a server that does not blend

@@ -1,4 +1,4 @@
-"""Engines over the bundled model, prompts of its corpus, and a machine whose CPUs are idle."""
+"""Engines over the toy model, and prompts of its corpus."""
 
 from __future__ import annotations
 
@@ -17,26 +17,10 @@ from cacheblend_rag import (
     TransformersEngine,
     load_tokenizer,
 )
-from cacheblend_rag.observe.doctor.machine import CpuCounters, Machine
 from tests.toy import DEFAULT_FRAME, TOY, DemoPrompt, generate_prompts
 
 HEAD = DEFAULT_FRAME.head
 EngineMaker = Callable[..., TransformersEngine]
-
-
-class IdleMachine(Machine):
-    """Only this process uses a CPU. available: bytes of memory."""
-
-    def __init__(self, available: int = 8 << 30) -> None:
-        self._readings, self._available = 0, available
-
-    def counters(self) -> CpuCounters:
-        self._readings += 1
-        spent = float(self._readings)
-        return CpuCounters(cpus=2, busy=spent, idle=spent, steal=0.0, own=spent)
-
-    def available_bytes(self, device: Any = None) -> int:
-        return self._available
 
 
 @pytest.fixture(autouse=True)

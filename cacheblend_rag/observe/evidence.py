@@ -1,36 +1,30 @@
-"""The facts that findings are drawn from, measured once."""
+"""The facts about one request that the doctor's rules are tested on."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-from cacheblend_rag.observe.doctor.machine import CpuLoad
-from cacheblend_rag.observe.doctor.similar import SimilarChunk
-from cacheblend_rag.prefill.comparing import Comparison
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.observe.machine import CpuLoad
+from cacheblend_rag.observe.similar import SimilarChunk
+from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.settings import BlendConfig
+
+if TYPE_CHECKING:
+    from cacheblend_rag.quality.verify import Verdict
 
 
 @dataclass(frozen=True)
 class PromptFacts:
     """A prompt, and what its engine expects of it.
 
-    Args:
-        tokens: how many it holds.
-        chunks: the text of each chunk in it, in order.
-        chunk_tokens: how many tokens of each chunk are in it.
-        known_chunks: how many chunks are registered.
-        before: the text before the first chunk; all of it without chunks.
-        after: the text after the last chunk, without special tokens.
-        instruction: the text that the engine expects before the first chunk.
-        lead_in: the kind of lead-in.
-        question: the question, if it is known.
+    chunks, chunk_tokens: text of each chunk in it, and how many of its tokens are there.
+    known_chunks: how many are registered. before, after: the text before the first chunk, and
+    after the last. instruction, lead_in: what the engine computes chunks after. question: if known.
     """
 
     tokens: int
@@ -51,40 +45,23 @@ class PromptFacts:
 
 @dataclass(frozen=True)
 class Trial:
-    """One request with the prompt under a given BlendConfig, and its result.
+    """A blended request with a trace, and its loss; None if unknown.
 
-    Args:
-        config: the settings.
-        report: of a request with them; it has a trace.
-        divergence: from full prefill; None if it was not compared.
+    loss: how much farther from the reference its predictions are than full prefill's, in nats per
+    token.
     """
 
-    config: BlendConfig
     report: BlendReport
-    divergence: Comparison | None = None
-
-    @property
-    def ratio(self) -> float:
-        """The ratio that it was served with."""
-        return self.report.recompute_ratio
-
-    @property
-    def loss(self) -> float | None:
-        """How much farther from the reference it is than full prefill, in nats per token."""
-        told = self.divergence
-        return None if told is None else max(0.0, told.blend - told.prefill)
+    loss: float | None = None
 
 
 @dataclass(frozen=True)
 class TierFacts:
     """What happened to one tier while the doctor ran.
 
-    Args:
-        errors: uses that failed.
-        skipped: reads that were skipped, since it had failed.
-        read_bytes: size of those of the prompt's chunks that it holds.
-        read_seconds: median time to read these once more, one after another; None if it was not
-            measured.
+    errors: uses that failed. skipped: reads that were skipped, since it had failed. read_bytes:
+    size of those of the prompt's chunks that it holds. read_seconds: how long it took to read these
+    once more; None if that was not measured.
     """
 
     errors: int = 0
@@ -95,35 +72,15 @@ class TierFacts:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Memory of a request, in bytes; None for what is unknown.
+    """Bytes needed for the prompt's KV, available on the device, and kept as chunk KV in memory.
 
-    Args:
-        needed: for the prompt's KV.
-        available: on the engine's device.
-        kept: chunk KV in this process's memory.
-        lack: the allocator's message, if a request found no memory at all.
+    lack: the allocator's message, if a request found no memory at all.
     """
 
-    needed: int | None = None
-    available: int | None = None
-    kept: int | None = None
+    needed: int = 0
+    available: int = 0
+    kept: int = 0
     lack: str | None = None
-
-
-class Verified(Protocol):
-    """The verdict of ``verify_model``."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether no check failed."""
-
-    @property
-    def failed(self) -> Sequence[Any]:
-        """The checks of the model that failed, each with its ``name`` and what it ``found``."""
-
-    @property
-    def advice(self) -> str:
-        """One line of advice: whether to use blending with this model."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +119,7 @@ class Evidence:
     memory: MemoryFacts = field(default_factory=MemoryFacts)
     load: CpuLoad | None = None
     refusal: Reason | None = None
-    verdict: Verified | None = None
+    verdict: Verdict | None = None
 
     @property
     def reports(self) -> tuple[BlendReport, ...]:
@@ -194,30 +151,15 @@ class Evidence:
         """Median time to first token of blended requests; 0 if there was none."""
         return _median_ttft([report for report in self.blends if report.blended])
 
-    def missed_tokens(self, *codes: ReasonCode) -> int:
-        """Return the tokens of chunks that the first request missed for one of these reasons."""
-        return sum(chunk.tokens for chunk in self.chunks if chunk.reason_code in codes)
 
-    def missed(self, *codes: ReasonCode) -> int:
-        """Return how many chunks the first request missed for one of these reasons."""
-        return sum(chunk.reason_code in codes for chunk in self.chunks)
-
-    def missed_tiers(self, code: ReasonCode) -> Counter[str]:
-        """Return how many chunks were missed for a reason, by the tier that failed."""
-        return Counter(
-            chunk.tier for chunk in self.chunks if chunk.reason_code == code and chunk.tier
-        )
-
-
-def waited(report: BlendReport) -> Mapping[str, float]:
+def waited(report: BlendReport) -> dict[str, float]:
     """Return the seconds that a request waited for stored KV, by tier.
 
     Looking chunks up counts as a wait for the slowest of them.
     """
     waits = dict(report.seconds.load_by_tier)
     if waits:
-        slowest = max(waits, key=lambda tier: waits[tier])
-        waits[slowest] += report.seconds.look_up
+        waits[max(waits, key=lambda tier: waits[tier])] += report.seconds.look_up
     return waits
 
 

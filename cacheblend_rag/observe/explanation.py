@@ -1,15 +1,15 @@
-"""Explains a report: what was reused and why, what it cost, and what recomputing changed."""
+"""Explains a report: what became of each chunk and token, and what recomputing changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
 
 import numpy as np
 
-from cacheblend_rag.report import PREFILL_PHASES, BlendReport, ChunkReport
-from cacheblend_rag.trace import Trace, TracedLayer, TracedSelection, TracedTokens
+from cacheblend_rag.report import BlendReport, ChunkReport
+from cacheblend_rag.trace import Trace, TracedSelection, TracedTokens
 
 BINS = 24
 ROUNDING = 1e-9
@@ -32,7 +32,7 @@ class ExplainedToken:
     """
 
     position: int
-    fate: str
+    fate: Literal["recomputed", "all", "protected"]
     score: float | None = None
     rank: int | None = None
     deviation: float | None = None
@@ -52,22 +52,16 @@ class ExplainedChunk(ChunkReport):
 
 
 @dataclass(frozen=True)
-class ExplainedPhase:
-    """A phase of a request.
+class Bin:
+    """How many tokens have a deviation from ``low`` to ``high``.
 
-    Args:
-        name: as in PhaseSeconds.
-        start: seconds since the request began, None if it did not take place.
-        seconds: how long it took.
-        share: of the time to the first token; 0 for phases after it.
-        parts: its seconds by part (such as the tier that KV was loaded from), if they are known.
+    recomputed: of those that were recomputed in later layers, too. others: of those that were not.
     """
 
-    name: str
-    start: float | None
-    seconds: float
-    share: float
-    parts: tuple[tuple[str, float], ...] = ()
+    low: float
+    high: float
+    recomputed: int
+    others: int
 
 
 @dataclass(frozen=True)
@@ -76,16 +70,12 @@ class Histogram:
 
     Args:
         layer: where they were measured.
-        edges: of the bins, rising; one more than bins.
-        recomputed: per bin, how many tokens that were recomputed in later layers, too.
-        others: per bin, how many tokens that were not.
+        bins: rising.
         zeros: tokens that did not change but for rounding.
     """
 
     layer: int
-    edges: tuple[float, ...]
-    recomputed: tuple[int, ...]
-    others: tuple[int, ...]
+    bins: tuple[Bin, ...]
     zeros: int = 0
 
     @classmethod
@@ -110,16 +100,11 @@ class Histogram:
         low, high = changed.min(), changed.max()
         edges = low + ((high - low) / BINS or 0.1) * np.arange(BINS + 1)
         edges[-1] = max(edges[-1], high)  # which rounding may have put below
-        recomputed, others = (
-            np.histogram(changed[of[is_changed]], edges)[0].tolist() for of in (is_kept, ~is_kept)
-        )
-        return cls(
-            layer,
-            tuple((10 ** np.minimum(edges, 308.0)).tolist()),
-            tuple(recomputed),
-            tuple(others),
-            int((~is_changed).sum()),
-        )
+        counts = (np.histogram(changed[of[is_changed]], edges)[0] for of in (is_kept, ~is_kept))
+        powers = (10 ** np.minimum(edges, 308.0)).tolist()
+        columns = (powers[:-1], powers[1:], *(one.tolist() for one in counts))
+        bins = tuple(Bin(*row) for row in zip(*columns, strict=True))
+        return cls(layer, bins, int((~is_changed).sum()))
 
 
 @dataclass(frozen=True)
@@ -128,27 +113,15 @@ class Explanation:
 
     Args:
         summary: what was reused, what it cost, what it saved, in one or two sentences.
-        blended: whether any chunk was reused.
-        code: the code of the reason why not, None if one was.
         chunks: one for each chunk of the report.
-        phases: in their order.
-        first_token_seconds: the time to the first token.
-        compute_share: floating-point work, as a share of full prefill's.
         histogram: of deviations at the check layer, or the first layer whose values depend on
             other tokens; None without a trace of them.
-        layers: deviations by layer.
-        notes: what is missing, and why.
+        notes: what was done differently than asked or is missing, and why.
     """
 
     summary: str
-    blended: bool
-    code: str | None
     chunks: tuple[ExplainedChunk, ...]
-    phases: tuple[ExplainedPhase, ...]
-    first_token_seconds: float
-    compute_share: float
     histogram: Histogram | None = None
-    layers: tuple[TracedLayer, ...] = ()
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -159,18 +132,13 @@ class Explanation:
         """
         trace = report.trace or Trace()
         marked = _marked(report, trace)
-        return cls(
-            summary=_summary(report),
-            blended=report.blended,
-            code=report.reason_code,
-            chunks=tuple(_chunk(chunk, report, marked) for chunk in report.chunks),
-            phases=tuple(_phases(report)),
-            first_token_seconds=report.seconds.time_to_first_token,
-            compute_share=report.compute_share,
-            histogram=Histogram.of(trace),
-            layers=trace.layers,
-            notes=tuple(_notes(report)),
-        )
+        chunks = []
+        for chunk in report.chunks:
+            here = range(chunk.start, chunk.start + chunk.tokens) if chunk.hit else range(0)
+            own = tuple(marked[at] for at in here if at in marked)
+            why = _why(chunk, report, own)
+            chunks.append(ExplainedChunk(**vars(chunk), why=why, marked=own))
+        return cls(_summary(report), tuple(chunks), Histogram.of(trace), tuple(_notes(report)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; each chunk with the code of its reason."""
@@ -194,37 +162,16 @@ def _summary(report: BlendReport) -> str:
     )
 
 
-def _notes(report: BlendReport) -> Iterable[str]:
-    for reason in (report.selector_reason, report.ratio_reason):
-        if reason is not None:
-            yield str(reason)
+def _notes(report: BlendReport) -> Iterator[str]:
+    yield from map(str, filter(None, (report.selector_reason, report.ratio_reason)))
     if not report.blended:
         return
     if report.trace is None:
         yield NO_TRACE
-        return
-    if report.trace.truncated:
+    elif report.trace.truncated:
         yield "the trace is cut: it holds the tokens with the highest scores only"
-    if not report.trace.selections and report.recomputed_tokens:
+    elif not report.trace.selections and report.recomputed_tokens:
         yield "every token was recomputed, so none was chosen by a score"
-
-
-def _phases(report: BlendReport) -> Iterable[ExplainedPhase]:
-    """Yield each phase with its start and duration, in the order of PhaseStarts."""
-    first = report.seconds.time_to_first_token
-    for name in (one.name for one in fields(report.starts)):
-        seconds = getattr(report.seconds, name)
-        share = seconds / first if first > 0 and name in PREFILL_PHASES else 0.0
-        known = tuple(report.seconds.load_by_tier.items()) if name == "load" else ()
-        yield ExplainedPhase(name, getattr(report.starts, name), seconds, share, known)
-
-
-def _chunk(
-    chunk: ChunkReport, report: BlendReport, marked: Mapping[int, ExplainedToken]
-) -> ExplainedChunk:
-    here = range(chunk.start, chunk.start + chunk.tokens) if chunk.hit else range(0)
-    own = tuple(marked[at] for at in here if at in marked)
-    return ExplainedChunk(**vars(chunk), why=_why(chunk, report, own), marked=own)
 
 
 def _why(chunk: ChunkReport, report: BlendReport, own: Sequence[ExplainedToken]) -> str:
@@ -234,15 +181,11 @@ def _why(chunk: ChunkReport, report: BlendReport, own: Sequence[ExplainedToken])
     if not chunk.hit:
         where = f" ({chunk.tier})" if chunk.tier else ""
         return f"computed: {chunk.reason or 'no reason given'}{where}{edge}"
-    parts = [f"reused from {chunk.tier or 'memory'}"]
+    recomputed = _counted(chunk.recomputed) if chunk.recomputed else "nothing"
+    parts = [f"reused from {chunk.tier or 'memory'}", f"{recomputed} recomputed"]
     ranks = [token.rank for token in own if token.rank is not None and token.fate == "recomputed"]
-    if not chunk.recomputed:
-        parts.append("nothing recomputed")
-    elif ranks:
-        of = f"{_counted(chunk.recomputed)} recomputed by {report.selector}"
-        parts.append(f"{of}, ranks {min(ranks):,} to {max(ranks):,}")
-    else:
-        parts.append(f"{_counted(chunk.recomputed)} recomputed")
+    if ranks:
+        parts[1] += f" by {report.selector}, ranks {min(ranks):,} to {max(ranks):,}"
     protected = sum(token.fate == "protected" for token in own)
     if protected:
         parts.append(f"{_counted(protected)} protected, since fresh KV would forget its document")
@@ -253,7 +196,7 @@ def _counted(tokens: int) -> str:
     return f"{tokens:,} token" + ("" if tokens == 1 else "s")
 
 
-def _marked(report: BlendReport, trace: Trace) -> dict[int, ExplainedToken]:
+def _marked(report: BlendReport, trace: Trace) -> Mapping[int, ExplainedToken]:
     """Return the recomputed and the protected tokens of reused chunks, by position."""
     found = {at: ExplainedToken(at, "protected") for at in trace.protected}
     deviations: dict[int, float] = {}
@@ -271,7 +214,7 @@ def _marked(report: BlendReport, trace: Trace) -> dict[int, ExplainedToken]:
         for chunk in whole:
             for at in range(chunk.start, chunk.start + chunk.tokens):
                 found[at] = ExplainedToken(at, "all", deviation=deviations.get(at))
-    return dict(sorted(found.items()))
+    return found
 
 
 def _ranks(choice: TracedSelection) -> dict[int, int]:

