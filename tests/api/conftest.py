@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -54,3 +56,30 @@ def openai_client(app) -> openai.AsyncOpenAI:
 @pytest.fixture
 def client(app) -> openai.AsyncOpenAI:
     return openai_client(app)
+
+
+class Caller:
+    """A client that sends a request to an application, and hangs up. sent: what it got so far."""
+
+    def __init__(self, app: Any, path: str, body: bytes, **headers: str) -> None:
+        named = {"content-type": "application/json", "host": "localhost", **headers}
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in named.items()],
+        }
+        self.sent: list[Any] = []
+        self._arrived = asyncio.Queue[Any]()
+        self._arrived.put_nowait({"type": "http.request", "body": body})
+        self._serving = asyncio.create_task(app(scope, self._arrived.get, self._note))
+
+    async def hang_up(self) -> None:
+        self._arrived.put_nowait({"type": "http.disconnect"})
+        async with asyncio.timeout(20):
+            await self._serving
+
+    async def _note(self, event: Any) -> None:
+        self.sent.append(event)

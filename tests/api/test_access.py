@@ -12,17 +12,9 @@ import uvicorn
 
 from cacheblend_rag.api import run
 from cacheblend_rag.api.app import create_app
-from tests.api.conftest import http_client
 
 pytestmark = pytest.mark.asyncio
 ASKED = {"messages": [{"role": "user", "content": "w3"}]}
-
-
-async def test_a_server_of_a_collection_takes_no_documents(engine):
-    http = http_client(create_app(engine, documents=False))
-    answer = await http.put("/v1/cacheblend/documents/a", json={"chunks": ["w3"]})
-    assert answer.status_code in {404, 501}
-    assert (await http.post("/v1/cacheblend/release")).json() == {"released_bytes": 0}
 
 
 async def test_headers_without_an_end_are_given_up(engine, script, monkeypatch):

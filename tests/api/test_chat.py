@@ -60,13 +60,6 @@ async def test_a_stream_is_the_answer_in_pieces(client, http):
         ChatCompletionChunk.model_validate_json(event.removeprefix("data: "), strict=True)
 
 
-async def test_a_stream_ends_with_the_usage_if_that_is_asked_for(client):
-    *chunks, last = await streamed(client, stream_options={"include_usage": True})
-    assert last.choices == []
-    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (4, 3)
-    assert all(chunk.usage is None and chunk.choices for chunk in chunks)
-
-
 async def test_several_answers_have_their_index_and_their_seed(client, script):
     answer = await client.chat.completions.create(**ASKED, n=3, seed=7, temperature=1.0)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
+import shutil
 from typing import Literal
 
-import httpx
 import openai
 import pytest
 
-from tests.local_servers import HOST, free_port
+from tests.contracts.served import DOCUMENTS, Served
 from tests.toy import TOY, generate_collection
 from tests.unmodified_clients import QUESTION, UnmodifiedClients
 
 KEY = "sesame"
-START_SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -33,42 +27,18 @@ def passage() -> str:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, passage):
     """The URL of a server of the bundled model that knows a document."""
-    port, folder = free_port(), tmp_path_factory.mktemp("server")
-    command = [
-        *(sys.executable, "-m", "cacheblend_rag", "serve", TOY, "--engine", "transformers"),
-        *("--port", str(port), "--kv-path", str(folder / "kv")),
-    ]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stderr=log, env={**os.environ, "VLLM_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
-        )
-    url, end = f"http://{HOST}:{port}", time.monotonic() + START_SECONDS
-    while not answers(url):
-        assert process.poll() is None, (folder / "log").read_text()
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    stored = httpx.put(
-        f"{url}/v1/cacheblend/documents/notes",
-        json={"chunks": [passage]},
-        headers={"Authorization": f"Bearer {KEY}"},
-        timeout=120,
-    )
-    assert stored.json()["computed"] == 1
-    yield url
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0, "told to end, it ends without an error"
-    told = (folder / "log").read_text()
-    assert f"toy is served at {url}/v1" in told
-    assert "POST /v1/chat/completions:" in told
-    assert KEY not in told
-    assert "Traceback" not in told
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
+    folder = tmp_path_factory.mktemp("server")
+    model = shutil.copytree(TOY, folder / "toy")
+    kept = ("--kv-path", str(folder / "kv"))
+    with Served(model, "transformers", *kept, VLLM_API_KEY=KEY) as served:
+        stored = served.ask("PUT", f"{DOCUMENTS}/notes", KEY, json={"chunks": [passage]})
+        assert stored.json()["computed"] == 1
+        yield served.url
+        assert served.end() == 0, "told to end, it ends without an error"
+        for told in (f"toy is served at {served.url}/v1", "POST /v1/chat/completions:"):
+            assert told in served.log
+        for untold in (KEY, "Traceback"):
+            assert untold not in served.log
 
 
 @pytest.fixture(scope="module")

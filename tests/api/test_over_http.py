@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -15,8 +14,6 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag import BlendConfig, Conversation, Engine, TransformersEngine, open_engine
 from cacheblend_rag.api.app import create_app
-from cacheblend_rag.engines.embedded_jobs import carry_out
-from cacheblend_rag.engines.vllm.protocol.job import Compare
 from tests.contracts.engine import (
     CONFIG,
     EmbeddedContract,
@@ -94,29 +91,3 @@ def test_conversations_are_kept_on_the_server(model: PreTrainedModel, tmp_path: 
         assert conversation.last.turn_tokens >= 2 * 24
         assert engine.name == "transformers-server"
         assert conversation.forget() > 0
-
-
-def test_a_comparison_that_is_cancelled_stops(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, closed = asyncio.Event(), threading.Event()
-
-    async def cancelled(served: Engine) -> None:
-        def endless(*_: object) -> Iterator[None]:
-            try:
-                while True:
-                    loop.call_soon_threadsafe(begun.set)
-                    yield
-            finally:
-                closed.set()
-
-        loop = asyncio.get_running_loop()
-        monkeypatch.setattr(served, "_compare", endless)
-        job = Compare(tokens=(5, 6, 7), answer=(8,), config=CONFIG)
-        task = asyncio.create_task(carry_out(served, job))
-        await begun.wait()
-        task.cancel()
-
-    with closing(TransformersEngine(model, tokenizer=tokenizer_with_template())) as served:
-        asyncio.run(cancelled(served))
-        assert closed.wait(20)

@@ -66,14 +66,6 @@ async def test_items_of_the_input_become_messages(client, script):
     assert source.tool_choice == {"type": "function", "function": {"name": "weather"}}
 
 
-async def test_the_form_of_the_text_reaches_the_engine(client, script):
-    schema = {"type": "object", "properties": {}}
-    form = {"type": "json_schema", "name": "a", "schema": schema}
-    answer = await client.responses.create(model="model", input="w3", text={"format": form})
-    assert script.sampled[-1].structured_outputs.json
-    assert answer.text.format.type == "json_schema"
-
-
 async def test_a_stream_adds_up_to_the_response(client, script):
     script.calls = (ToolCall("call_1", "weather", '{"a":1}'),)
     stream = await client.responses.create(model="model", input="w3", tools=[TOOL], stream=True)
@@ -89,14 +81,6 @@ async def test_a_stream_adds_up_to_the_response(client, script):
     assert (final.output_text, final.output[1].call_id) == ("Hello, wörld", "call_1")
     async with client.responses.stream(model="model", input="w3", tools=[TOOL]) as helper:
         assert (await helper.get_final_response()).output_text == "Hello, wörld"
-
-
-async def test_a_stream_of_a_call_alone_has_no_message(client, script):
-    script.pieces, script.calls = (), (ToolCall("call_1", "weather", "{}"),)
-    stream = await client.responses.create(model="model", input="w3", tools=[TOOL], stream=True)
-    events = [event async for event in stream]
-    assert [item.type for item in events[-1].response.output] == ["function_call"]
-    assert not any(event.type == "response.output_text.delta" for event in events)
 
 
 @pytest.mark.parametrize(

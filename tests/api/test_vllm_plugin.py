@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from cacheblend_rag.api import vllm_plugin
 from cacheblend_rag.api.vllm_plugin import DocumentsPlugin
 from cacheblend_rag.engines.vllm.middleware.access import GRANT
-from cacheblend_rag.engines.vllm.middleware.keys import STORERS_STATE, Grant
+from cacheblend_rag.engines.vllm.middleware.keys import Grant
 from cacheblend_rag.engines.vllm.namespaces import TENANTS_VARIABLE
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import namespace_id
@@ -119,22 +119,6 @@ def test_a_namespace_has_one_engine_and_a_registry_beside_its_kv(tmp_path: Path)
     assert {f"chunks-{namespace_id(name)}.sqlite" for name in ("acme", "globex")} <= files
 
 
-def test_documents_survive_a_restart(tmp_path: Path) -> None:
-    answers(put(), {"kv_path": str(tmp_path)})
-
-    async def ask(http: httpx.AsyncClient) -> Any:
-        return (await http.get(f"{DOCUMENTS}/a")).json()["chunks"]
-
-    chunks = answers(ask, {"kv_path": str(tmp_path)})
-    assert [one["text"] for one in chunks] == ["w1 w2 w3", "w4 w5 w6"]
-
-
-def test_without_tenants_the_namespace_is_the_servers() -> None:
-    assert answers(put(), {"namespace": "mine"}, GLOBEX).status_code == 200
-    (engine,) = FakeVLLMEngine.made
-    assert (engine.namespace, engine.transport._namespace) == ("mine", None)
-
-
 @pytest.mark.parametrize(
     ("settings", "key", "is_used"),
     [({}, "", True), ({}, "k", False), ({"unconfirmed_context": True}, "k", True)],
@@ -175,29 +159,3 @@ def test_engines_close_with_the_server() -> None:
     answers(ask, {"tenants": True})
     assert opened == [True, True]
     assert [engine.is_open for engine in FakeVLLMEngine.made] == [False, False]
-
-
-def test_none_is_opened_once_they_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    own: list[Any] = []
-    init = vllm_plugin.ServerEngines.__init__
-
-    def noted(engines: Any, *given: Any) -> None:
-        init(engines, *given)
-        own.append(engines)
-
-    monkeypatch.setattr(vllm_plugin.ServerEngines, "__init__", noted)
-
-    async def ask(http: httpx.AsyncClient) -> Any:
-        await asyncio.to_thread(own[0].close)
-        return await put()(http)
-
-    answer = answers(ask, {})
-    assert answer.status_code == 503
-    assert "shutting down" in answer.json()["error"]["message"]
-    assert FakeVLLMEngine.made == []
-
-
-def test_a_server_without_a_model_has_no_documents() -> None:
-    app = FastAPI()
-    asyncio.run(DocumentsPlugin().init_state(None, app.state, SimpleNamespace(model="toy")))
-    assert getattr(app.state, STORERS_STATE, None) is None

@@ -22,9 +22,8 @@ Bench = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
+def bench(capsys: pytest.CaptureFixture[str]) -> Bench:
     """Runs ``python -m tests.benchmarks.NAME ... --json`` in this process."""
-    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
 
     def told(name: str, *given: object) -> dict[str, Any]:
         measure = import_module(f"tests.benchmarks.{name}").measure
@@ -32,25 +31,6 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         return dict(json.loads(capsys.readouterr().out))
 
     return told
-
-
-def test_steady_tells_hundreds_of_requests_that_never_repeat(bench: Bench) -> None:
-    given = ("--requests", 230, "--chunks", 40, "--drawn", 2, "--chunk-tokens", 16)
-    found = bench("steady", "--shape", "tiny", *given)
-    assert [row["requests"] for row in found["hundreds"]] == [100, 100, 30]
-    shares = [row["hit_share"] for row in found["hundreds"]]
-    assert min(shares[1:]) > 0.25, "more than what is held, as what is drawn often is"
-    assert max(shares) < 1
-    assert found["host_bytes"] * 4 < found["stored_bytes"]
-    first, second, last = (row["speedup"] for row in found["hundreds"])
-    assert found["last_over_second"] == pytest.approx(last / second)
-    assert first > 0
-
-
-def test_more_requests_than_combinations_are_an_error(bench: Bench) -> None:
-    given = ("--requests", 7, "--chunks", 3, "--drawn", 2, "--chunk-tokens", 8)
-    with pytest.raises(SystemExit, match="requests=7 are too many for chunks=3"):
-        bench("steady", "--shape", "tiny", *given)
 
 
 def test_the_same_passages_are_an_exact_prefix_from_the_third_question_on(bench: Bench) -> None:

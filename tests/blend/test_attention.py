@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
-from functools import partial
 from threading import Barrier, Thread
 from typing import Any
 
@@ -12,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.backends import cuda
-from torch.nn import functional
 
-from cacheblend_rag.blend import attention
 from cacheblend_rag.blend.attention import (
     MaskCache,
     attend_rows,
@@ -163,50 +159,7 @@ def test_attention_takes_no_more_memory_than_it_says(softcap: float | None, kept
     assert on_a_gpu[1] < 2.01 * on_a_gpu[0], "no logits are laid out, however many there would be"
 
 
-def test_logits_laid_out_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer rows attend at a time; what they get stays the same."""
-    asked: list[int] = []
-
-    def noted(call: AttentionCall, *rest: Any) -> torch.Tensor:
-        asked.append(call.query.shape[2])
-        return attend_to(call, *rest)
-
-    monkeypatch.setattr(attention, "attend_to", noted)
-    query, keys, values = inputs()
-    every = Rows.at(torch.arange(TOKENS).numpy(), CPU)
-    call = call_of(query, softcap=2.0)
-    whole = attend_rows(call, keys, values, every)
-    assert asked == [64] * (TOKENS // 64) + [TOKENS % 64]
-    for most, rows in ((HEADS * TOKENS * 7, 7), (1, 1)):
-        asked.clear()
-        monkeypatch.setattr(attention, "LARGEST_LOGITS", most)
-        found = attend_rows(call, keys, values, every)
-        torch.testing.assert_close(found, whole, atol=1e-5, rtol=0)
-        assert max(asked) == rows
-        assert len(asked) == -(-TOKENS // rows)
-
-
 # Masks
-
-
-def test_a_mask_is_made_once_and_goes_with_its_rows() -> None:
-    made: list[int] = []
-
-    def make(size: int) -> torch.Tensor:
-        made.append(size)
-        return torch.zeros(size)
-
-    kept, one, other = MaskCache(most_bytes=40), *(Rows.at(np.array([1]), CPU) for _ in range(2))
-    first = kept.get(one, "a", partial(make, 5))
-    assert kept.get(one, "a", partial(make, 9)) is first
-    kept.get(other, "a", partial(make, 4))  # other rows, though alike
-    for _ in range(2):
-        kept.get(one, "large", partial(make, 2))  # has no room, and evicts none
-    assert kept.get(one, "a", partial(make, 9)) is first
-    assert (made, kept.nbytes) == ([5, 4, 2, 2], 4 * (5 + 4))
-    del one, first
-    gc.collect()
-    assert kept.nbytes == 4 * 4
 
 
 # cuDNN
@@ -218,24 +171,6 @@ def before(request: pytest.FixtureRequest) -> Iterator[bool]:
     cuda.enable_cudnn_sdp(request.param)
     yield request.param
     cuda.enable_cudnn_sdp(was)
-
-
-def test_attention_of_scattered_rows_is_kept_off_cudnn(
-    before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attend, seen = functional.scaled_dot_product_attention, []
-
-    def spy(*given: Any, **named: Any) -> torch.Tensor:
-        seen.append(cuda.cudnn_sdp_enabled())
-        return attend(*given, **named)
-
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
-    keys = torch.randn(1, 2, 300, 8)
-    rows = Rows.at(torch.arange(0, 300, 2).numpy(), CPU)
-    attend_rows(call_of(torch.randn(1, 4, 150, 8)), keys, keys, rows)
-    assert len(seen) > 1
-    assert not any(seen)
-    assert cuda.cudnn_sdp_enabled() is before
 
 
 def test_it_comes_back_when_the_last_of_several_threads_leaves(before: bool) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
 from cacheblend_rag.blend.fused import FusedKV, RingKV
-from cacheblend_rag.blend.rows import Rows, token_tensor
+from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from tests.blend.fake_stack import HEAD_DIM, KV_HEADS, LAYERS, FakeStack, Reference, plain_kv
 
@@ -47,15 +45,6 @@ def test_a_chunk_is_laid_where_it_stands(start: int) -> None:
     assert torch.equal(fused.values[:, :, here], kv.values)
     assert torch.equal(fused.keys[:, :, : here.start], before[:, :, : here.start])
     assert torch.equal(fused.keys[:, :, here.stop :], before[:, :, here.stop :])
-
-
-def test_a_chunk_that_stays_where_it_was_is_not_turned() -> None:
-    stack = FakeStack()
-    keys, values, _ = plain_kv(stack, torch.arange(8))
-    kv, fused = ChunkKV.of(keys[:, :, 3:].clone(), values[:, :, 3:].clone(), 3), numbered()
-    stack.rotation = None  # type: ignore[assignment,method-assign]
-    place(fused, stack, kv, 3)
-    assert torch.equal(fused.keys[:, :, 3:8], kv.keys)
 
 
 @pytest.mark.parametrize("positions", [(3, 4, 5), (3,), (0, 7, 19), (1, 2, 5)], ids=str)
@@ -108,24 +97,4 @@ def test_rows_know_their_bounds_runs_and_pairs() -> None:
     assert rows.pairs(4) == sum(min(i + 1, 4) for i in (1, 3, 4, 6))
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 4, 7, 10, 11])
-@pytest.mark.parametrize("count", [0, 1, 9, 10])
-def test_blocks_are_even_and_no_larger_than_asked(most: int, count: int) -> None:
-    rows = Rows.at((torch.arange(count) * 3).numpy(), CPU)
-    blocks = list(rows.blocks(most))
-    lengths = [len(part) for _, part in blocks]
-    assert len(blocks) == -(-count // most)
-    assert [i for _, part in blocks for i in part.host.tolist()] == rows.host.tolist()
-    assert [start for start, _ in blocks] == [sum(lengths[:i]) for i in range(len(blocks))]
-    assert max(lengths, default=0) <= most
-    assert max(lengths, default=0) - min(lengths, default=0) <= 1
-
-
 # Token ids
-
-
-@pytest.mark.parametrize("ids", [(), (3,), [5, 0, 128_255], range(9000)])
-def test_it_is_the_tensor_of_the_ids(ids: Sequence[int]) -> None:
-    made = token_tensor(ids, torch.device("cpu"))
-    assert made.equal(torch.tensor(list(ids), dtype=torch.int64))
-    assert token_tensor(ids, torch.device("meta")).is_meta

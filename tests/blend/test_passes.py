@@ -36,7 +36,6 @@ LENGTHS = {"head": 3, "a": 7, "between": 2, "b": 6, "c": 8, "question": 4}
 ENDS = dict(zip(LENGTHS, torch.tensor(list(LENGTHS.values())).cumsum(0).tolist(), strict=True))
 SPANS = {name: (ENDS[name] - length, ENDS[name]) for name, length in LENGTHS.items()}
 TOKENS = sum(LENGTHS.values())
-GRADUAL = BlendConfig(selector="hkvd", check_layers=(1, 2), recompute_ratio=(0.5, 0.25))
 CHECKS: tuple[dict[str, Any], ...] = (
     {},
     {"check_layers": (2,)},
@@ -208,7 +207,6 @@ def every_schedule() -> Iterator[Any]:
                 yield pytest.param(config, id=f"{name}{layers}-{ratio}")
 
 
-EVERY_SCHEDULE = pytest.mark.parametrize("config", list(every_schedule()))
 WAYS: dict[str, dict[str, int]] = {
     "at once": {"rows": TOKENS, "last": 1},
     "in blocks": {"rows": 4, "last": 1},
@@ -272,69 +270,6 @@ def test_a_layer_runs_and_writes_its_rows_and_no_other(both: tuple[Case, Slow]) 
 
 def flat(log: Sequence[Event], kind: str, layer: int) -> list[int]:
     return [row for event in log for row in event.rows if event[:2] == (kind, layer)]
-
-
-def test_the_order_of_a_pass_with_two_check_layers() -> None:
-    """Written out once: what comes to a check layer is written before what goes on is run."""
-    case = Case.of(Prompt(hits="a"), GRADUAL)
-    every, ten, eight = (tuple(Slow(case).rows[layer]) for layer in (0, 1, 2))
-    assert (len(every), len(ten), len(eight)) == (TOKENS, TOKENS - 7 + 4, TOKENS - 7 + 2)
-    last = (TOKENS - 1,)
-    assert case.stack.log == [
-        Event("write", 0, every), Event("read", 0, ()), Event("run", 0, every),
-        Event("probe", 1, every), Event("write", 1, every),
-        Event("write", 1, ten), Event("read", 1, ()), Event("run", 1, ten),
-        Event("probe", 2, ten), Event("write", 2, ten),
-        Event("write", 2, eight), Event("read", 2, ()), Event("run", 2, eight),
-        Event("probe", 3, eight[:-1]), Event("write", 3, eight[:-1]),
-        Event("write", 3, last), Event("read", 3, ()), Event("run", 3, last),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("row_block", [TOKENS, 4], ids=["at once", "in blocks"])
-def test_a_layer_is_told_of_once_its_kv_is_final(row_block: int) -> None:
-    told: list[tuple[int, Tensor]] = []
-    config = GRADUAL
-    case = Case.of(
-        Prompt(), config, FakeStack(row_block=row_block),
-        on_layer=lambda layer, fused: told.append((layer, fused.keys[layer].clone())),
-    )  # fmt: skip
-    assert [layer for layer, _ in told] == list(range(LAYERS))
-    for layer, keys in told:
-        assert torch.equal(keys, case.run.fused.keys[layer])
-
-
-@EVERY_SCHEDULE
-def test_a_step_is_one_block_of_rows(config: BlendConfig) -> None:
-    """Others wait for a block of a layer, whatever is selected.
-
-    A check goes with its layer's first block, and the last token's own run with the last one.
-    """
-    stack, prompt, again = FakeStack(row_block=4), Prompt(), Case.of(Prompt(), config)
-    fused = prompt.laid(WatchedKV(stack, TOKENS))
-    schedule = plan_schedule(config, LAYERS)
-    run = BlendPass(stack, prompt.ids, fused, prompt.candidates, schedule)
-    steps = []
-    for _ in run.steps():
-        steps.append(stack.log.copy())
-        stack.log.clear()
-    assert stack.log == []
-    for events in steps:
-        ran = [event for event in events if event.kind == "run"]
-        probed = [event for event in events if event.kind == "probe"]
-        layer = events[0].layer
-        assert {event.layer for event in events} == {layer}
-        checked = layer in schedule.checks
-        if layer < LAYERS - 1:
-            assert len(ran) == 1
-            assert checked or not probed
-        else:
-            assert checked or len(probed) <= 1
-            assert [event.rows for event in ran] in ([], [(TOKENS - 1,)])
-    layers = [events[0].layer for events in steps]
-    rows = [len(Slow(again).rows[layer]) - (layer == LAYERS - 1) for layer in range(LAYERS)]
-    blocks = [max(1, -(-count // 4)) for count in rows]
-    assert layers == [layer for layer in range(LAYERS) for _ in range(blocks[layer])]
 
 
 # What it costs

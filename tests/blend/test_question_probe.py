@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend import BlendPass, FusedKV, RingKV
+from cacheblend_rag.blend import BlendPass
 from cacheblend_rag.blend.question_probe import probe_question
 from cacheblend_rag.blend.schedule import REUSE_ONLY
 from cacheblend_rag.blend.selectors import Question
@@ -102,35 +102,6 @@ def test_a_probe_observes_what_it_says(
 
 
 @pytest.mark.parametrize("heads", ["sum", "max"])
-def test_a_question_in_several_blocks_of_rows_is_one_question(heads: str) -> None:
-    whole, _ = probed(Prompt(), TOKENS - 4, heads=heads)
-    parts, _ = probed(Prompt(), TOKENS - 4, FakeStack(row_block=3), heads=heads)
-    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=0)
-
-
-def test_a_ring_buffer_gives_what_a_whole_one_gives() -> None:
-    prompt, question = Prompt(), Question(layers=[0, 2])
-    whole, work = probed(prompt, TOKENS - 4, layers=[0, 2])
-    stack, source = FakeStack(), prompt.laid(FusedKV(FakeStack().geometry, TOKENS))
-    ring, cached = RingKV(stack.geometry, TOKENS), prompt.candidates.cached
-
-    def lay(layer: int) -> Any:
-        keys, values = ring.of_layer(layer)
-        keys[:, cached] = source.keys[layer][:, cached]
-        values[:, cached] = source.values[layer][:, cached]
-        yield
-
-    ringed = run_to_end(
-        probe_question(
-            stack, prompt.ids, ring, prompt.candidates, TOKENS - 4,
-            question=question, before_layer=lay,
-        )
-    )  # fmt: skip
-    assert torch.equal(ringed[0], whole)
-    assert ringed[1] == work
-
-
-@pytest.mark.parametrize("heads", ["sum", "max"])
 def test_heads_of_all_ranks_are_looked_at(heads: str) -> None:
     asked: list[tuple[str, tuple[int, ...]]] = []
 
@@ -142,26 +113,6 @@ def test_heads_of_all_ranks_are_looked_at(heads: str) -> None:
     shared, _ = probed(Prompt(), TOKENS - 4, FakeStack(reduced=reduced), heads=heads)
     assert asked == [(heads, (2, TOKENS))], "two layers, each of its own"
     torch.testing.assert_close(shared, alone * 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "layers", "observed"),
-    [
-        ({}, 30, tuple(range(12, 22))),
-        ({}, 3, (1,)),
-        ({}, 1, (0,)),
-        ({"span": (0.5, 1.0)}, 30, tuple(range(15, 30))),
-        ({"span": (0.0, 1.0)}, 4, (0, 1, 2, 3)),
-        ({"span": (0.6, 0.7)}, 30, (18, 19, 20)),
-        ({"span": (0.4, 0.45)}, 4, (1,)),
-        ({"span": [0.999, 1.0]}, 2, (1,)),
-        ({"layers": [2, 5]}, 6, (2, 5)),
-    ],
-)
-def test_a_span_is_a_share_of_the_depth(
-    options: dict[str, Any], layers: int, observed: tuple[int, ...]
-) -> None:
-    assert Question(**options).observed(layers) == observed
 
 
 @pytest.mark.parametrize(

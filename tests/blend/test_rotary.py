@@ -14,7 +14,6 @@ from cacheblend_rag.blend.rotary import (
     find_layout,
     normal_table,
     rotated,
-    turns_into,
 )
 
 HEAD = 8
@@ -47,16 +46,6 @@ def test_rotations_add_up(first: int, second: int, pairs: int, interleaved: bool
     torch.testing.assert_close(
         rotated(rotated(keys(), one), two), rotated(keys(), both), atol=1e-5, rtol=0
     )
-
-
-@given(offsets, widths, st.booleans())
-@settings(max_examples=50, deadline=None)
-def test_a_rotation_keeps_lengths_and_what_is_not_rotary(
-    offset: int, pairs: int, interleaved: bool
-) -> None:
-    moved = rotated(keys(), move(offset, pairs, interleaved=interleaved))
-    torch.testing.assert_close(moved.norm(dim=-1), keys().norm(dim=-1), atol=1e-5, rtol=0)
-    assert torch.equal(moved[..., 2 * pairs :], keys()[..., 2 * pairs :])
 
 
 @given(offsets, st.booleans())
@@ -129,30 +118,6 @@ def test_a_pair_with_large_biases_hides_no_other(dtype: torch.dtype, turned: boo
     wrong = [there.clone() for there in far]
     wrong[1][..., 0] *= -1
     assert find_layout(tables, near.to(dtype), wrong, tolerances) == "unknown"
-
-
-def test_a_layer_that_turns_is_not_taken_for_one_that_does_not() -> None:
-    """Also where both are within what is let pass."""
-    near, table = keys()[:1], turns(0, HEAD // 2)
-    assert find_layout([table], near, [near], [1e-4]) is not None
-
-
-@pytest.mark.parametrize("by", [None, move(9).of(0)], ids=["still", "turned"])
-def test_a_difference_is_held_against_its_own_pair(by: Rotation | None) -> None:
-    near = keys()[:1]
-    near[..., 3] *= 1000
-    near[..., 7] *= 1000
-    far = near if by is None else rotated(near, by)
-    assert turns_into(near, far, by, 1e-5)
-    off = far.clone()
-    off[..., 0] += 0.1 * (torch.hypot(far[..., 0], far[..., 4]) if by else far[..., 0].abs())
-    assert turns_into(near, off, by, 0.12)
-    assert not turns_into(near, off, by, 0.08)
-    tiny = near.clone()
-    tiny[0, 0, 0, [0, 4]] = 0.0
-    moved = tiny if by is None else rotated(tiny, by)
-    moved[0, 0, 0, 0] += 1e-7  # of a pair that is nothing, some rounding is let pass
-    assert turns_into(tiny, moved, by, 1e-3)
 
 
 def test_layers_without_rotary_stay_among_those_that_turn() -> None:

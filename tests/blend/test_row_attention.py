@@ -153,14 +153,6 @@ def test_a_lack_of_memory_says_nothing_about_a_kernel(
     assert "scattered" in on_a_gpu
 
 
-def test_a_run_attends_to_all_before_it_without_a_mask_of_ours() -> None:
-    fused = fused_of(torch.float32)
-    for rows in (RUN, Rows.at(np.arange(TOKENS), CPU), Rows.at(np.array([7]), CPU)):
-        call = call_of(rows, torch.float32)
-        found = attend_run(call, *fused.layer(0), rows)
-        torch.testing.assert_close(found, plain(call, fused, rows), atol=1e-5, rtol=0)
-
-
 def test_a_run_is_kept_off_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     attend, seen = CausalBias._dispatch, []
 

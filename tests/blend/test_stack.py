@@ -19,11 +19,3 @@ def test_a_hook_of_another_library_is_there_again_afterwards() -> None:
             raise RuntimeError
         assert vars(layer) == before
     assert hooked.forward is hook
-
-
-def test_a_hook_that_comes_back_by_itself_meanwhile_is_there_once() -> None:
-    """Such as vLLM's: it puts back the layer's own forward while that runs."""
-    layer = nn.Linear(2, 2)
-    with replaced(layer, "forward", print):
-        del layer.forward
-    assert "forward" not in vars(layer)

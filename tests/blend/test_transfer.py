@@ -6,7 +6,6 @@ only when a copy is late.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -127,29 +126,6 @@ def test_what_is_laid_beside_the_work_is_what_is_laid_plainly(
             assert torch.equal(part.nan_to_num(7.0), wanted.nan_to_num(7.0))
 
 
-def test_stages_are_few_and_one_is_used_anew_only_when_its_copies_are_done() -> None:
-    copy_stream = FakeCopyStream(patience=None)
-    buffers = PinnedBuffers(copy_stream, 2, 3 * ROW_BYTES)
-    buffers.stager = AtOnce()
-    fused = buffer("fused", geometry(copy_stream))
-    upload = Upload(buffers, fused, 0, parts_of(0, fused.keys.device), copy_stream.worked())
-    looks = 0
-    while not upload.go_on():  # 21 rows through two buffers of three
-        asked = copy_stream.asked
-        assert not upload.go_on(), "as long as the device does nothing"
-        assert copy_stream.asked == asked
-        assert buffers.take() is None
-        copy_stream.run_until(copy_stream.done + 1)
-        looks += 1
-    assert looks > 5
-    copy_stream.finish()
-    assert len({id(buffers.take()), id(buffers.take()), id(None)}) == 3
-    assert buffers.take() is None
-    assert len(copy_stream.made) == 4, "a host's and a device's each"
-    assert sum(made.nbytes for made in copy_stream.made) == 2 * 2 * 3 * ROW_BYTES
-    assert copy_stream.waited_in == copy_stream.errors == []
-
-
 def assert_laid(fused: Any, copy_stream: Any) -> None:
     for one, other in zip(fused.layer(0), laid_plainly("fused", copy_stream)[0], strict=True):
         assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
@@ -173,37 +149,6 @@ def test_pinned_memory_is_copied_from_where_it_lies_and_held_until_then() -> Non
     assert copy_stream.errors == []
     assert torch.equal(staged, torch.full_like(staged, 0xFF)), "nothing went through the buffer"
     assert_laid(fused, copy_stream)
-
-
-def test_ordinary_memory_is_read_by_a_thread_while_the_models_thread_goes_on() -> None:
-    """Its copies are queued there, too, and a pass that is given up meanwhile loses nothing."""
-    copy_stream, may_read = FakeCopyStream(), threading.Event()
-    buffers = PinnedBuffers(copy_stream, 2, 40 * ROW_BYTES)
-    buffers.stager.submit(may_read.wait, 20)
-    fused = buffer("fused", geometry(copy_stream))
-    upload = Upload(buffers, fused, 0, parts_of(0, fused.keys.device), copy_stream.worked())
-    assert not upload.go_on()
-    assert not upload.go_on()
-    asked = copy_stream.asked
-    may_read.set()
-    sent(upload)
-    assert copy_stream.asked == asked + 2, "one copy of all chunks, and their placement"
-    upload.arrive()
-    assert copy_stream.errors == []
-    assert_laid(fused, copy_stream)
-
-
-def test_what_is_given_up_arrives_before_its_memory_is_used_anew() -> None:
-    copy_stream, may_read = FakeCopyStream(), threading.Event()
-    buffers = PinnedBuffers(copy_stream, 1, 40 * ROW_BYTES)
-    buffers.stager.submit(may_read.wait, 20)
-    fused = buffer("fused", geometry(copy_stream))
-    upload = Upload(buffers, fused, 0, parts_of(0, fused.keys.device), copy_stream.worked())
-    assert not upload.go_on()
-    threading.Timer(0.05, may_read.set).start()
-    upload.arrive()
-    assert copy_stream.done == copy_stream.asked
-    assert not fused.layer(0)[0][:, :, 1:8].isnan().any()
 
 
 @pytest.mark.parametrize(("most", "rows"), [(1, 1), (2, 4), (3, 100)])
@@ -230,21 +175,6 @@ def test_what_is_fetched_is_what_was_there_though_a_ring_is_written_over(
     given_back = [buffers.take() for _ in range(most)]
     assert len({id(buffer) for buffer in given_back if buffer is not None}) == most
     assert buffers.take() is None
-
-
-def test_a_writer_that_fails_says_so_and_gives_its_stage_back() -> None:
-    copy_stream = FakeCopyStream()
-    buffers = PinnedBuffers(copy_stream, 1, 100)
-    download = Download(buffers)
-    download.add([(torch.empty(2, 3), torch.empty(1, 5, 1))])
-
-    def finished() -> None:
-        while not download.is_done():
-            time.sleep(0.001)
-
-    with pytest.raises(RuntimeError):
-        finished()
-    assert buffers.take() is not None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

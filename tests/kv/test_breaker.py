@@ -1,6 +1,5 @@
 """A tier that fails is left alone, says so, and comes back by itself; no request pays for it."""
 
-import errno
 import threading
 import time
 
@@ -115,19 +114,6 @@ def test_a_dead_tier_is_asked_once_and_comes_back_by_itself(ticks, takes, fails_
         assert store.get(make_key(99)).reason == "not stored"
 
 
-def test_a_tier_out_for_writing_is_read_and_tried_by_a_write(ticks):
-    tier = filled(Dead(ticks))
-    chunk = StoredChunk(make_kv(50), time.time())
-    tier.failure = OSError("lock stays taken")
-    assert not tier.put(make_key(50), chunk)
-    tier.failure = None
-    assert same(tier.get(KEYS[1]).kv, make_kv(1))
-    assert not tier.put(make_key(50), chunk)
-    assert tier.stats()["dropped"] == 1
-    ticks.now += FIRST_SECONDS + 0.1
-    assert tier.put(make_key(50), chunk)
-
-
 def test_what_fails_at_once_on_a_disk_is_about_one_chunk(ticks):
     tier = filled(Dead(ticks, takes=0.01))
     tier.failure = OSError("is a directory")
@@ -206,28 +192,3 @@ def test_the_time_out_doubles_up_to_a_minute_and_starts_over_after_success(ticks
     breaker.failed(breaker.ask())
     ticks.now += FIRST_SECONDS
     assert breaker.ask_for_trial() is not None
-
-
-def test_calls_from_before_a_failure_change_nothing_after_it(ticks):
-    breaker = Breaker(ticks)
-    slow, slower, failing = (breaker.ask() for _ in range(3))
-    breaker.failed(failing)
-    breaker.succeeded(slow)
-    assert breaker.is_out
-    breaker.failed(slower)
-    ticks.now += FIRST_SECONDS
-    assert breaker.ask_for_trial() is not None, "the time out was not doubled"
-
-
-@pytest.mark.parametrize("failure", [MemoryError(), OSError(errno.ENOMEM, "no memory")])
-def test_a_trial_that_finds_no_memory_here_is_soon_followed_by_another(ticks, failure):
-    tier = filled(Dead(ticks))
-    chunk = StoredChunk(make_kv(50), time.time())
-    tier.failure = OSError("lock stays taken")
-    assert not tier.put(make_key(50), chunk)
-    ticks.now += FIRST_SECONDS
-    tier.failure = failure
-    assert not tier.put(make_key(50), chunk)
-    tier.failure = None
-    ticks.now += FIRST_SECONDS
-    assert tier.put(make_key(50), chunk)

@@ -10,18 +10,6 @@ from cacheblend_rag.kv.chunk_kv import is_finite, namespace_id, prefix_ids
 from tests.kv.samples import make_kv, same, validate
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_bytes_are_those_of_the_tensors_prior_included(dtype, size):
-    bare, scored = make_kv(dtype=dtype, prior=False), make_kv(dtype=dtype)
-    assert bare.nbytes == 2 * (2 * 1 * 4 * 8) * size
-    assert scored.nbytes == bare.nbytes + 4 * 4
-    assert scored.nbytes == sum(p.untyped_storage().nbytes() for p in tensors(scored))
-
-
-def tensors(kv):
-    return kv.numbers.clone(), kv.prior.clone()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -38,14 +26,6 @@ def tensors(kv):
 def test_what_is_no_chunk_kv_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         validate(replace(make_kv(), **change))
-
-
-@pytest.mark.parametrize(
-    "values", [torch.zeros(2, 1, 5, 8), torch.zeros(2, 1, 4, 8, dtype=torch.float16)]
-)
-def test_keys_and_values_that_do_not_match_are_named(values):
-    with pytest.raises(ValueError, match=r"values are torch.float.*, keys are torch.float32"):
-        ChunkKV.of(torch.zeros(2, 1, 4, 8), values, 0)
 
 
 def test_parts_of_a_chunk_are_views_and_make_it_up():
@@ -78,16 +58,6 @@ def test_a_fingerprint_begins_with_its_namespace():
     assert one != fingerprint({"model": "b"}, "ours")
     assert one[32:] != fingerprint({"model": "a"}, "theirs")[32:]
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1}, "default")
-
-
-def test_a_relative_is_another_models_in_the_same_namespace():
-    def key(model, namespace="ours", chunk=1):
-        return KVKey(chunk_id([chunk]), fingerprint({"model": model}, namespace))
-
-    assert key("a").is_relative(key("b"))
-    assert not key("a").is_relative(key("a"))
-    assert not key("a").is_relative(key("b", "theirs"))
-    assert not key("a").is_relative(key("b", chunk=2))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, TierPolicy, Usage
+from cacheblend_rag.kv import DiskTier, StoredChunk, TieredKVStore, TierPolicy, Usage
 from cacheblend_rag.kv.tiers import disk_index
 from cacheblend_rag.kv.tiers.disk import INDEX
 
@@ -54,28 +54,6 @@ def statements(folder, *statements):
 # Pins
 
 
-def test_what_one_process_pins_no_other_one_evicts(folder):
-    with TieredKVStore([room_for_two(folder)]) as other:  # open before it is pinned
-        DiskTier(folder).pin(KEYS[0])
-        for number in (2, 3):
-            assert other.put(KEYS[number], make_kv(number))
-        assert held(folder) == {0, 3}
-        DiskTier(folder).unpin(KEYS[0])
-        assert other.put(KEYS[4], make_kv(4))
-        assert other.put(KEYS[1], make_kv(1))
-        assert held(folder) == {1, 4}
-
-
-def test_what_is_pinned_in_a_folder_does_not_expire_in_memory_either(folder, clock):
-    with TieredKVStore([HostTier(), DiskTier(folder)], ttl_seconds=100) as store:
-        DiskTier(folder).pin(KEYS[0])
-        assert store.get(KEYS[0]).tier == "disk"
-        clock.advance(200)
-        assert store.get(KEYS[0]).tier == "host"
-        assert store.evict_expired() == 1
-        assert held(folder) == {0}
-
-
 def test_pins_of_two_processes_add_up_and_are_bounded(folder, monkeypatch):
     one, other = DiskTier(folder), DiskTier(folder)
     one.pin(KEYS[0], KEYS[1])
@@ -88,17 +66,6 @@ def test_pins_of_two_processes_add_up_and_are_bounded(folder, monkeypatch):
     with pytest.raises(StoreError, match=r"^3 chunks are more than the 2 that can be pinned$"):
         one.pin(KEYS[3])
     assert other.pinned() == {KEYS[0], KEYS[2]}
-
-
-def test_a_folder_that_is_only_read_is_pinned_for_this_process_alone(folder):
-    DiskTier(folder).pin(KEYS[1])
-    before = (folder / INDEX).read_bytes()
-    reader = DiskTier(folder, policy=TierPolicy(read_only=True))
-    reader.pin(KEYS[0])
-    assert reader.pinned() == {KEYS[0], KEYS[1]}
-    assert reader.usage() == on_disk(folder)
-    assert (folder / INDEX).read_bytes() == before
-    assert DiskTier(folder).pinned() == {KEYS[1]}
 
 
 def test_an_index_that_cannot_be_read_unpins_nothing(folder, caplog, monkeypatch):
@@ -129,25 +96,6 @@ def test_uses_of_all_processes_count_and_outlive_them(folder, clock):
     with TieredKVStore([room_for_two(folder)]) as writer:
         assert writer.put(KEYS[2], make_kv(2))
     assert held(folder) == {0, 2}
-
-
-def test_uses_are_written_without_anybodys_writing(folder, monkeypatch):
-    monkeypatch.setattr(disk_index, "NOTED_SECONDS", 0.0)
-    with TieredKVStore([DiskTier(folder)]) as store:
-        store.get(KEYS[0])
-        with closing(sqlite3.connect(folder / INDEX)) as file:
-            hits = "SELECT hits FROM chunks ORDER BY hits"
-            assert until(lambda: file.execute(hits).fetchall() == [(0,), (1,)])
-
-
-def test_uses_are_halved_now_and_then(folder, monkeypatch):
-    monkeypatch.setattr(disk_index, "LEAST_HALVED", 30)
-    tier = DiskTier(folder)
-    for _ in range(40):
-        tier.get(KEYS[0])
-    tier.close()
-    with closing(sqlite3.connect(folder / INDEX)) as file:
-        assert file.execute("SELECT SUM(hits) FROM chunks").fetchone() == (20,)
 
 
 # An index that is lost, damaged, forged or locked
@@ -231,10 +179,6 @@ def test_what_stands_for_the_index_is_refused_by_name(tmp_path, kind):
     with pytest.raises(StoreError, match=rf"{INDEX} is a {kind.split()[-1]} .*: remove it"):
         DiskTier(root)
     assert victim.read_text() == "precious"
-
-
-def test_the_index_is_for_its_owner_alone(folder):
-    assert (folder / INDEX).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_lock_that_stays_taken_fails_puts_but_not_reads(folder, monkeypatch):

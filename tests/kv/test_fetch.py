@@ -1,8 +1,6 @@
 """LayerSource: layers read by ranges, ahead of their use, once for all, bounded, to be given up."""
 
 import threading
-import time
-from collections import Counter
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from cacheblend_rag.kv.fetch import Threshold
 from .samples import (
     OTHER_FINGERPRINT,
     SlowBytes,
-    SlowTier,
     chunk_files,
     make_key,
     make_kv,
@@ -96,18 +93,6 @@ def test_layers_come_in_order_with_heads_before_them(slow, least):
     assert len(slow.ranges) == parts * len(KEYS)
 
 
-@pytest.mark.parametrize(
-    ("least", "most", "firsts"),
-    [(1, 2, [0, 1, 3, 5]), (1, 9, [0, 1, 3]), (2, 3, [0, 2, 5]), (3, 2, [0, 3]), (6, 12, [0])],
-)
-def test_each_read_of_a_chunk_is_twice_as_large_as_the_one_before(slow, least, most, firsts):
-    slow.least, slow.most = least * LAYER_BYTES, most * LAYER_BYTES
-    with TieredKVStore([slow]) as store, store.fetch(KEYS[:1]) as source:
-        heads(source)
-        assert holds(layers_of(source), KEYS[:1])
-    assert sorted(slow.ranges) == [part(slow, first) for first in firsts]
-
-
 def test_every_tier_hands_out_layers_and_says_why_not(tmp_path):
     host, disk = HostTier(None), DiskTier(tmp_path)
     disk.whole_bytes, disk.range_bytes, disk.grown_range_bytes = 0, 1, 0
@@ -134,18 +119,6 @@ def test_every_tier_hands_out_layers_and_says_why_not(tmp_path):
     assert holds(read, [KEYS[0], KEYS[1], KEYS[2], KEYS[4]])
 
 
-def test_a_tier_that_knows_no_ranges_is_read_whole():
-    tier = SlowTier(lambda: None)
-    tier.fill(KEYS)
-    with TieredKVStore([HostTier(None), tier]) as store:
-        with store.fetch(KEYS) as source:
-            assert {found.tier for found in heads(source)} == {"slow"}
-            read = layers_of(source, 2)
-        assert holds(read, kvs={key: make_kv(number) for number, key in enumerate(KEYS)})
-        assert Counter(tier.keys) == Counter(KEYS), "each once, in whatever order"
-        assert store.get(KEYS[0]).tier == "host"
-
-
 @pytest.mark.parametrize("promote", [True, False])
 def test_a_chunk_is_kept_once_all_its_layers_were_read_and_not_read_again(slow, promote):
     host = HostTier(None)
@@ -163,31 +136,19 @@ def test_a_chunk_is_kept_once_all_its_layers_were_read_and_not_read_again(slow, 
 
 
 def test_those_who_read_a_chunk_at_once_read_it_once(slow, gate):
-    slow.gate = lambda *_: gate.wait(10)
-    with TieredKVStore([slow]) as store, store.fetch(KEYS) as one, store.fetch(KEYS) as other:
+    slow.gate, keys = lambda *_: gate.wait(10), KEYS[:2]
+    with TieredKVStore([slow]) as store, store.fetch(keys) as one, store.fetch(keys) as other:
         for source in (one, other):
             assert {found.tier for found in heads(source)} == {"bytes"}
         gate.set()
-        assert holds([one.layer(0)])
-        assert holds([other.layer(0)])
-        assert holds([[other.layer(1)][0]], KEYS, {k: _from(kv, 1) for k, kv in KVS.items()})
-    assert sorted(slow.opened, key=str) == sorted(KEYS, key=str)
+        for source in (one, other):
+            assert holds(layers_of(source), keys)
+    assert sorted(slow.opened, key=str) == sorted(keys, key=str)
     assert len(set(slow.ranges)) == len(slow.ranges)
 
 
 def _from(kv, layer):
     return kv.part(layer, LAYERS)
-
-
-def test_one_of_two_readers_may_leave(slow, gate):
-    slow.gate = lambda *_: gate.wait(10)
-    with TieredKVStore([slow]) as store, store.fetch(KEYS[:1]) as one:
-        heads(one)
-        other = store.fetch(KEYS[:1])
-        heads(other)
-        other.close()
-        gate.set()
-        assert holds(layers_of(one), KEYS[:1])
 
 
 @pytest.mark.parametrize("ttl_seconds", [None, 3600.0])
@@ -222,82 +183,6 @@ def test_layers_are_read_ahead_as_far_as_there_is_room(monkeypatch, slow, gate):
             )
             assert until(lambda layer=layer: len(slow.ranges) == min(12, 5 + 2 * (layer + 1)))
     assert store.reads.room.left == 5 * LAYER_BYTES
-
-
-def test_layers_of_one_number_are_read_before_the_next_ones(monkeypatch, slow):
-    monkeypatch.setattr(opening, "FETCH_THREADS", 1)
-    gate = threading.Event()
-    slow.gate = lambda *_: gate.wait(10)
-    with TieredKVStore([slow]) as store, store.fetch(KEYS[:3]) as source:
-        # One thread waits within the first layer of the first chunk, until all heads are wanted.
-        threading.Timer(0.05, gate.set).start()
-        heads(source)
-        layers_of(source)
-    order = [start for _, start in slow.ranges]
-    behind = order.index(part(slow, 1)[1])
-    assert order[behind:] == sorted(order[behind:])
-
-
-def test_so_many_reads_are_under_way_as_the_tier_says_heads_among_them(slow, gate):
-    slow.parts_at_once, slow.gate = 2, lambda *_: gate.wait(10)
-    last_head = threading.Event()
-    slow.head_gate = lambda key: key != KEYS[1] or last_head.wait(10)
-    with TieredKVStore([slow]) as store, store.fetch(KEYS[:2]) as source:
-        assert source.take().chunk is not None
-        assert until(lambda: len(slow.ranges) == 1), "the first chunk's, beside a head"
-        last_head.set()
-        assert source.take().chunk is not None
-        assert until(lambda: len(slow.ranges) == 2)
-        time.sleep(0.05)
-        assert len(slow.ranges) == 2, "of 12"
-        gate.set()
-        assert holds(layers_of(source), KEYS[:2])
-
-
-def test_what_is_wanted_is_read_though_others_took_all_the_room(monkeypatch, slow):
-    monkeypatch.setattr(reading, "ROOM_AHEAD_BYTES", 4 * LAYER_BYTES)
-    with TieredKVStore([slow]) as store, store.fetch(KEYS[:2]) as first:
-        heads(first)
-        assert until(lambda: len(slow.ranges) == 4)
-        with store.fetch(KEYS[2:4]) as second:
-            heads(second)
-            assert holds(layers_of(second), KEYS[2:4])
-        assert holds(layers_of(first), KEYS[:2])
-    assert store.reads.room.left == 4 * LAYER_BYTES
-
-
-def test_to_wait_is_bounded_and_needs_what_is_wanted_only(slow, gate):
-    late = part(slow, 2)
-    slow.gate = lambda *at: at != late or gate.wait(10)
-    with TieredKVStore([slow]) as store, store.fetch(KEYS[:2]) as source:
-        assert source.wait(10)
-        heads(source)
-        assert source.wait(0)  # nothing is wanted yet
-        for layer in (0, 1):
-            source.want(layer)
-            assert source.wait(10)
-            source.layer(layer)
-            assert source.wait(0)
-        source.want(2)
-        assert not source.wait(0.01)
-        gate.set()
-        assert source.wait(10)
-        assert holds([[source.layer(2)][0]], KEYS[:2], {k: _from(v, 2) for k, v in KVS.items()})
-
-
-@pytest.mark.parametrize("promote", [True, False])
-def test_layers_can_be_read_twice(slow, promote):
-    store = TieredKVStore([HostTier(None), slow])
-    with store, store.fetch(KEYS, promote=promote) as source:
-        heads(source)
-        assert holds(layers_of(source))
-        source.rewind()
-        assert holds(layers_of(source))
-        source.layer(0)
-        source.rewind()
-        assert holds(layers_of(source))
-    if promote:
-        assert len(slow.ranges) == LAYERS * len(KEYS)
 
 
 def test_a_layer_that_is_damaged_is_an_error_and_its_chunk_is_set_aside(slow):
@@ -338,26 +223,6 @@ def test_an_object_that_changes_while_it_is_read_is_an_error_and_stays(slow, gat
     assert not isinstance(error, DamagedChunkError)
     assert store.stats()["bytes"]["errors"] >= 1  # those read ahead may meet it, too
     assert store.stats()["bytes"]["quarantined"] == 0
-
-
-@pytest.mark.parametrize("how", ["evict", "put"])
-def test_what_was_evicted_or_replaced_meanwhile_is_not_kept(slow, gate, how):
-    late, host = part(slow, LAYERS - 1), HostTier(None)
-    slow.gate = lambda *at: at != late or gate.wait(10)
-    slow.takes_puts = False
-    with TieredKVStore([host, slow]) as store:
-        with store.fetch(KEYS[:1]) as source:
-            heads(source)
-            layers_of(source, LAYERS - 1)
-            if how == "evict":
-                store.evict(KEYS[0])
-                slow.fill(KVS)  # so that the bytes are there, as a link that is still open has them
-            else:
-                store.put(KEYS[0], long_kv(9))
-            gate.set()
-            source.layer(LAYERS - 1)
-        store.close()
-    assert how == "put" or host.usage().entries == 0
 
 
 def test_closing_drops_what_has_not_begun_and_gives_the_room_back(monkeypatch, slow, gate):

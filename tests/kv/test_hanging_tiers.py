@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from cacheblend_rag.kv import HostTier, StoredChunk, TieredKVStore, opening, reading
-from cacheblend_rag.kv.reading import Budget
+from cacheblend_rag.kv import HostTier, StoredChunk, TieredKVStore, opening
 
 from .samples import SlowTier, make_key, make_kv, same, taken, until
 
@@ -47,21 +46,6 @@ def test_reads_that_hang_in_one_tier_delay_no_other(hanging, gate, order):
             source.close()
 
 
-def test_those_who_want_the_same_chunk_of_a_tier_that_hangs_look_for_it_once(hanging, gate):
-    """And take no threads of the tiers before it, which others need."""
-    with TieredKVStore([filled("host", NEAR), filled("other", BELOW), hanging]) as store:
-        stuck = [store.fetch(HANGING[:1]) for _ in range(40)]
-        assert until(lambda: hanging.keys == HANGING[:1])
-        with store.fetch([BELOW, NEAR]) as source:
-            assert source.wait(10)
-            assert all(one.kv is not None for one in taken(source))
-        gate.set()
-        for source in stuck:
-            assert same(taken(source)[0].kv, make_kv(0))
-            source.close()
-    assert hanging.keys == HANGING[:1]
-
-
 def test_memory_is_read_while_the_same_chunk_is_stored_in_a_tier_that_hangs(gate):
     class Stuck(HostTier):
         def _save(self, key, chunk):
@@ -96,39 +80,3 @@ def test_what_is_evicted_or_replaced_while_it_is_looked_for_is_not_kept(hanging,
         source.close()
         kept = store.tiers[0].get(HANGING[0])
         assert kept is None if how == "evict" else same(kept.kv, make_kv(77))
-
-
-class Interrupt(BaseException):
-    """Stands in for KeyboardInterrupt."""
-
-
-@pytest.mark.parametrize("at", range(12))
-def test_an_interrupt_anywhere_gives_all_places_and_room_back(monkeypatch, at):
-    """Whatever call of a fetch it comes in; the source is lost, as to a caller that was stopped."""
-    left = at
-
-    def interrupted(real):
-        def call(*arguments, **options):
-            nonlocal left
-            found = real(*arguments, **options)
-            if threading.current_thread() is threading.main_thread():
-                left -= 1
-                if left == -1:
-                    raise Interrupt
-            return found
-
-        return call
-
-    keys = [make_key(number) for number in range(4)]
-    with TieredKVStore([filled("host", *keys)], precision="fp8") as store:
-        for number, key in enumerate(keys):
-            store.put(key, make_kv(number))
-        monkeypatch.setattr(Budget, "take", interrupted(Budget.take))
-        monkeypatch.setattr(store.reads, "begin_open", interrupted(store.reads.begin_open))
-        try:
-            with store.fetch(keys) as source:
-                taken(source)
-        except Interrupt:
-            source = None
-        assert until(lambda: store.reads.room.left == reading.ROOM_AHEAD_BYTES)
-        assert until(lambda: store.reads.places.left == reading.FETCHED_AHEAD)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cacheblend_rag import StoreConfig, TieredKVStore, TransformersEngine, open_engine
-from cacheblend_rag.cli.options import store_settings
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.kv import HostTier, ObjectTier, RedisTier, StoredChunk, TierPolicy
 from cacheblend_rag.kv.tiers.urls import open_tier
@@ -42,7 +41,7 @@ def held(store: TieredKVStore) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("way", ["whole", "engine", "server", "command line"])
+@pytest.mark.parametrize("way", ["engine", "server"])
 def test_each_setting_reaches_the_store(way: str, tmp_path: Path) -> None:
     given = {"kv_path": str(tmp_path), **GIVEN}
     assert {*given, "tiers"} == names_of(StoreConfig)
@@ -51,34 +50,16 @@ def test_each_setting_reaches_the_store(way: str, tmp_path: Path) -> None:
         assert isinstance(engine, TransformersEngine)
         assert held(engine.store) == given
         engine.close()
-        return
-    settings = {
-        "whole": lambda: StoreConfig(**given),
-        "server": lambda: ConnectorSettings.from_extra_config(given).store,
-        "command line": lambda: store_settings(
-            [f"{name}={value}" for name, value in given.items()]
-        ),
-    }[way]()
-    with TieredKVStore.of(settings) as store:
-        assert held(store) == given
+    else:
+        with TieredKVStore.of(ConnectorSettings.from_extra_config(given).store) as store:
+            assert held(store) == given
 
 
-@pytest.mark.parametrize("way", ["server", "command line", "one text"])
-def test_a_list_of_urls_reaches_the_store(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tiers", [URLS, ", ".join(URLS)], ids=["list", "text"])
+def test_urls_reach_the_store(tiers: Any, tmp_path: Path) -> None:
     """No server is asked before it is needed."""
-    given = {"kv_path": str(tmp_path), "tiers": list(URLS), "ttl_seconds": 90.0}
-    settings = {
-        "server": lambda: ConnectorSettings.from_extra_config(given).store,
-        "command line": lambda: store_settings(
-            [f"tiers={URLS[0]}", f"tiers={URLS[1]},{URLS[2]}", "ttl_seconds=90"]
-        ),
-        "one text": lambda: StoreConfig(tiers=", ".join(URLS), ttl_seconds=90),  # type: ignore[arg-type]
-    }[way]()
-    with TieredKVStore.of(settings) as store:
-        check_tiers(store)
-
-
-def check_tiers(store: TieredKVStore) -> None:
+    given = {"kv_path": str(tmp_path), "tiers": tiers, "ttl_seconds": 90.0}
+    store = TieredKVStore.of(ConnectorSettings.from_extra_config(given).store)
     host, redis, s3 = store.tiers
     assert [tier.name for tier in store.tiers] == ["host", "redis", "s3"]
     assert isinstance(host, HostTier)
@@ -88,6 +69,7 @@ def check_tiers(store: TieredKVStore) -> None:
     connection = redis.client.connection_pool.connection_kwargs
     assert [connection[name] for name in ("host", "port", "db")] == ["cache", 6380, 2]
     assert (redis.prefix, s3.store.prefix, s3.store.config["bucket"]) == ("a:", "kv", "bucket")
+    store.close()
 
 
 @pytest.mark.parametrize("query", ["", "?"])

@@ -1,6 +1,5 @@
 """Chunks of a byte a number: rounded once, stored and kept as codes, read as numbers."""
 
-import threading
 from dataclasses import replace
 
 import pytest
@@ -10,14 +9,14 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend_rag.errors import BadSignatureError, DamagedChunkError
-from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, chunk_kv, codec
+from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, codec
 from cacheblend_rag.kv.mac import KeyedMac
 from cacheblend_rag.kv.precision import are_finite, are_written, pack, unpack
 from cacheblend_rag.kv.reader import WholeReader
 from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.settings.base import Secret
 
-from .samples import decode, encode, make_key, rounded, same, until, validate
+from .samples import decode, encode, make_key, rounded, same, validate
 
 KEY = make_key(0)
 
@@ -38,18 +37,6 @@ def fp8_of(numbers):
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     every = every[every.isfinite()].double()
     return every[(numbers.double()[..., None] - every).abs().argmin(-1)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rounding_again_changes_nothing(dtype):
-    for seed, scale in ((0, 1.0), (1, 1e-4), (2, 200.0)):
-        once = rounded(chunk(seed, dtype=dtype, scale=scale), "fp8")
-        assert once.precision == "fp8"
-        again = rounded(ChunkKV.of(once.keys, once.values, 3), "fp8")
-        assert torch.equal(again.keys, once.keys)
-        assert torch.equal(again.values, once.values)
-        for precision_of_store in ("fp8", "native"):
-            assert same(rounded(once, precision_of_store), once)
 
 
 @settings(deadline=None, max_examples=80)
@@ -79,27 +66,6 @@ def test_fp8_takes_the_nearest_number_of_a_head():
         scale = 2.0 ** int(own)
         wanted = fp8_of(given_ / scale) * scale
         assert torch.equal((found.double() - given_).abs(), (wanted - given_).abs())
-
-
-def test_every_code_stands_for_its_number():
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    numbers = codes.float()
-    sound = numbers.isfinite()
-    for dtype in DTYPES:
-        shaped = codes[sound].view(2, 1, 127, 1)
-        keys, values = unpack(shaped, torch.tensor([1, -2], dtype=torch.int8), dtype)
-        first, second = numbers[sound].view(2, 1, 127, 1)
-        assert torch.equal(keys, (2 * first).to(dtype))
-        assert torch.equal(values, (second / 4).to(dtype))
-
-
-def test_zeros_stay_zeros_and_the_largest_numbers_finite():
-    for dtype in DTYPES:
-        largest = torch.full((1, 1, 2, 4), torch.finfo(dtype).max, dtype=dtype)
-        kv = rounded(ChunkKV.of(largest, torch.zeros_like(largest), 0), "fp8")
-        validate(kv)
-        assert bool((kv.keys > torch.finfo(dtype).max * 0.9).all())
-        assert not kv.values.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,19 +102,6 @@ def test_what_is_put_is_rounded_once_for_all_tiers(tmp_path):
 # Read by layers
 
 
-@pytest.fixture
-def unpackings(monkeypatch):
-    """The threads on which layers were unpacked, in order."""
-    found = []
-
-    def unpacked(*given):
-        found.append(threading.current_thread().name)
-        return unpack(*given)
-
-    monkeypatch.setattr(chunk_kv, "unpack", unpacked)
-    return found
-
-
 @pytest.fixture(autouse=True)
 def small_reads(monkeypatch):
     """Reads of a layer or two, so that these chunks are read by their layers."""
@@ -173,32 +126,6 @@ def test_layers_are_handed_out_as_numbers_or_as_they_are_stored(tmp_path):
             for unpack_them, wanted in ((True, kv.unpacked()), (False, kv)):
                 found = ChunkKV.joined(layers_of(store.fetch([KEY], unpack=unpack_them)))
                 assert same(found, wanted)
-
-
-@pytest.mark.parametrize("unpack", [True, False])
-def test_what_is_read_by_layers_is_kept_packed(unpack, tmp_path, unpackings):
-    host = HostTier(None)
-    with TieredKVStore([DiskTier(tmp_path)], precision="fp8") as store:
-        store.put(KEY, chunk())
-    with TieredKVStore([host, DiskTier(tmp_path)], precision="fp8") as store:
-        layers_of(store.fetch([KEY], unpack=unpack))
-        assert until(lambda: host.contains(KEY))
-        assert len(unpackings) == (LAYERS if unpack else 0)
-        kept = host.get(KEY).kv
-        assert kept.precision == "fp8"
-        assert kept.nbytes < chunk().nbytes / 3
-        assert same(store.get(KEY).kv, rounded(chunk(), "fp8"))
-        assert store.get(KEY).tier == "host"
-
-
-def test_what_was_rounded_elsewhere_is_packed_by_a_store_that_rounds_nothing():
-    """As when chunks are imported."""
-    host = HostTier(None)
-    with TieredKVStore([host]) as store:
-        store.put(KEY, rounded(chunk(), "fp8"))
-        assert host.get(KEY).kv.precision == "fp8"
-        assert same(store.get(KEY).kv, rounded(chunk(), "fp8"))
-        assert store.get(KEY).kv.precision == "fp8"
 
 
 def test_codes_that_are_no_numbers_are_damage_though_their_checksums_hold():
@@ -247,19 +174,6 @@ def test_codes_are_finite_if_and_only_if_their_numbers_are(dtype):
     assert are_written(torch.tensor([-120, 126], dtype=torch.int8))
     assert not are_written(torch.tensor([0, 127], dtype=torch.int8))
     assert not are_written(torch.tensor([-121, 0], dtype=torch.int8))
-
-
-def test_a_layer_may_be_cut_anywhere():
-    kv = chunk().packed()
-    assert kv.nbytes == kv.numbers.numel() + kv.scales.numel() + 4 * TOKENS
-    layer = kv.layer(2)
-    for start, end in ((0, 1), (3, 40), (63, 64), (0, 64)):
-        part = layer.cut(start, end)
-        assert part.tokens == end - start
-        found = part.moved([tensor.clone() for tensor in part.tensors])
-        assert torch.equal(found.keys, layer.keys[:, :, start:end])
-        assert torch.equal(found.values, layer.values[:, :, start:end])
-        assert sum(tensor.nbytes for tensor in part.tensors) <= part.row_bytes * part.tokens
 
 
 class OnlyViews(TorchDispatchMode):

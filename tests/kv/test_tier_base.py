@@ -7,13 +7,12 @@ import logging
 
 import pytest
 
-from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
-from cacheblend_rag.kv import DiskTier, HostTier, RedisTier, StoredChunk, Tier, TierPolicy, Usage
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv import StoredChunk, Tier, TierPolicy, Usage
 from cacheblend_rag.kv.reader import WholeReader
 from cacheblend_rag.kv.stored_chunk import PutResult
-from cacheblend_rag.kv.tiers.admission import RefusedError
 from cacheblend_rag.kv.tiers.policy import COUNTED
-from tests.kv.samples import make_key, make_kv, same
+from tests.kv.samples import make_key, make_kv
 
 KEY = make_key(0)
 CHUNK = StoredChunk(make_kv(), 1.0)
@@ -73,25 +72,6 @@ def said(caplog):
     return found
 
 
-def test_hits_misses_evictions_and_expiries_are_counted():
-    tier = Plain()
-    assert tier.put(KEY, CHUNK)
-    assert same(tier.get(KEY).kv, CHUNK.kv)
-    assert tier.get(make_key(1)) is None
-    assert not tier.evict(make_key(1))
-    assert not tier.evict(make_key(1), "expired")
-    assert counted(tier) == {"hits": 1, "misses": 1}
-    assert tier.evict(KEY)
-    assert not tier.contains(KEY)
-    tier.put(KEY, CHUNK)
-    assert tier.contains(KEY)
-    assert tier.evict(KEY, "expired")
-    assert counted(tier) == {"hits": 1, "misses": 1, "evictions": 1, "expired": 1}
-    assert tier.stats()["bytes"] == 7
-    assert tier.check(KEY) is None
-    tier.close()
-
-
 def test_a_tier_that_fails_says_what_it_could_not_do(caplog):
     tier = Plain(OSError("no such device"))
     assert str(tier.get(KEY)) == f"far tier: could not read {KEY}: no such device"
@@ -111,29 +91,6 @@ def test_a_tier_that_fails_says_what_it_could_not_do(caplog):
     assert counted(tier) == {"misses": 1, "errors": 5, "quarantined": 1}
 
 
-@pytest.mark.parametrize("failure", [DamagedChunkError("torn"), ForeignChunkError("theirs")])
-def test_what_is_unusable_is_set_aside_and_is_a_miss(failure, caplog):
-    tier = Plain()
-    tier.put(KEY, CHUNK)
-    tier.put(make_key(1), CHUNK)
-    tier.unreadable = failure
-    assert tier.get(KEY) is failure
-    assert said(caplog) == [("WARNING", f"far tier: {KEY} quarantined: {failure}")]
-    assert counted(tier) == {"misses": 1, "quarantined": 1}
-    assert set(tier.chunks) == {make_key(1)}, "dropped, where bytes cannot be kept aside"
-
-
-def test_refusals_are_said_aloud_once(caplog):
-    tier = Plain(RefusedError("it is full"))
-    for number in range(3):
-        assert not tier.put(make_key(number), CHUNK)
-    assert said(caplog) == [
-        (level, f"far tier refused {make_key(number)}: it is full")
-        for number, level in enumerate(["WARNING", "DEBUG", "DEBUG"])
-    ]
-    assert counted(tier) == {"refused": 3}
-
-
 def test_one_cause_is_one_warning_until_an_access_succeeds(caplog):
     """A full disk fails each chunk; the file's name in the error is no other cause."""
     tier = Plain()
@@ -151,15 +108,6 @@ def test_one_cause_is_one_warning_until_an_access_succeeds(caplog):
     assert put(0, None)
     put(3, full[3])
     assert [level for level, _ in said(caplog)] == ["WARNING"], "it is full again"
-
-
-def test_a_tier_that_is_left_alone_says_what_failed_before():
-    class Far(Plain):
-        fails_whole = True
-
-    tier = Far(OSError("no route to host"))
-    for _ in range(2):
-        assert tier.put(KEY, CHUNK).failure == "far tier: no route to host"
 
 
 @pytest.mark.parametrize(
@@ -200,15 +148,3 @@ def test_what_lasts_decides_whether_a_chunk_is_stored(memory, lasting, stored, r
 def test_what_is_out_of_range_is_named(options, message):
     with pytest.raises(StoreError, match=f"^{message}$"):
         TierPolicy(**options)
-
-
-def test_a_tier_takes_a_policy_in_place_of_a_capacity(tmp_path):
-    policy = TierPolicy(capacity_bytes=7, promote=False)
-    for tier in (HostTier(policy=policy), DiskTier(tmp_path, policy=policy)):
-        assert (tier.policy, tier.capacity_bytes) == (policy, 7)
-        assert not tier.keeps_found
-    assert HostTier(7).policy == TierPolicy(7)
-    with pytest.raises(StoreError, match="both set the capacity"):
-        HostTier(7, policy=policy)
-    with pytest.raises(StoreError, match=r"^the redis tier takes no capacity: its server has"):
-        RedisTier(policy=policy)

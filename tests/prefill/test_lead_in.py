@@ -126,36 +126,6 @@ def test_a_window_never_holds_more_than_it_may(lengths: list[int], window: int) 
     assert (start == 0) == (sum(lengths) <= window or not lengths)
 
 
-def test_a_window_depends_on_its_chunk_alone() -> None:
-    """Not on the chunks asked for before, of which some windows are kept."""
-    document = Document("long", tuple(words(1 + i % 9, i) for i in range(300)), separator=" w77 ")
-    chunks = document.to_chunks()
-    in_order = make_lead_in(window=44)
-    found = [in_order.key(chunk) for chunk in chunks]
-    assert [make_lead_in(window=44).key(c) for c in chunks[::50]] == found[::50]
-    again = make_lead_in(window=44)
-    assert [again.key(chunk) for chunk in reversed(chunks)] == found[::-1]
-
-
-def test_a_documents_keys_cost_what_its_length_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def separators_read(chunks: int) -> int:
-        """Half of the pieces: they stand between the others."""
-        lead_in = make_lead_in(window=44)
-        asked: list[str] = []
-        tokenize = lead_in.encoder.separator
-
-        def counted(text: str) -> tuple[int, ...]:
-            asked.append(text)
-            return tokenize(text)
-
-        monkeypatch.setattr(lead_in.encoder, "separator", counted)
-        for chunk in Document("long", tuple(words(3, i) for i in range(chunks))).to_chunks():
-            lead_in.key(chunk)
-        return len(asked)
-
-    assert [separators_read(chunks) for chunks in (100, 200)] == [99, 199]
-
-
 def lengths(pieces: Sequence[Sequence[int]]) -> list[int]:
     return [len(piece) for piece in pieces]
 

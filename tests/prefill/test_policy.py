@@ -24,12 +24,6 @@ def test_the_fewest_tokens_that_hold_the_share_stay(prior: list[float], share: f
     assert [token for token, stays in enumerate(protected) if stays] == sorted(first)
 
 
-@given(PRIORS)
-def test_the_whole_share_is_every_token_and_none_is_none(prior: list[float]) -> None:
-    assert protected_tokens(torch.tensor(prior), 1.0).all()
-    assert not protected_tokens(torch.tensor(prior), 0.0).any()
-
-
 def test_tokens_that_their_document_hardly_changed_are_free() -> None:
     assert not protected_tokens(torch.zeros(5), 0.9).any()
     assert not protected_tokens(torch.full((5,), LEAST_CHANGE * 0.99), 0.9).any()

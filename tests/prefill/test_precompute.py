@@ -16,7 +16,6 @@ from cacheblend_rag.prefill.precompute import (
     compute_chunks,
     compute_document,
     compute_one_by_one,
-    context_deviation,
     document_plans,
 )
 from tests.blend.fake_stack import KV_HEADS, LAYERS, VOCABULARY, FakeStack, plain_kv
@@ -154,19 +153,6 @@ def test_what_is_stored_is_reused_and_not_computed_again(stored: tuple[int, ...]
     assert max(computed) == len(document) - 1, "nothing behind the last that is missing"
 
 
-def test_where_only_the_prior_needs_a_document_its_first_layers_run() -> None:
-    store, stack = TieredKVStore.open(), FakeStack()
-    compute(DOCUMENT, store, in_document=False, stack=stack)
-    whole = len(tokens_of(DOCUMENT[-1]))
-    long = {event[:2] for event in stack.log if len(event.rows) == whole}
-    assert long == {("run", 0), ("probe", 1)}
-    for chunk in DOCUMENT:
-        store.put(chunk.key, wanted(chunk))
-    stack.log.clear()
-    assert compute(DOCUMENT, store, in_document=False, stack=stack) == {}
-    assert stack.log == []
-
-
 def test_stored_kv_that_does_not_fit_is_computed_anew_and_stored_again() -> None:
     store = TieredKVStore.open()
     zeros = torch.zeros(LAYERS, KV_HEADS, 2, 8)
@@ -175,14 +161,6 @@ def test_stored_kv_that_does_not_fit_is_computed_anew_and_stored_again() -> None
     assert set(found) == {chunk.key for chunk in DOCUMENT}
     for chunk, kv in found.values():
         check(chunk, kv)
-
-
-def test_reading_for_a_document_brings_nothing_into_memory(tmp_path: Any) -> None:
-    with TieredKVStore.open(kv_path=tmp_path) as first:
-        first.put(DOCUMENT[0].key, wanted(DOCUMENT[0]))
-    with TieredKVStore.open(kv_path=tmp_path) as store:
-        compute(DOCUMENT[:2], store)
-        assert store.tiers[0].usage().entries == 0
 
 
 def test_others_get_their_turn_between_blocks() -> None:
@@ -195,17 +173,6 @@ def test_others_get_their_turn_between_blocks() -> None:
         stack.log.clear()
         turns += done is None
     assert turns > LAYERS * len(tokens_of(DOCUMENT[-1])) // 6
-
-
-def test_chunks_one_by_one_stand_behind_their_lead_in_alone() -> None:
-    store, stack = TieredKVStore.open(), FakeStack()
-    store.put(LONE.key, wanted(LONE))
-    chunks = [plan(own=4), LONE, plan(1, 2, own=3)]
-    found = made(compute_one_by_one(stack, chunks, store))
-    assert set(found) == {chunks[0].key, chunks[2].key}
-    for chunk, kv in found.values():
-        check(chunk, kv, context=False)
-        assert kv.prior is None
 
 
 # Ranks
@@ -255,16 +222,3 @@ def test_stored_kv_that_one_rank_cannot_read_is_computed_by_both() -> None:
 
 
 # The prior's layer
-
-
-def test_deviation_is_of_keys_turned_to_where_they_stand() -> None:
-    stack = FakeStack()
-    keys = torch.randn(KV_HEADS, 6, 8, generator=torch.Generator().manual_seed(1))
-    there = rotated(keys[None], stack.rotation(9).of(1))[0]
-    assert context_deviation(stack, keys, there, 9).abs().max() < 1e-8
-    there[1, 4, 3] += 2.0
-    found = context_deviation(stack, keys, there, 9)
-    length = there.square().sum((0, 2)).mean()
-    torch.testing.assert_close(
-        found, torch.tensor([0.0, 0, 0, 0, 4, 0]) / length, atol=1e-4, rtol=0
-    )

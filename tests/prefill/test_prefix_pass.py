@@ -16,7 +16,6 @@ from tests.blend.fake_stack import FakeStack, plain_kv
 from tests.prefill.prompts import (
     FINGERPRINT,
     SPANS,
-    Decides,
     Ranks,
     filled,
     finished,
@@ -102,39 +101,9 @@ def test_a_prefix_that_is_gone_is_not_worth_a_pass() -> None:
     assert not stack.log
 
 
-def test_blocks_do_not_count_as_reusable_chunks() -> None:
-    refused = run(over(stored(range(BEFORE)), min_tokens=22).steps())
-    assert not isinstance(refused, FusedPrompt)
-    assert refused.reason == "21 reusable tokens are fewer than min_tokens=22"
-    assert [chunk.reason for chunk in refused.chunks] == ["too short"] * 3
-
-
 def test_ranks_agree_on_blocks() -> None:
     def of(rank: int, stack: FakeStack) -> int:
         done = finished(over(stored([0, 1, 2] if rank else [0, 2]), stack))
         return done.prefix_tokens
 
     assert Ranks().run(of) == [2, 2]
-
-
-def test_measured_speeds_decide_about_blocks_too() -> None:
-    controller = Decides([1, 2, *(start for start, _ in SPANS.values())])
-    found = finished(over(stored(range(BEFORE)), controller=controller))
-    assert found.prefix_tokens == 2
-    same(found, finished(over(stored([]), count=0)))
-    told = [(part.start, part.end, part.protected) for part in controller.parts]
-    assert told[:BEFORE] == [(0, 1, 1), (1, 2, 1), (2, 3, 1)]
-    assert told[BEFORE:] == [(*span, 0) for span in SPANS.values()]
-
-
-@pytest.mark.parametrize("chunks", [True, False])
-def test_without_a_chunk_to_load_nothing_is_blended(chunks: bool) -> None:
-    """A prefix alone is a pass of its own, which is decided about by itself."""
-    blocks = range(BEFORE)
-    refused = run(over(stored(blocks), controller=Decides(blocks)).steps())
-    assert not isinstance(refused, FusedPrompt)
-    assert [chunk.reason for chunk in refused.chunks] == ["slow"] * 3
-    none = run(over(stored(blocks), chunks=chunks, controller=Decides([])).steps())
-    assert not isinstance(none, FusedPrompt)
-    alone = run(over(stored(blocks), chunks=False, controller=Decides(blocks)).steps())
-    assert alone.prefix_tokens == BEFORE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, TieredKVStore
-from cacheblend_rag.blend import BlendPass, FusedKV, passes, plan_schedule
+from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import probe_question
@@ -20,10 +19,9 @@ from cacheblend_rag.blend.selectors import SELECTORS, Question
 from cacheblend_rag.blend.steps import run_to_end
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
-from cacheblend_rag.prefill import stopwatch
 from cacheblend_rag.prefill.lead_in import PlacedChunk
-from cacheblend_rag.prefill.policy import NOT_STORED, Rates
-from cacheblend_rag.prefill.prompt_pass import COMPUTING, FusedPrompt
+from cacheblend_rag.prefill.policy import NOT_STORED
+from cacheblend_rag.prefill.prompt_pass import FusedPrompt
 from tests.blend.fake_stack import LAYERS, FakeStack
 from tests.prefill.prompts import (
     LEAD,
@@ -188,53 +186,6 @@ def test_kv_of_another_shape_is_damage_and_that_of_another_model_is_named() -> N
 # Steps
 
 
-def test_slow_layers_count_for_the_phase_that_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers 0 and 1 run before the check at layer 2, the others after it."""
-    run_layer = FakeStack.run_layer
-
-    def slow_at(slow: int) -> dict[str, float]:
-        def slowly(self: FakeStack, layer: int, *rest: Any) -> Any:
-            time.sleep(0.05 if layer == slow else 0)
-            return run_layer(self, layer, *rest)
-
-        monkeypatch.setattr(FakeStack, "run_layer", slowly)
-        options = {"selector": "hkvd", "check_layers": (2,), "recompute_ratio": 0.3}
-        return finished(prompt_pass(filled(placed()), placed(), **options)).seconds
-
-    early, late = slow_at(1), slow_at(2)
-    assert early["early_layers"] >= 0.05
-    assert late["recompute"] >= 0.05
-
-
-@pytest.mark.parametrize(
-    ("config", "waits"),
-    [
-        ({"selector": "none"}, 2),
-        ({"selector": "prior"}, 3),
-        ({"selector": "question_mid"}, 4),
-        ({"selector": "hkvd", "check_layers": (2,)}, 3),
-        ({"selector": "hkvd", "check_layers": (1, 2)}, 4),
-    ],
-)
-def test_the_device_is_waited_for_at_choices_only(
-    config: dict[str, Any], waits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once chunks are found, after a probe, at each choice, at the end: never for a phase alone."""
-    counted: list[torch.device] = []
-    for module in (stopwatch, passes):
-        monkeypatch.setattr(module, "synchronize", counted.append)
-    finished(prompt_pass(filled(placed()), placed(), recompute_ratio=0.3, **config))
-    assert len(counted) == waits
-
-
-def test_asking_the_store_is_timed_when_it_leads_to_nothing() -> None:
-    work = prompt_pass(filled([]), placed())
-    refused = run(work.steps())
-    assert not isinstance(refused, FusedPrompt)
-    assert set(refused.seconds) == set(refused.starts) == {"look_up"}
-    assert refused.seconds["look_up"] > 0
-
-
 # Ranks
 
 
@@ -337,17 +288,6 @@ def test_without_room_nothing_is_computed_and_too_little_goes_before() -> None:
 # What is loaded by measured speeds
 
 
-class Recorded(Rates):
-    """Keeps what passes are told to have taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-
-    def record(self, name: str, units: float, seconds: float) -> None:
-        self.seconds.append(seconds)
-
-
 def decides(keep: str = "abc", ratio: float | None = None, why: str | None = None) -> Decides:
     return Decides([SPANS[name][0] for name in keep], ratio, why)
 
@@ -366,16 +306,6 @@ def test_what_is_not_worth_loading_is_computed(selector: str) -> None:
     assert controller.rates.of("blend") is not None
 
 
-def test_what_others_do_meanwhile_is_no_time_of_the_pass() -> None:
-    controller, rates = decides(), Recorded()
-    controller.rates = rates
-    controller.clock = lambda: time.perf_counter() / 4
-    options = {"controller": controller}
-    found = finished(prompt_pass(filled(placed()), placed(), None, options))
-    computing = sum(found.seconds.get(phase, 0.0) for phase in COMPUTING)
-    assert rates.seconds == [pytest.approx(computing / 4, rel=0.5)]
-
-
 def test_a_ratio_that_was_left_open_is_the_controllers() -> None:
     auto = {"recompute_ratio": "auto", "selector": "prior"}
     options = {"controller": decides(ratio=0.4, why="ratio 0.4")}
@@ -386,16 +316,6 @@ def test_a_ratio_that_was_left_open_is_the_controllers() -> None:
     given = finished(prompt_pass(filled(placed()), placed(), None, options, recompute_ratio=0.2))
     assert given.ratio == 0.2, "a ratio that was given is not replaced"
     assert finished(prompt_pass(filled(placed()), placed(), **auto)).ratio == 0.3, "its upper bound"
-
-
-def test_where_nothing_is_worth_loading_nobody_has_computed_anything() -> None:
-    stack = FakeStack()
-    options = {"controller": decides("", why="prefill is faster")}
-    refused = run(prompt_pass(filled(placed()), placed(), stack, options).steps())
-    assert not isinstance(refused, FusedPrompt)
-    assert refused.reason == "prefill is faster"
-    assert [chunk.reason for chunk in refused.chunks] == ["slow"] * 3
-    assert not stack.log
 
 
 def test_ranks_do_what_the_first_one_decides() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -59,18 +57,6 @@ def test_what_has_no_score_is_left_out_and_many_selections_are_cut() -> None:
     assert trace.truncated
     assert {one.positions for one in trace.selections} == {(0, 6)}
     assert len(trace.selections) == trace_recorder.MOST_SELECTIONS
-
-
-def test_overflown_deviations_are_the_largest_number() -> None:
-    recorder = recorder_of(all_cached(4))
-    scores = torch.tensor([1.0, 2.0])
-    most = torch.finfo(torch.float32).max
-    odd = torch.tensor([torch.inf, torch.nan]).view(1, 2, 1)
-    positions = torch.arange(2).numpy()
-    evidence = replace(NOTHING, fresh=(odd, odd), cached=(0 * scores.view(1, 2, 1),) * 2)
-    recorder.selected(Selection(1, positions, evidence, scores, positions[:1]))
-    (one,) = recorder.trace().selections
-    assert one.key_deviations == one.value_deviations == (most, most)
 
 
 def test_ranks_trace_the_same_with_the_deviations_of_all_heads() -> None:

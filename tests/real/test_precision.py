@@ -18,7 +18,6 @@ from torch import Tensor
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.engines.transformers import decoding
-from cacheblend_rag.engines.transformers.cache import FusedCache
 from tests.families.models import own_tokens
 
 PASSAGES = (
@@ -154,32 +153,3 @@ def test_in_16_bits_ratio_1_is_as_near_to_float32_as_the_model_itself(
     own = error(opened.own_logits(), wanted)
     assert own > 0, "rounding must show"
     assert error(opened.first_logits(), wanted) <= FACTOR * own
-
-
-@pytest.mark.parametrize("dtype", ["float32", *LOW])
-@pytest.mark.parametrize("full", [False, True], ids=["blended", "full"])
-def test_decoding_goes_on_from_the_fused_cache(
-    dtype: str, full: bool, open_model: Callable[[str], Opened]
-) -> None:
-    """Each step after the first runs one token, over the cache that the prompt's KV lies in."""
-    opened = open_model(dtype)
-    engine, tokens = opened.engine, 8
-    assert engine.blend_refusal is None
-    runs: list[tuple[int, Any]] = []
-
-    def note(_: Any, __: Any, named: dict[str, Any]) -> None:
-        if named.get("use_cache"):
-            runs.append((named["input_ids"].shape[1], named["past_key_values"]))
-
-    hook = engine.model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        sampling = GREEDY.with_changes(max_tokens=tokens)
-        generate = engine.generate_full if full else engine.generate
-        answer = generate(opened.prompts[0], sampling)
-    finally:
-        hook.remove()
-    assert answer.report.blended is not full
-    prompt = [answer.report.prompt_tokens] if full else []
-    assert [count for count, _ in runs] == [*prompt, *[1] * (tokens - 1)]
-    assert all(isinstance(cache, FusedCache) for _, cache in runs)
-    assert len({id(cache) for _, cache in runs}) == 1

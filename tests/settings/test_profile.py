@@ -58,13 +58,6 @@ def test_explicit_settings_come_before_the_profile_and_it_before_the_defaults(fi
     assert TUNED.blended(changed).ratio == 0.2
 
 
-def test_an_engines_settings_survive_being_written(file: Path) -> None:
-    config = EngineConfig(profile=file, blend={"trace": True})
-    again = EngineConfig.of(config.to_dict())
-    assert (again.blend, again.lead_in, again.profile) == (config.blend, config.lead_in, TUNED)
-    assert config.with_changes(model=TOY).blend == config.blend
-
-
 def test_the_environment_names_a_profile(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(file))
     assert EngineConfig().blend.selector == "prior"
@@ -112,8 +105,3 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told) as raised:
         EngineConfig(profile=tmp_path / "x.toml")
     assert "\n" not in str(raised.value)
-
-
-def test_an_unknown_profile_names_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="profile='fastest' must be quality, balanced, speed or"):
-        EngineConfig(profile="fastest")

@@ -20,10 +20,6 @@ def test_a_context_ends_where_the_boundary_changes() -> None:
     assert contexts("", "a", "", "") == [(), (), (), ("t2", "|")]
 
 
-def test_boundaries_that_tell_nothing_are_none() -> None:
-    assert Document("d", ("a", "b"), boundaries=("", "")) == Document("d", ("a", "b"))
-
-
 @pytest.mark.parametrize("boundaries", [("a",), ("a", "b", "c")])
 def test_a_boundary_for_each_chunk_or_none(boundaries: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=f"has {len(boundaries)} boundaries for 2 chunks"):
@@ -36,9 +32,3 @@ def test_a_boundary_for_each_chunk_or_none(boundaries: tuple[str, ...]) -> None:
 )
 def test_a_boundary_is_read_from_any_value(one: object, other: object) -> None:
     assert read_boundary({BOUNDARY_KEY: one}) == read_boundary({BOUNDARY_KEY: other})
-
-
-def test_different_values_are_different_boundaries() -> None:
-    values = [None, True, 1, 2.5, "hr", ["hr", "it"], ["hr"], {"a": 1}]
-    assert len({read_boundary({BOUNDARY_KEY: value}) for value in values}) == len(values)
-    assert read_boundary({}) == ""

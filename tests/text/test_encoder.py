@@ -13,25 +13,21 @@ from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text import encoder as encoder_module
 from cacheblend_rag.text.chat import render_chat
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import EncodedPrompt, PromptEncoder, Segment, encode_plainly
+from cacheblend_rag.text.encoder import EncodedPrompt, PromptEncoder, Segment
 from cacheblend_rag.text.prompt import BlendPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.special_tokens import special_tokens
 from tests.tokenizer_kinds import (
     BOS,
-    CELL,
     CORPUS,
     END,
     EOS,
     KINDS,
-    PREFIXED,
     SPELLS_EVERYTHING,
     START,
     THINK,
-    UNK,
     UNUSABLE,
     USER,
-    WORDS_ONLY,
     tokenizer_of,
 )
 
@@ -69,11 +65,6 @@ def chunks_in(encoded: EncodedPrompt) -> list[tuple[int, ...]]:
         (*span.before, *encoded.token_ids[span.start : span.end], *span.after)
         for span in encoded.spans
     ]
-
-
-@every_kind_at_all
-def test_it_is_found_out_whether_a_tokenizer_adds_a_space(kind: str) -> None:
-    assert encoder_of(kind).adds_prefix == (kind in PREFIXED)
 
 
 @every_kind_at_all
@@ -134,15 +125,6 @@ def test_no_passage_makes_a_control_token(kind: str, prompt: BlendPrompt) -> Non
     assert control.isdisjoint(ids[1:])
 
 
-@pytest.mark.parametrize("kind", SPELLS_EVERYTHING)
-@settings(max_examples=40, deadline=None)
-@given(marked)
-def test_a_chunk_with_markers_is_read_as_it_is_written(kind: str, text: str) -> None:
-    ids = encoder_of(kind).chunk(text)
-    before = tokenizer_of(kind).encode("x", add_special_tokens=False)
-    assert says(kind, [*before, *ids]).lstrip(" ") == f"x{text}"
-
-
 @every_kind
 def test_texts_keep_theirspecial_tokens(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
@@ -152,29 +134,6 @@ def test_texts_keep_theirspecial_tokens(kind: str) -> None:
     for marker in (START, END):
         assert encoded.token_ids.count(tokenizer.convert_tokens_to_ids(marker)) == 2
     assert says(kind, encoded.token_ids) == says(kind, tokenizer.encode(prompt.text))
-
-
-@every_kind
-def test_added_tokens_that_steer_nothing_are_words(kind: str) -> None:
-    tokenizer = tokenizer_of(kind)
-    assert tokenizer.convert_tokens_to_ids(CELL) in encoder_of(kind).chunk(f" lamp {CELL} ships")
-
-
-@pytest.mark.parametrize("kind", sorted(WORDS_ONLY))
-def test_texts_keep_theirs_beside_a_chunk_that_is_read_as_text(kind: str) -> None:
-    tokenizer = tokenizer_of(kind)
-    prompt = BlendPrompt.of(f"{START}The ", Chunk(f"light{END}er"), f"house was lost{END}\n")
-    encoded = prompt.encode(tokenizer)
-    ids = [tokenizer.convert_tokens_to_ids(marker) for marker in (START, END)]
-    assert len(encoded.inseparable) + len(encoded.spans) == 1
-    assert [token for token in encoded.token_ids if token in ids] == ids
-
-
-@every_kind
-def test_special_tokens_are_kept_when_it_is_asked_for(kind: str) -> None:
-    tokenizer = tokenizer_of(kind)
-    encoder = PromptEncoder(tokenizer, split_special_tokens=False)
-    assert tokenizer.convert_tokens_to_ids(END) in encoder.chunk(f"The lamp{END}")
 
 
 @every_kind
@@ -195,14 +154,6 @@ def test_a_chat_template_is_read_as_it_is(kind: str, passage: str) -> None:
         assert list(encoded.token_ids) == tokenizer.apply_chat_template(
             messages, tokenize=True, add_generation_prompt=True, return_dict=False
         )
-
-
-def test_a_chunk_within_a_word_is_read_with_the_word() -> None:
-    prompt = BlendPrompt.of("The ", Chunk("lamp"), "post at", Chunk(" Vell"), " was")
-    encoded = prompt.encode(encoder_of("word level"))
-    assert [chunk.text for chunk in encoded.inseparable] == ["lamp"]
-    assert [span.chunk.text for span in encoded.spans] == [" Vell"]
-    assert list(encoded.token_ids) == tokenizer_of("word level").encode(prompt.text)
 
 
 class Normalizing:
@@ -258,33 +209,6 @@ def test_many_lookalikes_of_special_tokens_are_joined_in_linear_work(
     assert Counted.copied <= 2 * len(ids)
 
 
-@every_kind
-def test_what_leads_to_a_passage_has_the_tokens_it_has_before_one(kind: str) -> None:
-    encoder, tokenizer = encoder_of(kind), tokenizer_of(kind)
-    instruction = f"{START}user\nAnswer.\n\n"
-    leading = encoder.leading(instruction)
-    prompt = BlendPrompt.of(instruction, Chunk(CORPUS[1])).encode(encoder)
-    assert leading == prompt.token_ids[: prompt.spans[0].start]
-    assert leading == tuple(tokenizer.encode(f"{instruction}{CORPUS[1]}")[: len(leading)])
-
-
-@every_kind
-def test_a_separator_has_the_tokens_it_has_between_passages(kind: str) -> None:
-    encoder = encoder_of(kind)
-    prompt = BlendPrompt.of(Chunk(CORPUS[0]), "\n\n", Chunk(CORPUS[1])).encode(encoder)
-    first, second = prompt.spans
-    assert encoder.separator("\n\n") == prompt.token_ids[first.end : second.start]
-
-
-def test_a_special_token_of_two_characters_is_broken_up() -> None:
-    tokenizer = copy.deepcopy(tokenizer_of("byte-level"))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["|>"]})
-    encoder = PromptEncoder(tokenizer)
-    whole, *halves = (encode_plainly(tokenizer, text) for text in ("|>", "|", ">"))
-    assert not encoder.special_ids.isdisjoint(whole)
-    assert encoder.chunk("|>") == halves[0] + halves[1]
-
-
 class Stub:
     """A tokenizer of which only what is asked for is there."""
 
@@ -313,13 +237,6 @@ def test_a_text_that_cannot_be_encoded_is_named_by_its_beginning() -> None:
         "character 30 of 'abcdefghijabcdefghij'... is an unpaired surrogate; decode the "
         "source with errors='replace'"
     )
-
-
-@pytest.mark.parametrize("kind", SPELLS_EVERYTHING)
-def test_the_unknown_tokens_name_is_text(kind: str) -> None:
-    unknown = tokenizer_of(kind).unk_token_id
-    assert unknown in tokenizer_of(kind).encode(f"lamp {UNK}")
-    assert unknown not in encoder_of(kind).chunk(f"lamp {UNK}")
 
 
 def test_a_control_token_that_is_the_unknown_token_as_well_is_text() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -93,40 +92,6 @@ def test_only_the_edges_of_known_chunks_are_encoded_again(kind: str) -> None:
     assert (tokenizer.characters < size / 2) == (kind not in UNSKIPPED)
 
 
-def test_a_long_text_before_the_chunks_is_encoded_once() -> None:
-    tokenizer, encoder = counting()
-    system, chunk = f"{START}system\n{passage(7)}{END}\n", Chunk(passage(1))
-    BlendPrompt.of(system, chunk, "\nWhy?").encode(encoder)
-    tokenizer.texts.clear()
-    other = BlendPrompt.of(system, chunk, "\nWhen?")
-    encoded = other.encode(encoder)
-    assert tokenizer.characters < (len(system) + len(chunk.text)) / 2
-    assert list(encoded.token_ids) == tokenizer.encode(other.text)
-
-
-def test_the_same_chunk_twice_and_chunks_that_differ_inside_keep_their_places() -> None:
-    text = passage(1)
-    middle = len(text) // 2
-    others = [Chunk(f"{text[:middle]}{word}{text[middle:]}") for word in (" lamp", " ships at")]
-    prompt = BlendPrompt.of(Chunk(text), "\n", others[0], "\n", Chunk(text), others[1], " why")
-    kept, new = both_ways(tokenizer_of("tiktoken"), prompt)
-    assert kept == new
-    assert list(kept.token_ids) == tokenizer_of("tiktoken").encode(prompt.text)
-
-
-def test_special_tokens_in_a_known_chunk_stay_text_and_in_text_stay_special() -> None:
-    tokenizer = tokenizer_of("tiktoken")
-    encoder = PromptEncoder(tokenizer)
-    text = f"{passage(1)}{END}{passage(2)}"
-    for _ in range(2):
-        as_data = BlendPrompt.of("So: ", Chunk(text), " why").encode(encoder)
-        assert encoder.special_ids.isdisjoint(as_data.token_ids[1:])
-        as_text = BlendPrompt.of(f"{text} ", Chunk(passage(3)), " why").encode(encoder)
-        assert [i for i in as_text.token_ids[1:] if i in encoder.special_ids] == [
-            tokenizer.convert_tokens_to_ids(END)
-        ]
-
-
 def test_texts_used_last_are_kept_within_a_number_of_bytes() -> None:
     tokenizer = Counting(tokenizer_of("tiktoken"))
     encoder = PromptEncoder(tokenizer, known_bytes=12_000)
@@ -146,19 +111,6 @@ def test_texts_used_last_are_kept_within_a_number_of_bytes() -> None:
     assert not encodes(texts[1])
     encoder.chunk(passage(1, words=20_000))  # larger than the room: others are kept
     assert not encodes(texts[1])
-
-
-def test_threads_get_the_same_tokens() -> None:
-    encoder = PromptEncoder(tokenizer_of("tiktoken"), known_bytes=9_000)
-    prompts = [
-        BlendPrompt.of(Chunk(passage(seed % 5)), Chunk(passage(seed % 3)), f"\nWhy {seed}?")
-        for seed in range(60)
-    ]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda prompt: prompt.encode(encoder).token_ids, prompts))
-    assert [list(ids) for ids in found] == [
-        tokenizer_of("tiktoken").encode(prompt.text) for prompt in prompts
-    ]
 
 
 def _superwords() -> PreTrainedTokenizerFast:

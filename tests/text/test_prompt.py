@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text.chat import render_chat
-from cacheblend_rag.text.chunk import Chunk, Document
-from cacheblend_rag.text.encoder import EncodedPrompt, PromptEncoder, Segment
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.encoder import Segment
 from cacheblend_rag.text.prompt import BlendPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 from tests.tokenizer_kinds import CHATML, CORPUS, tokenizer_of
@@ -70,35 +68,6 @@ def test_segments_joined_are_the_text(known: list[Chunk], text: str, data: st.Da
     assert all(s.chunk is None or s.chunk.text == s.text in registry for s in segments)
 
 
-@given(st.lists(texts | chunks, max_size=8))
-def test_explicit_parts_keep_text_and_chunks(parts: list[str | Chunk]) -> None:
-    prompt = BlendPrompt.of(*parts)
-    given_chunks = [part for part in parts if isinstance(part, Chunk)]
-    assert prompt.text == "".join(p.text if isinstance(p, Chunk) else p for p in parts)
-    assert [s.chunk for s in prompt.segments if s.chunk] == given_chunks
-    kinds = [s.chunk is None for s in prompt.segments]
-    assert not any(a and b for a, b in pairwise(kinds))
-
-
-@pytest.mark.parametrize("opens", [True, False])
-def test_bos_is_not_doubled(opens: bool) -> None:
-    tokenizer = tokenizer_of("byte-level", opens=opens)
-    token_ids = BlendPrompt.of("<s>The lamp").encode(tokenizer).token_ids
-    assert token_ids[0] == tokenizer.bos_token_id
-    assert token_ids.count(tokenizer.bos_token_id) == 1
-
-
-@pytest.mark.parametrize("single", ["<s> $A </s>", "<s> $A", "$A </s>"])
-def test_an_empty_prompt_is_the_opening_alone(single: str) -> None:
-    tokenizer = with_template(None)
-    ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "</s>")]
-    own = processors.TemplateProcessing(single=single, special_tokens=ids)
-    tokenizer.backend_tokenizer.post_processor = own
-    opening = (tokenizer.bos_token_id,) if single.startswith("<s>") else ()
-    assert PromptEncoder(tokenizer).opening == opening
-    assert BlendPrompt.of("").encode(tokenizer) == EncodedPrompt(opening)
-
-
 def test_a_segment_must_hold_its_chunk() -> None:
     with pytest.raises(PromptError, match="differs from its chunk's text"):
         BlendPrompt((Segment("altered", Chunk("original")),))
@@ -124,26 +93,6 @@ def test_the_text_is_the_plain_rendering(template: str, turns: list[tuple[str, s
         assert prompt.text == plain_rendering(tokenizer, messages)
     token_ids = prompt.encode(tokenizer).token_ids
     assert token_ids.count(tokenizer.bos_token_id) == (template == WITH_BOS)
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_chunks_are_found_in_messages(template: str) -> None:
-    tokenizer = with_template(template)
-    known = Document("vell", (CORPUS[0], CORPUS[1])).to_chunks()
-    content = f"  {CORPUS[0]}\n\n{CORPUS[1]}\n\nWho built it? {{braces}} \ue000"
-    messages = [{"role": "system", "content": "Answer."}, {"role": "user", "content": content}]
-    prompt = BlendPrompt.from_text(render_chat(messages, tokenizer), ChunkRegistry(known))
-    assert [s.chunk for s in prompt.segments if s.chunk] == known
-
-
-def test_hints_reach_the_registry() -> None:
-    tokenizer = with_template(CHATML)
-    old, new = Chunk("Shared.", "old"), Chunk("Shared.", "new")
-    registry = ChunkRegistry([old, new])
-    messages = [{"role": "user", "content": "Shared."}]
-    by_hint = BlendPrompt.from_text(render_chat(messages, tokenizer), registry, ["old"])
-    assert [s.chunk for s in by_hint.segments if s.chunk] == [old]
-    assert BlendPrompt.from_text("Shared.", registry, [old]).segments[0].chunk == old
 
 
 def test_text_parts_are_joined_and_other_fields_kept() -> None:

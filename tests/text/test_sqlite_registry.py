@@ -15,7 +15,7 @@ from threading import Thread
 
 import pytest
 
-from cacheblend_rag.errors import PromptError, StoreError
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.text import sqlite_registry
 from cacheblend_rag.text.chunk import Chunk, Document
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -23,15 +23,6 @@ from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 REPORT = Document("report", ("Alpha is first.", "It was founded in Rome.", "It has ten members."))
 LETTER = Document("letter", ("Dear reader,", "It was founded in Rome."))
-OTHER_PROCESS = """
-import sys
-from cacheblend_rag.text.chunk import Document
-from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
-registry = SharedChunkRegistry(sys.argv[1])
-for name in sys.argv[3:]:
-    registry.add_many(Document(name, (f"First of {name}.", f"Second of {name}.")).to_chunks())
-registry.discard_many(registry.document(sys.argv[2]))
-"""
 
 
 @pytest.fixture
@@ -51,49 +42,6 @@ def statements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(sqlite_registry, "_connect", traced)
     return seen
-
-
-def test_what_was_added_is_found_after_a_restart_with_its_context(path: Path) -> None:
-    first = SharedChunkRegistry(path)
-    first.add_many(REPORT.to_chunks())
-    first.close()
-
-    again = SharedChunkRegistry(path)
-    assert again.document("report") == tuple(REPORT.to_chunks())
-    assert [m.chunk for m in again.find("So: It has ten members. Yes.")] == [REPORT.to_chunks()[2]]
-    assert "Alpha is first." in again
-    assert len(again) == 3
-
-
-def test_only_what_others_remove_is_told(path: Path) -> None:
-    one, two = SharedChunkRegistry(path), SharedChunkRegistry(path)
-    heard: dict[str, list[Chunk]] = {"one": [], "two": []}
-    one.watch(heard["one"].extend)
-    two.watch(heard["two"].extend)
-    one.add_many([*REPORT.to_chunks(), *LETTER.to_chunks()])
-    one.discard_many(one.document("letter"))
-    assert two.document("letter") == ()  # looks, and hears of nothing that it had not known
-    assert heard == {"one": [], "two": []}
-    one.discard_many(one.document("report"))
-    assert len(two) == 0
-    assert heard == {"one": [], "two": REPORT.to_chunks()}
-    two.add_many(LETTER.to_chunks())
-    assert len(one) == 2
-    two.discard_many(two.document("letter"))
-    one.refresh()
-    assert heard["one"] == LETTER.to_chunks()
-    assert heard["two"] == REPORT.to_chunks()
-
-
-def test_another_process_adds_and_removes(path: Path) -> None:
-    here = SharedChunkRegistry(path)
-    here.add_many(REPORT.to_chunks())
-    run = [sys.executable, "-c", OTHER_PROCESS, str(path), "report"]
-    others = [subprocess.Popen([*run, *(f"{k}{i}" for i in range(20))]) for k in "ab"]
-    assert [other.wait(60) for other in others] == [0, 0]
-    assert here.document("report") == ()
-    assert len(here) == 80
-    assert here.find("Second of b19.")[0].chunk.context == ("First of b19.", "\n\n")
 
 
 def test_random_changes_through_two_registries_equal_one_in_memory(path: Path) -> None:
@@ -136,14 +84,6 @@ def test_a_removed_document_leaves_no_text_in_the_file(path: Path) -> None:
     assert b"Dear reader" in kept
 
 
-def test_registering_again_what_is_known_does_not_touch_the_file(path: Path) -> None:
-    registry = SharedChunkRegistry(path)
-    registry.add_many(REPORT.to_chunks())
-    before = path.read_bytes()
-    registry.add_many(REPORT.to_chunks())
-    assert path.read_bytes() == before
-
-
 def test_threads_may_share_it(path: Path) -> None:
     registry = SharedChunkRegistry(path)
 
@@ -161,13 +101,6 @@ def test_any_text_survives(path: Path) -> None:
     chunk = Chunk("{braces} \x00 \u2028 \ud800 \U0001f600", "caf\udce9.txt", ("\ud800", "\n\n"))
     SharedChunkRegistry(path).add_many([chunk])
     assert SharedChunkRegistry(path).variants(chunk.text) == (chunk,)
-
-
-def test_an_empty_text_is_refused_and_nothing_is_added(path: Path) -> None:
-    registry = SharedChunkRegistry(path)
-    with pytest.raises(PromptError, match="empty"):
-        registry.add_many([Chunk("good"), Chunk("  ")])
-    assert len(registry) == 0
 
 
 def test_a_file_that_is_no_registry_is_an_error_of_one_line(path: Path) -> None:
@@ -307,13 +240,6 @@ def test_a_damaged_file_is_refused_in_a_line_or_read_as_far_as_it_is_whole(path:
     assert all(len(message.splitlines()) == 1 for message in refused)
 
 
-def test_a_file_without_our_tables_is_refused(path: Path) -> None:
-    path.parent.mkdir()
-    path.touch()
-    with pytest.raises(StoreError, match="cannot be opened: a registry's tables are missing"):
-        SharedChunkRegistry(path, read_only=True)
-
-
 def test_a_text_that_many_rows_hold_is_held_once(path: Path) -> None:
     """A file whose rows share their pages must not become gigabytes in memory."""
     text, rows = "x" * (1 << 20), 200
@@ -338,29 +264,6 @@ def test_a_row_that_is_too_long_is_neither_written_nor_read(
     with pytest.raises(StoreError, match="cannot be changed: string or blob too big"):
         other.add_many([Chunk("small"), Chunk("x" * 900)])
     assert len(other) == 0
-
-
-def test_a_document_is_forgotten_though_its_rows_were_deleted_by_hand(path: Path) -> None:
-    registry = SharedChunkRegistry(path)
-    registry.add_many([*REPORT.to_chunks(), *LETTER.to_chunks()])
-    with sqlite3.connect(path) as file:
-        file.execute("DELETE FROM chunks WHERE id = 1")
-        file.execute("DELETE FROM pieces WHERE id = 2")
-    registry.discard_many(registry.document("report"))
-    assert registry.document("report") == ()
-    assert len(SharedChunkRegistry(path)) == 2
-
-
-def test_a_document_registered_again_and_in_part_is_whole_after_a_restart(tmp_path: Path) -> None:
-    """Contexts are written as what one chunk adds to the last one's, and some go meanwhile."""
-    document = Document("d", tuple(f"passage {index}" for index in range(8)))
-    chunks = document.to_chunks()
-    registry = SharedChunkRegistry(tmp_path / "chunks.sqlite")
-    registry.add_many(chunks)
-    registry.discard_many(chunks[5:])
-    registry.add_many([chunks[7], chunks[2], chunks[7], chunks[6], chunks[3]])
-    again = SharedChunkRegistry(tmp_path / "chunks.sqlite")
-    assert set(again.document("d")) == set(registry.document("d")) == {*chunks[:5], *chunks[6:]}
 
 
 def test_a_document_costs_what_its_length_does(tmp_path: Path, statements: list[str]) -> None:
@@ -404,17 +307,6 @@ def test_a_reader_does_not_wait_for_a_writer(tmp_path: Path) -> None:
     for thread in blocked:
         thread.join(30)
     assert len(registry) == 5
-
-
-def test_what_another_registry_writes_is_another_generation(path: Path) -> None:
-    one, two = SharedChunkRegistry(path), SharedChunkRegistry(path)
-    chunk, before = Chunk("a text"), two.generation
-    assert two.generation is before
-    one.add_many([chunk])
-    added = two.generation
-    assert added is not before
-    one.discard_many([chunk])
-    assert two.generation is not added
 
 
 ENDLESS_WRITER = """

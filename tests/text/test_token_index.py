@@ -37,33 +37,6 @@ def text(seed: int, tokens: int) -> list[int]:
     return [draw.randrange(50_000) for _ in range(tokens)]
 
 
-def test_the_longest_wins_and_then_the_first_sequence() -> None:
-    short, long = [1, 2, 3], [1, 2, 3, 4]
-    assert found([short, long], [1, 2, 3, 4, 9]) == [match(1, 0, 4, 0)]
-    assert found([short, short], [1, 2, 3]) == [match(0, 0, 3, 0)]
-    assert found([long, short], [0, 1, 2, 3, 0]) == [match(1, 1, 4, 0)]
-
-
-def test_what_is_left_of_a_shorter_run_is_kept_if_it_is_long_enough() -> None:
-    prompt = list(range(100, 120))
-    long, left, right = prompt[4:16], prompt[:8], prompt[14:]
-    assert found([left, long, right], prompt) == [
-        match(0, 0, 4, 0),
-        match(1, 4, 16, 0),
-        match(2, 16, 20, 2),
-    ]
-    assert found([left, long, right], prompt, 5) == [match(1, 4, 16, 0)]
-
-
-def test_nothing_shorter_than_the_least_and_nothing_outside_is_found() -> None:
-    assert found([[1, 2, 3]], [1, 2, 9, 2, 3]) == []
-    index = index_of([1, 2, 3, 4])
-    assert index.find([1, 2, 3, 4], 1, 4) == [match(0, 1, 4, 1)]
-    assert index.find([1, 2, 3, 4], 2, 4) == []
-    assert index.find([]) == []
-    assert TokenIndex[int]().find([1] * 40) == []
-
-
 def test_a_name_is_added_once_and_forgotten_at_once() -> None:
     one, other = text(1, 40), text(2, 40)
     index = index_of(one, least=32)
@@ -118,25 +91,6 @@ def test_threads_search_while_one_changes_it(monkeypatch: pytest.MonkeyPatch) ->
         done.set()
         searching.join()
     assert wrong == []
-
-
-def test_a_whole_sequence_wins_against_a_part_that_is_little_longer() -> None:
-    short, long = text(1, 40), text(2, 60)
-    alike = [*text(3, 30), *short, *long]
-    assert found([alike, short], [*short, *long[:3], 9], 32) == [match(1, 0, 40, 0)]
-    assert found([alike, short], [*short, *long[:5], 9], 32) == [match(0, 0, 45, 30)]
-
-
-def test_sequences_that_begin_alike_are_found_by_what_follows() -> None:
-    head = text(0, 70)
-    texts = [[*head, *text(seed, 60)] for seed in range(1, 300)]
-    index = index_of(*texts, least=32)
-    for name in (0, 70, 298):
-        assert index.find([1, *texts[name]]) == [match(name, 1, 131, 0)]
-    assert index.find(head) == [match(0, 0, 70, 0)]
-    for name in range(250):
-        index.discard(name)
-    assert index.find(head) == [match(250, 0, 70, 0)]
 
 
 def test_repetitions_of_few_tokens_are_no_anchors() -> None:

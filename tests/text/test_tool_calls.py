@@ -59,12 +59,6 @@ def test_what_is_no_call_stays_content(text: str) -> None:
     assert find_calls(text, KNOWN) == (text, ())
 
 
-def test_a_broken_call_beside_a_good_one_stays_content() -> None:
-    broken = "<tool_call>{]</tool_call>"
-    content, calls = find_calls(f"{broken}\n{HERMES}", KNOWN)
-    assert (content, [one.name for one in calls]) == (broken, ["look"])
-
-
 def test_half_a_surrogate_pair_can_be_sent() -> None:
     text = '<tool_call>{"name": "look", "arguments": {"city": "\\ud800é"}}</tool_call>'
     [call] = find_calls(text, KNOWN)[1]
@@ -104,7 +98,7 @@ parts = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(texts=st.lists(parts | st.text(max_size=8), max_size=6), size=st.integers(1, 9))
 def test_a_stream_shows_the_content_and_nothing_else(texts: list[str], size: int) -> None:
     text = "".join(texts)
@@ -115,14 +109,6 @@ def test_a_stream_shows_the_content_and_nothing_else(texts: list[str], size: int
     assert shown + stream.finish(content) == content
     if not calls:
         assert content == text
-
-
-def test_only_what_may_be_a_call_is_held_back() -> None:
-    stream = ContentStream(KNOWN)
-    pieces = ["It ", "is <b>", "warm</b>. <tool", "s> or <tool_", "call>{", "more"]
-    assert [stream.feed(piece) for piece in pieces] == [
-        "It", " is <b>", "warm</b>.", " <tools> or", "", "",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 from typing import Any
 
@@ -112,12 +111,6 @@ def test_what_strangers_wrote_cannot_speak_as_the_system(name: str, where: str) 
     assert controls(evil) == controls("notes")
 
 
-def test_a_tools_name_in_the_question_is_not_the_tool() -> None:
-    asked = [{"role": "user", "content": "What does find_ships do?"}]
-    text = render_chat(ChatPrompt(asked, [TOOL]), tokenizer_with(CHATML)).text
-    assert '"parameters"' in text
-
-
 def test_a_template_that_repeats_results_is_refused() -> None:
     with pytest.raises(PromptError, match="drops or repeats the results of tools"):
         render_chat(ChatPrompt(CHAT, [TOOL]), tokenizer_with(TWICE))
@@ -130,12 +123,6 @@ def test_a_chat_without_tools_is_as_it_was() -> None:
     for chat in (ChatPrompt(plain), ChatPrompt(plain, [TOOL], "none")):
         assert render_chat(chat, tokenizer).text == wanted
     assert render_chat(ChatPrompt(plain, [TOOL]), tokenizer).text != wanted
-
-
-def test_templates_get_arguments_as_objects_and_messages_stay_as_they_were() -> None:
-    before = json.dumps(CHAT)
-    render_chat(ChatPrompt(CHAT, [TOOL]), tokenizer_with(HERMES))
-    assert json.dumps(CHAT) == before
 
 
 @pytest.mark.parametrize(

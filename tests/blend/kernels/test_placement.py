@@ -1,96 +1,69 @@
 """The kernel that places chunks: right in Triton's interpreter, and compiled for GPUs without one.
 
-A GPU runs it, too, if there is one.
+What is worked out once for all layers is what would be worked out for each. A GPU runs the kernel,
+too, if there is one.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+pytest.importorskip("triton")
 
-from cacheblend_rag.blend import FusedKV  # noqa: E402
-from cacheblend_rag.blend.copy_stream import pinned_buffers_of  # noqa: E402
-from cacheblend_rag.blend.kernels.placement import (  # noqa: E402
+from cacheblend_rag.blend import FusedKV
+from cacheblend_rag.blend.copy_stream import pinned_buffers_of
+from cacheblend_rag.blend.kernels.placement import (
+    COLUMNS,
     FP8,
     NATIVE,
     constants_of,
     place_kernel,
+    table_of,
+    tables_of,
 )
-from cacheblend_rag.blend.layer_part import LayerPart  # noqa: E402
-from cacheblend_rag.blend.placement import has_kernel, place_parts  # noqa: E402
-from cacheblend_rag.blend.stack import Geometry  # noqa: E402
-from cacheblend_rag.blend.transfer import Upload  # noqa: E402
-from tests.blend.test_placement import part_of, turn_by  # noqa: E402
+from cacheblend_rag.blend.layer_part import LayerPart, WholePart
+from cacheblend_rag.blend.placement import has_kernel, place_parts
+from cacheblend_rag.blend.rotary import Rotation
+from cacheblend_rag.blend.stack import Geometry
+from cacheblend_rag.blend.transfer import Upload
+from cacheblend_rag.kv.chunk_kv import ChunkKV
+from tests.blend.kernels.gpus import GPUS, HOPPER, Compiled, Gpu, compiled
+from tests.blend.kernels.interpreter import run_interpreted
+from tests.blend.test_placement import part_of, turn_by
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-WIDE = {"apart"}
-HEADS = 8
-POINTERS = {"TABLE": "*i64"}
+HEADS, DEPTH = 8, 3
+Layers = list[list[LayerPart]]
 
 
-def test_it_places_what_its_twin_does() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    module = "tests.blend.kernels.interpreted_placement"
-    done = subprocess.run(
-        [sys.executable, "-m", module], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_it_places_what_its_twin_does_and_lays_layers_in_tritons_interpreter() -> None:
+    folder = "tests/blend/kernels"
+    run_interpreted(f"{folder}/interpreted_placement.py", f"{folder}/interpreted_laying.py")
 
 
-def compiled(capability: int, dtype: str, form: int, width: int, **options: Any) -> Any:
-    """Compile the kernel for a GPU that need not be there."""
+def compiled_for(gpu: Gpu, dtype: str, form: int, width: int, **options: Any) -> Compiled:
     pairs = options.get("pairs", width // 2)
     constants = constants_of(form, HEADS, width, pairs, options.get("align", 16))
     constants |= {"INTERLEAVED": options.get("interleaved", False)}
-    names = list(place_kernel.arg_names)
-    signature = {
-        name: POINTERS.get(
-            name, f"*{dtype}" if name.isupper() else "i64" if name in WIDE else "i32"
-        )
-        for name in names
-    }
-    signature |= dict.fromkeys(constants, "constexpr")
-    aligned = [name for name in names if name not in {*constants, "first", "tiles", "total"}]
-    source = ASTSource(
-        place_kernel,
-        signature,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
-
-
-def stack_bytes(kernel: Any, folder: Path) -> int:
-    """How much each thread keeps in memory instead of registers."""
-    file = folder / "kernel.cubin"
-    file.write_bytes(kernel.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    said = subprocess.run(
-        [tool, "-res-usage", file], capture_output=True, text=True, check=True
-    ).stdout
-    found = re.search(r"STACK:(\d+).*?LOCAL:(\d+)", said)
-    assert found is not None, said
-    return int(found[1]) + int(found[2])
+    names = [name for name in place_kernel.arg_names if name not in constants]
+    types = {name: f"*{dtype}" if name.isupper() else "i32" for name in names}
+    types |= {"TABLE": "*i64", "apart": "i64"}
+    aligned = {*names} - {"first", "tiles", "total"}
+    return compiled(place_kernel, gpu, types, constants, aligned=aligned)
 
 
 @pytest.mark.parametrize("form", [NATIVE, FP8])
-@pytest.mark.parametrize("capability", [80, 89, 90])
-def test_it_is_compiled_for_gpus_without_spilling(
-    capability: int, form: int, tmp_path: Path
-) -> None:
-    assert stack_bytes(compiled(capability, "bf16", form, 128), tmp_path) == 0
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+def test_it_is_compiled_for_gpus_without_spilling(gpu: Gpu, form: int) -> None:
+    assert compiled_for(gpu, "bf16", form, 128).spilled == 0
 
 
 @pytest.mark.parametrize(
@@ -104,19 +77,75 @@ def test_it_is_compiled_for_gpus_without_spilling(
     ],
 )
 def test_any_model_is_placed_without_spilling(
-    dtype: str, form: int, width: int, options: dict[str, Any], tmp_path: Path
+    dtype: str, form: int, width: int, options: dict[str, Any]
 ) -> None:
-    assert stack_bytes(compiled(90, dtype, form, width, **options), tmp_path) == 0
+    assert compiled_for(HOPPER, dtype, form, width, **options).spilled == 0
 
 
 def test_memory_is_read_and_written_sixteen_bytes_at_once() -> None:
-    code = compiled(90, "bf16", NATIVE, 128).asm["ptx"]
+    code = compiled_for(HOPPER, "bf16", NATIVE, 128).assembly
     assert len(re.findall(r"ld\.global[^\n]*\.v4\.b32", code)) == 6
     stores = re.findall(r"st\.global[^\n]*", code)
     assert stores
     assert all(".v4.b32" in store for store in stores)
-    unaligned = compiled(90, "bf16", NATIVE, 128, align=2).asm["ptx"]
+    unaligned = compiled_for(HOPPER, "bf16", NATIVE, 128, align=2).assembly
     assert not re.findall(r"ld\.global[^\n]*\.v4\.b32", unaligned)
+
+
+# Tables
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> tuple[list[WholePart], Layers]:
+    """Chunks of which some tokens are placed, whole and layer by layer."""
+    heads, width = draw(st.integers(1, 3)), draw(st.sampled_from([8, 24, 64]))
+    pairs, dtype = draw(st.sampled_from([0, 4])), draw(st.sampled_from([torch.half, torch.float]))
+    wholes: list[WholePart] = []
+    layers: Layers = [[] for _ in range(DEPTH)]
+    at = 0
+    for _ in range(draw(st.integers(1, 5))):
+        tokens, skip = draw(st.integers(1, 9)), draw(st.integers(0, 3))
+        size = tokens + skip + draw(st.integers(0, 3))
+        kv = ChunkKV(torch.randn(DEPTH, 2, heads, size, width).to(dtype), 0)
+        stored = kv.packed() if draw(st.booleans()) else kv
+        turn = None
+        if draw(st.booleans()):
+            angles = torch.randn(2, DEPTH, pairs)
+            turn = Rotation(angles[0], angles[1])
+        for layer in range(DEPTH):
+            own = stored.layer(layer).cut(skip, skip + tokens)
+            moved = None if turn is None else turn.of(layer)
+            layers[layer].append(LayerPart(at, own, moved))
+        wholes.append(WholePart(stored, replace(layers[0][-1], turn=turn)))
+        at += tokens
+    return wholes, layers
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(chunks())
+def test_the_tables_of_all_layers_are_those_of_each(drawn: tuple[list[WholePart], Layers]) -> None:
+    wholes, layers = drawn
+    table, launches = tables_of(wholes)
+    assert table.shape == (DEPTH, len(wholes), COLUMNS)
+    for own, parts in zip(table.tolist(), layers, strict=True):
+        rows, wanted = table_of(parts)
+        assert own == rows
+        assert [replace(one, align=0) for one in launches] == [
+            replace(one, align=0) for one in wanted
+        ]
+        for one, other in zip(launches, wanted, strict=True):
+            assert other.align % one.align == 0
+
+
+def test_chunks_that_are_moved_in_different_ways_are_refused() -> None:
+    kv = ChunkKV.of(torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8), 0)
+    turns = [Rotation(torch.ones(2, pairs), torch.zeros(2, pairs)) for pairs in (2, 4)]
+    wholes = [WholePart(kv, LayerPart(0, kv.layer(0), turn)) for turn in turns]
+    with pytest.raises(ValueError, match="different ways"):
+        tables_of(wholes)
+
+
+# On a GPU
 
 
 @GPU

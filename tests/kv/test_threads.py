@@ -1,0 +1,165 @@
+"""Threads of a store: who waits for whom, who writes, and who reads for all that want a chunk."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+
+from cacheblend_rag.kv import HostTier, KVKey, StoredChunk, TieredKVStore, codec
+from cacheblend_rag.kv.key_locks import KeyLocks
+from cacheblend_rag.kv.reading import WantedChunks
+from cacheblend_rag.kv.shared_chunk import SharedChunk
+from cacheblend_rag.kv.writer import Writer
+from tests.kv.samples import SlowBytes, make_key, make_kv, same, taken, until
+
+# Locks of keys
+
+
+LOCKED = [KVKey(f"{index:032x}", "0" * 64) for index in range(200)]
+
+
+def test_one_key_is_held_by_one_thread_at_a_time() -> None:
+    locks, counts = KeyLocks(), {"now": 0, "most": 0, "done": 0}
+
+    def work(turn: int) -> None:
+        with locks.held(LOCKED[0], LOCKED[1 + turn % 3]):
+            counts["now"] += 1
+            counts["most"] = max(counts["most"], counts["now"])
+            threading.Event().wait(0.001)
+            counts["now"] -= 1
+            counts["done"] += 1
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(60)))
+    assert counts == {"now": 0, "most": 1, "done": 60}
+    assert len(locks) == 0
+
+
+def test_many_keys_in_any_order_are_no_deadlock() -> None:
+    locks, done = KeyLocks(), []
+
+    def work(turn: int) -> None:
+        keys = LOCKED[:5] if turn % 2 else LOCKED[4::-1]
+        with locks.held(*keys, keys[0]):
+            done.append(turn)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(200)))
+    assert len(done) == 200
+
+
+# The writer
+
+
+KEYS = [make_key(number) for number in range(4)]
+
+
+def test_so_many_bytes_wait_and_then_there_is_no_room() -> None:
+    writer, gate = Writer(most_bytes=100), threading.Event()
+    assert writer.has_room(1000), "a single write may be larger"
+    first = writer.submit(70, gate.wait)
+    assert writer.has_room(30)
+    assert not writer.has_room(31)
+    writer.submit(30, gate.wait)
+    assert not writer.has_room()
+    gate.set()
+    writer.drain()
+    assert first.result()
+    assert until(lambda: writer.has_room(1000))
+    writer.close(wait=True)
+
+
+def test_what_fails_is_raised_where_it_is_asked_for_and_makes_room() -> None:
+    writer, store = Writer(most_bytes=1), TieredKVStore.open()
+    wrong = make_kv().part(0, 0)
+    failed = writer.submit(1, partial(store.put, KEYS[0], wrong))
+    with pytest.raises(ValueError, match="numbers are"):
+        failed.result()
+    assert until(writer.has_room)
+    writer.close(wait=True)
+
+
+def test_chunks_are_written_in_order_on_one_other_thread_though_the_writer_is_closed() -> None:
+    gate, seen = threading.Event(), list[tuple[KVKey, int]]()
+
+    class Gated(HostTier):
+        def _save(self, key: KVKey, chunk: StoredChunk) -> None:
+            assert gate.wait(20)
+            seen.append((key, threading.get_ident()))
+            super()._save(key, chunk)
+
+    writer, store = Writer(), TieredKVStore([Gated()])
+    puts = [writer.submit(1, partial(store.put, key, make_kv())) for key in KEYS]
+    writer.close(wait=False)
+    with pytest.raises(RuntimeError):
+        writer.submit(1, int)
+    gate.set()
+    assert all(put.result(20) for put in puts)
+    assert [key for key, _ in seen] == KEYS
+    assert len({thread for _, thread in seen} - {threading.get_ident()}) == 1
+
+
+# Chunks that several want
+
+
+KEY, OTHER = make_key(0), make_key(1)
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """A tier that is read by ranges, with two chunks."""
+    monkeypatch.setattr(codec, "HEAD_BYTES", 1 << 10)
+    tier = SlowBytes()
+    tier.fill({KEY: make_kv(0, tokens=64), OTHER: make_kv(1, tokens=64)})
+    return tier
+
+
+def read(store, *keys):
+    with store.fetch(keys or [KEY]) as source:
+        return taken(source)
+
+
+# A read that has ended may be joined until its thread has let go of it, hence ``until``.
+def times_read(far, key=KEY):
+    """How often all of a chunk's layers were read."""
+    return sum(one == key for one, _ in far.ranges) / make_kv(0).keys.shape[0]
+
+
+@pytest.mark.parametrize("memory", [(), (HostTier(1),)])
+def test_a_chunk_is_read_once_for_all_that_announced_it(far, memory):
+    """With no memory, and with one that has no room."""
+    with TieredKVStore([*memory, far]) as store, ExitStack() as announced:
+        for _ in range(3):
+            announced.enter_context(store.reads.wanting([KEY]))
+        found = [read(store) for _ in range(3)]
+        assert times_read(far) == 1
+        assert all(same(one.kv, make_kv(0, tokens=64)) for (one,) in found)
+        assert {one.tier for (one,) in found} == {"bytes"}
+
+
+def test_a_replaced_chunk_is_read_anew(far):
+    with TieredKVStore([far]) as store, store.reads.wanting([KEY]), store.reads.wanting([KEY]):
+        read(store)
+        with store.reads.changing(KEY):
+            far.fill({KEY: make_kv(5, tokens=64)})
+        (found,) = read(store)
+        assert same(found.kv, make_kv(5, tokens=64))
+
+
+def test_no_more_is_kept_than_there_is_room_for(far):
+    reader = far.open(KEY)
+    chunk = SharedChunk(reader, "bytes", reader.read)
+    assert chunk.nbytes == make_kv(0, tokens=64).keys.nbytes * 2
+    wanted = WantedChunks(limit=2 * chunk.nbytes - 1)
+    for _ in range(2):
+        wanted.add([KEY, OTHER])
+    assert wanted.keep(KEY, chunk)
+    assert not wanted.keep(OTHER, SharedChunk(reader, "bytes", reader.read))
+    wanted.remove([KEY])
+    assert not wanted.keep(OTHER, SharedChunk(reader, "bytes", reader.read))
+    wanted.remove([KEY])
+    assert wanted.keep(OTHER, SharedChunk(reader, "bytes", reader.read))
