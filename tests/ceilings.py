@@ -1,13 +1,16 @@
 """Ceilings of the code's size, which only fall: ``python -m tests.ceilings`` (part of make lint).
 
-Lines and files of each folder, circles of imports, options of each command. ``--lower`` writes what
-is lower now than its ceiling to ceilings.json; nothing raises one but a hand, for a stated reason.
+Lines and files of each folder, circles of imports, options of each command, pages of the docs.
+``--lower`` writes what is lower now than its ceiling to ceilings.json; nothing raises one but a
+hand, for a stated reason. ``--table`` prints the sums.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,14 @@ import networkx
 import typer
 
 from cacheblend_rag.cli.main import app
+from cacheblend_rag.settings import (
+    BlendConfig,
+    EngineConfig,
+    GuardConfig,
+    LeadInConfig,
+    StoreConfig,
+    names_of,
+)
 
 ROOT = Path(__file__).parents[1]
 FILE = Path(__file__).with_name("ceilings.json")
@@ -37,7 +48,13 @@ def measured() -> Sizes:
     others = [file for name in ("tests", "integrations") for file in (ROOT / name).rglob("*.py")]
     tests = [file for file in others if "tests" in file.relative_to(ROOT).parts]
     places |= {"tests": tests, "integrations": [file for file in others if file not in tests]}
+    pages = {file: len(file.read_text().splitlines()) for file in (ROOT / "docs").glob("*.md")}
     return {
+        "docs": {
+            "pages": len(pages) + 1,
+            "lines of the longest page": max(pages.values()),
+            "lines of README.md": len((ROOT / "README.md").read_text().splitlines()),
+        },
         "lines": {
             place: sum(len(file.read_text().splitlines()) for file in files)
             for place, files in sorted(places.items())
@@ -92,12 +109,36 @@ def lowered(sizes: Sizes, ceilings: Sizes) -> Sizes:
     }
 
 
+def table(sizes: Sizes) -> Iterator[str]:
+    """Yield the lines of a Markdown table of the sums, and what one answer enters."""
+    entered = [sys.executable, "-m", "tests.entered"]
+    files = json.loads(subprocess.run(entered, check=True, capture_output=True).stdout)
+    kinds = (EngineConfig, StoreConfig, BlendConfig, LeadInConfig, GuardConfig)
+    rows = {
+        f"{PACKAGE}, lines": sizes["lines"][PACKAGE],
+        f"{PACKAGE}, files": sizes["files"][PACKAGE],
+        "integrations without tests, lines": sizes["lines"]["integrations"],
+        "tests, lines": sizes["lines"]["tests"],
+        **{f"docs, {name}": count for name, count in sizes["docs"].items()},
+        "options of all commands": sum(sizes["options"].values()),
+        "fields of settings": sum(len(names_of(kind)) for kind in kinds),
+        "circles of imports": sizes["circles of imports"][PACKAGE],
+        "files that one answer enters": files["generate"],
+    }
+    yield from ("| | |", "| --- | --- |")
+    yield from (f"| {name} | {count:,} |" for name, count in rows.items())
+
+
 def main() -> None:
-    """Check the code, or lower the ceilings."""
+    """Check the code, lower the ceilings, or print the sums."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--lower", action="store_true", help="write what has become lower")
+    parser.add_argument("--table", action="store_true", help="print the sums")
+    asked = parser.parse_args()
     sizes, ceilings = measured(), json.loads(FILE.read_text())
-    if parser.parse_args().lower:
+    if asked.table:
+        sys.stdout.write("\n".join(table(sizes)) + "\n")
+    elif asked.lower:
         FILE.write_text(json.dumps(lowered(sizes, ceilings), indent=1) + "\n")
     elif found := list(above(sizes, ceilings)):
         raise SystemExit("\n".join(found))

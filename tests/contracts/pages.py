@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.readme import DOCS, ROOT
 
-NAMES = ("tuning", "troubleshooting", "deployment", "scenarios")
+NAMES = ("tuning", "troubleshooting", "deployment")
 ENGLISH = {name: DOCS / f"{name}.md" for name in NAMES}
 CHINESE = {name: DOCS / "zh" / f"{name}.md" for name in NAMES}
 PAIRS = {

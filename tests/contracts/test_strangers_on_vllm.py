@@ -471,10 +471,10 @@ SHOWN = {"curl": "curl -X PUT", "node": "storeDocument("}
 
 @pytest.mark.parametrize("program", SHOWN)
 def test_the_pages_examples_run(server: Served, program: str) -> None:
-    """Those of docs/http.md, as they stand there."""
+    """Those of docs/server.md, as they stand there."""
     if which(program) is None:
         pytest.skip(f"{program} is not installed")
-    (shown,) = [one.body for one in blocks(DOCS / "http.md") if SHOWN[program] in one.body]
+    (shown,) = [one.body for one in blocks(DOCS / "server.md") if SHOWN[program] in one.body]
     shown = shown.replace("http://127.0.0.1:8000", server.url)
     command = ["bash", "-c"] if program == "curl" else ["node", "--input-type=module", "-e"]
     environment = {**os.environ, "CACHEBLEND_STORE_KEY": "acme stores"}
