@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
 from textwrap import shorten
@@ -13,20 +12,20 @@ import typer
 from rich.markup import escape
 
 from cacheblend_rag.cli import options, output
-from cacheblend_rag.demo.passages import PassageQuestion, PassageSample, load_passages
-from cacheblend_rag.engines.factory import open_engine
+from cacheblend_rag.demo.passages import PassageSample, load_passages
 from cacheblend_rag.engines.model_files import load_tokenizer, quiet_libraries
-from cacheblend_rag.errors import StoreError, UnsupportedModelError
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, packaged
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.prompt import INSTRUCTION
 from cacheblend_rag.rag.retrieval import Embedder, VectorSearch
-from cacheblend_rag.settings import EMBEDDED
+from cacheblend_rag.settings import EMBEDDED, EngineConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.quality.dataset import EvalQuestion, PromptFrame
     from cacheblend_rag.quality.measure import Measured
 
 WAYS = {"full": "full prefill", "reuse": "plain reuse", "blend": "blend"}
@@ -73,11 +72,16 @@ def _save_passages(folder: Path) -> None:
 
 def _show(console: Console, model: str) -> dict[str, Any]:
     """Answer the sample's questions and print them; return plain JSON values."""
+    from cacheblend_rag.quality.dataset import PromptFrame
+    from cacheblend_rag.quality.evaluate import opened
+
     sample, known = load_passages(), packaged.MODELS.get(model)
     title = f"{model}: {known.title}" if known else model
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
+    frame = PromptFrame.of(load_tokenizer(model), INSTRUCTION)
+    config = EngineConfig(engine=EMBEDDED, model=model, instruction=frame.opening)
     answered = []
-    with _opened(model) as (engine, frame):
+    with opened(config) as engine:
         with output.progress_bar() as bar, bar.phase("computing the passages' KV"):
             indexed = engine.precompute(sample.documents(), progress=False)
         dtype = engine.dtype or "a precision of its own"
@@ -87,8 +91,11 @@ def _show(console: Console, model: str) -> dict[str, Any]:
             f"the model runs in {dtype}.",
             soft_wrap=True,
         )
-        for question, passages, found in _answers(engine, frame, sample):
-            answered.append(_plain(question, passages, found))
+        for question, found in _answers(engine, frame, sample):
+            ways = {way: _plain(found[way]) for way in WAYS}
+            passages = [passage.document_id for passage in question.passages]
+            about = {"question": question.question, "gold": question.answers[0]}
+            answered.append({**about, "passages": passages, **ways})
             _print_answered(console, question, found)
     totals = _totals(answered)
     for line in _summary(totals):
@@ -104,61 +111,38 @@ def _show(console: Console, model: str) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _opened(model: str) -> Iterator[tuple[Engine, Any]]:
-    """Load the model; yield the engine and the frame of prompts."""
-    from cacheblend_rag.quality.dataset import PromptFrame
-
-    frame = PromptFrame.of(load_tokenizer(model), INSTRUCTION)
-    with closing(open_engine(EMBEDDED, model=model, instruction=frame.opening)) as engine:
-        if engine.blend_refusal:
-            raise UnsupportedModelError(f"model={model!r}: {engine.blend_refusal}")
-        yield engine, frame
-
-
 def _answers(
-    engine: Engine, frame: Any, sample: PassageSample
-) -> Iterator[tuple[PassageQuestion, list[str], dict[str, Measured]]]:
-    """Yield each question, its passages' titles, and its answers by WAYS, from one prompt."""
+    engine: Engine, frame: PromptFrame, sample: PassageSample
+) -> Iterator[tuple[EvalQuestion, dict[str, Measured]]]:
+    """Yield each question over the nearest passages, and its answers, from one prompt."""
     from cacheblend_rag.quality.dataset import EvalQuestion
-    from cacheblend_rag.quality.measure import FULL, Prompt, Rule, measure
+    from cacheblend_rag.quality.measure import FULL, Rule, measure
 
-    embedder = Embedder()
+    embedder, documents = Embedder(), sample.documents()
     search = VectorSearch(embedder.embed([passage.text for passage in sample.passages]))
-    asked, documents = sample.questions[:QUESTIONS], sample.documents()
-    nearest = [
-        search.nearest(vector, RETRIEVED) for vector in embedder.embed([q.question for q in asked])
-    ]
-    found = [[documents[place] for place, _ in near] for near in nearest]
-    prompts = []
-    for question, own in zip(asked, found, strict=True):
-        chunks = tuple(document.to_chunks()[0] for document in own)
-        prompt = frame.prompt(EvalQuestion(question.question, question.answers, chunks, ()))
-        prompts.append(Prompt(prompt, golds=question.answers))
+    questions = []
+    for asked in sample.questions[:QUESTIONS]:
+        (vector,) = embedder.embed([asked.question])
+        nearest = [documents[place] for place, _ in search.nearest(vector, RETRIEVED)]
+        passages = tuple(document.to_chunks()[0] for document in nearest)
+        questions.append(EvalQuestion(asked.question, asked.answers, passages, ()))
     # Without the cost model, a busy machine does not turn a blend into ordinary prefill. Full
     # prefill computes the instruction, so the blend does, too.
     config = engine.config.with_changes(cost_model=False, reuse_prefix=False)
     rules = [FULL, Rule("reuse", config.with_changes(recompute_ratio=0.0)), Rule("blend", config)]
-    told = measure(engine, prompts, rules, stop=("\n",), compare="")
-    for question, own, measured in zip(asked, found, told, strict=True):
-        yield question, [document.document_id for document in own], measured
+    prompts = map(frame.to_measure, questions)
+    yield from zip(
+        questions, measure(engine, prompts, rules, stop=("\n",), compare=""), strict=True
+    )
 
 
-def _plain(
-    question: PassageQuestion, passages: list[str], found: Mapping[str, Measured]
-) -> dict[str, Any]:
-    about = {"question": question.question, "gold": question.answers[0], "passages": passages}
-    return {**about, **{way: _plain_answer(found[way]) for way in WAYS}}
-
-
-def _plain_answer(found: Measured) -> dict[str, Any]:
-    report = found.generation.report.to_dict() if found.generation else None
+def _plain(found: Measured) -> dict[str, Any]:
+    record, report = found.record, found.generation and found.generation.report.to_dict()
+    seconds = record.ttft_seconds
     return {
-        "text": found.record.text.strip(),
-        "right": bool(found.record.holds),
+        "text": record.text.strip(), "right": bool(record.holds), "seconds": seconds,
         "report": report,
-        "seconds": found.record.ttft_seconds,
-    }
+    }  # fmt: skip
 
 
 def _totals(answered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -178,7 +162,7 @@ def _totals(answered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _print_answered(
-    console: Console, question: PassageQuestion, found: Mapping[str, Measured]
+    console: Console, question: EvalQuestion, found: Mapping[str, Measured]
 ) -> None:
     title = f"[bold]{escape(question.question)}[/bold]  ({escape(question.answers[0])})"
     console.print(f"\n{title}", soft_wrap=True)
@@ -198,7 +182,7 @@ def _summary(told: Mapping[str, Any]) -> list[str]:
     """Return lines on the speedup and the difference of answers."""
     count = told["questions"]
     full, reuse, blend = (output.duration(told[f"{way}_seconds"]) for way in WAYS)
-    lines = [
+    return [
         f"\nFirst token, median of {count} questions: full prefill {full}, plain reuse {reuse}, "
         f"blend {blend}, [bold]{told['speedup']:.1f}x sooner[/bold]; "
         f"{told['reused_tokens']:,.0f} of {told['prompt_tokens']:,.0f} tokens reused.",
@@ -206,12 +190,7 @@ def _summary(told: Mapping[str, Any]) -> list[str]:
         f"reuse, {told['blend_right']} by blend (* does not hold the answer in brackets, word for "
         f"word). The same text as full prefill's: {told['reuse_same']} by plain reuse, "
         f"{told['blend_same']} by blend.",
+        "Plain reuse takes the passages' KV as it was stored, computed without the passages beside "
+        "it; blend recomputes the tokens that need it. What full prefill gets wrong, the model "
+        "gets wrong by itself.",
     ]
-    if told["reuse_same"] < count:
-        lines.append(
-            "Plain reuse takes the passages' KV as it was stored, computed without the passages "
-            "beside it; blend recomputes the tokens that need it."
-        )
-    if told["full_right"] < count:
-        lines.append("What full prefill gets wrong, the model gets wrong by itself.")
-    return lines

@@ -50,23 +50,20 @@ from cacheblend_rag.text.chunk import Document
 from cacheblend_rag.text.prompt import BlendPrompt
 
 QUESTIONS, PASSAGES = 6, 4
-BLENDING = Check("blending", "runs the model layer by layer, at other positions, as it is loaded")
-PRECISION = Check("precision", "compares dtypes, looks for NaN, computes the same again")
-EXACTNESS = Check("exactness", "compares recompute_ratio=1 with full prefill")
-STORED = Check("stored KV", "reuses a first passage, whose KV is full prefill's own, moved")
-FIDELITY = Check("fidelity", "compares the blend's predictions with full prefill's")
-POSITIONS = Check("positions", "compares layer 0's KV, moved to the prompt, with that of prefill")
+"""Of the packaged set: how many, and passages of each."""
+BLENDING, PRECISION, POSITIONS, EXACTNESS, STORED, FIDELITY = (
+    "blending", "precision", "positions", "exactness", "stored KV", "fidelity",
+)  # fmt: skip
 OF_KV = (PRECISION, POSITIONS, EXACTNESS, STORED, FIDELITY)
-FORBIDS = ("blending", "positions", "exactness", "stored KV", "fidelity")
+FORBIDS = (BLENDING, POSITIONS, EXACTNESS, STORED, FIDELITY)
 """Checks whose failure means that the model should not be blended; others can be put right."""
 
 MOST_NOISE = 1e-3
 """KL in nats of a model from itself when the same is computed again; kernels may add in any order.
 """
-MOST_ROUNDING = {torch.float32: 1e-4}
-HALF_ROUNDING = -math.log(0.95)
-"""KL in nats that rounding may make in lower precision: above it no setting could be told from
-noise."""
+MOST_ROUNDING, MOST_HALF_ROUNDING = 1e-4, -math.log(0.95)
+"""KL in nats that rounding may make in float32, and in lower precision: above the latter no setting
+could be told from noise."""
 MOST_KL = 0.25
 """Mean KL, in nats, that a model may lose on the small set: predictions keep 78 % likelihood."""
 LEAST_TOLERANCE, KEY_STEPS = 2e-3, 4.0
@@ -74,7 +71,7 @@ LEAST_TOLERANCE, KEY_STEPS = 2e-3, 4.0
 units in the last place."""
 NEGLIGIBLE = 1e-3
 """A divergence so small that plain reuse cannot be told from it."""
-AGAIN = Rule("again")
+AGAIN, NAN = Rule("again"), "the model computes NaN or infinity"
 
 
 @dataclass(frozen=True)
@@ -208,34 +205,29 @@ def _checks(
     yield check_seams(engine, frame, questions)
     if engine.blend_refusal is not None:
         remedy = "it is served by ordinary prefill: choose another model to blend"
-        yield BLENDING.failed(str(engine.blend_refusal), remedy)
-        yield from (check.skipped("the model cannot be blended") for check in OF_KV)
+        yield Check(BLENDING, "failed", str(engine.blend_refusal), remedy)
+        yield from (Check(name, "skipped", "the model cannot be blended") for name in OF_KV)
         return
-    yield BLENDING.ok("every layer gives its result in the model")
+    yield Check(BLENDING, "ok", "every layer gives its result in the model, at other positions too")
     base, lead_in = engine.config, engine.lead_in.kind
     own = Rule("own", base.with_changes(**BLEND_ALWAYS), lead_in)
     every, plain = rule_of("all", 1.0, BlendConfig(), lead_in), reuse(BlendConfig(), "instruction")
-    rules = [FULL, AGAIN, every, own, plain]
     prompts = [frame.to_measure(question) for question in questions]
-    found = list(measure(engine, prompts, rules, warm=False))
+    found = list(measure(engine, prompts, [FULL, AGAIN, every, own, plain], warm=False))
     precision = check_precision(engine.model.dtype, checkpoint, found)
     yield precision
     if precision.found == NAN:
-        yield from (check.skipped(NAN) for check in OF_KV[1:])
+        yield from (Check(name, "skipped", NAN) for name in OF_KV[1:])
         return
-    most = MOST_ROUNDING.get(engine.model.dtype, HALF_ROUNDING)
+    most = MOST_ROUNDING if engine.model.dtype == torch.float32 else MOST_HALF_ROUNDING
     yield check_positions(engine, prompts[0])
     yield check_exact(EXACTNESS, [one[every.name] for one in found], most)
     yield check_stored(engine, frame, questions[0], plain, most)
-    recomputes = own.config is not None and own.config.selector != "none" and base.ratio > 0
+    recomputes = base.selector != "none" and base.ratio > 0
     yield check_fidelity(
-        [_compared(one[own.name]) for one in found],
-        [_compared(one[plain.name]) for one in found],
+        *([_compared(one[rule.name]) for one in found] for rule in (own, plain)),
         recomputes=recomputes,
     )
-
-
-NAN = "the model computes NaN or infinity"
 
 
 def check_precision(
@@ -244,16 +236,75 @@ def check_precision(
     """Check dtypes and noise. checkpoint: of the model's weights on disk, if it is known."""
     golds = [_compared(one[FULL.name]).gold_logprob for one in found]
     noise = mean(_compared(one[AGAIN.name]).kl for one in found)
-    measured = {"repeat_kl": noise}
     if not all(gold is None or math.isfinite(gold) for gold in golds):
-        return PRECISION.failed(NAN, "use --set dtype=float32 or bfloat16")
+        return Check(PRECISION, "failed", NAN, "use --set dtype=float32 or bfloat16")
     if checkpoint == torch.bfloat16 and dtype == torch.float16:
         wrong = "the weights are bfloat16 and run in float16, whose largest number is 65,504"
-        return PRECISION.failed(wrong, "use --set dtype=bfloat16 or float32", measured)
+        return Check(PRECISION, "failed", wrong, "use --set dtype=bfloat16 or float32")
     if noise > MOST_NOISE:
         wrong = f"two full prefills of one prompt differ, KL {noise:.2g}"
-        return PRECISION.failed(wrong, "switch off whatever adds noise, such as dropout", measured)
-    return PRECISION.ok(f"{dtype}; the same computed again differs by KL {noise:.1e}", measured)
+        return Check(PRECISION, "failed", wrong, "switch off whatever adds noise, such as dropout")
+    told = f"{dtype}; the same computed again differs by KL {noise:.1e}"
+    return Check(PRECISION, "ok", told, measured={"repeat_kl": noise})
+
+
+def check_exact(name: str, found: Sequence[Measured], most: float) -> Check:
+    """Check that answers of a rule that is exact by construction are full prefill's."""
+    refused = [one.record.not_blended for one in found if one.record.not_blended]
+    if refused:
+        return Check(name, "failed", f"nothing was reused: {refused[0]}", "see the other checks")
+    kl = max(_compared(one).kl for one in found)
+    if kl <= most:
+        told = f"the same but for rounding, KL {kl:.1e}"
+        return Check(name, "ok", told, measured={"kl": kl})
+    remedy = "report the model; if it runs in half precision, try --set dtype=float32 first"
+    return Check(name, "failed", f"KL {kl:.3g} is more than rounding", remedy, {"kl": kl})
+
+
+def check_stored(
+    engine: TransformersEngine, frame: PromptFrame, question: EvalQuestion, plain: Rule, most: float
+) -> Check:
+    """Check that a first passage's stored KV is what full prefill computes, in every layer.
+
+    plain: reuses what was computed after the instruction, which is the prompt's beginning.
+    """
+    document = Document("first", (question.passages[0].text,))
+    (first,), text = document.to_chunks(), frame.prompt(question).text
+    rest = text[len(frame.opening) + len(first.text) :]
+    parts = [part for part in (frame.opening, first, rest) if part != ""]
+    asked = replace(BlendPrompt.of(*parts), is_rendered=frame.is_rendered)
+    encoded, lead = engine.prepare(asked).encoded, lead_tokens(engine)
+    span = next(iter(encoded.spans), None)
+    if span is None or span.before or encoded.token_ids[: span.start] != lead:
+        why = "the first passage is computed after other tokens than it stands at"
+        return Check(STORED, "skipped", why)
+    prompt = Prompt(asked, (document,), question.answers)
+    (found,) = measure(engine, [prompt], [FULL, plain], warm=False)
+    return check_exact(STORED, [found[plain.name]], most)
+
+
+def check_fidelity(
+    blends: Sequence[Fidelity], reuses: Sequence[Fidelity], *, recomputes: bool
+) -> Check:
+    """Check that an engine's own settings are near full prefill, and what they recompute helps.
+
+    reuses: of plain reuse, after the instruction alone.
+    """
+    kl, plain = mean(one.kl for one in blends), mean(one.kl for one in reuses)
+    same = mean(float(one.same_answer or 0) for one in blends)
+    measured = {"prompts": len(blends), "kl": kl, "kl_plain_reuse": plain, "same_answers": same}
+    told = f"mean KL {kl:.3f} on {len(blends)} prompts, plain reuse {plain:.3f}"
+    if not kl <= MOST_KL:
+        remedy = f"keep to ordinary prefill, or `tune` a profile that stays below {MOST_KL}"
+        return Check(FIDELITY, "failed", f"{told}: more than {MOST_KL}", remedy, measured)
+    if recomputes and kl >= plain and kl > NEGLIGIBLE:
+        remedy = "recomputing does not help this model: `tune` it, or keep to ordinary prefill"
+        return Check(FIDELITY, "failed", f"{told}: no better than that", remedy, measured)
+    return Check(FIDELITY, "ok", f"{told}; {same:.0%} of answers the same", measured=measured)
+
+
+def _compared(one: Measured) -> Fidelity:
+    return one.record.fidelity or Fidelity(math.inf)
 
 
 def check_positions(engine: TransformersEngine, prompt: Prompt) -> Check:
@@ -265,17 +316,17 @@ def check_positions(engine: TransformersEngine, prompt: Prompt) -> Check:
     with stored(engine, prompt):
         *found, reused = _first_layer(engine, prompt.asked, plain)
     *wanted, _ = _first_layer(engine, prompt.asked, None)
-    keys, values = (_off(here, there) for here, there in zip(found, wanted, strict=True))
-    measured = {"keys_off": keys, "values_off": values, "reused_tokens": reused}
+    off = max(_off(here, there) for here, there in zip(found, wanted, strict=True))
+    measured = {"off": off, "reused_tokens": reused}
     most = max(LEAST_TOLERANCE, KEY_STEPS * torch.finfo(found[0].dtype).eps)
     if not reused:
-        return POSITIONS.failed("nothing was reused", "see the other checks", measured)
-    if max(keys, values) <= most:
-        told = f"{reused:,} reused tokens stand where they belong"
-        return POSITIONS.ok(f"{told}, off by {max(keys, values):.1e}", measured)
+        return Check(POSITIONS, "failed", "nothing was reused", "see the other checks", measured)
+    if off <= most:
+        told = f"{reused:,} reused tokens stand where they belong, off by {off:.1e}"
+        return Check(POSITIONS, "ok", told, measured=measured)
     remedy = "the model's rotary embedding is not what its config says: report the model"
-    told = f"reused keys are off by {keys:.2g}, values by {values:.2g}, not {most:.1g} at most"
-    return POSITIONS.failed(told, remedy, measured)
+    told = f"reused keys or values are off by {off:.2g}, not {most:.1g} at most"
+    return Check(POSITIONS, "failed", told, remedy, measured)
 
 
 def _first_layer(
@@ -298,60 +349,3 @@ def _off(found: Tensor, wanted: Tensor) -> float:
     size = wanted.float().norm(dim=(0, 2))
     off = (found.float() - wanted.float()).norm(dim=(0, 2)) / size.clamp(min=1e-6)
     return float(off.nan_to_num(math.inf).max())
-
-
-def check_exact(check: Check, found: Sequence[Measured], most: float) -> Check:
-    """Check that answers of a rule that is exact by construction are full prefill's."""
-    refused = [one.record.not_blended for one in found if one.record.not_blended]
-    if refused:
-        return check.failed(f"nothing was reused: {refused[0]}", "see the other checks")
-    kl = max(_compared(one).kl for one in found)
-    if kl <= most:
-        return check.ok(f"the same but for rounding, KL {kl:.1e}", {"kl": kl})
-    remedy = "report the model; if it runs in half precision, try --set dtype=float32 first"
-    return check.failed(f"KL {kl:.3g} is more than rounding ({most:.1e})", remedy, {"kl": kl})
-
-
-def check_stored(
-    engine: TransformersEngine, frame: PromptFrame, question: EvalQuestion, plain: Rule, most: float
-) -> Check:
-    """Check that a first passage's stored KV is what full prefill computes, in every layer.
-
-    plain: reuses what was computed after the instruction, which is the prompt's beginning.
-    """
-    document = Document("first", (question.passages[0].text,))
-    (first,), text = document.to_chunks(), frame.prompt(question).text
-    rest = text[len(frame.opening) + len(first.text) :]
-    parts = [part for part in (frame.opening, first, rest) if part != ""]
-    asked = replace(BlendPrompt.of(*parts), is_rendered=frame.is_rendered)
-    encoded, lead = engine.prepare(asked).encoded, lead_tokens(engine)
-    span = next(iter(encoded.spans), None)
-    if span is None or span.before or encoded.token_ids[: span.start] != lead:
-        return STORED.skipped("the first passage is computed after other tokens than it stands at")
-    prompt = Prompt(asked, (document,), question.answers)
-    (found,) = measure(engine, [prompt], [FULL, plain], warm=False)
-    return check_exact(STORED, [found[plain.name]], most)
-
-
-def check_fidelity(
-    blends: Sequence[Fidelity], reuses: Sequence[Fidelity], *, recomputes: bool
-) -> Check:
-    """Check that an engine's own settings are near full prefill, and what they recompute helps.
-
-    reuses: of plain reuse, after the instruction alone.
-    """
-    kl, plain = mean(one.kl for one in blends), mean(one.kl for one in reuses)
-    same = mean(float(one.same_answer or 0) for one in blends)
-    measured = {"prompts": len(blends), "kl": kl, "kl_plain_reuse": plain, "same_answers": same}
-    told = f"mean KL {kl:.3f} on {len(blends)} prompts, plain reuse {plain:.3f}"
-    if not kl <= MOST_KL:
-        remedy = f"keep to ordinary prefill, or `tune` a profile that stays below {MOST_KL}"
-        return FIDELITY.failed(f"{told}: more than {MOST_KL}", remedy, measured)
-    if recomputes and kl >= plain and kl > NEGLIGIBLE:
-        remedy = "recomputing does not help this model: `tune` it, or keep to ordinary prefill"
-        return FIDELITY.failed(f"{told}: no better than that", remedy, measured)
-    return FIDELITY.ok(f"{told}; {same:.0%} of answers the same", measured)
-
-
-def _compared(one: Measured) -> Fidelity:
-    return one.record.fidelity or Fidelity(math.inf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cacheblend_rag.engines.base import Engine
@@ -13,61 +13,42 @@ from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, PromptFram
 from cacheblend_rag.text.chat import begins_as_rendered, render_chat
 from cacheblend_rag.text.encoder import encode_plainly
 
-Status = Literal["ok", "failed", "skipped"]
-Measured = Mapping[str, float]
+TEMPLATE, TOKENIZER, SEAMS = "template", "tokenizer", "seams"
+MOST_EDGES = 0.1
+"""Share of the passages' tokens that may be joined with the text beside them."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a model, with its result; its methods return it with another one.
+    """One check of a model, with its result.
 
     Args:
         name: short and unique.
-        what: what it does.
         status: ``ok``, ``failed`` or ``skipped``.
         found: what was found, or why it was skipped.
-        measured: figures by name; KL is in nats, shares are from 0 to 1.
         remedy: what to do about a failure.
+        measured: figures by name; KL is in nats, shares are from 0 to 1.
     """
 
     name: str
-    what: str
-    status: Status = "skipped"
-    found: str = ""
-    measured: Measured = field(default_factory=dict)
+    status: Literal["ok", "failed", "skipped"]
+    found: str
     remedy: str = ""
-
-    def ok(self, found: str, measured: Measured | None = None) -> Check:
-        """Return the check as passed."""
-        return replace(self, status="ok", found=found, measured=measured or {})
-
-    def failed(self, found: str, remedy: str, measured: Measured | None = None) -> Check:
-        """Return the check as failed."""
-        return replace(self, status="failed", found=found, measured=measured or {}, remedy=remedy)
-
-    def skipped(self, why: str) -> Check:
-        """Return the check as not made."""
-        return replace(self, found=why)
-
-
-TEMPLATE = Check("template", "renders instruction, passages and question by the chat template")
-TOKENIZER = Check("tokenizer", "encodes texts and decodes them again")
-SEAMS = Check("seams", "finds the passages' own tokens in the prompt's")
-MOST_EDGES = 0.1
-"""Share of the passages' tokens that may be joined with the text beside them."""
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 def check_template(tokenizer: Any, data: EvalDataset) -> Check:
     """Check that a chat template leaves every text as it is and where it belongs."""
     if not getattr(tokenizer, "chat_template", None):
-        return TEMPLATE.skipped("the tokenizer has no chat template: prompts are plain text")
+        return Check(TEMPLATE, "skipped", "there is no chat template: prompts are plain text")
     try:
         wrong = next(_wrong_renderings(tokenizer, data), None)
     except PromptError as error:
         wrong = str(error)
     if wrong is None:
-        return TEMPLATE.ok("instruction, passages and turns stand as they were given, in order")
-    return TEMPLATE.failed(wrong, "set tokenizer.chat_template to the one the model came with")
+        return Check(TEMPLATE, "ok", "instruction, passages and turns stand as given, in order")
+    remedy = "set tokenizer.chat_template to the one the model came with"
+    return Check(TEMPLATE, "failed", wrong, remedy)
 
 
 def _wrong_renderings(tokenizer: Any, data: EvalDataset) -> Iterator[str]:
@@ -93,18 +74,16 @@ def _wrong_renderings(tokenizer: Any, data: EvalDataset) -> Iterator[str]:
 def check_tokenizer(tokenizer: Any, questions: Sequence[EvalQuestion]) -> Check:
     """Check that decoding gives texts back, but for case, accents and white space."""
     texts = {text for one in questions for text in (one.question, *(p.text for p in one.passages))}
-    lost = [text for text in sorted(texts) if _bare(_again(tokenizer, text)) != _bare(text)]
-    measured = {"texts": len(texts), "lost": len(lost)}
-    if not lost:
-        return TOKENIZER.ok(f"{len(texts)} texts come back", measured)
-    found = f"{len(lost)} of {len(texts)} texts do not come back, such as {lost[0][:60]!r}"
-    return TOKENIZER.failed(found, "use the tokenizer that the model was trained with", measured)
-
-
-def _again(tokenizer: Any, text: str) -> str:
-    ids = list(encode_plainly(tokenizer, text))
     plainly = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    return str(tokenizer.decode(ids, **plainly))
+    lost = []
+    for text in sorted(texts):
+        again = tokenizer.decode(list(encode_plainly(tokenizer, text)), **plainly)
+        if _bare(again) != _bare(text):
+            lost.append(text)
+    if not lost:
+        return Check(TOKENIZER, "ok", f"{len(texts)} texts come back")
+    found = f"{len(lost)} of {len(texts)} texts do not come back, such as {lost[0][:60]!r}"
+    return Check(TOKENIZER, "failed", found, "use the tokenizer the model was trained with")
 
 
 def _bare(text: str) -> str:
@@ -132,9 +111,9 @@ def check_seams(engine: Engine, frame: PromptFrame, questions: Sequence[EvalQues
     if inseparable or share > MOST_EDGES:
         found = f"{inseparable} passages, and {share:.1%} of the tokens, are joined with their seam"
         remedy = "put a line break or another separator between passages"
-        return SEAMS.failed(found, remedy, measured)
+        return Check(SEAMS, "failed", found, remedy, measured)
     if apart:
         found = f"{apart} prompts begin with other tokens than passages are computed after"
-        return SEAMS.failed(found, "let the instruction end with a blank line", measured)
+        return Check(SEAMS, "failed", found, "let the instruction end with a blank line", measured)
     told = f"all passages are found, {share:.1%} of their tokens at joined edges"
-    return SEAMS.ok(told, measured)
+    return Check(SEAMS, "ok", told, measured=measured)

@@ -93,7 +93,7 @@ LATE = Trace(
 SIMILAR = SimilarChunk("a", "white space", 1.0, "a b", "a\nb")
 SOONER = replace(report(reason=Miss.SLOW), reason=Reason(ReasonCode.SLOW, "3 ms"))
 PASSES = Verdict("toy", "transformers", "float32", "cpu", ())
-FAILS = replace(PASSES, checks=(Check("stored KV", "", "failed", "off"),))
+FAILS = replace(PASSES, checks=(Check("stored KV", "failed", "off"),))
 CHECKED = {"config": BlendConfig(check_layers=(3,)), "earlier": trial(0.02, 0.1, 0.3)}
 NO_CHUNKS = replace(PROMPT, chunks=())
 PLANTED: dict[str, Evidence] = {
