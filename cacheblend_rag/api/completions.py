@@ -86,7 +86,7 @@ class CompletionRequest(fields.ChoicesBody):
             return engine.prepare(prompt)
         key, until = ("", 0) if wish is None else (wish.conversation, wish.until)
         prepared = engine.prepare_tokens(prompt, conversation=key, until=until)
-        return replace(prepared, placed=(), found=()) if wish and wish.kind == "off" else prepared
+        return replace(prepared, placed=(), found=()) if wish and wish.kind != "find" else prepared
 
     def form(self, asked: Asked, model: str) -> CompletionForm:
         return CompletionForm(asked, model, self)

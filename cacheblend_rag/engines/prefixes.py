@@ -146,6 +146,29 @@ class StoredPrefix:
         return len(self.keys) * BLOCK_TOKENS
 
 
+class Beginnings:
+    """Counts how often prompts began with the same passages."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[object]()
+
+    def come_again(self, beginning: object, tokens: int) -> bool:
+        """Count a prompt's beginning; returns whether it is worth computing in idle time.
+
+        That is at the second time, and, if it was not kept, at the fourth, eighth and so on.
+
+        Args:
+            beginning: what stands for its tokens and for who may share them.
+            tokens: how many there are up to the last passage.
+        """
+        if not LEAST_BLOCKS * BLOCK_TOKENS <= tokens <= MOST_AGAIN:
+            return False
+        if len(self._counts) > MOST_COUNTED:
+            self._counts.clear()
+        self._counts[beginning] = count = self._counts[beginning] + 1
+        return count > 1 and count.bit_count() == 1
+
+
 class Prefixes:
     """The stored blocks of prompts' prefixes; no request waits for a write, or fails with one.
 
@@ -159,7 +182,7 @@ class Prefixes:
         self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, "cacheblend-lookup")
         self._writer = Writer()
         self.passages = _passages.setdefault(store, PassageBlocks())
-        self._counts = Counter[KVKey]()
+        self._beginnings = Beginnings()
 
     def keys(self, identity: Mapping[str, Any], salt: str | None) -> PrefixKeys | None:
         """Return the maker of a prompt's block keys; None if stored KV is not exact.
@@ -182,17 +205,10 @@ class Prefixes:
         except RuntimeError:
             return None
 
-    def comes_again(self, keys: Sequence[KVKey]) -> bool:
-        """Count a prompt's beginning; returns whether it is worth computing in idle time.
-
-        That is at the second time, and, if it was not kept, at the fourth, eighth and so on.
-        """
-        if len(keys) < LEAST_BLOCKS or all(tier.durable for tier in self._store.tiers):
-            return False
-        if len(self._counts) > MOST_COUNTED:
-            self._counts.clear()
-        self._counts[keys[-1]] = count = self._counts[keys[-1]] + 1
-        return count > 1 and count.bit_count() == 1
+    def comes_again(self, keys: Sequence[KVKey], tokens: int) -> bool:
+        """Count a prompt's beginning, see Beginnings; it is worth nothing without memory for it."""
+        has_memory = not all(tier.durable for tier in self._store.tiers)
+        return has_memory and self._beginnings.come_again(tuple(keys[-1:]), tokens)
 
     def put(self, keys: Sequence[KVKey], fused: FusedKV, own: int, deletions: int) -> None:
         """Queue those blocks of a request's prefix that are not stored yet.

@@ -7,7 +7,7 @@ from contextlib import closing
 from statistics import median
 from typing import Any
 
-from cacheblend_rag import Document, SamplingParams, TransformersEngine
+from cacheblend_rag import Document, SamplingParams, open_engine
 from cacheblend_rag.demo.passages import load_passages
 from tests.benchmarks.command import run
 
@@ -16,28 +16,37 @@ ONE = SamplingParams(max_tokens=1)
 
 
 def measure(
-    *, model: str = "smollm2", questions: int = 8, words: int = 190, wait: float = 60.0
+    *,
+    model: str = "smollm2",
+    engine: str = "transformers",
+    questions: int = 8,
+    words: int = 190,
+    wait: float = 60.0,
 ) -> dict[str, Any]:
     """Return the median seconds of each way, and how many prompts were an exact prefix.
 
-    words: of a passage. wait: seconds of idle time after the second question.
+    engine: ``transformers`` or ``vllm``. words: of a passage. wait: seconds of idle time after the
+    second question.
     """
     instruction = "Answer from the passages.\n\n"
     text = " ".join(passage.text for passage in load_passages().passages).split()
     passages = [" ".join(text[at * words : (at + 1) * words]) for at in range(PASSAGES)]
     seconds: dict[str, list[float]] = {"full": [], "blended": [], "exact": []}
     exact = 0
-    engine = TransformersEngine(model, instruction=instruction, fill_on_miss=True)
-    with closing(engine):
-        engine.precompute([Document(str(at), (one,)) for at, one in enumerate(passages)])
-        blended = engine.config.with_changes(reuse_prefix=False)
+    options: dict[str, Any] = {"max_model_len": 4096} if engine == "vllm" else {}
+    asked = open_engine(
+        engine, model=model, dtype="float32", instruction=instruction, fill_on_miss=True, **options
+    )
+    with closing(asked):
+        asked.precompute([Document(str(at), (one,)) for at, one in enumerate(passages)])
+        blended = asked.config.with_changes(reuse_prefix=False)
         beginning = instruction + "\n\n".join(passages)
         for number in range(questions + 2):
             prompt = f"{beginning}\n\nQuestion {number}: Who is named?\nAnswer:"
-            again = engine.generate(prompt, ONE)  # the first two are blended, too
+            again = asked.generate(prompt, ONE)  # the first two are blended, too
             told = (
-                engine.generate_full(prompt, ONE),
-                engine.generate(prompt, ONE, config=blended),
+                asked.generate_full(prompt, ONE),
+                asked.generate(prompt, ONE, config=blended),
                 again,
             )
             for way, answer in zip(seconds.values(), told, strict=True):

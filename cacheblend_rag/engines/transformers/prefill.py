@@ -21,7 +21,7 @@ from cacheblend_rag.blend.rows import token_tensor
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import FULL_PREFILL, PROMPT_SCORED, RawLogprob, Request
 from cacheblend_rag.engines.batch import chunks_of
-from cacheblend_rag.engines.prefixes import MOST_AGAIN, Prefixes, PrefixKeys, StoredPrefix
+from cacheblend_rag.engines.prefixes import Prefixes, PrefixKeys, StoredPrefix
 from cacheblend_rag.engines.prepare import BLOCK_TOKENS
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS, FusedCache
@@ -131,7 +131,7 @@ class Prefill:
         if keys is None or self.is_exact or prompt.conversation_key:
             return None
         end = self._placed[-1].end
-        if end > MOST_AGAIN or not self.prefixes.comes_again(keys.blocks(self._token_ids[:end])):
+        if not self.prefixes.comes_again(keys.blocks(self._token_ids[:end]), end):
             return None
         encoded = replace(prompt.encoded, token_ids=prompt.token_ids[: end + 1])
         config = self.request.config.with_changes(recompute_ratio=1.0, trace=False)

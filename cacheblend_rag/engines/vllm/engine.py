@@ -23,6 +23,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar, cast
+from weakref import proxy
 
 from cacheblend_rag.engines.answer import (
     CANCELLED,
@@ -62,6 +63,7 @@ from cacheblend_rag.engines.vllm.protocol.result import (
     result_of,
 )
 from cacheblend_rag.engines.vllm.reporting import Sent, Times, prefill_report
+from cacheblend_rag.engines.vllm.same_passages import SamePassages
 from cacheblend_rag.engines.vllm.transport import (
     CANCEL_SECONDS,
     Piece,
@@ -127,8 +129,8 @@ class VLLMEngine(Engine):
             instruction: the text of prompts before their first chunk.
             namespace: the one that vLLM was started with.
             lead_in: the text that chunks are computed after, as settings or by its kind's name.
-            fill_on_miss: whether registered chunks whose KV a request missed are computed and
-                stored while vLLM does nothing else.
+            fill_on_miss: whether registered chunks whose KV a request missed, and passages that
+                began several prompts, are computed while vLLM does nothing else.
             guard: how the quality of blended answers is watched; None is as the server was started
                 (``serve --guard``), by default not at all.
 
@@ -171,6 +173,7 @@ class VLLMEngine(Engine):
         except BaseException:
             transport.close()
             raise
+        self._hooks.add(SamePassages(proxy(self), self._idle).see)
 
     def _guard_of_server(self) -> GuardConfig | None:
         share = self.status.guard

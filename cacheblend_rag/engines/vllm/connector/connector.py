@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -136,6 +137,13 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.take_results()
 
     # Scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Receive vLLM's blocks, to see which tokens its prefix cache has."""
+        groups = [[group] for group in range(len(self._kv_cache_config.kv_cache_groups))]
+        self.scheduler.is_cached = lambda block: any(
+            gpu_block_pool.get_cached_block(block, group) for group in groups
+        )
 
     def on_new_request(self, request: Request) -> None:
         """Read the job of a new request, or find chunks in its prompt, before vLLM's lookup."""

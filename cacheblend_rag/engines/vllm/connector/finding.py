@@ -97,8 +97,8 @@ class Finding:
         except Exception as error:  # whatever it is, it must not end vLLM
             return Pending(reason=malformed(error), counts=True)
         is_asked, wish = wish is not None, wish or SERVERS_OWN
-        if wish.kind == "off" or (not is_asked and (self.mode != "on" or self._gives_up)):
-            return Pending(answers=False)
+        if wish.kind != "find" or (not is_asked and (self.mode != "on" or self._gives_up)):
+            return Pending(answers=False, is_last=wish.kind == "idle")
         found: Pending | Reason | None = NEVER if self.mode == "off" else refusal
         found = found or obstacle_of(request)
         if found is None:

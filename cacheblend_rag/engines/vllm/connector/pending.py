@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.connector.marks import Stretch
+from cacheblend_rag.engines.vllm.connector.prefix import undo
 from cacheblend_rag.engines.vllm.protocol.job import Job
 from cacheblend_rag.engines.vllm.protocol.result import Result
 from cacheblend_rag.reason import Reason, ReasonCode
@@ -32,12 +33,12 @@ class Pending:
     As it arrived: job, that it brought; blend, of the chunks in its prompt; reason: why there is
     neither. stretches: how its blocks are set apart. report_id: under which the result is kept, or
     "". answers: whether the client, which knows of wishes, gets the result. counts: whether the
-    metrics count it as a blend, or as one that was refused. request: vLLM's. namespace: of the KV
-    that it may use; None is of none.
+    metrics count it as a blend, or as one that was refused. is_last: whether it waits until there
+    is no other. request: vLLM's. namespace: of the KV that it may use; None is of none.
 
-    Its blocks: may_go_on: whether it is a blend of exact KV only, looked up as an ordinary request
-    until it is begun. salt: the request's, before its blocks were set apart. shared_by: tokens in
-    the blocks before each stretch; 0 if it shares none.
+    Its blocks: may_go_on: whether vLLM's prefix cache seems to have all of it as exact KV, so that
+    it is looked up as an ordinary request. salt: the request's, before its blocks were set apart.
+    shared_by: tokens in the blocks before each stretch; 0 if it shares none.
 
     What is promised: left_out: how many of the first chunks vLLM's prefix cache has, blended for
     earlier prompts. cached: their reports. tokens: of the prompt to provide. first: those that the
@@ -52,6 +53,7 @@ class Pending:
     stretches: tuple[Stretch, ...] = ()
     answers: bool = True
     counts: bool = False
+    is_last: bool = False
     request: Request | None = None
     namespace: str | None = None
     may_go_on: bool = False
@@ -98,6 +100,15 @@ class Pending:
         """
         is_all_own = len(self.stretches) <= 1 and all(one.is_own for one in self.stretches)
         return not is_all_own and not self.left_out
+
+    def share_all(self) -> None:
+        """Have vLLM share the blocks of a prompt that it computes itself, if all KV is its own.
+
+        Those of a conversation stay apart.
+        """
+        is_plain = self.first <= self.shared_by[0] and not any(c.is_turn for c in self.work_found)
+        if self.request and self.blend and self.blend.config.reuse_prefix and is_plain:
+            undo(self.request, self.salt)
 
     def too_little(self, computed: int) -> Reason | None:
         """Return why what is left to blend after so many cached tokens is not worth it, or None."""

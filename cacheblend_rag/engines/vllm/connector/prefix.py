@@ -9,7 +9,8 @@ request with these tokens, and the same salt, has: their KV is that of ordinary 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.found_chunk import FoundChunk
@@ -20,6 +21,8 @@ from cacheblend_rag.report import ChunkReport
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+IsCached = Callable[[bytes], bool]
 
 
 def set_apart(request: Request, start: int, block_size: int, mark: str) -> int:
@@ -58,6 +61,20 @@ def undo(request: Request, salt: str | None) -> None:
     request.cache_salt = salt
     request.block_hashes.clear()
     request.update_block_hashes()
+
+
+def held_plainly(request: Request, is_cached: IsCached, block_size: int) -> int:
+    """Return how many of a prompt's first tokens vLLM's prefix cache seems to have.
+
+    Call it before the blocks are set apart: then their KV is that of ordinary prefill. vLLM's own
+    lookup, which comes later, has the last word, as where a layer has dropped its blocks.
+
+    Args:
+        request: vLLM's.
+        is_cached: whether the cache has a block of a hash.
+        block_size: tokens a block.
+    """
+    return block_size * sum(1 for _ in takewhile(is_cached, request.block_hashes))
 
 
 def is_held(last: int, tokens: int, computed: int, block_size: int) -> bool:

@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.request import RequestStatus
 
@@ -20,6 +20,8 @@ from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
 from cacheblend_rag.engines.vllm.connector.pending import Blend, Pending
 from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
 from cacheblend_rag.engines.vllm.connector.prefix import (
+    IsCached,
+    held_plainly,
     held_report,
     held_result,
     is_held,
@@ -71,7 +73,8 @@ class ConnectorScheduler:
     refusal: why nothing is blended here, or None. block_size: tokens a block of vLLM's cache.
     kept_tokens: how long a prompt may be, up to its last chunk, to have blocks for all of its
     tokens; longer ones share none, since the pass could not read them. None is without limit.
-    finding: makes jobs of requests that bring none.
+    finding: makes jobs of requests that bring none. is_cached: whether vLLM's prefix cache has a
+    block of a hash.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class ConnectorScheduler:
         kept_tokens: int | None = None,
         finding: Finding,
     ) -> None:
-        self.finding = finding
+        self.finding, self.is_cached = finding, cast("IsCached", lambda _: False)
         self._block_size = block_size
         self._kept_tokens = math.inf if kept_tokens is None else kept_tokens
         self.pending: dict[str, Pending] = {}
@@ -107,11 +110,15 @@ class ConnectorScheduler:
         self.pending[request.request_id] = pending
         if (blend := pending.blend) is None:
             return
-        # vLLM's own blocks with the tokens of exact KV are as good.
-        is_exact = all(chunk.is_exact for chunk in blend.chunks)
-        pending.may_go_on = blend.config.reuse_prefix and is_exact
+        # vLLM's own blocks with these tokens are exact; they are found before others are set apart.
+        if blend.config.reuse_prefix and not blend.config.trace:
+            held = held_plainly(request, self.is_cached, self._block_size)
+            pending.may_go_on = self._is_held(request, blend, held)
         if not pending.may_go_on:
             self._set_apart(request, pending, blend)
+
+    def _is_held(self, request: Request, blend: Blend, computed: int) -> bool:
+        return is_held(blend.chunks[-1].end, request.num_prompt_tokens, computed, self._block_size)
 
     def _read(self, request: Request) -> Pending:
         """Return the state of a new request, for its own namespace."""
@@ -147,6 +154,9 @@ class ConnectorScheduler:
         They end at the prompt's last chunk, or there are none; None makes a request wait a step.
         """
         pending = self.pending.get(request.request_id)
+        if pending is not None and pending.is_last:
+            is_busy = not all(other.is_last for other in self.pending.values())
+            return (None if is_busy else 0), False
         if pending is None or (pending.blend is None and pending.job is None):
             return 0, False
         if pending.blend is not None:
@@ -162,7 +172,7 @@ class ConnectorScheduler:
     ) -> tuple[int | None, bool]:
         tokens = blend.chunks[-1].end
         if pending.may_go_on:
-            if is_held(tokens, request.num_prompt_tokens, computed, self._block_size):
+            if self._is_held(request, blend, computed):
                 pending.result = held_result(blend.chunks, computed, ALL_EXACT)
                 return 0, False
             pending.may_go_on = False
@@ -273,6 +283,7 @@ class ConnectorScheduler:
             if blends and pending.request is not None:
                 tell_reused(pending.request, result, pending.first)
             if leaves_blocks_empty(result, blends=blends):  # vLLM's: promise none again
+                pending.share_all()
                 pending.job = pending.blend = None
 
     def finish(self, request: Request) -> dict[str, Any] | None:

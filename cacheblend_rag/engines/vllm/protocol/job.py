@@ -46,13 +46,13 @@ class _Message(BaseModel):
 class Wish(_Message):
     """Whether chunks are to be found in a request's prompt, and how they are blended.
 
-    config: settings of a BlendConfig; those that are missing are the server's. report_id: 32 hex
-    digits under which the result is kept for a later ``report``, or "". conversation: the key of
-    one whose earlier turns are found, too, in the first ``until`` tokens; or "".
+    kind: ``idle`` is ``off``, once vLLM has nothing else to do. config: of a BlendConfig; missing
+    settings are the server's. report_id: 32 hex digits under which ``report`` finds the result, or
+    "". conversation: key of one whose turns are found, too, in the first ``until`` tokens; or "".
     """
 
     version: Literal[5] = VERSION
-    kind: Literal["find", "off"] = "find"
+    kind: Literal["find", "off", "idle"] = "find"
     config: Mapping[str, Any] = {}
     report_id: MaybeHash = ""
     conversation: ConversationKey = ""

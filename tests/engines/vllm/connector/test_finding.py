@@ -245,7 +245,7 @@ def test_what_was_evicted_is_not_found_nor_what_was_blended_of_it(engine: InProc
     [told] = ask(engine, prompt, params=find())
     assert [chunk["tokens"] for chunk in told.params[PARAMETER]["chunks"]] == [60, 150]
     engine.evict_document("a")
-    [told] = ask(engine, prompt)
+    [told] = ask(engine, prompt, salt="of this question")
     assert told.logprobs == plain(engine, prompt).logprobs
     index(engine)
     assert engine.scheduler_connector.finding.finder.settle()

@@ -24,13 +24,16 @@ from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.prefix import set_apart
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.protocol.job import NOTHING_FOUND
+from cacheblend_rag.engines.vllm.same_passages import IDLE, ONE_TOKEN
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
+from cacheblend_rag.prefill.prompt_pass import ALL_EXACT
 from cacheblend_rag.reason import ReasonCode
 from tests.engines.vllm.exactness import SHORT, check_exact, index
 from tests.engines.vllm.fp8_attention import fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.families.reference import DOCUMENTS
+from tests.kv.samples import until
 from tests.models import prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="question_mid", cost_model=False)
@@ -267,6 +270,90 @@ def test_a_chunk_right_after_the_prefix_leaves_nothing_to_compute(engine: InProc
     assert reports[1].chunks[0].start == reports[1].prefix_tokens == block_size(engine)
     assert reports[1].compute_share == 0.0
     assert reports[1].blended
+
+
+# The same passages again
+
+
+def again(question: int) -> BlendPrompt:
+    """A question over the same passages in the same order."""
+    last, first = DOCUMENTS[1].to_chunks()[::-1]
+    return prompt_of(words(300, 51), last, " w7 ", first, " w7 ", words(23, question))
+
+
+def check_again(engine: InProcessEngine, question: int, salt: str | None = None) -> None:
+    """Check that the passages are an exact prefix, reported as the embedded engine does."""
+    prepared = replace(engine.prepare(again(question)), cache_salt=salt)
+    report = engine.generate(prepared, SHORT).report
+    first, last = prepared.placed
+    end = last.end
+    held = end // block_size(engine) * block_size(engine)
+    assert (report.reason, report.selector_reason) == (None, ALL_EXACT)
+    assert [chunk.tier for chunk in report.chunks] == ["prefix cache"] * 2
+    assert [chunk.recomputed for chunk in report.chunks] == [0, end - held]
+    assert report.prefix_tokens == first.start
+    assert report.reused_tokens == held - (last.start - first.end)
+    asked = replace(sent(engine, again(question), 0.0), salt=salt)
+    (behind, cached), (alone, _) = (
+        told(engine, request)[0] for request in (asked, plain_of(asked, uuid.uuid4().hex))
+    )
+    assert (behind, cached) == (pytest.approx(alone, abs=1e-5), held)
+
+
+def idle(engine: InProcessEngine) -> None:
+    """Wait until there is no more idle work."""
+    assert until(lambda: engine._idle._thread is None, 60)
+
+
+def test_what_vllm_computed_in_full_is_an_exact_prefix(engine: InProcessEngine) -> None:
+    told(engine, plain_of(sent(engine, again(1))))
+    check_again(engine, 2)
+    salted = replace(engine.prepare(again(3)), cache_salt="another")
+    assert engine.generate(salted, SHORT).report.recomputed_tokens > 0
+    for changes in ({"reuse_prefix": False}, {"trace": True}):
+        assert generate(engine, again(4), **changes).report.recomputed_tokens > 0
+    assert generate(engine, prompt(1)).report.recomputed_tokens > 0, "in another order"
+
+
+def test_what_was_to_be_blended_and_is_computed_in_full_is_one_too(
+    engine: InProcessEngine,
+) -> None:
+    store = engine.worker_connector.blender.store
+    for key in list(store.entries()):
+        store.evict(key)
+    assert generate(engine, again(1)).report.reason_code == ReasonCode.NOT_STORED
+    index(engine)
+    assert engine.scheduler_connector.finding.finder.settle()
+    check_again(engine, 2)
+
+
+def test_passages_that_come_again_are_computed_while_vllm_is_idle(engine: InProcessEngine) -> None:
+    for question in (1, 2, 3):
+        assert generate(engine, again(question)).report.recomputed_tokens > 0
+        idle(engine)
+    engine.fill_on_miss = True
+    for salt in (None, "another"):
+        for question in (4, 5):
+            salted = replace(engine.prepare(again(question)), cache_salt=salt)
+            assert engine.generate(salted, SHORT).report.recomputed_tokens > 0
+            idle(engine)
+        check_again(engine, 6, salt)
+
+
+def test_idle_work_waits_until_vllm_does_nothing_else(engine: InProcessEngine) -> None:
+    asked, ended = sent(engine, again(1)), []
+
+    async def one(request: VLLMRequest) -> None:
+        async for _ in engine.transport.send(request, stream=False):
+            pass
+        ended.append(request.wish.kind)
+
+    async def both() -> None:
+        requests = (VLLMRequest(asked.token_ids, ONE_TOKEN, wish=IDLE), asked)
+        await asyncio.gather(*map(one, requests))
+
+    engine.transport.run(both())
+    assert ended == ["find", "idle"]
 
 
 # Reading back

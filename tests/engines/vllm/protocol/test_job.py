@@ -58,7 +58,7 @@ def test_a_wish_survives_json_and_a_request_without_one_has_none() -> None:
     ("change", "said"),
     [
         ({"version": 4}, "version: Input should be 5"),
-        ({"kind": "blend"}, "kind: Input should be 'find' or 'off'"),
+        ({"kind": "blend"}, "kind: Input should be 'find', 'off' or 'idle'"),
         ({"config": "all"}, "config"),
         ({"report_id": "../../etc"}, "report_id"),
         ({"report_id": f"{HASH}\n"}, "report_id"),
